@@ -1,0 +1,183 @@
+"""The run's settings, as one dataclass: every field is a flag of `farflung train` and a key of its TOML file."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import tomllib
+import types
+import typing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+
+class UserError(ValueError):
+    """A mistake in what the user asked for: one line that says what, where and what to do."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """Everything that a run is made from. Two runs of equal settings give equal weights."""
+
+    # What is trained
+    model: str = "tiny"
+    """A preset (tiny, small, llama-125m, llama-1.3b, llama-6.8b), or anything that AutoConfig loads."""
+    pretrained: bool = False
+    """Start from the model's published weights instead of random ones."""
+    data: str = "stdlib"
+    """stdlib, a path or glob of text, JSON Lines or Parquet files, or hf:NAME to stream from the hub."""
+    tokenizer: str = "bytes"
+    """bytes, or anything that AutoTokenizer loads."""
+    text_column: str = "text"
+    """The column of JSON Lines, Parquet and hub data that holds the text."""
+    max_tokens: int = 100_000_000
+    """Read at most this many tokens of the data."""
+    sequence_length: int = 128
+    """Tokens in one training sequence."""
+    batch_size: int = 8
+    """Sequences in one inner step of one replica."""
+
+    # How the replicas work together
+    method: str = "noloco"
+    """The method: see `farflung methods`."""
+    every: int | None = None
+    """Inner steps between rounds; unset: the method's own default, as for all settings of a method."""
+    delay: int | None = None
+    """Inner steps between a round's start and its landing; training goes on meanwhile."""
+    fragments: int | None = None
+    """Parts of the parameters that have rounds of their own, spread over the steps between rounds."""
+    outer_lr: float | None = None
+    """Learning rate of the outer optimizer."""
+    outer_momentum: float | None = None
+    """Momentum of the outer optimizer."""
+    gamma: float | None = None
+    """How strongly the anchors of a group are pulled together (noloco)."""
+    group_size: int | None = None
+    """Replicas that average with each other in a round (noloco)."""
+    outer_device: Literal["model", "cpu"] = "model"
+    """Where anchors and outer momentum live: beside the model, or on the CPU."""
+
+    # How long, and with what inner optimizer
+    replicas: int = 4
+    """Copies of the model; under torchrun the number of processes it started."""
+    steps: int = 400
+    """Inner steps of each replica."""
+    seed: int = 0
+    """The seed of the weights, the data's order and the pairs."""
+    lr: float = 3e-3
+    """Highest learning rate of the inner optimizer (AdamW)."""
+    warmup: int = 40
+    """Inner steps in which the learning rate rises; it then falls to a tenth along a cosine."""
+    weight_decay: float = 0.1
+    """AdamW's weight decay."""
+    clip: float = 1.0
+    """Largest norm of a replica's gradient; 0 does not clip."""
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """Number format that the model computes in; weights stay float32."""
+
+    # Where it runs
+    network: Literal["torch", "simulated"] = "torch"
+    """torch: real processes over torch.distributed; simulated: one process, a virtual clock."""
+    device: str = "auto"
+    """auto, cpu, cuda, cuda:N or mps."""
+    deadline: float = 120.0
+    """Longest wait for other replicas, in seconds."""
+    bandwidth_mbps: float = 100.0
+    """Simulated network: each replica's link, megabits a second each way."""
+    latency_ms: float = 20.0
+    """Simulated network: one way, milliseconds."""
+    step_ms: float = 100.0
+    """Simulated network: what the computation of one inner step takes, milliseconds."""
+
+    # What is kept
+    out: str = ""
+    """The run folder; unset: runs/METHOD-N with the first N that is free."""
+    log_every: int = 10
+    """Inner steps between two lines of loss in the events."""
+    eval_every: int = 50
+    """Inner steps between two measurements of the validation loss."""
+    eval_sequences: int = 64
+    """Held-out sequences that a validation loss is measured on."""
+    checkpoint_every: int = 100
+    """Inner steps between two checkpoints; 0 writes none until the end."""
+    keep_checkpoints: int = 2
+    """Older checkpoints are removed once this many newer ones are whole."""
+
+    def __post_init__(self) -> None:
+        """Refuses what can never work. Raises UserError."""
+        for field in dataclasses.fields(self):
+            _check_type(field.name, getattr(self, field.name), _types()[field.name])
+        for name, least in _LEAST.items():
+            value = getattr(self, name)
+            if value is not None and not value >= least:
+                raise UserError(f"{name} is {value}; it must be at least {least}")
+        for name in ("lr", "deadline", "bandwidth_mbps"):
+            if not getattr(self, name) > 0:
+                raise UserError(f"{name} is {getattr(self, name)}; it must be more than 0")
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens that one replica trains on in one inner step."""
+        return self.batch_size * self.sequence_length
+
+
+_LEAST = {
+    **dict.fromkeys(("sequence_length", "every", "fragments", "group_size", "replicas", "steps"), 1),
+    **dict.fromkeys(("batch_size", "log_every", "eval_every", "eval_sequences", "keep_checkpoints"), 1),
+    **dict.fromkeys(("delay", "warmup", "weight_decay", "clip", "seed", "checkpoint_every"), 0),
+    **dict.fromkeys(("latency_ms", "step_ms", "outer_momentum"), 0),
+    "max_tokens": 1000,
+}
+
+
+def read_toml(path: Path) -> Config:
+    """The settings of a TOML file over the defaults. Raises UserError."""
+    try:
+        settings = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}; give the path of a TOML file") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} is not valid TOML: {error}") from error
+    known = [field.name for field in dataclasses.fields(Config)]
+    for key in settings:
+        if key not in known:
+            raise UserError(f"{path}: there is no setting {key!r}{suggestion(key, known)}")
+    try:
+        return Config(**settings)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from error
+
+
+def to_toml(config: Config) -> str:
+    """The settings as TOML; those that are unset are left out."""
+    lines = []
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if value is not None:
+            # JSON's numbers, booleans and ASCII-escaped strings are all valid TOML.
+            lines.append(f"{field.name} = {json.dumps(value)}")
+    return "\n".join(lines) + "\n"
+
+
+def suggestion(word: str, known: list[str]) -> str:
+    """The words nearest to a misspelt one, as the end of an error message."""
+    close = difflib.get_close_matches(word, known, n=1)
+    return f"; did you mean {close[0]!r}?" if close else f"; there are: {', '.join(known)}"
+
+
+def _types() -> dict[str, Any]:
+    return typing.get_type_hints(Config)
+
+
+def _check_type(name: str, value: object, kind: Any) -> None:
+    if typing.get_origin(kind) is Literal:
+        if value not in typing.get_args(kind):
+            raise UserError(f"{name} is {value!r}; it must be one of {', '.join(typing.get_args(kind))}")
+        return
+    kinds = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
+    accepted = (*kinds, int) if float in kinds else kinds
+    if type(value) not in accepted:
+        wanted = " or ".join(k.__name__ for k in kinds if k is not types.NoneType)
+        raise UserError(f"{name} is {value!r}; it must be of type {wanted}")

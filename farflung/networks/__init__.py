@@ -1,0 +1,33 @@
+"""Floor 2: who the other replicas are, and moving packets between them."""
+
+from __future__ import annotations
+
+import os
+
+import torch.distributed as dist
+
+from farflung.networks.base import Finished, Group, Network, PeerLost, Pending, Traffic
+from farflung.networks.conditions import Conditions
+from farflung.networks.distributed import TorchNetwork
+from farflung.networks.simulated import SimulatedNetwork, Simulation
+
+__all__ = [
+    "Conditions",
+    "Finished",
+    "Group",
+    "Network",
+    "PeerLost",
+    "Pending",
+    "SimulatedNetwork",
+    "Simulation",
+    "TorchNetwork",
+    "Traffic",
+    "from_env",
+]
+
+
+def from_env(deadline: float = 120.0) -> Network:
+    """The network this process was started for: torchrun's, or else one simulated replica alone."""
+    if dist.is_initialized() or "WORLD_SIZE" in os.environ:
+        return TorchNetwork.from_env(deadline)
+    return SimulatedNetwork.alone()

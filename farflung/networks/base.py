@@ -1,0 +1,127 @@
+"""What every network offers: a seat among the replicas, and moving packets between them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+from torch import Tensor
+
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+
+Group = tuple[int, ...]
+"""The ranks that take part in an exchange, sorted, this replica's own among them."""
+
+
+class PeerLost(Exception):
+    """Some members of a group did not deliver: they died, or their deadline passed.
+
+    Args:
+        ranks: the replicas that were waited for.
+        reason: what happened, with their addresses, and what to try.
+        delivered: the packets of those who did deliver, own included (of an `exchange`).
+    """
+
+    def __init__(self, ranks: Sequence[int], reason: str, delivered: dict[int, Tensor] | None = None) -> None:
+        super().__init__(reason)
+        self.ranks = tuple(ranks)
+        self.delivered = delivered or {}
+
+
+@dataclass
+class Traffic:
+    """What one replica has sent, received and waited for. Bytes are payload, without the transport's own."""
+
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    packets_sent: int = 0
+    packets_received: int = 0
+    seconds_blocked: float = 0.0
+
+    def sent(self, nbytes: int) -> None:
+        """Counts one packet that left."""
+        self.bytes_sent += nbytes
+        self.packets_sent += 1
+
+    def received(self, nbytes: int) -> None:
+        """Counts one packet that came."""
+        self.bytes_received += nbytes
+        self.packets_received += 1
+
+
+class Pending(Protocol[T_co]):
+    """An exchange that is under way."""
+
+    def done(self) -> bool:
+        """Whether `wait` would return, or raise, at once."""
+        ...
+
+    def wait(self, timeout: float) -> T_co:
+        """The result, after at most `timeout` seconds of the network's clock. Raises PeerLost."""
+        ...
+
+    @property
+    def finished_at(self) -> float:
+        """When the exchange ended, on the network's clock; defined once `wait` has returned or raised."""
+        ...
+
+
+@dataclass(frozen=True)
+class Finished(Generic[T]):
+    """A Pending that has nothing left to wait for."""
+
+    value: T
+    finished_at: float
+
+    def done(self) -> bool:
+        """True."""
+        return True
+
+    def wait(self, timeout: float) -> T:
+        """The value."""
+        return self.value
+
+
+class Network(Protocol):
+    """One replica's seat among the others. It moves packets and knows nothing of what is in them.
+
+    A `key` names one exchange: every member of the group calls with the same key, once.
+    """
+
+    rank: int
+    traffic: Traffic
+
+    def members(self) -> Group:
+        """The replicas believed alive, sorted, this one among them."""
+        ...
+
+    def exchange(self, packet: Tensor, group: Group, key: str) -> Pending[dict[int, Tensor]]:
+        """Sends a packet (flat uint8, any length) to the others of the group; yields every member's, own included."""
+        ...
+
+    def all_reduce(self, tensor: Tensor, group: Group, key: str) -> Pending[Tensor]:
+        """The mean over the group of a flat tensor, the same bits on every member.
+
+        Works in place: `tensor` belongs to the network until the result, which is the same object, is there.
+        After PeerLost each of its elements holds either the mean or still this replica's own value.
+        Each member sends 2 (n - 1) / n times the tensor's bytes.
+        """
+        ...
+
+    def computed(self) -> None:
+        """Says that one inner step's computation is done; a simulated clock advances by it."""
+        ...
+
+    def now(self) -> float:
+        """Seconds on this network's clock, wall or virtual."""
+        ...
+
+
+def mean_in_order(tensors: Sequence[Tensor]) -> Tensor:
+    """The mean of `tensors`, summed in the order given: the one order that every network uses, for equal bits."""
+    total = tensors[0].clone()
+    for tensor in tensors[1:]:
+        total.add_(tensor)
+    return total.div_(len(tensors))

@@ -1,0 +1,285 @@
+"""Replicas as processes over torch.distributed: `torchrun` on one machine or many, Gloo or NCCL."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from datetime import timedelta
+from typing import Generic, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
+
+from farflung.config import UserError
+from farflung.networks.base import Finished, Group, PeerLost, Pending, Traffic, mean_in_order
+
+T = TypeVar("T")
+_Parts = dict[int, Tensor]
+
+CHUNK = 1 << 18
+"""Elements that a reduction handles at a time: while one chunk is averaged the next is on the wire."""
+
+# Gloo closes ALL of a process's connections when one operation times out, so its own limit must never
+# be what ends a wait: `_Transfer.wait` keeps the deadlines.
+_NEVER = timedelta(days=30)
+
+
+class TorchNetwork:
+    """The ranks of the default process group as replicas.
+
+    Args:
+        addresses: how each replica is called in error messages.
+    """
+
+    def __init__(self, addresses: Mapping[int, str] | None = None) -> None:
+        self.rank = dist.get_rank()
+        self.traffic = Traffic()
+        self.device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
+        self._members = tuple(range(dist.get_world_size()))
+        self._addresses = addresses or {}
+
+    @classmethod
+    def from_env(cls, deadline: float = 120.0) -> TorchNetwork:
+        """Joins the process group that torchrun's environment variables describe, unless already in one.
+
+        Raises UserError when the others do not come within `deadline` seconds, or the port is in use.
+        """
+        if dist.is_initialized():
+            return cls()
+        limit = timedelta(seconds=deadline)
+        try:
+            store, rank, size = next(rendezvous("env://", timeout=limit))
+            addresses = _check_in(store, rank, size, deadline)
+            dist.init_process_group("gloo", store=PrefixStore("gloo", store), rank=rank, world_size=size, timeout=limit)
+        except (dist.DistError, RuntimeError, ValueError) as error:
+            raise UserError(_explain(error, deadline)) from error
+        return cls(addresses)
+
+    def members(self) -> Group:
+        """Every rank, dead or alive: all must agree on the groups, and a dead partner fails at once."""
+        return self._members
+
+    def exchange(self, packet: Tensor, group: Group, key: str) -> Pending[dict[int, Tensor]]:
+        """See Network. Lengths travel first, then all packets at once, both directions of each link together."""
+        if group == (self.rank,):
+            return Finished({self.rank: packet}, self.now())
+        return _Transfer(self, group, lambda transfer: self._exchange(packet, transfer, _tag(key)))
+
+    def all_reduce(self, tensor: Tensor, group: Group, key: str) -> Pending[Tensor]:
+        """See Network. Each member averages its part of each chunk, and sends it to the others."""
+        if group == (self.rank,):
+            return Finished(tensor, self.now())
+        return _Transfer(self, group, lambda transfer: self._all_reduce(tensor, transfer, _tag(key)))
+
+    def computed(self) -> None:
+        """Nothing: the wall clock has already advanced."""
+
+    def now(self) -> float:
+        """The process's monotonic clock, seconds."""
+        return time.monotonic()
+
+    def address(self, rank: int) -> str:
+        """How to call a replica in a message."""
+        return f"replica {rank} ({self._addresses.get(rank, 'address unknown')})"
+
+    def close(self) -> None:
+        """Leaves the process group."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def _exchange(self, packet: Tensor, transfer: _Transfer[dict[int, Tensor]], tag: int) -> dict[int, Tensor]:
+        own = packet.to(self.device).contiguous()
+        lengths = {peer: torch.zeros(1, dtype=torch.int64, device=self.device) for peer in transfer.others}
+        length = torch.tensor([own.numel()], dtype=torch.int64, device=self.device)
+        transfer.complete(self._swap(lengths, dict.fromkeys(transfer.others, length), tag))
+        packets = {
+            peer: torch.empty(int(lengths[peer]), dtype=torch.uint8, device=self.device) for peer in transfer.alive
+        }
+        transfer.complete(self._swap(packets, dict.fromkeys(transfer.alive, own), tag + 1))
+        delivered = {peer: packets[peer] for peer in transfer.alive} | {self.rank: own}
+        transfer.raise_if_lost(delivered)
+        return {rank: delivered[rank].to(packet.device) for rank in transfer.group}
+
+    def _all_reduce(self, tensor: Tensor, transfer: _Transfer[Tensor], tag: int) -> Tensor:
+        buffer = tensor.to(self.device)
+        # Three chunks are on their way at any time: one collected, one averaged, one handed round.
+        collected = _one_ahead(self._collect(chunk, transfer, tag) for chunk in torch.split(buffer, CHUNK))
+        handed_round = _one_ahead(self._hand_round(*parts, transfer, tag + 1) for parts in collected)
+        for parts, averaged, works in handed_round:
+            transfer.complete(works)
+            for peer in transfer.alive:
+                parts[peer].copy_(averaged[peer])
+        if buffer is not tensor:
+            tensor.copy_(buffer)
+        transfer.raise_if_lost()
+        return tensor
+
+    def _collect(self, chunk: Tensor, transfer: _Transfer[Tensor], tag: int) -> tuple[_Parts, _Parts, list[_Work]]:
+        """Starts sending each member its part of a chunk, and collecting everyone's values of the own part."""
+        parts = dict(zip(transfer.group, chunk.tensor_split(len(transfer.group)), strict=True))
+        inbox = {peer: torch.empty_like(parts[self.rank]) for peer in transfer.others}
+        outgoing = {peer: parts[peer] for peer in transfer.others}
+        return parts, inbox, self._swap(inbox, outgoing, tag)
+
+    def _hand_round(
+        self, parts: _Parts, inbox: _Parts, works: list[_Work], transfer: _Transfer[Tensor], tag: int
+    ) -> tuple[_Parts, _Parts, list[_Work]]:
+        """Averages the own part, and starts sending it to all for theirs."""
+        transfer.complete(works)
+        transfer.raise_if_lost()
+        own = parts[self.rank]
+        inbox[self.rank] = own
+        own.copy_(mean_in_order([inbox[rank] for rank in transfer.group]))
+        # Not received in place: a peer that dies half-way would leave torn numbers among the own values.
+        averaged = {peer: torch.empty_like(parts[peer]) for peer in transfer.others}
+        return parts, averaged, self._swap(averaged, dict.fromkeys(transfer.others, own), tag)
+
+    def _swap(self, incoming: dict[int, Tensor], outgoing: dict[int, Tensor], tag: int) -> list[_Work]:
+        """Starts receiving and sending, receives first: Gloo needs them posted to use both directions of a link."""
+        posts = [dist.P2POp(dist.irecv, tensor, peer, tag=tag) for peer, tensor in incoming.items() if tensor.numel()]
+        posts += [dist.P2POp(dist.isend, tensor, peer, tag=tag) for peer, tensor in outgoing.items() if tensor.numel()]
+        for post in posts:
+            count = self.traffic.sent if post.op is dist.isend else self.traffic.received
+            count(post.tensor.nbytes)
+        if posts and self.device.type == "cuda":
+            # NCCL would wait for each operation in turn; as one batch they run together.
+            return [_Work(posts[0].peer, work) for work in dist.batch_isend_irecv(posts)]
+        return [_start(post) for post in posts]
+
+
+class _Work:
+    """One send or receive with a peer; `work` is None where it failed at once."""
+
+    def __init__(self, peer: int, work: dist.Work | None, error: str = "") -> None:
+        self.peer = peer
+        self._work = work
+        self.error = error
+
+    def failed(self) -> bool:
+        """Waits for its end, however long; whether it failed."""
+        if self._work is not None:
+            try:
+                self._work.wait(_NEVER)
+            except RuntimeError as error:
+                self.error = str(error)
+        return bool(self.error)
+
+
+def _start(post: dist.P2POp) -> _Work:
+    try:
+        return _Work(post.peer, post.op(post.tensor, post.peer, tag=post.tag))
+    except RuntimeError as error:  # the connection is known to be broken
+        return _Work(post.peer, None, str(error))
+
+
+class _Transfer(Generic[T]):
+    """An exchange that runs in a thread of its own, so that it goes on while the replica trains."""
+
+    def __init__(self, network: TorchNetwork, group: Group, run: Callable[[_Transfer[T]], T]) -> None:
+        self.group = group
+        self.others = [rank for rank in group if rank != network.rank]
+        self.alive = list(self.others)
+        self.finished_at = float("inf")
+        self._network = network
+        self._lost: dict[int, str] = {}
+        self._awaited: int | None = None
+        self._result: Future[T] = Future()
+        threading.Thread(target=self._run, args=(run,), daemon=True).start()
+
+    def done(self) -> bool:
+        return self._result.done()
+
+    def wait(self, timeout: float) -> T:
+        network = self._network
+        began = network.now()
+        try:
+            return self._result.result(timeout)
+        except FutureTimeout:
+            self.finished_at = network.now()
+            late = self.others if self._awaited is None else [self._awaited]
+            raise PeerLost(
+                late,
+                f"{network.address(late[0])} did not deliver within {timeout:g} s; "
+                "see whether it is running and can be reached, or raise the deadline",
+            ) from None
+        finally:
+            network.traffic.seconds_blocked += network.now() - began
+
+    def complete(self, works: list[_Work]) -> None:
+        """Waits for sends and receives; who fails in one is lost, the rest goes on."""
+        for work in works:
+            self._awaited = work.peer
+            if work.failed() and work.peer in self.alive:
+                self.alive.remove(work.peer)
+                self._lost[work.peer] = work.error
+
+    def raise_if_lost(self, delivered: dict[int, Tensor] | None = None) -> None:
+        """Raises PeerLost, naming them, if anybody was lost."""
+        if self._lost:
+            names = ", ".join(self._network.address(rank) for rank in sorted(self._lost))
+            # Gloo's message begins with a source line and ends with advice for its own developers.
+            cause = next(iter(self._lost.values())).split("] ", 1)[-1].split(". ")[0]
+            raise PeerLost(sorted(self._lost), f"lost {names}: {cause}", delivered)
+
+    def _run(self, run: Callable[[_Transfer[T]], T]) -> None:
+        try:
+            result = run(self)
+            if self._network.device.type == "cuda":
+                torch.cuda.current_stream().synchronize()
+        except BaseException as error:
+            self.finished_at = self._network.now()
+            self._result.set_exception(error)
+        else:
+            self.finished_at = self._network.now()
+            self._result.set_result(result)
+
+
+def _one_ahead(items: Iterator[T]) -> Iterator[T]:
+    """The same items, each handed out only after the next one has been made."""
+    ahead: list[T] = []
+    for item in items:
+        ahead.append(item)
+        if len(ahead) == 2:
+            yield ahead.pop(0)
+    yield from ahead
+
+
+def _tag(key: str) -> int:
+    """A message tag from the name of an exchange; the next one up is for its second phase."""
+    return (zlib.crc32(key.encode()) & 0x3FFFFFFF) << 1
+
+
+def _check_in(store: Store, rank: int, size: int, deadline: float) -> dict[int, str]:
+    """Says where this replica is, and waits for everyone's word; without it, joining hangs for who is missing."""
+    host = socket.gethostname()
+    store.set(f"address/{rank}", f"{host}, process {os.getpid()}")
+    ends = time.monotonic() + deadline
+    for other in range(size):
+        try:
+            store.wait([f"address/{other}"], timedelta(seconds=max(1.0, ends - time.monotonic())))
+        except (dist.DistError, RuntimeError):
+            raise TimeoutError(f"replica {other} of {size} has not come within {deadline:g} s") from None
+    return {other: store.get(f"address/{other}").decode() for other in range(size)}
+
+
+def _explain(error: Exception, deadline: float) -> str:
+    where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    text = str(error)
+    if "EADDRINUSE" in text or "address already in use" in text.lower():
+        return f"port {where} is in use; choose another with MASTER_PORT or torchrun's --master-port"
+    if isinstance(error, ValueError):
+        return f"cannot join the other replicas: {text}; start with torchrun, or set RANK, WORLD_SIZE and MASTER_*"
+    first_line = text.splitlines()[0] if text else type(error).__name__
+    return (
+        f"cannot join the other replicas at {where}: {first_line}; see that this host can reach that one, "
+        "that each process has been started, and which interface GLOO_SOCKET_IFNAME names"
+    )

@@ -1,0 +1,67 @@
+"""Parts of a model's parameters that travel together, as one flat buffer."""
+
+from __future__ import annotations
+
+import functools
+import re
+
+import torch
+from torch import Tensor, nn
+
+from farflung.config import UserError
+
+
+class Fragment:
+    """Some parameters, read and written as one flat tensor of `numel` elements.
+
+    The flat tensor is float32, or float64 where a parameter is, so that anchors of half-precision weights keep the
+    small steps that the weights round away.
+    """
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        self.parameters = parameters
+        self._sizes = [parameter.numel() for parameter in parameters]
+        self.numel = sum(self._sizes)
+        dtypes = (parameter.dtype for parameter in parameters)
+        self.dtype = functools.reduce(torch.promote_types, dtypes, torch.float32)
+
+    @torch.no_grad()
+    def read(self, device: torch.device | None = None, out: Tensor | None = None) -> Tensor:
+        """A flat copy of the parameters, into `out` if given, else on `device` (by default the parameters')."""
+        if out is None:
+            device = device or (self.parameters[0].device if self.parameters else None)
+            out = torch.empty(self.numel, dtype=self.dtype, device=device)
+        for parameter, part in zip(self.parameters, torch.split(out, self._sizes), strict=True):
+            part.view(parameter.shape).copy_(parameter)
+        return out
+
+    @torch.no_grad()
+    def write(self, flat: Tensor) -> None:
+        """Gives the parameters the values of `flat`, rounded to their own dtypes."""
+        for parameter, part in zip(self.parameters, torch.split(flat, self._sizes), strict=True):
+            parameter.copy_(part.view(parameter.shape))
+
+
+def split(model: nn.Module, fragments: int) -> list[Fragment]:
+    """The trainable parameters in fragments of whole layers, strided so that each mixes early and late layers.
+
+    A layer is what one number in a parameter's name counts (`model.layers.3.…`); what lies outside of layers
+    (embeddings, norms, head) counts as one each. Tied parameters appear once, frozen ones not at all.
+
+    Raises UserError when there are fewer layers than fragments.
+    """
+    layers: dict[str, list[nn.Parameter]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            layers.setdefault(_layer_of(name), []).append(parameter)
+    if fragments > max(len(layers), 1):
+        raise UserError(
+            f"fragments is {fragments}, but the model has only {len(layers)} layers to divide; choose at most that"
+        )
+    groups = list(layers.values())
+    return [Fragment([parameter for layer in groups[p::fragments] for parameter in layer]) for p in range(fragments)]
+
+
+def _layer_of(name: str) -> str:
+    numbered = re.match(r".*?\.?\d+(?=\.)", name)
+    return numbered.group() if numbered else name.rpartition(".")[0] or name

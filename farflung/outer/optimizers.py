@@ -1,0 +1,121 @@
+"""What turns a round's averaged message into a new anchor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+OuterFactory = Callable[[list[Tensor]], torch.optim.Optimizer]
+"""Makes an outer optimizer for the anchors (flat float32 tensors, one a fragment)."""
+
+BLOCK = 1 << 16
+"""Elements that the CPU works on at a time: the few tensors of an update fit its cache together."""
+
+
+class OuterOptimizer(torch.optim.Optimizer):
+    """An optimizer of anchors that chooses what travels. Any torch optimizer will do; it then gets these defaults.
+
+    Both methods may overwrite their last argument, so that they need no memory of their own.
+    """
+
+    def message(self, anchor: Tensor, weights: Tensor) -> Tensor:
+        """What this replica puts on the wire, for the anchor φ and the weights θ, both flat: by default Δ = φ - θ.
+
+        It is given the weights rather than Δ, since θ cannot be had back from Δ without rounding.
+        """
+        return pseudo_gradient(anchor, weights)
+
+    def step_with(self, anchor: Tensor, mean: Tensor) -> None:
+        """Moves the anchor, given the mean of the group's messages: by default as if it were the gradient."""
+        descend(self, anchor, mean)
+
+
+def pseudo_gradient(anchor: Tensor, weights: Tensor) -> Tensor:
+    """Δ = φ - θ, in the memory of the weights."""
+    return torch.sub(anchor, weights, out=weights)
+
+
+def descend(optimizer: torch.optim.Optimizer, anchor: Tensor, gradient: Tensor) -> None:
+    """One step of the optimizer, in which only this anchor has a gradient."""
+    anchor.grad = gradient
+    optimizer.step()
+    anchor.grad = None
+
+
+def message_of(outer: torch.optim.Optimizer, anchor: Tensor, weights: Tensor) -> Tensor:
+    """The message of any torch optimizer."""
+    return outer.message(anchor, weights) if isinstance(outer, OuterOptimizer) else pseudo_gradient(anchor, weights)
+
+
+def step_with(outer: torch.optim.Optimizer, anchor: Tensor, mean: Tensor) -> None:
+    """The outer step of any torch optimizer."""
+    if isinstance(outer, OuterOptimizer):
+        outer.step_with(anchor, mean)
+    else:
+        descend(outer, anchor, mean)
+
+
+class GossipNesterov(OuterOptimizer):
+    """NoLoCo's modified Nesterov momentum (arXiv 2506.10911), for averages over small random groups.
+
+        v ← α·v - β·mean(Δ) - γ·(φ - mean(φ));   φ ← φ + v
+
+    The two means are only needed in the sum β·Δ - γ·φ = (β - γ)·φ - β·θ, which is the one tensor that travels.
+    γ pulls the anchors of a group together; groups of 2 are stable up to γ of about 1.5.
+
+    Args:
+        lr: β.
+        momentum: α.
+        gamma: γ.
+    """
+
+    def __init__(self, anchors: Iterable[Tensor], lr: float = 0.7, momentum: float = 0.5, gamma: float = 0.7) -> None:
+        super().__init__(anchors, {"lr": lr, "momentum": momentum, "gamma": gamma})
+
+    def message(self, anchor: Tensor, weights: Tensor) -> Tensor:
+        """(β - γ)·φ - β·θ."""
+        lr, gamma = self._settings["lr"], self._settings["gamma"]
+        for theta, phi in blocks(weights, anchor):
+            theta.mul_(-lr)
+            if lr != gamma:
+                theta.add_(phi, alpha=lr - gamma)
+        return weights
+
+    def step_with(self, anchor: Tensor, mean: Tensor) -> None:
+        """v ← α·v - mean - γ·φ; φ ← φ + v."""
+        momentum, gamma = self._settings["momentum"], self._settings["gamma"]
+        state = self.state[anchor]
+        if "velocity" not in state:
+            state["velocity"] = torch.zeros_like(anchor)
+        for phi, v, u in blocks(anchor, state["velocity"], mean):
+            v.mul_(momentum).sub_(u).sub_(phi, alpha=gamma)
+            phi.add_(v)
+
+    @property
+    def _settings(self) -> dict[str, Any]:
+        return self.param_groups[0]
+
+
+class Average(OuterOptimizer):
+    """The anchor becomes the mean of the weights: local SGD, exact to the bit for a group of one."""
+
+    def __init__(self, anchors: Iterable[Tensor]) -> None:
+        super().__init__(anchors, {})
+
+    def message(self, anchor: Tensor, weights: Tensor) -> Tensor:
+        """θ itself."""
+        return weights
+
+    def step_with(self, anchor: Tensor, mean: Tensor) -> None:
+        """φ ← mean(θ)."""
+        anchor.copy_(mean)
+
+
+def blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Flat tensors of one length cut alike into pieces that fit a CPU's cache together; whole ones elsewhere."""
+    first = tensors[0]
+    size = BLOCK if first.device.type == "cpu" else max(first.numel(), 1)
+    return zip(*(torch.split(tensor, size) for tensor in tensors), strict=True)

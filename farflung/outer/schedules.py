@@ -1,0 +1,50 @@
+"""When rounds start and land."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from farflung.config import UserError
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Fragment p starts a round at each step where (step - offset of p) is a multiple of `every`.
+
+    The offsets spread the fragments evenly over the steps between rounds (Streaming DiLoCo, arXiv 2501.18512).
+
+    Args:
+        every: inner steps between two rounds of one fragment; None never has a round.
+        fragments: parts of the parameters that have rounds of their own.
+        delay: inner steps between a round's start and its landing; the exchange overlaps training meanwhile.
+
+    Raises:
+        UserError: the three cannot work together.
+    """
+
+    every: int | None
+    fragments: int = 1
+    delay: int = 0
+
+    def __post_init__(self) -> None:
+        if self.every is None:
+            return
+        if self.every < 1 or self.fragments < 1 or self.delay < 0:
+            raise UserError(f"{self} cannot be: every and fragments are at least 1, delay at least 0")
+        if self.delay > self.every:
+            raise UserError(
+                f"delay is {self.delay} but every is {self.every}: a round must land before the next starts; "
+                f"choose a delay of at most {self.every}"
+            )
+        if self.fragments > self.every:
+            raise UserError(
+                f"fragments is {self.fragments} but every is {self.every}: "
+                "only one fragment can start a round in a step; choose no more fragments than every"
+            )
+
+    def starting(self, step: int) -> list[int]:
+        """The fragments whose round starts after inner step `step` (counted from 1): none or one."""
+        if self.every is None:
+            return []
+        offsets = (p * self.every // self.fragments for p in range(self.fragments))
+        return [p for p, offset in enumerate(offsets) if (step - offset) % self.every == 0]

@@ -1,0 +1,54 @@
+"""Who averages with whom in a round. A pure function of what all replicas know, so that nobody need ask."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Protocol
+
+from farflung.config import UserError
+from farflung.networks import Group
+
+
+class Topology(Protocol):
+    """Splits the members into groups, anew each round."""
+
+    def group(self, rank: int, members: Group, round: str) -> Group:
+        """The members that `rank` averages with, itself included, sorted; empty when it sits the round out."""
+        ...
+
+
+@dataclass(frozen=True)
+class Everyone:
+    """All members in one group (DiLoCo, synchronous training)."""
+
+    def group(self, rank: int, members: Group, round: str) -> Group:
+        """All members."""
+        return members
+
+
+@dataclass(frozen=True)
+class RandomGroups:
+    """A new random permutation each round, cut into groups of `size` (NoLoCo, arXiv 2506.10911).
+
+    Who is left over in a group of one sits the round out.
+
+    Args:
+        size: replicas in a group; 2 makes pairs.
+        seed: every replica must have the same.
+    """
+
+    size: int = 2
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.size < 2:
+            raise UserError(f"group_size is {self.size}; a group needs at least 2 replicas to average")
+
+    def group(self, rank: int, members: Group, round: str) -> Group:
+        """The group of `rank` in this round's permutation."""
+        # A string seeds Python's generator alike on every machine and version.
+        order = random.Random(f"{self.seed} {round}").sample(members, len(members))
+        begin = order.index(rank) // self.size * self.size
+        group = tuple(sorted(order[begin : begin + self.size]))
+        return group if len(group) > 1 else ()
