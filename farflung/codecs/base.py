@@ -68,4 +68,4 @@ def unpack(codec_id: int, packet: Packet, like: Sequence[Tensor]) -> Tensor:
 
 
 def _checksum(payload: Tensor) -> int:
-    return zlib.crc32(memoryview(payload.cpu().numpy()))
+    return zlib.crc32(payload.cpu().numpy().data)

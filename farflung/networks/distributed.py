@@ -16,7 +16,7 @@ from typing import Generic, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 from torch.distributed.rendezvous import rendezvous
 
 from farflung.config import UserError
@@ -38,14 +38,16 @@ class TorchNetwork:
 
     Args:
         addresses: how each replica is called in error messages.
+        store: where the replicas can leave each other word; the process group's own by default.
     """
 
-    def __init__(self, addresses: Mapping[int, str] | None = None) -> None:
+    def __init__(self, addresses: Mapping[int, str] | None = None, store: Store | None = None) -> None:
         self.rank = dist.get_rank()
         self.traffic = Traffic()
         self.device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
         self._members = tuple(range(dist.get_world_size()))
         self._addresses = addresses or {}
+        self.store = store or _get_default_store()
 
     @classmethod
     def from_env(cls, deadline: float = 120.0) -> TorchNetwork:
@@ -62,7 +64,7 @@ class TorchNetwork:
             dist.init_process_group("gloo", store=PrefixStore("gloo", store), rank=rank, world_size=size, timeout=limit)
         except (dist.DistError, RuntimeError, ValueError) as error:
             raise UserError(_explain(error, deadline)) from error
-        return cls(addresses)
+        return cls(addresses, store)
 
     def members(self) -> Group:
         """Every rank, dead or alive: all must agree on the groups, and a dead partner fails at once."""

@@ -1,0 +1,257 @@
+"""Floor 6: the commands. They join training with the views of it, and turn errors into one line."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TypeVar
+
+import tyro
+
+from farflung.config import Config, UserError, read_toml, suggestion
+
+T = TypeVar("T")
+MISUSE, FAILURE, INTERRUPTED = 2, 1, 130
+
+
+def main() -> None:
+    """Runs the command that the arguments name; exits with 2 after a user's mistake, without a traceback."""
+    arguments = sys.argv[1:]
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(_usage())
+        return
+    try:
+        if arguments[0] not in COMMANDS:
+            raise UserError(f"there is no command {arguments[0]!r}{suggestion(arguments[0], list(COMMANDS))}")
+        COMMANDS[arguments[0]](arguments[1:])
+    except UserError as error:
+        print(f"farflung: {error}", file=sys.stderr)
+        sys.exit(MISUSE)
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
+
+
+def train(arguments: list[str]) -> None:
+    """Train a model with several replicas, or go on with a run."""
+    from farflung.training import launch
+    from farflung.training.stopping import Stopped
+
+    config, folder, resume = _train_settings(arguments)
+    under_torchrun = "WORLD_SIZE" in os.environ
+    started = launch.run_torch_replica if under_torchrun else _start_of(config)
+    try:
+        if under_torchrun:
+            started(config, folder, resume)
+        else:
+            launch.prepare(config, folder, resume)
+            print(f"farflung: {config.replicas} replicas, {config.method}, {config.steps} steps; run folder {folder}")
+            with _watched(folder):
+                started(config, folder, resume)
+            _tell_result(folder)
+    except Stopped as stopped:
+        print(f"farflung: {stopped}; go on with: farflung train --resume {folder}", file=sys.stderr)
+        sys.exit(0 if under_torchrun else INTERRUPTED)
+    except launch.RunFailed as error:
+        print(f"farflung: {error}", file=sys.stderr)
+        sys.exit(FAILURE)
+
+
+def methods(arguments: list[str]) -> None:
+    """List the methods: what each does, its paper, its settings and their defaults."""
+    from farflung.methods import RECIPES, settings_of
+
+    _parse(_NoArguments, arguments, "methods")
+    for name, recipe in RECIPES.items():
+        what, _, paper = (recipe.__doc__ or "").partition("\n")
+        settings = ", ".join(f"{key}={value}" for key, value in settings_of(name).items() if key != "seed")
+        print(f"{name:8} {what}\n         {paper.strip()}\n         settings: {settings or 'none'}\n")
+
+
+def report(arguments: list[str]) -> None:
+    """Write one self-contained report.html about one run, or comparing several."""
+    from farflung.report import write_report
+
+    options = _parse(_ReportOptions, arguments, "report")
+    out = options.out or (options.runs[0] / "report.html" if len(options.runs) == 1 else Path("report.html"))
+    write_report(list(options.runs), out)
+    print(f"farflung: report of {len(options.runs)} run(s) in {out}")
+
+
+def export(arguments: list[str]) -> None:
+    """Write a run's averaged weights as a folder that AutoModelForCausalLM.from_pretrained loads."""
+    from farflung.training.export import export as write_export
+
+    options = _parse(_ExportOptions, arguments, "export")
+    origin = write_export(options.run, options.folder)
+    print(f"farflung: {options.folder} holds {origin}")
+
+
+COMMANDS: dict[str, Callable[[list[str]], None]] = {
+    command.__name__: command for command in (train, methods, report, export)
+}
+
+
+@dataclass(frozen=True)
+class _NoArguments:
+    """No arguments."""
+
+
+@dataclass(frozen=True)
+class _ReportOptions:
+    """Which runs to report on."""
+
+    runs: tyro.conf.Positional[tuple[Path, ...]]
+    """The run folders."""
+    out: Path | None = None
+    """The file to write; unset: report.html in the run's folder, or here for several runs."""
+
+    def __post_init__(self) -> None:
+        if not self.runs:
+            raise UserError("no run folder is given; give at least one, such as runs/noloco-1")
+
+
+@dataclass(frozen=True)
+class _ExportOptions:
+    """What to export, and where to."""
+
+    run: tyro.conf.Positional[Path]
+    """The run folder."""
+    folder: tyro.conf.Positional[Path]
+    """The folder to write; it must not exist, or be empty."""
+
+
+@dataclass(frozen=True)
+class _ResumeOptions:
+    """Which run to go on with."""
+
+    resume: Path
+    """The run folder."""
+
+
+def _train_settings(arguments: list[str]) -> tuple[Config, Path, bool]:
+    """The settings, the run folder, and whether its run goes on. Flags win over the file."""
+    if any(argument.split("=")[0] == "--resume" for argument in arguments):
+        folder = _parse(_ResumeOptions, arguments, "train").resume
+        if not (folder / "config.toml").exists():
+            raise UserError(
+                f"{folder} holds no run to go on with: there is no config.toml; start one with --out {folder}"
+            )
+        return _with_replicas(read_toml(folder / "config.toml")), folder, True
+    defaults = Config()
+    if arguments and not arguments[0].startswith("-"):
+        defaults = read_toml(Path(arguments[0]))
+        arguments = arguments[1:]
+    config = _with_replicas(_parse(Config, arguments, "train", defaults))
+    folder = Path(config.out) if config.out else _free_folder(config.method)
+    return replace(config, out=str(folder)), folder, False
+
+
+def _with_replicas(config: Config) -> Config:
+    """Under torchrun there are as many replicas as it has started processes."""
+    return replace(config, replicas=int(os.environ.get("WORLD_SIZE", config.replicas)))
+
+
+def _free_folder(method: str) -> Path:
+    if "WORLD_SIZE" in os.environ:
+        raise UserError("under torchrun every machine needs to know the run folder; give --out runs/NAME")
+    number = 1
+    while (folder := Path("runs") / f"{method}-{number}").exists():
+        number += 1
+    return folder
+
+
+def _start_of(config: Config) -> Callable[[Config, Path, bool], None]:
+    from farflung.training import launch
+
+    return launch.run_simulated if config.network == "simulated" else launch.launch_torch
+
+
+@contextlib.contextmanager
+def _watched(folder: Path) -> Iterator[None]:
+    """Shows the run folder's live view meanwhile."""
+    from farflung.report import watch
+
+    finished = threading.Event()
+    view = threading.Thread(target=watch, args=(folder, finished), daemon=True)
+    view.start()
+    try:
+        yield
+    finally:
+        finished.set()
+        view.join(timeout=10)
+
+
+def _tell_result(folder: Path) -> None:
+    """What a finished run came to, and where to read more."""
+    from farflung.report import read_run, write_report
+
+    write_report([folder], folder / "report.html")
+    summary = read_run(folder).summary
+    if summary is None:
+        return
+    sent, ddp = summary["bytes_sent"], summary["ddp_bytes"]
+    fewer = f", {ddp / sent:.0f} times fewer than ddp's {ddp / 1e6:,.1f} MB" if sent else ""
+    print(
+        f"\nvalidation loss {summary['validation_loss']:.4f} nats a token (mean of the replicas), "
+        f"{summary['validation_loss_averaged']:.4f} with their weights averaged\n"
+        f"sent {sent / 1e6:,.1f} MB{fewer}\n\n"
+        f"the trained model writes:\n{_indented(summary['sample'])}\n\n"
+        f"run folder {folder}\nreport     {folder / 'report.html'}"
+    )
+
+
+def _indented(text: str) -> str:
+    printable = re.sub(r"[^\S\n]|[^\w\s!-~]", " ", text)
+    return "\n".join(f"    {line}" for line in printable.splitlines())
+
+
+def _parse(kind: type[T], arguments: list[str], command: str, default: T | None = None) -> T:
+    """Arguments as a dataclass, by tyro. Raises UserError, in one line, where tyro would print a box."""
+    printed = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(printed):
+            return tyro.cli(
+                kind,
+                args=arguments,
+                default=tyro.MISSING if default is None else default,
+                prog=f"farflung {command}",
+                description=(COMMANDS[command].__doc__ or "") + (_TRAIN_HELP if command == "train" else ""),
+                config=(tyro.conf.FlagCreatePairsOff,),
+            )
+    except SystemExit as exit:
+        if not exit.code:
+            raise
+        raise UserError(_first_section(printed.getvalue(), command)) from None
+
+
+def _first_section(box: str, command: str) -> str:
+    """The text between a printed box's edges up to its first rule, as one line."""
+    lines = [re.sub(r"^[│|]\s?|\s*[│|]$", "", line) for line in box.splitlines()[1:]]
+    section: list[str] = []
+    for line in lines:
+        if re.match(r"^\s*[─╰-]{3,}", line):
+            break
+        section.append(line.strip())
+    text = " ".join(part for part in section if part).rstrip(".")
+    return f"{text}; see: farflung {command} --help"
+
+
+def _usage() -> str:
+    lines = [f"  farflung {name:8} {command.__doc__}" for name, command in COMMANDS.items()]
+    return "\n".join(
+        ["Train one model on machines that are far apart.", "", *lines, "", "More on one: farflung COMMAND --help"]
+    )
+
+
+_TRAIN_HELP = (
+    "\n\nfarflung train [CONFIG.toml] [flags] starts a run: every flag is also a key of the file, and flags win. "
+    "farflung train --resume RUN goes on with one from its last whole checkpoint. "
+    "Under torchrun, this process becomes one of the replicas."
+)

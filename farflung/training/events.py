@@ -1,0 +1,81 @@
+"""What happens to one replica, as one JSON object a line: all that reports and live views read."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import math
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from farflung.config import UserError
+
+
+class EventLog:
+    """One replica's `events/replica-N.jsonl`, held by one process at a time.
+
+    Args:
+        folder: the run folder.
+        clock: the network's clock; events carry the seconds since the run began on it.
+        keep: the bytes of an earlier part of the run that stay; None starts a new run, and refuses an old one.
+        elapsed: how many seconds the run had lasted at the end of that part.
+
+    Raises:
+        UserError: the folder holds a run already, or another process is writing to it.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        replica: int,
+        clock: Callable[[], float],
+        keep: int | None = None,
+        elapsed: float = 0.0,
+    ) -> None:
+        path = folder / "events" / f"replica-{replica}.jsonl"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if keep is None and path.exists():
+            raise holds_a_run(folder)
+        self._file = path.open("ab")
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise UserError(f"{folder} is being trained by another process; wait for it, or stop it first") from error
+        self._file.truncate(keep or 0)
+        self._replica = replica
+        self._clock = clock
+        self._origin = clock() - elapsed
+
+    def write(self, event: str, step: int, **values: Any) -> None:
+        """Appends one event; values that JSON cannot hold (NaN, infinity) become null."""
+        line = {"event": event, "replica": self._replica, "at": round(self.elapsed(), 6), "step": step, **values}
+        plain = {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in line.items()}
+        self._file.write(json.dumps(plain).encode() + b"\n")
+        self._file.flush()
+
+    def elapsed(self) -> float:
+        """Seconds since the run began, on the network's clock."""
+        return self._clock() - self._origin
+
+    def since_start(self, moment: float) -> float:
+        """A moment of the network's clock, as seconds since the run began."""
+        return moment - self._origin
+
+    def size(self) -> int:
+        """Bytes written so far, safe on disk: what `keep` takes."""
+        os.fsync(self._file.fileno())
+        return self._file.tell()
+
+    def close(self) -> None:
+        """Lets go of the file."""
+        self._file.close()
+
+
+def holds_a_run(folder: Path) -> UserError:
+    """The error of a new run in an old run's folder."""
+    return UserError(
+        f"{folder} already holds a run; choose another folder with --out, "
+        f"or go on with: farflung train --resume {folder}"
+    )

@@ -1,0 +1,59 @@
+"""A run's weights as a folder that AutoModelForCausalLM loads."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from farflung.config import Config, UserError, read_toml
+from farflung.training import checkpoint
+from farflung.workloads import models, tokenizers
+
+
+def export(folder: Path, target: Path) -> str:
+    """Writes the replicas' averaged weights, and the tokenizer, to `target`; returns which weights these are.
+
+    Of a run that has not ended, the last whole checkpoint is averaged. Raises UserError.
+    """
+    if not (folder / "config.toml").exists():
+        raise UserError(f"{folder} holds no run: there is no config.toml; give a folder that farflung train has made")
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise UserError(f"{target} exists already; give a folder that does not, or an empty one")
+    config = read_toml(folder / "config.toml")
+    weights, origin = _averaged(folder)
+    beside = target.with_name(f"{target.name}.tmp")
+    _write(config, weights, beside)
+    if target.exists():
+        target.rmdir()
+    beside.rename(target)
+    return origin
+
+
+def _averaged(folder: Path) -> tuple[dict[str, Any], str]:
+    if checkpoint.average_of(folder).exists():
+        return checkpoint.read(checkpoint.average_of(folder)), "the replicas' weights averaged at the end"
+    steps = checkpoint.whole_steps(folder)
+    if not steps:
+        raise UserError(f"{folder} has no whole checkpoint yet; let the run go on, or set a smaller checkpoint_every")
+    paths = sorted((folder / "checkpoints" / f"step-{steps[0]:06d}").glob("replica-*.pt"))
+    mean: dict[str, Any] = {}
+    for path in paths:
+        for name, value in checkpoint.read(path)["model"].items():
+            share = value.double() / len(paths) if value.is_floating_point() else value
+            mean[name] = mean[name] + share if name in mean and value.is_floating_point() else share
+    return mean, f"the mean of {len(paths)} replicas' checkpoints at step {steps[0]}"
+
+
+def _write(config: Config, weights: dict[str, Any], target: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    tokenizer = tokenizers.load(config.tokenizer)
+    shutil.rmtree(target, ignore_errors=True)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    model = AutoModelForCausalLM.from_config(models.model_config(config, tokenizer), dtype=torch.float32)
+    model.load_state_dict(weights)
+    model.save_pretrained(target)
+    tokenizer.save(str(target))

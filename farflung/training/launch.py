@@ -1,0 +1,165 @@
+"""Starting a run's replicas: as processes, as one of torchrun's processes, or simulated in this one."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import HashStore
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from farflung import methods
+from farflung.config import Config, UserError, to_toml
+from farflung.networks import Conditions, Network, Simulation, TorchNetwork
+from farflung.training import checkpoint
+from farflung.training.events import holds_a_run
+from farflung.training.finish import finish, write_text
+from farflung.training.gather import gather
+from farflung.training.stopping import Stop, Stopped
+from farflung.training.trainer import Trainer
+from farflung.workloads import models, tokenizers
+
+
+class RunFailed(Exception):
+    """A replica's process failed; the message says which, why, and how to go on."""
+
+
+def prepare(config: Config, folder: Path, resume: bool) -> None:
+    """Refuses what cannot work before anything is started, and writes config.toml. Raises UserError."""
+    methods.from_config(config)
+    models.model_config(config, tokenizers.load(config.tokenizer))
+    pick_device(config.device, 0)
+    if not resume and any(folder.glob("events/*.jsonl")):
+        raise holds_a_run(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_text(folder / "config.toml", to_toml(config))
+    except OSError as error:
+        raise UserError(f"cannot write to {folder}: {error.strerror}; choose another folder with --out") from error
+
+
+def run_simulated(config: Config, folder: Path, resume: bool) -> None:
+    """All replicas in this process, under a virtual clock. Raises Stopped, UserError and whatever training raises."""
+    use_cores_of(config.replicas)
+    world = Simulation(config.replicas, Conditions(config.bandwidth_mbps, config.latency_ms, config.step_ms))
+    stop = Stop(HashStore(), config.replicas, range(config.replicas))
+    step = next(iter(checkpoint.whole_steps(folder)), 0) if resume else None
+    with _stopping_on_signals(stop):
+        world.run(lambda network: _run_replica(config, network, folder, stop, step, network.rank == 0))
+
+
+@record
+def run_torch_replica(config: Config, folder: Path, resume: bool) -> None:
+    """This process's replica, under torchrun. Raises as `run_simulated` does."""
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    use_cores_of(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    network = TorchNetwork.from_env(config.deadline)
+    stop = Stop(network.store, config.replicas, [network.rank])
+    with _stopping_on_signals(stop):
+        step = None
+        if resume:
+            steps = gather(network, sorted(checkpoint.steps_of(folder, network.rank)), "steps", config.deadline)
+            step = max(set.intersection(*map(set, steps)), default=0)
+        _run_replica(config, network, folder, stop, step, local_rank == 0)
+    network.close()
+
+
+def launch_torch(config: Config, folder: Path, resume: bool) -> None:
+    """One process a replica on this machine, with torch's elastic launcher. Raises Stopped, UserError or RunFailed."""
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    os.environ.setdefault("OMP_NUM_THREADS", str(cores_for(config.replicas)))
+    (folder / "logs").mkdir(exist_ok=True)
+    launcher = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=config.replicas,
+        run_id=folder.name,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        local_addr="localhost",
+        max_restarts=0,
+        logs_specs=DefaultLogsSpecs(log_dir=tempfile.mkdtemp(dir=folder / "logs"), redirects=Std.ALL),
+        shutdown_timeout=round(2 * config.deadline),
+    )
+    arguments = ["--resume", str(folder)] if resume else [str(folder / "config.toml")]
+    try:
+        elastic_launch(launcher, sys.executable)("-m", "farflung", "train", *arguments)
+    except SignalException as error:
+        raise Stopped("stopped by a signal") from error
+    except ChildFailedError as error:
+        raise _failure(error, folder) from error
+
+
+def _run_replica(config: Config, network: Network, folder: Path, stop: Stop, step: int | None, writes: bool) -> None:
+    device = pick_device(config.device, network.rank)
+    trainer = Trainer(config, network, folder, stop, device, step)
+    trainer.train()
+    finish(trainer, writes)
+
+
+@contextmanager
+def _stopping_on_signals(stop: Stop) -> Iterator[None]:
+    """Ctrl-C and SIGTERM ask for a stop, here in the main thread; a second one while stopping is the same wish."""
+    before = {number: signal.signal(number, stop.request) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def pick_device(name: str, rank: int) -> torch.device:
+    """The device that a setting names; `auto` takes a GPU when there is one. Raises UserError."""
+    if name == "auto":
+        if torch.cuda.is_available():
+            return torch.device("cuda", rank % torch.cuda.device_count())
+        return torch.device("cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        first_line = str(error).partition("\n")[0]
+        raise UserError(f"device {name!r} cannot be used: {first_line}; try --device auto") from error
+    return device
+
+
+def cores_for(replicas: int) -> int:
+    """How many of this machine's cores each of its replicas gets."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // replicas)
+
+
+def use_cores_of(replicas: int) -> None:
+    """Lets torch use one replica's share of the cores; the same share on every network, for the same bits."""
+    torch.set_num_threads(cores_for(replicas))
+
+
+def _failure(error: ChildFailedError, folder: Path) -> Exception:
+    """The error of the replica that failed first; that others then lost it is no cause."""
+    described = {rank: _describe(failure.message, failure.exitcode) for rank, failure in error.failures.items()}
+    causes = {rank: text for rank, text in described.items() if not text.startswith("PeerLost")} or described
+    rank = min(causes, key=lambda rank: error.failures[rank].timestamp)
+    kind, _, text = causes[rank].partition(": ")
+    if kind == "UserError":
+        return UserError(text)
+    return RunFailed(
+        f"replica {rank} failed: {causes[rank]}; its output lies in {folder}/logs; "
+        f"go on from the last whole checkpoint with: farflung train --resume {folder}"
+    )
+
+
+def _describe(message: Any, exitcode: int) -> str:
+    if isinstance(message, dict):
+        return str(message["message"])
+    return f"it died of signal {-exitcode}" if exitcode < 0 else f"it ended with code {exitcode}"

@@ -1,0 +1,1 @@
+"""Floor 2: what is trained, and on what data."""

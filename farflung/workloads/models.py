@@ -1,0 +1,81 @@
+"""Language models of transformers: presets, and whatever AutoConfig loads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from farflung.config import Config, UserError
+from farflung.workloads.tokenizers import Tokenizer
+
+PRESETS: dict[str, dict[str, int]] = {
+    "tiny": {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 352},
+    "small": {"hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 6, "intermediate_size": 1024},
+    # The three of the NoLoCo paper (arXiv 2506.10911).
+    "llama-125m": {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 2048},
+    "llama-1.3b": {"hidden_size": 2048, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 5504},
+    "llama-6.8b": {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "intermediate_size": 11008},
+}
+
+
+def build(config: Config, tokenizer: Tokenizer) -> Any:
+    """The causal language model that the settings name, on the CPU, from `config.seed` or with its own weights.
+
+    Raises UserError when it cannot be loaded, or the tokenizer or the sequences are too large for it.
+    """
+    settings = model_config(config, tokenizer)
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(config.seed)
+    try:
+        if config.pretrained:
+            return AutoModelForCausalLM.from_pretrained(config.model, dtype=torch.float32)
+        return AutoModelForCausalLM.from_config(settings, dtype=torch.float32)
+    except (OSError, ValueError) as error:
+        raise _cannot_load(config.model, error) from error
+
+
+def model_config(config: Config, tokenizer: Tokenizer) -> Any:
+    """The model's transformers configuration, checked against tokenizer and sequences. Raises UserError."""
+    from transformers import AutoConfig, LlamaConfig
+
+    if config.model in PRESETS:
+        if config.pretrained:
+            raise UserError(f"model {config.model} is a preset without published weights; remove pretrained")
+        return LlamaConfig(
+            **PRESETS[config.model],
+            vocab_size=max(tokenizer.size, tokenizer.end + 1),
+            max_position_embeddings=config.sequence_length,
+            bos_token_id=tokenizer.end,
+            eos_token_id=tokenizer.end,
+        )
+    try:
+        settings = AutoConfig.from_pretrained(config.model)
+    except (OSError, ValueError) as error:
+        raise _cannot_load(config.model, error) from error
+    vocabulary = getattr(settings, "vocab_size", tokenizer.size)
+    if tokenizer.size > vocabulary:
+        raise UserError(
+            f"tokenizer {config.tokenizer} has {tokenizer.size} tokens but model {config.model} only {vocabulary}; "
+            "use the tokenizer that belongs to the model"
+        )
+    longest = getattr(settings, "max_position_embeddings", None) or config.sequence_length
+    if config.sequence_length > longest:
+        raise UserError(
+            f"sequence_length is {config.sequence_length} but model {config.model} takes at most {longest} tokens"
+        )
+    return settings
+
+
+def sequence_loss(model: nn.Module, sequences: torch.Tensor) -> torch.Tensor:
+    """The mean cross-entropy, in nats a token, of predicting each token of (n, length) sequences from those before."""
+    loss: torch.Tensor = model(input_ids=sequences, labels=sequences, use_cache=False).loss
+    return loss
+
+
+def _cannot_load(name: str, error: Exception) -> UserError:
+    first_line = str(error).partition("\n")[0]
+    known = ", ".join(PRESETS)
+    return UserError(f"model {name!r}: {first_line}; give a preset ({known}), a folder, or a name on the hub")

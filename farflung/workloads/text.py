@@ -1,0 +1,76 @@
+"""Where text comes from: documents of the standard library, of files, or of the hub."""
+
+from __future__ import annotations
+
+import glob
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+from farflung.config import UserError
+
+_LOADERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+
+
+def documents(data: str, column: str) -> Iterator[str]:
+    """The documents that `--data` names, in one order on every machine.
+
+    Args:
+        data: `stdlib`, a path or glob, or `hf:NAME`. A text file is one document; other files hold one a row.
+        column: which column of a row holds its text.
+
+    Raises:
+        UserError: there is nothing there, or it cannot be read.
+    """
+    if data.startswith("hf:"):
+        yield from _rows(data.removeprefix("hf:"), None, column)
+        return
+    paths = _standard_library() if data == "stdlib" else _matching(data)
+    for path in paths:
+        if path.suffix in _LOADERS:
+            yield from _rows(_LOADERS[path.suffix], path, column)
+        else:
+            yield _read(path)
+
+
+def _standard_library() -> list[Path]:
+    """The sources of Python's own library without its tests."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    skipped = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+    return sorted(path for path in root.rglob("*.py") if skipped.isdisjoint(path.relative_to(root).parts))
+
+
+def _matching(data: str) -> list[Path]:
+    """The files that a path, folder or glob names."""
+    found = Path(data).expanduser()
+    names = found.rglob("*") if found.is_dir() else map(Path, glob.glob(str(found), recursive=True))
+    paths = sorted(path for path in names if path.is_file())
+    if not paths:
+        raise UserError(f"data {data!r}: no such file; give stdlib, a path, a quoted glob, or hf:NAME")
+    return paths
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise UserError(f"data {path}: {error.strerror}; see that the file can be read") from error
+
+
+def _rows(source: str, path: Path | None, column: str) -> Iterator[str]:
+    """The text of each row, streamed, of a data set on the hub or of one file."""
+    import datasets  # slow to import, and only rows need it
+
+    where = path or f"hf:{source}"
+    try:
+        rows = datasets.load_dataset(source, data_files=str(path) if path else None, split="train", streaming=True)
+        for row in rows:
+            if column not in row:
+                raise UserError(f"data {where}: no column {column!r}; set text_column to one of {', '.join(row)}")
+            if isinstance(row[column], str):
+                yield row[column]
+    except UserError:
+        raise
+    except Exception as error:  # the many kinds that readers and hubs raise
+        first_line = str(error).partition("\n")[0]
+        raise UserError(f"data {where}: cannot be read: {first_line}; see that it is there and whole") from error

@@ -1,0 +1,81 @@
+"""Text to tokens and back."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from farflung.config import UserError
+
+
+class Tokenizer(Protocol):
+    """What training needs of a tokenizer."""
+
+    size: int
+    end: int
+
+    def encode(self, text: str) -> NDArray[np.integer]:
+        """The tokens of a text, flat."""
+        ...
+
+    def decode(self, tokens: list[int]) -> str:
+        """The text of some tokens; never fails."""
+        ...
+
+    def save(self, folder: str) -> None:
+        """Writes what AutoTokenizer needs beside an exported model, where there is something to write."""
+        ...
+
+
+class Bytes:
+    """UTF-8 bytes as tokens; byte 0 ends a document."""
+
+    size = 256
+    end = 0
+
+    def encode(self, text: str) -> NDArray[np.integer]:
+        """One token a byte."""
+        return np.frombuffer(text.encode(), dtype=np.uint8)
+
+    def decode(self, tokens: list[int]) -> str:
+        """Bytes that are no UTF-8 become replacement characters."""
+        return bytes(tokens).decode(errors="replace")
+
+    def save(self, folder: str) -> None:
+        """Nothing: a byte is its own token."""
+
+
+class Pretrained:
+    """Anything that transformers' AutoTokenizer loads."""
+
+    def __init__(self, name: str) -> None:
+        from transformers import AutoTokenizer
+
+        try:
+            self._tokenizer = AutoTokenizer.from_pretrained(name)
+        except Exception as error:  # the many kinds that loading raises
+            first_line = str(error).partition("\n")[0]
+            raise UserError(f"tokenizer {name!r}: {first_line}; give bytes, a folder, or a name on the hub") from error
+        self.size: int = len(self._tokenizer)
+        end = self._tokenizer.eos_token_id
+        self.end: int = 0 if end is None else end
+
+    def encode(self, text: str) -> NDArray[np.integer]:
+        """Without special tokens."""
+        ids = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        return np.asarray(ids, dtype=np.uint32)
+
+    def decode(self, tokens: list[int]) -> str:
+        """Without special tokens."""
+        return str(self._tokenizer.decode(tokens, skip_special_tokens=True))
+
+    def save(self, folder: str) -> None:
+        """AutoTokenizer's own files."""
+        self._tokenizer.save_pretrained(folder)
+
+
+def load(name: str) -> Tokenizer:
+    """The tokenizer that `--tokenizer` names. Raises UserError."""
+    return Bytes() if name == "bytes" else Pretrained(name)
