@@ -156,8 +156,9 @@ def to_toml(config: Config) -> str:
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if value is not None:
-            # JSON's numbers, booleans and ASCII-escaped strings are all valid TOML.
-            lines.append(f"{field.name} = {json.dumps(value)}")
+            # JSON's numbers, booleans and strings are valid TOML, but for one character that only JSON leaves as it is.
+            text = json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+            lines.append(f"{field.name} = {text}")
     return "\n".join(lines) + "\n"
 
 

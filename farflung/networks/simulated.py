@@ -73,9 +73,10 @@ class Simulation:
             del self._meetings[key, group]  # its last member has come: those who wait hold on to it
         return meeting
 
-    def has_left(self, rank: int) -> bool:
-        """Whether a replica's work has ended."""
-        return self.networks[rank].seat.left
+    def left_at(self, rank: int) -> float:
+        """When a replica's work ended, on its own clock; infinity while it goes on."""
+        network = self.networks[rank]
+        return network.clock if network.seat.left else math.inf
 
     def pass_baton(self, holder: SimulatedNetwork) -> None:
         """Lets the replica run that is furthest behind; returns when it is the holder's turn again."""
@@ -236,7 +237,7 @@ class _SimulatedPending(Generic[T]):
         seat.waits_for, seat.gives_up_at = None, math.inf
 
         arrives_at = self._arrives_at()
-        gives_up_at = began if self._hopeless() else began + timeout
+        gives_up_at = min(began + timeout, self._someone_left_at())
         network.clock = max(began, min(arrives_at, gives_up_at))
         network.traffic.seconds_blocked += network.clock - began
         self.finished_at = min(arrives_at, network.clock)
@@ -248,7 +249,12 @@ class _SimulatedPending(Generic[T]):
         return not self._meeting.missing() or self._hopeless()
 
     def _hopeless(self) -> bool:
-        return any(self._network.world.has_left(rank) for rank in self._meeting.missing())
+        return self._someone_left_at() < math.inf
+
+    def _someone_left_at(self) -> float:
+        """When one of the missing left the run, as its clock then said."""
+        world = self._network.world
+        return min((world.left_at(rank) for rank in self._meeting.missing()), default=math.inf)
 
     def _arrives_at(self) -> float:
         if self._meeting.missing():

@@ -19,7 +19,7 @@ PATIENCE = 10
 """The end waits this many times the deadline: replicas that never met may be far apart in time."""
 
 PROMPT_TOKENS = 16
-SAMPLE_TOKENS = 160
+SAMPLE_TOKENS = 256
 
 
 def finish(trainer: Trainer, writes: bool) -> dict[str, Any]:
@@ -85,7 +85,7 @@ def sample_text(trainer: Trainer) -> str:
     tokens = trainer.model.generate(
         prompt,
         attention_mask=torch.ones_like(prompt),
-        max_new_tokens=SAMPLE_TOKENS,
+        max_length=min(SAMPLE_TOKENS, trainer.config.sequence_length),
         do_sample=True,
         temperature=0.7,
         pad_token_id=trainer.tokenizer.end,

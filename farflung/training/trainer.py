@@ -107,7 +107,7 @@ class Trainer:
             group["lr"] = learning_rate(config, self.step)
         batch = self.data.batch(config.seed, self.rank, self.step, config.batch_size)
         loss = self._loss(batch)
-        loss_value = float(loss)
+        loss_value = float(loss.detach())
         if math.isfinite(loss_value):
             torch.autograd.backward(loss)
             if config.clip:

@@ -1,0 +1,55 @@
+"""Starting real processes in tests, each with a deadline; none is left behind."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+HERE = Path(__file__).parent
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def run_replicas(replicas: int, case: str, argument: str, out: Path, may_die: frozenset[int] = frozenset()) -> list[Any]:
+    """Runs `torch_replica.py` once a replica; what each observed, by rank (None for those that may die)."""
+    common = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(HERE / "torch_replica.py"), case, argument, str(out)],
+            env={**common, "RANK": str(rank), "WORLD_SIZE": str(replicas), "OMP_NUM_THREADS": "1"},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(replicas)
+    ]
+    try:
+        for rank, process in enumerate(processes):
+            _, errors = process.communicate(timeout=120)
+            assert rank in may_die or process.returncode == 0, errors
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    paths = [out / f"{rank}.pt" for rank in range(replicas)]
+    return [torch.load(path, weights_only=False) if path.exists() else None for path in paths]
+
+
+def farflung(*arguments: object, timeout: float = 200, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Runs the command line as a user would."""
+    return subprocess.run(
+        [sys.executable, "-m", "farflung", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        env={**os.environ, **environment},
+    )

@@ -1,0 +1,53 @@
+"""The architecture: a room imports only from floors below it."""
+
+import ast
+from pathlib import Path
+
+import farflung
+
+PACKAGE = Path(farflung.__file__).parent
+FLOORS = {
+    "config": 1,
+    "codecs": 2,
+    "networks": 2,
+    "workloads": 2,
+    "outer": 3,
+    "methods": 4,
+    "training": 5,
+    "report": 5,
+    "cli": 6,
+    "__init__": 7,
+    "__main__": 7,
+}
+
+
+def room_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).with_suffix("").parts[0]
+
+
+def imported_rooms(path: Path) -> set[str]:
+    rooms = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative imports hide the floors"
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        rooms |= {name.split(".")[1] for name in names if name.startswith("farflung.")}
+    return rooms
+
+
+def test_a_room_imports_only_from_floors_below() -> None:
+    paths = list(PACKAGE.rglob("*.py"))
+    assert len(paths) > 20
+    for path in paths:
+        room = room_of(path)
+        for other in imported_rooms(path) - {room}:
+            assert FLOORS[other] < FLOORS[room], f"{path.relative_to(PACKAGE)} imports from {other}"
+
+
+def test_only_allowed_files_are_long() -> None:
+    long = {path.name: n for path in PACKAGE.rglob("*.py") if (n := len(path.read_text().splitlines())) > 330}
+    assert long == {}

@@ -1,0 +1,117 @@
+"""The network contract, on both networks; and what only one of them has."""
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from problem import replica
+from processes import run_replicas
+
+from farflung import methods
+from farflung.networks import Conditions, PeerLost, SimulatedNetwork, Simulation
+
+
+def observe_simulated(network: SimulatedNetwork) -> Any:
+    from torch_replica import contract
+
+    return contract(network, "")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", ["simulated", "torch"])
+def test_contract(kind: str, tmp_path: Path) -> None:
+    seen = Simulation(4).run(observe_simulated) if kind == "simulated" else run_replicas(4, "contract", "", tmp_path)
+    for rank, observed in enumerate(seen):
+        assert observed["packets"] == {peer: [peer] * (peer + 1) for peer in range(4)}
+        assert observed["mean"] == [2.5 * i for i in range(10)]
+        assert observed["in_place"] and observed["done"] and observed["empty"] == 0
+        assert observed["pair_mean"] == [0.5 if rank < 2 else 2.5]
+        # 10 floats among four: a replica sends its three other parts, then its own to three; and a pair swaps a tensor.
+        assert 2_800_004 <= observed["sent"] <= 2_800_004 + 200
+    assert sum(o["sent"] for o in seen) == sum(o["received"] for o in seen)
+
+
+@pytest.mark.parametrize("method", ["ddp", "diloco", "noloco", "noloco-streaming"])
+def test_simulated_and_torch_give_the_same_weights_bit_for_bit(method: str, tmp_path: Path) -> None:
+    from torch_replica import METHODS
+
+    simulated = [result.weights for result in Simulation(4).run(replica(METHODS[method], steps=12))]
+    real = run_replicas(4, "train", method, tmp_path)
+    for rank in range(4):
+        assert torch.equal(simulated[rank], real[rank]), rank
+    if method.startswith("noloco"):
+        assert not torch.equal(real[0], real[1])
+
+
+def test_a_late_peer_costs_one_deadline_and_the_network_stays_whole(tmp_path: Path) -> None:
+    (first, after_first), (_, after_second) = run_replicas(2, "late", "", tmp_path)
+    assert first.startswith("(1,) replica 1 (") and "did not deliver within 1 s" in first and first.endswith("after 1")
+    assert after_first == after_second == [0.5]
+
+
+def test_a_partner_that_dies_costs_its_peer_one_average_each_time_and_never_the_run(tmp_path: Path) -> None:
+    seen = run_replicas(4, "death", "", tmp_path, may_die=frozenset({2}))
+    assert seen[2] is None
+    lost = [(rank, round) for rank in (0, 1, 3) for round in seen[rank] if 2 in round[1] and round[0] > 1]
+    assert lost, "somebody must have been paired with the dead one"
+    for rank in (0, 1, 3):
+        assert [round[0] for round in seen[rank]] == [1, 2, 3]
+        for number, group, outcome, reason in seen[rank]:
+            met_the_dead = 2 in group and number > 1
+            assert outcome == ("peer lost" if met_the_dead else "averaged")
+            assert ("replica 2 (" in reason) == met_the_dead
+
+
+def test_a_simulated_partner_that_leaves_costs_one_average_each_time() -> None:
+    def work(network: SimulatedNetwork) -> Any:
+        return replica(lambda: methods.noloco(every=4), steps=6 if network.rank == 2 else 12)(network).rounds
+
+    seen = Simulation(4).run(work)
+    outcomes = {(r.round, 2 in r.group): r.outcome for rank in (0, 1, 3) for r in seen[rank]}
+    assert {outcome for (number, met), outcome in outcomes.items() if met and number > 1} == {"peer lost"}
+    assert {outcome for (number, met), outcome in outcomes.items() if not met or number == 1} == {"averaged"}
+
+
+def test_the_virtual_clock_follows_the_conditions() -> None:
+    def work(network: SimulatedNetwork) -> tuple[float, float, float]:
+        for _ in range(10 * (network.rank + 1)):
+            network.computed()
+        pending = network.exchange(torch.zeros(1_000_000, dtype=torch.uint8), (0, 1), "x")
+        pending.wait(100)
+        return pending.finished_at, network.now(), network.traffic.seconds_blocked
+
+    seen = Simulation(2, Conditions(bandwidth_mbps=8, latency_ms=50, step_ms=100)).run(work)
+    # Replica 1 begins to send at 2 s; a megabyte takes 1 s at 8 Mbit/s, and 50 ms to arrive.
+    assert [(round(f, 6), round(now, 6), round(blocked, 6)) for f, now, blocked in seen] == [
+        (3.05, 3.05, 2.05),
+        (3.05, 3.05, 1.05),
+    ]
+
+
+def test_a_simulated_deadline_passes_in_virtual_time() -> None:
+    def work(network: SimulatedNetwork) -> tuple[tuple[int, ...], float]:
+        with pytest.raises(PeerLost) as lost:
+            network.exchange(torch.zeros(1, dtype=torch.uint8), (0, 1), f"only {network.rank}").wait(7.0)
+        return lost.value.ranks, network.now()
+
+    assert Simulation(2).run(work) == [((1,), 7.0), ((0,), 7.0)]
+
+
+def test_the_same_simulation_twice_is_the_same() -> None:
+    def work(network: SimulatedNetwork) -> Any:
+        result = replica(lambda: methods.noloco(every=3, delay=1), steps=9)(network)
+        return result.weights.tolist(), result.rounds, torch.rand(2).tolist(), network.now()
+
+    assert Simulation(5).run(work) == Simulation(5).run(work)
+
+
+def test_an_error_in_one_replica_comes_out_and_no_thread_stays() -> None:
+    def work(network: SimulatedNetwork) -> None:
+        network.computed()
+        if network.rank == 1:
+            raise ZeroDivisionError("replica 1")
+
+    with pytest.raises(ZeroDivisionError, match="replica 1"):
+        Simulation(3).run(work)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("replica-")]

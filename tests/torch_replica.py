@@ -1,0 +1,89 @@
+"""One replica in a process of its own, for tests over torch.distributed: `python torch_replica.py CASE OUT`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from problem import replica
+
+from farflung import methods
+from farflung.networks import PeerLost, TorchNetwork
+
+METHODS = {
+    "ddp": methods.ddp,
+    "diloco": lambda: methods.diloco(every=4),
+    "noloco": lambda: methods.noloco(every=4),
+    "noloco-streaming": lambda: methods.noloco(every=4, fragments=2, delay=2),
+}
+
+
+def train(network: TorchNetwork, method: str) -> Any:
+    return replica(METHODS[method], steps=12)(network).weights
+
+
+def contract(network: TorchNetwork, _: str) -> Any:
+    """What the network's contract promises, as one dictionary of observations."""
+    rank, members = network.rank, network.members()
+    packet = torch.full((rank + 1,), rank, dtype=torch.uint8)
+    packets = network.exchange(packet, members, "packets").wait(20)
+    tensor = torch.arange(10.0) * (rank + 1)
+    mean = network.all_reduce(tensor, members, "mean").wait(20)
+    pair = (0, 1) if rank < 2 else (2, 3)
+    large = torch.full((700_001,), float(rank))
+    pending = network.all_reduce(large, pair, "pair")
+    pair_mean = pending.wait(20)
+    empty = network.all_reduce(torch.empty(0), members, "empty").wait(20)
+    return {
+        "packets": {peer: p.tolist() for peer, p in packets.items()},
+        "mean": mean.tolist(),
+        "in_place": mean is tensor,
+        "pair_mean": pair_mean.unique().tolist(),
+        "done": pending.done(),
+        "empty": empty.numel(),
+        "received": network.traffic.bytes_received,
+        "sent": network.traffic.bytes_sent,
+    }
+
+
+def late(network: TorchNetwork, _: str) -> Any:
+    """Rank 1 is late for one exchange; later ones work."""
+    group = (0, 1)
+    if network.rank == 1:
+        time.sleep(3)
+    began = time.monotonic()
+    try:
+        network.all_reduce(torch.ones(5), group, "first").wait(1.0 if network.rank == 0 else 20.0)
+        outcome = "delivered"
+    except PeerLost as lost:
+        outcome = f"{lost.ranks} {lost} after {time.monotonic() - began:.0f}"
+    after = network.all_reduce(torch.tensor([float(network.rank)]), group, "second").wait(20)
+    return outcome, after.tolist()
+
+
+def death(network: TorchNetwork, _: str) -> Any:
+    """Rank 2 kills itself in the middle of training; the others train to the end."""
+    if network.rank == 2:
+        network.computed = lambda: os.kill(os.getpid(), signal.SIGKILL) if dies() else None  # type: ignore[method-assign]
+        steps = 0
+
+        def dies() -> bool:
+            nonlocal steps
+            steps += 1
+            return steps == 6
+
+    result = replica(METHODS["noloco"], steps=12)(network)
+    return [(round.round, round.group, round.outcome, round.reason) for round in result.rounds]
+
+
+if __name__ == "__main__":
+    case, argument, out = sys.argv[1:4]
+    torch.set_num_threads(1)
+    network = TorchNetwork.from_env(deadline=20)
+    observed = globals()[case](network, argument)
+    torch.save(observed, Path(out) / f"{network.rank}.pt")
