@@ -20,7 +20,9 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def run_replicas(replicas: int, case: str, argument: str, out: Path, may_die: frozenset[int] = frozenset()) -> list[Any]:
+def run_replicas(
+    replicas: int, case: str, argument: str, out: Path, may_die: frozenset[int] = frozenset()
+) -> list[Any]:
     """Runs `torch_replica.py` once a replica; what each observed, by rank (None for those that may die)."""
     common = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo"}
     processes = [

@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from farflung.networks.base import Group, PeerLost, Pending, Traffic, mean_in_order
+from farflung.networks.base import Finished, Group, PeerLost, Pending, Traffic, mean_in_order
 from farflung.networks.conditions import Conditions
 
 T = TypeVar("T")
@@ -169,6 +169,8 @@ class SimulatedNetwork:
 
     def exchange(self, packet: Tensor, group: Group, key: str) -> Pending[dict[int, Tensor]]:
         """See Network. The packet goes to each of the others, one after the other."""
+        if group == (self.rank,):
+            return Finished({self.rank: packet}, self.clock)
         others = len(group) - 1
         meeting = self._post(packet, group, key, others * packet.nbytes)
 
@@ -183,13 +185,14 @@ class SimulatedNetwork:
 
     def all_reduce(self, tensor: Tensor, group: Group, key: str) -> Pending[Tensor]:
         """See Network. Each member averages one part of the tensor and sends it to all."""
+        if group == (self.rank,):
+            return Finished(tensor, self.clock)
         share = 2 * (len(group) - 1) / len(group)
         nbytes = round(share * tensor.nbytes)
         meeting = self._post(tensor, group, key, nbytes)
 
         def collect() -> Tensor:
-            if len(group) > 1:
-                self.traffic.received(nbytes)
+            self.traffic.received(nbytes)
             return tensor.copy_(meeting.average())
 
         return _SimulatedPending(self, meeting, 2, collect)
@@ -208,8 +211,7 @@ class SimulatedNetwork:
         begins = max(self.clock, self._link_free_at)
         self._link_free_at = begins + self.world.conditions.transfer_seconds(nbytes)
         meeting.posts[self.rank] = _Post(payload, self._link_free_at)
-        if len(group) > 1:
-            self.traffic.sent(nbytes)
+        self.traffic.sent(nbytes)
         return meeting
 
 
@@ -259,7 +261,7 @@ class _SimulatedPending(Generic[T]):
     def _arrives_at(self) -> float:
         if self._meeting.missing():
             return math.inf
-        latency = self._network.world.conditions.latency_ms / 1000 if len(self._meeting.group) > 1 else 0.0
+        latency = self._network.world.conditions.latency_ms / 1000
         return max(post.sent_at for post in self._meeting.posts.values()) + self._hops * latency
 
     def _lost(self, timeout: float) -> PeerLost:

@@ -1,0 +1,93 @@
+"""NoLoCo and DiLoCo against an implementation of the papers' equations that shares no code with farflung."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import reference
+import torch
+from problem import flat, inner_steps, small_model
+
+from farflung import methods
+from farflung.methods import Method
+from farflung.networks import SimulatedNetwork, Simulation
+
+EVERY, ROUNDS = 4, 10
+
+
+def trajectory(method: Method, replicas: int) -> list[list[tuple[np.ndarray, np.ndarray, tuple[int, ...]]]]:
+    """For each round and replica: weights before it, weights after it, and its group."""
+
+    def work(network: SimulatedNetwork) -> list[Any]:
+        model = small_model()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        rounds: list[Any] = []
+        seen = []
+        before = {"weights": flat(model)}
+        # Registered first, so it sees the weights before the round that the same step brings.
+        optimizer.register_step_post_hook(lambda *_: before.update(weights=flat(model)))
+        with method.attach(model, optimizer, network, on_round=rounds.append):
+            for step in range(EVERY * ROUNDS):
+                inner_steps(model, optimizer, network.rank, range(step, step + 1))
+                if (step + 1) % EVERY == 0:
+                    seen.append((before["weights"].double().numpy(), flat(model).double().numpy(), rounds[-1].group))
+        return seen
+
+    by_replica = Simulation(replicas).run(work)
+    return [[by_replica[rank][r] for rank in range(replicas)] for r in range(ROUNDS)]
+
+
+def start(replicas: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    weights = flat(small_model()).double().numpy()
+    return [weights.copy() for _ in range(replicas)], [np.zeros_like(weights) for _ in range(replicas)]
+
+
+@pytest.mark.parametrize(("replicas", "size"), [(4, 2), (8, 4), (5, 2), (4, 4)])
+@pytest.mark.parametrize("settings", [(0.7, 0.5, 0.7), (0.9, 0.3, 0.4)])
+def test_noloco_is_the_papers_equations(replicas: int, size: int, settings: tuple[float, float, float]) -> None:
+    lr, momentum, gamma = settings
+    method = methods.noloco(EVERY, lr, momentum, gamma, size)
+    anchors, momenta = start(replicas)
+    for seen in trajectory(method, replicas):
+        groups = sorted({group for _, _, group in seen if group})
+        weights = [before for before, _, _ in seen]
+        anchors, momenta = reference.noloco_round(anchors, momenta, weights, groups, lr, momentum, gamma)
+        for rank, (before, after, group) in enumerate(seen):
+            np.testing.assert_allclose(after, anchors[rank] if group else before, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 4])
+def test_diloco_is_the_papers_equations(replicas: int) -> None:
+    anchors, velocities = start(replicas)
+    for seen in trajectory(methods.diloco(EVERY, 0.7, 0.9), replicas):
+        anchors, velocities = reference.diloco_round(anchors, velocities, [before for before, _, _ in seen], 0.7, 0.9)
+        for rank, (_, after, _) in enumerate(seen):
+            np.testing.assert_allclose(after, anchors[rank], rtol=0, atol=1e-6)
+
+
+def noise_spread(size: int, gamma: float, rounds: int = 300, replicas: int = 64) -> float:
+    """How far apart noisy replicas are after many rounds of the recursion alone (the sheet's stability experiment)."""
+    generator = np.random.default_rng(0)
+    from farflung.outer import GossipNesterov, RandomGroups
+
+    topology = RandomGroups(size, seed=1)
+    members = tuple(range(replicas))
+    anchors = [torch.zeros(200, dtype=torch.float64) for _ in members]
+    outers = [GossipNesterov([anchor], lr=0.7, momentum=0.5, gamma=gamma) for anchor in anchors]
+    for r in range(rounds):
+        messages = []
+        for rank in members:
+            weights = anchors[rank] - torch.from_numpy(generator.standard_normal(200))
+            messages.append(outers[rank].message(anchors[rank], weights))
+        for rank in members:
+            group = topology.group(rank, members, str(r))
+            outers[rank].step_with(anchors[rank], torch.stack([messages[other] for other in group]).mean(0))
+    return float(torch.stack(anchors).std(0, correction=0).mean())
+
+
+def test_gamma_in_the_stable_range_keeps_replicas_together_and_outside_does_not() -> None:
+    pairs = {gamma: noise_spread(2, gamma) for gamma in (0.0, 0.3, 0.7, 1.2, 1.8)}
+    fours = {gamma: noise_spread(4, gamma) for gamma in (0.3, 1.0, 1.8, 2.4)}
+    assert pairs[0.7] < pairs[0.3] < pairs[0.0] and pairs[0.7] < pairs[1.2]
+    assert pairs[1.8] > 1e6
+    assert fours[1.0] < fours[0.3] and fours[1.8] < 100 and fours[2.4] > 1e6
