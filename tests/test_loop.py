@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import itertools
 import re
 from typing import Any
 
@@ -190,7 +191,7 @@ def test_fragments_hold_whole_layers_strided_and_every_parameter_once() -> None:
     fragments = [[names[p] for p in fragment.parameters] for fragment in split(model, 3)]
     layers = [sorted({re.sub(r"(\.\d)?\.(weight|bias)$", "", name) for name in fragment}) for fragment in fragments]
     assert layers == [["embedding", "layers.2"], ["layers.0", "layers.3"], ["head", "layers.1"]]
-    assert sorted(sum(fragments, [])) == sorted(names.values())
+    assert sorted(itertools.chain(*fragments)) == sorted(names.values())
     with pytest.raises(UserError, match="fragments is 7, but the model has only 6 layers"):
         split(model, 7)
 
@@ -306,8 +307,7 @@ def test_the_outer_state_is_two_copies_and_one_message_in_flight() -> None:
     model = nn.Linear(1000, 1000, bias=False)
     size = 4_000_000
     before = tensors_alive()
-    outer, optimizer = alone(model, Method(Schedule(every=2), Everyone(), outer=GossipNesterov))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    outer, _ = alone(model, Method(Schedule(every=2), Everyone(), outer=GossipNesterov))
     seen: list[int] = []
     average = outer.outer.step_with  # type: ignore[union-attr]
 

@@ -48,6 +48,7 @@ def finish(trainer: Trainer, writes: bool) -> dict[str, Any]:
         "seconds": seconds,
     }
     all_facts = gather(network, facts, "summary", deadline)
+    checkpoint.prune(trainer.folder, trainer.rank, config.keep_checkpoints)
     summary = {
         "method": config.method,
         "replicas": config.replicas,

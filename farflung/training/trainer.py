@@ -60,7 +60,7 @@ class Trainer:
         self.tokenizer = tokenizers.load(config.tokenizer)
         self.data = data.load(config, self.tokenizer)
         self.held_out = self.data.held_out(config.eval_sequences)
-        self.model = models.build(config, self.tokenizer).to(device)
+        self.model = models.build(config, self.tokenizer).to(device).train()
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=config.lr, betas=(0.9, 0.95), weight_decay=config.weight_decay
         )
@@ -136,11 +136,10 @@ class Trainer:
     def validation_loss(self) -> float:
         """The mean loss of the held-out sequences, in nats a token."""
         size = self.config.batch_size
-        was_training = self.model.training
         self.model.eval()
         with torch.no_grad():
             losses = [float(self._loss(part)) * len(part) for part in torch.split(self.held_out, size)]
-        self.model.train(was_training)
+        self.model.train()
         return sum(losses) / len(self.held_out)
 
     def save(self, outer: Attached) -> None:

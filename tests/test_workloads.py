@@ -1,0 +1,215 @@
+"""Data, tokenizers and models, on small folders made here."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from farflung.config import Config, UserError
+from farflung.workloads import data, models, tokenizers
+from farflung.workloads.text import documents
+
+TEXTS = [f"document {i}: " + "the quick brown fox jumps over the lazy dog. " * (i % 5 + 1) for i in range(60)]
+
+
+@pytest.fixture(scope="module")
+def trained_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.train_from_iterator(TEXTS, trainers.BpeTrainer(vocab_size=120, special_tokens=["<unk>", "<end>"]))
+    folder = str(tmp_path_factory.mktemp("tokenizer"))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", eos_token="<end>").save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def saved_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(5)
+    folder = str(tmp_path_factory.mktemp("model"))
+    GPT2LMHeadModel(GPT2Config(vocab_size=256, n_embd=32, n_layer=2, n_head=2, n_positions=64)).save_pretrained(folder)
+    return folder
+
+
+def write_all_kinds(folder: Path) -> dict[str, Path]:
+    import pyarrow as pa
+    import pyarrow.parquet
+
+    (folder / "texts").mkdir()
+    for i, text in enumerate(TEXTS):
+        (folder / "texts" / f"{i:03}.txt").write_text(text)
+    lines = "\n".join(json.dumps({"id": i, "text": text}) for i, text in enumerate(TEXTS))
+    (folder / "rows.jsonl").write_text(lines + "\n")
+    pa.parquet.write_table(pa.table({"id": range(60), "text": TEXTS}), folder / "rows.parquet")
+    return {"folder": folder / "texts", "jsonl": folder / "rows.jsonl", "parquet": folder / "rows.parquet"}
+
+
+def test_every_kind_of_file_gives_the_same_documents(tmp_path: Path) -> None:
+    for name, path in write_all_kinds(tmp_path).items():
+        assert list(documents(str(path), "text")) == TEXTS, name
+    assert list(documents(str(tmp_path / "texts" / "00*.txt"), "text")) == TEXTS[:10]
+
+
+def test_the_standard_library_is_real_python_in_a_fixed_order() -> None:
+    seen = list(documents("stdlib", "text"))
+    assert len(seen) > 300 and seen == list(documents("stdlib", "text"))
+    assert sum("\ndef " in text for text in seen) > 200
+
+
+@given(st.integers(0, 2**31), st.integers(0, 999), st.integers(0, 10**6), st.integers(1, 10**7))
+@settings(max_examples=50)
+def test_sample_ids_are_pure_and_in_range(seed: int, replica: int, step: int, available: int) -> None:
+    ids = data.sample_ids(seed, replica, step, 8, available)
+    assert ids.shape == (8,) and 0 <= ids.min() and ids.max() < available
+    assert np.array_equal(ids, data.sample_ids(seed, replica, step, 8, available))
+
+
+def test_replicas_seeds_and_steps_draw_differently_and_evenly() -> None:
+    draws = {tuple(data.sample_ids(s, r, t, 8, 10**6)) for s in range(3) for r in range(3) for t in range(3)}
+    assert len(draws) == 27
+    many = np.concatenate([data.sample_ids(0, 0, step, 10, 10) for step in range(1000)])
+    assert np.abs(np.bincount(many) - 1000).max() < 150
+
+
+def test_held_out_documents_are_never_trained_on(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(json.dumps({"text": chr(200 + i) * 40}) for i in range(100)))
+    loaded = data.load(Config(data=str(path), sequence_length=8), tokenizers.Bytes())
+    trained = set(torch.cat([loaded.batch(0, 0, step, 50) for step in range(40)]).flatten().tolist())
+    held_out = loaded.held_out(1000)
+    sequences = {tuple(row) for step in range(200) for row in loaded.batch(0, 0, step, 50).tolist()}
+    assert len(sequences) > 800 and 10 <= len(held_out) <= 150
+    assert not sequences & {tuple(row) for row in held_out.tolist()}
+
+
+def test_few_documents_hold_out_the_end_of_the_text(tmp_path: Path) -> None:
+    path = tmp_path / "one.txt"
+    path.write_text("a" * 950 + "b" * 50)
+    loaded = data.load(Config(data=str(path), sequence_length=10), tokenizers.Bytes())
+    assert set(loaded.held_out(99).flatten().tolist()) <= {ord("b"), 0}
+    assert set(loaded.batch(0, 0, 0, 99).flatten().tolist()) == {ord("a")}
+
+
+def test_max_tokens_stops_reading(tmp_path: Path) -> None:
+    path = write_all_kinds(tmp_path)["jsonl"]
+    loaded = data.load(Config(data=str(path), sequence_length=8, max_tokens=1000), tokenizers.Bytes())
+    assert len(loaded._training) + len(loaded._held_out) == 1000
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, ["no such file", "stdlib"]),
+        ("", ["holds no text"]),
+        ("short", ["fewer than one sequence of 128", "sequence_length"]),
+    ],
+)
+def test_bad_text_is_refused(tmp_path: Path, content: str | None, words: list[str]) -> None:
+    path = tmp_path / "x.txt"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(UserError) as error:
+        data.load(Config(data=str(path)), tokenizers.Bytes())
+    assert "\n" not in str(error.value) and all(word in str(error.value) for word in [str(path), *words])
+
+
+def test_bad_rows_are_refused(tmp_path: Path) -> None:
+    wrong_column, broken = tmp_path / "a.jsonl", tmp_path / "b.parquet"
+    wrong_column.write_text('{"body": "text"}\n')
+    broken.write_bytes(b"not parquet")
+    with pytest.raises(UserError, match="no column 'text'; set text_column to one of body"):
+        list(documents(str(wrong_column), "text"))
+    with pytest.raises(UserError, match=r"b\.parquet: cannot be read"):
+        list(documents(str(broken), "text"))
+    with pytest.raises(UserError, match="hf:no/such"):
+        list(documents("hf:no/such", "text"))
+
+
+def test_bytes_go_there_and_back() -> None:
+    text = "naïve café\n"
+    tokens = tokenizers.Bytes().encode(text)
+    assert tokenizers.Bytes().decode(tokens.tolist()) == text
+
+
+def test_a_trained_tokenizer_is_loaded_and_saved(trained_tokenizer: str, tmp_path: Path) -> None:
+    tokenizer = tokenizers.load(trained_tokenizer)
+    assert tokenizer.size <= 120 and tokenizer.end == 1
+    assert tokenizer.decode(tokenizer.encode("quick fox").tolist()).replace(" ", "") == "quickfox"
+    tokenizer.save(str(tmp_path))
+    again = tokenizers.load(str(tmp_path))
+    assert np.array_equal(again.encode(TEXTS[7]), tokenizer.encode(TEXTS[7]))
+
+
+def test_a_preset_takes_the_tokenizers_vocabulary(trained_tokenizer: str) -> None:
+    config = Config(tokenizer=trained_tokenizer, data="unused")
+    model = models.build(config, tokenizers.load(trained_tokenizer))
+    assert model.config.vocab_size == tokenizers.load(trained_tokenizer).size
+    assert type(model).__name__ == "LlamaForCausalLM"
+
+
+def test_presets_have_the_papers_sizes() -> None:
+    def parameters(name: str, vocabulary: int) -> int:
+        from transformers import AutoModelForCausalLM
+
+        class Large(tokenizers.Bytes):
+            size = vocabulary
+
+        with torch.device("meta"):
+            return sum(
+                p.numel()
+                for p in AutoModelForCausalLM.from_config(models.model_config(Config(model=name), Large())).parameters()
+            )
+
+    assert parameters("tiny", 256) == 869_504
+    assert parameters("llama-125m", 32_000) == pytest.approx(125e6, rel=0.1)
+    assert parameters("llama-1.3b", 32_000) == pytest.approx(1.3e9, rel=0.05)
+    assert parameters("llama-6.8b", 32_000) == pytest.approx(6.8e9, rel=0.02)
+
+
+def test_a_saved_model_is_built_with_or_without_its_weights(saved_model: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    original = AutoModelForCausalLM.from_pretrained(saved_model).state_dict()
+    config = Config(model=saved_model, sequence_length=64)
+    fresh = models.build(config, tokenizers.Bytes()).state_dict()
+    warm = models.build(Config(model=saved_model, sequence_length=64, pretrained=True), tokenizers.Bytes()).state_dict()
+    name = "transformer.h.0.attn.c_attn.weight"
+    assert torch.equal(warm[name], original[name]) and not torch.equal(fresh[name], original[name])
+    assert torch.equal(fresh[name], models.build(config, tokenizers.Bytes()).state_dict()[name])
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"model": "/no/such/folder"}, ["/no/such/folder", "tiny"]),
+        ({"model": "tiny", "pretrained": True}, ["preset", "remove pretrained"]),
+        ({"model": "SAVED", "sequence_length": 65}, ["sequence_length is 65", "at most 64"]),
+    ],
+)
+def test_bad_models_are_refused(saved_model: str, settings: dict[str, Any], words: list[str]) -> None:
+    settings = {key: saved_model if value == "SAVED" else value for key, value in settings.items()}
+    with pytest.raises(UserError) as error:
+        models.model_config(Config(**settings), tokenizers.Bytes())
+    assert "\n" not in str(error.value) and all(word in str(error.value) for word in words), error.value
+
+
+def test_a_tokenizer_larger_than_the_model_is_refused(saved_model: str) -> None:
+    class Large(tokenizers.Bytes):
+        size = 257
+
+    with pytest.raises(UserError, match="257 tokens but model .* only 256"):
+        models.model_config(Config(model=saved_model, sequence_length=64), Large())
+
+
+def test_a_missing_tokenizer_is_refused() -> None:
+    with pytest.raises(UserError, match="tokenizer '/no/such'"):
+        tokenizers.load("/no/such")
