@@ -45,7 +45,7 @@ def run(options: Options, method: str, seed: int) -> dict[str, Any]:
     folder = options.out / f"{method}-{options.steps}-seed{seed}"
     summary = folder / "summary.json"
     if not summary.exists():
-        settings = {key: options.every for key in METHODS[method]}
+        settings = dict.fromkeys(METHODS[method], options.every)
         config = Config(
             method=method,
             seed=seed,
@@ -77,11 +77,12 @@ def main(options: Options) -> None:
     for method in METHODS:
         rows = [results[method, seed] for seed in options.seeds]
         losses = [row["validation_loss"] for row in rows]
+        sent = mean(row["bytes_sent"] for row in rows) / 1e6
         print(
             f"{method:8} {mean(losses):7.4f} {stdev(losses) if len(losses) > 1 else 0:7.4f}  "
             + "  ".join(f"{loss:6.4f}" for loss in losses)
             + f"  {mean(row['validation_loss_averaged'] for row in rows):8.4f}"
-            f"  {mean(row['bytes_sent'] for row in rows) / 1e6:9.1f}  {mean(row['weight_spread'] for row in rows):13.6f}"
+            f"  {sent:9.1f}  {mean(row['weight_spread'] for row in rows):13.2g}"
         )
     diloco, noloco = (mean(results[m, s]["validation_loss"] for s in options.seeds) for m in ("diloco", "noloco"))
     print(f"noloco against diloco: {100 * (noloco / diloco - 1):+.2f} %")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import os
 import re
@@ -215,16 +216,17 @@ def _indented(text: str) -> str:
 def _parse(kind: type[T], arguments: list[str], command: str, default: T | None = None) -> T:
     """Arguments as a dataclass, by tyro. Raises UserError, in one line, where tyro would print a box."""
     printed = io.StringIO()
+    parse: Callable[..., T] = functools.partial(
+        tyro.cli,
+        kind,
+        args=arguments,
+        prog=f"farflung {command}",
+        description=(COMMANDS[command].__doc__ or "") + (_TRAIN_HELP if command == "train" else ""),
+        config=(tyro.conf.FlagCreatePairsOff,),
+    )
     try:
         with contextlib.redirect_stderr(printed):
-            return tyro.cli(
-                kind,
-                args=arguments,
-                default=tyro.MISSING if default is None else default,
-                prog=f"farflung {command}",
-                description=(COMMANDS[command].__doc__ or "") + (_TRAIN_HELP if command == "train" else ""),
-                config=(tyro.conf.FlagCreatePairsOff,),
-            )
+            return parse() if default is None else parse(default=default)
     except SystemExit as exit:
         if not exit.code:
             raise

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import signal
 import subprocess
 import sys
@@ -153,7 +152,7 @@ def killed(folder: Path, at: str, resume: bool) -> None:
 
 
 @pytest.mark.parametrize("instants", [["step3"], ["step13", "write2"], ["write2", "rename5"], ["rename8", "step23"]])
-def test_killed_at_any_instant_a_run_goes_on_bit_for_bit(undisturbed: Path, tmp_path: Path, instants: list[str]) -> None:
+def test_killed_at_any_instant_it_goes_on_bit_for_bit(undisturbed: Path, tmp_path: Path, instants: list[str]) -> None:
     """Before the first checkpoint, between two, in the middle of a round, while a file is written or just renamed."""
     folder = tmp_path / "killed"
     launch.prepare(Config(out=str(folder), **SMALL, delay=3), folder, False)
@@ -296,4 +295,4 @@ def test_only_old_whole_checkpoints_are_pruned(tmp_path: Path) -> None:
     checkpoint.prune(tmp_path, 0, keep=2)
     assert checkpoint.steps_of(tmp_path, 0) == {20, 30, 40} and checkpoint.steps_of(tmp_path, 1) == {10, 20, 30}
     assert checkpoint.whole_steps(tmp_path) == [30, 20]
-    assert os.path.isdir(tmp_path / "checkpoints" / "step-000010")
+    assert (tmp_path / "checkpoints" / "step-000010").is_dir()

@@ -1,0 +1,7 @@
+"""Floor 5: what a run folder tells, live and afterwards. It reads that folder and nothing else."""
+
+from farflung.report.html import write_report
+from farflung.report.live import watch
+from farflung.report.read import read_run
+
+__all__ = ["read_run", "watch", "write_report"]

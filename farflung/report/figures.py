@@ -1,0 +1,123 @@
+"""The pictures of a report."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import plotly.graph_objects as go
+
+from farflung.report.read import Run
+
+COLOURS = ("#1f6feb", "#d1495b", "#2a9d8f", "#e9a03b", "#7b5ea7", "#5c6770", "#b5651d", "#3a3a8c")
+"""One colour a run, the same in every picture."""
+
+WORK, EXCHANGE, WAITING = "#9ecae1", "#f2b366", "#c0392b"
+ROUNDS_SHOWN = 200
+"""A timeline with more rounds of a replica shows the last so many."""
+
+AXES = {
+    "tokens": "tokens, all replicas together",
+    "bytes": "megabytes sent, all replicas together",
+    "seconds": "seconds",
+}
+_SCALE = {"tokens": 1.0, "bytes": 1e-6, "seconds": 1.0}
+
+
+def loss_figure(runs: list[Run], axis: str) -> go.Figure:
+    """Validation loss against `axis` (tokens, bytes or seconds), the mean of the replicas; training loss lighter."""
+    figure = _figure(AXES[axis], "loss, nats a token")
+    for colour, run in zip(_colours(runs), runs, strict=True):
+        if axis != "bytes":
+            x, y = _mean_line(run, "step", "loss", axis)
+            figure.add_scatter(
+                x=x, y=y, name=f"{run.name}, training", mode="lines", line={"color": colour, "width": 1}, opacity=0.4
+            )
+        if len(runs) == 1:
+            for replica in run.replicas:
+                x, y = _replica_line(run, replica, axis)
+                label = f"replica {replica}"
+                figure.add_scatter(x=x, y=y, name=label, line={"color": colour, "width": 1}, opacity=0.5)
+        x, y = _mean_line(run, "evaluation", "validation_loss", axis)
+        line = {"color": colour, "width": 3}
+        figure.add_scatter(x=x, y=y, name=f"{run.name}, validation", mode="lines+markers", line=line)
+    return figure
+
+
+def spread_figure(runs: list[Run]) -> go.Figure:
+    """How far the replicas' weights are apart, against steps."""
+    figure = _figure("inner steps", "spread of weights (rms)")
+    for colour, run in zip(_colours(runs), runs, strict=True):
+        spreads = run.spread()
+        line = {"color": colour, "width": 3}
+        figure.add_scatter(x=list(spreads), y=list(spreads.values()), name=run.name, mode="lines+markers", line=line)
+    return figure
+
+
+def timeline_figure(run: Run) -> go.Figure:
+    """What each replica did when: its computation, its exchanges below, and where it stood waiting for them."""
+    figure = _figure("seconds", "")
+    bars: dict[str, list[tuple[float, float, str]]] = {"compute": [], "exchange": [], "waiting": []}
+    for replica in run.replicas:
+        rounds = run.of(replica, "round")[-ROUNDS_SHOWN:]
+        busy_from = rounds[0]["waited_from"] if len(rounds) == ROUNDS_SHOWN else 0.0
+        for round in rounds:
+            bars["compute"].append((busy_from, round["waited_from"], f"replica {replica}"))
+            bars["waiting"].append((round["waited_from"], round["landed"], f"replica {replica}"))
+            bars["exchange"].append((round["started"], round["finished"], f"replica {replica}, link"))
+            busy_from = round["landed"]
+        last = run.events[replica][-1]["at"]
+        bars["compute"].append((busy_from, max(last, busy_from), f"replica {replica}"))
+    for (kind, pieces), colour in zip(bars.items(), (WORK, EXCHANGE, WAITING), strict=True):
+        figure.add_bar(
+            base=[begin for begin, _, _ in pieces],
+            x=[end - begin for begin, end, _ in pieces],
+            y=[row for _, _, row in pieces],
+            orientation="h",
+            name=kind,
+            marker={"color": colour, "line": {"width": 0}},
+            hovertemplate=kind + " from %{base:.3f} s for %{x:.3f} s<extra></extra>",
+        )
+    rows = [row for r in reversed(run.replicas) for row in (f"replica {r}, link", f"replica {r}")]
+    figure.update_layout(barmode="overlay", bargap=0.15, height=110 + 46 * len(run.replicas))
+    figure.update_yaxes(categoryorder="array", categoryarray=rows, gridcolor="white")
+    return figure
+
+
+def _figure(x: str, y: str) -> go.Figure:
+    figure = go.Figure()
+    figure.update_layout(
+        template="plotly_white",
+        font={"family": "system-ui, sans-serif", "size": 13, "color": "#24292f"},
+        margin={"l": 60, "r": 16, "t": 16, "b": 48},
+        height=380,
+        legend={"orientation": "h", "y": -0.2, "x": 0},
+        xaxis_title=x,
+        yaxis_title=y,
+    )
+    return figure
+
+
+def _mean_line(run: Run, kind: str, value: str, axis: str) -> tuple[list[float], list[float]]:
+    xs, ys = [], []
+    for events in run.by_step(kind).values():
+        if all(event[value] is not None for event in events):
+            xs.append(_position(events, axis) * _SCALE[axis])
+            ys.append(sum(event[value] for event in events) / len(events))
+    return xs, ys
+
+
+def _replica_line(run: Run, replica: int, axis: str) -> tuple[list[float], list[float]]:
+    """One replica's validation loss, at the place on the axis that all had reached together."""
+    index = run.replicas.index(replica)
+    steps = run.by_step("evaluation").values()
+    return [_position(events, axis) * _SCALE[axis] for events in steps], [e[index]["validation_loss"] for e in steps]
+
+
+def _position(events: list[dict[str, Any]], axis: str) -> float:
+    if axis == "seconds":
+        return float(max(event["at"] for event in events))
+    return float(sum(event["tokens" if axis == "tokens" else "bytes_sent"] for event in events))
+
+
+def _colours(runs: list[Run]) -> list[str]:
+    return [COLOURS[number % len(COLOURS)] for number in range(len(runs))]

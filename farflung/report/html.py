@@ -1,0 +1,161 @@
+"""One self-contained page about one run, or comparing several."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import plotly.graph_objects as go
+from plotly.offline import get_plotlyjs
+
+from farflung.report.figures import COLOURS, ROUNDS_SHOWN, loss_figure, spread_figure, timeline_figure
+from farflung.report.live import nbytes
+from farflung.report.read import Run, read_run
+
+WARNINGS_SHOWN = 20
+
+
+def write_report(folders: list[Path], out: Path) -> None:
+    """Writes the report of some run folders to `out`; a file there is replaced once the new one is whole.
+
+    Raises UserError when a folder holds no run.
+    """
+    runs = [read_run(folder) for folder in folders]
+    out.parent.mkdir(parents=True, exist_ok=True)
+    beside = out.with_name(f"{out.name}.tmp")
+    beside.write_text(page(runs), encoding="utf-8")
+    beside.replace(out)
+
+
+def page(runs: list[Run]) -> str:
+    """The report as HTML."""
+    title = f"farflung: {runs[0].name}" if len(runs) == 1 else f"farflung: {len(runs)} runs compared"
+    sections = [
+        _section("Results", _results(runs)),
+        _section("Loss against tokens", _picture(loss_figure(runs, "tokens"))),
+        _section("Loss against bytes", _picture(loss_figure(runs, "bytes"))),
+        _section("Loss against time", _clock_note(runs) + _picture(loss_figure(runs, "seconds"))),
+        _section("Spread between replicas", _picture(spread_figure(runs))),
+        *(_section(f"Timeline{_of(run, runs)}", _timeline_note(run) + _picture(timeline_figure(run))) for run in runs),
+        *(_section(f"Warnings{_of(run, runs)}", _warnings(run)) for run in runs if run.all_of("warning")),
+        *(
+            _section(f"Written by the trained model{_of(run, runs)}", f"<pre>{escape(run.summary['sample'])}</pre>")
+            for run in runs
+            if run.summary
+        ),
+        _section("Settings", _settings(runs)),
+    ]
+    return _PAGE.format(title=escape(title), plotly=get_plotlyjs(), body="\n".join(sections))
+
+
+def _results(runs: list[Run]) -> str:
+    rows: list[tuple[str, Callable[[dict[str, Any]], str]]] = [
+        ("method", lambda s: s["method"]),
+        ("validation loss, mean of the replicas", lambda s: f"{s['validation_loss']:.4f}"),
+        ("validation loss of their averaged weights", lambda s: f"{s['validation_loss_averaged']:.4f}"),
+        ("validation loss, each replica", lambda s: ", ".join(f"{v:.4f}" for v in s["validation_loss_per_replica"])),
+        ("replicas × steps", lambda s: f"{s['replicas']} × {s['steps']}"),
+        ("parameters", lambda s: f"{s['parameters']:,}"),
+        ("tokens", lambda s: f"{s['tokens']:,}"),
+        ("sent by all replicas", lambda s: nbytes(s["bytes_sent"])),
+        ("what gradients every step would have sent", lambda s: f"{nbytes(s['ddp_bytes'])}{_times(s)}"),
+        ("rounds of a replica", lambda s: str(s["rounds"])),
+        ("time", lambda s: f"{s['seconds']:.1f} s"),
+        ("of it blocked", lambda s: f"{s['seconds_blocked']:.1f} s ({s['seconds_blocked'] / s['seconds']:.1%})"),
+        ("spread of weights", lambda s: f"{s['weight_spread']:.3g}"),
+    ]
+    cells = [
+        [escape(label), *(escape(text(run.summary)) if run.summary else "…" for run in runs)] for label, text in rows
+    ]
+    going = "".join(f"<p>{escape(run.name)} has not ended.</p>" for run in runs if run.summary is None)
+    return going + _table(runs, cells)
+
+
+def _settings(runs: list[Run]) -> str:
+    names = sorted({name for run in runs for name in run.settings} - {"out"})
+    if len(runs) > 1:
+        names = [name for name in names if len({repr(run.settings.get(name)) for run in runs}) > 1]
+        intro = "<p>Those in which the runs differ.</p>"
+    else:
+        intro = ""
+    cells = [
+        [escape(name), *(escape(str(run.settings.get(name, "method's default"))) for run in runs)] for name in names
+    ]
+    return intro + _table(runs, cells)
+
+
+def _table(runs: list[Run], cells: list[list[str]]) -> str:
+    heads = "".join(
+        f'<th><span class="run" style="background:{COLOURS[i % len(COLOURS)]}"></span>{escape(run.name)}</th>'
+        for i, run in enumerate(runs)
+    )
+    rows = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in cells)
+    return f'<div class="wide"><table><tr><th></th>{heads}</tr>{rows}</table></div>'
+
+
+def _warnings(run: Run) -> str:
+    warnings = run.all_of("warning")
+    items = [
+        f"<li>step {w['step']}, replica {w['replica']}: {escape(w['message'])}</li>" for w in warnings[:WARNINGS_SHOWN]
+    ]
+    more = f"<p>… and {len(warnings) - WARNINGS_SHOWN} more.</p>" if len(warnings) > WARNINGS_SHOWN else ""
+    return f"<ul>{''.join(items)}</ul>{more}"
+
+
+def _timeline_note(run: Run) -> str:
+    if any(len(run.of(replica, "round")) > ROUNDS_SHOWN for replica in run.replicas):
+        return f"<p>The last {ROUNDS_SHOWN} rounds of each replica.</p>"
+    return ""
+
+
+def _clock_note(runs: list[Run]) -> str:
+    simulated = [run.name for run in runs if run.settings.get("network") == "simulated"]
+    return f"<p>Virtual time on the simulated network: {escape(', '.join(simulated))}.</p>" if simulated else ""
+
+
+def _times(summary: dict[str, Any]) -> str:
+    return f" ({summary['ddp_bytes'] / summary['bytes_sent']:.0f} times as much)" if summary["bytes_sent"] else ""
+
+
+def _of(run: Run, runs: list[Run]) -> str:
+    return f": {escape(run.name)}" if len(runs) > 1 else ""
+
+
+def _section(title: str, content: str) -> str:
+    return f"<section><h2>{title}</h2>{content}</section>"
+
+
+def _picture(figure: go.Figure) -> str:
+    config = {"displaylogo": False, "responsive": True}
+    html: str = figure.to_html(full_html=False, include_plotlyjs=False, config=config)
+    return html
+
+
+_PAGE = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{title}</title>
+<style>
+  body {{ font: 15px/1.5 system-ui, sans-serif; color: #24292f; background: #f6f8fa; margin: 0; }}
+  main {{ max-width: 1080px; margin: 0 auto; padding: 24px 16px 64px; }}
+  h1 {{ font-size: 24px; margin: 8px 0 16px; }}
+  h2 {{ font-size: 16px; margin: 0 0 12px; }}
+  section {{ background: white; border: 1px solid #d8dee4; border-radius: 8px; padding: 16px 20px; margin: 16px 0; }}
+  table {{ border-collapse: collapse; font-variant-numeric: tabular-nums; }}
+  th, td {{ text-align: left; padding: 4px 24px 4px 0; border-bottom: 1px solid #eaeef2; white-space: nowrap; }}
+  td:first-child {{ color: #57606a; }}
+  pre {{ white-space: pre-wrap; background: #f6f8fa; padding: 12px; border-radius: 6px; overflow-wrap: anywhere; }}
+  .wide {{ overflow-x: auto; }}
+  .run {{ display: inline-block; width: 10px; height: 10px; border-radius: 5px; margin-right: 6px; }}
+</style>
+<script>{plotly}</script>
+</head>
+<body><main><h1>{title}</h1>
+{body}
+</main></body>
+</html>
+"""

@@ -1,0 +1,151 @@
+"""The live view of a run: a table that renews itself on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from farflung.report.read import Run
+
+PLAIN_SECONDS = 10.0
+"""Time between two plain lines."""
+
+WARNINGS_SHOWN = 3
+
+
+def watch(
+    folder: Path, finished: threading.Event, console: Console | None = None, refresh_seconds: float = 0.5
+) -> None:
+    """Shows the run in `folder` until `finished` is set, and its last state once more."""
+    console = console or Console()
+    if console.is_terminal:
+        _watch_on_terminal(Run(folder), finished, console, refresh_seconds)
+    else:
+        _watch_plainly(Run(folder), finished, console, refresh_seconds)
+
+
+def _watch_on_terminal(run: Run, finished: threading.Event, console: Console, refresh_seconds: float) -> None:
+    progress = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("steps ·"),
+        TimeElapsedColumn(),
+        TextColumn("gone ·"),
+        TimeRemainingColumn(),
+        TextColumn("left"),
+        console=console,
+    )
+    task = progress.add_task("starting", total=None)
+    with Live(console=console, auto_refresh=False) as live:
+        done = False
+        while not done:
+            done = finished.wait(refresh_seconds)
+            run.refresh()
+            first = next(iter(run.all_of("start")), None)
+            if first:
+                progress.update(task, description=first["method"], total=first["steps"], completed=_slowest_step(run))
+            live.update(Group(progress, table(run), *_notes(run)), refresh=True)
+
+
+def _watch_plainly(run: Run, finished: threading.Event, console: Console, refresh_seconds: float) -> None:
+    told_steps, told_warnings, told_at = set(run.spread()), 0, time.monotonic()
+    done = False
+    while not done:
+        done = finished.wait(refresh_seconds)
+        run.refresh()
+        evaluations = run.by_step("evaluation")
+        spreads = run.spread() if evaluations.keys() - told_steps else {}
+        for step in evaluations.keys() - told_steps:
+            loss = _mean([event["validation_loss"] for event in evaluations[step]])
+            _print(console, f"step {step} · validation loss {loss:.4f} · spread {spreads[step]:.3g}")
+            told_steps.add(step)
+        warnings = run.all_of("warning")
+        for warning in warnings[told_warnings:]:
+            _print(console, f"warning: replica {warning['replica']}: {warning['message']}")
+        told_warnings = len(warnings)
+        if _slowest_step(run) and (done or time.monotonic() - told_at >= PLAIN_SECONDS):
+            told_at = time.monotonic()
+            _print(console, plain_line(run))
+
+
+def table(run: Run) -> Table:
+    """One row a replica: how it learns, how fast, and what it has sent and waited for."""
+    shown = Table()
+    for heading in ("replica", "step", "loss", "validation", "tokens/s", "rounds", "sent", "blocked"):
+        shown.add_column(heading, justify="right")
+    for replica in run.replicas:
+        steps, evaluations = run.of(replica, "step"), run.of(replica, "evaluation")
+        validation = f"{evaluations[-1]['validation_loss']:.4f}" if evaluations else "…"
+        if steps:
+            last = steps[-1]
+            values = (
+                str(last["step"]),
+                _loss(last["loss"]),
+                validation,
+                f"{last['tokens_per_second']:,.0f}",
+                str(last["rounds"]),
+                nbytes(last["bytes_sent"]),
+                f"{last['seconds_blocked']:.1f} s",
+            )
+        else:
+            values = ("0", "…", validation, "…", "0", nbytes(0), "0.0 s")
+        shown.add_row(str(replica), *values)
+    return shown
+
+
+def plain_line(run: Run) -> str:
+    """The state of all replicas in one line."""
+    last = [steps[-1] for replica in run.replicas if (steps := run.of(replica, "step"))]
+    losses = [event["loss"] for event in last if event["loss"] is not None]
+    parts = [
+        f"step {_slowest_step(run)}/{run.all_of('start')[0]['steps']}",
+        f"loss {_mean(losses):.4f}" if losses else "loss not finite",
+        f"{sum(event['tokens_per_second'] for event in last):,.0f} tokens/s",
+        f"sent {nbytes(sum(event['bytes_sent'] for event in last))}",
+        f"blocked {_mean([event['seconds_blocked'] for event in last]):.1f} s",
+    ]
+    return " · ".join(parts)
+
+
+def nbytes(count: float) -> str:
+    """A number of bytes for people."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"
+
+
+def _notes(run: Run) -> list[Text]:
+    spreads = run.spread()
+    notes = [Text(f"spread of weights between replicas {spreads[max(spreads)]:.3g} (at step {max(spreads)})")] * bool(
+        spreads
+    )
+    for warning in run.all_of("warning")[-WARNINGS_SHOWN:]:
+        notes.append(Text(f"replica {warning['replica']}: {warning['message']}", style="yellow"))
+    return notes
+
+
+def _slowest_step(run: Run) -> int:
+    """The step that every replica has reached."""
+    return min((steps[-1]["step"] if (steps := run.of(r, "step")) else 0 for r in run.replicas), default=0)
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _loss(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.4f}"
+
+
+def _print(console: Console, text: str) -> None:
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
