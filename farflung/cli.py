@@ -163,7 +163,7 @@ def _free_folder(method: str) -> Path:
     if "WORLD_SIZE" in os.environ:
         raise UserError("under torchrun every machine needs to know the run folder; give --out runs/NAME")
     number = 1
-    while (folder := Path("runs") / f"{method}-{number}").exists():
+    while any((folder := Path("runs") / f"{method}-{number}").glob("events/*")):
         number += 1
     return folder
 
@@ -230,19 +230,17 @@ def _parse(kind: type[T], arguments: list[str], command: str, default: T | None 
     except SystemExit as exit:
         if not exit.code:
             raise
-        raise UserError(_first_section(printed.getvalue(), command)) from None
+        raise UserError(_one_line(printed.getvalue(), command)) from None
 
 
-def _first_section(box: str, command: str) -> str:
-    """The text between a printed box's edges up to its first rule, as one line."""
-    lines = [re.sub(r"^[│|]\s?|\s*[│|]$", "", line) for line in box.splitlines()[1:]]
-    section: list[str] = []
-    for line in lines:
-        if re.match(r"^\s*[─╰-]{3,}", line):
-            break
-        section.append(line.strip())
-    text = " ".join(part for part in section if part).rstrip(".")
-    return f"{text}; see: farflung {command} --help"
+def _one_line(box: str, command: str) -> str:
+    """What a printed box says up to its first rule, with the flag that it thinks was meant."""
+    lines = [re.sub(r"^│\s?|\s*│$", "", line).strip() for line in box.splitlines()[1:]]
+    rule = next((number for number, line in enumerate(lines) if re.match("[─╰]{3}", line)), len(lines))
+    text = " ".join(line for line in lines[:rule] if line).partition(" Got errors:")[0].rstrip(".")
+    text = re.sub(r"^Error parsing _?[A-Z]\w*: ", "", text)
+    meant = re.search(r"Perhaps you meant:\n\s*(--[\w-]+)", "\n".join(lines))
+    return f"{text}; {f'did you mean {meant[1]}?' if meant else ''} see: farflung {command} --help".replace(";  ", "; ")
 
 
 def _usage() -> str:

@@ -154,7 +154,7 @@ def from_config(config: Config) -> Method:
     given = {key: value for key in _METHOD_SETTINGS if (value := getattr(config, key)) is not None}
     for key in given:
         if key not in known:
-            settings = ", ".join(known.keys() & _METHOD_SETTINGS) or "none"
+            settings = ", ".join(name for name in _METHOD_SETTINGS if name in known) or "none"
             raise UserError(f"{config.method} has no setting {key}; remove it (its settings: {settings})")
     if "seed" in known:
         given["seed"] = config.seed

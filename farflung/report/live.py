@@ -125,10 +125,9 @@ def nbytes(count: float) -> str:
 
 
 def _notes(run: Run) -> list[Text]:
-    spreads = run.spread()
-    notes = [Text(f"spread of weights between replicas {spreads[max(spreads)]:.3g} (at step {max(spreads)})")] * bool(
-        spreads
-    )
+    notes = []
+    for step, spread in list(run.spread().items())[-1:]:
+        notes.append(Text(f"spread of weights between replicas {spread:.3g} (at step {step})"))
     for warning in run.all_of("warning")[-WARNINGS_SHOWN:]:
         notes.append(Text(f"replica {warning['replica']}: {warning['message']}", style="yellow"))
     return notes

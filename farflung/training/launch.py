@@ -28,6 +28,7 @@ from farflung.training.gather import gather
 from farflung.training.stopping import Stop, Stopped
 from farflung.training.trainer import Trainer
 from farflung.workloads import models, tokenizers
+from farflung.workloads.text import documents
 
 
 class RunFailed(Exception):
@@ -39,6 +40,7 @@ def prepare(config: Config, folder: Path, resume: bool) -> None:
     methods.from_config(config)
     models.model_config(config, tokenizers.load(config.tokenizer))
     pick_device(config.device, 0)
+    next(documents(config.data, config.text_column), None)
     if not resume and any(folder.glob("events/*.jsonl")):
         raise holds_a_run(folder)
     try:

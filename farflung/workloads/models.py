@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from farflung.config import Config, UserError
-from farflung.workloads.tokenizers import Tokenizer
+from farflung.workloads.tokenizers import Tokenizer, reason
 
 PRESETS: dict[str, dict[str, int]] = {
     "tiny": {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 352},
@@ -76,6 +76,5 @@ def sequence_loss(model: nn.Module, sequences: torch.Tensor) -> torch.Tensor:
 
 
 def _cannot_load(name: str, error: Exception) -> UserError:
-    first_line = str(error).partition("\n")[0]
     known = ", ".join(PRESETS)
-    return UserError(f"model {name!r}: {first_line}; give a preset ({known}), a folder, or a name on the hub")
+    return UserError(f"model {name!r}: {reason(name, error)}; give a preset ({known}), a folder, or a name on the hub")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -56,8 +57,8 @@ class Pretrained:
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(name)
         except Exception as error:  # the many kinds that loading raises
-            first_line = str(error).partition("\n")[0]
-            raise UserError(f"tokenizer {name!r}: {first_line}; give bytes, a folder, or a name on the hub") from error
+            why = reason(name, error)
+            raise UserError(f"tokenizer {name!r}: {why}; give bytes, a folder, or a name on the hub") from error
         self.size: int = len(self._tokenizer)
         end = self._tokenizer.eos_token_id
         self.end: int = 0 if end is None else end
@@ -79,3 +80,10 @@ class Pretrained:
 def load(name: str) -> Tokenizer:
     """The tokenizer that `--tokenizer` names. Raises UserError."""
     return Bytes() if name == "bytes" else Pretrained(name)
+
+
+def reason(name: str, error: Exception) -> str:
+    """Why something that is a folder or a name on the hub could not be loaded, in one line."""
+    if name[:1] in "/.~" and not Path(name).expanduser().exists():
+        return "no such folder"
+    return str(error).partition("\n")[0].rstrip(".")
