@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
@@ -16,8 +17,8 @@ from typing import Generic, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
-from torch.distributed.rendezvous import rendezvous
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import _get_default_store
 
 from farflung.config import UserError
 from farflung.networks.base import Finished, Group, PeerLost, Pending, Traffic, mean_in_order
@@ -25,8 +26,11 @@ from farflung.networks.base import Finished, Group, PeerLost, Pending, Traffic, 
 T = TypeVar("T")
 _Parts = dict[int, Tensor]
 
-CHUNK = 1 << 18
-"""Elements that a reduction handles at a time: while one chunk is averaged the next is on the wire."""
+CHUNK = 1 << 16
+"""Elements that a reduction handles at a time: while one chunk is averaged, others are on the wire."""
+
+IN_FLIGHT = 32
+"""Chunks on the wire at a time in each phase: 8 MB of float32, about what one TCP connection keeps in flight."""
 
 # Gloo closes ALL of a process's connections when one operation times out, so its own limit must never
 # be what ends a wait: `_Transfer.wait` keeps the deadlines.
@@ -59,10 +63,11 @@ class TorchNetwork:
             return cls()
         limit = timedelta(seconds=deadline)
         try:
-            store, rank, size = next(rendezvous("env://", timeout=limit))
+            rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+            store = _meeting_place(rank, limit)
             addresses = _check_in(store, rank, size, deadline)
             dist.init_process_group("gloo", store=PrefixStore("gloo", store), rank=rank, world_size=size, timeout=limit)
-        except (dist.DistError, RuntimeError, ValueError) as error:
+        except (dist.DistError, RuntimeError, ValueError, LookupError, TimeoutError) as error:
             raise UserError(_explain(error, deadline)) from error
         return cls(addresses, store)
 
@@ -113,9 +118,8 @@ class TorchNetwork:
 
     def _all_reduce(self, tensor: Tensor, transfer: _Transfer[Tensor], tag: int) -> Tensor:
         buffer = tensor.to(self.device)
-        # Three chunks are on their way at any time: one collected, one averaged, one handed round.
-        collected = _one_ahead(self._collect(chunk, transfer, tag) for chunk in torch.split(buffer, CHUNK))
-        handed_round = _one_ahead(self._hand_round(*parts, transfer, tag + 1) for parts in collected)
+        collected = _ahead(self._collect(chunk, transfer, tag) for chunk in torch.split(buffer, CHUNK))
+        handed_round = _ahead(self._hand_round(*parts, transfer, tag + 1) for parts in collected)
         for parts, averaged, works in handed_round:
             transfer.complete(works)
             for peer in transfer.alive:
@@ -245,19 +249,32 @@ class _Transfer(Generic[T]):
             self._result.set_result(result)
 
 
-def _one_ahead(items: Iterator[T]) -> Iterator[T]:
-    """The same items, each handed out only after the next one has been made."""
-    ahead: list[T] = []
+def _ahead(items: Iterator[T]) -> Iterator[T]:
+    """The same items, made up to IN_FLIGHT ahead of when they are asked for."""
+    made: deque[T] = deque()
     for item in items:
-        ahead.append(item)
-        if len(ahead) == 2:
-            yield ahead.pop(0)
-    yield from ahead
+        made.append(item)
+        if len(made) > IN_FLIGHT:
+            yield made.popleft()
+    yield from made
 
 
 def _tag(key: str) -> int:
     """A message tag from the name of an exchange; the next one up is for its second phase."""
     return (zlib.crc32(key.encode()) & 0x3FFFFFFF) << 1
+
+
+def _meeting_place(rank: int, limit: timedelta) -> Store:
+    """The store at MASTER_ADDR and MASTER_PORT, which torchrun or else replica 0 keeps."""
+    kept_by_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    store = TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        is_master=rank == 0 and not kept_by_torchrun,
+        timeout=limit,
+        wait_for_workers=False,
+    )
+    return PrefixStore(f"farflung/attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
 
 
 def _check_in(store: Store, rank: int, size: int, deadline: float) -> dict[int, str]:
@@ -278,8 +295,8 @@ def _explain(error: Exception, deadline: float) -> str:
     text = str(error)
     if "EADDRINUSE" in text or "address already in use" in text.lower():
         return f"port {where} is in use; choose another with MASTER_PORT or torchrun's --master-port"
-    if isinstance(error, ValueError):
-        return f"cannot join the other replicas: {text}; start with torchrun, or set RANK, WORLD_SIZE and MASTER_*"
+    if isinstance(error, ValueError | LookupError):
+        return f"cannot join the other replicas: bad or missing {text}; start with torchrun, or set RANK and MASTER_*"
     first_line = text.splitlines()[0] if text else type(error).__name__
     return (
         f"cannot join the other replicas at {where}: {first_line}; see that this host can reach that one, "

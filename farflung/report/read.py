@@ -23,13 +23,15 @@ class EventReader:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._position = 0
+        self._file_number = path.stat().st_ino
 
     def restarted(self) -> bool:
-        """Whether the file has become shorter, as when a run goes on from an earlier checkpoint; then reads it anew."""
-        shorter = self.path.stat().st_size < self._position
-        if shorter:
-            self._position = 0
-        return shorter
+        """Whether it is another file now, as when a run goes on from an earlier checkpoint; then reads that anew."""
+        number = self.path.stat().st_ino
+        changed = number != self._file_number
+        if changed:
+            self._file_number, self._position = number, 0
+        return changed
 
     def read(self) -> list[Event]:
         """The events since the last call."""

@@ -6,6 +6,7 @@ No replica waits for another: which step is the last whole one is found out when
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 from typing import Any
@@ -67,20 +68,19 @@ def prune(folder: Path, replica: int, keep: int) -> None:
     """Removes a replica's parts that are older than the newest `keep` whole checkpoints."""
     whole = whole_steps(folder)
     if len(whole) >= keep:
-        _remove(folder, replica, [step for step in steps_of(folder, replica) if step < whole[keep - 1]])
+        for step in steps_of(folder, replica):
+            if step < whole[keep - 1]:
+                path = path_of(folder, step, replica)
+                path.unlink(missing_ok=True)
+                with contextlib.suppress(OSError):  # not empty yet, or another replica was quicker
+                    path.parent.rmdir()
 
 
 def forget_after(folder: Path, replica: int, step: int) -> None:
     """Removes a replica's parts of later checkpoints than the one that a run goes on from."""
-    _remove(folder, replica, [later for later in steps_of(folder, replica) if later > step])
-
-
-def _remove(folder: Path, replica: int, steps: list[int]) -> None:
-    for step in steps:
-        path = path_of(folder, step, replica)
-        path.unlink(missing_ok=True)
-        if not any(path.parent.iterdir()):
-            path.parent.rmdir()
+    for later in steps_of(folder, replica):
+        if later > step:
+            path_of(folder, later, replica).unlink(missing_ok=True)
 
 
 def path_of(folder: Path, step: int, replica: int) -> Path:

@@ -8,7 +8,7 @@ import math
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from farflung.config import UserError
 
@@ -38,12 +38,9 @@ class EventLog:
         path.parent.mkdir(parents=True, exist_ok=True)
         if keep is None and path.exists():
             raise holds_a_run(folder)
-        self._file = path.open("ab")
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise UserError(f"{folder} is being trained by another process; wait for it, or stop it first") from error
-        self._file.truncate(keep or 0)
+        self._file = _locked(path)
+        if keep is not None:
+            self._file = _begun_again(path, keep)
         self._replica = replica
         self._clock = clock
         self._origin = clock() - elapsed
@@ -71,6 +68,30 @@ class EventLog:
     def close(self) -> None:
         """Lets go of the file."""
         self._file.close()
+
+
+def _locked(path: Path) -> BinaryIO:
+    """The file, to append to, for this process alone."""
+    file = path.open("ab")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        folder = path.parent.parent
+        raise UserError(f"{folder} is being trained by another process; wait for it, or stop it first") from error
+    return file
+
+
+def _begun_again(path: Path, keep: int) -> BinaryIO:
+    """The file with its first `keep` bytes only, as a new file: whoever reads the old one notices."""
+    with path.open("rb") as old:
+        kept = old.read(keep)
+    beside = path.with_suffix(".tmp")
+    beside.unlink(missing_ok=True)
+    file = _locked(beside)
+    file.write(kept)
+    file.flush()
+    beside.replace(path)
+    return file
 
 
 def holds_a_run(folder: Path) -> UserError:

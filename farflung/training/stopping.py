@@ -8,7 +8,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import Store
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 AGREEMENT_SECONDS = 10.0
 """How long a replica that was told to stop waits for the others' word of being told, too."""

@@ -1,0 +1,193 @@
+"""Hosts in network namespaces, joined by links of a given rate, on this machine alone.
+
+python bench/netlab.py          measures a link between two such hosts
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+
+def unavailable() -> str | None:
+    """Why this machine can't have such hosts, and what to do; None when it can."""
+    if sys.platform != "linux":
+        return "network namespaces need Linux"
+    if os.geteuid() != 0:
+        return "network namespaces need root; run with sudo"
+    for tool in ("ip", "tc"):
+        if shutil.which(tool) is None:
+            return f"{tool} is missing; install iproute2"
+    probe = subprocess.run(["ip", "netns", "add", f"ff{os.getpid()}probe"], capture_output=True, text=True)
+    if probe.returncode:
+        return f"network namespaces are not allowed here: {probe.stderr.strip()}"
+    _ip("netns", "del", f"ff{os.getpid()}probe")
+    return None
+
+
+@dataclass(frozen=True)
+class Host:
+    """One namespace with one interface."""
+
+    namespace: str
+    interface: str
+    address: str
+
+    def popen(self, arguments: list[str], env: dict[str, str] | None = None, **options: Any) -> subprocess.Popen[str]:
+        """Starts a process on this host."""
+        environment = {**os.environ, "GLOO_SOCKET_IFNAME": self.interface, **(env or {})}
+        command = ["ip", "netns", "exec", self.namespace, *arguments]
+        return subprocess.Popen(command, env=environment, text=True, **options)
+
+
+class NetLab:
+    """Hosts with addresses 10.77.0.1, 10.77.0.2, …, each on a link of `rate_mbit` each way into one switch.
+
+    Raises RuntimeError when this machine can't have them. Leaves nothing behind.
+    """
+
+    def __init__(self, hosts: int, rate_mbit: float) -> None:
+        if reason := unavailable():
+            raise RuntimeError(reason)
+        self._prefix = f"ff{os.getpid()}"
+        self._switch = f"{self._prefix}s"
+        self._rate = rate_mbit
+        self.hosts = [
+            Host(f"{self._prefix}h{number}", f"eth{number}", f"10.77.0.{number + 1}") for number in range(hosts)
+        ]
+
+    def __enter__(self) -> Self:
+        try:
+            _ip("netns", "add", self._switch)
+            _ip("-n", self._switch, "link", "add", "bridge", "type", "bridge")
+            _ip("-n", self._switch, "link", "set", "bridge", "up")
+            for number, host in enumerate(self.hosts):
+                self._plug_in(host, f"port{number}")
+        except BaseException:
+            self._remove()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._remove()
+
+    def run_everywhere(
+        self, arguments: Callable[[int], list[str]], env: Callable[[int], dict[str, str]], timeout: float
+    ) -> list[str]:
+        """Runs one process a host, side by side; returns what each printed.
+
+        Raises RuntimeError with the end of its complaint if one fails or `timeout` seconds pass.
+        """
+        processes = [
+            host.popen(arguments(number), env(number), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+            for number, host in enumerate(self.hosts)
+        ]
+        ends = time.monotonic() + timeout
+        outputs = []
+        try:
+            for process in processes:
+                out, complaint = process.communicate(timeout=max(0.1, ends - time.monotonic()))
+                if process.returncode:
+                    raise RuntimeError(f"a host's process failed: {complaint[-2000:]}")
+                outputs.append(out)
+        except subprocess.TimeoutExpired as error:
+            raise RuntimeError(f"the hosts' processes did not end within {timeout:g} s") from error
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+        return outputs
+
+    def torch_everywhere(self, arguments: list[str], timeout: float) -> list[str]:
+        """Runs Python once a host, with the environment variables that torch.distributed starts from."""
+        return self.run_everywhere(
+            lambda number: [sys.executable, *arguments],
+            lambda number: {
+                "RANK": str(number),
+                "WORLD_SIZE": str(len(self.hosts)),
+                "MASTER_ADDR": self.hosts[0].address,
+                "MASTER_PORT": "29555",
+                "OMP_NUM_THREADS": "1",
+            },
+            timeout,
+        )
+
+    def _plug_in(self, host: Host, port: str) -> None:
+        _ip("netns", "add", host.namespace)
+        _ip("-n", host.namespace, "link", "set", "lo", "up")
+        ends = ("link", "add", host.interface, "type", "veth", "peer", "name", port, "netns", self._switch)
+        _ip("-n", host.namespace, *ends)
+        _ip("-n", self._switch, "link", "set", port, "master", "bridge", "up")
+        _ip("-n", host.namespace, "addr", "add", f"{host.address}/24", "dev", host.interface)
+        _ip("-n", host.namespace, "link", "set", host.interface, "up")
+        for namespace, device in ((host.namespace, host.interface), (self._switch, port)):
+            # A longer queue than 20 ms would make acknowledgements wait behind data.
+            shape = ["rate", f"{self._rate}mbit", "burst", "64k", "latency", "20ms"]
+            _run(["tc", "-n", namespace, "qdisc", "replace", "dev", device, "root", "tbf", *shape])
+
+    def _remove(self) -> None:
+        for namespace in (*(host.namespace for host in self.hosts), self._switch):
+            if Path("/run/netns", namespace).exists():
+                _ip("netns", "del", namespace)
+
+
+def _ip(*arguments: str) -> None:
+    _run(["ip", *arguments])
+
+
+def _run(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")
+
+
+TRANSFER = """
+import socket, sys, time
+nbytes = int(sys.argv[2])
+if sys.argv[1] == "listen":
+    with socket.create_server(("0.0.0.0", 5001)) as server:
+        print("ready", flush=True)
+        connection, _ = server.accept()
+        received, began = 0, time.monotonic()
+        while received < nbytes and (part := connection.recv(1 << 18)):
+            received += len(part)
+        print(time.monotonic() - began)
+else:
+    with socket.create_connection((sys.argv[3], 5001), timeout=10) as connection:
+        connection.sendall(bytes(nbytes))
+"""
+
+
+def transfer_seconds(sender: Host, receiver: Host, nbytes: int) -> float:
+    """How long one TCP connection takes from one host to another."""
+    listening = receiver.popen([sys.executable, "-c", TRANSFER, "listen", str(nbytes)], stdout=subprocess.PIPE)
+    try:
+        assert listening.stdout is not None
+        listening.stdout.readline()
+        sender.popen([sys.executable, "-c", TRANSFER, "send", str(nbytes), receiver.address]).wait(timeout=60)
+        return float(listening.communicate(timeout=60)[0])
+    finally:
+        listening.kill()
+        listening.wait()
+
+
+def main() -> None:
+    nbytes, rate = 20_000_000, 100
+    with NetLab(hosts=2, rate_mbit=rate) as lab:
+        seconds = transfer_seconds(*lab.hosts, nbytes)
+    limit = nbytes * 8e-6 / rate
+    print(f"{nbytes / 1e6:.0f} MB between two hosts at {rate} Mbit/s: {seconds:.2f} s; line rate {limit:.2f} s")
+
+
+if __name__ == "__main__":
+    main()

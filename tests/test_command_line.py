@@ -1,0 +1,208 @@
+"""The command line as a user meets it: real processes, real mistakes, real signals."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from processes import farflung, free_port
+
+from farflung.training import checkpoint
+
+QUICK = [
+    *("--replicas", 2, "--every", 5, "--batch-size", 2, "--sequence-length", 32, "--eval-sequences", 4),
+    *("--eval-every", 8, "--log-every", 4, "--checkpoint-every", 6, "--warmup", 2, "--max-tokens", 200_000),
+]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["trian"], ["'trian'", "did you mean 'train'"]),
+        (["train", "--evry", 3], ["--evry", "did you mean --every"]),
+        (["train", "--every", "x"], ["--every", "'x'"]),
+        (["train", "--network", "pigeon"], ["pigeon", "simulated"]),
+        (["train", "--replicas", 0], ["replicas is 0", "at least 1"]),
+        (["train", "--method", "nolco"], ["nolco", "did you mean 'noloco'"]),
+        (["train", "--method", "ddp", "--gamma", 1], ["ddp has no setting gamma"]),
+        (["train", "--every", 5, "--delay", 6], ["delay is 6 but every is 5"]),
+        (["train", "--data", "/no/such"], ["/no/such", "no such file"]),
+        (["train", "--model", "/no/such"], ["/no/such", "no such folder"]),
+        (["train", "--tokenizer", "/no/such"], ["/no/such", "no such folder"]),
+        (["train", "--out", "/proc/x"], ["/proc/x", "choose another folder"]),
+        (["train", "missing.toml"], ["missing.toml", "No such file"]),
+        (["train", "--resume", "/no/such"], ["/no/such", "holds no run"]),
+        (["report", "/no/such"], ["/no/such", "holds no run"]),
+        (["export", "/no/such", "x"], ["/no/such", "holds no run"]),
+    ],
+)
+def test_a_mistake_gets_one_line_and_exit_code_2(tmp_path: Path, arguments: list[object], words: list[str]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "farflung", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        timeout=60,
+    )
+    assert done.returncode == 2 and not done.stdout
+    (line,) = done.stderr.strip().splitlines()
+    assert all(word in line for word in ["farflung: ", *words]), line
+    assert not any(tmp_path.iterdir())
+
+
+def test_methods_lists_each_with_paper_and_settings() -> None:
+    done = farflung("methods")
+    assert done.returncode == 0
+    for word in ("noloco", "arXiv 2506.10911", "gamma=0.7", "diloco", "outer_momentum=0.9", "ddp", "local"):
+        assert word in done.stdout
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "undisturbed"
+    config = folder.parent / "config.toml"
+    config.write_text('method = "diloco"\nsteps = 9999\n')
+    done = farflung("train", config, *QUICK, "--method", "noloco", "--steps", 40, "--out", folder)
+    assert done.returncode == 0, done.stderr
+    assert "validation loss" in done.stdout and f"report     {folder}/report.html" in done.stdout
+    assert "step 40/40" in done.stdout and "times fewer than ddp's" in done.stdout
+    return folder
+
+
+def same_weights(one: Path, other: Path, step: int) -> bool:
+    pairs = [[checkpoint.load(f, step, replica)["model"] for f in (one, other)] for replica in (0, 1)]
+    return all(torch.equal(a[name], b[name]) for a, b in pairs for name in a)
+
+
+def test_flags_win_over_the_file_and_the_folder_holds_all(undisturbed: Path) -> None:
+    summary = json.loads((undisturbed / "summary.json").read_text())
+    assert summary["method"] == "noloco" and summary["steps"] == 40 and summary["rounds"] == 8
+    present = {path.name for path in undisturbed.iterdir()}
+    assert present >= {"config.toml", "events", "checkpoints", "report.html", "summary.json"}
+    again = farflung("train", "--out", undisturbed)
+    assert again.returncode == 2 and "already holds a run" in again.stderr
+
+
+def test_simulated_replicas_get_the_weights_of_real_processes(undisturbed: Path, tmp_path: Path) -> None:
+    cores = len(os.sched_getaffinity(0))
+    assert cores // 2 <= 1 or pytest.skip("the processes had several cores each")  # type: ignore[func-returns-value]
+    done = farflung("train", *QUICK, "--network", "simulated", "--steps", 40, "--out", tmp_path / "simulated")
+    assert done.returncode == 0, done.stderr
+    assert same_weights(undisturbed, tmp_path / "simulated", 40)
+
+
+def start(folder: Path) -> tuple[subprocess.Popen[str], list[int]]:
+    """A run in the background, once it is past its first checkpoint; and its replicas' process ids."""
+    command = [sys.executable, "-m", "farflung", "train", *map(str, QUICK), "--steps", "40", "--out", str(folder)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    ends = time.monotonic() + 120
+    while not checkpoint.whole_steps(folder):
+        assert time.monotonic() < ends and process.poll() is None, process.communicate()
+        time.sleep(0.05)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    return process, [int(child) for child in children]
+
+
+def gone(pids: list[int], seconds: float = 40) -> bool:
+    ends = time.monotonic() + seconds
+    while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < ends:
+        time.sleep(0.1)
+    return not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+@pytest.mark.parametrize("who", ["a replica", "the launcher"])
+def test_after_kill_9_resume_goes_on_bit_for_bit(undisturbed: Path, tmp_path: Path, who: str) -> None:
+    folder = tmp_path / "killed"
+    process, replicas = start(folder)
+    assert len(replicas) == 2
+    os.kill(replicas[1] if who == "a replica" else process.pid, signal.SIGKILL)
+    _, complaint = process.communicate(timeout=100)
+    assert gone(replicas), "no orphan process"
+    if who == "a replica":
+        assert process.returncode == 1 and "replica 1 failed: it died of signal 9" in complaint
+        assert "Traceback" not in complaint and f"--resume {folder}" in complaint
+    assert not (folder / "summary.json").exists()
+    resumed = farflung("train", "--resume", folder)
+    assert resumed.returncode == 0, resumed.stderr
+    assert same_weights(undisturbed, folder, 40)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_leaves_a_checkpoint_and_no_process(undisturbed: Path, tmp_path: Path, number: int) -> None:
+    folder = tmp_path / "stopped"
+    process, replicas = start(folder)
+    process.send_signal(number)
+    _, complaint = process.communicate(timeout=100)
+    assert process.returncode == 130 and f"go on with: farflung train --resume {folder}" in complaint
+    assert "Traceback" not in complaint and gone(replicas, 5)
+    ends = [json.loads(f.read_text().splitlines()[-1]) for f in sorted(folder.glob("events/*.jsonl"))]
+    assert {end["event"] for end in ends} == {"end"} and len({end["step"] for end in ends}) == 1
+    assert checkpoint.whole_steps(folder)[0] == ends[0]["step"] < 40
+    resumed = farflung("train", "--resume", folder)
+    assert resumed.returncode == 0, resumed.stderr
+    assert same_weights(undisturbed, folder, 40)
+
+
+def torchrun(rank: int, port: int, folder: Path) -> "subprocess.Popen[str]":
+    """One of two machines: its own torchrun and its own run folder."""
+    command = [
+        *("-m", "torch.distributed.run", "--nnodes", "2", "--node-rank", str(rank), "--nproc-per-node", "1"),
+        *("--master-addr", "127.0.0.1", "--master-port", str(port), "-m", "farflung", "train"),
+        *map(str, QUICK),
+        *("--steps", "40", "--out", str(folder)),
+    ]
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [sys.executable, *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    )
+
+
+def test_two_machines_with_torchrun_give_the_same_run(undisturbed: Path, tmp_path: Path) -> None:
+    port = free_port()
+    machines = [torchrun(rank, port, tmp_path / f"machine-{rank}") for rank in (0, 1)]
+    try:
+        for machine in machines:
+            _, complaint = machine.communicate(timeout=120)
+            assert machine.returncode == 0, complaint
+    finally:
+        for machine in machines:
+            machine.kill()
+            machine.wait()
+    for rank in (0, 1):
+        mine = checkpoint.load(tmp_path / f"machine-{rank}", 40, rank)["model"]
+        theirs = checkpoint.load(undisturbed, 40, rank)["model"]
+        assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+        assert (tmp_path / f"machine-{rank}" / "summary.json").exists()
+
+
+def test_a_port_in_use_is_named() -> None:
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        done = farflung(
+            *("train", *QUICK, "--out", "unused"),
+            RANK="0",
+            WORLD_SIZE="2",
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=port,
+        )
+    assert done.returncode == 2
+    assert done.stderr.strip().splitlines()[-1].startswith(f"farflung: port 127.0.0.1:{port} is in use")
+
+
+def test_a_replica_that_never_comes_is_named(tmp_path: Path) -> None:
+    done = farflung(
+        *("train", *QUICK, "--deadline", 2, "--out", tmp_path / "run"),
+        RANK="0",
+        WORLD_SIZE="2",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(free_port()),
+    )
+    assert done.returncode == 2
+    assert "replica 1 of 2 has not come within 2 s" in done.stderr

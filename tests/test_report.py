@@ -1,0 +1,178 @@
+"""The report room reads a run folder, also one that is being written."""
+
+import base64
+import io
+import json
+import re
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from farflung.config import UserError
+from farflung.report import read_run, watch, write_report
+from farflung.report.figures import loss_figure, timeline_figure
+from farflung.report.live import nbytes, plain_line, table
+from farflung.report.read import EventReader
+
+
+def line(event: str, replica: int, at: float, step: int, **values: Any) -> str:
+    return json.dumps({"event": event, "replica": replica, "at": at, "step": step, **values}) + "\n"
+
+
+def sample(values: list[float]) -> str:
+    return base64.b64encode(np.array(values, dtype="<f4").tobytes()).decode()
+
+
+def make_run(folder: Path, network: str = "torch", name: str = "<b>bold</b>") -> Path:
+    (folder / "events").mkdir(parents=True)
+    (folder / "config.toml").write_text(f'method = "noloco"\nnetwork = "{network}"\nseed = {len(network)}\n')
+    for replica in (0, 1):
+        text = line("start", replica, 0, 0, method="noloco", steps=20, replicas=2)
+        for step in (10, 20):
+            text += line(
+                "step",
+                replica,
+                step / 10 + replica / 100,
+                step,
+                tokens=step * 100,
+                loss=5 - step / 10 + replica,
+                lr=0.1,
+                tokens_per_second=1000.0,
+                rounds=step // 10,
+                bytes_sent=step * 1_000_000,
+                seconds_blocked=0.5,
+            )
+            text += line(
+                "round", replica, step / 10, step, round=step // 10, fragment=0, group=[0, 1], started_step=step,
+                started=step / 10 - 0.3, finished=step / 10 - 0.1, waited_from=step / 10 - 0.2, landed=step / 10,
+                bytes_sent=10_000_000, outcome="averaged", reason="",
+            )  # fmt: skip
+            text += line(
+                "evaluation", replica, step / 10, step, tokens=step * 100, bytes_sent=step * 1_000_000,
+                validation_loss=4.0 - step / 20 + replica / 2, sample=sample([replica * step, 1.0, 2.0, 3.0]),
+            )  # fmt: skip
+        text += line("warning", replica, 2, 20, message=f"odd {name}")
+        (folder / "events" / f"replica-{replica}.jsonl").write_text(text)
+    summary = {
+        "method": "noloco", "replicas": 2, "steps": 20, "parameters": 1234567, "tokens": 4000,
+        "validation_loss": 3.25, "validation_loss_averaged": 3.125, "validation_loss_per_replica": [3.0, 3.5],
+        "bytes_sent": 40_000_000, "ddp_bytes": 1_200_000_000, "rounds": 2, "seconds": 2.0, "seconds_blocked": 0.5,
+        "weight_spread": 0.01, "sample": f"def f():\n    {name}",
+    }  # fmt: skip
+    (folder / "summary.json").write_text(json.dumps(summary))
+    return folder
+
+
+def test_the_spread_is_the_deviation_from_the_mean(tmp_path: Path) -> None:
+    run = read_run(make_run(tmp_path / "run"))
+    # Two replicas differ in one of four weights, by the step: deviations of step/2 in a quarter of the values.
+    assert run.spread() == pytest.approx({10: 5 / 2, 20: 10 / 2})
+
+
+def test_half_a_line_waits_for_its_other_half(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    path.write_text(line("step", 0, 1, 1) + '{"event": "st')
+    reader = EventReader(path)
+    assert [event["step"] for event in reader.read()] == [1]
+    with path.open("a") as file:
+        file.write('ep", "step": 2}\n')
+    assert [event["step"] for event in reader.read()] == [2]
+    assert reader.read() == []
+
+
+def test_a_run_that_went_back_to_a_checkpoint_is_read_anew(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run")
+    run = read_run(folder)
+    path = folder / "events" / "replica-0.jsonl"
+    beside = path.with_suffix(".tmp")
+    beside.write_text("".join(path.read_text().splitlines(keepends=True)[:2]))
+    beside.replace(path)
+    run.refresh()
+    assert [event["event"] for event in run.events[0]] == ["start", "step"]
+    assert len(run.events[1]) > 2
+
+
+def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="holds no run"):
+        read_run(tmp_path)
+
+
+def text_of(renderable: Any) -> str:
+    console = Console(width=140, file=io.StringIO())
+    console.print(renderable)
+    return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_the_table_has_each_replicas_latest_state(tmp_path: Path) -> None:
+    rows = [
+        re.findall(r"[\w.,]+(?: \w+)?", row) for row in text_of(table(read_run(make_run(tmp_path / "r")))).splitlines()
+    ]
+    assert ["0", "20", "3.0000", "3.0000", "1,000", "2", "20.0 MB", "0.5 s"] in rows
+    assert ["1", "20", "4.0000", "3.5000", "1,000", "2", "20.0 MB", "0.5 s"] in rows
+
+
+def test_the_plain_log_has_no_boxes_and_says_everything_once(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run")
+    finished = threading.Event()
+    finished.set()
+    out = io.StringIO()
+    watch(folder, finished, Console(file=out, force_terminal=False))
+    lines = out.getvalue().splitlines()
+    assert "step 10 · validation loss 3.7500 · spread 2.5" in lines
+    assert lines.count("step 20 · validation loss 3.2500 · spread 5") == 1
+    assert "warning: replica 1: odd <b>bold</b>" in lines
+    assert lines[-1] == "step 20/20 · loss 3.5000 · 2,000 tokens/s · sent 40.0 MB · blocked 0.5 s"
+    assert lines[-1] == plain_line(read_run(folder))
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_watching_begins_before_there_is_anything_to_see(tmp_path: Path, terminal: bool) -> None:
+    finished = threading.Event()
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=terminal, width=140)
+    view = threading.Thread(target=watch, args=(tmp_path / "run", finished, console, 0.01))
+    view.start()
+    make_run(tmp_path / "run")
+    finished.set()
+    view.join(timeout=20)
+    assert not view.is_alive()
+    assert "20/20" in out.getvalue() and ("noloco" in out.getvalue()) == terminal
+
+
+def test_the_figures_hold_the_numbers(tmp_path: Path) -> None:
+    run = read_run(make_run(tmp_path / "run"))
+    for axis, xs in (("tokens", (2000, 4000)), ("bytes", (20.0, 40.0)), ("seconds", (1.0, 2.0))):
+        validation = loss_figure([run], axis).data[-1]
+        assert validation.name == "run, validation" and validation.x == pytest.approx(xs)
+        assert validation.y == pytest.approx((3.75, 3.25))
+    compute, exchange, waiting = timeline_figure(run).data
+    assert sum(waiting.x) == pytest.approx(4 * 0.2) and sum(exchange.x) == pytest.approx(4 * 0.2)
+    assert sum(compute.x) == pytest.approx(2 * 2 - 4 * 0.2)
+
+
+def test_the_report_is_one_whole_file_that_needs_no_network(tmp_path: Path) -> None:
+    out = tmp_path / "report.html"
+    write_report([make_run(tmp_path / "one"), make_run(tmp_path / "two", network="simulated")], out)
+    page = out.read_text(encoding="utf-8")
+    own = re.sub(r"<script>.*?</script>", "", page, flags=re.DOTALL)
+    assert not re.search(r"<(script|img|iframe)[^>]+src=|<link[^>]+href=|@import", own)
+    assert "3.1250" in own and "1.2 GB (30 times as much)" in own and "0.5 s (25.0%)" in own
+    assert "Virtual time on the simulated network: two." in own
+    assert "<b>bold</b>" not in own and "&lt;b&gt;bold" in own
+    assert "Plotly.newPlot" in page and page.count("<section>") == 5 + 2 + 2 + 2 + 1
+    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["report.html"]
+
+
+def test_a_run_under_way_has_a_report_too(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run")
+    (folder / "summary.json").unlink()
+    write_report([folder], folder / "report.html")
+    assert "run has not ended" in (folder / "report.html").read_text()
+
+
+def test_bytes_for_people() -> None:
+    assert [nbytes(n) for n in (0, 999, 1000, 12_345_678, 5e13)] == ["0 B", "999 B", "1.0 kB", "12.3 MB", "50.0 TB"]
