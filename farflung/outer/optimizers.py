@@ -11,7 +11,7 @@ from torch import Tensor
 OuterFactory = Callable[[list[Tensor]], torch.optim.Optimizer]
 """Makes an outer optimizer for the anchors (flat float32 tensors, one a fragment)."""
 
-BLOCK = 1 << 16
+BLOCK = 1 << 18
 """Elements that the CPU works on at a time: the few tensors of an update fit its cache together."""
 
 
