@@ -2,14 +2,14 @@
 
     python bench/loss.py [--steps 600] [--seeds 0 1 2] [--out runs/bench-loss]
 
-Runs are simulated, as many at a time as there are cores; a run that is finished is not made again.
+The outer momentum of diloco and noloco is tuned by the same search. Runs are simulated, as many at a time as there are cores; a run that is finished is not made again.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
@@ -38,16 +38,22 @@ class Options:
     """Where the run folders go."""
 
 
-METHODS: dict[str, dict[str, Any]] = {"ddp": {}, "diloco": {"every": 0}, "noloco": {"every": 0}, "local": {}}
+MOMENTA = (0.3, 0.5, 0.9)
+"""What the outer momentum of diloco and noloco is tuned over, on the first seed; 0.9 and 0.5 are the published ones."""
+
+PUBLISHED: dict[str, float | None] = {"ddp": None, "diloco": 0.9, "noloco": 0.5, "local": None}
 
 
-def run(options: Options, method: str, seed: int) -> dict[str, Any]:
-    folder = options.out / f"{method}-{options.steps}-seed{seed}"
+def run(options: Options, method: str, momentum: float | None, seed: int) -> dict[str, Any]:
+    """The summary of one run, made unless it lies there already."""
+    variant = method if momentum == PUBLISHED[method] else f"{method}-momentum-{momentum}"
+    folder = options.out / f"{variant}-{options.steps}-seed{seed}"
     summary = folder / "summary.json"
     if not summary.exists():
-        settings = dict.fromkeys(METHODS[method], options.every)
         config = Config(
             method=method,
+            every=None if momentum is None else options.every,
+            outer_momentum=momentum,
             seed=seed,
             steps=options.steps,
             replicas=options.replicas,
@@ -57,35 +63,53 @@ def run(options: Options, method: str, seed: int) -> dict[str, Any]:
             eval_every=100,
             checkpoint_every=0,
             out=str(folder),
-            **settings,
         )
-        resume = folder.exists()
-        launch.prepare(config, folder, resume)
-        launch.run_simulated(config, folder, resume)
+        launch.prepare(config, folder, resume=folder.exists())
+        launch.run_simulated(config, folder, resume=folder.exists())
     result: dict[str, Any] = json.loads(summary.read_text())
     return result
 
 
+def row(name: str, runs: list[dict[str, Any]]) -> str:
+    losses = [run["validation_loss"] for run in runs]
+    deviation = stdev(losses) if len(losses) > 1 else 0.0
+    averaged = mean(run["validation_loss_averaged"] for run in runs)
+    sent = mean(run["bytes_sent"] for run in runs) / 1e6
+    spread = mean(run["weight_spread"] for run in runs)
+    each = "  ".join(f"{loss:6.4f}" for loss in losses)
+    return f"{name:26} {mean(losses):7.4f} {deviation:7.4f}  {each}  {averaged:8.4f}  {sent:9.1f}  {spread:13.2g}"
+
+
 def main(options: Options) -> None:
-    jobs = [(method, seed) for seed in options.seeds for method in METHODS]
     with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as pool:
-        running = {job: pool.submit(run, options, *job) for job in jobs}
-        results = {job: future.result() for job, future in running.items()}
+
+        def start(method: str, momentum: float | None, seeds: tuple[int, ...]) -> list[Future[dict[str, Any]]]:
+            return [pool.submit(run, options, method, momentum, seed) for seed in seeds]
+
+        published = {method: start(method, momentum, options.seeds) for method, momentum in PUBLISHED.items()}
+        search = {
+            (method, momentum): start(method, momentum, options.seeds[:1])[0]
+            for method in ("diloco", "noloco")
+            for momentum in MOMENTA
+        }
+        tried = {key: future.result()["validation_loss"] for key, future in search.items()}
+        best = {m: min(MOMENTA, key=lambda momentum: tried[m, momentum]) for m in ("diloco", "noloco")}
+        tuned = {method: start(method, momentum, options.seeds) for method, momentum in best.items()}
+        results = {method: [future.result() for future in futures] for method, futures in published.items()}
+        bests = {method: [future.result() for future in futures] for method, futures in tuned.items()}
+
     print(f"{options.replicas} replicas, every={options.every}, {options.steps} steps, {options.model}, stdlib text")
     seeds = "  ".join(f"seed {seed}" for seed in options.seeds)
-    print(f"{'method':8} {'loss':>7} {'spread':>7}  {seeds}  {'averaged':>8}  {'MB sent':>9}  {'weight spread':>13}")
-    for method in METHODS:
-        rows = [results[method, seed] for seed in options.seeds]
-        losses = [row["validation_loss"] for row in rows]
-        sent = mean(row["bytes_sent"] for row in rows) / 1e6
-        print(
-            f"{method:8} {mean(losses):7.4f} {stdev(losses) if len(losses) > 1 else 0:7.4f}  "
-            + "  ".join(f"{loss:6.4f}" for loss in losses)
-            + f"  {mean(row['validation_loss_averaged'] for row in rows):8.4f}"
-            f"  {sent:9.1f}  {mean(row['weight_spread'] for row in rows):13.2g}"
-        )
-    diloco, noloco = (mean(results[m, s]["validation_loss"] for s in options.seeds) for m in ("diloco", "noloco"))
-    print(f"noloco against diloco: {100 * (noloco / diloco - 1):+.2f} %")
+    print(f"{'method':26} {'loss':>7} {'+-':>7}  {seeds}  {'averaged':>8}  {'MB sent':>9}  {'weight spread':>13}")
+    for method, runs in results.items():
+        print(row(method, runs))
+    for method, runs in bests.items():
+        print(row(f"{method}, momentum {best[method]}", runs))
+    for (method, momentum), loss in tried.items():
+        print(f"tuning on seed {options.seeds[0]}: {method}, outer momentum {momentum}: {loss:.4f}")
+    for name, pair in (("published settings", results), ("tuned", bests)):
+        diloco, noloco = (mean(run["validation_loss"] for run in pair[method]) for method in ("diloco", "noloco"))
+        print(f"noloco against diloco, {name}: {100 * (noloco / diloco - 1):+.2f} %")
 
 
 if __name__ == "__main__":
