@@ -2,11 +2,13 @@
 
     python bench/loss.py [--steps 600] [--seeds 0 1 2] [--out runs/bench-loss]
 
-The outer momentum of diloco and noloco is tuned by the same search. Runs are simulated, as many at a time as there are cores; a run that is finished is not made again.
+The outer momentum of diloco and noloco is tuned by the same search. Runs are simulated, as many at a time as there are
+cores; a run that is finished is not made again.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -83,8 +85,12 @@ def row(name: str, runs: list[dict[str, Any]]) -> str:
 def main(options: Options) -> None:
     with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as pool:
 
+        @functools.cache
+        def started(method: str, momentum: float | None, seed: int) -> Future[dict[str, Any]]:
+            return pool.submit(run, options, method, momentum, seed)
+
         def start(method: str, momentum: float | None, seeds: tuple[int, ...]) -> list[Future[dict[str, Any]]]:
-            return [pool.submit(run, options, method, momentum, seed) for seed in seeds]
+            return [started(method, momentum, seed) for seed in seeds]
 
         published = {method: start(method, momentum, options.seeds) for method, momentum in PUBLISHED.items()}
         search = {

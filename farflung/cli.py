@@ -151,7 +151,8 @@ def _train_settings(arguments: list[str]) -> tuple[Config, Path, bool]:
         arguments = arguments[1:]
     config = _with_replicas(_parse(Config, arguments, "train", defaults))
     folder = Path(config.out) if config.out else _free_folder(config.method)
-    return replace(config, out=str(folder)), folder, False
+    started_again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    return replace(config, out=str(folder)), folder, started_again
 
 
 def _with_replicas(config: Config) -> Config:

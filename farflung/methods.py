@@ -16,6 +16,7 @@ from farflung.config import Config, UserError, suggestion
 from farflung.networks import Network
 from farflung.outer import (
     Attached,
+    Average,
     Everyone,
     GossipNesterov,
     GradientLoop,
@@ -93,7 +94,7 @@ def local() -> Method:
 
     Paper: none
     """
-    return Method(Schedule(every=None), outer=GossipNesterov)
+    return Method(Schedule(every=None), outer=Average)
 
 
 def diloco(

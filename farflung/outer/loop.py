@@ -18,7 +18,7 @@ from farflung.codecs import Codec
 from farflung.networks import Finished, Group, Network, PeerLost, Pending
 from farflung.outer.attached import Attached, Disagreement, Round, finite
 from farflung.outer.averaging import agree, average
-from farflung.outer.fragments import split
+from farflung.outer.fragments import Fragment, split
 from farflung.outer.gradients import different_start
 from farflung.outer.optimizers import OuterFactory, message_of, step_with
 from farflung.outer.schedules import Schedule
@@ -76,10 +76,10 @@ class OuterLoop(Attached):
     ) -> None:
         super().__init__(network, deadline, on_round)
         self.schedule = schedule
-        self.fragments = split(model, schedule.fragments) if schedule.every else []
+        self.fragments = split(model, schedule.fragments) if schedule.every else [Fragment([])]
         self._device = torch.device(outer_device) if outer_device else None
         self.anchors = [fragment.read(self._device) for fragment in self.fragments]
-        self.outer = outer(self.anchors) if self.anchors else None
+        self.outer = outer(self.anchors)
         self._inner = optimizer
         self._topology = topology
         self._codec = codec
@@ -89,38 +89,50 @@ class OuterLoop(Attached):
     @torch.no_grad()
     def _after_inner_step(self, *_: Any) -> None:
         self.network.computed()
-        if self.step == 0 and self.anchors and not agree(self.network, self.anchors, self.deadline):
+        if self.step == 0 and self.schedule.every and not agree(self.network, self.anchors, self.deadline):
             raise Disagreement(different_start(self.network.rank))
         self.step += 1
         self._land_those_due()
         for fragment in self.schedule.starting(self.step):
             self._flights.append(self._start(fragment))
         self._land_those_due()
-        if not self.fragments:
-            self._judge()
+        if not self.schedule.every:
+            self._judge()  # without rounds, each step answers for itself
 
     def _start(self, index: int) -> _Flight:
         """Puts a fragment's message on its way to the group."""
-        fragment, anchor, network = self.fragments[index], self.anchors[index], self.network
-        weights = fragment.read(self._device)
+        network, anchor = self.network, self.anchors[index]
+        weights, fault = self._weights_to_offer(index)
+        at_start = weights.clone() if self.schedule.delay else None
+
+        number = self.step // (self.schedule.every or 1)
+        key = f"round {number} of fragment {index}"
+        group = self._topology.group(network.rank, network.members(), key)
+        started = network.now()
+        if group:
+            message = message_of(self.outer, anchor, weights)
+            pending = average(network, self._codec, message, group, key)
+            outcome = "no progress offered" if fault else "averaged"
+        else:
+            message, outcome = weights, "sat out"
+            pending = Finished(message, started)
+        return _Flight(index, number, group, self.step, started, message, pending, at_start, outcome, fault)
+
+    def _weights_to_offer(self, index: int) -> tuple[Tensor, str]:
+        """A fragment's weights; or its anchor and what was wrong, when training has spoilt them since the last round.
+
+        The anchor stands for no progress. So what is not finite never travels, and no partner waits in vain.
+        """
+        weights = self.fragments[index].read(self._device)
         if not finite(weights):
             self.spoil("the weights are not finite")
         fault = self._judge()
         if fault:
-            self._return_to_anchor(index)
-            weights.copy_(anchor)
-        at_start = weights.clone() if self.schedule.delay else None
-
-        round = self._round_of(self.step)
-        key = f"round {round} of fragment {index}"
-        group = self._topology.group(network.rank, network.members(), key)
-        message = message_of(self._outer(), anchor, weights) if group else weights
-        started = network.now()
-        pending: Pending[Tensor] = Finished(message, started)
-        if group:
-            pending = average(network, self._codec, message, group, key)
-        outcome = "no progress offered" if fault else "averaged" if group else "sat out"
-        return _Flight(index, round, group, self.step, started, message, pending, at_start, outcome, fault)
+            weights.copy_(self.anchors[index])
+            self.fragments[index].write(weights)
+            for parameter in self.fragments[index].parameters:
+                self._inner.state.pop(parameter, None)  # the inner optimizer's moments may be spoilt, too
+        return weights, fault
 
     def _land(self, flight: _Flight) -> None:
         """Gives a round's mean to the outer optimizer, and its new anchor to the weights."""
@@ -129,7 +141,7 @@ class OuterLoop(Attached):
         landed = self.network.now()
         fragment, anchor = self.fragments[flight.fragment], self.anchors[flight.fragment]
         if flight.group:
-            step_with(self._outer(), anchor, mean)
+            step_with(self.outer, anchor, mean)
             if flight.weights_at_start is None:
                 fragment.write(anchor)
             else:
@@ -158,7 +170,8 @@ class OuterLoop(Attached):
             return flight.pending.wait(self.deadline)
         except PeerLost as lost:
             flight.outcome, flight.reason = "peer lost", str(lost)
-            return flight.message
+            # A copy: a peer that is only late may still be writing its values into the message.
+            return flight.message.clone()
 
     def _land_those_due(self) -> None:
         due = [flight for flight in self._flights if flight.started_step + self.schedule.delay <= self.step]
@@ -172,25 +185,12 @@ class OuterLoop(Attached):
         while self._flights:
             self._land(self._flights.pop(0))
 
-    def _return_to_anchor(self, index: int) -> None:
-        """Gives up what a fragment has learnt since its last round, also in the inner optimizer's moments."""
-        self.fragments[index].write(self.anchors[index])
-        for parameter in self.fragments[index].parameters:
-            self._inner.state.pop(parameter, None)
-
-    def _round_of(self, step: int) -> int:
-        return step // (self.schedule.every or 1)
-
-    def _outer(self) -> torch.optim.Optimizer:
-        assert self.outer is not None
-        return self.outer
-
     def state_dict(self) -> dict[str, Any]:
         """Anchors, outer optimizer and rounds in flight; these are waited for, but land in their own time."""
         return {
             **super().state_dict(),
             "anchors": self.anchors,
-            "outer": self.outer.state_dict() if self.outer else None,
+            "outer": self.outer.state_dict(),
             "flights": [self._packed(flight) for flight in self._flights],
         }
 
@@ -200,8 +200,7 @@ class OuterLoop(Attached):
         super().load_state_dict(state)
         for anchor, saved in zip(self.anchors, state["anchors"], strict=True):
             anchor.copy_(saved)
-        if self.outer is not None:
-            self.outer.load_state_dict(state["outer"])
+        self.outer.load_state_dict(state["outer"])
         self._flights = [self._unpacked(saved) for saved in state["flights"]]
 
     def _packed(self, flight: _Flight) -> dict[str, Any]:
