@@ -45,22 +45,24 @@ def train(arguments: list[str]) -> None:
     from farflung.training.stopping import Stopped
 
     config, folder, resume = _train_settings(arguments)
-    under_torchrun = "WORLD_SIZE" in os.environ
-    started = launch.run_torch_replica if under_torchrun else _start_of(config)
+    start = _start_of(config)
+    shows = "LOCAL_RANK" not in os.environ or (
+        os.environ["LOCAL_RANK"] == "0" and launch.STARTED_HERE not in os.environ
+    )
     try:
-        if under_torchrun:
-            started(config, folder, resume)
-        else:
+        if start is not launch.run_torch_replica:
             launch.prepare(config, folder, resume)
+        if shows:
             print(f"farflung: {config.replicas} replicas, {config.method}, {config.steps} steps; run folder {folder}")
-            with _watched(folder):
-                started(config, folder, resume)
+        with _watched(folder) if shows else contextlib.nullcontext():
+            start(config, folder, resume)
+        if shows:
             _tell_result(folder)
     except Stopped as stopped:
         print(f"farflung: {stopped}; go on with: farflung train --resume {folder}", file=sys.stderr)
-        sys.exit(0 if under_torchrun else INTERRUPTED)
-    except launch.RunFailed as error:
-        print(f"farflung: {error}", file=sys.stderr)
+        sys.exit(0 if start is launch.run_torch_replica else INTERRUPTED)
+    except launch.RUN_ERRORS as error:
+        print(f"farflung: {error}; go on with: farflung train --resume {folder}", file=sys.stderr)
         sys.exit(FAILURE)
 
 
@@ -172,6 +174,8 @@ def _free_folder(method: str) -> Path:
 def _start_of(config: Config) -> Callable[[Config, Path, bool], None]:
     from farflung.training import launch
 
+    if "WORLD_SIZE" in os.environ:
+        return launch.run_torch_replica
     return launch.run_simulated if config.network == "simulated" else launch.launch_torch
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from processes import farflung, free_port
 
+from farflung import cli
 from farflung.training import checkpoint
 
 QUICK = [
@@ -206,3 +207,11 @@ def test_a_replica_that_never_comes_is_named(tmp_path: Path) -> None:
     )
     assert done.returncode == 2
     assert "replica 1 of 2 has not come within 2 s" in done.stderr
+
+
+def test_what_torchrun_starts_again_goes_on_from_its_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    for count, resumes in (("0", False), ("1", True)):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", count)
+        config, folder, resume = cli._train_settings(["--out", "runs/x", "--every", "9"])
+        assert (config.replicas, config.every, folder, resume) == (3, 9, Path("runs/x"), resumes)

@@ -33,18 +33,18 @@ class Simulation:
     def run(self, work: Callable[[SimulatedNetwork], T]) -> list[T]:
         """Runs `work` once for each replica; returns what each returned, by rank.
 
-        A replica whose work returns or raises has left: whoever waits for it then gets PeerLost. The first error, by
-        rank, is raised once all have left.
+        A replica whose work returns or raises has left: whoever waits for it then gets PeerLost. The error that came
+        first is raised once all have left.
         """
         results: list[Any] = [None] * len(self.networks)
-        errors: list[BaseException | None] = [None] * len(self.networks)
+        errors: list[BaseException] = []
 
         def live(network: SimulatedNetwork) -> None:
             network.seat.take()
             try:
                 results[network.rank] = work(network)
             except BaseException as error:
-                errors[network.rank] = error
+                errors.append(error)
             finally:
                 network.seat.left = True
                 self.pass_baton(network)
@@ -61,9 +61,8 @@ class Simulation:
         for thread in threads:
             thread.join()
         torch.set_rng_state(random_state)
-        for error in errors:
-            if error is not None:
-                raise error
+        if errors:
+            raise errors[0]
         return results
 
     def meeting(self, key: str, group: Group) -> _Meeting:

@@ -20,7 +20,8 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from farflung import methods
 from farflung.config import Config, UserError, to_toml
-from farflung.networks import Conditions, Network, Simulation, TorchNetwork
+from farflung.networks import Conditions, Network, PeerLost, Simulation, TorchNetwork
+from farflung.outer import Disagreement, Diverged
 from farflung.training import checkpoint
 from farflung.training.events import holds_a_run
 from farflung.training.finish import finish, write_text
@@ -32,7 +33,14 @@ from farflung.workloads.text import documents
 
 
 class RunFailed(Exception):
-    """A replica's process failed; the message says which, why, and how to go on."""
+    """A replica's process failed; the message says which, and why."""
+
+
+RUN_ERRORS = (RunFailed, Diverged, Disagreement, PeerLost)
+"""What ends a run for reasons other than a mistake in its settings."""
+
+STARTED_HERE = "FARFLUNG_STARTED_HERE"
+"""Set in the environment of replicas that this machine's launcher watches itself."""
 
 
 def prepare(config: Config, folder: Path, resume: bool) -> None:
@@ -81,6 +89,7 @@ def launch_torch(config: Config, folder: Path, resume: bool) -> None:
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     os.environ.setdefault("OMP_NUM_THREADS", str(cores_for(config.replicas)))
+    os.environ[STARTED_HERE] = "1"
     (folder / "logs").mkdir(exist_ok=True)
     launcher = LaunchConfig(
         min_nodes=1,
@@ -110,10 +119,13 @@ def _run_replica(config: Config, network: Network, folder: Path, stop: Stop, ste
     finish(trainer, writes)
 
 
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
 @contextmanager
 def _stopping_on_signals(stop: Stop) -> Iterator[None]:
-    """Ctrl-C and SIGTERM ask for a stop, here in the main thread; a second one while stopping is the same wish."""
-    before = {number: signal.signal(number, stop.request) for number in (signal.SIGINT, signal.SIGTERM)}
+    """Ctrl-C and its kin ask for a stop; a second one while stopping is the same wish."""
+    before = {number: signal.signal(number, stop.request) for number in _STOP_SIGNALS}
     try:
         yield
     finally:
@@ -155,10 +167,7 @@ def _failure(error: ChildFailedError, folder: Path) -> Exception:
     kind, _, text = causes[rank].partition(": ")
     if kind == "UserError":
         return UserError(text)
-    return RunFailed(
-        f"replica {rank} failed: {causes[rank]}; its output lies in {folder}/logs; "
-        f"go on from the last whole checkpoint with: farflung train --resume {folder}"
-    )
+    return RunFailed(f"replica {rank} failed: {causes[rank]}; its output lies in {folder}/logs")
 
 
 def _describe(message: Any, exitcode: int) -> str:
