@@ -65,7 +65,7 @@ def run_simulated(config: Config, folder: Path, resume: bool) -> None:
     stop = Stop(HashStore(), config.replicas, range(config.replicas))
     step = next(iter(checkpoint.whole_steps(folder)), 0) if resume else None
     with _stopping_on_signals(stop):
-        world.run(lambda network: _run_replica(config, network, folder, stop, step, network.rank == 0))
+        world.run(lambda network: _run_replica(config, network, network.rank, folder, stop, step))
 
 
 @record
@@ -80,7 +80,7 @@ def run_torch_replica(config: Config, folder: Path, resume: bool) -> None:
         if resume:
             steps = gather(network, sorted(checkpoint.steps_of(folder, network.rank)), "steps", config.deadline)
             step = max(set.intersection(*map(set, steps)), default=0)
-        _run_replica(config, network, folder, stop, step, local_rank == 0)
+        _run_replica(config, network, local_rank, folder, stop, step)
     network.close()
 
 
@@ -112,11 +112,11 @@ def launch_torch(config: Config, folder: Path, resume: bool) -> None:
         raise _failure(error, folder) from error
 
 
-def _run_replica(config: Config, network: Network, folder: Path, stop: Stop, step: int | None, writes: bool) -> None:
-    device = pick_device(config.device, network.rank)
-    trainer = Trainer(config, network, folder, stop, device, step)
+def _run_replica(config: Config, network: Network, local_rank: int, folder: Path, stop: Stop, step: int | None) -> None:
+    """One replica from beginning to end; the first of each machine writes what they have in common."""
+    trainer = Trainer(config, network, folder, stop, pick_device(config.device, local_rank), step)
     trainer.train()
-    finish(trainer, writes)
+    finish(trainer, writes=local_rank == 0)
 
 
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -133,11 +133,11 @@ def _stopping_on_signals(stop: Stop) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def pick_device(name: str, rank: int) -> torch.device:
-    """The device that a setting names; `auto` takes a GPU when there is one. Raises UserError."""
+def pick_device(name: str, local_rank: int) -> torch.device:
+    """The device that a setting names; `auto` takes a machine's GPUs in turn when there are any. Raises UserError."""
     if name == "auto":
         if torch.cuda.is_available():
-            return torch.device("cuda", rank % torch.cuda.device_count())
+            return torch.device("cuda", local_rank % torch.cuda.device_count())
         return torch.device("cpu")
     try:
         device = torch.device(name)
