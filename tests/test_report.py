@@ -5,6 +5,7 @@ import io
 import json
 import re
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from rich.console import Console
 
 from farflung.config import UserError
 from farflung.report import read_run, watch, write_report
-from farflung.report.figures import loss_figure, timeline_figure
+from farflung.report.figures import ROUNDS_SHOWN, loss_figure, timeline_figure
 from farflung.report.live import nbytes, plain_line, table
 from farflung.report.read import EventReader
 
@@ -25,6 +26,11 @@ def line(event: str, replica: int, at: float, step: int, **values: Any) -> str:
 
 def sample(values: list[float]) -> str:
     return base64.b64encode(np.array(values, dtype="<f4").tobytes()).decode()
+
+
+def evaluation(replica: int, step: int, loss: float | None) -> str:
+    weights = sample([replica * step, 1.0, 2.0, 3.0])
+    return line("evaluation", replica, step, step, tokens=1, bytes_sent=1, validation_loss=loss, sample=weights)
 
 
 def make_run(folder: Path, network: str = "torch", name: str = "<b>bold</b>") -> Path:
@@ -96,9 +102,24 @@ def test_a_run_that_went_back_to_a_checkpoint_is_read_anew(tmp_path: Path) -> No
     assert len(run.events[1]) > 2
 
 
+def test_a_file_that_was_cut_in_place_is_read_anew(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run")
+    run = read_run(folder)
+    path = folder / "events" / "replica-0.jsonl"
+    with path.open("r+") as file:
+        file.truncate(len(path.read_text().splitlines(keepends=True)[0]))
+    run.refresh()
+    assert [event["event"] for event in run.events[0]] == ["start"]
+
+
 def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="holds no run"):
         read_run(tmp_path)
+    (tmp_path / "events").mkdir()
+    (tmp_path / "events" / "replica-0.jsonl").write_text('{"event": "sta')
+    with pytest.raises(UserError, match="holds no run") as error:
+        read_run(tmp_path)
+    assert "\n" not in str(error.value)
 
 
 def text_of(renderable: Any) -> str:
@@ -125,8 +146,48 @@ def test_the_plain_log_has_no_boxes_and_says_everything_once(tmp_path: Path) -> 
     assert "step 10 · validation loss 3.7500 · spread 2.5" in lines
     assert lines.count("step 20 · validation loss 3.2500 · spread 5") == 1
     assert "warning: replica 1: odd <b>bold</b>" in lines
-    assert lines[-1] == "step 20/20 · loss 3.5000 · 2,000 tokens/s · sent 40.0 MB · blocked 0.5 s"
+    assert lines[-1] == "step 20/20 · loss 3.5000 · 2,000 tokens/s · sent 40.0 MB · blocked 0.5 s · spread 5"
     assert lines[-1] == plain_line(read_run(folder))
+
+
+def test_the_plain_log_of_a_growing_run_is_in_order_and_each_twentieth_of_it(tmp_path: Path) -> None:
+    folder, finished, out = tmp_path / "run", threading.Event(), io.StringIO()
+    (folder / "events").mkdir(parents=True)
+    path = folder / "events" / "replica-0.jsonl"
+    path.write_text(line("start", 0, 0, 0, method="noloco", steps=400, replicas=1))
+    view = threading.Thread(target=watch, args=(folder, finished, Console(file=out), 0.001))
+    view.start()
+    for step in range(10, 60, 10):
+        shown = {"tokens": 1, "lr": 0.1, "tokens_per_second": 1, "rounds": 0, "bytes_sent": 0, "seconds_blocked": 0}
+        with path.open("a") as file:
+            file.write(line("step", 0, step, step, loss=2.0, **shown))
+        deadline = time.monotonic() + 5
+        while step % 20 == 0 and f"step {step}/400" not in out.getvalue() and time.monotonic() < deadline:
+            time.sleep(0.001)
+    with path.open("a") as file:
+        file.writelines(evaluation(0, step, 3.0) for step in range(1, 50))
+    finished.set()
+    view.join(timeout=20)
+    lines = out.getvalue().splitlines()
+    steps = [text.split(" · ")[0] for text in lines if "/400" in text]
+    assert steps == ["step 20/400", "step 40/400", "step 50/400"]
+    assert [int(text.split()[1]) for text in lines if "validation" in text] == list(range(1, 50))
+
+
+def test_a_run_that_diverged_is_shown_as_such(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run")
+    with (folder / "events" / "replica-0.jsonl").open("a") as file:
+        file.write(evaluation(0, 30, None))
+    with (folder / "events" / "replica-1.jsonl").open("a") as file:
+        file.write(evaluation(1, 30, 3.0))
+    (folder / "summary.json").unlink()
+    finished, out = threading.Event(), io.StringIO()
+    finished.set()
+    watch(folder, finished, Console(file=out))
+    assert "step 30 · validation loss not finite" in out.getvalue()
+    assert "not finite" in text_of(table(read_run(folder)))
+    write_report([folder], folder / "report.html")
+    assert "not finite, 3.0000" in (folder / "report.html").read_text()
 
 
 @pytest.mark.parametrize("terminal", [True, False])
@@ -154,6 +215,23 @@ def test_the_figures_hold_the_numbers(tmp_path: Path) -> None:
     assert sum(compute.x) == pytest.approx(2 * 2 - 4 * 0.2)
 
 
+def test_a_long_run_shows_its_last_rounds_from_where_the_one_before_landed(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run")
+    times = [(float(number), number + 0.5) for number in range(1, ROUNDS_SHOWN + 11)]
+    (folder / "events" / "replica-0.jsonl").write_text(
+        line("start", 0, 0, 0, method="noloco", steps=20, replicas=2)
+        + "".join(
+            line("round", 0, end, 1, started=at, finished=end, waited_from=at, landed=end, outcome="peer lost")
+            for at, end in times
+        )
+    )
+    compute, exchange, _ = timeline_figure(read_run(folder)).data
+    assert exchange.y.count("replica 0, link") == ROUNDS_SHOWN and compute.base[0] == 10.5
+    write_report([folder], folder / "report.html")
+    page = (folder / "report.html").read_text()
+    assert f"The last {ROUNDS_SHOWN} rounds" in page and f"peer lost {ROUNDS_SHOWN + 10}, averaged 2" in page
+
+
 def test_the_report_is_one_whole_file_that_needs_no_network(tmp_path: Path) -> None:
     out = tmp_path / "report.html"
     write_report([make_run(tmp_path / "one"), make_run(tmp_path / "two", network="simulated")], out)
@@ -171,7 +249,18 @@ def test_a_run_under_way_has_a_report_too(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run")
     (folder / "summary.json").unlink()
     write_report([folder], folder / "report.html")
-    assert "run has not ended" in (folder / "report.html").read_text()
+    page = (folder / "report.html").read_text()
+    assert "run has not ended" in page and "40.0 MB" in page and "3.0000, 3.5000" in page and "0.5 s (24.9%)" in page
+
+
+def test_a_replica_that_has_written_nothing_and_a_run_of_no_time_have_a_report(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run")
+    (folder / "events" / "replica-1.jsonl").write_text('{"event": "sta')
+    summary = json.loads((folder / "summary.json").read_text())
+    (folder / "summary.json").write_text(json.dumps(summary | {"seconds": 0.0, "seconds_blocked": 0.0}))
+    (folder / "config.toml").write_text('method = "nol')
+    write_report([folder], folder / "report.html")
+    assert read_run(folder).replicas == [0] and "<td>0.0 s</td>" in (folder / "report.html").read_text()
 
 
 def test_bytes_for_people() -> None:

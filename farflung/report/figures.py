@@ -6,7 +6,7 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from farflung.report.read import Run
+from farflung.report.read import Run, mean
 
 COLOURS = ("#1f6feb", "#d1495b", "#2a9d8f", "#e9a03b", "#7b5ea7", "#5c6770", "#b5651d", "#3a3a8c")
 """One colour a run, the same in every picture."""
@@ -27,16 +27,15 @@ def loss_figure(runs: list[Run], axis: str) -> go.Figure:
     """Validation loss against `axis` (tokens, bytes or seconds), the mean of the replicas; training loss lighter."""
     figure = _figure(AXES[axis], "loss, nats a token")
     for colour, run in zip(_colours(runs), runs, strict=True):
-        if axis != "bytes":
-            x, y = _mean_line(run, "step", "loss", axis)
-            figure.add_scatter(
-                x=x, y=y, name=f"{run.name}, training", mode="lines", line={"color": colour, "width": 1}, opacity=0.4
-            )
+        x, y = _mean_line(run, "step", "loss", axis)
+        line = {"color": colour, "width": 1.5}
+        figure.add_scatter(x=x, y=y, name=f"{run.name}, training", mode="lines", line=line, opacity=0.45)
         if len(runs) == 1:
             for replica in run.replicas:
                 x, y = _replica_line(run, replica, axis)
                 label = f"replica {replica}"
-                figure.add_scatter(x=x, y=y, name=label, line={"color": colour, "width": 1}, opacity=0.5)
+                line = {"color": colour, "width": 1, "dash": "dot"}
+                figure.add_scatter(x=x, y=y, name=label, mode="lines", line=line, opacity=0.6)
         x, y = _mean_line(run, "evaluation", "validation_loss", axis)
         line = {"color": colour, "width": 3}
         figure.add_scatter(x=x, y=y, name=f"{run.name}, validation", mode="lines+markers", line=line)
@@ -58,8 +57,9 @@ def timeline_figure(run: Run) -> go.Figure:
     figure = _figure("seconds", "")
     bars: dict[str, list[tuple[float, float, str]]] = {"compute": [], "exchange": [], "waiting": []}
     for replica in run.replicas:
-        rounds = run.of(replica, "round")[-ROUNDS_SHOWN:]
-        busy_from = rounds[0]["waited_from"] if len(rounds) == ROUNDS_SHOWN else 0.0
+        all_rounds = run.of(replica, "round")
+        rounds = all_rounds[-ROUNDS_SHOWN:]
+        busy_from = all_rounds[-ROUNDS_SHOWN - 1]["landed"] if len(all_rounds) > ROUNDS_SHOWN else 0.0
         for round in rounds:
             bars["compute"].append((busy_from, round["waited_from"], f"replica {replica}"))
             bars["waiting"].append((round["waited_from"], round["landed"], f"replica {replica}"))
@@ -78,7 +78,7 @@ def timeline_figure(run: Run) -> go.Figure:
             hovertemplate=kind + " from %{base:.3f} s for %{x:.3f} s<extra></extra>",
         )
     rows = [row for r in reversed(run.replicas) for row in (f"replica {r}, link", f"replica {r}")]
-    figure.update_layout(barmode="overlay", bargap=0.15, height=110 + 46 * len(run.replicas))
+    figure.update_layout(barmode="overlay", bargap=0.15, height=190 + 46 * len(run.replicas))
     figure.update_yaxes(categoryorder="array", categoryarray=rows, gridcolor="white")
     return figure
 
@@ -88,9 +88,9 @@ def _figure(x: str, y: str) -> go.Figure:
     figure.update_layout(
         template="plotly_white",
         font={"family": "system-ui, sans-serif", "size": 13, "color": "#24292f"},
-        margin={"l": 60, "r": 16, "t": 16, "b": 48},
-        height=380,
-        legend={"orientation": "h", "y": -0.2, "x": 0},
+        margin={"l": 60, "r": 16, "t": 36, "b": 104},
+        height=420,
+        legend={"orientation": "h", "yref": "container", "y": 0.01, "yanchor": "bottom", "x": 0},
         xaxis_title=x,
         yaxis_title=y,
     )
@@ -100,9 +100,9 @@ def _figure(x: str, y: str) -> go.Figure:
 def _mean_line(run: Run, kind: str, value: str, axis: str) -> tuple[list[float], list[float]]:
     xs, ys = [], []
     for events in run.by_step(kind).values():
-        if all(event[value] is not None for event in events):
+        if (height := mean([event[value] for event in events])) is not None:
             xs.append(_position(events, axis) * _SCALE[axis])
-            ys.append(sum(event[value] for event in events) / len(events))
+            ys.append(height)
     return xs, ys
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from html import escape
 from pathlib import Path
@@ -11,7 +12,7 @@ import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 
 from farflung.report.figures import COLOURS, ROUNDS_SHOWN, loss_figure, spread_figure, timeline_figure
-from farflung.report.live import nbytes
+from farflung.report.live import nbytes, number
 from farflung.report.read import Run, read_run
 
 WARNINGS_SHOWN = 20
@@ -32,8 +33,10 @@ def write_report(folders: list[Path], out: Path) -> None:
 def page(runs: list[Run]) -> str:
     """The report as HTML."""
     title = f"farflung: {runs[0].name}" if len(runs) == 1 else f"farflung: {len(runs)} runs compared"
+    settings = _section("Settings", _settings(runs))
     sections = [
         _section("Results", _results(runs)),
+        *([settings] if len(runs) > 1 else []),
         _section("Loss against tokens", _picture(loss_figure(runs, "tokens"))),
         _section("Loss against bytes", _picture(loss_figure(runs, "bytes"))),
         _section("Loss against time", _clock_note(runs) + _picture(loss_figure(runs, "seconds"))),
@@ -45,7 +48,7 @@ def page(runs: list[Run]) -> str:
             for run in runs
             if run.summary
         ),
-        _section("Settings", _settings(runs)),
+        *([settings] if len(runs) == 1 else []),
     ]
     return _PAGE.format(title=escape(title), plotly=get_plotlyjs(), body="\n".join(sections))
 
@@ -53,9 +56,9 @@ def page(runs: list[Run]) -> str:
 def _results(runs: list[Run]) -> str:
     rows: list[tuple[str, Callable[[dict[str, Any]], str]]] = [
         ("method", lambda s: s["method"]),
-        ("validation loss, mean of the replicas", lambda s: f"{s['validation_loss']:.4f}"),
-        ("validation loss of their averaged weights", lambda s: f"{s['validation_loss_averaged']:.4f}"),
-        ("validation loss, each replica", lambda s: ", ".join(f"{v:.4f}" for v in s["validation_loss_per_replica"])),
+        ("validation loss, mean of the replicas", lambda s: number(s["validation_loss"])),
+        ("validation loss of their averaged weights", lambda s: number(s["validation_loss_averaged"])),
+        ("validation loss, each replica", lambda s: ", ".join(map(number, s["validation_loss_per_replica"]))),
         ("replicas × steps", lambda s: f"{s['replicas']} × {s['steps']}"),
         ("parameters", lambda s: f"{s['parameters']:,}"),
         ("tokens", lambda s: f"{s['tokens']:,}"),
@@ -63,14 +66,27 @@ def _results(runs: list[Run]) -> str:
         ("what gradients every step would have sent", lambda s: f"{nbytes(s['ddp_bytes'])}{_times(s)}"),
         ("rounds of a replica", lambda s: str(s["rounds"])),
         ("time", lambda s: f"{s['seconds']:.1f} s"),
-        ("of it blocked", lambda s: f"{s['seconds_blocked']:.1f} s ({s['seconds_blocked'] / s['seconds']:.1%})"),
+        ("of it blocked", lambda s: f"{s['seconds_blocked']:.1f} s{_share(s)}"),
         ("spread of weights", lambda s: f"{s['weight_spread']:.3g}"),
     ]
-    cells = [
-        [escape(label), *(escape(text(run.summary)) if run.summary else "…" for run in runs)] for label, text in rows
-    ]
-    going = "".join(f"<p>{escape(run.name)} has not ended.</p>" for run in runs if run.summary is None)
+    results = [run.results() for run in runs]
+    cells = [[escape(label), *(escape(_known(text, result)) for result in results)] for label, text in rows]
+    cells.append(["rounds of all replicas, by outcome", *(_outcomes(run) for run in runs)])
+    going = "".join(f"<p>{escape(run.name)} has not ended: so far.</p>" for run in runs if run.summary is None)
     return going + _table(runs, cells)
+
+
+def _known(text: Callable[[dict[str, Any]], str], results: dict[str, Any]) -> str:
+    """A figure as text, or dots where a run that has not ended does not tell it yet."""
+    try:
+        return text(results)
+    except KeyError:
+        return "…"
+
+
+def _outcomes(run: Run) -> str:
+    counts = Counter(str(event["outcome"]) for event in run.all_of("round"))
+    return escape(", ".join(f"{outcome} {count}" for outcome, count in counts.most_common())) or "none"
 
 
 def _settings(runs: list[Run]) -> str:
@@ -119,6 +135,10 @@ def _times(summary: dict[str, Any]) -> str:
     return f" ({summary['ddp_bytes'] / summary['bytes_sent']:.0f} times as much)" if summary["bytes_sent"] else ""
 
 
+def _share(summary: dict[str, Any]) -> str:
+    return f" ({summary['seconds_blocked'] / summary['seconds']:.1%})" if summary["seconds"] else ""
+
+
 def _of(run: Run, runs: list[Run]) -> str:
     return f": {escape(run.name)}" if len(runs) > 1 else ""
 
@@ -151,6 +171,10 @@ _PAGE = """<!doctype html>
   pre {{ white-space: pre-wrap; background: #f6f8fa; padding: 12px; border-radius: 6px; overflow-wrap: anywhere; }}
   .wide {{ overflow-x: auto; }}
   .run {{ display: inline-block; width: 10px; height: 10px; border-radius: 5px; margin-right: 6px; }}
+  @media (max-width: 640px) {{
+    section {{ padding: 12px; }}
+    th, td {{ white-space: normal; padding-right: 12px; vertical-align: top; }}
+  }}
 </style>
 <script>{plotly}</script>
 </head>

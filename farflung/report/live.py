@@ -12,10 +12,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from farflung.report.read import Run
+from farflung.report.read import Run, mean
 
-PLAIN_SECONDS = 10.0
-"""Time between two plain lines."""
+PLAIN_SECONDS, PLAIN_SHARE = 10.0, 0.05
+"""A plain line comes after so much time, or after that share of the steps if it is sooner."""
 
 WARNINGS_SHOWN = 3
 
@@ -56,24 +56,28 @@ def _watch_on_terminal(run: Run, finished: threading.Event, console: Console, re
 
 
 def _watch_plainly(run: Run, finished: threading.Event, console: Console, refresh_seconds: float) -> None:
-    told_steps, told_warnings, told_at = set(run.spread()), 0, time.monotonic()
+    told_steps: set[int] = set()
+    told_warnings, told_step, told_line, told_at = 0, 0, "", time.monotonic()
     done = False
     while not done:
         done = finished.wait(refresh_seconds)
         run.refresh()
         evaluations = run.by_step("evaluation")
         spreads = run.spread() if evaluations.keys() - told_steps else {}
-        for step in evaluations.keys() - told_steps:
-            loss = _mean([event["validation_loss"] for event in evaluations[step]])
-            _print(console, f"step {step} · validation loss {loss:.4f} · spread {spreads[step]:.3g}")
+        for step in sorted(evaluations.keys() - told_steps):
+            loss = mean([event["validation_loss"] for event in evaluations[step]])
+            _print(console, f"step {step} · validation loss {number(loss)} · spread {spreads[step]:.3g}")
             told_steps.add(step)
         warnings = run.all_of("warning")
         for warning in warnings[told_warnings:]:
             _print(console, f"warning: replica {warning['replica']}: {warning['message']}")
         told_warnings = len(warnings)
-        if _slowest_step(run) and (done or time.monotonic() - told_at >= PLAIN_SECONDS):
-            told_at = time.monotonic()
-            _print(console, plain_line(run))
+        if not (step := _slowest_step(run)):
+            continue
+        due = time.monotonic() - told_at >= PLAIN_SECONDS or step - told_step >= PLAIN_SHARE * _steps(run)
+        if (done or due) and (line := plain_line(run)) != told_line:
+            _print(console, line)
+            told_step, told_line, told_at = step, line, time.monotonic()
 
 
 def table(run: Run) -> Table:
@@ -83,12 +87,12 @@ def table(run: Run) -> Table:
         shown.add_column(heading, justify="right")
     for replica in run.replicas:
         steps, evaluations = run.of(replica, "step"), run.of(replica, "evaluation")
-        validation = f"{evaluations[-1]['validation_loss']:.4f}" if evaluations else "…"
+        validation = number(evaluations[-1]["validation_loss"]) if evaluations else "…"
         if steps:
             last = steps[-1]
             values = (
                 str(last["step"]),
-                _loss(last["loss"]),
+                number(last["loss"]),
                 validation,
                 f"{last['tokens_per_second']:,.0f}",
                 str(last["rounds"]),
@@ -104,15 +108,20 @@ def table(run: Run) -> Table:
 def plain_line(run: Run) -> str:
     """The state of all replicas in one line."""
     last = [steps[-1] for replica in run.replicas if (steps := run.of(replica, "step"))]
-    losses = [event["loss"] for event in last if event["loss"] is not None]
     parts = [
-        f"step {_slowest_step(run)}/{run.all_of('start')[0]['steps']}",
-        f"loss {_mean(losses):.4f}" if losses else "loss not finite",
+        f"step {_slowest_step(run)}/{_steps(run)}",
+        f"loss {number(mean([event['loss'] for event in last]))}",
         f"{sum(event['tokens_per_second'] for event in last):,.0f} tokens/s",
         f"sent {nbytes(sum(event['bytes_sent'] for event in last))}",
-        f"blocked {_mean([event['seconds_blocked'] for event in last]):.1f} s",
+        f"blocked {number(mean([event['seconds_blocked'] for event in last]), 1)} s",
+        *(f"spread {spread:.3g}" for spread in list(run.spread().values())[-1:]),
     ]
     return " · ".join(parts)
+
+
+def number(value: float | None, digits: int = 4) -> str:
+    """A number for people; None, which stands for NaN and infinity in events, as words."""
+    return "not finite" if value is None else f"{value:.{digits}f}"
 
 
 def nbytes(count: float) -> str:
@@ -138,12 +147,9 @@ def _slowest_step(run: Run) -> int:
     return min((steps[-1]["step"] if (steps := run.of(r, "step")) else 0 for r in run.replicas), default=0)
 
 
-def _mean(values: list[float]) -> float:
-    return sum(values) / len(values)
-
-
-def _loss(value: float | None) -> str:
-    return "not finite" if value is None else f"{value:.4f}"
+def _steps(run: Run) -> int:
+    """The steps that the run is to have."""
+    return int(run.all_of("start")[0]["steps"])
 
 
 def _print(console: Console, text: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import tomllib
 from collections import defaultdict
@@ -26,11 +27,11 @@ class EventReader:
         self._file_number = path.stat().st_ino
 
     def restarted(self) -> bool:
-        """Whether it is another file now, as when a run goes on from an earlier checkpoint; then reads that anew."""
-        number = self.path.stat().st_ino
-        changed = number != self._file_number
+        """Whether it is another or a shorter file, as when a run goes on from a checkpoint; then reads it anew."""
+        status = self.path.stat()
+        changed = status.st_ino != self._file_number or status.st_size < self._position
         if changed:
-            self._file_number, self._position = number, 0
+            self._file_number, self._position = status.st_ino, 0
         return changed
 
     def read(self) -> list[Event]:
@@ -60,7 +61,7 @@ class Run:
     @property
     def replicas(self) -> list[int]:
         """The replicas that have written something, sorted."""
-        return sorted(self.events)
+        return sorted(replica for replica, events in self.events.items() if events)
 
     def of(self, replica: int, kind: str) -> list[Event]:
         """One replica's events of one kind, in order."""
@@ -80,7 +81,8 @@ class Run:
             self.events[replica] += reader.read()
         for name, loads in (("config.toml", tomllib.loads), ("summary.json", json.loads)):
             path = self.folder / name
-            if path.exists():
+            # One that is being written, or is not there yet, is read the next time.
+            with contextlib.suppress(OSError, ValueError):
                 setattr(self, "settings" if name == "config.toml" else "summary", loads(path.read_text("utf-8")))
 
     def by_step(self, kind: str) -> dict[int, list[Event]]:
@@ -91,6 +93,28 @@ class Run:
                 steps[event["step"]][replica] = event
         complete = {step: seen for step, seen in steps.items() if len(seen) == len(self.replicas)}
         return {step: [seen[replica] for replica in self.replicas] for step, seen in sorted(complete.items())}
+
+    def results(self) -> dict[str, Any]:
+        """The summary of a run that has ended; before that, those of its figures that the events tell."""
+        if self.summary is not None:
+            return self.summary
+        results: dict[str, Any] = {}
+        for start in self.all_of("start")[:1]:
+            results |= {name: start[name] for name in ("method", "replicas", "parameters") if name in start}
+        for step, events in list(self.by_step("step").items())[-1:]:
+            results |= {
+                "steps": step,
+                "tokens": sum(event["tokens"] for event in events),
+                "bytes_sent": sum(event["bytes_sent"] for event in events),
+                "rounds": max(event["rounds"] for event in events),
+                "seconds": max(event["at"] for event in events),
+                "seconds_blocked": mean([event["seconds_blocked"] for event in events]),
+            }
+        for step, events in list(self.by_step("evaluation").items())[-1:]:
+            losses = [event["validation_loss"] for event in events]
+            results |= {"validation_loss": mean(losses), "validation_loss_per_replica": losses}
+            results["weight_spread"] = self.spread()[step]
+        return results
 
     def spread(self) -> dict[int, float]:
         """For each evaluated step, how far the replicas' weights are apart.
@@ -104,10 +128,16 @@ class Run:
         return spreads
 
 
+def mean(values: list[float | None]) -> float | None:
+    """Their mean; None, which stands for not finite in events, if any of them is."""
+    finite = [value for value in values if value is not None]
+    return sum(finite) / len(finite) if len(finite) == len(values) else None
+
+
 def read_run(folder: Path) -> Run:
     """The run in a folder. Raises UserError when there is none."""
     run = Run(folder)
     run.refresh()
-    if not run.events:
+    if not run.replicas:
         raise UserError(f"{folder} holds no run: there are no events in it; give a folder that farflung train has made")
     return run
