@@ -2,7 +2,8 @@
 
     python bench/speed.py [--steps 200] [--every 50] [--replicas 2] [--repeats 3]
 
-Real processes over torch.distributed, started in turns, so that a slow moment of the machine meets both.
+Real processes over torch.distributed, started in turns. On a machine that others use, too, speeds of different runs
+differ by more than what rounds cost; what a run was blocked for is measured within it.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ class Options:
     """Runs of each method."""
 
 
-def tokens_per_second(method: str, options: Options) -> float:
-    """Of the whole run from its first step to its last, all replicas."""
+def measure(method: str, options: Options) -> tuple[float, float]:
+    """Tokens a second of all replicas from the first logged step to the last, and the share of time not blocked."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / method
         config = Config(
@@ -52,21 +53,25 @@ def tokens_per_second(method: str, options: Options) -> float:
     first, last = min(event["step"] for event in steps), options.steps
     began = max(event["at"] for event in steps if event["step"] == first)
     ended = max(event["at"] for event in steps if event["step"] == last)
-    return (last - first) * config.tokens_per_step * options.replicas / (ended - began)
+    blocked = [event["seconds_blocked"] / event["at"] for event in steps if event["step"] == last]
+    rate = (last - first) * config.tokens_per_step * options.replicas / (ended - began)
+    return rate, 1 - sum(blocked) / len(blocked)
 
 
 def main(options: Options) -> None:
-    seen: dict[str, list[float]] = {"local": [], "noloco": [], "diloco": []}
+    seen: dict[str, list[tuple[float, float]]] = {"local": [], "noloco": [], "diloco": []}
     for _ in range(options.repeats):
-        for method, rates in seen.items():
-            rates.append(tokens_per_second(method, options))
+        for method, measured in seen.items():
+            measured.append(measure(method, options))
     print(
         f"{options.replicas} replicas, every={options.every}, {options.steps} steps, tiny, {options.repeats} runs each"
     )
-    print(f"{'method':8} {'tokens/s':>9} {'of local':>9}   each run")
-    for method, rates in seen.items():
-        share = median(rates) / median(seen["local"])
-        print(f"{method:8} {median(rates):9,.0f} {share:9.1%}   " + "  ".join(f"{rate:,.0f}" for rate in rates))
+    print(f"{'method':8} {'tokens/s':>9} {'of local':>9} {'not blocked':>12}   tokens/s of each run")
+    alone = median(rate for rate, _ in seen["local"])
+    for method, measured in seen.items():
+        rate, free = (median(column) for column in zip(*measured, strict=True))
+        each = "  ".join(f"{rate:,.0f}" for rate, _ in measured)
+        print(f"{method:8} {rate:9,.0f} {rate / alone:9.1%} {free:12.1%}   {each}")
 
 
 if __name__ == "__main__":
