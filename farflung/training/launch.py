@@ -149,7 +149,9 @@ def pick_device(name: str, local_rank: int) -> torch.device:
 
 
 def cores_for(replicas: int) -> int:
-    """How many of this machine's cores each of its replicas gets."""
+    """How many of this machine's cores each of its replicas gets, unless OMP_NUM_THREADS says."""
+    if os.environ.get("OMP_NUM_THREADS", "").isdigit():
+        return int(os.environ["OMP_NUM_THREADS"])
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, cores // replicas)
 
