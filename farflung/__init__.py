@@ -1,6 +1,6 @@
 """farflung trains one model on machines that are far apart."""
 
 from farflung import codecs, methods, networks, outer
-from farflung.methods import Method
+from farflung.outer import Method
 
 __all__ = ["Method", "codecs", "methods", "networks", "outer"]

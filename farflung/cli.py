@@ -67,14 +67,20 @@ def train(arguments: list[str]) -> None:
 
 
 def methods(arguments: list[str]) -> None:
-    """List the methods: what each does, its paper, its settings and their defaults."""
-    from farflung.methods import RECIPES, settings_of
+    """List the methods: what each does, its paper, its bytes, its settings and their defaults."""
+    from farflung.codecs import CODEC_NAMES
+    from farflung.methods import RECIPES, bytes_per_parameter, settings_of
 
     _parse(_NoArguments, arguments, "methods")
     for name, recipe in RECIPES.items():
         what, _, paper = (recipe.__doc__ or "").partition("\n")
-        settings = ", ".join(f"{key}={value}" for key, value in settings_of(name).items() if key != "seed")
-        print(f"{name:8} {what}\n         {paper.strip()}\n         settings: {settings or 'none'}\n")
+        method = recipe()
+        shown = {key: value for key, value in settings_of(name).items() if key != "seed" and value is not None}
+        settings = ", ".join(f"{key}={value}" for key, value in shown.items())
+        size = f"{bytes_per_parameter(method):.3g} bytes a parameter and round: {method.codec!r}"
+        lines = [what, paper.strip(), size, f"settings: {settings or 'none'}"]
+        print(f"{name:16} " + f"\n{'':17}".join(lines) + "\n")
+    print(f"--codec takes: {CODEC_NAMES}")
 
 
 def report(arguments: list[str]) -> None:

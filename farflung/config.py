@@ -23,7 +23,7 @@ class Config:
 
     # What is trained
     model: str = "tiny"
-    """A preset (tiny, small, llama-125m, llama-1.3b, llama-6.8b), or anything that AutoConfig loads."""
+    """A preset (micro, tiny, small, llama-125m, llama-1.3b, llama-6.8b), or anything that AutoConfig loads."""
     pretrained: bool = False
     """Start from the model's published weights instead of random ones."""
     data: str = "stdlib"
@@ -52,6 +52,12 @@ class Config:
     """Learning rate of the outer optimizer."""
     outer_momentum: float | None = None
     """Momentum of the outer optimizer."""
+    codec: str | None = None
+    """How messages become bytes, such as bfloat16, int8, modulo4, topk2-int2 or ef-lowrank64-int4 (see the README)."""
+    merge: Literal["kept", "dropped", "mixed", "eager"] | None = None
+    """What becomes of steps trained while a round is under way."""
+    adapt: bool | None = None
+    """Whether compression and steps between rounds follow the effective rank of what is exchanged."""
     gamma: float | None = None
     """How strongly the anchors of a group are pulled together (noloco)."""
     group_size: int | None = None
@@ -173,7 +179,11 @@ def _types() -> dict[str, Any]:
 
 
 def _check_type(name: str, value: object, kind: Any) -> None:
-    if typing.get_origin(kind) is Literal:
+    choices = [k for k in (kind, *typing.get_args(kind)) if typing.get_origin(k) is Literal]
+    if choices:
+        if value is None and choices[0] is not kind:
+            return
+        kind = choices[0]
         if value not in typing.get_args(kind):
             raise UserError(f"{name} is {value!r}; it must be one of {', '.join(typing.get_args(kind))}")
         return

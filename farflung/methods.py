@@ -4,89 +4,47 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 
-from farflung.codecs import Codec, Dense
+from farflung.codecs import (
+    Apart,
+    Codec,
+    Dense,
+    ErrorFeedback,
+    Float,
+    Frequency,
+    LowRank,
+    Modulo,
+    Quantize,
+    Threshold,
+    TopK,
+    codec_named,
+)
 from farflung.config import Config, UserError, suggestion
-from farflung.networks import Network
 from farflung.outer import (
-    Attached,
+    MERGES,
+    Adapt,
     Average,
-    Everyone,
+    GossipApart,
     GossipNesterov,
-    GradientLoop,
+    Method,
     OuterFactory,
-    OuterLoop,
     RandomGroups,
-    Round,
     Schedule,
-    Topology,
+    SignSGD,
 )
 
 
-@dataclass(frozen=True)
-class Method:
-    """The choices that make a method.
-
-    Args:
-        schedule: when rounds start and land.
-        topology: who averages with whom.
-        codec: how a message becomes bytes.
-        outer: makes the outer optimizer of the anchors; None keeps no anchors and averages gradients before each
-            inner step instead.
-    """
-
-    schedule: Schedule
-    topology: Topology = field(default_factory=Everyone)
-    codec: Codec = field(default_factory=Dense)
-    outer: OuterFactory | None = None
-
-    def attach(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        network: Network,
-        *,
-        outer_device: torch.device | str | None = None,
-        deadline: float = 120.0,
-        on_round: Callable[[Round], None] | None = None,
-    ) -> Attached:
-        """Hooks the method to the steps of an inner optimizer, for use in a `with` statement. See OuterLoop."""
-        if self.outer is None:
-            return GradientLoop(
-                model,
-                optimizer,
-                network,
-                topology=self.topology,
-                codec=self.codec,
-                deadline=deadline,
-                on_round=on_round,
-            )
-        return OuterLoop(
-            model,
-            optimizer,
-            network,
-            schedule=self.schedule,
-            topology=self.topology,
-            codec=self.codec,
-            outer=self.outer,
-            outer_device=outer_device,
-            deadline=deadline,
-            on_round=on_round,
-        )
-
-
-def ddp() -> Method:
+def ddp(codec: Codec | None = None) -> Method:
     """Synchronous training: gradients averaged among all before every inner step; the yardstick.
 
     Paper: Li and others 2020, arXiv 2006.15704
     """
-    return Method(Schedule(every=1))
+    return Method(Schedule(every=1), codec=codec or Dense())
 
 
 def local() -> Method:
@@ -98,7 +56,13 @@ def local() -> Method:
 
 
 def diloco(
-    every: int = 50, outer_lr: float = 0.7, outer_momentum: float = 0.9, delay: int = 0, fragments: int = 1
+    every: int = 50,
+    outer_lr: float = 0.7,
+    outer_momentum: float = 0.9,
+    delay: int = 0,
+    fragments: int = 1,
+    codec: Codec | None = None,
+    merge: str = "kept",
 ) -> Method:
     """Pseudo-gradients averaged among all every few inner steps, and an outer Nesterov step on the mean.
 
@@ -106,9 +70,87 @@ def diloco(
     """
     return Method(
         schedule=Schedule(every, fragments, delay),
-        topology=Everyone(),
-        outer=partial(torch.optim.SGD, lr=outer_lr, momentum=outer_momentum, nesterov=outer_momentum > 0, fused=True),
+        codec=codec or Dense(),
+        outer=_nesterov(outer_lr, outer_momentum),
+        merge=MERGES[merge],
     )
+
+
+def streaming_diloco(
+    every: int = 50,
+    outer_lr: float = 0.7,
+    outer_momentum: float = 0.9,
+    delay: int = 2,
+    fragments: int = 3,
+    codec: Codec | None = None,
+    merge: str = "mixed",
+) -> Method:
+    """DiLoCo in fragments with rounds of their own, 4 bits a value, mixed in some steps after they start.
+
+    Paper: Douillard and others 2025, arXiv 2501.18512
+    """
+    return diloco(every, outer_lr, outer_momentum, delay, fragments, codec or Float("e3m0"), merge)
+
+
+def eager_diloco(
+    every: int = 50, outer_lr: float = 0.7, outer_momentum: float = 0.9, codec: Codec | None = None
+) -> Method:
+    """DiLoCo with exchanges that take a whole round; a replica's own part of the mean is always fresh.
+
+    Paper: Kale and others 2025, arXiv 2502.12996
+    """
+    return diloco(every, outer_lr, outer_momentum, delay=every, codec=codec, merge="eager")
+
+
+def dilocox(
+    every: int = 125,
+    outer_lr: float = 0.7,
+    outer_momentum: float = 0.9,
+    codec: Codec | None = None,
+    merge: str = "kept",
+    adapt: bool = True,
+) -> Method:
+    """DiLoCo with exchanges that take a whole round, of low rank in 4 bits, which shrink as training goes on.
+
+    Paper: Qi and others 2025, arXiv 2506.21263
+    """
+    return Method(
+        schedule=Schedule(every, delay=every),
+        codec=codec or ErrorFeedback(LowRank(rank=64) | Quantize(bits=4)),
+        outer=_nesterov(outer_lr, outer_momentum),
+        merge=MERGES[merge],
+        adapt=Adapt() if adapt else None,
+    )
+
+
+def sparseloco(every: int = 50, outer_lr: float = 1.0, codec: Codec | None = None) -> Method:
+    """DiLoCo without outer momentum: the largest 2 % of the pseudo-gradient in 2 bits, the rest fed back.
+
+    Paper: Sarfi and others 2025, arXiv 2508.15706
+    """
+    return Method(
+        schedule=Schedule(every),
+        codec=codec or ErrorFeedback(TopK(share=0.02) | Quantize(bits=2), decay=0.95),
+        outer=_nesterov(outer_lr, momentum=0.0),
+        gather_up_to=16,
+    )
+
+
+def demo() -> Method:
+    """The fast-moving part of a momentum, by its largest frequencies, before every step; then only signs count.
+
+    Paper: Peng and others 2024, arXiv 2411.19870
+    """
+    codec = ErrorFeedback(Frequency(chunk=64) | TopK(share=32 / 4096, chunk=4096), decay=0.999)
+    return Method(Schedule(every=1), codec=codec, gather_up_to=16, inner=SignSGD)
+
+
+def dct(codec: Codec | None = None) -> Method:
+    """Synchronous training with the largest 1 % of the gradient, by a threshold that is set now and then.
+
+    Paper: Gupta and others 2020, arXiv 2010.08899
+    """
+    return Method(Schedule(every=1), codec=codec or ErrorFeedback(Threshold(share=0.01)), gather_up_to=16)
 
 
 def noloco(
@@ -119,23 +161,57 @@ def noloco(
     group_size: int = 2,
     delay: int = 0,
     fragments: int = 1,
+    codec: Codec | None = None,
+    merge: str = "kept",
     seed: int = 0,
 ) -> Method:
     """Averages in random pairs only, with a pull that keeps the pairs' anchors together; no all-reduce.
 
     Paper: Kolehmainen and others 2025, arXiv 2506.10911
     """
+    codec = codec or Dense()
+    together = isinstance(codec, Dense | Modulo)
     return Method(
         schedule=Schedule(every, fragments, delay),
         topology=RandomGroups(group_size, seed),
-        outer=partial(GossipNesterov, lr=outer_lr, momentum=outer_momentum, gamma=gamma),
+        codec=codec if together else Apart(codec, Modulo(bits=4, turns=8)),
+        outer=partial(GossipNesterov if together else GossipApart, lr=outer_lr, momentum=outer_momentum, gamma=gamma),
+        merge=MERGES[merge],
+        gather_up_to=group_size,
     )
 
 
-RECIPES: dict[str, Callable[..., Method]] = {recipe.__name__: recipe for recipe in (noloco, diloco, ddp, local)}
+def nolocox(
+    every: int = 125,
+    outer_lr: float = 0.7,
+    outer_momentum: float = 0.5,
+    gamma: float = 0.7,
+    codec: Codec | None = None,
+    merge: str = "kept",
+    adapt: bool = True,
+    seed: int = 0,
+) -> Method:
+    """NoLoCo's random pairs with DiLoCoX's overlap, compression and adaptation: nobody waits, few bytes.
+
+    Paper: none; both arXiv 2506.10911 and arXiv 2506.21263
+    """
+    codec = codec or ErrorFeedback(LowRank(rank=64) | Quantize(bits=4))
+    method = noloco(every, outer_lr, outer_momentum, gamma, delay=every, codec=codec, merge=merge, seed=seed)
+    return replace(method, adapt=Adapt(steps=False) if adapt else None)
+
+
+def _nesterov(lr: float, momentum: float) -> OuterFactory:
+    return partial(torch.optim.SGD, lr=lr, momentum=momentum, nesterov=momentum > 0, fused=True)
+
+
+_ALL = (noloco, nolocox, diloco, dilocox, streaming_diloco, eager_diloco, sparseloco, demo, dct, ddp, local)
+
+RECIPES: dict[str, Callable[..., Method]] = {recipe.__name__.replace("_", "-"): recipe for recipe in _ALL}
 """The methods that the command line offers, by name."""
 
-_METHOD_SETTINGS = ("every", "delay", "fragments", "outer_lr", "outer_momentum", "gamma", "group_size")
+_METHOD_SETTINGS = (
+    *("every", "delay", "fragments", "outer_lr", "outer_momentum", "codec", "merge", "adapt", "gamma", "group_size"),
+)
 
 
 def settings_of(name: str) -> dict[str, Any]:
@@ -144,6 +220,18 @@ def settings_of(name: str) -> dict[str, Any]:
         raise UserError(f"there is no method {name!r}{suggestion(name, list(RECIPES))}")
     parameters = inspect.signature(RECIPES[name]).parameters
     return {key: parameter.default for key, parameter in parameters.items()}
+
+
+def bytes_per_parameter(method: Method) -> float:
+    """What a message of this method takes for each parameter, measured on a square matrix of 2^20 random numbers.
+
+    0 for a method without rounds.
+    """
+    if method.schedule.every is None:
+        return 0.0
+    matrix = torch.randn(1024, 1024, generator=torch.Generator().manual_seed(0))
+    tensors = [matrix, matrix] if isinstance(method.codec, Apart) else [matrix]
+    return method.codec.encode(tensors).nbytes / matrix.numel()
 
 
 def from_config(config: Config) -> Method:
@@ -157,6 +245,8 @@ def from_config(config: Config) -> Method:
         if key not in known:
             settings = ", ".join(name for name in _METHOD_SETTINGS if name in known) or "none"
             raise UserError(f"{config.method} has no setting {key}; remove it (its settings: {settings})")
+    if "codec" in given:
+        given["codec"] = codec_named(given["codec"])
     if "seed" in known:
         given["seed"] = config.seed
     return RECIPES[config.method](**given)

@@ -10,14 +10,24 @@ from farflung.outer import Everyone, RandomGroups, Schedule
 def test_each_fragment_starts_once_every_so_many_steps(every: int, data: st.DataObject) -> None:
     fragments = data.draw(st.integers(1, every))
     schedule = Schedule(every, fragments)
-    first = data.draw(st.integers(1, 500))
-    starts = [schedule.starting(step) for step in range(first, first + every)]
-    assert sorted(p for started in starts for p in started) == list(range(fragments))
-    assert max(map(len, starts)) == 1  # never two fragments on the link at once
+    starts = [schedule.first(fragment) for fragment in range(fragments)]
+    assert len({start % every for start in starts}) == fragments  # never two fragments on the link at once
+    assert schedule.first(0) == every and all(1 <= start <= every for start in starts)
 
 
 def test_without_rounds_nothing_starts() -> None:
-    assert all(Schedule(every=None).starting(step) == [] for step in range(100))
+    assert Schedule(every=None).first(0) == 0
+
+
+@given(every=st.integers(1, 60), share=st.floats(0.01, 1.0), data=st.data())
+def test_a_shortened_schedule_keeps_room_for_all_fragments_and_for_its_delay(
+    every: int, share: float, data: st.DataObject
+) -> None:
+    schedule = Schedule(every, data.draw(st.integers(1, every)), data.draw(st.integers(0, every)))
+    shorter, delay = schedule.shortened(share)
+    assert schedule.fragments <= shorter <= every
+    assert 0 <= delay <= shorter and (delay == shorter) == (schedule.delay == every)
+    assert schedule.shortened(1.0) == (every, schedule.delay)
 
 
 @pytest.mark.parametrize("settings", [(0,), (5, 1, 6), (5, 6), (5, 0), (5, 1, -1)])

@@ -13,6 +13,7 @@ import torch
 from problem import replica
 
 from farflung import methods
+from farflung.codecs import ErrorFeedback, LowRank, Modulo, Quantize
 from farflung.networks import PeerLost, TorchNetwork
 
 METHODS = {
@@ -20,6 +21,10 @@ METHODS = {
     "diloco": lambda: methods.diloco(every=4),
     "noloco": lambda: methods.noloco(every=4),
     "noloco-streaming": lambda: methods.noloco(every=4, fragments=2, delay=2),
+    "noloco-modulo": lambda: methods.noloco(every=4, codec=Modulo(bits=4)),
+    "nolocox": lambda: methods.nolocox(every=4, codec=ErrorFeedback(LowRank(2) | Quantize(4))),
+    "dilocox": lambda: methods.dilocox(every=4, codec=ErrorFeedback(LowRank(2) | Quantize(4, stochastic=True))),
+    "sparseloco": lambda: methods.sparseloco(every=4),
 }
 
 
@@ -38,6 +43,12 @@ def contract(network: TorchNetwork, _: str) -> Any:
     large = torch.full((700_001,), float(rank))
     pending = network.all_reduce(large, pair, "pair")
     pair_mean = pending.wait(20)
+    summed = network.relay(
+        {peer: torch.full((3,), 10 * rank + peer, dtype=torch.uint8) for peer in members if peer != rank},
+        members,
+        "relay",
+        lambda received: torch.tensor([rank, *(int(packet[0]) for packet in received.values())], dtype=torch.uint8),
+    ).wait(20)
     empty = network.all_reduce(torch.empty(0), members, "empty").wait(20)
     return {
         "packets": {peer: p.tolist() for peer, p in packets.items()},
@@ -45,6 +56,7 @@ def contract(network: TorchNetwork, _: str) -> Any:
         "in_place": mean is tensor,
         "pair_mean": pair_mean.unique().tolist(),
         "done": pending.done(),
+        "relayed": {peer: p.tolist() for peer, p in summed.items()},
         "empty": empty.numel(),
         "received": network.traffic.bytes_received,
         "sent": network.traffic.bytes_sent,

@@ -1,6 +1,36 @@
-"""Floor 2: how a message becomes bytes, and back."""
+"""Floor 2: how a message becomes bytes, and back. One idea a file; `base.py` first."""
 
-from farflung.codecs.base import Codec, Packet, PacketError
+from farflung.codecs.apart import Apart
+from farflung.codecs.base import Chain, Codec, NotFinite, Packet, PacketError, Stage, finite
 from farflung.codecs.dense import Dense
+from farflung.codecs.feedback import ErrorFeedback
+from farflung.codecs.floats import Float
+from farflung.codecs.frequency import Frequency
+from farflung.codecs.lowrank import LowRank
+from farflung.codecs.modulo import Modulo
+from farflung.codecs.names import CODEC_NAMES, codec_named
+from farflung.codecs.quantize import Quantize
+from farflung.codecs.threshold import Threshold
+from farflung.codecs.topk import TopK
 
-__all__ = ["Codec", "Dense", "Packet", "PacketError"]
+__all__ = [
+    "CODEC_NAMES",
+    "Apart",
+    "Chain",
+    "Codec",
+    "Dense",
+    "ErrorFeedback",
+    "Float",
+    "Frequency",
+    "LowRank",
+    "Modulo",
+    "NotFinite",
+    "Packet",
+    "PacketError",
+    "Quantize",
+    "Stage",
+    "Threshold",
+    "TopK",
+    "codec_named",
+    "finite",
+]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
@@ -13,6 +13,9 @@ T_co = TypeVar("T_co", covariant=True)
 
 Group = tuple[int, ...]
 """The ranks that take part in an exchange, sorted, this replica's own among them."""
+
+Combine = Callable[[dict[int, Tensor]], Tensor]
+"""Makes one packet of several, by the ranks that sent them, in order of rank."""
 
 
 class PeerLost(Exception):
@@ -99,6 +102,14 @@ class Network(Protocol):
 
     def exchange(self, packet: Tensor, group: Group, key: str) -> Pending[dict[int, Tensor]]:
         """Sends a packet (flat uint8, any length) to the others of the group; yields every member's, own included."""
+        ...
+
+    def relay(self, packets: dict[int, Tensor], group: Group, key: str, combine: Combine) -> Pending[dict[int, Tensor]]:
+        """Sends each of the others the packet for it; what `combine` makes of those that came goes to the whole group.
+
+        Yields every member's combined packet, own included. `combine` may run in another thread, once, while this
+        replica trains; it is given the others' packets by rank.
+        """
         ...
 
     def all_reduce(self, tensor: Tensor, group: Group, key: str) -> Pending[Tensor]:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from datetime import timedelta
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 from torch.distributed.distributed_c10d import _get_default_store
 
 from farflung.config import UserError
-from farflung.networks.base import Finished, Group, PeerLost, Pending, Traffic, mean_in_order
+from farflung.networks.base import Combine, Finished, Group, PeerLost, Pending, Traffic, mean_in_order
 
 T = TypeVar("T")
 _Parts = dict[int, Tensor]
@@ -81,6 +81,10 @@ class TorchNetwork:
             return Finished({self.rank: packet}, self.now())
         return _Transfer(self, group, lambda transfer: self._exchange(packet, transfer, _tag(key)))
 
+    def relay(self, packets: dict[int, Tensor], group: Group, key: str, combine: Combine) -> Pending[dict[int, Tensor]]:
+        """See Network. Combines in the exchange's thread."""
+        return _Transfer(self, group, lambda transfer: self._relay(packets, combine, transfer, _tag(key)))
+
     def all_reduce(self, tensor: Tensor, group: Group, key: str) -> Pending[Tensor]:
         """See Network. Each member averages its part of each chunk, and sends it to the others."""
         if group == (self.rank,):
@@ -104,17 +108,32 @@ class TorchNetwork:
             dist.destroy_process_group()
 
     def _exchange(self, packet: Tensor, transfer: _Transfer[dict[int, Tensor]], tag: int) -> dict[int, Tensor]:
-        own = packet.to(self.device).contiguous()
-        lengths = {peer: torch.zeros(1, dtype=torch.int64, device=self.device) for peer in transfer.others}
-        length = torch.tensor([own.numel()], dtype=torch.int64, device=self.device)
-        transfer.complete(self._swap(lengths, dict.fromkeys(transfer.others, length), tag))
-        packets = {
+        delivered = self._swap_packets(dict.fromkeys(transfer.others, packet), transfer, tag) | {self.rank: packet}
+        transfer.raise_if_lost(delivered)
+        return {rank: delivered[rank] for rank in transfer.group}
+
+    def _relay(
+        self, packets: dict[int, Tensor], combine: Combine, transfer: _Transfer[dict[int, Tensor]], tag: int
+    ) -> dict[int, Tensor]:
+        received = self._swap_packets(packets, transfer, tag)
+        combined = combine({rank: received[rank] for rank in sorted(received)})
+        delivered = self._swap_packets(dict.fromkeys(transfer.alive, combined), transfer, tag + 2)
+        delivered[self.rank] = combined
+        transfer.raise_if_lost(delivered)
+        return {rank: delivered[rank] for rank in transfer.group}
+
+    def _swap_packets(self, packets: dict[int, Tensor], transfer: _Transfer[Any], tag: int) -> dict[int, Tensor]:
+        """Sends each of the living its packet and receives theirs; lengths travel first."""
+        device = next((packet.device for packet in packets.values()), self.device)
+        outgoing = {peer: packets[peer].to(self.device).contiguous() for peer in transfer.alive}
+        sizes = {peer: torch.tensor([own.numel()], device=self.device) for peer, own in outgoing.items()}
+        lengths = {peer: torch.zeros(1, dtype=torch.int64, device=self.device) for peer in transfer.alive}
+        transfer.complete(self._swap(lengths, sizes, tag))
+        inbox = {
             peer: torch.empty(int(lengths[peer]), dtype=torch.uint8, device=self.device) for peer in transfer.alive
         }
-        transfer.complete(self._swap(packets, dict.fromkeys(transfer.alive, own), tag + 1))
-        delivered = {peer: packets[peer] for peer in transfer.alive} | {self.rank: own}
-        transfer.raise_if_lost(delivered)
-        return {rank: delivered[rank].to(packet.device) for rank in transfer.group}
+        transfer.complete(self._swap(inbox, {peer: outgoing[peer] for peer in transfer.alive}, tag + 1))
+        return {peer: inbox[peer].to(device) for peer in transfer.alive}
 
     def _all_reduce(self, tensor: Tensor, transfer: _Transfer[Tensor], tag: int) -> Tensor:
         buffer = tensor.to(self.device)
@@ -260,8 +279,8 @@ def _ahead(items: Iterator[T]) -> Iterator[T]:
 
 
 def _tag(key: str) -> int:
-    """A message tag from the name of an exchange; the next one up is for its second phase."""
-    return (zlib.crc32(key.encode()) & 0x3FFFFFFF) << 1
+    """A message tag from the name of an exchange; the next three are for its later phases."""
+    return (zlib.crc32(key.encode()) & 0x1FFFFFFF) << 2
 
 
 def _meeting_place(rank: int, limit: timedelta) -> Store:

@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from farflung.networks.base import Finished, Group, PeerLost, Pending, Traffic, mean_in_order
+from farflung.networks.base import Combine, Finished, Group, PeerLost, Pending, Traffic, mean_in_order
 from farflung.networks.conditions import Conditions
 
 T = TypeVar("T")
@@ -121,9 +121,9 @@ class _Seat:
 
 @dataclass(frozen=True)
 class _Post:
-    """One member's part in a meeting: its tensor, and when its link has sent all of it."""
+    """One member's part in a meeting: its tensor or packets, and when its link has sent all of it."""
 
-    payload: Tensor
+    payload: Any
     sent_at: float
 
 
@@ -133,10 +133,31 @@ class _Meeting:
 
     group: Group
     posts: dict[int, _Post] = field(default_factory=dict)
+    combines: dict[int, Combine] = field(default_factory=dict)
     mean: Tensor | None = None
+    relayed: dict[int, Tensor] = field(default_factory=dict)
 
     def missing(self) -> list[int]:
         return [rank for rank in self.group if rank not in self.posts]
+
+    def others(self, rank: int) -> list[_Post]:
+        return [self.posts[other] for other in self.group if other != rank]
+
+    def combined(self) -> dict[int, Tensor]:
+        """What each member has made of the packets for it (of a relay)."""
+        if not self.relayed:
+            for rank, combine in sorted(self.combines.items()):
+                theirs = {other: self.posts[other].payload[rank] for other in self.group if other != rank}
+                self.relayed[rank] = combine(theirs)
+        return self.relayed
+
+    def all_sent_at(self, transfer_seconds: Callable[[int], float]) -> float:
+        """When the last link is done, with its second sending in a relay, which begins when all packets are there."""
+        last = max(post.sent_at for post in self.posts.values())
+        if not self.combines:
+            return last
+        sizes = [packet.nbytes for packet in self.combined().values()]
+        return last + transfer_seconds((len(self.group) - 1) * max(sizes))
 
     def average(self) -> Tensor:
         """The mean of all payloads, computed once, before anyone overwrites its own."""
@@ -182,6 +203,22 @@ class SimulatedNetwork:
 
         return _SimulatedPending(self, meeting, 1, collect)
 
+    def relay(self, packets: dict[int, Tensor], group: Group, key: str, combine: Combine) -> Pending[dict[int, Tensor]]:
+        """See Network. Whoever needs a result first has all members combine, in order of rank."""
+        meeting = self._post(packets, group, key, sum(packet.nbytes for packet in packets.values()))
+        meeting.combines[self.rank] = combine
+
+        def collect() -> dict[int, Tensor]:
+            self.traffic.sent((len(group) - 1) * meeting.combined()[self.rank].nbytes)
+            for post in meeting.others(self.rank):
+                self.traffic.received(post.payload[self.rank].nbytes)
+            for rank, packet in meeting.combined().items():
+                if rank != self.rank:
+                    self.traffic.received(packet.nbytes)
+            return dict(meeting.combined())
+
+        return _SimulatedPending(self, meeting, 2, collect)
+
     def all_reduce(self, tensor: Tensor, group: Group, key: str) -> Pending[Tensor]:
         """See Network. Each member averages one part of the tensor and sends it to all."""
         if group == (self.rank,):
@@ -205,7 +242,7 @@ class SimulatedNetwork:
         """This replica's virtual clock, seconds."""
         return self.clock
 
-    def _post(self, payload: Tensor, group: Group, key: str, nbytes: int) -> _Meeting:
+    def _post(self, payload: Any, group: Group, key: str, nbytes: int) -> _Meeting:
         meeting = self.world.meeting(key, group)
         begins = max(self.clock, self._link_free_at)
         self._link_free_at = begins + self.world.conditions.transfer_seconds(nbytes)
@@ -260,11 +297,12 @@ class _SimulatedPending(Generic[T]):
     def _arrives_at(self) -> float:
         if self._meeting.missing():
             return math.inf
-        latency = self._network.world.conditions.latency_ms / 1000
-        return max(post.sent_at for post in self._meeting.posts.values()) + self._hops * latency
+        conditions = self._network.world.conditions
+        return self._meeting.all_sent_at(conditions.transfer_seconds) + self._hops * conditions.latency_ms / 1000
 
     def _lost(self, timeout: float) -> PeerLost:
-        delivered = {rank: post.payload for rank, post in sorted(self._meeting.posts.items())}
+        posts = {} if self._meeting.combines else self._meeting.posts
+        delivered = {rank: post.payload for rank, post in sorted(posts.items())}
         missing = self._meeting.missing()
         if not missing:
             return PeerLost(self._meeting.group, f"the exchange takes longer than the deadline of {timeout:g} s")

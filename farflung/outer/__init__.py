@@ -1,25 +1,45 @@
 """Floor 3: the rounds between replicas. Read `loop.py` first."""
 
+from farflung.outer.adaptation import Adapt
 from farflung.outer.attached import Attached, Disagreement, Diverged, Round
 from farflung.outer.gradients import GradientLoop
 from farflung.outer.loop import OuterLoop
-from farflung.outer.optimizers import Average, GossipNesterov, OuterFactory, OuterOptimizer
+from farflung.outer.merges import MERGES, Drop, Eager, Keep, Merge, Mix
+from farflung.outer.method import Method
+from farflung.outer.optimizers import (
+    Average,
+    GossipApart,
+    GossipNesterov,
+    OuterFactory,
+    OuterOptimizer,
+    SignSGD,
+)
 from farflung.outer.schedules import Schedule
 from farflung.outer.topologies import Everyone, RandomGroups, Topology
 
 __all__ = [
+    "MERGES",
+    "Adapt",
     "Attached",
     "Average",
     "Disagreement",
     "Diverged",
+    "Drop",
+    "Eager",
     "Everyone",
+    "GossipApart",
     "GossipNesterov",
     "GradientLoop",
+    "Keep",
+    "Merge",
+    "Method",
+    "Mix",
     "OuterFactory",
     "OuterLoop",
     "OuterOptimizer",
     "RandomGroups",
     "Round",
     "Schedule",
+    "SignSGD",
     "Topology",
 ]

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
-import torch
-from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from farflung.networks import Group, Network
@@ -31,6 +29,9 @@ class Round:
 
     The exchange ran from `started` to `finished`; the replica stood waiting from `waited_from` to `landed`.
     `group` is empty when the replica sat out. `outcome` is one of averaged, sat out, peer lost, no progress offered.
+    `compression_error` is the part of the message, 0 to 1, that its packet left out. An adapting loop tells the
+    averaged message's `effective_rank`, and what it has decided for the next round: which `share` of its first rank
+    the codec may have, and `every`, the steps until then.
     """
 
     round: int
@@ -44,6 +45,10 @@ class Round:
     landed: float
     outcome: str
     reason: str = ""
+    compression_error: float = 0.0
+    effective_rank: float | None = None
+    share: float | None = None
+    every: int | None = None
 
 
 class Attached:
@@ -102,8 +107,3 @@ class Attached:
                 f"{fault}, at step {self.step}; lower the learning rate, lengthen the warm-up, or look at the data"
             )
         return fault
-
-
-def finite(tensor: Tensor) -> bool:
-    """Whether no value is infinite or NaN, in one pass and without a temporary of the tensor's size."""
-    return tensor.numel() == 0 or bool(torch.isfinite(torch.stack(tensor.aminmax())).all())

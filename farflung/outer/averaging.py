@@ -1,8 +1,11 @@
-"""The mean of a group's messages, by whichever way is cheapest for the codec."""
+"""The mean of a group's messages, by whichever way is cheapest for the codec and the group's size."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import copy
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,28 +13,129 @@ from torch import Tensor
 from farflung.codecs import Codec, Dense, Packet, PacketError
 from farflung.networks import Group, Network, PeerLost, Pending
 
+Views = Callable[[Tensor], list[Tensor]]
+"""A flat message as the tensors that it consists of."""
 
-def average(network: Network, codec: Codec, message: Tensor, group: Group, key: str) -> Pending[Tensor]:
-    """Starts averaging a flat message over a group; the message's memory belongs to the exchange from then on.
 
-    What a codec need not encode is averaged in the network, 2 (n - 1) / n times its bytes from each member; packets go
-    from everyone to everyone, n - 1 times their bytes. `wait` of the result raises PeerLost only when a reduction
-    failed; where packets are missing or unreadable, the mean is that of the others.
+class Averaging:
+    """Averages one stream of messages, round after round, and keeps what its codecs remember between them.
+
+    What a codec need not encode is averaged in the network, 2 (n - 1) / n times its bytes from each member. Packets of
+    groups of up to `gather_up_to` go from everyone to everyone, n - 1 times their bytes. In larger groups each member
+    averages a part of the message and sends it round, encoded again: 2 (n - 1) / n times again, and two encodings.
+
+    Args:
+        network: the replica's seat.
+        codec: each use of it works with a copy of its own.
+        views: a flat message as tensors of the parameters' shapes.
+        gather_up_to: the largest group in which packets go to everyone.
+        name: tells this stream's random numbers from others'.
     """
-    if codec == Dense(message.dtype):
-        return network.all_reduce(message, group, key)
-    packet = codec.encode([message])
-    return _Decoded(network.exchange(packet, group, key), codec, message, network.rank)
+
+    def __init__(self, network: Network, codec: Codec, views: Views, gather_up_to: int, name: str) -> None:
+        self._network = network
+        self._prototype = codec
+        self._views = views
+        self._gather_up_to = gather_up_to
+        self._name = name
+        self._codecs: dict[str, Codec] = {}
+        self._share = 1.0
+
+    def start(self, message: Tensor, group: Group, key: str) -> tuple[Pending[Tensor], float]:
+        """Starts averaging a flat message, whose memory belongs to the exchange from then on; and its encoding's error.
+
+        `wait` of the result raises PeerLost when somebody's part is missing or unreadable. The message then holds the
+        mean of the others', or where that cannot be, this replica's own values.
+        """
+        if self._prototype == Dense(message.dtype):
+            return self._network.all_reduce(message, group, key), 0.0
+        if len(group) <= self._gather_up_to:
+            return self._gather(message, group, key)
+        return self._share_out(message, group, key)
+
+    def expect(self, message: Tensor) -> None:
+        """Says what a message is like that brings no news, before the first."""
+        self._codec("whole").expect(self._views(message))
+
+    @property
+    def wants_expectation(self) -> bool:
+        """Whether a codec could make use of `expect` now."""
+        return not self._codecs and not isinstance(self._prototype, Dense)
+
+    def shrink_to(self, share: float) -> None:
+        """See Codec."""
+        self._share = share
+        for codec in self._codecs.values():
+            codec.shrink_to(share)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the codecs remember."""
+        return {"share": self._share, "codecs": {use: codec.state_dict() for use, codec in self._codecs.items()}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from a `state_dict`."""
+        self._share = state["share"]
+        self._codecs = {}
+        for use, saved in state["codecs"].items():
+            self._codec(use).load_state_dict(saved)
+
+    def _codec(self, use: str) -> Codec:
+        if use not in self._codecs:
+            codec = copy.deepcopy(self._prototype)
+            codec.seed(zlib.crc32(f"{self._network.rank} {self._name} {use}".encode()))
+            codec.shrink_to(self._share)
+            self._codecs[use] = codec
+        return self._codecs[use]
+
+    def _gather(self, message: Tensor, group: Group, key: str) -> tuple[Pending[Tensor], float]:
+        codec, tensors = self._codec("whole"), self._views(message)
+        packet = codec.encode(tensors)
+        pending = self._network.exchange(packet, group, key)
+
+        def finish(packets: dict[int, Packet]) -> dict[int, str]:
+            mean, unreadable = _mean(codec, packets, tensors, own=None)
+            _copy(mean, tensors)
+            return unreadable
+
+        return _Averaged(pending, message, finish), codec.error_of(packet, tensors)
+
+    def _share_out(self, message: Tensor, group: Group, key: str) -> tuple[Pending[Tensor], float]:
+        tensors, own = self._views(message), self._network.rank
+        parts = dict(zip(group, cut(tensors, len(group)), strict=True))
+        senders = {rank: self._codec(f"part {number} of {len(group)}") for number, rank in enumerate(group)}
+        packets = {rank: senders[rank].encode(parts[rank]) for rank in group if rank != own}
+        unreadable: dict[int, str] = {}
+
+        def combine(received: dict[int, Packet]) -> Packet:
+            mean, bad = _mean(senders[own], received, parts[own], own=parts[own])
+            unreadable.update(bad)
+            return self._codec(f"mean of {len(group)}").encode(mean)
+
+        def finish(combined: dict[int, Packet]) -> dict[int, str]:
+            for rank, packet in combined.items():
+                try:
+                    _copy(senders[rank].decode(packet, parts[rank]), parts[rank])
+                except PacketError as error:
+                    unreadable[rank] = str(error)
+            return unreadable
+
+        pending = self._network.relay(packets, group, key, combine)
+        errors = [senders[rank].error_of(packet, parts[rank]) for rank, packet in packets.items()]
+        return _Averaged(pending, message, finish), sum(errors) / len(errors)
 
 
-class _Decoded:
-    """The mean of the messages in the packets of a pending exchange."""
+class _Averaged:
+    """A pending exchange of packets, whose mean is put in the message's place."""
 
-    def __init__(self, packets: Pending[dict[int, Packet]], codec: Codec, message: Tensor, rank: int) -> None:
+    def __init__(
+        self,
+        packets: Pending[dict[int, Packet]],
+        message: Tensor,
+        finish: Callable[[dict[int, Packet]], dict[int, str]],
+    ) -> None:
         self._packets = packets
-        self._codec = codec
         self._message = message
-        self._rank = rank
+        self._finish = finish
 
     def done(self) -> bool:
         return self._packets.done()
@@ -44,19 +148,66 @@ class _Decoded:
         try:
             packets = self._packets.wait(timeout)
         except PeerLost as lost:
-            packets = lost.delivered
-        return self._mean(packets.values())
+            self._finish(lost.delivered)
+            raise
+        if unreadable := self._finish(packets):
+            ranks = tuple(sorted(unreadable))
+            raise PeerLost(ranks, f"replica {ranks[0]} sent what cannot be read: {unreadable[ranks[0]]}")
+        return self._message
 
-    def _mean(self, packets: Iterable[Packet]) -> Tensor:
-        count = 0
-        total = torch.zeros_like(self._message)
-        for packet in packets:
-            try:
-                total += self._codec.decode(packet, [self._message])[0]
-            except PacketError:
-                continue
-            count += 1
-        return self._message.copy_(total.div_(count)) if count else self._message
+
+def _mean(
+    codec: Codec, packets: dict[int, Packet], like: Sequence[Tensor], own: Sequence[Tensor] | None
+) -> tuple[list[Tensor], dict[int, str]]:
+    """The mean of what is in the packets, and of `own`; and why some packets could not be read.
+
+    Summed in the order of ranks. Without any sound packet it is `like`.
+    """
+    total = [torch.zeros_like(tensor) for tensor in like]
+    count, unreadable = 0, {}
+    for rank, packet in packets.items():
+        try:
+            decoded = codec.decode(packet, like)
+        except PacketError as error:
+            unreadable[rank] = str(error)
+            continue
+        _add(total, decoded)
+        count += 1
+    if own is not None:
+        _add(total, own)
+        count += 1
+    return ([tensor.div_(count) for tensor in total] if count else list(like)), unreadable
+
+
+def _add(total: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
+    for to, tensor in zip(total, tensors, strict=True):
+        to.add_(tensor)
+
+
+def _copy(source: Iterable[Tensor], target: Iterable[Tensor]) -> None:
+    for to, tensor in zip(target, source, strict=True):
+        to.copy_(tensor)
+
+
+def cut(tensors: Sequence[Tensor], parts: int) -> list[list[Tensor]]:
+    """Tensors in `parts` lists of about equally many values, as views: whole ones, cut between rows where need be."""
+    total = sum(tensor.numel() for tensor in tensors)
+    lists: list[list[Tensor]] = [[] for _ in range(parts)]
+    position = 0
+    for tensor in tensors:
+        if tensor.dim() == 0 or tensor.numel() == 0:
+            lists[min(position * parts // max(total, 1), parts - 1)].append(tensor)
+            position += tensor.numel()
+            continue
+        begin, width = 0, tensor.numel() // len(tensor)
+        while begin < len(tensor):
+            number = min(position * parts // total, parts - 1)
+            boundary = -(-(number + 1) * total // parts)
+            end = min(len(tensor), begin + -(-(boundary - position) // width))
+            lists[number].append(tensor[begin:end])
+            position += (end - begin) * width
+            begin = end
+    return lists
 
 
 def agree(network: Network, tensors: Iterable[Tensor], deadline: float) -> bool:

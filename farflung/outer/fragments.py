@@ -39,6 +39,12 @@ class Fragment:
             part.view(parameter.shape).copy_(parameter)
         return out
 
+    def views(self, message: Tensor) -> list[Tensor]:
+        """A flat message as tensors of the parameters' shapes; one twice as long holds two of each."""
+        copies = message.numel() // max(self.numel, 1)
+        parts = torch.split(message, self._sizes * copies)
+        return [part.view(p.shape) for part, p in zip(parts, self.parameters * copies, strict=True)]
+
     @torch.no_grad()
     def write(self, flat: Tensor) -> None:
         """Gives the parameters the values of `flat`, rounded to their own dtypes."""

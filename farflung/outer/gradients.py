@@ -8,10 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from farflung.codecs import Codec
+from farflung.codecs import Codec, finite
 from farflung.networks import Network
-from farflung.outer.attached import Attached, Disagreement, Round, finite
-from farflung.outer.averaging import agree, average
+from farflung.outer.attached import Attached, Disagreement, Round
+from farflung.outer.averaging import Averaging, agree
+from farflung.outer.fragments import Fragment
+from farflung.outer.streams import on_device
 from farflung.outer.topologies import Topology
 
 
@@ -30,13 +32,15 @@ class GradientLoop(Attached):
         *,
         topology: Topology,
         codec: Codec,
+        gather_up_to: int = 2,
         deadline: float = 120.0,
         on_round: Callable[[Round], None] | None = None,
     ) -> None:
         super().__init__(network, deadline, on_round)
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._topology = topology
-        self._codec = codec
+        self._fragment = Fragment(self._parameters)
+        self._averaging = Averaging(network, codec, self._fragment.views, gather_up_to, "gradients")
         self._hook = optimizer.register_step_pre_hook(self._before_inner_step)
 
     @torch.no_grad()
@@ -55,7 +59,7 @@ class GradientLoop(Attached):
             gradient.zero_()
         group = self._topology.group(network.rank, network.members(), str(self.step))
         started = network.now()
-        pending = average(network, self._codec, gradient, group, f"gradient {self.step}")
+        pending, error = self._averaging.start(gradient, group, f"gradient {self.step}")
         self._scatter(pending.wait(self.deadline))
         outcome = "no progress offered" if fault else "averaged"
         self._on_round(
@@ -71,8 +75,19 @@ class GradientLoop(Attached):
                 landed=network.now(),
                 outcome=outcome,
                 reason=fault,
+                compression_error=error,
             )
         )
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the codec remembers, besides."""
+        return {**super().state_dict(), "averaging": self._averaging.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from a `state_dict`."""
+        super().load_state_dict(state)
+        device = self._parameters[0].device if self._parameters else torch.device("cpu")
+        self._averaging.load_state_dict(on_device(state["averaging"], device))
 
     def _gather(self) -> Tensor:
         """All gradients as one flat float32 tensor; where there is none, zeros."""
@@ -83,11 +98,10 @@ class GradientLoop(Attached):
         return torch.cat(parts) if parts else torch.empty(0)
 
     def _scatter(self, gradient: Tensor) -> None:
-        parts = torch.split(gradient, [parameter.numel() for parameter in self._parameters])
-        for parameter, part in zip(self._parameters, parts, strict=True):
+        for parameter, part in zip(self._parameters, self._fragment.views(gradient), strict=True):
             if parameter.grad is None:
                 parameter.grad = torch.empty_like(parameter)
-            parameter.grad.copy_(part.view(parameter.shape))
+            parameter.grad.copy_(part)
 
 
 def different_start(rank: int) -> str:

@@ -8,49 +8,37 @@ anchor φ ──┴─▶ message ─▶ average with the group ─▶ outer opt
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from farflung.codecs import Codec
-from farflung.networks import Finished, Group, Network, PeerLost, Pending
-from farflung.outer.attached import Attached, Disagreement, Round, finite
-from farflung.outer.averaging import agree, average
+from farflung.codecs import Codec, finite
+from farflung.config import UserError
+from farflung.networks import Finished, Network, PeerLost, Pending
+from farflung.outer.adaptation import Adapt, Adaptation
+from farflung.outer.attached import Attached, Disagreement, Round
+from farflung.outer.averaging import Averaging, agree
 from farflung.outer.fragments import Fragment, split
 from farflung.outer.gradients import different_start
+from farflung.outer.merges import Keep, Merge
 from farflung.outer.optimizers import OuterFactory, message_of, step_with
 from farflung.outer.schedules import Schedule
+from farflung.outer.streams import Flight, Stream
 from farflung.outer.topologies import Topology
-
-
-@dataclass
-class _Flight:
-    """A round between its start and its landing."""
-
-    fragment: int
-    round: int
-    group: Group
-    started_step: int
-    started: float
-    message: Tensor
-    pending: Pending[Tensor]
-    weights_at_start: Tensor | None
-    outcome: str
-    reason: str
 
 
 class OuterLoop(Attached):
     """Holds rounds with other replicas while the user trains, hooked to the inner optimizer's step.
 
-    Keeps, for the trainable parameters, one anchor in float32 and whatever the outer optimizer keeps, plus one
-    message for each fragment in flight, and with a delay the fragment's weights at the round's start.
+    Keeps, for the trainable parameters, one anchor in float32, whatever the outer optimizer and the codec keep, plus
+    one message for each fragment in flight, and with a delay what the merge needs: the fragment's weights at the
+    round's start, or its own message.
 
     Args:
         model, optimizer: what the user trains; the weights must start equal on all replicas.
         network: the replica's seat among the others.
-        schedule, topology, codec, outer: the choices that make a method.
+        schedule, topology, codec, outer, merge, adapt, gather_up_to: the choices that make a method.
         outer_device: where the outer state lives; by default, with the model.
         deadline: the longest that a round is waited for, in seconds.
         on_round: told of every round when it has landed.
@@ -70,20 +58,39 @@ class OuterLoop(Attached):
         topology: Topology,
         codec: Codec,
         outer: OuterFactory,
+        merge: Merge | None = None,
+        adapt: Adapt | None = None,
+        gather_up_to: int = 2,
         outer_device: torch.device | str | None = None,
         deadline: float = 120.0,
         on_round: Callable[[Round], None] | None = None,
     ) -> None:
         super().__init__(network, deadline, on_round)
         self.schedule = schedule
-        self.fragments = split(model, schedule.fragments) if schedule.every else [Fragment([])]
+        self._merge = merge or Keep()
+        if self._merge.eager and schedule.delay != schedule.every:
+            raise UserError("eager needs a delay of a whole round; set delay to the same as every")
         self._device = torch.device(outer_device) if outer_device else None
-        self.anchors = [fragment.read(self._device) for fragment in self.fragments]
+        fragments = split(model, schedule.fragments) if schedule.every else [Fragment([])]
+        self.anchors = [fragment.read(self._device) for fragment in fragments]
         self.outer = outer(self.anchors)
+        self._streams = [
+            Stream(
+                index=index,
+                fragment=fragment,
+                anchor=anchor,
+                averaging=Averaging(network, codec, fragment.views, gather_up_to, f"fragment {index}"),
+                adaptation=Adaptation(adapt) if adapt else None,
+                every=schedule.every or 0,
+                delay=schedule.delay,
+                next_start=schedule.first(index),
+                rounds=schedule.first(index) // (schedule.every or 1),
+            )
+            for index, (fragment, anchor) in enumerate(zip(fragments, self.anchors, strict=True))
+        ]
         self._inner = optimizer
         self._topology = topology
-        self._codec = codec
-        self._flights: list[_Flight] = []
+        self._flights: list[Flight] = []
         self._hook = optimizer.register_step_post_hook(self._after_inner_step)
 
     @torch.no_grad()
@@ -92,62 +99,90 @@ class OuterLoop(Attached):
         if self.step == 0 and self.schedule.every and not agree(self.network, self.anchors, self.deadline):
             raise Disagreement(different_start(self.network.rank))
         self.step += 1
-        self._land_those_due()
-        for fragment in self.schedule.starting(self.step):
-            self._flights.append(self._start(fragment))
+        fresh = self._land_those_due()
+        for stream in self._streams:
+            if stream.next_start == self.step:
+                self._flights.append(self._start(stream, fresh.get(stream.index)))
         self._land_those_due()
         if not self.schedule.every:
             self._judge()  # without rounds, each step answers for itself
 
-    def _start(self, index: int) -> _Flight:
-        """Puts a fragment's message on its way to the group."""
-        network, anchor = self.network, self.anchors[index]
-        weights, fault = self._weights_to_offer(index)
-        at_start = weights.clone() if self.schedule.delay else None
-
-        number = self.step // (self.schedule.every or 1)
-        key = f"round {number} of fragment {index}"
+    def _start(self, stream: Stream, fresh: Tensor | None) -> Flight:
+        """Puts a fragment's message on its way to the group; `fresh` is the message if a landing has made it."""
+        network = self.network
+        key = f"round {stream.rounds} of fragment {stream.index}"
         group = self._topology.group(network.rank, network.members(), key)
-        started = network.now()
+        if stream.averaging.wants_expectation and group:
+            stream.averaging.expect(message_of(self.outer, stream.anchor, stream.anchor.clone()))
+        weights, fault = self._weights_to_offer(stream)
+        at_start = weights.clone() if self._merge.needs_start and stream.delay else None
+        message = message_of(self.outer, stream.anchor, weights) if fresh is None else fresh
+        own = message.clone() if self._merge.eager else None
+        if self._merge.eager and fresh is None and group:
+            self._step_alone(stream, message, len(group))
+        started, error, outcome = network.now(), 0.0, "sat out"
+        pending: Pending[Tensor] = Finished(message, started)
         if group:
-            message = message_of(self.outer, anchor, weights)
-            pending = average(network, self._codec, message, group, key)
+            pending, error = stream.averaging.start(message, group, key)
             outcome = "no progress offered" if fault else "averaged"
-        else:
-            message, outcome = weights, "sat out"
-            pending = Finished(message, started)
-        return _Flight(index, number, group, self.step, started, message, pending, at_start, outcome, fault)
+        flight = Flight(
+            fragment=stream.index,
+            round=stream.rounds,
+            group=group,
+            started_step=self.step,
+            lands_at=self.step + stream.delay,
+            started=started,
+            message=message,
+            pending=pending,
+            own=own,
+            at_start=at_start,
+            compression_error=error,
+            outcome=outcome,
+            reason=fault,
+        )
+        stream.rounds += 1
+        stream.next_start += stream.every
+        return flight
 
-    def _weights_to_offer(self, index: int) -> tuple[Tensor, str]:
+    def _weights_to_offer(self, stream: Stream) -> tuple[Tensor, str]:
         """A fragment's weights; or its anchor and what was wrong, when training has spoilt them since the last round.
 
         The anchor stands for no progress. So what is not finite never travels, and no partner waits in vain.
         """
-        weights = self.fragments[index].read(self._device)
+        weights = stream.fragment.read(self._device)
         if not finite(weights):
             self.spoil("the weights are not finite")
         fault = self._judge()
         if fault:
-            weights.copy_(self.anchors[index])
-            self.fragments[index].write(weights)
-            for parameter in self.fragments[index].parameters:
+            weights.copy_(stream.anchor)
+            stream.fragment.write(weights)
+            for parameter in stream.fragment.parameters:
                 self._inner.state.pop(parameter, None)  # the inner optimizer's moments may be spoilt, too
         return weights, fault
 
-    def _land(self, flight: _Flight) -> None:
-        """Gives a round's mean to the outer optimizer, and its new anchor to the weights."""
+    def _land(self, flight: Flight) -> Tensor | None:
+        """Gives a round's mean to the outer optimizer, and its new anchor to the weights.
+
+        An eager merge returns the message that it has made of the weights before that.
+        """
         waited_from = self.network.now()
         mean = self._wait_for(flight)
         landed = self.network.now()
-        fragment, anchor = self.fragments[flight.fragment], self.anchors[flight.fragment]
+        stream = self._streams[flight.fragment]
+        effective_rank, share = self._adapt(stream, mean) if flight.group else (None, None)
+        fresh = None
         if flight.group:
-            step_with(self.outer, anchor, mean)
-            if flight.weights_at_start is None:
-                fragment.write(anchor)
-            else:
-                # The steps since the round began are kept: they come on top of the new anchor.
-                weights_now = fragment.read(out=mean)
-                fragment.write(weights_now.sub_(flight.weights_at_start).add_(anchor))
+            if flight.own is not None:
+                fresh = message_of(self.outer, stream.anchor, stream.fragment.read(self._device))
+                mean.add_(fresh - flight.own, alpha=1 / len(flight.group))
+            step_with(self.outer, stream.anchor, mean)
+            overlapped = flight.lands_at > flight.started_step
+            # The mean has done its work: its memory serves for the weights.
+            merged = stream.anchor
+            if overlapped:
+                now = stream.fragment.read(out=mean[: stream.fragment.numel])
+                merged = self._merge.merge(now, flight.at_start, stream.anchor)
+            stream.fragment.write(merged)
         self._on_round(
             Round(
                 round=flight.round,
@@ -161,11 +196,32 @@ class OuterLoop(Attached):
                 landed=landed,
                 outcome=flight.outcome,
                 reason=flight.reason,
+                compression_error=flight.compression_error,
+                effective_rank=effective_rank,
+                share=share,
+                every=stream.every if stream.adaptation else None,
             )
         )
+        return fresh
 
-    def _wait_for(self, flight: _Flight) -> Tensor:
-        """A round's mean. The policy for lost peers: this replica's own message where there is no mean."""
+    def _step_alone(self, stream: Stream, message: Tensor, group_size: int) -> None:
+        """The first step of an eager merge, when nobody has been heard yet: the others count as without progress."""
+        nothing = message_of(self.outer, stream.anchor, stream.anchor.clone())
+        step_with(self.outer, stream.anchor, nothing.lerp_(message, 1 / group_size))
+        stream.fragment.write(stream.anchor)
+
+    def _adapt(self, stream: Stream, mean: Tensor) -> tuple[float | None, float | None]:
+        """Follows the effective rank: how much the codec may send, and how many steps the next round is away."""
+        if stream.adaptation is None:
+            return None, None
+        rank, share = stream.adaptation.observe(stream.fragment.views(mean))
+        stream.averaging.shrink_to(share)
+        if stream.adaptation.settings.steps:
+            stream.every, stream.delay = self.schedule.shortened(share)
+        return rank, share
+
+    def _wait_for(self, flight: Flight) -> Tensor:
+        """A round's mean. The policy for lost peers: what the message then holds, often this replica's own."""
         try:
             return flight.pending.wait(self.deadline)
         except PeerLost as lost:
@@ -173,11 +229,16 @@ class OuterLoop(Attached):
             # A copy: a peer that is only late may still be writing its values into the message.
             return flight.message.clone()
 
-    def _land_those_due(self) -> None:
-        due = [flight for flight in self._flights if flight.started_step + self.schedule.delay <= self.step]
+    def _land_those_due(self) -> dict[int, Tensor]:
+        """Lands the rounds whose time has come; an eager merge's fresh messages, by fragment."""
+        due = [flight for flight in self._flights if flight.lands_at <= self.step]
+        fresh = {}
         for flight in due:
             self._flights.remove(flight)
-            self._land(flight)
+            message = self._land(flight)
+            if message is not None:
+                fresh[flight.fragment] = message
+        return fresh
 
     @torch.no_grad()
     def land(self) -> None:
@@ -186,38 +247,25 @@ class OuterLoop(Attached):
             self._land(self._flights.pop(0))
 
     def state_dict(self) -> dict[str, Any]:
-        """Anchors, outer optimizer and rounds in flight; these are waited for, but land in their own time."""
+        """Anchors, outer optimizer, what codecs remember, and rounds in flight.
+
+        These are waited for, but land in their own time.
+        """
         return {
             **super().state_dict(),
-            "anchors": self.anchors,
             "outer": self.outer.state_dict(),
-            "flights": [self._packed(flight) for flight in self._flights],
+            "flights": [flight.packed(self._wait_for(flight), self.network.now()) for flight in self._flights],
+            "streams": [stream.state_dict() for stream in self._streams],
         }
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on from a `state_dict` of a loop with the same model and schedule."""
         super().load_state_dict(state)
-        for anchor, saved in zip(self.anchors, state["anchors"], strict=True):
-            anchor.copy_(saved)
         self.outer.load_state_dict(state["outer"])
-        self._flights = [self._unpacked(saved) for saved in state["flights"]]
-
-    def _packed(self, flight: _Flight) -> dict[str, Any]:
-        """A flight as plain values; its times as ages, since clocks begin anew with a process."""
-        mean = self._wait_for(flight)
-        finished = flight.pending.finished_at
-        flight.pending = Finished(mean, finished)
-        now = self.network.now()
-        return {**vars(flight), "message": mean, "started": flight.started - now, "pending": finished - now}
-
-    def _unpacked(self, saved: dict[str, Any]) -> _Flight:
-        device, now = self.anchors[saved["fragment"]].device, self.network.now()
-        message, at_start = saved["message"].to(device), saved["weights_at_start"]
-        changes = {
-            "message": message,
-            "weights_at_start": None if at_start is None else at_start.to(device),
-            "started": saved["started"] + now,
-            "pending": Finished(message, saved["pending"] + now),
-        }
-        return _Flight(**{**saved, **changes})
+        for stream, saved in zip(self._streams, state["streams"], strict=True):
+            stream.load_state_dict(saved)
+        self._flights = [
+            Flight.unpacked(saved, self.anchors[saved["fragment"]].device, self.network.now())
+            for saved in state["flights"]
+        ]

@@ -99,6 +99,42 @@ class GossipNesterov(OuterOptimizer):
         return self.param_groups[0]
 
 
+class GossipApart(GossipNesterov):
+    """GossipNesterov whose message is both of its halves, βΔ and -γ·φ, for codecs that treat them apart.
+
+    A pseudo-gradient may be compressed like a gradient. Of an anchor only what it differs from the partner's may.
+    Twice the numbers travel, so it is for codecs that make much less of them.
+    """
+
+    def message(self, anchor: Tensor, weights: Tensor) -> Tensor:
+        """β·(φ - θ), then -γ·φ: twice the anchor's length."""
+        delta = pseudo_gradient(anchor, weights).mul_(self._settings["lr"])
+        return torch.cat([delta, anchor * -self._settings["gamma"]])
+
+    def step_with(self, anchor: Tensor, mean: Tensor) -> None:
+        """v ← α·v - (mean of the halves' sum) - γ·φ; φ ← φ + v."""
+        super().step_with(anchor, mean[: anchor.numel()] + mean[anchor.numel() :])
+
+
+class SignSGD(torch.optim.Optimizer):
+    """θ ← θ - lr · (sign(gradient) + weight decay · θ): an inner optimizer that keeps nothing.
+
+    DeMo's (arXiv 2411.19870).
+    """
+
+    def __init__(self, parameters: Iterable[Tensor], lr: float = 1e-3, weight_decay: float = 0.0) -> None:
+        super().__init__(parameters, {"lr": lr, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """One step; parameters without a gradient stay."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.mul_(1 - group["lr"] * group["weight_decay"])
+                    parameter.add_(parameter.grad.sign(), alpha=-group["lr"])
+
+
 class Average(OuterOptimizer):
     """The anchor becomes the mean of the weights: local SGD, exact to the bit for a group of one."""
 

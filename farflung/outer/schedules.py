@@ -42,9 +42,15 @@ class Schedule:
                 "only one fragment can start a round in a step; choose no more fragments than every"
             )
 
-    def starting(self, step: int) -> list[int]:
-        """The fragments whose round starts after inner step `step` (counted from 1): none or one."""
+    def first(self, fragment: int) -> int:
+        """The step (counted from 1) after which a fragment's first round starts; 0 for never."""
         if self.every is None:
-            return []
-        offsets = (p * self.every // self.fragments for p in range(self.fragments))
-        return [p for p, offset in enumerate(offsets) if (step - offset) % self.every == 0]
+            return 0
+        return fragment * self.every // self.fragments or self.every
+
+    def shortened(self, share: float) -> tuple[int, int]:
+        """`every` and the delay at a share of the schedule's length; rounds of all fragments still fit in."""
+        if self.every is None:
+            return 0, 0
+        every = max(self.fragments, round(self.every * share))
+        return every, self.delay * every // self.every

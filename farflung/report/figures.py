@@ -52,6 +52,55 @@ def spread_figure(runs: list[Run]) -> go.Figure:
     return figure
 
 
+def compression_figure(runs: list[Run]) -> go.Figure:
+    """How much of the messages their packets left out, against steps, the mean of the replicas."""
+    figure = _figure("inner steps", "left out, share of the norm")
+    for colour, run in zip(_colours(runs), runs, strict=True):
+        x, y = _by_started_step(run, "compression_error")
+        line = {"color": colour, "width": 3}
+        figure.add_scatter(x=x, y=y, name=run.name, mode="lines+markers", line=line)
+    figure.update_yaxes(rangemode="tozero")
+    return figure
+
+
+def adaptation_figure(run: Run) -> go.Figure:
+    """What an adapting run saw and decided: effective rank, steps between rounds, bytes of a round."""
+    figure = _figure("inner steps", "in per cent of the first round's")
+    names = {"effective_rank": "effective rank", "every": "steps between rounds", "bytes_sent": "bytes of a round"}
+    for colour, (value, name) in zip(COLOURS, names.items(), strict=False):
+        x, y = _by_started_step(run, value)
+        figure.add_scatter(
+            x=x,
+            y=[100 * height / y[0] for height in y] if y and y[0] else y,
+            text=[f"{height:,.4g}" for height in y],
+            hovertemplate="%{text}<extra>" + name + "</extra>",
+            name=name,
+            mode="lines+markers",
+            line={"color": colour, "width": 3},
+        )
+    figure.update_yaxes(rangemode="tozero")
+    return figure
+
+
+def adapts(run: Run) -> bool:
+    """Whether the run has decided anything from effective ranks."""
+    return any(event.get("effective_rank") is not None for event in run.all_of("round"))
+
+
+def compresses(run: Run) -> bool:
+    """Whether any packet of the run left something out."""
+    return any(event.get("compression_error") for event in run.all_of("round"))
+
+
+def _by_started_step(run: Run, value: str) -> tuple[list[int], list[float]]:
+    """The mean over replicas of one value of their rounds, by the step at which those started."""
+    seen: dict[int, list[float]] = {}
+    for event in run.all_of("round"):
+        if event.get(value) is not None and event["group"]:
+            seen.setdefault(event["started_step"], []).append(event[value])
+    return sorted(seen), [sum(seen[step]) / len(seen[step]) for step in sorted(seen)]
+
+
 def timeline_figure(run: Run) -> go.Figure:
     """What each replica did when: its computation, its exchanges below, and where it stood waiting for them."""
     figure = _figure("seconds", "")

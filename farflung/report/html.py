@@ -11,11 +11,26 @@ from typing import Any
 import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 
-from farflung.report.figures import COLOURS, ROUNDS_SHOWN, loss_figure, spread_figure, timeline_figure
+from farflung.report.figures import (
+    COLOURS,
+    ROUNDS_SHOWN,
+    adaptation_figure,
+    adapts,
+    compresses,
+    compression_figure,
+    loss_figure,
+    spread_figure,
+    timeline_figure,
+)
 from farflung.report.live import nbytes, number
 from farflung.report.read import Run, read_run
 
 WARNINGS_SHOWN = 20
+
+_COMPRESSION_NOTE = (
+    "<p>What a packet left out of its message, with error feedback of what was left out before as well: "
+    "0 is nothing, 1 everything.</p>"
+)
 
 
 def write_report(folders: list[Path], out: Path) -> None:
@@ -41,6 +56,12 @@ def page(runs: list[Run]) -> str:
         _section("Loss against bytes", _picture(loss_figure(runs, "bytes"))),
         _section("Loss against time", _clock_note(runs) + _picture(loss_figure(runs, "seconds"))),
         _section("Spread between replicas", _picture(spread_figure(runs))),
+        *(
+            [_section("Compression", _COMPRESSION_NOTE + _picture(compression_figure(runs)))]
+            if any(map(compresses, runs))
+            else []
+        ),
+        *(_section(f"Adaptation{_of(run, runs)}", _picture(adaptation_figure(run))) for run in runs if adapts(run)),
         *(_section(f"Timeline{_of(run, runs)}", _timeline_note(run) + _picture(timeline_figure(run))) for run in runs),
         *(_section(f"Warnings{_of(run, runs)}", _warnings(run)) for run in runs if run.all_of("warning")),
         *(

@@ -61,9 +61,7 @@ class Trainer:
         self.data = data.load(config, self.tokenizer)
         self.held_out = self.data.held_out(config.eval_sequences)
         self.model = models.build(config, self.tokenizer).to(device).train()
-        self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=config.lr, betas=(0.9, 0.95), weight_decay=config.weight_decay
-        )
+        self.optimizer = self.method.inner(self.model.parameters(), lr=config.lr, weight_decay=config.weight_decay)
         torch.manual_seed(config.seed * 1_000_003 + self.rank)  # dropout differs between replicas
         self.step = resume_step or 0
         self.rounds = 0

@@ -11,6 +11,7 @@ from farflung.config import Config, UserError
 from farflung.workloads.tokenizers import Tokenizer, reason
 
 PRESETS: dict[str, dict[str, int]] = {
+    "micro": {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 176},
     "tiny": {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 352},
     "small": {"hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 6, "intermediate_size": 1024},
     # The three of the NoLoCo paper (arXiv 2506.10911).

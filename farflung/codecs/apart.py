@@ -1,0 +1,76 @@
+"""The two halves of a message, each with a codec of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from farflung.codecs.base import Codec, Packet, PacketError, pack, unpack
+
+
+class Apart(Codec):
+    """Encodes the first half of a message's tensors with one codec and the second half with another.
+
+    For gossip: pseudo-gradients may be compressed like gradients, anchors only by what keeps them near each other.
+
+    Args:
+        first, second: the codecs of the halves.
+    """
+
+    def __init__(self, first: Codec, second: Codec) -> None:
+        self.halves = first, second
+
+    def __repr__(self) -> str:
+        return f"Apart({self.halves[0]!r}, {self.halves[1]!r})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Apart) and self.halves == other.halves
+
+    def encode(self, tensors: Sequence[Tensor]) -> Packet:
+        """Two packets in one."""
+        packets = [codec.encode(half) for codec, half in zip(self.halves, _halves(tensors), strict=True)]
+        return pack([self], tensors, [packets])
+
+    def decode(self, packet: Packet, like: Sequence[Tensor]) -> list[Tensor]:
+        """See Codec."""
+        packets, _ = unpack([self], packet, like)
+        if len(packets) != 2:
+            raise PacketError(f"packet holds {len(packets)} packets where 2 were expected")
+        decoded = zip(self.halves, packets, _halves(like), strict=True)
+        return [tensor for codec, part, half in decoded for tensor in codec.decode(part, half)]
+
+    def error_of(self, packet: Packet, tensors: Sequence[Tensor]) -> float:
+        """See Codec; of the first half, which the second, full of what all know, would hide."""
+        packets, _ = unpack([self], packet, tensors)
+        return self.halves[0].error_of(packets[0], _halves(tensors)[0])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Both codecs'."""
+        return {"first": self.halves[0].state_dict(), "second": self.halves[1].state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See Codec."""
+        self.halves[0].load_state_dict(state["first"])
+        self.halves[1].load_state_dict(state["second"])
+
+    def seed(self, seed: int) -> None:
+        """See Codec."""
+        for codec in self.halves:
+            codec.seed(seed)
+
+    def shrink_to(self, share: float) -> None:
+        """See Codec."""
+        for codec in self.halves:
+            codec.shrink_to(share)
+
+    def expect(self, tensors: Sequence[Tensor]) -> None:
+        """See Codec."""
+        for codec, half in zip(self.halves, _halves(tensors), strict=True):
+            codec.expect(half)
+
+
+def _halves(tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    middle = len(tensors) // 2
+    return tensors[:middle], tensors[middle:]

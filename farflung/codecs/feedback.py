@@ -1,0 +1,73 @@
+"""Nothing is lost for good: what one packet leaves out is added to the next message."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from farflung.codecs.base import Codec, Packet, norm
+
+
+class ErrorFeedback(Codec):
+    """Adds what the last packets left out to each message.
+
+        x = decay · e + message;   packet = encode(x);   e ← x - decode(packet)
+
+    (arXiv 1901.09847; with a decay below 1 it is the momentum of SparseLoCo and DeMo.) Packets are those of the codec
+    within, and any receiver that has it can read them.
+
+    Args:
+        codec: makes the packets.
+        decay: how much of what was left out is kept.
+    """
+
+    def __init__(self, codec: Codec, decay: float = 1.0) -> None:
+        self.codec = codec
+        self.decay = decay
+        self._error: list[Tensor] = []
+        self._relative_error = 0.0
+
+    def __repr__(self) -> str:
+        return f"ErrorFeedback({self.codec!r}, decay={self.decay})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ErrorFeedback) and (self.codec, self.decay) == (other.codec, other.decay)
+
+    def encode(self, tensors: Sequence[Tensor]) -> Packet:
+        """See Codec."""
+        if not self._error:
+            self._error = [torch.zeros_like(t, memory_format=torch.contiguous_format) for t in tensors]
+        total = [torch.add(t, e, alpha=self.decay) for t, e in zip(tensors, self._error, strict=True)]
+        packet = self.codec.encode(total)
+        size = norm(total)
+        self._error = [t.sub_(sent) for t, sent in zip(total, self.codec.decode(packet, total), strict=True)]
+        self._relative_error = norm(self._error) / max(size, 1e-30)
+        return packet
+
+    def decode(self, packet: Packet, like: Sequence[Tensor]) -> list[Tensor]:
+        """See Codec."""
+        return self.codec.decode(packet, like)
+
+    def error_of(self, packet: Packet, tensors: Sequence[Tensor]) -> float:
+        """See Codec; x includes what was left out before."""
+        return self._relative_error
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was left out, and the inner codec's."""
+        return {"error": self._error, "codec": self.codec.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See Codec."""
+        self._error = list(state["error"])
+        self.codec.load_state_dict(state["codec"])
+
+    def seed(self, seed: int) -> None:
+        """See Codec."""
+        self.codec.seed(seed)
+
+    def shrink_to(self, share: float) -> None:
+        """See Codec."""
+        self.codec.shrink_to(share)

@@ -1,0 +1,88 @@
+"""What codecs share that see a message as one long row of numbers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from farflung.codecs.base import PacketError, Stage
+
+PIECE = 1 << 18
+"""Elements that are worked on at a time: the few temporaries of one piece fit a CPU's cache together."""
+
+
+class FlatStage(Stage):
+    """A stage that neither shapes nor borders between tensors matter to."""
+
+    def compress(self, flat: Tensor) -> list[Tensor]:
+        """The parts that a flat float32 tensor becomes."""
+        raise NotImplementedError
+
+    def expand(self, parts: Sequence[Tensor], like: Sequence[Tensor]) -> Tensor:
+        """The flat tensor again; `like` are the tensors that it consists of. Raises PacketError."""
+        raise NotImplementedError
+
+    def shrink(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """See Stage. Bytes that an earlier stage has finished are handed on."""
+        floating, finished = by_kind(tensors)
+        return [*self.compress(flatten(floating)), *finished]
+
+    def restore(self, parts: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
+        """See Stage."""
+        floating, finished = by_kind(like)
+        own = len(parts) - len(finished)
+        if own < 0:
+            raise PacketError("packet has too few parts")
+        flat = self.expand(parts[:own], floating)
+        sizes = [tensor.numel() for tensor in floating]
+        pieces = (p.view(t.shape) for p, t in zip(torch.split(flat, sizes), floating, strict=True))
+        bytes_left = iter(parts[own:])
+        return [next(pieces) if tensor.is_floating_point() else next(bytes_left) for tensor in like]
+
+
+def by_kind(tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """The floating tensors, and those of finished bytes."""
+    floating = [tensor for tensor in tensors if tensor.is_floating_point()]
+    return floating, [tensor for tensor in tensors if not tensor.is_floating_point()]
+
+
+def flatten(tensors: Sequence[Tensor]) -> Tensor:
+    """All values as one flat float32 tensor; without a copy where they lie one after the other in memory."""
+    if not tensors:
+        return torch.empty(0)
+    first, end = tensors[0], tensors[0].data_ptr()
+    for tensor in tensors:
+        if tensor.dtype != torch.float32 or not tensor.is_contiguous() or tensor.data_ptr() != end:
+            return torch.cat([tensor.detach().reshape(-1).float() for tensor in tensors])
+        end += tensor.nbytes
+    return first.detach().as_strided((sum(tensor.numel() for tensor in tensors),), (1,))
+
+
+def count_of(like: Sequence[Tensor]) -> int:
+    """How many values tensors of these shapes hold."""
+    return sum(math.prod(tensor.shape) for tensor in like)
+
+
+def rows(flat: Tensor, width: int) -> Iterator[Tensor]:
+    """A flat tensor as pieces of rows of `width`; the last row is filled up with zeros."""
+    piece = max(PIECE // width, 1) * width
+    for part in torch.split(flat, piece):
+        if missing := -part.numel() % width:
+            part = torch.cat([part, part.new_zeros(missing)])
+        yield part.view(-1, width)
+
+
+def row_pieces(tensor: Tensor, width: int) -> Iterator[Tensor]:
+    """A tensor with one entry (or row) for each row of `rows`, cut alike."""
+    return iter(torch.split(tensor, max(PIECE // width, 1)))
+
+
+def expected(parts: Sequence[Tensor], *wanted: tuple[torch.dtype, int]) -> list[Tensor]:
+    """The parts, if they are of these dtypes and lengths. Raises PacketError."""
+    found = [(part.dtype, part.numel()) for part in parts]
+    if found != list(wanted):
+        raise PacketError(f"packet has parts {found} where {list(wanted)} were expected")
+    return list(parts)

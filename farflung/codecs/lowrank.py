@@ -1,0 +1,133 @@
+"""Matrices as products of two thin ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from farflung.codecs.base import PacketError, Stage
+from farflung.config import UserError
+
+
+@dataclass
+class LowRank(Stage):
+    """Sends each matrix M (m × k) as P (m × r) and Q (k × r), by one step of power iteration from the last Q.
+
+        P = orthonormalise(M · Q);   Q = Mᵀ · P;   M' = P · Qᵀ
+
+    (PowerSGD, arXiv 1905.13727; DiLoCoX, arXiv 2506.21263). The first Q is random. Tensors of more dimensions count as
+    matrices of their first one; vectors, and matrices that r (m + k) numbers would not make smaller, are sent whole.
+    The transposed P and Q travel, so that what a block of a later stage holds belongs to one direction.
+
+    Args:
+        rank: r.
+    """
+
+    rank: int = 64
+    _share: float = field(default=1.0, init=False, repr=False, compare=False)
+    _seed: int = field(default=0, init=False, repr=False, compare=False)
+    _bases: list[Tensor] = field(default_factory=list, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise UserError(f"LowRank has rank={self.rank}; choose at least 1")
+
+    @property
+    def rank_now(self) -> int:
+        """The rank after `shrink_to`."""
+        return max(1, round(self.rank * self._share))
+
+    def shrink(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """All Pᵀ in one part, all Qᵀ in another, what is sent whole in a third; and the rank, in 4 bytes."""
+        rank = self.rank_now
+        matrices = [_matrix(t).float() for t in tensors if _is_low_rank(t, rank)]
+        whole = [t.detach().reshape(-1).float() for t in tensors if not _is_low_rank(t, rank)]
+        lefts, rights = [], []
+        bases = self._warm_starts(matrices, rank)
+        for matrix, basis in zip(matrices, bases, strict=True):
+            left = torch.linalg.qr(_scaled(matrix @ basis)).Q
+            right = matrix.mT @ left
+            lefts.append(left.mT.reshape(-1))
+            rights.append(right.mT.reshape(-1))
+            basis.copy_(right)
+        self._bases = bases
+        empty = [torch.empty(0, device=tensors[0].device if tensors else None)]
+        rank_bytes = torch.tensor([rank], dtype=torch.int32).view(torch.uint8).to(empty[0].device)
+        return [torch.cat(lefts or empty), torch.cat(rights or empty), torch.cat(whole or empty), rank_bytes]
+
+    def _warm_starts(self, matrices: list[Tensor], rank: int) -> list[Tensor]:
+        """The last Q of each matrix with `rank` columns: cut, or filled up with random ones."""
+        fitting = len(self._bases) == len(matrices)
+        generator = torch.Generator().manual_seed(self._seed)
+        bases = []
+        for number, matrix in enumerate(matrices):
+            basis = torch.randn(matrix.shape[1], rank, generator=generator).to(matrix.device)
+            if fitting and len(self._bases[number]) == matrix.shape[1]:
+                known = self._bases[number][:, :rank]
+                basis[:, : known.shape[1]] = _scaled(known)
+            bases.append(basis)
+        return bases
+
+    def restore(self, parts: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
+        """See Stage."""
+        if len(parts) != 4 or parts[3].numel() != 4 or any(not part.is_floating_point() for part in parts[:3]):
+            raise PacketError("packet does not hold two factors, the rest and a rank")
+        left, right, whole = parts[:3]
+        rank = int(parts[3].view(torch.int32))
+        if rank < 1:
+            raise PacketError(f"packet has rank {rank}")
+        shapes = [_matrix_shape(t) for t in like if _is_low_rank(t, rank)]
+        sizes = [rank * m for m, _ in shapes], [rank * k for _, k in shapes]
+        rest = [t.numel() for t in like if not _is_low_rank(t, rank)]
+        if (left.numel(), right.numel(), whole.numel()) != (sum(sizes[0]), sum(sizes[1]), sum(rest)):
+            raise PacketError("packet's factors are of other sizes than the model's")
+        factors = zip(torch.split(left, sizes[0]), torch.split(right, sizes[1]), strict=True)
+        wholes = iter(torch.split(whole, rest))
+        return [
+            _product(*next(factors), rank).view(t.shape) if _is_low_rank(t, rank) else next(wholes).view(t.shape)
+            for t in like
+        ]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The warm starts, and the share of the rank."""
+        return {"bases": self._bases, "share": self._share}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See Codec."""
+        self._bases, self._share = list(state["bases"]), state["share"]
+
+    def seed(self, seed: int) -> None:
+        """See Codec."""
+        self._seed = seed
+
+    def shrink_to(self, share: float) -> None:
+        """See Codec."""
+        self._share = share
+
+
+def _matrix_shape(tensor: Tensor) -> tuple[int, int]:
+    rows = tensor.shape[0] if tensor.dim() else 1
+    return rows, tensor.numel() // max(rows, 1)
+
+
+def _matrix(tensor: Tensor) -> Tensor:
+    return tensor.detach().reshape(_matrix_shape(tensor))
+
+
+def _is_low_rank(tensor: Tensor, rank: int) -> bool:
+    rows, columns = _matrix_shape(tensor)
+    return tensor.dim() > 1 and rank * (rows + columns) < rows * columns
+
+
+def _scaled(matrix: Tensor) -> Tensor:
+    """The matrix with a largest value of 1: neither huge nor tiny ones then leave float32's range."""
+    largest = matrix.abs().amax() if matrix.numel() else matrix.new_zeros(())
+    return matrix / torch.where(largest > 0, largest, 1)
+
+
+def _product(left: Tensor, right: Tensor, rank: int) -> Tensor:
+    return left.view(rank, -1).mT @ right.view(rank, -1)

@@ -1,0 +1,185 @@
+"""Only the low-order part of each value, for receivers who hold nearly the same themselves."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from farflung.codecs.base import PacketError
+from farflung.codecs.bits import pack_bits, unpack_bits
+from farflung.codecs.dither import Dither
+from farflung.codecs.flat import FlatStage, flatten, row_pieces
+from farflung.config import UserError
+
+_PRECISION = 2.0**-20
+"""The finest step, relative to a block's largest value: beyond it float32 cannot count in steps."""
+
+
+@dataclass
+class Modulo(FlatStage):
+    """Sends round(u / s) mod 2^bits; the receiver takes the value congruent to it that is nearest its own.
+
+        s = R / 2^bits;   k = floor(u / s + d);   sent: k mod 2^bits;   u' = s · (k + 1/2 - d)
+
+    where d is dither that both know, so that u' errs by at most s / 2, and not always to the same side (Moniqua,
+    arXiv 2002.11787). The error is in proportion to R, which need only exceed twice the distance between sender and
+    receiver, and not to the values. R is chosen by the sender for each block: `margin` times twice the largest
+    distance that it saw in the last round. Where the two are farther apart, the receiver would take a wrong value. A
+    byte of checksum of the part of k that was not sent tells; it then keeps its own values of the block, and doubles
+    R for it. It must be a codec's only stage, since it needs the receiver's own values.
+
+    Args:
+        bits: 1 to 8.
+        block: values that share R, a multiple of 8.
+        margin: room for distances to grow within a round.
+        turns: only every so many-th block travels in a round, others the next time; receivers keep their own.
+    """
+
+    bits: int = 4
+    block: int = 256
+    margin: float = 1.5
+    turns: int = 1
+    _ranges: Tensor | None = field(default=None, init=False, repr=False, compare=False)
+    _farthest: Tensor | None = field(default=None, init=False, repr=False, compare=False)
+    _expected: Tensor | None = field(default=None, init=False, repr=False, compare=False)
+    _turn: int = field(default=0, init=False, repr=False, compare=False)
+    _dither: Dither = field(default_factory=Dither, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.bits <= 8:
+            raise UserError(f"Modulo has bits={self.bits}; choose 1 to 8")
+        if self.block < 8 or self.block % 8:
+            raise UserError(f"Modulo has block={self.block}; choose a multiple of 8")
+        if self.turns < 1:
+            raise UserError(f"Modulo has turns={self.turns}; choose at least 1")
+
+    def compress(self, flat: Tensor) -> list[Tensor]:
+        """Packed codes, ranges and checks of this turn's blocks; the turn, and what dither was taken."""
+        matrix = self._blocks(flat)
+        ranges = self._ranges_for(matrix)
+        turn = slice(self._turn, None, self.turns)
+        values = matrix[turn]
+        sent_ranges = ranges[turn].bfloat16().clone(memory_format=torch.contiguous_format)
+        steps = _steps(sent_ranges, self.bits)
+        codes = torch.empty(len(values), self.block * self.bits // 8, dtype=torch.uint8, device=flat.device)
+        checks = torch.empty(len(values), dtype=torch.uint8, device=flat.device)
+        numbers = torch.tensor([self._turn, self._dither.seed, self._dither.count], dtype=torch.int64)
+        for u, step, code, check in self._pieces(values, steps, codes, checks):
+            k = (u / step[:, None]).add_(self._dither.take(u)).floor_().int()
+            code.copy_(pack_bits(k & ((1 << self.bits) - 1), self.bits))
+            check.copy_(_check(k >> self.bits))
+        self._ranges, self._farthest = ranges, None
+        self._turn = (self._turn + 1) % self.turns
+        return [codes, sent_ranges.view(torch.uint8), checks, numbers.view(torch.uint8).to(flat.device)]
+
+    def expand(self, parts: Sequence[Tensor], like: Sequence[Tensor]) -> Tensor:
+        """See FlatStage. `like` are the receiver's own values."""
+        flat = flatten(like)
+        out = self._blocks(flat.clone() if flat.numel() % self.block == 0 else flat)
+        turn, dither, codes, sent_ranges, checks = self._read(parts, len(out))
+        steps = _steps(sent_ranges, self.bits)
+        # Out of turn, blocks stay as they are; with turns=1 this is a view and all is done in place.
+        rows_now = slice(turn, None, self.turns)
+        values = out[rows_now]
+        farthest = torch.empty(len(values), device=flat.device)
+        span = 2.0**self.bits
+        for own, step, code, check, far in self._pieces(values, steps, codes, checks, farthest):
+            low = unpack_bits(code, self.bits).float().add_(0.5).sub_(dither.take(own))
+            high = (own / step[:, None]).sub_(low).div_(span).round_()
+            readable = _check(high.int()) == check
+            found = low.add_(high, alpha=span).mul_(step[:, None])
+            distance = (found - own).abs_().amax(1)
+            far.copy_(torch.where(readable, distance, step * (span / self.margin)))
+            own.copy_(torch.where(readable[:, None], found, own))
+        if self.turns > 1:
+            out[rows_now] = values
+        self._remember(rows_now, farthest, len(out))
+        return out.view(-1)[: flat.numel()]
+
+    def _read(self, parts: Sequence[Tensor], blocks: int) -> tuple[int, Dither, Tensor, Tensor, Tensor]:
+        """The turn, the dither, and the turn's codes, ranges and checks."""
+        if len(parts) != 4 or any(part.dtype != torch.uint8 for part in parts) or parts[3].numel() != 24:
+            raise PacketError("packet does not hold codes, ranges, checks and three numbers")
+        turn, seed, count = parts[3].view(torch.int64).tolist()
+        if not 0 <= turn < self.turns:
+            raise PacketError(f"packet has turn {turn} of {self.turns}")
+        rows = len(range(turn, blocks, self.turns))
+        sizes = [part.numel() for part in parts[:3]]
+        if sizes != [rows * self.block * self.bits // 8, 2 * rows, rows]:
+            raise PacketError(f"packet has parts of {sizes} bytes for {rows} blocks")
+        ranges = parts[1].view(torch.bfloat16)
+        if not bool(((ranges >= 0) & ~torch.isinf(ranges)).all()):
+            raise PacketError("packet has ranges that are not positive numbers")
+        return turn, Dither(seed, count), parts[0].view(rows, self.block * self.bits // 8), ranges, parts[2]
+
+    def _ranges_for(self, matrix: Tensor) -> Tensor:
+        """R for each block: from the distances seen since the last message, else as it was."""
+        if not len(matrix):
+            return matrix.new_empty(0)
+        if self._ranges is None or len(self._ranges) != len(matrix):
+            # Nobody has been heard yet. Each is as far from what was expected as this replica, at most, it is hoped.
+            news = matrix if self._expected is None else matrix - self._blocks(self._expected)
+            self._expected = None
+            ranges = news.abs().amax(1) * (4 * self.margin)
+        elif self._farthest is None:
+            ranges = self._ranges
+        else:
+            ranges = torch.where(self._farthest < 0, self._ranges, 2 * self.margin * self._farthest)
+        ranges = ranges.maximum(matrix.abs().amax(1) * (_PRECISION * 2.0**self.bits))
+        return ranges.clamp(max=torch.finfo(torch.bfloat16).max)
+
+    def _remember(self, rows_now: slice, distances: Tensor, count: int) -> None:
+        """Keeps the largest distance of each block for the next message; below 0 for what has not been heard."""
+        if self._farthest is None or len(self._farthest) != count:
+            self._farthest = torch.full((count,), -1.0, device=distances.device)
+        self._farthest[rows_now] = self._farthest[rows_now].maximum(distances)
+
+    def _blocks(self, flat: Tensor) -> Tensor:
+        """The values in rows of blocks, the last one filled up with zeros."""
+        return torch.nn.functional.pad(flat, (0, -flat.numel() % self.block)).view(-1, self.block)
+
+    def _pieces(self, *tensors: Tensor) -> Any:
+        return zip(*(row_pieces(tensor, self.block) for tensor in tensors), strict=True)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Ranges and distances of the blocks, whose turn it is, and how many random numbers have been taken."""
+        return {
+            "ranges": self._ranges,
+            "farthest": self._farthest,
+            "expected": self._expected,
+            "turn": self._turn,
+            "count": self._dither.count,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See Codec."""
+        self._ranges, self._farthest, self._expected = state["ranges"], state["farthest"], state["expected"]
+        self._turn, self._dither.count = state["turn"], state["count"]
+
+    def seed(self, seed: int) -> None:
+        """See Codec."""
+        self._dither.seed = seed
+
+    def expect(self, tensors: Sequence[Tensor]) -> None:
+        """See Codec: the first R is four times as far as this replica's message is from it, times `margin`."""
+        self._expected = flatten(tensors)
+
+
+def _steps(ranges: Tensor, bits: int) -> Tensor:
+    steps = ranges.float() / 2.0**bits
+    return torch.where(steps > 0, steps, 1.0)
+
+
+def _check(high: Tensor) -> Tensor:
+    """A byte for each row of what was not sent; neighbours weigh differently, or opposite errors would cancel out."""
+    return ((high * _weights(high.shape[1], high.device)).sum(1, dtype=torch.int32) & 0xFF).to(torch.uint8)
+
+
+@functools.cache
+def _weights(block: int, device: torch.device) -> Tensor:
+    return (torch.arange(block, dtype=torch.int32) * 2 + 1).to(device)

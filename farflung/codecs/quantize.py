@@ -1,0 +1,109 @@
+"""Values on an even grid of a few steps, one grid for each block."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from farflung.codecs.bits import pack_bits, unpack_bits
+from farflung.codecs.dither import Dither
+from farflung.codecs.flat import FlatStage, count_of, expected, row_pieces, rows
+from farflung.config import UserError
+
+
+@dataclass
+class Quantize(FlatStage):
+    """Each value x of a block becomes a whole number of `bits` bits.
+
+        step = max|x| / L;   code = round(x / step) + L;   x' = (code - L) · step;   L = 2^(bits - 1) - 1
+
+    so that |x - x'| is at most half a step (a whole one if stochastic). With 2 bits the four values are ±step and
+    ±3·step, step = max|x| / 3, since a quarter of the codes would be too much for zero; |x - x'| ≤ step.
+    Stochastic rounding (QSGD, arXiv 1610.02132) makes the mean of x' equal x.
+
+    Args:
+        bits: 8, 4 or 2.
+        block: values that share a step, a multiple of 8.
+        stochastic: round up or down at random, in proportion.
+    """
+
+    bits: int = 8
+    block: int = 128
+    stochastic: bool = False
+    _dither: Dither = field(default_factory=Dither, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.bits not in (8, 4, 2):
+            raise UserError(f"Quantize has bits={self.bits}; choose 8, 4 or 2")
+        if self.block < 8 or self.block % 8:
+            raise UserError(f"Quantize has block={self.block}; choose a multiple of 8")
+
+    @property
+    def _grid(self) -> tuple[int, int, int]:
+        """The distance of codes in steps, the steps from the first code to zero, and the last code."""
+        if self.bits == 2:
+            return 2, 3, 3
+        levels = (1 << (self.bits - 1)) - 1
+        return 1, levels, 2 * levels
+
+    def compress(self, flat: Tensor) -> list[Tensor]:
+        """The packed codes, and one float32 step a block, as bytes."""
+        count = -(-flat.numel() // self.block)
+        codes = torch.empty(count, self.block * self.bits // 8, dtype=torch.uint8, device=flat.device)
+        steps = torch.empty(count, device=flat.device)
+        for x, code, step in zip(
+            rows(flat, self.block), row_pieces(codes, self.block), row_pieces(steps, self.block), strict=True
+        ):
+            self._quantize(x, code, step)
+        return [codes, steps.view(torch.uint8)]
+
+    def _quantize(self, x: Tensor, codes: Tensor, steps: Tensor) -> None:
+        distance, zero, last = self._grid
+        torch.amax(x.abs(), dim=1, out=steps)
+        steps.div_(zero)
+        grid = x / torch.where(steps > 0, steps, 1)[:, None]
+        grid.add_(zero)
+        if distance != 1:
+            grid.div_(distance)
+        if self.stochastic:
+            grid.add_(self._dither.take(grid)).floor_()
+        else:
+            grid.round_()
+        codes.copy_(pack_bits(grid.clamp_(0, last).to(torch.uint8), self.bits))
+
+    def expand(self, parts: Sequence[Tensor], like: Sequence[Tensor]) -> Tensor:
+        """See FlatStage."""
+        numel = count_of(like)
+        count = -(-numel // self.block)
+        width = self.block * self.bits // 8
+        packed, steps = expected(parts, (torch.uint8, count * width), (torch.uint8, 4 * count))
+        distance, zero, _ = self._grid
+        out = torch.empty(count, self.block, device=packed.device)
+        pieces = zip(
+            row_pieces(packed.view(count, width), self.block),
+            row_pieces(steps.view(torch.float32), self.block),
+            row_pieces(out, self.block),
+            strict=True,
+        )
+        for code, step, x in pieces:
+            x.copy_(unpack_bits(code, self.bits))
+            if distance != 1:
+                x.mul_(distance)
+            x.sub_(zero).mul_(step[:, None])
+        return out.view(-1)[:numel]
+
+    def state_dict(self) -> dict[str, Any]:
+        """How many random numbers have been taken."""
+        return {"count": self._dither.count}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See Codec."""
+        self._dither.count = state["count"]
+
+    def seed(self, seed: int) -> None:
+        """See Codec."""
+        self._dither.seed = seed

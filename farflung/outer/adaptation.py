@@ -1,0 +1,84 @@
+"""Sending less, and more often, as the rank that matters falls."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from farflung.config import UserError
+
+
+@dataclass(frozen=True)
+class Adapt:
+    """How the codec's rank and the steps between rounds follow the effective rank (DiLoCoX, arXiv 2506.21263).
+
+    The effective rank of each round's averaged message is averaged over `window` rounds. Divided by what it was over
+    the first window, it is the share of the codec's first rank, and of the first `every`, that the next round has:
+    never more than 1. A shorter exchange needs fewer steps to hide behind.
+
+    Args:
+        window: rounds.
+        least: the smallest share.
+        steps: whether `every` follows, too. Members that see different means cannot agree on it, so it is for groups
+            of everyone.
+    """
+
+    window: int = 5
+    least: float = 0.25
+    steps: bool = True
+
+    def __post_init__(self) -> None:
+        if self.window < 1 or not 0 < self.least <= 1:
+            raise UserError(f"{self} cannot be: window is at least 1, least more than 0 and at most 1")
+
+
+class Adaptation:
+    """The effective ranks seen so far, and what follows from them."""
+
+    def __init__(self, settings: Adapt) -> None:
+        self.settings = settings
+        self._first: list[float] = []
+        self._last: list[float] = []
+
+    def observe(self, mean: Sequence[Tensor]) -> tuple[float, float]:
+        """Takes note of a round's averaged message; its effective rank, and the share that follows."""
+        rank = effective_rank(mean)
+        window = self.settings.window
+        if len(self._first) < window:
+            self._first.append(rank)
+        self._last = [*self._last, rank][-window:]
+        share = _mean(self._last) / max(_mean(self._first), 1e-30)
+        return rank, min(1.0, max(self.settings.least, share))
+
+    def state_dict(self) -> dict[str, Any]:
+        """The effective ranks that are still needed."""
+        return {"first": self._first, "last": self._last}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from a `state_dict`."""
+        self._first, self._last = list(state["first"]), list(state["last"])
+
+
+def effective_rank(tensors: Sequence[Tensor]) -> float:
+    """exp(entropy of σ / sum σ) of the singular values σ (Roy and Vetterli 2007); over matrices, the mean by size.
+
+    Tensors of more than two dimensions count as matrices of their first one; others do not count.
+    """
+    total, weight = 0.0, 0
+    for tensor in tensors:
+        if tensor.dim() > 1 and tensor.numel():
+            singular = torch.linalg.svdvals(tensor.reshape(len(tensor), -1).float()).double()
+            shares = singular / singular.sum().clamp(min=1e-300)
+            entropy = -float(torch.special.xlogy(shares, shares).sum())
+            total += tensor.numel() * math.exp(entropy)
+            weight += tensor.numel()
+    return total / weight if weight else 0.0
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)

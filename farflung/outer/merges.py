@@ -1,0 +1,90 @@
+"""What becomes of the steps that a replica trains while its round is under way."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from farflung.config import UserError
+
+
+class Merge(Protocol):
+    """Joins a landing round's new anchor with the weights that the replica has trained on meanwhile."""
+
+    needs_start: bool
+    """Whether the weights at the round's start must be kept."""
+    eager: bool
+    """Whether a replica's own fresh message stands in for its old one when a round lands."""
+
+    def merge(self, now: Tensor, at_start: Tensor | None, anchor: Tensor) -> Tensor:
+        """The new weights θ', all flat; may overwrite `now`."""
+        ...
+
+
+@dataclass(frozen=True)
+class Keep:
+    """θ' = φ' + (θ - θ at the start): what was trained meanwhile comes on top of the new anchor."""
+
+    needs_start = True
+    eager = False
+
+    def merge(self, now: Tensor, at_start: Tensor | None, anchor: Tensor) -> Tensor:
+        """See Merge."""
+        assert at_start is not None
+        return now.sub_(at_start).add_(anchor)
+
+
+@dataclass(frozen=True)
+class Drop:
+    """θ' = φ': what was trained meanwhile is lost."""
+
+    needs_start = False
+    eager = False
+
+    def merge(self, now: Tensor, at_start: Tensor | None, anchor: Tensor) -> Tensor:
+        """See Merge."""
+        return anchor
+
+
+@dataclass(frozen=True)
+class Mix:
+    """θ' = a·θ + (1 - a)·φ' (Streaming DiLoCo, arXiv 2501.18512).
+
+    Args:
+        own: a, from 0 (Drop) to 1 (the round has no effect on the weights).
+    """
+
+    own: float = 0.5
+    needs_start = False
+    eager = False
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.own <= 1:
+            raise UserError(f"Mix has own={self.own}; choose from 0 to 1")
+
+    def merge(self, now: Tensor, at_start: Tensor | None, anchor: Tensor) -> Tensor:
+        """See Merge."""
+        return now.lerp_(anchor, 1 - self.own)
+
+
+@dataclass(frozen=True)
+class Eager:
+    """θ' = φ', where the outer step was given the group's last messages but this replica's own fresh one.
+
+        Δ used = Δ own (now) / M + mean over the M of Δ (last round) - Δ own (last round) / M
+
+    (arXiv 2502.12996.) For a delay of a whole round: a round lands when the next one starts.
+    """
+
+    needs_start = False
+    eager = True
+
+    def merge(self, now: Tensor, at_start: Tensor | None, anchor: Tensor) -> Tensor:
+        """See Merge."""
+        return anchor
+
+
+MERGES: dict[str, Merge] = {"kept": Keep(), "dropped": Drop(), "mixed": Mix(), "eager": Eager()}
+"""By the names that settings use for what was trained meanwhile."""

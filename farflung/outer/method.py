@@ -1,0 +1,91 @@
+"""A method: the choices that its rounds are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import nn
+
+from farflung.codecs import Codec, Dense
+from farflung.networks import Network
+from farflung.outer.adaptation import Adapt
+from farflung.outer.attached import Attached, Round
+from farflung.outer.gradients import GradientLoop
+from farflung.outer.loop import OuterLoop
+from farflung.outer.merges import Keep, Merge
+from farflung.outer.optimizers import OuterFactory
+from farflung.outer.schedules import Schedule
+from farflung.outer.topologies import Everyone, Topology
+
+InnerFactory = Callable[..., torch.optim.Optimizer]
+"""Makes an inner optimizer of parameters, `lr` and `weight_decay`."""
+
+ADAMW: InnerFactory = partial(torch.optim.AdamW, betas=(0.9, 0.95), fused=True)
+
+
+@dataclass(frozen=True)
+class Method:
+    """The choices that make a method.
+
+    Args:
+        schedule: when rounds start and land.
+        topology: who averages with whom.
+        codec: how a message becomes bytes.
+        outer: makes the outer optimizer of the anchors; None keeps no anchors and averages gradients before each
+            inner step instead.
+        merge: what becomes of the steps that are trained while a round is under way.
+        adapt: whether the codec's rank and the steps between rounds follow the effective rank of what is exchanged.
+        gather_up_to: in groups of up to so many, packets go from everyone to everyone; in larger ones, each member
+            averages a part and sends it round.
+        inner: the inner optimizer that the method is published with.
+    """
+
+    schedule: Schedule
+    topology: Topology = field(default_factory=Everyone)
+    codec: Codec = field(default_factory=Dense)
+    outer: OuterFactory | None = None
+    merge: Merge = field(default_factory=Keep)
+    adapt: Adapt | None = None
+    gather_up_to: int = 2
+    inner: InnerFactory = ADAMW
+
+    def attach(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        network: Network,
+        *,
+        outer_device: torch.device | str | None = None,
+        deadline: float = 120.0,
+        on_round: Callable[[Round], None] | None = None,
+    ) -> Attached:
+        """Hooks the method to the steps of an inner optimizer, for use in a `with` statement. See OuterLoop."""
+        if self.outer is None:
+            return GradientLoop(
+                model,
+                optimizer,
+                network,
+                topology=self.topology,
+                codec=self.codec,
+                gather_up_to=self.gather_up_to,
+                deadline=deadline,
+                on_round=on_round,
+            )
+        return OuterLoop(
+            model,
+            optimizer,
+            network,
+            schedule=self.schedule,
+            topology=self.topology,
+            codec=self.codec,
+            outer=self.outer,
+            merge=self.merge,
+            adapt=self.adapt,
+            gather_up_to=self.gather_up_to,
+            outer_device=outer_device,
+            deadline=deadline,
+            on_round=on_round,
+        )
