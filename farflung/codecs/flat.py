@@ -66,6 +66,19 @@ def count_of(like: Sequence[Tensor]) -> int:
     return sum(math.prod(tensor.shape) for tensor in like)
 
 
+def unscaled(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """The tensor with a largest magnitude of 1, and what it was divided by: sums of huge values would overflow."""
+    largest = tensor.abs().amax() if tensor.numel() else tensor.new_zeros(())
+    scale = torch.where(largest > 0, largest, 1)
+    return tensor / scale, scale
+
+
+def rescaled(tensor: Tensor, scale: Tensor) -> Tensor:
+    """The product with a scale, in place; what leaves float32's range becomes the largest number."""
+    most = torch.finfo(torch.float32).max
+    return tensor.mul_(scale).clamp_(-most, most)
+
+
 def rows(flat: Tensor, width: int) -> Iterator[Tensor]:
     """A flat tensor as pieces of rows of `width`; the last row is filled up with zeros."""
     piece = max(PIECE // width, 1) * width

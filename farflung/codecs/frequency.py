@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from farflung.codecs.base import Stage
-from farflung.codecs.flat import expected
+from farflung.codecs.flat import expected, rescaled, unscaled
 
 
 @dataclass(frozen=True)
@@ -51,17 +51,18 @@ class Frequency(Stage):
         if tensor.numel() == 0:
             return tensor.reshape(-1)
         rows = tensor.shape[0] if tensor.dim() > 1 else 1
-        matrix = tensor.reshape(rows, -1)
+        matrix, scale = unscaled(tensor.reshape(rows, -1))
         padded = torch.nn.functional.pad(matrix, (0, across * width - matrix.shape[1], 0, down * height - rows))
         chunks = padded.view(down, height, across, width).transpose(1, 2)
-        return _cosines(height, tensor.device) @ chunks @ _cosines(width, tensor.device).mT
+        return rescaled(_cosines(height, tensor.device) @ chunks @ _cosines(width, tensor.device).mT, scale)
 
     def _backward(self, coefficients: Tensor, like: Tensor) -> Tensor:
         down, height, across, width = self._grid(like)
         if like.numel() == 0:
             return coefficients.new_zeros(like.shape)
-        chunks = coefficients.view(down, across, height, width)
-        values = _cosines(height, chunks.device).mT @ chunks @ _cosines(width, chunks.device)
+        small, scale = unscaled(coefficients)
+        chunks = small.view(down, across, height, width)
+        values = rescaled(_cosines(height, chunks.device).mT @ chunks @ _cosines(width, chunks.device), scale)
         rows = like.shape[0] if like.dim() > 1 else 1
         padded = values.transpose(1, 2).reshape(down * height, across * width)
         return padded[:rows, : like.numel() // rows].reshape(like.shape)

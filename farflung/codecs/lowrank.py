@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from farflung.codecs.base import PacketError, Stage
+from farflung.codecs.flat import rescaled, unscaled
 from farflung.config import UserError
 
 
@@ -49,8 +50,9 @@ class LowRank(Stage):
         lefts, rights = [], []
         bases = self._warm_starts(matrices, rank)
         for matrix, basis in zip(matrices, bases, strict=True):
-            left = torch.linalg.qr(_scaled(matrix @ basis)).Q
-            right = matrix.mT @ left
+            small, scale = unscaled(matrix)
+            left = torch.linalg.qr(small @ basis).Q
+            right = rescaled(small.mT @ left, scale)
             lefts.append(left.mT.reshape(-1))
             rights.append(right.mT.reshape(-1))
             basis.copy_(right)
@@ -68,7 +70,7 @@ class LowRank(Stage):
             basis = torch.randn(matrix.shape[1], rank, generator=generator).to(matrix.device)
             if fitting and len(self._bases[number]) == matrix.shape[1]:
                 known = self._bases[number][:, :rank]
-                basis[:, : known.shape[1]] = _scaled(known)
+                basis[:, : known.shape[1]] = unscaled(known)[0]
             bases.append(basis)
         return bases
 
@@ -123,11 +125,6 @@ def _is_low_rank(tensor: Tensor, rank: int) -> bool:
     return tensor.dim() > 1 and rank * (rows + columns) < rows * columns
 
 
-def _scaled(matrix: Tensor) -> Tensor:
-    """The matrix with a largest value of 1: neither huge nor tiny ones then leave float32's range."""
-    largest = matrix.abs().amax() if matrix.numel() else matrix.new_zeros(())
-    return matrix / torch.where(largest > 0, largest, 1)
-
-
 def _product(left: Tensor, right: Tensor, rank: int) -> Tensor:
-    return left.view(rank, -1).mT @ right.view(rank, -1)
+    small, scale = unscaled(right)
+    return rescaled(left.view(rank, -1).mT @ small.view(rank, -1), scale)

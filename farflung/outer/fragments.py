@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import functools
-import os
 import re
 
 import torch
 from torch import Tensor, nn
 
 from farflung.config import UserError
-
-# A round's message is new memory each time; torch then takes it in huge pages, which costs a tenth.
-os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 
 class Fragment:

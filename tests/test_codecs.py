@@ -1,0 +1,441 @@
+"""Codecs: what comes back, how far off it may be, and what becomes of packets that are not sound."""
+
+import copy
+import io
+import struct
+import zlib
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from farflung.codecs import (
+    Apart,
+    Codec,
+    Dense,
+    ErrorFeedback,
+    Float,
+    Frequency,
+    LowRank,
+    Modulo,
+    NotFinite,
+    PacketError,
+    Quantize,
+    Threshold,
+    TopK,
+    codec_named,
+)
+from farflung.codecs.base import _HEADER, MAGIC, VERSION
+from farflung.codecs.bits import pack_bits, unpack_bits
+from farflung.config import UserError
+
+CODECS: dict[str, Callable[[], Codec]] = {
+    "float32": Dense,
+    "bfloat16": lambda: Dense(torch.bfloat16),
+    "float16": lambda: Dense(torch.float16),
+    "int8": lambda: Quantize(bits=8),
+    "int4": lambda: Quantize(bits=4, block=32),
+    "int2": lambda: Quantize(bits=2, block=32),
+    "int4 stochastic": lambda: Quantize(bits=4, stochastic=True),
+    "e3m0": lambda: Float("e3m0", block=64),
+    "e4m3": lambda: Float("e4m3"),
+    "topk": lambda: TopK(share=0.1, chunk=64),
+    "topk | int2": lambda: TopK(share=0.1, chunk=4096) | Quantize(bits=2),
+    "threshold": lambda: Threshold(share=0.1, refresh=3),
+    "threshold | int4": lambda: Threshold(share=0.1, refresh=3) | Quantize(bits=4),
+    "lowrank": lambda: LowRank(rank=2),
+    "lowrank | int4": lambda: LowRank(rank=3) | Quantize(bits=4),
+    "frequency": lambda: Frequency(chunk=8),
+    "frequency | topk | int8": lambda: Frequency(chunk=8) | TopK(share=0.2, chunk=64) | Quantize(bits=8),
+    "modulo4": lambda: Modulo(bits=4, block=32),
+    "modulo3": lambda: Modulo(bits=3),
+    "modulo4 in turns": lambda: Modulo(bits=4, block=16, turns=3),
+    "feedback": lambda: ErrorFeedback(TopK(share=0.1, chunk=64) | Quantize(bits=2), decay=0.9),
+    "apart": lambda: Apart(ErrorFeedback(LowRank(rank=2) | Quantize(bits=4)), Modulo(bits=4)),
+}
+every_codec = pytest.mark.parametrize("name", list(CODECS))
+quickly = settings(max_examples=25, deadline=None)
+
+shapes = st.sampled_from([(), (0,), (0, 3), (1,), (1, 1), (7,), (5, 9), (40, 30), (2, 3, 4), (300,)])
+values = st.sampled_from(["normal", "zeros", "huge", "tiny", "denormal", "mixed", "same"])
+dtypes = st.sampled_from([torch.float32, torch.float64, torch.bfloat16])
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> list[Tensor]:
+    """Two or four tensors of awkward shapes, layouts, dtypes and values."""
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 1000)))
+    made = []
+    for _ in range(draw(st.sampled_from([2, 4]))):
+        tensor = torch.randn(draw(shapes), generator=generator)
+        kind = draw(values)
+        scale = {"huge": 5e37, "tiny": 1e-20, "denormal": 1e-43, "zeros": 0.0}.get(kind, 1.0)
+        tensor = torch.full_like(tensor, 3e38) if kind == "same" else tensor * scale
+        if kind == "mixed" and tensor.numel():
+            tensor.view(-1)[:: max(tensor.numel() // 3, 1)] = 1e30
+        if tensor.dim() == 2 and draw(st.booleans()):
+            tensor = tensor.T
+        made.append(tensor.to(draw(dtypes)))
+    return made
+
+
+def flat(tensors: list[Tensor]) -> Tensor:
+    return torch.cat([tensor.reshape(-1).double() for tensor in tensors])
+
+
+@every_codec
+@quickly
+@given(message=tensors())
+def test_what_comes_back_has_shape_and_dtype_is_finite_and_the_same_each_time(name: str, message: list[Tensor]) -> None:
+    before = copy.deepcopy(message)
+    packet = CODECS[name]().encode(message)
+    assert packet.dtype == torch.uint8 and packet.dim() == 1 and packet.is_contiguous()
+    assert torch.equal(packet, CODECS[name]().encode(message))
+    back = CODECS[name]().decode(packet, message)
+    for tensor, was, decoded in zip(message, before, back, strict=True):
+        assert torch.equal(tensor, was)
+        assert decoded.shape == tensor.shape and decoded.dtype == tensor.dtype
+        assert torch.isfinite(decoded).all()
+
+
+@quickly
+@given(message=tensors())
+def test_dense_gives_back_every_value_rounded_to_its_dtype(message: list[Tensor]) -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        back = Dense(dtype).decode(Dense(dtype).encode(message), message)
+        most = torch.finfo(dtype).max
+        for tensor, decoded in zip(message, back, strict=True):
+            assert torch.equal(decoded, tensor.float().clamp(-most, most).to(dtype).float().to(tensor.dtype))
+
+
+def block_maxima(x: Tensor, block: int) -> Tensor:
+    padded = torch.nn.functional.pad(x, (0, -len(x) % block)).view(-1, block)
+    return padded.abs().amax(1).repeat_interleave(block)[: len(x)]
+
+
+@quickly
+@given(message=tensors(), bits=st.sampled_from([8, 4, 2]), stochastic=st.booleans())
+def test_quantizing_errs_by_half_a_step_at_most(message: list[Tensor], bits: int, stochastic: bool) -> None:
+    message = [tensor.float() for tensor in message]
+    codec = Quantize(bits=bits, block=16, stochastic=stochastic)
+    x = flat(message)
+    error = (flat(codec.decode(codec.encode(message), message)) - x).abs()
+    steps = block_maxima(x, 16) / (3 if bits == 2 else 2 ** (bits - 1) - 1)
+    bound = steps * (1.0 if bits == 2 else 0.5) * (2 if stochastic else 1)
+    assert (error <= bound * (1 + 1e-4) + 1e-44 * 2**bits).all()
+
+
+def test_stochastic_rounding_is_right_on_average() -> None:
+    x = torch.rand(64, generator=torch.Generator().manual_seed(0)) - 0.5
+    total = torch.zeros(64)
+    for seed in range(2000):
+        codec = Quantize(bits=2, block=64, stochastic=True)
+        codec.seed(seed)
+        total += codec.decode(codec.encode([x]), [x])[0]
+    assert (total / 2000 - x).abs().max() < 0.03  # a step is 0.33; the mean of 2000 errs by 0.004
+    plain = Quantize(bits=2, block=64)
+    assert (plain.decode(plain.encode([x]), [x])[0] - x).abs().max() > 0.1
+
+
+@quickly
+@given(message=tensors(), format=st.sampled_from(["e3m0", "e4m3"]))
+def test_small_floats_err_in_proportion_to_each_value(message: list[Tensor], format: str) -> None:
+    message = [tensor.float() for tensor in message]
+    x = flat(message)
+    codec = Float(format, block=16)  # type: ignore[arg-type]
+    error = (flat(codec.decode(codec.encode(message), message)) - x).abs()
+    relative, floor = (0.5, 2.0**-6) if format == "e3m0" else (1 / 16, 2.0**-16)
+    assert (error <= (relative * x.abs()).maximum(floor * 2 * block_maxima(x, 16)) * (1 + 1e-6) + 2.0**-118).all()
+
+
+@quickly
+@given(seed=st.integers(0, 99), numel=st.integers(0, 300))
+def test_topk_keeps_the_largest_of_each_chunk(seed: int, numel: int) -> None:
+    x = torch.randn(numel, generator=torch.Generator().manual_seed(seed))
+    codec = TopK(share=3 / 64, chunk=64)
+    expected = torch.zeros(numel)
+    for begin in range(0, numel, 64):
+        part = x[begin : begin + 64]
+        for place in sorted(range(len(part)), key=lambda i: -abs(float(part[i])))[:3]:
+            expected[begin + place] = part[place]
+    assert torch.equal(codec.decode(codec.encode([x]), [x])[0], expected)
+
+
+def test_a_threshold_keeps_what_is_above_it_and_is_renewed_only_so_often() -> None:
+    codec = Threshold(share=0.1, refresh=2)
+    generator = torch.Generator().manual_seed(1)
+    first = torch.randn(10_000, generator=generator)
+    kept = codec.decode(codec.encode([first]), [first])[0]
+    threshold = float(first.abs().sort(descending=True).values[999])
+    assert torch.equal(kept, torch.where(first.abs() >= threshold, first, 0.0))
+    second = 3 * torch.randn(10_000, generator=generator)
+    kept = codec.decode(codec.encode([second]), [second])[0]
+    assert torch.equal(kept, torch.where(second.abs() >= threshold, second, 0.0))
+    third = 3 * torch.randn(10_000, generator=generator)
+    assert int((codec.decode(codec.encode([third]), [third])[0] != 0).sum()) == 1000
+
+
+def test_low_rank_is_exact_where_it_can_be_and_comes_near_the_best_with_time() -> None:
+    generator = torch.Generator().manual_seed(2)
+    exact = torch.randn(30, 3, generator=generator) @ torch.randn(3, 20, generator=generator)
+    codec = LowRank(rank=3)
+    assert torch.allclose(codec.decode(codec.encode([exact]), [exact])[0], exact, atol=1e-4)
+    matrix = torch.randn(60, 40, generator=generator) @ torch.diag(0.8 ** torch.arange(40.0))
+    best = float(torch.linalg.svdvals(matrix)[5:].square().sum().sqrt())
+    codec = LowRank(rank=5)
+    errors = [float((codec.decode(codec.encode([matrix]), [matrix])[0] - matrix).norm()) for _ in range(20)]
+    assert errors[0] > errors[5] > best and errors[-1] < 1.02 * best
+
+
+def test_a_lower_rank_sends_less_and_any_receiver_can_read_it() -> None:
+    matrix, vector = torch.randn(50, 50), torch.randn(50)
+    codec = LowRank(rank=10)
+    full = codec.encode([matrix, vector])
+    codec.shrink_to(0.3)
+    packet = codec.encode([matrix, vector])
+    back = LowRank(rank=10).decode(packet, [matrix, vector])
+    assert packet.nbytes - 50 * 4 < 0.4 * full.nbytes
+    assert torch.linalg.matrix_rank(back[0]) == 3 and torch.equal(back[1], vector)
+
+
+def test_frequencies_are_the_cosine_transform_and_give_everything_back() -> None:
+    matrix = torch.randn(8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    i, j = torch.meshgrid(torch.arange(8.0), torch.arange(8.0), indexing="ij")
+    cosines = torch.cos(torch.pi * (2 * j + 1) * i / 16).double() * torch.where(i == 0, 0.125, 0.25).double().sqrt()
+    (found,) = Frequency(chunk=8).shrink([matrix])
+    assert torch.allclose(found.double().view(8, 8), cosines @ matrix @ cosines.T, atol=1e-5)
+    odd = [torch.randn(11, 13), torch.randn(5), torch.tensor(2.0), torch.randn(3, 4, 5)]
+    codec = Frequency(chunk=8)
+    for tensor, back in zip(odd, codec.decode(codec.encode(odd), odd), strict=True):
+        assert torch.allclose(tensor, back, atol=1e-5)
+
+
+@pytest.mark.parametrize("bits", [1, 2, 3, 4, 8])
+def test_modulo_errs_by_half_a_step_of_twice_the_distance(bits: int) -> None:
+    generator = torch.Generator().manual_seed(4)
+    common = 100 * torch.randn(1000, generator=generator)
+    sender, receiver = Modulo(bits=bits), Modulo(bits=bits)
+    sender.expect([common])
+    theirs = common + 0.01 * torch.rand(1000, generator=generator)
+    own = common
+    found = receiver.decode(sender.encode([theirs]), [own])[0]
+    # The first R is 4 · 1.5 times as far as the sender is from what was expected.
+    assert (found - theirs).abs().max() <= 6 * 0.01 / 2**bits / 2 * 1.01 + 1e-4
+
+
+def test_modulo_keeps_a_block_of_its_own_when_the_sender_is_too_far_away() -> None:
+    generator = torch.Generator().manual_seed(5)
+    common = torch.randn(64 * 256, generator=generator)
+    theirs = common + 0.001 * torch.randn(64 * 256, generator=generator)
+    own = theirs + torch.rand(64, generator=generator).repeat_interleave(256)  # far apart in nearly every block
+    sender, receiver = Modulo(bits=4), Modulo(bits=4)
+    sender.expect([common])
+    found = receiver.decode(sender.encode([theirs]), [own])[0].view(64, 256)
+    kept = (found == own.view(64, 256)).all(1)
+    right = ((found - theirs.view(64, 256)).abs() < 0.01).all(1)
+    assert kept.sum() >= 60 and (kept | right).sum() >= 63  # one byte of checksum: one in 256 slips through
+    # What it could not read it sends with twice the range the next time, until it is wide enough.
+    for _ in range(8):
+        receiver.decode(sender.encode([theirs]), [own])
+        found = sender.decode(receiver.encode([own]), [theirs])[0]
+    assert ((found - own).abs() < 0.2).float().mean() > 0.99
+
+
+def test_blocks_that_travel_in_turns_are_all_sent_in_time() -> None:
+    sender, receiver = Modulo(bits=8, block=16, turns=3), Modulo(bits=8, block=16, turns=3)
+    own, theirs = torch.zeros(100), torch.ones(100)
+    heard = torch.zeros(100, dtype=torch.bool)
+    for _ in range(3):
+        now = receiver.decode(sender.encode([theirs]), [own])[0] != own
+        assert not (heard & now).any() and 32 <= now.sum() <= 48
+        heard |= now
+    assert heard.all()
+
+
+@quickly
+@given(seed=st.integers(0, 99), decay=st.sampled_from([1.0, 0.95]))
+def test_error_feedback_owes_exactly_what_was_not_sent(seed: int, decay: float) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    codec = ErrorFeedback(TopK(share=0.1, chunk=64) | Quantize(bits=2), decay=decay)
+    owed = torch.zeros(200, dtype=torch.float64)
+    for _ in range(6):
+        message = torch.randn(200, generator=generator)
+        sent = codec.decode(codec.encode([message]), [message])[0]
+        owed = decay * owed + message.double() - sent.double()
+    assert torch.allclose(codec.state_dict()["error"][0].double(), owed, atol=1e-4)
+
+
+@every_codec
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_not_finite_never_travels_and_harms_nothing(name: str, value: float) -> None:
+    codec = CODECS[name]()
+    good = [torch.randn(20, 10), torch.randn(20, 10)]
+    codec.encode(good)
+    before = copy.deepcopy(codec.state_dict())
+    bad = [good[0].clone(), good[1]]
+    bad[0][3, 3] = value
+    with pytest.raises(NotFinite, match="NaN or infinity"):
+        codec.encode(bad)
+    assert repr(codec.state_dict()) == repr(before)
+    assert codec.decode(codec.encode(good), good)[0].shape == (20, 10)
+
+
+MESSAGE = [
+    torch.randn(12, 9, generator=torch.Generator().manual_seed(6)),
+    torch.randn(12, 9),
+    torch.randn(70),
+    torch.zeros(3),
+]
+
+
+@every_codec
+@quickly
+@given(data=st.data())
+def test_a_packet_that_was_cut_or_altered_is_refused(name: str, data: st.DataObject) -> None:
+    packet = CODECS[name]().encode(MESSAGE)
+    with pytest.raises(PacketError):
+        CODECS[name]().decode(packet[: data.draw(st.integers(0, packet.numel() - 1))], MESSAGE)
+    altered = packet.clone()
+    altered[data.draw(st.integers(0, packet.numel() - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    with pytest.raises(PacketError, match=r"magic|version|codec|shapes hash|payload length|checksum"):
+        CODECS[name]().decode(altered, MESSAGE)
+
+
+@every_codec
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_a_packet_with_a_right_checksum_and_wrong_content_is_refused_or_harmless(
+    name: str, data: st.DataObject
+) -> None:
+    packet = CODECS[name]().encode(MESSAGE).clone()
+    payload = packet[_HEADER.size :]
+    if data.draw(st.booleans()):
+        for _ in range(data.draw(st.integers(1, 4))):
+            payload[data.draw(st.integers(0, payload.numel() - 1))] = data.draw(st.integers(0, 255))
+    else:
+        noise = data.draw(st.binary(min_size=1, max_size=64))
+        begin = data.draw(st.integers(0, payload.numel() - 1))
+        end = min(begin + len(noise), payload.numel())
+        payload[begin:end] = torch.frombuffer(bytearray(noise), dtype=torch.uint8)[: end - begin]
+    try:
+        back = CODECS[name]().decode(resigned(packet), MESSAGE)
+    except PacketError:
+        return
+    for tensor, decoded in zip(MESSAGE, back, strict=True):
+        assert decoded.shape == tensor.shape and torch.isfinite(decoded).all()
+
+
+def resigned(packet: Tensor) -> Tensor:
+    """The packet with the length and checksum that fit its payload."""
+    magic, version, codec, shapes, _, _ = _HEADER.unpack(packet[: _HEADER.size].numpy().tobytes())
+    payload = packet[_HEADER.size :].numpy().tobytes()
+    header = _HEADER.pack(magic, version, codec, shapes, len(payload), zlib.crc32(payload))
+    return torch.frombuffer(bytearray(header + payload), dtype=torch.uint8)
+
+
+@every_codec
+@quickly
+@given(noise=st.binary(max_size=200), signed=st.booleans())
+def test_random_bytes_are_refused(name: str, noise: bytes, signed: bool) -> None:
+    if signed:
+        right = _HEADER.unpack(CODECS[name]().encode(MESSAGE)[: _HEADER.size].numpy().tobytes())
+        noise = _HEADER.pack(MAGIC, VERSION, right[2], right[3], len(noise), zlib.crc32(noise)) + noise
+    packet = torch.frombuffer(bytearray(noise), dtype=torch.uint8) if noise else torch.empty(0, dtype=torch.uint8)
+    with pytest.raises(PacketError):
+        CODECS[name]().decode(packet, MESSAGE)
+
+
+def test_a_table_that_promises_more_than_there_is_is_refused_without_memory_for_it() -> None:
+    words = struct.pack("<4Q", 1, 1, 1 << 48 | (1 << 47), 0)
+    right = _HEADER.unpack(Dense().encode(MESSAGE)[: _HEADER.size].numpy().tobytes())
+    header = _HEADER.pack(MAGIC, VERSION, right[2], right[3], len(words), zlib.crc32(words))
+    with pytest.raises(PacketError, match="shorter than its table"):
+        Dense().decode(torch.frombuffer(bytearray(header + words), dtype=torch.uint8), MESSAGE)
+
+
+def test_a_packet_of_another_codec_setting_or_shape_is_refused() -> None:
+    packet = Quantize(bits=4).encode(MESSAGE)
+    for other in (Quantize(bits=8), Quantize(bits=4, block=64), Dense(), TopK() | Quantize(bits=4)):
+        with pytest.raises(PacketError, match="codec"):
+            other.decode(packet, MESSAGE)
+    with pytest.raises(PacketError, match="shapes hash"):
+        Quantize(bits=4).decode(packet, [MESSAGE[0].T, *MESSAGE[1:]])
+
+
+@every_codec
+def test_a_codec_goes_on_from_its_state_bit_for_bit(name: str) -> None:
+    generator = torch.Generator().manual_seed(7)
+    messages = [[torch.randn(20, 10, generator=generator), torch.randn(20, 10, generator=generator)] for _ in range(6)]
+    codec = CODECS[name]()
+    codec.seed(5)
+    for message in messages[:3]:
+        codec.decode(codec.encode(message), message)
+    file = io.BytesIO()
+    torch.save(codec.state_dict(), file)
+    file.seek(0)
+    resumed = CODECS[name]()
+    resumed.seed(5)
+    resumed.load_state_dict(torch.load(file, weights_only=True))
+    for message in messages[3:]:
+        packet = codec.encode(message)
+        assert torch.equal(packet, resumed.encode(message))
+        codec.decode(packet, message)
+        resumed.decode(packet, message)
+
+
+@given(bits=st.integers(1, 16), rows=st.integers(0, 3), eights=st.integers(0, 5), seed=st.integers(0, 99))
+def test_packed_bits_come_back(bits: int, rows: int, eights: int, seed: int) -> None:
+    codes = torch.randint(0, 1 << bits, (rows, 8 * eights), generator=torch.Generator().manual_seed(seed))
+    packed = pack_bits(codes.int(), bits)
+    assert packed.dtype == torch.uint8 and packed.shape == (rows, bits * eights)
+    if eights:
+        assert torch.equal(unpack_bits(packed, bits, torch.int32), codes.int())
+
+
+@pytest.mark.parametrize(
+    ("name", "bits"),
+    [
+        ("bfloat16", 16.0),
+        ("int8", 8.26),
+        ("int4", 4.26),
+        ("int2", 2.26),
+        ("e3m0", 4.01),
+        ("modulo4", 4.1),
+        ("modulo3", 3.1),
+        ("topk2-int2", 0.29),
+        ("threshold1", 0.45),
+        ("ef-lowrank8-int4", 0.17),
+    ],
+)
+def test_packets_are_as_small_as_promised(name: str, bits: float) -> None:
+    matrix = torch.randn(256, 1024, generator=torch.Generator().manual_seed(8))
+    assert 0.9 * bits < 8 * codec_named(name).encode([matrix]).nbytes / matrix.numel() <= bits + 0.01
+
+
+def test_names_make_the_codecs_that_they_say() -> None:
+    assert codec_named("ef-topk2-int2") == ErrorFeedback(TopK(share=0.02) | Quantize(bits=2))
+    assert codec_named("lowrank64-int4") == LowRank(rank=64) | Quantize(bits=4)
+    assert codec_named("modulo4") == Modulo(bits=4)
+
+
+@pytest.mark.parametrize(
+    ("name", "complaint"),
+    [
+        ("int3", "no codec 'int3'; there are: float32"),
+        ("int8-zip", "no codec 'zip'"),
+        ("", "no codec"),
+        ("ef", "no codec 'ef'"),
+        ("modulo4-int8", "modulo"),
+        ("ef-modulo4", "modulo"),
+        ("topk0", "share=0.0; choose more than 0"),
+        ("topk1.2.3", "topk1.2.3"),
+        ("lowrank0", "rank=0; choose at least 1"),
+        ("modulo9", "bits=9; choose 1 to 8"),
+    ],
+)
+def test_names_that_are_none_are_told(name: str, complaint: str) -> None:
+    with pytest.raises(UserError, match=complaint):
+        codec_named(name)
