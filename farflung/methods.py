@@ -174,7 +174,7 @@ def noloco(
     return Method(
         schedule=Schedule(every, fragments, delay),
         topology=RandomGroups(group_size, seed),
-        codec=codec if together else Apart(codec, Modulo(bits=4, turns=8)),
+        codec=codec if together else Apart(codec, Modulo(bits=4, turns=2)),
         outer=partial(GossipNesterov if together else GossipApart, lr=outer_lr, momentum=outer_momentum, gamma=gamma),
         merge=MERGES[merge],
         gather_up_to=group_size,
@@ -195,7 +195,7 @@ def nolocox(
 
     Paper: none; both arXiv 2506.10911 and arXiv 2506.21263
     """
-    codec = codec or ErrorFeedback(LowRank(rank=64) | Quantize(bits=4))
+    codec = codec or Modulo(bits=3, turns=2)
     method = noloco(every, outer_lr, outer_momentum, gamma, delay=every, codec=codec, merge=merge, seed=seed)
     return replace(method, adapt=Adapt(steps=False) if adapt else None)
 

@@ -222,8 +222,8 @@ def test_modulo_errs_by_half_a_step_of_twice_the_distance(bits: int) -> None:
     theirs = common + 0.01 * torch.rand(1000, generator=generator)
     own = common
     found = receiver.decode(sender.encode([theirs]), [own])[0]
-    # The first R is 4 · 1.5 times as far as the sender is from what was expected.
-    assert (found - theirs).abs().max() <= 6 * 0.01 / 2**bits / 2 * 1.01 + 1e-4
+    # The first R is 4 · 2 times as far as the sender is from what was expected.
+    assert (found - theirs).abs().max() <= 8 * 0.01 / 2**bits / 2 * 1.01 + 1e-4
 
 
 def test_modulo_keeps_a_block_of_its_own_when_the_sender_is_too_far_away() -> None:
@@ -402,7 +402,7 @@ def test_packed_bits_come_back(bits: int, rows: int, eights: int, seed: int) -> 
         ("int8", 8.26),
         ("int4", 4.26),
         ("int2", 2.26),
-        ("e3m0", 4.01),
+        ("e3m0", 4.04),
         ("modulo4", 4.1),
         ("modulo3", 3.1),
         ("topk2-int2", 0.29),

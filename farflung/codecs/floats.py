@@ -30,7 +30,7 @@ class Float(FlatStage):
     """
 
     format: Literal["e3m0", "e4m3"] = "e3m0"
-    block: int = 1024
+    block: int = 256
 
     @property
     def _bits(self) -> int:

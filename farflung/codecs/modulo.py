@@ -42,11 +42,12 @@ class Modulo(FlatStage):
 
     bits: int = 4
     block: int = 256
-    margin: float = 1.5
+    margin: float = 2.0
     turns: int = 1
     _ranges: Tensor | None = field(default=None, init=False, repr=False, compare=False)
     _farthest: Tensor | None = field(default=None, init=False, repr=False, compare=False)
     _expected: Tensor | None = field(default=None, init=False, repr=False, compare=False)
+    _turns_now: int = field(default=0, init=False, repr=False, compare=False)
     _turn: int = field(default=0, init=False, repr=False, compare=False)
     _dither: Dither = field(default_factory=Dither, init=False, repr=False, compare=False)
 
@@ -57,35 +58,34 @@ class Modulo(FlatStage):
             raise UserError(f"Modulo has block={self.block}; choose a multiple of 8")
         if self.turns < 1:
             raise UserError(f"Modulo has turns={self.turns}; choose at least 1")
+        self._turns_now = self.turns
 
     def compress(self, flat: Tensor) -> list[Tensor]:
-        """Packed codes, ranges and checks of this turn's blocks; the turn, and what dither was taken."""
+        """Packed codes, ranges and checks of this turn's blocks; turn and turns, and what dither was taken."""
         matrix = self._blocks(flat)
         ranges = self._ranges_for(matrix)
-        turn = slice(self._turn, None, self.turns)
+        turn = slice(self._turn, None, self._turns_now)
         values = matrix[turn]
         sent_ranges = ranges[turn].bfloat16().clone(memory_format=torch.contiguous_format)
         steps = _steps(sent_ranges, self.bits)
         codes = torch.empty(len(values), self.block * self.bits // 8, dtype=torch.uint8, device=flat.device)
         checks = torch.empty(len(values), dtype=torch.uint8, device=flat.device)
-        numbers = torch.tensor([self._turn, self._dither.seed, self._dither.count], dtype=torch.int64)
+        numbers = torch.tensor([self._turn, self._turns_now, self._dither.seed, self._dither.count])
         for u, step, code, check in self._pieces(values, steps, codes, checks):
             k = (u / step[:, None]).add_(self._dither.take(u)).floor_().int()
             code.copy_(pack_bits(k & ((1 << self.bits) - 1), self.bits))
             check.copy_(_check(k >> self.bits))
         self._ranges, self._farthest = ranges, None
-        self._turn = (self._turn + 1) % self.turns
+        self._turn = (self._turn + 1) % self._turns_now
         return [codes, sent_ranges.view(torch.uint8), checks, numbers.view(torch.uint8).to(flat.device)]
 
     def expand(self, parts: Sequence[Tensor], like: Sequence[Tensor]) -> Tensor:
         """See FlatStage. `like` are the receiver's own values."""
         flat = flatten(like)
         out = self._blocks(flat.clone() if flat.numel() % self.block == 0 else flat)
-        turn, dither, codes, sent_ranges, checks = self._read(parts, len(out))
+        rows_now, dither, codes, sent_ranges, checks = self._read(parts, len(out))
         steps = _steps(sent_ranges, self.bits)
-        # Out of turn, blocks stay as they are; with turns=1 this is a view and all is done in place.
-        rows_now = slice(turn, None, self.turns)
-        values = out[rows_now]
+        values = out[rows_now]  # a view: blocks that are not on turn stay as they are
         farthest = torch.empty(len(values), device=flat.device)
         span = 2.0**self.bits
         for own, step, code, check, far in self._pieces(values, steps, codes, checks, farthest):
@@ -96,26 +96,30 @@ class Modulo(FlatStage):
             distance = (found - own).abs_().amax(1)
             far.copy_(torch.where(readable, distance, step * (span / self.margin)))
             own.copy_(torch.where(readable[:, None], found, own))
-        if self.turns > 1:
-            out[rows_now] = values
         self._remember(rows_now, farthest, len(out))
         return out.view(-1)[: flat.numel()]
 
-    def _read(self, parts: Sequence[Tensor], blocks: int) -> tuple[int, Dither, Tensor, Tensor, Tensor]:
-        """The turn, the dither, and the turn's codes, ranges and checks."""
-        if len(parts) != 4 or any(part.dtype != torch.uint8 for part in parts) or parts[3].numel() != 24:
-            raise PacketError("packet does not hold codes, ranges, checks and three numbers")
-        turn, seed, count = parts[3].view(torch.int64).tolist()
-        if not 0 <= turn < self.turns:
-            raise PacketError(f"packet has turn {turn} of {self.turns}")
-        rows = len(range(turn, blocks, self.turns))
+    def _read(self, parts: Sequence[Tensor], blocks: int) -> tuple[slice, Dither, Tensor, Tensor, Tensor]:
+        """Which blocks are on turn, the dither, and the blocks' codes, ranges and checks."""
+        if len(parts) != 4 or any(part.dtype != torch.uint8 for part in parts) or parts[3].numel() != 32:
+            raise PacketError("packet does not hold codes, ranges, checks and four numbers")
+        turn, turns, seed, count = parts[3].view(torch.int64).tolist()
+        if not 0 <= turn < turns:
+            raise PacketError(f"packet has turn {turn} of {turns}")
+        rows = len(range(turn, blocks, turns))
         sizes = [part.numel() for part in parts[:3]]
         if sizes != [rows * self.block * self.bits // 8, 2 * rows, rows]:
             raise PacketError(f"packet has parts of {sizes} bytes for {rows} blocks")
         ranges = parts[1].view(torch.bfloat16)
         if not bool(((ranges >= 0) & ~torch.isinf(ranges)).all()):
             raise PacketError("packet has ranges that are not positive numbers")
-        return turn, Dither(seed, count), parts[0].view(rows, self.block * self.bits // 8), ranges, parts[2]
+        return (
+            slice(turn, None, turns),
+            Dither(seed, count),
+            parts[0].view(rows, self.block * self.bits // 8),
+            ranges,
+            parts[2],
+        )
 
     def _ranges_for(self, matrix: Tensor) -> Tensor:
         """R for each block: from the distances seen since the last message, else as it was."""
@@ -153,17 +157,23 @@ class Modulo(FlatStage):
             "farthest": self._farthest,
             "expected": self._expected,
             "turn": self._turn,
+            "turns": self._turns_now,
             "count": self._dither.count,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See Codec."""
         self._ranges, self._farthest, self._expected = state["ranges"], state["farthest"], state["expected"]
-        self._turn, self._dither.count = state["turn"], state["count"]
+        self._turn, self._turns_now, self._dither.count = state["turn"], state["turns"], state["count"]
 
     def seed(self, seed: int) -> None:
         """See Codec."""
         self._dither.seed = seed
+
+    def shrink_to(self, share: float) -> None:
+        """See Codec: fewer blocks a round."""
+        self._turns_now = max(self.turns, round(self.turns / share))
+        self._turn %= self._turns_now
 
     def expect(self, tensors: Sequence[Tensor]) -> None:
         """See Codec: the first R is four times as far as this replica's message is from it, times `margin`."""

@@ -31,11 +31,13 @@ _STAGES: dict[str, Callable[[str], Stage]] = {
     r"threshold([\d.]+)": lambda percent: Threshold(share=float(percent) / 100),
     "frequency": lambda _: Frequency(),
     r"modulo(\d)": lambda bits: Modulo(bits=int(bits)),
+    r"modulo(\dx\d)": lambda text: Modulo(bits=int(text[0]), turns=int(text[2])),
 }
 
 CODEC_NAMES = (
-    "float32, bfloat16, float16, int8, int4, int2, e4m3, e3m0, modulo4 (bits), lowrank64 (rank), topk2 and "
-    "threshold1 (per cent kept), frequency; joined with -, as in lowrank64-int4; a leading ef- adds error feedback"
+    "float32, bfloat16, float16, int8, int4, int2, e4m3, e3m0, modulo4 (bits), modulo4x2 (every second block in turn), "
+    "lowrank64 (rank), topk2 and threshold1 (per cent kept), frequency; "
+    "joined with -, as in lowrank64-int4; a leading ef- adds error feedback"
 )
 
 

@@ -22,7 +22,7 @@ from farflung.outer.averaging import Averaging, agree
 from farflung.outer.fragments import Fragment, split
 from farflung.outer.gradients import different_start
 from farflung.outer.merges import Keep, Merge
-from farflung.outer.optimizers import OuterFactory, message_of, step_with
+from farflung.outer.optimizers import OuterFactory, gradient_of, message_of, step_with
 from farflung.outer.schedules import Schedule
 from farflung.outer.streams import Flight, Stream
 from farflung.outer.topologies import Topology
@@ -214,7 +214,7 @@ class OuterLoop(Attached):
         """Follows the effective rank: how much the codec may send, and how many steps the next round is away."""
         if stream.adaptation is None:
             return None, None
-        rank, share = stream.adaptation.observe(stream.fragment.views(mean))
+        rank, share = stream.adaptation.observe(stream.fragment.views(gradient_of(self.outer, stream.anchor, mean)))
         stream.averaging.shrink_to(share)
         if stream.adaptation.settings.steps:
             stream.every, stream.delay = self.schedule.shortened(share)

@@ -32,6 +32,10 @@ class OuterOptimizer(torch.optim.Optimizer):
         """Moves the anchor, given the mean of the group's messages: by default as if it were the gradient."""
         descend(self, anchor, mean)
 
+    def gradient(self, anchor: Tensor, mean: Tensor) -> Tensor:
+        """What the mean of the messages says that the anchor should descend along: by default that mean."""
+        return mean
+
 
 def pseudo_gradient(anchor: Tensor, weights: Tensor) -> Tensor:
     """Δ = φ - θ, in the memory of the weights."""
@@ -56,6 +60,11 @@ def step_with(outer: torch.optim.Optimizer, anchor: Tensor, mean: Tensor) -> Non
         outer.step_with(anchor, mean)
     else:
         descend(outer, anchor, mean)
+
+
+def gradient_of(outer: torch.optim.Optimizer, anchor: Tensor, mean: Tensor) -> Tensor:
+    """What any torch optimizer is told to descend along by a mean of messages."""
+    return outer.gradient(anchor, mean) if isinstance(outer, OuterOptimizer) else mean
 
 
 class GossipNesterov(OuterOptimizer):
@@ -94,6 +103,10 @@ class GossipNesterov(OuterOptimizer):
             v.mul_(momentum).sub_(u).sub_(phi, alpha=gamma)
             phi.add_(v)
 
+    def gradient(self, anchor: Tensor, mean: Tensor) -> Tensor:
+        """β·mean(Δ) + γ·(φ - mean(φ)) = mean + γ·φ."""
+        return torch.add(mean, anchor, alpha=self._settings["gamma"])
+
     @property
     def _settings(self) -> dict[str, Any]:
         return self.param_groups[0]
@@ -114,6 +127,10 @@ class GossipApart(GossipNesterov):
     def step_with(self, anchor: Tensor, mean: Tensor) -> None:
         """v ← α·v - (mean of the halves' sum) - γ·φ; φ ← φ + v."""
         super().step_with(anchor, mean[: anchor.numel()] + mean[anchor.numel() :])
+
+    def gradient(self, anchor: Tensor, mean: Tensor) -> Tensor:
+        """As GossipNesterov's, of the halves' sum."""
+        return super().gradient(anchor, mean[: anchor.numel()] + mean[anchor.numel() :])
 
 
 class SignSGD(torch.optim.Optimizer):
