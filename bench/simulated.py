@@ -63,7 +63,8 @@ class Runs:
 
     def best(self, candidates: list[Variant], seed: int) -> Variant:
         """The candidate with the lowest loss on one seed; prints them all."""
-        losses = {v.name: f.result()["validation_loss"] for v, f in [(v, self.start(v, seed)) for v in candidates]}
+        started = [(variant, self.start(variant, seed)) for variant in candidates]
+        losses = {variant.name: future.result()["validation_loss"] for variant, future in started}
         best = min(candidates, key=lambda variant: losses[variant.name])
         print(
             f"  tuned on seed {seed}: " + ", ".join(f"{name} {loss:.4f}" for name, loss in losses.items()), flush=True

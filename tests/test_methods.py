@@ -1,0 +1,343 @@
+"""The recipes on compressed, delayed and adapting rounds, against plain numpy and laws."""
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from problem import Result, flat, inner_steps, replica, small_model
+from torch import Tensor
+
+from farflung import methods
+from farflung.codecs import Codec, Dense, ErrorFeedback, Frequency, LowRank, Packet, Quantize, Threshold, TopK
+from farflung.config import Config, UserError
+from farflung.methods import RECIPES, bytes_per_parameter, from_config
+from farflung.networks import SimulatedNetwork, Simulation
+from farflung.outer import (
+    Adapt,
+    Average,
+    Drop,
+    Eager,
+    Everyone,
+    Keep,
+    Merge,
+    Method,
+    Mix,
+    OuterLoop,
+    RandomGroups,
+    Round,
+    Schedule,
+    SignSGD,
+)
+from farflung.outer.adaptation import Adaptation, effective_rank
+from farflung.outer.averaging import cut
+
+DOUBLE = torch.float64
+
+
+def run(make: Callable[[], Method], replicas: int, steps: int) -> list[Result]:
+    return Simulation(replicas).run(replica(make, steps, DOUBLE))
+
+
+def trained(weights: np.ndarray, rank: int, steps: range, state: dict[str, Any]) -> np.ndarray:
+    """Inner AdamW steps from these weights; `state` carries the inner optimizer over."""
+    model = small_model(DOUBLE)
+    torch.nn.utils.vector_to_parameters(torch.from_numpy(weights.copy()), model.parameters())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    if state:
+        optimizer.load_state_dict(state["inner"])
+    inner_steps(model, optimizer, rank, steps)
+    state["inner"] = optimizer.state_dict()
+    return flat(model).numpy().copy()
+
+
+@pytest.mark.parametrize("name", sorted(RECIPES))
+def test_every_recipe_trains_and_those_among_all_keep_replicas_equal(name: str) -> None:
+    every = {} if name in ("ddp", "local", "demo", "dct") else {"every": 5}
+    seen = Simulation(4).run(replica(lambda: RECIPES[name](**every), steps=60))
+    start = flat(small_model())
+    for result in seen:
+        assert torch.isfinite(result.weights).all() and not torch.equal(result.weights, start)
+    equal = all(torch.equal(result.weights, seen[0].weights) for result in seen)
+    apart = {"local", "noloco", "nolocox", "streaming-diloco", "eager-diloco"}  # dilocox has just landed all rounds
+    assert equal == (name not in apart)
+    assert all(round.outcome == "averaged" for result in seen for round in result.rounds)
+
+
+def test_sparseloco_is_error_feedback_of_the_largest_and_a_plain_step() -> None:
+    """e ← 0.95·e + Δ; the largest 2 % of 4096 (here the 82 largest of all) travel; φ ← φ - mean."""
+    codec = ErrorFeedback(TopK(share=0.02), decay=0.95)
+    seen = run(lambda: methods.sparseloco(every=4, codec=codec), 3, 16)
+    anchor = flat(small_model(DOUBLE)).numpy()
+    owed, states = [np.zeros_like(anchor) for _ in range(3)], [{} for _ in range(3)]
+    for round in range(4):
+        sent = []
+        for rank in range(3):
+            weights = trained(anchor, rank, range(4 * round, 4 * round + 4), states[rank])
+            total = 0.95 * owed[rank] + anchor - weights
+            largest = np.argsort(-np.abs(total))[:82]
+            message = np.zeros_like(total)
+            message[largest] = total[largest]
+            owed[rank] = total - message
+            sent.append(message)
+        anchor = anchor - np.mean(sent, axis=0)
+    for result in seen:
+        np.testing.assert_allclose(result.weights.numpy(), anchor, rtol=0, atol=1e-6)
+
+
+def test_eager_diloco_uses_its_own_fresh_part_and_the_others_last_one() -> None:
+    """Δ used = own now / M + (mean - own / M) of last round; Nesterov; θ = φ'. Nobody's progress at first."""
+    seen = run(lambda: methods.eager_diloco(every=4, outer_lr=0.7, outer_momentum=0.6, codec=Dense()), 3, 18)
+    start = flat(small_model(DOUBLE)).numpy()
+    anchors, velocities = [start.copy() for _ in range(3)], [np.zeros_like(start) for _ in range(3)]
+    weights, states = list(anchors), [{} for _ in range(3)]
+    last: list[np.ndarray] = [np.zeros_like(start)] * 3
+    for round in range(5):
+        end = min(4 * round + 4, 18)
+        now = [trained(weights[r], r, range(4 * round, end), states[r]) for r in range(3)]
+        deltas = [anchors[r] - now[r] for r in range(3)]
+        mean = np.mean(last, axis=0)
+        for r in range(3):
+            used = deltas[r] / 3 + mean - last[r] / 3
+            velocities[r] = 0.6 * velocities[r] + used
+            anchors[r] = anchors[r] - 0.7 * (used + 0.6 * velocities[r])
+            weights[r] = anchors[r]
+        last = deltas
+    for r in range(3):
+        np.testing.assert_allclose(seen[r].weights.numpy(), weights[r], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(("merge", "own"), [(Mix(0.3), 0.3), (Drop(), 0.0), (Mix(0.0), 0.0), (Mix(1.0), 1.0)])
+def test_a_landing_mixes_own_weights_with_the_new_anchor(merge: Merge, own: float) -> None:
+    """One replica, plain averaging: the new anchor is what the weights were two steps before."""
+    method = Method(Schedule(every=5, delay=2), Everyone(), outer=Average, merge=merge)
+    (result,) = run(lambda: method, 1, 7)
+    state: dict[str, Any] = {}
+    at_start = trained(flat(small_model(DOUBLE)).numpy(), 0, range(5), state)
+    now = trained(at_start, 0, range(5, 7), state)
+    np.testing.assert_allclose(result.weights.numpy(), own * now + (1 - own) * at_start, rtol=0, atol=1e-7)
+
+
+def test_demo_descends_along_the_sign_of_the_largest_frequencies() -> None:
+    codec = Frequency(chunk=64) | TopK(share=32 / 4096)
+
+    def work(network: SimulatedNetwork) -> Tensor:
+        model = small_model(DOUBLE)
+        optimizer = SignSGD(model.parameters(), lr=1e-3, weight_decay=0.1)
+        with methods.demo().attach(model, optimizer, network):
+            inner_steps(model, optimizer, network.rank, range(6))
+        return flat(model)
+
+    seen = Simulation(3).run(work)
+    model = small_model(DOUBLE)
+    parameters = list(model.parameters())
+    momenta = [[torch.zeros_like(p, dtype=torch.float32) for p in parameters] for _ in range(3)]
+    for step in range(6):
+        total = [torch.zeros_like(p, dtype=torch.float32) for p in parameters]
+        for rank in range(3):
+            inputs = torch.randn(4, 6, generator=torch.Generator().manual_seed(1000 * rank + step)).double()
+            loss = (model(inputs) - inputs.sum(1, keepdim=True)).square().mean()
+            gradients = torch.autograd.grad(loss, parameters)
+            momenta[rank] = [0.999 * m + g.float() for m, g in zip(momenta[rank], gradients, strict=True)]
+            fast = codec.decode(codec.encode(momenta[rank]), momenta[rank])
+            momenta[rank] = [m - q for m, q in zip(momenta[rank], fast, strict=True)]
+            total = [t + q for t, q in zip(total, fast, strict=True)]
+        with torch.no_grad():
+            for parameter, q in zip(parameters, total, strict=True):
+                parameter.mul_(1 - 1e-3 * 0.1).sub_(1e-3 * q.sign())
+    for weights in seen:
+        torch.testing.assert_close(weights, flat(model), rtol=0, atol=1e-9)
+
+
+def test_dct_sends_a_hundredth_and_owes_the_rest() -> None:
+    everything = ErrorFeedback(Threshold(share=1.0, refresh=1))
+    exact, sparse = (run(make, 2, 5) for make in (methods.ddp, lambda: methods.dct(codec=everything)))
+    torch.testing.assert_close(exact[0].weights, sparse[0].weights, rtol=0, atol=1e-6)
+    little = run(lambda: methods.dct(), 2, 5)
+    assert little[0].outer.network.traffic.bytes_sent < sparse[0].outer.network.traffic.bytes_sent / 3
+    assert all(0.5 < round.compression_error < 1 for round in little[0].rounds)
+
+
+def test_bytes_of_a_replica_do_not_grow_with_their_number() -> None:
+    def bytes_sent(replicas: int) -> int:
+        def work(network: SimulatedNetwork) -> int:
+            model = torch.nn.Linear(200, 200)
+            torch.nn.init.ones_(model.weight)
+            torch.nn.init.ones_(model.bias)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            with methods.diloco(every=1, codec=ErrorFeedback(Quantize(bits=4))).attach(model, optimizer, network):
+                model(torch.randn(3, 200)).square().mean().backward()
+                optimizer.step()
+            return network.traffic.bytes_sent
+
+        return max(Simulation(replicas).run(work))
+
+    few, many = bytes_sent(4), bytes_sent(16)
+    assert few > 1.4 * 200 * 200 / 2  # 2 · 3/4 of a message
+    assert many < 1.45 * few  # 2 · 15/16, and headers
+
+
+@pytest.mark.parametrize("replicas", [2, 5])
+def test_parts_that_are_shared_out_are_averaged_as_the_whole_would_be(replicas: int) -> None:
+    whole = run(lambda: methods.diloco(every=4), replicas, 12)
+    shared = run(lambda: methods.diloco(every=4, codec=Dense(torch.float32) | Dense()), replicas, 12)
+    for one, other in zip(whole, shared, strict=True):
+        torch.testing.assert_close(one.weights, other.weights, rtol=0, atol=1e-6)
+        assert torch.equal(other.weights, shared[0].weights)
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 7, 40])
+def test_a_message_is_cut_into_equal_parts_between_rows(parts: int) -> None:
+    shapes: Sequence[tuple[int, ...]] = [(30, 4), (7,), (), (0, 3), (2, 50), (5, 2, 3)]
+    tensors = [torch.randn(shape) for shape in shapes]
+    lists = cut(tensors, parts)
+    assert len(lists) == parts
+    again = torch.cat([tensor.reshape(-1) for part in lists for tensor in part])
+    assert torch.equal(again.sort().values, torch.cat([t.reshape(-1) for t in tensors]).sort().values)
+    total = sum(tensor.numel() for tensor in tensors)
+    assert max(sum(tensor.numel() for tensor in part) for part in lists) <= total / parts + 100
+
+
+class Altering(Codec):
+    """Dense packets, of which one replica's are altered on the way."""
+
+    def __init__(self, network: SimulatedNetwork) -> None:
+        self.alters = network.rank == 1
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Altering":
+        return self
+
+    def encode(self, tensors: Sequence[Tensor]) -> Packet:
+        packet = Dense().encode(tensors)
+        if self.alters:
+            packet[-9] ^= 1
+        return packet
+
+    def decode(self, packet: Packet, like: Sequence[Tensor]) -> list[Tensor]:
+        return Dense().decode(packet, like)
+
+    def error_of(self, packet: Packet, tensors: Sequence[Tensor]) -> float:
+        return 0.0
+
+
+@pytest.mark.parametrize("gather_up_to", [2, 8])
+def test_a_round_goes_on_without_a_peer_whose_packets_cannot_be_read(gather_up_to: int) -> None:
+    def work(network: SimulatedNetwork) -> Result:
+        method = Method(Schedule(every=4), Everyone(), Altering(network), outer=Average, gather_up_to=gather_up_to)
+        return replica(lambda: method, 8)(network)
+
+    seen = Simulation(3).run(work)
+    for rank in (0, 2):
+        for round in seen[rank].rounds:
+            assert round.outcome == "peer lost"
+            assert round.reason.startswith("replica 1 sent what cannot be read: packet has checksum")
+        assert torch.isfinite(seen[rank].weights).all()
+    if gather_up_to == 8:
+        assert torch.equal(seen[0].weights, seen[2].weights)
+
+
+def test_effective_rank_of_known_matrices() -> None:
+    generator = torch.Generator().manual_seed(0)
+    orthogonal = torch.linalg.qr(torch.randn(20, 20, generator=generator)).Q
+    assert effective_rank([orthogonal]) == pytest.approx(20, rel=1e-4)
+    thin = orthogonal[:, :3] @ orthogonal[:3]
+    assert effective_rank([thin]) == pytest.approx(3, rel=1e-3)
+    assert effective_rank([orthogonal, thin, torch.ones(500)]) == pytest.approx(11.5, rel=1e-3)
+    assert effective_rank([torch.zeros(4, 4)]) == pytest.approx(1.0, abs=1.0)
+
+
+def test_the_share_follows_the_effective_rank_within_its_bounds() -> None:
+    orthogonal = torch.eye(16)
+    adaptation = Adaptation(Adapt(window=2, least=0.3))
+    shares = [
+        adaptation.observe([orthogonal[:, :rank] @ orthogonal[:rank]])[1] for rank in (16, 16, 8, 8, 2, 2, 16, 16)
+    ]
+    assert shares == pytest.approx([1.0, 1.0, 0.75, 0.5, 0.3125, 0.3, 0.5625, 1.0], abs=1e-4)
+
+
+def test_an_adapting_run_shortens_its_rounds_and_packets_alike_everywhere() -> None:
+    """The gradient's rank falls from 4 to 1; rounds come twice and then four times as often, with smaller packets."""
+    basis = torch.linalg.qr(torch.randn(32, 32, generator=torch.Generator().manual_seed(1))).Q
+
+    def make() -> Method:
+        plain = methods.dilocox(every=8, codec=LowRank(rank=4), outer_momentum=0.0)
+        return replace(plain, adapt=Adapt(window=1, least=0.25))
+
+    def work(network: SimulatedNetwork) -> list[tuple[int, int | None, float | None, int]]:
+        model = torch.nn.Linear(32, 32, bias=False)
+        torch.nn.init.ones_(model.weight)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        seen: list[tuple[int, int | None, float | None, int]] = []
+
+        def note(round: Round) -> None:
+            seen.append((round.started_step, round.every, round.effective_rank, network.traffic.bytes_sent))
+
+        with make().attach(model, optimizer, network, on_round=note):
+            for step in range(64):
+                rank = 4 if step < 24 else 1
+                model.weight.grad = 0.01 * basis[:, :rank] @ basis[:rank]
+                optimizer.step()
+        return seen
+
+    everyone = Simulation(4).run(work)
+    assert all([entry[:3] for entry in seen] == [entry[:3] for entry in everyone[0]] for seen in everyone)
+    starts, everys, ranks, sent = zip(*everyone[0], strict=True)
+    assert starts[:4] == (8, 16, 24, 32) and everys[:3] == (8, 8, 8) and everys[4:] == (2,) * len(everys[4:])
+    assert ranks[0] == pytest.approx(4, abs=0.1) and ranks[-1] == pytest.approx(1, abs=0.1)
+    assert {later - start for start, later in itertools.pairwise(starts[6:])} == {2}
+    sizes = [later - before for before, later in itertools.pairwise(sent)]
+    assert sizes[-2] < 0.6 * sizes[1]
+
+
+def test_pairs_adapt_what_they_send_but_not_when() -> None:
+    seen = Simulation(4).run(replica(lambda: methods.nolocox(every=5), steps=60))
+    for result in seen:
+        assert {round.every for round in result.rounds} == {5}
+        assert all(round.effective_rank > 1 for round in result.rounds)
+        assert [round.started_step for round in result.rounds] == list(range(5, 61, 5))
+
+
+def test_gossip_of_halves_is_gossip_of_their_sum() -> None:
+    """Codecs that lose nothing: what travels apart must train as what travels together."""
+    together = run(lambda: methods.noloco(every=4), 4, 16)
+    apart = run(lambda: methods.noloco(every=4, codec=Dense() | Dense(), group_size=4), 4, 16)
+    whole = run(lambda: methods.noloco(every=4, group_size=4), 4, 16)
+    assert not torch.equal(together[0].weights, whole[0].weights)
+    outer = apart[0].outer
+    assert isinstance(outer, OuterLoop) and type(outer.outer).__name__ == "GossipApart"
+    for one, other in zip(whole, apart, strict=True):
+        # The anchors' half travels by modulo, in two turns, so only nearly.
+        torch.testing.assert_close(one.weights, other.weights, rtol=0, atol=0.02)
+
+
+def test_eager_needs_a_delay_of_a_whole_round() -> None:
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    method = Method(Schedule(every=4, delay=2), outer=Average, merge=Eager())
+    with pytest.raises(UserError, match="set delay to the same as every"):
+        method.attach(model, optimizer, SimulatedNetwork.alone())
+    assert not Keep().eager and isinstance(RandomGroups(2), RandomGroups)
+
+
+def test_settings_reach_their_method() -> None:
+    method = from_config(Config(method="streaming-diloco", codec="int8", merge="kept", every=30, delay=3))
+    assert method.codec == Quantize(bits=8) and method.merge == Keep() and method.schedule == Schedule(30, 3, 3)
+    assert from_config(Config(method="dilocox", adapt=False)).adapt is None
+    for settings, complaint in [
+        ({"method": "demo", "codec": "int8"}, "demo has no setting codec"),
+        ({"method": "noloco", "codec": "int5"}, "no codec 'int5'"),
+        ({"method": "noloco", "merge": "thrown"}, "must be one of kept, dropped, mixed, eager"),
+        ({"method": "diloc"}, "did you mean 'diloco'"),
+    ]:
+        with pytest.raises(UserError, match=complaint):
+            from_config(Config(**settings))
+
+
+def test_the_listed_bytes_are_those_of_the_codec() -> None:
+    assert bytes_per_parameter(methods.ddp()) == pytest.approx(4, abs=1e-3)
+    assert bytes_per_parameter(methods.local()) == 0
+    assert bytes_per_parameter(methods.streaming_diloco()) == pytest.approx(0.5, abs=0.01)
+    assert bytes_per_parameter(methods.noloco(codec=LowRank(64) | Quantize(bits=4))) > 2 / 8
