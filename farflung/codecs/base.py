@@ -175,7 +175,15 @@ def decode(stages: Sequence[Stage], packet: Packet, like: Sequence[Tensor]) -> l
         parts = stage.restore(parts, wanted)
     if not all(finite(part) for part in parts):
         raise PacketError("packet holds values that are not finite")
-    return [part.to(tensor.dtype) for part, tensor in zip(parts, like, strict=True)]
+    return [_fit(part, tensor.dtype) for part, tensor in zip(parts, like, strict=True)]
+
+
+def _fit(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """The tensor in `dtype`; what is beyond its range becomes its largest number."""
+    if tensor.dtype == dtype:
+        return tensor
+    most = torch.finfo(dtype).max
+    return tensor.to(dtype) if most > torch.finfo(tensor.dtype).max else tensor.clamp(-most, most).to(dtype)
 
 
 def finite(tensor: Tensor) -> bool:

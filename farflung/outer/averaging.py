@@ -29,14 +29,16 @@ class Averaging:
         codec: each use of it works with a copy of its own.
         views: a flat message as tensors of the parameters' shapes.
         gather_up_to: the largest group in which packets go to everyone.
+        alike: whether all members must get the same mean; else each takes its own message as it is, not as decoded.
         name: tells this stream's random numbers from others'.
     """
 
-    def __init__(self, network: Network, codec: Codec, views: Views, gather_up_to: int, name: str) -> None:
+    def __init__(self, network: Network, codec: Codec, views: Views, gather_up_to: int, alike: bool, name: str) -> None:
         self._network = network
         self._prototype = codec
         self._views = views
         self._gather_up_to = gather_up_to
+        self._alike = alike
         self._name = name
         self._codecs: dict[str, Codec] = {}
         self._share = 1.0
@@ -93,7 +95,9 @@ class Averaging:
         pending = self._network.exchange(packet, group, key)
 
         def finish(packets: dict[int, Packet]) -> dict[int, str]:
-            mean, unreadable = _mean(codec, packets, tensors, own=None)
+            own = None if self._alike else tensors
+            others = {rank: p for rank, p in packets.items() if self._alike or rank != self._network.rank}
+            mean, unreadable = _mean(codec, others, tensors, own)
             _copy(mean, tensors)
             return unreadable
 

@@ -40,7 +40,7 @@ class GradientLoop(Attached):
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._topology = topology
         self._fragment = Fragment(self._parameters)
-        self._averaging = Averaging(network, codec, self._fragment.views, gather_up_to, "gradients")
+        self._averaging = Averaging(network, codec, self._fragment.views, gather_up_to, topology.alike, "gradients")
         self._hook = optimizer.register_step_pre_hook(self._before_inner_step)
 
     @torch.no_grad()

@@ -79,7 +79,7 @@ class OuterLoop(Attached):
                 index=index,
                 fragment=fragment,
                 anchor=anchor,
-                averaging=Averaging(network, codec, fragment.views, gather_up_to, f"fragment {index}"),
+                averaging=Averaging(network, codec, fragment.views, gather_up_to, topology.alike, f"fragment {index}"),
                 adaptation=Adaptation(adapt) if adapt else None,
                 every=schedule.every or 0,
                 delay=schedule.delay,

@@ -13,6 +13,11 @@ from farflung.networks import Group
 class Topology(Protocol):
     """Splits the members into groups, anew each round."""
 
+    @property
+    def alike(self) -> bool:
+        """Whether a group's members must all end a round with the same bits."""
+        ...
+
     def group(self, rank: int, members: Group, round: str) -> Group:
         """The members that `rank` averages with, itself included, sorted; empty when it sits the round out."""
         ...
@@ -21,6 +26,11 @@ class Topology(Protocol):
 @dataclass(frozen=True)
 class Everyone:
     """All members in one group (DiLoCo, synchronous training)."""
+
+    @property
+    def alike(self) -> bool:
+        """True: they are one model."""
+        return True
 
     def group(self, rank: int, members: Group, round: str) -> Group:
         """All members."""
@@ -40,6 +50,11 @@ class RandomGroups:
 
     size: int = 2
     seed: int = 0
+
+    @property
+    def alike(self) -> bool:
+        """False: each has anchors of its own."""
+        return False
 
     def __post_init__(self) -> None:
         if self.size < 2:
