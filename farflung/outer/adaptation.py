@@ -17,9 +17,9 @@ from farflung.config import UserError
 class Adapt:
     """How the codec's rank and the steps between rounds follow the effective rank (DiLoCoX, arXiv 2506.21263).
 
-    The effective rank of each round's averaged message is averaged over `window` rounds. Divided by what it was over
-    the first window, it is the share of the codec's first rank, and of the first `every`, that the next round has:
-    never more than 1. A shorter exchange needs fewer steps to hide behind.
+    The effective rank of each round's averaged message is averaged over `window` rounds. Divided by the most that this
+    average has been, it is the share of the codec's first rank, and of the first `every`, that the next round has: it
+    rises in the first rounds of a run and falls later. A shorter exchange needs fewer steps to hide behind.
 
     Args:
         window: rounds.
@@ -42,26 +42,24 @@ class Adaptation:
 
     def __init__(self, settings: Adapt) -> None:
         self.settings = settings
-        self._first: list[float] = []
+        self._most = 0.0
         self._last: list[float] = []
 
     def observe(self, mean: Sequence[Tensor]) -> tuple[float, float]:
         """Takes note of a round's averaged message; its effective rank, and the share that follows."""
         rank = effective_rank(mean)
-        window = self.settings.window
-        if len(self._first) < window:
-            self._first.append(rank)
-        self._last = [*self._last, rank][-window:]
-        share = _mean(self._last) / max(_mean(self._first), 1e-30)
-        return rank, min(1.0, max(self.settings.least, share))
+        self._last = [*self._last, rank][-self.settings.window :]
+        average = sum(self._last) / len(self._last)
+        self._most = max(self._most, average)
+        return rank, max(self.settings.least, average / self._most) if self._most else 1.0
 
     def state_dict(self) -> dict[str, Any]:
         """The effective ranks that are still needed."""
-        return {"first": self._first, "last": self._last}
+        return {"most": self._most, "last": self._last}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on from a `state_dict`."""
-        self._first, self._last = list(state["first"]), list(state["last"])
+        self._most, self._last = state["most"], list(state["last"])
 
 
 def effective_rank(tensors: Sequence[Tensor]) -> float:
@@ -78,7 +76,3 @@ def effective_rank(tensors: Sequence[Tensor]) -> float:
             total += tensor.numel() * math.exp(entropy)
             weight += tensor.numel()
     return total / weight if weight else 0.0
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
