@@ -66,10 +66,10 @@ dtypes = st.sampled_from([torch.float32, torch.float64, torch.bfloat16])
 
 @st.composite
 def tensors(draw: st.DrawFn) -> list[Tensor]:
-    """Two or four tensors of awkward shapes, layouts, dtypes and values."""
+    """None, two or four tensors of awkward shapes, layouts, dtypes and values."""
     generator = torch.Generator().manual_seed(draw(st.integers(0, 1000)))
     made = []
-    for _ in range(draw(st.sampled_from([2, 4]))):
+    for _ in range(draw(st.sampled_from([0, 2, 4]))):
         tensor = torch.randn(draw(shapes), generator=generator)
         kind = draw(values)
         scale = {"huge": 5e37, "tiny": 1e-20, "denormal": 1e-43, "zeros": 0.0}.get(kind, 1.0)
@@ -83,7 +83,7 @@ def tensors(draw: st.DrawFn) -> list[Tensor]:
 
 
 def flat(tensors: list[Tensor]) -> Tensor:
-    return torch.cat([tensor.reshape(-1).double() for tensor in tensors])
+    return torch.cat([torch.empty(0).double(), *(tensor.reshape(-1).double() for tensor in tensors)])
 
 
 @every_codec

@@ -31,7 +31,8 @@ class Frequency(Stage):
 
     def shrink(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """One part: the coefficients, chunk after chunk, and tensor after tensor."""
-        return [torch.cat([torch.empty(0), *(self._forward(tensor.detach().float()).view(-1) for tensor in tensors)])]
+        chunks = [self._forward(tensor.detach().float()).reshape(-1) for tensor in tensors]
+        return [torch.cat(chunks) if chunks else torch.empty(0)]
 
     def restore(self, parts: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
         """See Stage."""
