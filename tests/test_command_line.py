@@ -32,6 +32,13 @@ QUICK = [
         (["train", "--method", "nolco"], ["nolco", "did you mean 'noloco'"]),
         (["train", "--method", "ddp", "--gamma", 1], ["ddp has no setting gamma"]),
         (["train", "--every", 5, "--delay", 6], ["delay is 6 but every is 5"]),
+        (["train", "--codec", "int5"], ["no codec 'int5'", "modulo4"]),
+        (["train", "--codec", "modulo4-int8"], ["modulo4-int8", "only works alone"]),
+        (["train", "--codec", "topk0"], ["topk0", "more than 0"]),
+        (["train", "--method", "demo", "--codec", "int8"], ["demo has no setting codec"]),
+        (["train", "--method", "eager-diloco", "--delay", 3], ["eager-diloco has no setting delay"]),
+        (["train", "--every", 5, "--delay", 3, "--merge", "eager"], ["eager needs a delay of a whole round"]),
+        (["train", "--merge", "thrown"], ["thrown", "dropped"]),
         (["train", "--data", "/no/such"], ["/no/such", "no such file"]),
         (["train", "--model", "/no/such"], ["/no/such", "no such folder"]),
         (["train", "--tokenizer", "/no/such"], ["/no/such", "no such folder"]),
@@ -60,6 +67,13 @@ def test_methods_lists_each_with_paper_and_settings() -> None:
     done = farflung("methods")
     assert done.returncode == 0
     for word in ("noloco", "arXiv 2506.10911", "gamma=0.7", "diloco", "outer_momentum=0.9", "ddp", "local"):
+        assert word in done.stdout
+    for word in (
+        "dilocox",
+        "0.0665 bytes a parameter and round",
+        "LowRank(rank=64) | Quantize(bits=4",
+        "--codec takes",
+    ):
         assert word in done.stdout
 
 

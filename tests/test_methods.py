@@ -27,7 +27,6 @@ from farflung.outer import (
     Method,
     Mix,
     OuterLoop,
-    RandomGroups,
     Round,
     Schedule,
     SignSGD,
@@ -314,12 +313,8 @@ def test_gossip_of_halves_is_gossip_of_their_sum() -> None:
 
 
 def test_eager_needs_a_delay_of_a_whole_round() -> None:
-    model = small_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    method = Method(Schedule(every=4, delay=2), outer=Average, merge=Eager())
     with pytest.raises(UserError, match="set delay to the same as every"):
-        method.attach(model, optimizer, SimulatedNetwork.alone())
-    assert not Keep().eager and isinstance(RandomGroups(2), RandomGroups)
+        Method(Schedule(every=4, delay=2), outer=Average, merge=Eager())
 
 
 def test_settings_reach_their_method() -> None:

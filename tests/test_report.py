@@ -15,7 +15,7 @@ from rich.console import Console
 
 from farflung.config import UserError
 from farflung.report import read_run, watch, write_report
-from farflung.report.figures import ROUNDS_SHOWN, loss_figure, timeline_figure
+from farflung.report.figures import ROUNDS_SHOWN, adaptation_figure, compression_figure, loss_figure, timeline_figure
 from farflung.report.live import nbytes, plain_line, table
 from farflung.report.read import EventReader
 
@@ -230,6 +230,48 @@ def test_a_long_run_shows_its_last_rounds_from_where_the_one_before_landed(tmp_p
     write_report([folder], folder / "report.html")
     page = (folder / "report.html").read_text()
     assert f"The last {ROUNDS_SHOWN} rounds" in page and f"peer lost {ROUNDS_SHOWN + 10}, averaged 2" in page
+
+
+def test_compression_and_adaptation_have_their_pictures_where_there_are_any(tmp_path: Path) -> None:
+    plain, adapting = make_run(tmp_path / "plain"), make_run(tmp_path / "adapting")
+    for replica in (0, 1):
+        path = adapting / "events" / f"replica-{replica}.jsonl"
+        with path.open("a") as file:
+            for number, (rank, every, nbytes) in enumerate([(40.0, 20, 1000), (30.0, 15, 750)], start=3):
+                file.write(
+                    line(
+                        "round",
+                        replica,
+                        number,
+                        10 * number,
+                        round=number,
+                        fragment=0,
+                        group=[0, 1],
+                        started_step=10 * number,
+                        started=number,
+                        finished=number,
+                        waited_from=number,
+                        landed=number,
+                        bytes_sent=nbytes,
+                        outcome="averaged",
+                        reason="",
+                        compression_error=0.1 * number + replica / 10,
+                        effective_rank=rank,
+                        share=rank / 40,
+                        every=every,
+                    )
+                )
+    write_report([plain], tmp_path / "plain.html")
+    write_report([adapting], tmp_path / "adapting.html")
+    for title in ("<h2>Compression</h2>", "<h2>Adaptation</h2>"):
+        assert title not in (tmp_path / "plain.html").read_text()
+        assert title in (tmp_path / "adapting.html").read_text()
+    run = read_run(adapting)
+    (errors,) = compression_figure([run]).data
+    assert list(errors.x) == [30, 40] and list(errors.y) == pytest.approx([0.35, 0.45])
+    lines = {line.name: (list(line.x), list(line.y)) for line in adaptation_figure(run).data}
+    assert lines["effective rank"] == ([30, 40], [100.0, 75.0])
+    assert lines["steps between rounds"] == ([30, 40], [100.0, 75.0])
 
 
 def test_the_report_is_one_whole_file_that_needs_no_network(tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from farflung.codecs import Codec, finite
-from farflung.config import UserError
 from farflung.networks import Finished, Network, PeerLost, Pending
 from farflung.outer.adaptation import Adapt, Adaptation
 from farflung.outer.attached import Attached, Disagreement, Round
@@ -68,8 +67,6 @@ class OuterLoop(Attached):
         super().__init__(network, deadline, on_round)
         self.schedule = schedule
         self._merge = merge or Keep()
-        if self._merge.eager and schedule.delay != schedule.every:
-            raise UserError("eager needs a delay of a whole round; set delay to the same as every")
         self._device = torch.device(outer_device) if outer_device else None
         fragments = split(model, schedule.fragments) if schedule.every else [Fragment([])]
         self.anchors = [fragment.read(self._device) for fragment in fragments]

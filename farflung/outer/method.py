@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from farflung.codecs import Codec, Dense
+from farflung.config import UserError
 from farflung.networks import Network
 from farflung.outer.adaptation import Adapt
 from farflung.outer.attached import Attached, Round
@@ -51,6 +52,11 @@ class Method:
     adapt: Adapt | None = None
     gather_up_to: int = 2
     inner: InnerFactory = ADAMW
+
+    def __post_init__(self) -> None:
+        """Refuses choices that do not go together. Raises UserError."""
+        if self.merge.eager and self.schedule.delay != self.schedule.every:
+            raise UserError("eager needs a delay of a whole round; set delay to the same as every")
 
     def attach(
         self,
