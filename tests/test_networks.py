@@ -93,6 +93,19 @@ def test_the_virtual_clock_follows_the_conditions() -> None:
     ]
 
 
+def test_a_relay_takes_two_sendings_and_two_latencies() -> None:
+    def work(network: SimulatedNetwork) -> tuple[float, int, int]:
+        others = [rank for rank in range(3) if rank != network.rank]
+        packets = dict.fromkeys(others, torch.zeros(500_000, dtype=torch.uint8))
+        pending = network.relay(packets, (0, 1, 2), "x", lambda received: torch.zeros(250_000, dtype=torch.uint8))
+        pending.wait(100)
+        return round(pending.finished_at, 6), network.traffic.bytes_sent, network.traffic.bytes_received
+
+    # Two packets of half a megabyte take 1 s at 8 Mbit/s; two of a quarter, half a second more.
+    seen = Simulation(3, Conditions(bandwidth_mbps=8, latency_ms=50)).run(work)
+    assert seen == [(1.6, 1_500_000, 1_500_000)] * 3
+
+
 def test_a_simulated_deadline_passes_in_virtual_time() -> None:
     def work(network: SimulatedNetwork) -> tuple[tuple[int, ...], float]:
         with pytest.raises(PeerLost) as lost:

@@ -210,6 +210,8 @@ class SimulatedNetwork:
 
         def collect() -> dict[int, Tensor]:
             self.traffic.sent((len(group) - 1) * meeting.combined()[self.rank].nbytes)
+            busy_until = meeting.all_sent_at(self.world.conditions.transfer_seconds)
+            self._link_free_at = max(self._link_free_at, busy_until)
             for post in meeting.others(self.rank):
                 self.traffic.received(post.payload[self.rank].nbytes)
             for rank, packet in meeting.combined().items():
