@@ -89,7 +89,6 @@ def diloco_table(runs: Runs, seeds: tuple[int, ...]) -> None:
         compressed.but("  without error feedback", codec=RANK),
         dilocox,
         dilocox.but("  without error feedback", codec=RANK),
-        dilocox.but("  with adaptation", adapt=True),
         sparseloco,
         sparseloco.but("  without error feedback", codec=SPARSE),
     )
@@ -108,11 +107,8 @@ def noloco_table(runs: Runs, seeds: tuple[int, ...]) -> None:
         noloco,
         noloco.but("noloco, modulo4", codec="modulo4"),
         noloco.but("noloco, modulo3", codec="modulo3"),
-        noloco.but("noloco, modulo2", codec="modulo2"),
-        noloco.but("noloco, modulo3x2", codec="modulo3x2"),
         nolocox.but("nolocox's delay alone", codec="float32"),
         nolocox,
-        nolocox.but("  with adaptation", adapt=True),
     )
 
 

@@ -1,6 +1,6 @@
 """What a delay costs: validation loss against the share of the exchange that it hides, for every merge.
 
-    python bench/delays.py [--steps 240] [--every 20] [--replicas 4] [--out runs/bench-delays]
+    python bench/delays.py [--steps 200] [--every 20] [--replicas 4] [--out runs/bench-delays]
 
 DiLoCo and NoLoCo on a simulated link where an exchange takes half a round. Each row has its own outer learning rate and
 momentum, the best of the same grid. A run that is finished is not made again.
@@ -20,7 +20,7 @@ STEP_SECONDS = 0.1
 
 @dataclass(frozen=True)
 class Options:
-    steps: int = 240
+    steps: int = 200
     """Inner steps of each replica."""
     every: int = 20
     """Inner steps between rounds."""
@@ -40,7 +40,7 @@ class Options:
     """Where the run folders go."""
 
 
-GRID = ((1.0, 0.0), (0.7, 0.3), (0.5, 0.0))
+GRID = ((1.0, 0.0), (0.7, 0.3), (0.6, 0.0))
 """Outer learning rate and momentum."""
 
 

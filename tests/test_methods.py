@@ -248,13 +248,21 @@ def test_effective_rank_of_known_matrices() -> None:
     assert effective_rank([torch.zeros(4, 4)]) == pytest.approx(1.0, abs=1.0)
 
 
-def test_the_share_follows_the_effective_rank_within_its_bounds() -> None:
-    orthogonal = torch.eye(16)
+def test_the_share_follows_how_much_of_the_rank_is_used() -> None:
+    orthogonal = torch.eye(64)
+
+    def observed(adaptation: Adaptation, rank: int) -> float:
+        return adaptation.observe([orthogonal[:, :rank] @ orthogonal[:rank]])[1]
+
     adaptation = Adaptation(Adapt(window=2, least=0.3))
-    shares = [
-        adaptation.observe([orthogonal[:, :rank] @ orthogonal[:rank]])[1] for rank in (16, 16, 8, 8, 2, 2, 16, 16)
-    ]
-    assert shares == pytest.approx([1.0, 1.0, 0.75, 0.5, 0.3125, 0.3, 0.5625, 1.0], abs=1e-4)
+    # 64, then half of that: use falls to the mean of 64 and 32; then 32 of three quarters, which is 42.7 of all.
+    assert [observed(adaptation, rank) for rank in (64, 64, 32)] == pytest.approx([1.0, 1.0, 0.75])
+    assert observed(adaptation, 32) == pytest.approx(0.75 * (32 + 32 / 0.75) / 2 / 64, rel=1e-4)
+    assert [observed(adaptation, 2) for _ in range(5)][-1] == 0.3
+    # A codec that lets through less is no reason to let through still less.
+    steady = Adaptation(Adapt(window=1))
+    assert observed(steady, 64) == 1 and observed(steady, 48) == pytest.approx(0.75)
+    assert [observed(steady, 48) for _ in range(5)] == pytest.approx([0.75] * 5)
 
 
 def test_an_adapting_run_shortens_its_rounds_and_packets_alike_everywhere() -> None:

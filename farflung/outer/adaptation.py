@@ -17,9 +17,10 @@ from farflung.config import UserError
 class Adapt:
     """How the codec's rank and the steps between rounds follow the effective rank (DiLoCoX, arXiv 2506.21263).
 
-    The effective rank of each round's averaged message is averaged over `window` rounds. Divided by the most that this
-    average has been, it is the share of the codec's first rank, and of the first `every`, that the next round has: it
-    rises in the first rounds of a run and falls later. A shorter exchange needs fewer steps to hide behind.
+    The effective rank of a round's averaged message can be no more than the codec lets through, so it is divided by
+    the share of the first rank that the codec now has. That use of the rank is averaged over `window` rounds; where it
+    has fallen below the most that it was, the share is multiplied by how far. So the rank falls as it is used less, and
+    `every` by the same share: a shorter exchange needs fewer steps to hide behind.
 
     Args:
         window: rounds.
@@ -42,24 +43,27 @@ class Adaptation:
 
     def __init__(self, settings: Adapt) -> None:
         self.settings = settings
+        self._share = 1.0
         self._most = 0.0
         self._last: list[float] = []
 
     def observe(self, mean: Sequence[Tensor]) -> tuple[float, float]:
         """Takes note of a round's averaged message; its effective rank, and the share that follows."""
         rank = effective_rank(mean)
-        self._last = [*self._last, rank][-self.settings.window :]
-        average = sum(self._last) / len(self._last)
-        self._most = max(self._most, average)
-        return rank, max(self.settings.least, average / self._most) if self._most else 1.0
+        self._last = [*self._last, rank / self._share][-self.settings.window :]
+        use = sum(self._last) / len(self._last)
+        self._most = max(self._most, use)
+        if self._most:
+            self._share = max(self.settings.least, self._share * use / self._most)
+        return rank, self._share
 
     def state_dict(self) -> dict[str, Any]:
         """The effective ranks that are still needed."""
-        return {"most": self._most, "last": self._last}
+        return {"share": self._share, "most": self._most, "last": self._last}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on from a `state_dict`."""
-        self._most, self._last = state["most"], list(state["last"])
+        self._share, self._most, self._last = state["share"], state["most"], list(state["last"])
 
 
 def effective_rank(tensors: Sequence[Tensor]) -> float:
