@@ -59,10 +59,9 @@ class Averaging:
         """Says what a message is like that brings no news, before the first."""
         self._codec("whole").expect(self._views(message))
 
-    @property
-    def wants_expectation(self) -> bool:
-        """Whether a codec could make use of `expect` now."""
-        return not self._codecs and not isinstance(self._prototype, Dense)
+    def wants_expectation(self, group: Group) -> bool:
+        """Whether a codec could make use of `expect` now: before the first round, in which whole messages travel."""
+        return 0 < len(group) <= self._gather_up_to and not self._codecs and not isinstance(self._prototype, Dense)
 
     def shrink_to(self, share: float) -> None:
         """See Codec."""

@@ -109,7 +109,7 @@ class OuterLoop(Attached):
         network = self.network
         key = f"round {stream.rounds} of fragment {stream.index}"
         group = self._topology.group(network.rank, network.members(), key)
-        if stream.averaging.wants_expectation and group:
+        if stream.averaging.wants_expectation(group):
             stream.averaging.expect(message_of(self.outer, stream.anchor, stream.anchor.clone()))
         weights, fault = self._weights_to_offer(stream)
         at_start = weights.clone() if self._merge.needs_start and stream.delay else None
