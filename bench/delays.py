@@ -40,7 +40,7 @@ class Options:
     """Where the run folders go."""
 
 
-GRID = ((1.0, 0.0), (0.7, 0.3), (0.6, 0.0))
+GRID = ((1.0, 0.0), (0.7, 0.3))
 """Outer learning rate and momentum."""
 
 

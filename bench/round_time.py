@@ -19,7 +19,7 @@ import torch
 import tyro
 
 from farflung import Method, methods
-from farflung.codecs import ErrorFeedback, LowRank, Modulo, Quantize
+from farflung.codecs import ErrorFeedback, Modulo, Quantize
 from farflung.networks import PeerLost, TorchNetwork
 from farflung.outer import Schedule
 
@@ -40,10 +40,7 @@ METHODS: dict[str, Callable[[], Method]] = {
     "noloco": lambda: methods.noloco(every=1),
     "noloco, modulo4": lambda: methods.noloco(every=1, codec=Modulo(bits=4)),
     "noloco, modulo3": lambda: methods.noloco(every=1, codec=Modulo(bits=3)),
-    "nolocox, rank 16": lambda: replace(
-        methods.nolocox(every=1, codec=ErrorFeedback(LowRank(rank=16) | Quantize(bits=4)), adapt=False),
-        schedule=Schedule(every=1),
-    ),
+    "nolocox": lambda: replace(methods.nolocox(every=1, adapt=False), schedule=Schedule(every=1)),
     "diloco": lambda: methods.diloco(every=1),
     "diloco, ef-int4": lambda: methods.diloco(every=1, codec=ErrorFeedback(Quantize(bits=4))),
 }
