@@ -44,10 +44,15 @@ class Options:
     """Each host's link, each way."""
     replicas: int = 4
     """Hosts."""
+    methods: tuple[str, ...] = tuple(METHODS)
+    """What to measure."""
 
 
 def replica(name: str, parameters: int, step_seconds: float) -> None:
-    """Prints a round's seconds of exchange and of waiting, the medians; without steps there is no delay."""
+    """Prints the medians of a round's seconds of exchange, of waiting for it, and of decoding what came.
+
+    Without steps there is no delay.
+    """
     torch.set_num_threads(1)
     network = TorchNetwork.from_env(deadline=60)
     torch.manual_seed(0)
@@ -70,8 +75,9 @@ def replica(name: str, parameters: int, step_seconds: float) -> None:
             optimizer.step()
     measured = rounds[1:-1]  # the first warms up; leaving lands the last at once
     exchange = median(round.finished - round.started for round in measured)
-    blocked = median(round.landed - round.waited_from for round in measured)
-    print(exchange, blocked)
+    blocked = median(max(0.0, round.finished - round.waited_from) for round in measured)
+    decoding = median(round.landed - max(round.waited_from, round.finished) for round in measured)
+    print(exchange, blocked, decoding)
     with contextlib.suppress(PeerLost):
         network.exchange(torch.zeros(1, dtype=torch.uint8), network.members(), "leaving").wait(10)
 
@@ -80,21 +86,24 @@ def main(options: Options) -> None:
     from netlab import NetLab
 
     print(f"{options.parameters:,} parameters, {options.replicas} hosts at {options.rate_mbit:g} Mbit/s, every={EVERY}")
-    print(f"{'method':10} {'alone':>8} {'of H steps':>10} {'overlapped':>10} {'blocked':>8} {'hidden':>7}")
+    print(
+        f"{'method':10} {'alone':>8} {'of H steps':>10} {'overlapped':>10} {'blocked':>8} {'hidden':>7} {'decoding':>9}"
+    )
     with NetLab(options.replicas, options.rate_mbit) as lab:
 
-        def measure(method: str, step_seconds: float) -> tuple[float, float]:
+        def measure(method: str, step_seconds: float) -> list[float]:
+            """The slowest host's exchange, waiting and decoding."""
             arguments = [__file__, "--replica", method, str(options.parameters), str(step_seconds)]
             outputs = [output.split() for output in lab.torch_everywhere(arguments, timeout=300)]
-            return max(float(exchange) for exchange, _ in outputs), max(float(blocked) for _, blocked in outputs)
+            return [max(map(float, column)) for column in zip(*outputs, strict=True)]
 
-        for method in METHODS:
-            alone, _ = measure(method, 0.0)
+        for method in options.methods:
+            alone = measure(method, 0.0)[0]
             step = alone / SHARE / EVERY
-            exchange, blocked = measure(method, step)
+            exchange, blocked, decoding = measure(method, step)
             print(
                 f"{method:10} {alone:8.3f} {alone / (step * EVERY):10.2f} {exchange:10.3f} {blocked:8.4f} "
-                f"{1 - blocked / exchange:7.1%}",
+                f"{1 - blocked / exchange:7.1%} {decoding:9.4f}",
                 flush=True,
             )
 
