@@ -36,6 +36,10 @@ class Options:
     """One run of each row for each; tuning uses the first."""
     parameters: int = 133_440
     """Of the model at this sequence length; sets the link's rate."""
+    methods: tuple[str, ...] = ("diloco", "noloco")
+    """What to delay."""
+    delays: tuple[int, ...] = (1, 2, 3, 4, 5, 10, 20)
+    """Inner steps; that of a whole round is also made eagerly."""
     out: Path = Path("runs/bench-delays")
     """Where the run folders go."""
 
@@ -44,14 +48,14 @@ GRID = ((1.0, 0.0), (0.7, 0.3))
 """Outer learning rate and momentum."""
 
 
-def rows(every: int) -> list[tuple[int, str]]:
+def rows(options: Options) -> list[tuple[int, str]]:
     """Delays and what becomes of the steps trained meanwhile."""
-    delayed = [(delay, merge) for delay in (1, 2, 3, 4, 5, every // 2, every) for merge in ("kept", "dropped", "mixed")]
-    return [(0, "kept"), *delayed, (every, "eager")]
+    delayed = [(delay, merge) for delay in options.delays for merge in ("kept", "dropped", "mixed")]
+    return [(0, "kept"), *delayed, (options.every, "eager")]
 
 
 def main(options: Options) -> None:
-    for method in ("diloco", "noloco"):
+    for method in options.methods:
         share = 1.0 if method == "noloco" else 2 * (options.replicas - 1) / options.replicas
         exchange = options.every / 2 * STEP_SECONDS
         common = {
@@ -80,7 +84,7 @@ def table(runs: Runs, method: str, options: Options, exchange: float) -> None:
             Variant(f"lr {lr} momentum {m}", {"delay": delay, "merge": merge, "outer_lr": lr, "outer_momentum": m})
             for lr, m in GRID
         ]
-        for delay, merge in rows(options.every)
+        for delay, merge in rows(options)
     }
     for variants in grids.values():
         for variant in variants:

@@ -83,9 +83,9 @@ def streaming_diloco(
     delay: int = 2,
     fragments: int = 3,
     codec: Codec | None = None,
-    merge: str = "mixed",
+    merge: str = "kept",
 ) -> Method:
-    """DiLoCo in fragments with rounds of their own, 4 bits a value, mixed in some steps after they start.
+    """DiLoCo in fragments with rounds of their own, 4 bits a value, which land some steps after they start.
 
     Paper: Douillard and others 2025, arXiv 2501.18512
     """
