@@ -328,6 +328,31 @@ def test_a_packet_with_a_right_checksum_and_wrong_content_is_refused_or_harmless
         assert decoded.shape == tensor.shape and torch.isfinite(decoded).all()
 
 
+def test_parts_of_another_kind_are_refused() -> None:
+    stage = Threshold(share=0.1)
+    parts = stage.compress(torch.arange(-50.0, 50.0))
+    for number in range(3):
+        wrong = [part.double() if place == number else part for place, part in enumerate(parts)]
+        with pytest.raises(PacketError):
+            stage.expand(wrong, [torch.zeros(100)])
+
+
+def test_neighbours_in_memory_that_are_not_one_tensor_are_sent_alike() -> None:
+    buffer = bytearray(torch.arange(600.0).numpy().tobytes())
+    first = torch.frombuffer(buffer, dtype=torch.float32, count=200)
+    second = torch.frombuffer(buffer, dtype=torch.float32, offset=800, count=400)
+    codec = Quantize(bits=8)
+    assert torch.equal(codec.encode([first, second]), codec.encode([first.clone(), second.clone()]))
+
+
+def test_error_feedback_takes_parameters_and_keeps_no_graph() -> None:
+    parameter = torch.nn.Parameter(torch.randn(20, 10))
+    codec = ErrorFeedback(Quantize(bits=2))
+    for _ in range(2):
+        assert not codec.encode([parameter]).requires_grad
+    assert not any(error.requires_grad for error in codec.state_dict()["error"])
+
+
 def resigned(packet: Tensor) -> Tensor:
     """The packet with the length and checksum that fit its payload."""
     magic, version, codec, shapes, _, _ = _HEADER.unpack(packet[: _HEADER.size].numpy().tobytes())

@@ -171,8 +171,14 @@ def encode(stages: Sequence[Stage], tensors: Sequence[Tensor]) -> Packet:
 def decode(stages: Sequence[Stage], packet: Packet, like: Sequence[Tensor]) -> list[Tensor]:
     """Unpacks, and runs the stages backwards."""
     parts, table = unpack(stages, packet, like)
-    for stage, wanted in zip(reversed(stages), [*reversed(table[:-1]), like], strict=True):
-        parts = stage.restore(parts, wanted)
+    try:
+        for stage, wanted in zip(reversed(stages), [*reversed(table[:-1]), like], strict=True):
+            parts = stage.restore(parts, wanted)
+    except PacketError:
+        raise
+    except (RuntimeError, ValueError, IndexError) as error:
+        # A packet is a stranger's word: whatever a stage stumbles over is the packet's fault.
+        raise PacketError(f"packet cannot be read: {error}") from error
     if not all(finite(part) for part in parts):
         raise PacketError("packet holds values that are not finite")
     return [_fit(part, tensor.dtype) for part, tensor in zip(parts, like, strict=True)]

@@ -54,8 +54,10 @@ def flatten(tensors: Sequence[Tensor]) -> Tensor:
     if not tensors:
         return torch.empty(0)
     first, end = tensors[0], tensors[0].data_ptr()
+    memory = first.untyped_storage().data_ptr()
     for tensor in tensors:
-        if tensor.dtype != torch.float32 or not tensor.is_contiguous() or tensor.data_ptr() != end:
+        follows = tensor.data_ptr() == end and tensor.untyped_storage().data_ptr() == memory
+        if tensor.dtype != torch.float32 or not tensor.is_contiguous() or not follows:
             return torch.cat([tensor.detach().reshape(-1).float() for tensor in tensors])
         end += tensor.nbytes
     return first.detach().as_strided((sum(tensor.numel() for tensor in tensors),), (1,))

@@ -76,7 +76,8 @@ class LowRank(Stage):
 
     def restore(self, parts: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
         """See Stage."""
-        if len(parts) != 4 or parts[3].numel() != 4 or any(not part.is_floating_point() for part in parts[:3]):
+        kinds = [part.dtype for part in parts]
+        if kinds != [torch.float32] * 3 + [torch.uint8] or parts[3].numel() != 4:
             raise PacketError("packet does not hold two factors, the rest and a rank")
         left, right, whole = parts[:3]
         rank = int(parts[3].view(torch.int32))

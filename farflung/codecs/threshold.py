@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from farflung.codecs.base import PacketError
-from farflung.codecs.flat import FlatStage, count_of
-from farflung.codecs.topk import bits_of, pack_places, packed_size, unpack_places
+from farflung.codecs.flat import FlatStage, count_of, expected
+from farflung.codecs.topk import pack_places, packed_size, unpack_places
 from farflung.config import UserError
 
 _CHUNK = 4096
@@ -57,14 +57,18 @@ class Threshold(FlatStage):
         """See FlatStage."""
         numel = count_of(like)
         chunks = -(-numel // _CHUNK)
-        if len(parts) != 3 or parts[0].dtype != torch.float32 or parts[2].numel() != _COUNT_BYTES * chunks:
+        if len(parts) != 3:
             raise PacketError("packet does not hold values, places and a count for each chunk")
-        values, packed, counts = parts
+        kept = parts[0].numel()
+        values, packed, counts = expected(
+            parts,
+            (torch.float32, kept),
+            (torch.uint8, packed_size(kept, _CHUNK)),
+            (torch.uint8, _COUNT_BYTES * chunks),
+        )
         per_chunk = counts.view(torch.int16).long()
         if int(per_chunk.sum()) != values.numel() or bool((per_chunk < 0).any()):
             raise PacketError("packet holds another number of values than its chunks count")
-        if packed.numel() != packed_size(values.numel(), _CHUNK):
-            raise PacketError(f"packet has {packed.numel()} bytes of places of {bits_of(_CHUNK)} bits each")
         begins = torch.arange(chunks, device=values.device).repeat_interleave(per_chunk) * _CHUNK
         places = begins + unpack_places(packed, values.numel(), _CHUNK)
         return torch.zeros(chunks * _CHUNK, device=values.device).index_copy_(0, places, values)[:numel]
