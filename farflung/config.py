@@ -10,7 +10,9 @@ import types
 import typing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
+
+T = TypeVar("T")
 
 
 class UserError(ValueError):
@@ -90,12 +92,14 @@ class Config:
     """auto, cpu, cuda, cuda:N or mps."""
     deadline: float = 120.0
     """Longest wait for other replicas, in seconds."""
-    bandwidth_mbps: float = 100.0
-    """Simulated network: each replica's link, megabits a second each way."""
-    latency_ms: float = 20.0
-    """Simulated network: one way, milliseconds."""
-    step_ms: float = 100.0
-    """Simulated network: what the computation of one inner step takes, milliseconds."""
+    conditions: str = ""
+    """Simulated network: same-rack, two-data-centres, three-regions, home, world, or a TOML file (see the README)."""
+    bandwidth_mbps: float | None = None
+    """Simulated network: each replica's link, megabits a second each way; unset: the conditions' own (100)."""
+    latency_ms: float | None = None
+    """Simulated network: one way, milliseconds; unset: the conditions' own (20)."""
+    step_ms: float | None = None
+    """Simulated network: what the computation of one inner step takes, milliseconds; unset: the conditions' (100)."""
 
     # What is kept
     out: str = ""
@@ -114,13 +118,14 @@ class Config:
     def __post_init__(self) -> None:
         """Refuses what can never work. Raises UserError."""
         for field in dataclasses.fields(self):
-            _check_type(field.name, getattr(self, field.name), _types()[field.name])
+            check_type(field.name, getattr(self, field.name), _types()[field.name])
         for name, least in _LEAST.items():
             value = getattr(self, name)
             if value is not None and not value >= least:
                 raise UserError(f"{name} is {value}; it must be at least {least}")
         for name in ("lr", "deadline", "bandwidth_mbps"):
-            if not getattr(self, name) > 0:
+            value = getattr(self, name)
+            if value is not None and not value > 0:
                 raise UserError(f"{name} is {getattr(self, name)}; it must be more than 0")
 
     @property
@@ -140,20 +145,54 @@ _LEAST = {
 
 def read_toml(path: Path) -> Config:
     """The settings of a TOML file over the defaults. Raises UserError."""
+    return from_table(Config, toml_table(path), str(path))
+
+
+def toml_table(path: Path) -> dict[str, Any]:
+    """What a TOML file holds. Raises UserError."""
     try:
-        settings = tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}; give the path of a TOML file") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{path} is not valid TOML: {error}") from error
-    known = [field.name for field in dataclasses.fields(Config)]
-    for key in settings:
+
+
+def from_table(kind: type[T], table: dict[str, Any], where: str) -> T:
+    """A dataclass of a TOML table; fields that are tuples of dataclasses are arrays of tables. Raises UserError."""
+    known = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    hints = typing.get_type_hints(kind)
+    values = {}
+    for key, value in table.items():
         if key not in known:
-            raise UserError(f"{path}: there is no setting {key!r}{suggestion(key, known)}")
+            raise UserError(f"{where}: there is no setting {key!r}{suggestion(key, list(known))}")
+        values[key] = _field_of(hints[key], key, value, where)
+    for key, field in known.items():
+        missing = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+        if missing and key not in table:
+            raise UserError(f"{where}: {key} is missing; it must be given")
     try:
-        return Config(**settings)
+        return kind(**values)
     except UserError as error:
-        raise UserError(f"{path}: {error}") from error
+        raise UserError(f"{where}: {error}") from error
+
+
+def _field_of(hint: Any, key: str, value: Any, where: str) -> Any:
+    """One value of a table, arrays as tuples and tables as dataclasses."""
+    if typing.get_origin(hint) is not tuple:
+        try:
+            check_type(key, value, hint)
+        except UserError as error:
+            raise UserError(f"{where}: {error}") from error
+        return value
+    if not isinstance(value, list):
+        raise UserError(f"{where}: {key} is {value!r}; it must be a list")
+    inner = typing.get_args(hint)[0]
+    if dataclasses.is_dataclass(inner) and all(isinstance(item, dict) for item in value):
+        return tuple(from_table(inner, item, f"{where}, {key} {number + 1}") for number, item in enumerate(value))  # type: ignore[arg-type]
+    if dataclasses.is_dataclass(inner):
+        raise UserError(f"{where}: {key} must be tables, each under [[{key}]]")
+    return tuple(_field_of(inner, f"{key} {number + 1}", item, where) for number, item in enumerate(value))
 
 
 def to_toml(config: Config) -> str:
@@ -178,7 +217,8 @@ def _types() -> dict[str, Any]:
     return typing.get_type_hints(Config)
 
 
-def _check_type(name: str, value: object, kind: Any) -> None:
+def check_type(name: str, value: object, kind: Any) -> None:
+    """Raises UserError for a value that is not of a field's type."""
     choices = [k for k in (kind, *typing.get_args(kind)) if typing.get_origin(k) is Literal]
     if choices:
         if value is None and choices[0] is not kind:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from farflung.networks.base import Finished, Group, Network, PeerLost, Pending, Traffic
 from farflung.networks.conditions import Conditions
 from farflung.networks.distributed import TorchNetwork
+from farflung.networks.presets import conditions_named
 from farflung.networks.simulated import SimulatedNetwork, Simulation
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "Simulation",
     "TorchNetwork",
     "Traffic",
+    "conditions_named",
     "from_env",
 ]
 

@@ -12,7 +12,7 @@ from farflung.config import Config
 from farflung.networks import Traffic
 from farflung.outer.fragments import split
 from farflung.training import checkpoint
-from farflung.training.gather import gather
+from farflung.training.gather import among_the_living, gather
 from farflung.training.trainer import Trainer
 
 PATIENCE = 10
@@ -36,7 +36,9 @@ def finish(trainer: Trainer, writes: bool) -> dict[str, Any]:
 
     (weights,) = split(trainer.model, 1)
     own = weights.read()
-    mean = network.all_reduce(own.clone(), network.members(), "average at the end").wait(deadline)
+    mean = among_the_living(
+        network, lambda group: network.all_reduce(own.clone(), group, "average at the end").wait(deadline)
+    )
     deviation = float((own - mean).square().mean()) if own.numel() else 0.0
     weights.write(mean)
     facts = {

@@ -9,6 +9,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from farflung import methods
 from farflung.config import Config, UserError, to_toml
-from farflung.networks import Conditions, Network, PeerLost, Simulation, TorchNetwork
+from farflung.networks import Conditions, Network, PeerLost, Simulation, TorchNetwork, conditions_named
 from farflung.outer import Disagreement, Diverged
 from farflung.training import checkpoint
 from farflung.training.events import holds_a_run
@@ -46,6 +47,7 @@ STARTED_HERE = "FARFLUNG_STARTED_HERE"
 def prepare(config: Config, folder: Path, resume: bool) -> None:
     """Refuses what cannot work before anything is started, and writes config.toml. Raises UserError."""
     methods.from_config(config)
+    conditions_of(config)
     models.model_config(config, tokenizers.load(config.tokenizer))
     pick_device(config.device, 0)
     next(documents(config.data, config.text_column), None)
@@ -60,12 +62,19 @@ def prepare(config: Config, folder: Path, resume: bool) -> None:
 
 def run_simulated(config: Config, folder: Path, resume: bool) -> None:
     """All replicas in this process, under a virtual clock. Raises Stopped, UserError and whatever training raises."""
-    use_cores_of(config.replicas)
-    world = Simulation(config.replicas, Conditions(config.bandwidth_mbps, config.latency_ms, config.step_ms))
+    torch.set_num_threads(1)  # with another number, sums may differ in their last bits
+    world = Simulation(config.replicas, conditions_of(config))
     stop = Stop(HashStore(), config.replicas, range(config.replicas))
     step = next(iter(checkpoint.whole_steps(folder)), 0) if resume else None
     with _stopping_on_signals(stop):
         world.run(lambda network: _run_replica(config, network, network.rank, folder, stop, step))
+
+
+def conditions_of(config: Config) -> Conditions:
+    """What the simulated network is to be like. Raises UserError."""
+    conditions = conditions_named(config.conditions) if config.conditions else Conditions()
+    changes = {name: getattr(config, name) for name in ("bandwidth_mbps", "latency_ms", "step_ms")}
+    return replace(conditions, **{name: value for name, value in changes.items() if value is not None})
 
 
 @record
@@ -116,7 +125,7 @@ def _run_replica(config: Config, network: Network, local_rank: int, folder: Path
     """One replica from beginning to end; the first of each machine writes what they have in common."""
     trainer = Trainer(config, network, folder, stop, pick_device(config.device, local_rank), step)
     trainer.train()
-    finish(trainer, writes=local_rank == 0)
+    finish(trainer, writes=local_rank == 0 or network.rank == network.members()[0])
 
 
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -157,7 +166,7 @@ def cores_for(replicas: int) -> int:
 
 
 def use_cores_of(replicas: int) -> None:
-    """Lets torch use one replica's share of the cores; the same share on every network, for the same bits."""
+    """Lets torch use one replica's share of the cores."""
     torch.set_num_threads(cores_for(replicas))
 
 

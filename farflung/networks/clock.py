@@ -1,0 +1,47 @@
+"""Virtual time: what is to happen, in the order in which it happens."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+
+
+class Clock:
+    """Runs actions at their moments, one after the other; those of the same moment in the order they were asked for."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._events: list[tuple[float, int, Event]] = []
+        self._asked = 0
+
+    def at(self, moment: float, action: Callable[[], None]) -> Event:
+        """Asks for an action at a moment that has not passed, in seconds."""
+        if moment < self.now:
+            raise ValueError(f"{moment} s has passed: it is {self.now} s")
+        event = Event(action)
+        heapq.heappush(self._events, (moment, self._asked, event))
+        self._asked += 1
+        return event
+
+    def advance(self) -> bool:
+        """Goes on to the next moment and runs its first action; False when nothing is to come."""
+        while self._events:
+            moment, _, event = heapq.heappop(self._events)
+            if event.action is not None:
+                self.now = moment
+                event.action()
+                return True
+        return False
+
+
+class Event:
+    """Something that is to happen, unless it is cancelled before."""
+
+    __slots__ = ("action",)
+
+    def __init__(self, action: Callable[[], None]) -> None:
+        self.action: Callable[[], None] | None = action
+
+    def cancel(self) -> None:
+        """Takes it back; harmless when it has happened."""
+        self.action = None

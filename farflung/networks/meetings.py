@@ -1,0 +1,176 @@
+"""Exchanges of simulated replicas: who has come, what is under way, and who is missed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from farflung.config import UserError
+from farflung.networks.base import Group
+from farflung.networks.carrier import Carrier, Demand
+from farflung.networks.clock import Clock
+from farflung.networks.conditions import Conditions
+from farflung.networks.sharing import Flow
+
+Hops = Callable[[dict[int, Any]], Iterator[Demand]]
+"""Given what each member has brought: what is sent, hop after hop; each begins when the one before has arrived."""
+
+
+class Meeting:
+    """One exchange. Bytes begin to flow when all members have come.
+
+    `ended_at` is when it ended well, `lost` are the members for whose sake it never will.
+    """
+
+    def __init__(self, group: Group, key: str, hops: Hops) -> None:
+        self.group = group
+        self.key = key
+        self.brought: dict[int, Any] = {}
+        self.ended_at = math.inf
+        self.lost: tuple[int, ...] = ()
+        self.hops = hops
+        self.under_way: Iterator[Demand] | None = None
+        self.flow: Flow | None = None
+        self.limit = math.inf
+        self.hop = 0
+        self.waiting: list[Callable[[], None]] = []
+
+    @property
+    def settled(self) -> bool:
+        """Whether nothing more will happen in it."""
+        return bool(self.lost) or self.ended_at < math.inf
+
+    def missing(self) -> tuple[int, ...]:
+        """Who has not come."""
+        return tuple(rank for rank in self.group if rank not in self.brought)
+
+    def settle(self, ended_at: float = math.inf, lost: tuple[int, ...] = ()) -> None:
+        """Ends it, and tells those who wait."""
+        self.ended_at, self.lost = ended_at, lost
+        waiting, self.waiting = self.waiting, []
+        for tell in waiting:
+            tell()
+
+
+class World:
+    """The replicas' clock and links, who is there, and their meetings.
+
+    Args:
+        replicas: how many.
+        conditions: what their world is like.
+    """
+
+    def __init__(self, replicas: int, conditions: Conditions) -> None:
+        self.clock = Clock()
+        self.conditions = conditions
+        self.carrier = Carrier(self.clock, conditions, replicas)
+        self._everyone = tuple(range(replicas))
+        self._gone: set[int] = set()
+        self._dead: set[int] = set()
+        self._side: dict[int, tuple[int, ...]] = {}
+        self._members: dict[tuple[int, ...], Group] = {(): self._everyone}
+        self._gathering: dict[tuple[str, Group], Meeting] = {}
+        self._under_way: dict[Meeting, None] = {}
+        self.when_dead: Callable[[int], None] = lambda rank: None
+        self._ask_for_faults()
+
+    def members(self, rank: int) -> Group:
+        """The living whom a replica can reach, itself among them. Those whose work is done count as living."""
+        return self._members[self._side.get(rank, ())]
+
+    def meet(self, rank: int, group: Group, key: str, brings: Any, hops: Hops) -> Meeting:
+        """A replica comes to a meeting, which is made by whoever comes first."""
+        meeting = self._gathering.get((key, group))
+        if meeting is None:
+            meeting = self._gathering[key, group] = Meeting(group, key, hops)
+        meeting.brought[rank] = brings
+        if len(meeting.brought) == len(group):
+            del self._gathering[key, group]
+            self._under_way[meeting] = None
+            meeting.under_way = hops(meeting.brought)
+            self._next_hop(meeting)
+        elif self._gone:
+            self._give_up_on(meeting, {gone for gone in meeting.missing() if gone in self._gone})
+        return meeting
+
+    def leave(self, rank: int) -> None:
+        """A replica's work is done: it comes to no further meeting."""
+        self._gone.add(rank)
+        for meeting in list(self._gathering.values()):
+            if rank in meeting.group and rank not in meeting.brought:
+                self._give_up_on(meeting, {rank})
+
+    def _die(self, rank: int) -> None:
+        self._dead.add(rank)
+        self._sort_members()
+        self.leave(rank)
+        for meeting in list(self._under_way):
+            if rank in meeting.group:
+                if meeting.flow:
+                    self.carrier.links.stop(meeting.flow)
+                del self._under_way[meeting]
+                meeting.settle(lost=(rank,))
+        self.when_dead(rank)
+
+    def _give_up_on(self, meeting: Meeting, lost: set[int]) -> None:
+        if lost:
+            # Those who have yet to come will find it settled.
+            meeting.settle(lost=tuple(sorted(lost)))
+
+    def _next_hop(self, meeting: Meeting) -> None:
+        assert meeting.under_way is not None
+        demand = next(meeting.under_way, None)
+        if demand is None:
+            del self._under_way[meeting]
+            meeting.settle(ended_at=self.clock.now)
+            return
+
+        def arrived() -> None:
+            if not meeting.settled:
+                self._next_hop(meeting)
+
+        meeting.hop += 1
+        # Groups of one round meet under one key, each its own first member.
+        chance = f"{meeting.key}, {meeting.group[0]}, {meeting.hop}"
+        meeting.flow = self.carrier.carry(demand, chance, arrived)
+        meeting.limit = meeting.flow.limit
+        if self._separated(meeting.group):
+            self.carrier.links.set_limit(meeting.flow, 0.0)
+
+    def _ask_for_faults(self) -> None:
+        for death in self.conditions.deaths:
+            self._check_rank(death.replica, "deaths")
+            self.clock.at(death.at_s, lambda rank=death.replica: self._die(rank))  # type: ignore[misc]
+        for cut in self.conditions.cuts:
+            for rank in cut.replicas:
+                self._check_rank(rank, "cuts")
+            self.clock.at(cut.from_s, self._cut)
+            self.clock.at(cut.until_s, self._cut)
+        if any(cut.from_s == 0 for cut in self.conditions.cuts):
+            self._cut()
+
+    def _check_rank(self, rank: int, where: str) -> None:
+        if not 0 <= rank < len(self._everyone):
+            raise UserError(f"{where} names replica {rank}; there are 0 to {len(self._everyone) - 1}")
+
+    def _cut(self) -> None:
+        """Somebody is cut off, or no longer: what is under way between the sides stands still meanwhile."""
+        now = self.clock.now
+        cuts = [cut for cut in self.conditions.cuts if cut.from_s <= now < cut.until_s]
+        cut_off = {rank for cut in cuts for rank in cut.replicas}
+        self._side = {rank: tuple(n for n, cut in enumerate(cuts) if rank in cut.replicas) for rank in cut_off}
+        self._sort_members()
+        for meeting in self._under_way:
+            if meeting.flow:
+                self.carrier.links.set_limit(meeting.flow, 0.0 if self._separated(meeting.group) else meeting.limit)
+
+    def _sort_members(self) -> None:
+        living = [rank for rank in self._everyone if rank not in self._dead]
+        sides: dict[tuple[int, ...], list[int]] = {(): []}
+        for rank in living:
+            sides.setdefault(self._side.get(rank, ()), []).append(rank)
+        self._members = {side: tuple(ranks) for side, ranks in sides.items()}
+
+    def _separated(self, group: Group) -> bool:
+        return bool(self._side) and len({self._side.get(rank, ()) for rank in group}) > 1

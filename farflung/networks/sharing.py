@@ -1,0 +1,161 @@
+"""Links that several exchanges use at the same time, and what each of them then gets."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+
+from farflung.networks.clock import Clock, Event
+
+
+class Flow:
+    """Bytes under way: so many on each link it uses, which all end at the same moment.
+
+    `rate` is in bytes a second on the link that carries most; a link that carries a share of that is used at that
+    share of the rate.
+    """
+
+    __slots__ = ("done", "end", "left", "limit", "live", "rate", "shares", "since")
+
+    def __init__(self, loads: Mapping[int, float], limit: float, now: float, done: Callable[[], None]) -> None:
+        self.left = max(loads.values(), default=0.0)
+        self.shares = {link: load / self.left for link, load in loads.items() if load}
+        self.limit = limit
+        self.rate = 0.0
+        self.since = now
+        self.end: Event | None = None
+        self.live = True
+        self.done = done
+
+
+class Links:
+    """Shares each link fairly: max-min, so that nobody gets more at the cost of one who has less.
+
+    Args:
+        clock: the time that flows take.
+        capacities: of each link, bytes a second.
+    """
+
+    def __init__(self, clock: Clock, capacities: list[float]) -> None:
+        self._clock = clock
+        self.capacities = capacities
+        self.carried = [0.0] * len(capacities)
+        self._on: list[dict[Flow, None]] = [{} for _ in capacities]
+
+    def start(self, loads: Mapping[int, float], limit: float, done: Callable[[], None]) -> Flow:
+        """Sends bytes, by link; `done` is called when the last has left. `limit` is the highest rate by itself."""
+        flow = Flow(loads, limit, self._clock.now, done)
+        for link in flow.shares:
+            self._on[link][flow] = None
+        self._share_out(flow)
+        return flow
+
+    def set_limit(self, flow: Flow, limit: float) -> None:
+        """From now on, a flow has another highest rate; 0 makes it stand still."""
+        flow.limit = limit
+        if flow.live:
+            self._share_out(flow)
+
+    def stop(self, flow: Flow) -> None:
+        """Ends a flow before its time; `done` is not called. Harmless when it has ended."""
+        if flow.live:
+            self._settle(flow)
+            if flow.end:
+                flow.end.cancel()
+            self._remove(flow)
+
+    def alone(self, loads: Mapping[int, float], limit: float = math.inf) -> float:
+        """How long these bytes take when nobody else sends, seconds."""
+        seconds = max((load / self.capacities[link] for link, load in loads.items()), default=0.0)
+        return max(seconds, max(loads.values(), default=0.0) / limit)
+
+    def _finish(self, flow: Flow) -> None:
+        self._settle(flow)
+        for link, share in flow.shares.items():
+            self.carried[link] += share * flow.left  # what rounding has left over
+        self._remove(flow)
+        flow.done()
+
+    def _remove(self, flow: Flow) -> None:
+        flow.live = False
+        neighbours = {other: None for link in flow.shares for other in self._on[link] if other is not flow}
+        for link in flow.shares:
+            del self._on[link][flow]
+        while neighbours:
+            for flow in self._share_out(next(iter(neighbours))):
+                neighbours.pop(flow, None)
+
+    def _settle(self, flow: Flow) -> None:
+        """Books what a flow has sent since its rate was set."""
+        sent = min(flow.rate * (self._clock.now - flow.since), flow.left)
+        flow.since = self._clock.now
+        if sent:
+            flow.left -= sent
+            for link, share in flow.shares.items():
+                self.carried[link] += share * sent
+
+    def _share_out(self, flow: Flow) -> list[Flow]:
+        """Sets the rates of all flows that a change of this one may concern, and returns them."""
+        flows = self._connected(flow)
+        for flow, rate in self._fair_rates(flows).items():
+            if rate == flow.rate and flow.end:
+                continue
+            self._settle(flow)
+            flow.rate = rate
+            if flow.end:
+                flow.end.cancel()
+            flow.end = None
+            if rate > 0 or not flow.left:
+                seconds = flow.left / rate if flow.left else 0.0
+                flow.end = self._clock.at(self._clock.now + seconds, lambda flow=flow: self._finish(flow))  # type: ignore[misc]
+        return flows
+
+    def _connected(self, flow: Flow) -> list[Flow]:
+        """A flow, and those it shares links with, directly or through others."""
+        if all(len(self._on[link]) == 1 for link in flow.shares):
+            return [flow]
+        found, links = {flow: None}, set(flow.shares)
+        waiting = [flow]
+        while waiting:
+            for link in waiting.pop().shares:
+                for other in self._on[link]:
+                    if other not in found:
+                        found[other] = None
+                        waiting.append(other)
+                        links.update(other.shares)
+        return list(found)
+
+    def _fair_rates(self, flows: list[Flow]) -> dict[Flow, float]:
+        """Raises all rates together; whoever meets a full link, or its own limit, stays there."""
+        if len(flows) == 1:
+            flow = flows[0]
+            limits = (self.capacities[link] / share for link, share in flow.shares.items())
+            return {flow: min(flow.limit, min(limits, default=math.inf))}
+        rates: dict[Flow, float] = {}
+        free: dict[int, float] = {}
+        demand: dict[int, float] = {}
+        users: dict[int, int] = {}
+        for flow in flows:
+            for link, share in flow.shares.items():
+                free[link] = self.capacities[link]
+                demand[link] = demand.get(link, 0.0) + share
+                users[link] = users.get(link, 0) + 1
+        rising = dict.fromkeys(flows)
+        while rising:
+            fullest = min(demand, key=lambda link: free[link] / demand[link], default=None)
+            level = free[fullest] / demand[fullest] if fullest is not None else math.inf
+            slowest = min(rising, key=lambda flow: flow.limit)
+            if slowest.limit <= level:
+                level, settled = slowest.limit, [slowest]
+            else:
+                settled = [flow for flow in self._on[fullest] if flow in rising]  # type: ignore[index]
+            for flow in settled:
+                del rising[flow]
+                rates[flow] = level
+                for link, share in flow.shares.items():
+                    free[link] = max(free[link] - level * share, 0.0)
+                    demand[link] -= share
+                    users[link] -= 1
+                    if not users[link]:
+                        del demand[link]
+        return rates
