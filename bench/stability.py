@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from farflung.outer import GossipNesterov, RandomGroups
+from farflung.outer import GossipNesterov, RandomGroups, group_of
 
 
 def noise_spread(size: int, gamma: float, rounds: int, replicas: int) -> float:
@@ -27,7 +27,7 @@ def noise_spread(size: int, gamma: float, rounds: int, replicas: int) -> float:
             weights = anchors[rank] - torch.from_numpy(generator.standard_normal(200))
             messages.append(outers[rank].message(anchors[rank], weights))
         for rank in members:
-            group = topology.group(rank, members, str(number))
+            group = group_of(rank, topology.groups(members, str(number)))
             outers[rank].step_with(anchors[rank], torch.stack([messages[other] for other in group]).mean(0))
     return float(torch.stack(anchors).std(0, correction=0).mean())
 

@@ -102,8 +102,25 @@ def export(arguments: list[str]) -> None:
     print(f"farflung: {options.folder} holds {origin}")
 
 
+def simulate(arguments: list[str]) -> None:
+    """Show what rounds would cost for up to thousands of replicas, under given conditions; trains nothing."""
+    from farflung.planner.page import write_simulation
+    from farflung.planner.simulation import SimulateOptions, table_of, write_events
+    from farflung.planner.simulation import simulate as time_methods
+
+    options = _parse(SimulateOptions, arguments, "simulate")
+    results = time_methods(options)
+    size = f"{options.params:.3g} parameters" if options.params else options.model
+    described = f"{options.replicas} replicas of {size}, {options.rounds} rounds, conditions {options.conditions}"
+    print(f"farflung: {described}\n\n{table_of(results).text()}\n")
+    folder = options.out or _free_folder("simulation", "simulation.html")
+    write_events(results, folder / "events")
+    write_simulation(results, described, folder / "simulation.html")
+    print(f"farflung: pictures in {folder / 'simulation.html'}, each round in {folder / 'events'}")
+
+
 COMMANDS: dict[str, Callable[[list[str]], None]] = {
-    command.__name__: command for command in (train, methods, report, export)
+    command.__name__: command for command in (train, simulate, methods, report, export)
 }
 
 
@@ -168,11 +185,12 @@ def _with_replicas(config: Config) -> Config:
     return replace(config, replicas=int(os.environ.get("WORLD_SIZE", config.replicas)))
 
 
-def _free_folder(method: str) -> Path:
+def _free_folder(name: str, mark: str = "events/*") -> Path:
+    """The first runs/NAME-N that does not hold what a run leaves."""
     if "WORLD_SIZE" in os.environ:
         raise UserError("under torchrun every machine needs to know the run folder; give --out runs/NAME")
     number = 1
-    while any((folder := Path("runs") / f"{method}-{number}").glob("events/*")):
+    while any((folder := Path("runs") / f"{name}-{number}").glob(mark)):
         number += 1
     return folder
 
@@ -255,7 +273,7 @@ def _one_line(box: str, command: str) -> str:
 
 
 def _usage() -> str:
-    lines = [f"  farflung {name:8} {command.__doc__}" for name, command in COMMANDS.items()]
+    lines = [f"  farflung {name:9} {command.__doc__}" for name, command in COMMANDS.items()]
     return "\n".join(
         ["Train one model on machines that are far apart.", "", *lines, "", "More on one: farflung COMMAND --help"]
     )

@@ -15,6 +15,7 @@ FLOORS = {
     "methods": 4,
     "training": 5,
     "report": 5,
+    "planner": 5,
     "cli": 6,
     "__init__": 7,
     "__main__": 7,

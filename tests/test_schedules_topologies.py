@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from farflung.config import UserError
-from farflung.outer import Everyone, RandomGroups, Schedule
+from farflung.outer import Everyone, RandomGroups, Schedule, group_of
 
 
 @given(every=st.integers(1, 60), data=st.data())
@@ -40,7 +40,7 @@ def test_impossible_schedules_are_refused(settings: tuple[int, ...]) -> None:
 def test_random_groups_divide_the_members(replicas: int, size: int, seed: int, round: int) -> None:
     members = tuple(range(replicas))
     topology = RandomGroups(size, seed)
-    groups = {rank: topology.group(rank, members, f"round {round}") for rank in members}
+    groups = {rank: group_of(rank, topology.groups(members, f"round {round}")) for rank in members}
     sitting_out = [rank for rank in members if not groups[rank]]
     assert len(sitting_out) == (replicas % size == 1)
     for rank in members:
@@ -52,11 +52,13 @@ def test_random_groups_divide_the_members(replicas: int, size: int, seed: int, r
 
 def test_pairs_change_from_round_to_round_and_with_the_seed() -> None:
     members = tuple(range(8))
-    partners = {RandomGroups(2, 0).group(0, members, f"round {r}") for r in range(60)}
+    partners = {group_of(0, RandomGroups(2, 0).groups(members, f"round {r}")) for r in range(60)}
     assert len(partners) == 7
-    one, other = ([RandomGroups(2, seed).group(0, members, f"round {r}") for r in range(20)] for seed in (0, 1))
+    one, other = (
+        [group_of(0, RandomGroups(2, seed).groups(members, f"round {r}")) for r in range(20)] for seed in (0, 1)
+    )
     assert one != other
 
 
 def test_everyone_is_one_group() -> None:
-    assert Everyone().group(2, (0, 2, 5), "round 1") == (0, 2, 5)
+    assert Everyone().groups((0, 2, 5), "round 1") == [(0, 2, 5)]

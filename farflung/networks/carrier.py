@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import combinations_with_replacement
+from typing import NamedTuple
 
 from farflung.networks.base import Group
 from farflung.networks.clock import Clock
@@ -16,14 +16,11 @@ UNLIMITED = 1e15
 """Bytes a second of what is not limited."""
 
 
-@dataclass(frozen=True, slots=True)
-class Demand:
+class Demand(NamedTuple):
     """What the members of a group send each other at once.
 
-    Args:
-        group: the members.
-        sent, received: bytes out of and into each, in the group's order.
-        largest: the most bytes that go over any one connection between two of them.
+    `sent` and `received` are the bytes out of and into each member, in the group's order; `largest` is the most that
+    goes over any one connection between two of them.
     """
 
     group: Group

@@ -13,6 +13,7 @@ class Clock:
         self.now = 0.0
         self._events: list[tuple[float, int, Event]] = []
         self._asked = 0
+        self._tidy_at = 1024
 
     def at(self, moment: float, action: Callable[[], None]) -> Event:
         """Asks for an action at a moment that has not passed, in seconds."""
@@ -21,15 +22,21 @@ class Clock:
         event = Event(action)
         heapq.heappush(self._events, (moment, self._asked, event))
         self._asked += 1
+        if len(self._events) > self._tidy_at:
+            # Deadlines are cancelled nearly always; without this they would be most of the heap.
+            self._events = [entry for entry in self._events if entry[2].action is not None]
+            heapq.heapify(self._events)
+            self._tidy_at = max(1024, 2 * len(self._events))
         return event
 
     def advance(self) -> bool:
         """Goes on to the next moment and runs its first action; False when nothing is to come."""
         while self._events:
             moment, _, event = heapq.heappop(self._events)
-            if event.action is not None:
+            action, event.action = event.action, None
+            if action is not None:
                 self.now = moment
-                event.action()
+                action()
                 return True
         return False
 

@@ -6,23 +6,34 @@ import numpy as np
 
 from farflung.networks.conditions import Conditions
 
+BLOCK = 1024
+"""Steps whose durations are drawn at a time."""
+
 
 class Computation:
     """One replica's inner steps: the same durations whether they are asked for one by one or many at a time."""
 
     def __init__(self, conditions: Conditions, rank: int) -> None:
+        self._conditions = conditions
         self._typical = conditions.step_seconds(rank)
-        self._sigma = conditions.step_sigma
-        self._slow_share, self._slow_factor = conditions.slow_share, conditions.slow_factor
-        if self._sigma or self._slow_share:
-            # Streams of their own: how many are taken of one does not change the other.
-            self._spread, self._slow = (np.random.default_rng([conditions.seed, rank, n]) for n in range(2))
+        self._even = not conditions.step_sigma and not conditions.slow_share
+        if not self._even:
+            self._random = np.random.default_rng([conditions.seed, rank])
+            self._ends = np.zeros(1)  # of the steps drawn so far, in typical steps since the first of them began
+            self._next = 0
 
     def seconds(self, steps: int) -> float:
         """What the next so many steps take together."""
-        factors = float(steps)
-        if self._sigma or self._slow_share:
-            each = np.exp(self._sigma * self._spread.standard_normal(steps))
-            each[self._slow.random(steps) < self._slow_share] *= self._slow_factor
-            factors = float(each.sum())
-        return self._typical * factors
+        if self._even:
+            return self._typical * steps
+        while self._next + steps >= len(self._ends):
+            self._draw()
+        begins, self._next = self._next, self._next + steps
+        return self._typical * float(self._ends[self._next] - self._ends[begins])
+
+    def _draw(self) -> None:
+        conditions = self._conditions
+        factors = np.exp(conditions.step_sigma * self._random.standard_normal(BLOCK))
+        factors[self._random.random(BLOCK) < conditions.slow_share] *= conditions.slow_factor
+        left = self._ends[self._next :] - self._ends[self._next]
+        self._ends, self._next = np.concatenate([left, left[-1] + np.cumsum(factors)]), 0

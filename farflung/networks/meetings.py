@@ -127,6 +127,7 @@ class World:
             return
 
         def arrived() -> None:
+            meeting.flow = None
             if not meeting.settled:
                 self._next_hop(meeting)
 

@@ -7,6 +7,9 @@ from collections.abc import Callable, Mapping
 
 from farflung.networks.clock import Clock, Event
 
+NEGLIGIBLE = 1e-9
+"""A link that carries less than this share of a flow does not matter to it."""
+
 
 class Flow:
     """Bytes under way: so many on each link it uses, which all end at the same moment.
@@ -19,7 +22,7 @@ class Flow:
 
     def __init__(self, loads: Mapping[int, float], limit: float, now: float, done: Callable[[], None]) -> None:
         self.left = max(loads.values(), default=0.0)
-        self.shares = {link: load / self.left for link, load in loads.items() if load}
+        self.shares = {link: load / self.left for link, load in loads.items() if load > NEGLIGIBLE * self.left}
         self.limit = limit
         self.rate = 0.0
         self.since = now
@@ -41,20 +44,21 @@ class Links:
         self.capacities = capacities
         self.carried = [0.0] * len(capacities)
         self._on: list[dict[Flow, None]] = [{} for _ in capacities]
+        self._unsettled: dict[int, None] = {}
 
     def start(self, loads: Mapping[int, float], limit: float, done: Callable[[], None]) -> Flow:
         """Sends bytes, by link; `done` is called when the last has left. `limit` is the highest rate by itself."""
         flow = Flow(loads, limit, self._clock.now, done)
         for link in flow.shares:
             self._on[link][flow] = None
-        self._share_out(flow)
+        self._changed(flow)
         return flow
 
     def set_limit(self, flow: Flow, limit: float) -> None:
         """From now on, a flow has another highest rate; 0 makes it stand still."""
         flow.limit = limit
         if flow.live:
-            self._share_out(flow)
+            self._changed(flow)
 
     def stop(self, flow: Flow) -> None:
         """Ends a flow before its time; `done` is not called. Harmless when it has ended."""
@@ -70,20 +74,57 @@ class Links:
         return max(seconds, max(loads.values(), default=0.0) / limit)
 
     def _finish(self, flow: Flow) -> None:
-        self._settle(flow)
         for link, share in flow.shares.items():
-            self.carried[link] += share * flow.left  # what rounding has left over
+            self.carried[link] += share * flow.left
         self._remove(flow)
         flow.done()
 
     def _remove(self, flow: Flow) -> None:
         flow.live = False
-        neighbours = {other: None for link in flow.shares for other in self._on[link] if other is not flow}
         for link in flow.shares:
             del self._on[link][flow]
-        while neighbours:
-            for flow in self._share_out(next(iter(neighbours))):
-                neighbours.pop(flow, None)
+        self._share_later(flow)
+
+    def _changed(self, flow: Flow) -> None:
+        if all(len(self._on[link]) == 1 for link in flow.shares):
+            rate = flow.limit
+            for link, share in flow.shares.items():
+                rate = min(rate, self.capacities[link] / share)
+            self._set_rate(flow, rate)
+        else:
+            self._share_later(flow)
+
+    def _share_later(self, flow: Flow) -> None:
+        """Shares out this flow's links anew, at the end of this instant, in which more may change."""
+        for link in flow.shares:
+            if self._on[link]:
+                if not self._unsettled:
+                    self._clock.at(self._clock.now, self._share_out)
+                self._unsettled[link] = None
+
+    def _share_out(self) -> None:
+        """Sets the rates of all flows that this instant's changes concern."""
+        links, self._unsettled = self._unsettled, {}
+        done: set[Flow] = set()
+        for link in links:
+            for flow in list(self._on[link]):
+                if flow not in done:
+                    connected = self._connected(flow)
+                    done.update(connected)
+                    for other, rate in self._fair_rates(connected).items():
+                        self._set_rate(other, rate)
+
+    def _set_rate(self, flow: Flow, rate: float) -> None:
+        if rate == flow.rate and flow.end:
+            return
+        self._settle(flow)
+        flow.rate = rate
+        if flow.end:
+            flow.end.cancel()
+            flow.end = None
+        if rate > 0 or not flow.left:
+            seconds = flow.left / rate if flow.left else 0.0
+            flow.end = self._clock.at(self._clock.now + seconds, lambda: self._finish(flow))
 
     def _settle(self, flow: Flow) -> None:
         """Books what a flow has sent since its rate was set."""
@@ -94,43 +135,22 @@ class Links:
             for link, share in flow.shares.items():
                 self.carried[link] += share * sent
 
-    def _share_out(self, flow: Flow) -> list[Flow]:
-        """Sets the rates of all flows that a change of this one may concern, and returns them."""
-        flows = self._connected(flow)
-        for flow, rate in self._fair_rates(flows).items():
-            if rate == flow.rate and flow.end:
-                continue
-            self._settle(flow)
-            flow.rate = rate
-            if flow.end:
-                flow.end.cancel()
-            flow.end = None
-            if rate > 0 or not flow.left:
-                seconds = flow.left / rate if flow.left else 0.0
-                flow.end = self._clock.at(self._clock.now + seconds, lambda flow=flow: self._finish(flow))  # type: ignore[misc]
-        return flows
-
     def _connected(self, flow: Flow) -> list[Flow]:
         """A flow, and those it shares links with, directly or through others."""
-        if all(len(self._on[link]) == 1 for link in flow.shares):
-            return [flow]
-        found, links = {flow: None}, set(flow.shares)
+        found: dict[Flow, None] = {flow: None}
+        seen: set[int] = set()
         waiting = [flow]
         while waiting:
             for link in waiting.pop().shares:
-                for other in self._on[link]:
-                    if other not in found:
-                        found[other] = None
-                        waiting.append(other)
-                        links.update(other.shares)
+                if link not in seen:
+                    seen.add(link)
+                    new = [other for other in self._on[link] if other not in found]
+                    found.update(dict.fromkeys(new))
+                    waiting += new
         return list(found)
 
     def _fair_rates(self, flows: list[Flow]) -> dict[Flow, float]:
         """Raises all rates together; whoever meets a full link, or its own limit, stays there."""
-        if len(flows) == 1:
-            flow = flows[0]
-            limits = (self.capacities[link] / share for link, share in flow.shares.items())
-            return {flow: min(flow.limit, min(limits, default=math.inf))}
         rates: dict[Flow, float] = {}
         free: dict[int, float] = {}
         demand: dict[int, float] = {}

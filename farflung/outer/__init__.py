@@ -2,6 +2,7 @@
 
 from farflung.outer.adaptation import Adapt
 from farflung.outer.attached import Attached, Disagreement, Diverged, Round
+from farflung.outer.averaging import parts_sent
 from farflung.outer.gradients import GradientLoop
 from farflung.outer.loop import OuterLoop
 from farflung.outer.merges import MERGES, Drop, Eager, Keep, Merge, Mix
@@ -15,7 +16,7 @@ from farflung.outer.optimizers import (
     SignSGD,
 )
 from farflung.outer.schedules import Schedule
-from farflung.outer.topologies import Everyone, RandomGroups, Topology
+from farflung.outer.topologies import Everyone, RandomGroups, Topology, group_of
 
 __all__ = [
     "MERGES",
@@ -42,4 +43,6 @@ __all__ = [
     "Schedule",
     "SignSGD",
     "Topology",
+    "group_of",
+    "parts_sent",
 ]

@@ -17,6 +17,17 @@ Views = Callable[[Tensor], list[Tensor]]
 """A flat message as the tensors that it consists of."""
 
 
+def parts_sent(codec: Codec, gather_up_to: int, members: int) -> tuple[float, ...]:
+    """What part of a message goes from each member of a group to each other, hop after hop.
+
+    What a codec need not encode is averaged in the network, and packets of large groups part by part: each member
+    averages one part and sends it round. Packets of groups of up to `gather_up_to` go from everyone to everyone.
+    """
+    if not isinstance(codec, Dense) and members <= gather_up_to:
+        return (1.0,)
+    return (1 / members, 1 / members)
+
+
 class Averaging:
     """Averages one stream of messages, round after round, and keeps what its codecs remember between them.
 
@@ -51,7 +62,7 @@ class Averaging:
         """
         if self._prototype == Dense(message.dtype):
             return self._network.all_reduce(message, group, key), 0.0
-        if len(group) <= self._gather_up_to:
+        if parts_sent(self._prototype, self._gather_up_to, len(group)) == (1.0,):
             return self._gather(message, group, key)
         return self._share_out(message, group, key)
 

@@ -14,7 +14,7 @@ from farflung.outer.attached import Attached, Disagreement, Round
 from farflung.outer.averaging import Averaging, agree
 from farflung.outer.fragments import Fragment
 from farflung.outer.streams import on_device
-from farflung.outer.topologies import Topology
+from farflung.outer.topologies import Topology, group_of
 
 
 class GradientLoop(Attached):
@@ -57,7 +57,7 @@ class GradientLoop(Attached):
         fault = self._judge()
         if fault:
             gradient.zero_()
-        group = self._topology.group(network.rank, network.members(), str(self.step))
+        group = group_of(network.rank, self._topology.groups(network.members(), str(self.step)))
         started = network.now()
         pending, error = self._averaging.start(gradient, group, f"gradient {self.step}")
         self._scatter(pending.wait(self.deadline))

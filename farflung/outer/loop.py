@@ -24,7 +24,7 @@ from farflung.outer.merges import Keep, Merge
 from farflung.outer.optimizers import OuterFactory, gradient_of, message_of, step_with
 from farflung.outer.schedules import Schedule
 from farflung.outer.streams import Flight, Stream
-from farflung.outer.topologies import Topology
+from farflung.outer.topologies import Topology, group_of
 
 
 class OuterLoop(Attached):
@@ -108,7 +108,7 @@ class OuterLoop(Attached):
         """Puts a fragment's message on its way to the group; `fresh` is the message if a landing has made it."""
         network = self.network
         key = f"round {stream.rounds} of fragment {stream.index}"
-        group = self._topology.group(network.rank, network.members(), key)
+        group = group_of(network.rank, self._topology.groups(network.members(), key))
         if stream.averaging.wants_expectation(group):
             stream.averaging.expect(message_of(self.outer, stream.anchor, stream.anchor.clone()))
         weights, fault = self._weights_to_offer(stream)

@@ -18,9 +18,14 @@ class Topology(Protocol):
         """Whether a group's members must all end a round with the same bits."""
         ...
 
-    def group(self, rank: int, members: Group, round: str) -> Group:
-        """The members that `rank` averages with, itself included, sorted; empty when it sits the round out."""
+    def groups(self, members: Group, round: str) -> list[Group]:
+        """The groups, each sorted; a member that is in none sits the round out."""
         ...
+
+
+def group_of(rank: int, groups: list[Group]) -> Group:
+    """The group that a replica is in; empty when it sits the round out."""
+    return next((group for group in groups if rank in group), ())
 
 
 @dataclass(frozen=True)
@@ -32,9 +37,9 @@ class Everyone:
         """True: they are one model."""
         return True
 
-    def group(self, rank: int, members: Group, round: str) -> Group:
-        """All members."""
-        return members
+    def groups(self, members: Group, round: str) -> list[Group]:
+        """One of all members."""
+        return [members]
 
 
 @dataclass(frozen=True)
@@ -60,10 +65,9 @@ class RandomGroups:
         if self.size < 2:
             raise UserError(f"group_size is {self.size}; a group needs at least 2 replicas to average")
 
-    def group(self, rank: int, members: Group, round: str) -> Group:
-        """The group of `rank` in this round's permutation."""
+    def groups(self, members: Group, round: str) -> list[Group]:
+        """The groups of this round's permutation."""
         # A string seeds Python's generator alike on every machine and version.
         order = random.Random(f"{self.seed} {round}").sample(members, len(members))
-        begin = order.index(rank) // self.size * self.size
-        group = tuple(sorted(order[begin : begin + self.size]))
-        return group if len(group) > 1 else ()
+        groups = (tuple(sorted(order[begin : begin + self.size])) for begin in range(0, len(order), self.size))
+        return [group for group in groups if len(group) > 1]

@@ -1,0 +1,113 @@
+"""What the planner knows of a model without its weights: parameters, layers, and what they compute and keep."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+
+from farflung.config import Config, UserError
+from farflung.planner.sizes import Shape
+from farflung.workloads import models, tokenizers
+
+VOCABULARY = 32_000
+"""Tokens of a preset's vocabulary, where the model's own configuration does not say: that of the Llama models."""
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A decoder: layers that are alike, and what comes before and after them.
+
+    Args:
+        layers: how many.
+        hidden: width of what passes from layer to layer.
+        layer_shapes: of one layer's parameters.
+        first_shapes, last_shapes: of what comes before the layers, and after.
+        heads: attention heads, for the activations that attention keeps.
+        tied: whether the last matrix is the first one again.
+    """
+
+    layers: int
+    hidden: int
+    layer_shapes: tuple[Shape, ...]
+    first_shapes: tuple[Shape, ...]
+    last_shapes: tuple[Shape, ...]
+    heads: int
+    tied: bool = False
+
+    @cached_property
+    def layer_parameters(self) -> int:
+        """Parameters of one layer."""
+        return sum(map(math.prod, self.layer_shapes))
+
+    @cached_property
+    def parameters(self) -> int:
+        """All of them, tied ones once."""
+        return sum(map(math.prod, self.shapes))
+
+    @property
+    def shapes(self) -> tuple[Shape, ...]:
+        """Of all parameters, tied ones once."""
+        return (*self.first_shapes, *self.layer_shapes * self.layers, *self.last_shapes)
+
+    def stage_shapes(self, stages: int) -> list[tuple[Shape, ...]]:
+        """The parameters of each of so many pipeline stages; layers are dealt out evenly, the first ones get one more.
+
+        Raises UserError when there are fewer layers than stages.
+        """
+        if stages > self.layers:
+            raise UserError(f"{stages} stages, but the model has only {self.layers} layers")
+        counts = [self.layers // stages + (stage < self.layers % stages) for stage in range(stages)]
+        shapes = [self.layer_shapes * count for count in counts]
+        shapes[0] = (*self.first_shapes, *shapes[0])
+        shapes[-1] = (*shapes[-1], *self.last_shapes)
+        return shapes
+
+    def flops_per_token(self, sequence_length: int) -> float:
+        """Operations of a forward and a backward pass for one token: 6 a matrix parameter, and attention's own."""
+        matrices = self.layers * sum(math.prod(shape) for shape in self.layer_shapes if len(shape) > 1)
+        head = sum(math.prod(shape) for shape in (self.first_shapes if self.tied else self.last_shapes))
+        return 6.0 * (matrices + head) + 12.0 * self.layers * self.hidden * sequence_length
+
+
+def architecture_of(name: str, sequence_length: int = 1024) -> Architecture:
+    """A preset, or a model that transformers can configure, built without memory for its weights. Raises UserError."""
+    from transformers import AutoModelForCausalLM
+
+    config = Config(model=name, sequence_length=sequence_length)
+    settings = models.model_config(config, tokenizers.load("bytes"))
+    if name in models.PRESETS:
+        settings.vocab_size = max(settings.vocab_size, VOCABULARY)
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(settings)
+    except (ValueError, TypeError, RuntimeError, ImportError) as error:
+        reason = str(error).partition("\n")[0]
+        raise UserError(f"model {name!r} cannot be built as a causal language model: {reason}") from error
+    return _architecture(name, settings, model)
+
+
+def _architecture(name: str, settings: Any, model: nn.Module) -> Architecture:
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    if not lists:
+        raise UserError(f"model {name!r} has no list of layers; the planner knows decoders of layers that are alike")
+    layers = max(lists, key=lambda module: sum(p.numel() for p in module.parameters()))
+    inside = {id(parameter) for parameter in layers.parameters()}
+    outside = [(key, parameter) for key, parameter in model.named_parameters() if id(parameter) not in inside]
+    embeddings = {id(p) for p in model.get_input_embeddings().parameters()}  # type: ignore[operator]
+    first = [p for key, p in outside if id(p) in embeddings or "embed" in key or "wpe" in key]
+    firsts = {id(parameter) for parameter in first}
+    last = [p for _, p in outside if id(p) not in firsts]
+    return Architecture(
+        layers=len(layers),
+        hidden=settings.hidden_size,
+        layer_shapes=tuple(tuple(p.shape) for p in layers[0].parameters()),
+        first_shapes=tuple(tuple(p.shape) for p in first),
+        last_shapes=tuple(tuple(p.shape) for p in last),
+        heads=getattr(settings, "num_attention_heads", 1),
+        tied=bool(getattr(settings, "tie_word_embeddings", False)),
+    )

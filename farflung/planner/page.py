@@ -1,0 +1,69 @@
+"""The pictures and pages of simulations and plans."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+
+import plotly.graph_objects as go
+from plotly.offline import get_plotlyjs
+from plotly.subplots import make_subplots
+
+from farflung.planner.simulation import Simulated, table_of
+
+BLUE, ORANGE = "#1f6feb", "#e9a03b"
+
+_STYLE = (
+    "body{font:15px/1.5 system-ui,sans-serif;color:#24292f;max-width:1100px;margin:24px auto;padding:0 16px}"
+    "table{border-collapse:collapse;margin:16px 0}"
+    "td,th{padding:4px 12px;text-align:right;border-bottom:1px solid #d0d7de}"
+    "td:first-child,th:first-child{text-align:left}small{color:#57606a;font-weight:normal}"
+)
+
+
+def simulation_figure(results: Sequence[Simulated]) -> go.Figure:
+    """Time, waiting, use of links and bytes, one bar a method."""
+    titles = ("time, seconds a round", "time blocked, %", "uplinks used, %", "sent, MB a replica and round")
+    figure = make_subplots(2, 2, subplot_titles=titles, vertical_spacing=0.16)
+    names = [result.name for result in results]
+    rows = table_of(results).rows
+    values = (
+        [row[2] for row in rows],
+        [100 * row[5] for row in rows],
+        [100 * row[6] for row in rows],
+        [row[7] for row in rows],
+    )
+    for number, heights in enumerate(values):
+        logarithmic = number in (0, 3) and min(heights) > 0
+        figure.add_bar(
+            x=names,
+            y=heights,
+            marker_color=BLUE,
+            row=number // 2 + 1,
+            col=number % 2 + 1,
+            text=[f"{height:.3g}" for height in heights],
+            showlegend=False,
+        )
+        axis = {"type": "log"} if logarithmic else {"rangemode": "tozero"}
+        figure.update_yaxes(**axis, row=number // 2 + 1, col=number % 2 + 1)
+    figure.update_layout(template="plotly_white", height=720, margin={"l": 60, "r": 16, "t": 48, "b": 40})
+    return figure
+
+
+def write_simulation(results: Sequence[Simulated], described: str, out: Path) -> None:
+    """One self-contained page: the table and its pictures."""
+    picture = simulation_figure(results).to_html(full_html=False, include_plotlyjs=False)
+    write_page("farflung: simulated rounds", described, table_of(results).html() + picture, out)
+
+
+def write_page(title: str, described: str, body: str, out: Path) -> None:
+    """A page with its own scripts, written beside and renamed."""
+    html = (
+        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{escape(title)}</title><style>{_STYLE}</style>'
+        f"<script>{get_plotlyjs()}</script><h1>{escape(title)}</h1><p>{escape(described)}</p>{body}</html>"
+    )
+    out.parent.mkdir(parents=True, exist_ok=True)
+    beside = out.with_name(f"{out.name}.tmp")
+    beside.write_text(html, encoding="utf-8")
+    beside.replace(out)

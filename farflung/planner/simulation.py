@@ -1,0 +1,169 @@
+"""What rounds cost under given conditions, method by method: `farflung simulate`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from farflung.config import UserError
+from farflung.methods import RECIPES, settings_of
+from farflung.networks import Conditions, conditions_named
+from farflung.outer import Method
+from farflung.planner.architecture import Architecture, architecture_of
+from farflung.planner.sizes import Shape, packet_bytes, square_model
+from farflung.planner.table import Column, Table, figures, percent
+from farflung.planner.timing import Timer, Timing
+
+
+@dataclass(frozen=True)
+class SimulateOptions:
+    """Which methods, how large, and in which world."""
+
+    methods: str = "ddp,diloco,noloco,dilocox,nolocox"
+    """Names, with commas between: see `farflung methods`."""
+    replicas: int = 64
+    """Copies of the model."""
+    params: float | None = None
+    """Parameters of the model, such as 1.3e9; or else give --model."""
+    model: str | None = None
+    """A preset, or anything that AutoConfig loads."""
+    conditions: str = "two-data-centres"
+    """same-rack, two-data-centres, three-regions, home, world, or a TOML file (see the README)."""
+    rounds: int = 100
+    """Rounds of each replica."""
+    every: int | None = None
+    """Inner steps between rounds; unset: each method's own default."""
+    step_ms: float | None = None
+    """What the computation of one inner step takes, milliseconds; unset: the conditions' own."""
+    deadline: float | None = None
+    """Longest wait for other replicas, seconds; unset: for ever."""
+    seed: int | None = None
+    """Of everything random; unset: the conditions' own."""
+    out: Path | None = None
+    """The folder for simulation.html and events; unset: runs/simulation-N with the first N that is free."""
+
+    def __post_init__(self) -> None:
+        """Refuses what cannot be. Raises UserError."""
+        for name in ("replicas", "rounds", "every"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise UserError(f"{name} is {value}; it must be at least 1")
+        for name in ("params", "step_ms", "deadline"):
+            if (value := getattr(self, name)) is not None and not (value > 0 and math.isfinite(value)):
+                raise UserError(f"{name} is {value}; it must be more than 0")
+        if (self.params is None) == (self.model is None):
+            raise UserError("how large is the model? give either --params, such as 1.3e9, or --model")
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """One method's rounds."""
+
+    name: str
+    method: Method
+    replicas: int
+    message_bytes: float
+    timing: Timing
+
+    @property
+    def computing(self) -> float:
+        """Share of the replicas' time in which they compute."""
+        return self.timing.computed / max(self.timing.computed + self.timing.blocked, 1e-30)
+
+
+def simulate(options: SimulateOptions) -> list[Simulated]:
+    """Times each method's rounds. Raises UserError."""
+    conditions = conditions_named(options.conditions)
+    if options.step_ms is not None:
+        conditions = replace(conditions, step_ms=options.step_ms)
+    if options.seed is not None:
+        conditions = replace(conditions, seed=options.seed)
+    shapes = shapes_of(options)
+    methods = {name: method_named(name, options.every) for name in names_of(options.methods)}
+    return [time_rounds(name, method, shapes, conditions, options) for name, method in methods.items()]
+
+
+def names_of(listed: str) -> list[str]:
+    """The names in a list with commas between. Raises UserError for none."""
+    names = [name.strip() for name in listed.split(",") if name.strip()]
+    if not names:
+        raise UserError(f"methods is {listed!r}; give names with commas between: {', '.join(RECIPES)}")
+    return list(dict.fromkeys(names))
+
+
+def method_named(name: str, every: int | None = None) -> Method:
+    """A method with its defaults, but for `every` where it has that. Raises UserError."""
+    known = settings_of(name)
+    return RECIPES[name](every=every) if every is not None and "every" in known else RECIPES[name]()
+
+
+def shapes_of(options: SimulateOptions) -> Sequence[Shape]:
+    """The parameters' shapes: a model's own, or square matrices of so many in all."""
+    if options.model is None:
+        return square_model(options.params or 0.0)
+    architecture: Architecture = architecture_of(options.model)
+    return architecture.shapes
+
+
+def time_rounds(
+    name: str, method: Method, shapes: Sequence[Shape], conditions: Conditions, options: SimulateOptions
+) -> Simulated:
+    """One method's rounds in virtual time."""
+    size = packet_bytes(method.codec, shapes)
+    deadline = options.deadline or FOREVER
+    timing = Timer(method, size, conditions, options.replicas, options.rounds, deadline).run()
+    return Simulated(name, method, options.replicas, size, timing)
+
+
+FOREVER = 1e12
+"""Seconds."""
+
+COLUMNS = (
+    Column("method", ""),
+    Column("steps", "a round"),
+    Column("time", "s a round", figures),
+    Column("time", "s a step", figures),
+    Column("computing", "% of time", percent),
+    Column("blocked", "% of time", percent),
+    Column("uplinks used", "% of rate", percent),
+    Column("sent", "MB a replica and round", figures),
+    Column("sent", "GB in all", figures),
+    Column("failed", "rounds a replica", figures),
+)
+
+
+def table_of(results: Sequence[Simulated]) -> Table:
+    """What the rounds cost; a unit under every column's name."""
+    rows = []
+    for result in results:
+        timing, rounds = result.timing, max(1, len({times.round for times in result.timing.rounds}))
+        seconds = timing.seconds_per_round
+        every = result.method.schedule.every or 0
+        rows.append(
+            (
+                result.name,
+                every,
+                seconds,
+                seconds / max(every, 1),
+                result.computing,
+                1 - result.computing,
+                timing.uplink,
+                timing.bytes_sent / result.replicas / rounds / 1e6,
+                timing.bytes_sent / 1e9,
+                sum(times.failed for times in timing.rounds) / result.replicas,
+            )
+        )
+    return Table(COLUMNS, rows)
+
+
+def write_events(results: Sequence[Simulated], folder: Path) -> None:
+    """One JSON object a line for every round: when it began and ended, and what all replicas together waited."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for result in results:
+        lines = (json.dumps(dataclasses.asdict(times)) for times in result.timing.rounds)
+        beside = folder / f"{result.name}.jsonl.tmp"
+        beside.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+        beside.replace(folder / f"{result.name}.jsonl")

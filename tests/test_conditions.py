@@ -1,0 +1,290 @@
+"""The simulated world: its clock, its links, what is random in it, and what goes wrong in it."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from farflung.config import UserError
+from farflung.networks import Conditions, PeerLost, SimulatedNetwork, Simulation, conditions_named
+from farflung.networks.chance import largest_factor, uniform
+from farflung.networks.clock import Clock
+from farflung.networks.computation import Computation
+from farflung.networks.conditions import HEADERS, Cut, Death, Link, Site
+from farflung.networks.sharing import Links
+
+QUIET = Conditions(bandwidth_mbps=8, latency_ms=0, step_ms=1000)
+"""A megabyte a second, and a second a step."""
+
+
+def packet(megabytes: float) -> torch.Tensor:
+    return torch.zeros(round(1e6 * megabytes), dtype=torch.uint8)
+
+
+# The clock's laws
+
+flows = st.lists(
+    st.tuples(
+        st.floats(0, 10),  # begins
+        st.dictionaries(st.integers(0, 3), st.floats(0, 100), min_size=1, max_size=4),  # bytes by link
+        st.one_of(st.just(math.inf), st.floats(0.5, 20)),  # its own limit
+    ),
+    min_size=1,
+    max_size=8,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(flows=flows, capacities=st.lists(st.floats(0.5, 50), min_size=4, max_size=4))
+def test_sharing_a_link_conserves_bytes_and_never_exceeds_it(
+    flows: list[tuple[float, dict[int, float], float]], capacities: list[float]
+) -> None:
+    clock = Clock()
+    links = Links(clock, capacities)
+    ended: dict[int, float] = {}
+
+    def begin(number: int, loads: dict[int, float], limit: float) -> None:
+        links.start(loads, limit, lambda: ended.setdefault(number, clock.now))
+
+    for number, (begins, loads, limit) in enumerate(flows):
+        clock.at(begins, lambda n=number, o=loads, m=limit: begin(n, o, m))
+    while clock.advance():
+        for link, capacity in enumerate(capacities):
+            assert links.carried[link] <= capacity * clock.now * (1 + 1e-9) + 1e-6
+    for number, (begins, loads, limit) in enumerate(flows):
+        # Never before its sender began, nor sooner than on links of its own.
+        assert ended[number] >= begins + links.alone(loads, limit) - 1e-9 * ended[number]
+    for link in range(4):
+        assert links.carried[link] == pytest.approx(sum(loads.get(link, 0.0) for _, loads, _ in flows), abs=1e-6)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    routes=st.lists(st.sets(st.integers(0, 3), min_size=1), min_size=1, max_size=8),
+    capacities=st.lists(st.floats(1, 50), min_size=4, max_size=4),
+)
+def test_shares_are_max_min_fair(routes: list[set[int]], capacities: list[float]) -> None:
+    links = Links(clock := Clock(), capacities)
+    made = [links.start(dict.fromkeys(route, 1e9), math.inf, lambda: None) for route in routes]
+    clock.at(0.0, lambda: None)
+    while clock.now == 0.0 and any(flow.rate == 0.0 for flow in made):
+        clock.advance()
+    used = [sum(flow.rate for flow in made if link in flow.shares) for link in range(4)]
+    for flow in made:
+        # Somewhere on its way a link is full, and nobody there has more.
+        assert any(
+            used[link] == pytest.approx(capacities[link])
+            and flow.rate >= max(other.rate for other in made if link in other.shares) * (1 - 1e-9)
+            for link in flow.shares
+        )
+
+
+def test_events_of_one_moment_happen_in_the_order_they_were_asked_for_and_none_in_the_past() -> None:
+    clock, seen = Clock(), []
+    for name in "abc":
+        clock.at(1.0, lambda name=name: seen.append(name))
+    clock.at(0.5, lambda: seen.append("early"))
+    clock.at(1.0, lambda: seen.append("never")).cancel()
+    while clock.advance():
+        pass
+    assert seen == ["early", "a", "b", "c"] and clock.now == 1.0
+    with pytest.raises(ValueError, match="has passed"):
+        clock.at(0.9, lambda: None)
+
+
+# Known answers
+
+
+def test_two_exchanges_share_the_link_that_both_use() -> None:
+    def work(network: SimulatedNetwork) -> list[float]:
+        pending = []
+        if network.rank < 2:
+            pending.append(network.exchange(packet(1), (0, 1), "one"))
+        if network.rank != 1:
+            pending.append(network.exchange(packet(2), (0, 2), "two"))
+        return [p.finished_at for p in pending if p.wait(100) is not None]
+
+    seen = Simulation(3, QUIET).run(work)
+    # Together at half a megabyte a second for 2 s; then the second has the link for its other megabyte.
+    assert seen == [[pytest.approx(2), pytest.approx(3)], [pytest.approx(2)], [pytest.approx(3)]]
+
+
+def test_sites_are_joined_by_links_of_their_own() -> None:
+    conditions = Conditions(
+        bandwidth_mbps=80,
+        latency_ms=1,
+        sites=(Site("a"), Site("b")),
+        links=(Link(("a", "b"), 50, 8),),
+    )
+
+    def work(network: SimulatedNetwork) -> tuple[float, float]:
+        apart = network.exchange(packet(1), (0, 1) if network.rank < 2 else (2, 3), "apart")
+        apart.wait(100)
+        began = network.now()
+        near = network.exchange(packet(1), (0, 2) if network.rank % 2 == 0 else (1, 3), "near")
+        near.wait(100)
+        return apart.finished_at, near.finished_at - began
+
+    assert Simulation(4, conditions).run(work) == [(pytest.approx(1.05), pytest.approx(0.101))] * 4
+
+
+def test_a_shared_link_between_sites_is_shared() -> None:
+    sites, link = (Site("a"), Site("b")), Link(("a", "b"), 0, 8, shared=True)
+    conditions = Conditions(bandwidth_mbps=80, latency_ms=0, sites=sites, links=(link,))
+
+    def work(network: SimulatedNetwork) -> float:
+        pending = network.exchange(packet(1), (0, 1) if network.rank < 2 else (2, 3), "x")
+        pending.wait(100)
+        return pending.finished_at
+
+    assert Simulation(4, conditions).run(work) == [pytest.approx(2)] * 4
+
+
+def test_a_slow_uplink_is_what_an_exchange_waits_for() -> None:
+    def work(network: SimulatedNetwork) -> float:
+        pending = network.exchange(packet(1), (0, 1), "x")
+        pending.wait(100)
+        return pending.finished_at
+
+    assert Simulation(2, Conditions(bandwidth_mbps=80, up_mbps=8, latency_ms=0)).run(work) == [pytest.approx(1)] * 2
+    with_headers = Conditions(bandwidth_mbps=8, latency_ms=0, headers=HEADERS, loss=0.2)
+    least = (1 + HEADERS) / 0.8
+    assert Simulation(2, with_headers).run(work) == [pytest.approx(least)] * 2
+
+
+# What is random
+
+
+def test_the_largest_of_many_latencies_is_distributed_as_if_each_had_been_drawn() -> None:
+    drawn = np.exp(0.5 * np.random.default_rng(0).standard_normal((4000, 64))).max(1)
+    made = np.array([largest_factor(uniform("x", n), 64, 0.5) for n in range(4000)])
+    for quantile in (0.1, 0.5, 0.9):
+        assert np.quantile(made, quantile) == pytest.approx(np.quantile(drawn, quantile), rel=0.04)
+
+
+@pytest.mark.parametrize(("segments", "loss"), [(1, 0.3), (20, 0.1), (1000, 0.02)])
+def test_resendings_are_distributed_as_if_each_segment_had_been_sent(segments: int, loss: float) -> None:
+    random = np.random.default_rng(1)
+    drawn = (random.geometric(1 - loss, (4000, segments)) - 1).max(1)
+    conditions = Conditions(loss=loss)
+    made = [conditions.resendings(1448 * segments, f"packet {n}") for n in range(4000)]
+    for count in range(4):
+        assert np.mean(np.array(made) <= count) == pytest.approx(np.mean(drawn <= count), abs=0.04)
+
+
+def test_steps_take_the_same_time_one_by_one_and_many_at_a_time() -> None:
+    conditions = Conditions(step_ms=100, speed_sigma=0.3, step_sigma=0.2, slow_share=0.05, slow_factor=10)
+    singly, together = Computation(conditions, 3), Computation(conditions, 3)
+    assert sum(singly.seconds(1) for _ in range(3000)) == pytest.approx(together.seconds(3000), rel=1e-9)
+    typical = conditions.step_seconds(3)
+    mean = Computation(conditions, 3).seconds(20_000) / 20_000
+    assert mean == pytest.approx(typical * math.exp(0.02) * 1.45, rel=0.05)
+    assert len({conditions.step_seconds(rank) for rank in range(8)}) == 8
+
+
+# What goes wrong
+
+
+def test_an_exchange_stands_still_while_its_members_are_cut_off() -> None:
+    cut = Conditions(bandwidth_mbps=8, latency_ms=0, cuts=(Cut((1,), 0.25, 3.0),))
+
+    def work(network: SimulatedNetwork) -> tuple[float, Any, Any]:
+        pending = network.exchange(packet(1), (0, 1), "x")
+        network.computed()  # 0.1 s
+        before = network.members()
+        for _ in range(3):
+            network.computed()
+        during = network.members()
+        pending.wait(100)
+        return pending.finished_at, before, during
+
+    assert Simulation(2, cut).run(work) == [
+        (pytest.approx(3.75), (0, 1), (0,)),
+        (pytest.approx(3.75), (0, 1), (1,)),
+    ]
+
+
+def test_a_death_fails_what_is_under_way_at_once_and_thins_the_members() -> None:
+    conditions = Conditions(bandwidth_mbps=8, latency_ms=0, deaths=(Death(2, 0.5),))
+
+    def work(network: SimulatedNetwork) -> tuple[tuple[int, ...], float, Any]:
+        with pytest.raises(PeerLost, match=r"replica 2 \(simulated\) has left") as lost:
+            network.exchange(packet(1), (0, 1, 2), "x").wait(100)
+        return lost.value.ranks, network.now(), network.members()
+
+    seen = Simulation(3, conditions).run(work)
+    assert seen == [((2,), 0.5, (0, 1)), ((2,), 0.5, (0, 1)), None]
+
+
+def test_a_late_joiner_is_no_member_before_it_joins() -> None:
+    def work(network: SimulatedNetwork) -> list[Any]:
+        seen = []
+        for _ in range(3):
+            seen.append(network.members())
+            network.computed()
+        return seen
+
+    late = Conditions(step_ms=1000, cuts=(Cut((0,), 0.0, 1.5),))
+    assert Simulation(3, late).run(work)[1] == [(1, 2), (1, 2), (0, 1, 2)]
+
+
+# Files and presets
+
+
+def test_a_file_changes_a_preset_and_takes_links_from_a_measured_matrix(tmp_path: Path) -> None:
+    (tmp_path / "links.csv").write_text("from,to,latency_ms,bandwidth_mbps\nBonn,Lyon,12,900\nBonn,Bonn,1,5000\n")
+    (tmp_path / "net.toml").write_text('links_file = "links.csv"\nstep_ms = 250\n[[deaths]]\nreplica = 1\nat_s = 5.0\n')
+    conditions = conditions_named(str(tmp_path / "net.toml"))
+    assert [site.name for site in conditions.sites] == ["Bonn", "Lyon"]
+    assert conditions.link(1, 0) == Link(("Bonn", "Lyon"), 12, 900) and conditions.link(0, 0).bandwidth_mbps == 5000
+    assert conditions.step_ms == 250 and conditions.deaths == (Death(1, 5.0),)
+    (tmp_path / "home.toml").write_text('preset = "home"\nloss = 0.1\n')
+    changed = conditions_named(str(tmp_path / "home.toml"))
+    assert changed.loss == 0.1 and changed.up_mbps == conditions_named("home").up_mbps
+
+
+def test_the_world_has_the_measured_links() -> None:
+    world = conditions_named("world")
+    names = [site.name for site in world.sites]
+    tokyo_london = world.link(names.index("London"), names.index("Tokyo"))
+    assert (tokyo_london.latency_ms, tokyo_london.bandwidth_mbps) == (210, pytest.approx(366))
+    ireland_frankfurt = world.link(names.index("Ireland"), names.index("Frankfurt"))
+    assert (ireland_frankfurt.latency_ms, ireland_frankfurt.bandwidth_mbps) == (24, 1080)
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("bandwith_mbps = 1", "no setting 'bandwith_mbps'; did you mean 'bandwidth_mbps'"),
+        ("bandwidth_mbps = 0", "bandwidth_mbps is 0; it must be more than 0"),
+        ("latency_ms = -1", "latency_ms is -1"),
+        ("loss = 1.0", "loss is 1.0; it is a share"),
+        ('preset = "hom"', "did you mean 'home'"),
+        ('[[sites]]\nname = "a"\n[[sites]]\nname = "b"', "no link between a and b; add one"),
+        ('[[sites]]\nname = "a"\n[[links]]\nbetween = ["a", "c"]\nlatency_ms = 1', "names the site 'c'; there are: a"),
+        ('[[sites]]\nname = "a"\n[[links]]\nlatency_ms = 1', "links 1: between is missing"),
+        ("[[cuts]]\nreplicas = [1]\nfrom_s = 5\nuntil_s = 2", "it must end after it begins"),
+        ("sites = 3", "sites is 3; it must be a list"),
+        ('links_file = "nowhere.csv"', "links_file is a path beside the conditions"),
+        ("loss = ", "is not valid TOML"),
+    ],
+)
+def test_a_wrong_file_is_told_in_one_line(tmp_path: Path, text: str, complaint: str) -> None:
+    path = tmp_path / "net.toml"
+    path.write_text(text)
+    with pytest.raises(UserError) as error:
+        conditions_named(str(path))
+    told = str(error.value)
+    assert complaint in told and "\n" not in told and ("net.toml" in told or "nowhere.csv" in told)
+
+
+def test_a_name_that_is_none_and_a_replica_that_is_not_there_are_told() -> None:
+    with pytest.raises(UserError, match="no conditions 'wolrd'; did you mean 'world'"):
+        conditions_named("wolrd")
+    with pytest.raises(UserError, match="deaths names replica 4; there are 0 to 3"):
+        Simulation(4, Conditions(deaths=(Death(4, 1.0),)))
