@@ -23,7 +23,7 @@ def parts_sent(codec: Codec, gather_up_to: int, members: int) -> tuple[float, ..
     What a codec need not encode is averaged in the network, and packets of large groups part by part: each member
     averages one part and sends it round. Packets of groups of up to `gather_up_to` go from everyone to everyone.
     """
-    if not isinstance(codec, Dense) and members <= gather_up_to:
+    if codec != Dense() and members <= gather_up_to:
         return (1.0,)
     return (1 / members, 1 / members)
 
