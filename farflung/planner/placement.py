@@ -1,0 +1,314 @@
+"""Which machine takes which part of which replica, when their links are uneven (DT-FM, arXiv 2206.01288).
+
+Devices are split into groups of equal size. A group holds one pipeline stage, its members are replicas of it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import combinations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from farflung.config import UserError
+
+Matrix = NDArray[np.float64]
+Groups = tuple[tuple[int, ...], ...]
+"""The devices of each group, sorted within."""
+
+EXACT = 16
+"""Up to so many groups, their best order is found exactly."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What a placement is judged by.
+
+    Args:
+        latency: one way between devices, seconds; (n, n).
+        bandwidth: between devices, bytes a second; (n, n), what is on the diagonal does not count.
+        groups: how many stages.
+        dp_bytes: what a stage's replicas average.
+        pp_bytes: what passes from stage to stage.
+        every, delay_seconds: steps between rounds, and how much of an exchange training hides.
+        pairs: whether a round is between two replicas only.
+
+    Raises:
+        UserError: the devices cannot be split into so many equal groups.
+    """
+
+    latency: Matrix
+    bandwidth: Matrix
+    groups: int
+    dp_bytes: float
+    pp_bytes: float
+    every: int = 1
+    delay_seconds: float = 0.0
+    pairs: bool = False
+    _edges: dict[frozenset[tuple[int, ...]], float] = field(default_factory=dict, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.groups < 1 or self.devices % self.groups:
+            raise UserError(f"{self.devices} devices cannot be split into {self.groups} groups of equal size")
+
+    @property
+    def devices(self) -> int:
+        """How many there are."""
+        return len(self.latency)
+
+    @property
+    def size(self) -> int:
+        """Devices in a group."""
+        return self.devices // self.groups
+
+    @cached_property
+    def dp_seconds(self) -> Matrix:
+        """What two replicas of a stage cost each other: their part of the average, there and back."""
+        share = self.dp_bytes if self.pairs else self.dp_bytes / self.size
+        return self._there_and_back(share)
+
+    @cached_property
+    def pp_seconds(self) -> Matrix:
+        """What passing activations on and gradients back costs between two devices."""
+        return self._there_and_back(self.pp_bytes)
+
+    def _there_and_back(self, nbytes: float) -> Matrix:
+        seconds = 2 * (self.latency + nbytes / self.bandwidth)
+        np.fill_diagonal(seconds, 0.0)
+        return seconds
+
+    def cost(self, placement: Groups) -> float:
+        """Seconds a step: the pipeline's, and its share of a round's that are not hidden."""
+        average = max(self._average(group) for group in placement)
+        return self.pipeline(placement)[0] + max(0.0, average - self.delay_seconds) / self.every
+
+    def pipeline(self, placement: Groups) -> tuple[float, tuple[int, ...]]:
+        """The shortest open path through all groups, and the groups in its order."""
+        edges = np.zeros((len(placement), len(placement)))
+        for (i, one), (j, other) in combinations(enumerate(placement), 2):
+            edges[i, j] = edges[j, i] = self.edge(one, other)
+        return shortest_path(edges)
+
+    def edge(self, one: tuple[int, ...], other: tuple[int, ...]) -> float:
+        """The largest cost in the best matching of two groups' devices."""
+        key = frozenset((one, other))
+        if key not in self._edges:
+            self._edges[key] = bottleneck(self.pp_seconds[np.ix_(one, other)])
+        return self._edges[key]
+
+    def _average(self, group: tuple[int, ...]) -> float:
+        inside = self.dp_seconds[np.ix_(group, group)]
+        if self.pairs and len(group) > 1:
+            return float(inside.sum() / (len(group) * (len(group) - 1)))
+        return float(inside.sum(1).max())
+
+
+def bottleneck(costs: Matrix) -> float:
+    """The least largest cost among the perfect matchings of rows and columns."""
+    levels = np.unique(costs)
+    low = int(np.searchsorted(levels, max(costs.min(0).max(), costs.min(1).max())))
+    high = len(levels) - 1
+    while low < high:
+        middle = (low + high) // 2
+        if _matches(costs <= levels[middle]):
+            high = middle
+        else:
+            low = middle + 1
+    return float(levels[low])
+
+
+def _matches(allowed: NDArray[np.bool_]) -> bool:
+    """Whether every row finds a column of its own (Kuhn's augmenting paths)."""
+    choices = [np.flatnonzero(row).tolist() for row in allowed]
+    taken: dict[int, int] = {}
+
+    def find(row: int, tried: set[int]) -> bool:
+        for column in choices[row]:
+            if column not in tried:
+                tried.add(column)
+                if column not in taken or find(taken[column], tried):
+                    taken[column] = row
+                    return True
+        return False
+
+    return all(find(row, set()) for row in range(len(choices)))
+
+
+def shortest_path(edges: Matrix) -> tuple[float, tuple[int, ...]]:
+    """The shortest open path through all nodes: exact for few (Held and Karp), else the nearest neighbour each time."""
+    return _held_karp(edges) if len(edges) <= EXACT else _nearest(edges)
+
+
+def _held_karp(edges: Matrix) -> tuple[float, tuple[int, ...]]:
+    count = len(edges)
+    best = np.full((1 << count, count), np.inf)
+    best[1 << np.arange(count), np.arange(count)] = 0.0
+    sets = np.arange(1 << count)
+    sizes = sum((sets >> node) & 1 for node in range(count))
+    for size in range(1, count):
+        those = sets[sizes == size]
+        for node in range(count):
+            without = those[(those >> node) & 1 == 0]
+            best[without | 1 << node, node] = (best[without] + edges[:, node]).min(1)
+    order, left = [int(best[-1].argmin())], (1 << count) - 1
+    while len(order) < count:
+        left ^= 1 << order[-1]
+        order.append(int((best[left] + edges[:, order[-1]]).argmin()))
+    return float(best[-1].min()), tuple(reversed(order))
+
+
+def _nearest(edges: Matrix) -> tuple[float, tuple[int, ...]]:
+    paths = []
+    for start in range(len(edges)):
+        order, length = [start], 0.0
+        left = set(range(len(edges))) - {start}
+        while left:
+            node = min(left, key=lambda node: (edges[order[-1], node], node))
+            length += float(edges[order[-1], node])
+            order.append(node)
+            left.remove(node)
+        paths.append((length, tuple(order)))
+    return min(paths)
+
+
+def random_placement(problem: Problem, random: np.random.Generator) -> Groups:
+    """A balanced split by chance."""
+    return _groups(random.permutation(problem.devices), problem)
+
+
+def _groups(order: NDArray[np.int64], problem: Problem) -> Groups:
+    return tuple(tuple(sorted(map(int, part))) for part in order.reshape(problem.groups, problem.size))
+
+
+def every_placement(problem: Problem) -> Iterator[Groups]:
+    """All balanced splits, each once."""
+
+    def split(left: tuple[int, ...]) -> Iterator[Groups]:
+        if not left:
+            yield ()
+            return
+        for others in combinations(left[1:], problem.size - 1):
+            group = (left[0], *others)
+            for rest in split(tuple(device for device in left if device not in group)):
+                yield (group, *rest)
+
+    yield from split(tuple(range(problem.devices)))
+
+
+def search(
+    problem: Problem, seconds: float = 20.0, seed: int = 0, population: int = 9, children: int = 40
+) -> tuple[float, Groups]:
+    """The cheapest split found, and its seconds a step; the groups come in the pipeline's order.
+
+    A population of splits has children, each a parent with a few places taken from another; each child is improved by
+    swaps, and replaces the worse of its parents when it is better. Half of the first ones start with near devices
+    apart, or together, since matchings only get cheaper once all of their devices fit. Ends after so many children, or
+    when the time is over, whatever comes first.
+    """
+    random = np.random.default_rng(seed)
+    ends = time.monotonic() + seconds
+    nearness = 1.0 / np.maximum(problem.pp_seconds, 1e-12)
+    np.fill_diagonal(nearness, 0.0)
+
+    def better(placement: Groups) -> tuple[float, Groups]:
+        return _improved(problem, placement, random, ends)
+
+    starts: list[Callable[[Groups], Groups]] = [
+        lambda p: p,
+        lambda p: _spread(p, nearness),
+        lambda p: _spread(p, -nearness),
+    ]
+    living = [better(starts[n % len(starts)](random_placement(problem, random))) for n in range(population)]
+    for _ in range(children):
+        if time.monotonic() > ends:
+            break
+        one, other = random.choice(len(living), 2, replace=False)
+        child = better(_child(living[one][1], living[other][1], random))
+        worse = max(one, other, key=lambda n: living[n][0])
+        if child < living[worse]:
+            living[worse] = child
+    cost, placement = min(living)
+    return cost, tuple(placement[group] for group in problem.pipeline(placement)[1])
+
+
+def _spread(placement: Groups, nearness: Matrix) -> Groups:
+    """Swaps devices between groups as long as that makes the inside of groups less near."""
+    groups = [list(group) for group in placement]
+    owner = {device: number for number, group in enumerate(groups) for device in group}
+    inside = np.stack([nearness[:, group].sum(1) for group in groups], 1)
+    for _ in range(10 * len(owner)):
+        own = np.array([owner[device] for device in range(len(owner))])
+        # What the inside of groups gains when device d goes to where e is, and e to where d is.
+        leaving = inside[np.arange(len(own)), own]
+        gain = leaving[:, None] + leaving[None, :] - inside[:, own] - inside[:, own].T + 2 * nearness
+        gain[own[:, None] == own[None, :]] = -np.inf
+        one, other = np.unravel_index(int(gain.argmax()), gain.shape)
+        if gain[one, other] <= 1e-9 * abs(leaving).max():
+            break
+        for device, source, target in ((one, own[one], own[other]), (other, own[other], own[one])):
+            groups[source].remove(int(device))
+            groups[target].append(int(device))
+            owner[int(device)] = int(target)
+            inside[:, source] -= nearness[:, device]
+            inside[:, target] += nearness[:, device]
+    return tuple(tuple(sorted(group)) for group in groups)
+
+
+def _child(one: Groups, other: Groups, random: np.random.Generator) -> Groups:
+    """The first parent with a few places taken from the second, balanced again by moving devices at random."""
+    size, count = len(one[0]), sum(map(len, one))
+    owner = {device: number for number, group in enumerate(one) for device in group}
+    theirs = {device: number for number, group in enumerate(other) for device in group}
+    for device in random.choice(count, max(1, count // 8), replace=False):
+        owner[int(device)] = theirs[int(device)]
+    groups: list[list[int]] = [[] for _ in one]
+    homeless = []
+    for device in random.permutation(count):
+        group = groups[owner[int(device)]]
+        if len(group) < size:
+            group.append(int(device))
+        else:
+            homeless.append(int(device))
+    for group in groups:
+        while len(group) < size:
+            group.append(homeless.pop())
+    return tuple(tuple(sorted(group)) for group in groups)
+
+
+def _improved(problem: Problem, placement: Groups, random: np.random.Generator, ends: float) -> tuple[float, Groups]:
+    """Swaps members of two groups when that is cheaper: first those with the nearest neighbours, then others."""
+    cost = problem.cost(placement)
+    for first, second in random.permutation(list(combinations(range(len(placement)), 2))):
+        for one, other in _swaps(problem, placement[first], placement[second], random):
+            if time.monotonic() > ends:
+                return cost, placement
+            changed = list(placement)
+            changed[first] = _swapped(placement[first], one, other)
+            changed[second] = _swapped(placement[second], other, one)
+            candidate = tuple(changed)
+            if (cheaper := problem.cost(candidate)) < cost:
+                cost, placement = cheaper, candidate
+                break
+    return cost, placement
+
+
+def _swaps(
+    problem: Problem, first: tuple[int, ...], second: tuple[int, ...], random: np.random.Generator
+) -> Iterator[tuple[int, int]]:
+    """Which devices to try to swap: one of each group's fastest pair inside, and one of each at random."""
+    if len(first) > 1:
+        yield _of_fastest(problem, first), _of_fastest(problem, second)
+    yield int(random.choice(first)), int(random.choice(second))
+
+
+def _of_fastest(problem: Problem, group: tuple[int, ...]) -> int:
+    inside = problem.pp_seconds[np.ix_(group, group)] + np.diag(np.full(len(group), np.inf))
+    return group[int(inside.argmin()) // len(group)]
+
+
+def _swapped(group: tuple[int, ...], leaves: int, comes: int) -> tuple[int, ...]:
+    return tuple(sorted((*(device for device in group if device != leaves), comes)))
