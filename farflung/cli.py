@@ -119,8 +119,29 @@ def simulate(arguments: list[str]) -> None:
     print(f"farflung: pictures in {folder / 'simulation.html'}, each round in {folder / 'events'}")
 
 
+def plan(arguments: list[str]) -> None:
+    """Show what training would cost on given machines, method by method and layout by layout; trains nothing."""
+    from farflung.planner.plan import PlanOptions, reasons, shown, table_of, where
+    from farflung.planner.plan import plan as make_plans
+
+    options = _parse(PlanOptions, arguments, "plan")
+    plans, failures, cluster = make_plans(options)
+    print(f"farflung: {options.model}, {options.tokens:.3g} tokens, {len(cluster.workers)} workers\n")
+    print(table_of(shown(plans, options.show), cluster.currency).text())
+    best = plans[0]
+    if best.placed:
+        print("\n* stages placed on the links that suit them; the best:")
+        print("\n".join(f"  {line}" for line in where(best, cluster)))
+    if failures:
+        lines = reasons(failures)
+        print("\nthese cannot be:")
+        print("\n".join(f"  {line}" for line in lines[: options.show]))
+        if len(lines) > options.show:
+            print(f"  and {len(lines) - options.show} more; see them with --show {len(lines)}")
+
+
 COMMANDS: dict[str, Callable[[list[str]], None]] = {
-    command.__name__: command for command in (train, simulate, methods, report, export)
+    command.__name__: command for command in (train, plan, simulate, methods, report, export)
 }
 
 

@@ -27,7 +27,7 @@ class Architecture:
         hidden: width of what passes from layer to layer.
         layer_shapes: of one layer's parameters.
         first_shapes, last_shapes: of what comes before the layers, and after.
-        heads: attention heads, for the activations that attention keeps.
+        vocabulary: tokens that the last layer tells apart.
         tied: whether the last matrix is the first one again.
     """
 
@@ -36,7 +36,7 @@ class Architecture:
     layer_shapes: tuple[Shape, ...]
     first_shapes: tuple[Shape, ...]
     last_shapes: tuple[Shape, ...]
-    heads: int
+    vocabulary: int
     tied: bool = False
 
     @cached_property
@@ -108,6 +108,6 @@ def _architecture(name: str, settings: Any, model: nn.Module) -> Architecture:
         layer_shapes=tuple(tuple(p.shape) for p in layers[0].parameters()),
         first_shapes=tuple(tuple(p.shape) for p in first),
         last_shapes=tuple(tuple(p.shape) for p in last),
-        heads=getattr(settings, "num_attention_heads", 1),
+        vocabulary=settings.vocab_size,
         tied=bool(getattr(settings, "tie_word_embeddings", False)),
     )

@@ -109,20 +109,25 @@ class Problem:
 
 def bottleneck(costs: Matrix) -> float:
     """The least largest cost among the perfect matchings of rows and columns."""
+    return _best_matching(costs)[0]
+
+
+def _best_matching(costs: Matrix) -> tuple[float, dict[int, int]]:
+    """The perfect matching whose largest cost is least: that cost, and the row of each column."""
     levels = np.unique(costs)
     low = int(np.searchsorted(levels, max(costs.min(0).max(), costs.min(1).max())))
     high = len(levels) - 1
     while low < high:
         middle = (low + high) // 2
-        if _matches(costs <= levels[middle]):
+        if _matching(costs <= levels[middle]):
             high = middle
         else:
             low = middle + 1
-    return float(levels[low])
+    return float(levels[low]), _matching(costs <= levels[low])
 
 
-def _matches(allowed: NDArray[np.bool_]) -> bool:
-    """Whether every row finds a column of its own (Kuhn's augmenting paths)."""
+def _matching(allowed: NDArray[np.bool_]) -> dict[int, int]:
+    """The row of each column, if every row finds a column of its own (Kuhn's augmenting paths); else empty."""
     choices = [np.flatnonzero(row).tolist() for row in allowed]
     taken: dict[int, int] = {}
 
@@ -135,7 +140,18 @@ def _matches(allowed: NDArray[np.bool_]) -> bool:
                     return True
         return False
 
-    return all(find(row, set()) for row in range(len(choices)))
+    return taken if all(find(row, set()) for row in range(len(choices))) else {}
+
+
+def chains(problem: Problem, placement: Groups) -> list[tuple[int, ...]]:
+    """The devices of each replica, group by group in the order given, along the best matchings."""
+    replicas: list[tuple[int, ...]] = [(device,) for device in placement[0]]
+    for group in placement[1:]:
+        last = [replica[-1] for replica in replicas]
+        _, rows = _best_matching(problem.pp_seconds[np.ix_(last, group)])
+        following = {row: group[column] for column, row in rows.items()}
+        replicas = [(*replica, following[row]) for row, replica in enumerate(replicas)]
+    return replicas
 
 
 def shortest_path(edges: Matrix) -> tuple[float, tuple[int, ...]]:

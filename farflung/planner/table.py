@@ -27,7 +27,7 @@ class Column:
     """A column's name, its unit (empty for names), and how its values are written."""
 
     name: str
-    unit: str
+    unit: str = ""
     written: Written = str
 
 

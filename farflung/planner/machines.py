@@ -1,0 +1,146 @@
+"""The machines that a run could use, and what joins them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+
+from farflung.config import UserError, from_table, toml_table
+from farflung.networks import Conditions, conditions_named
+from farflung.networks.conditions import HEADERS, Link, Site
+from farflung.planner.placement import Matrix
+
+
+@dataclass(frozen=True)
+class Machines:
+    """Machines that are alike, at one site.
+
+    Args:
+        count: how many.
+        site: where; links are between sites.
+        workers: GPUs (or other devices) in each.
+        memory_gb: of each worker, gigabytes (10^9 bytes).
+        tflops: of each worker, 10^12 operations a second at best.
+        efficiency: the share of that which training reaches within a stage.
+        inside_gbps: between the workers of one machine, gigabits a second.
+        network_gbps: of each machine's network, each way, gigabits a second.
+        price_per_hour: of one machine; needs a currency.
+    """
+
+    count: int
+    memory_gb: float
+    tflops: float
+    site: str = "here"
+    workers: int = 1
+    efficiency: float = 0.4
+    inside_gbps: float = 200.0
+    network_gbps: float = 10.0
+    price_per_hour: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("count", "workers"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        for name in ("memory_gb", "tflops", "efficiency", "inside_gbps", "network_gbps"):
+            value = getattr(self, name)
+            if not (value > 0 and math.isfinite(value)):
+                raise UserError(f"{name} is {value}; it must be more than 0")
+        if self.efficiency > 1:
+            raise UserError(f"efficiency is {self.efficiency}; it is a share, and must be at most 1")
+        if self.price_per_hour is not None and not self.price_per_hour >= 0:
+            raise UserError(f"price_per_hour is {self.price_per_hour}; it must be at least 0")
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """All machines.
+
+    Args:
+        machines: of each kind and site.
+        links: between sites, and within them.
+        conditions: a preset or file whose links are taken, for sites that it names.
+        currency: of prices.
+    """
+
+    machines: tuple[Machines, ...]
+    links: tuple[Link, ...] = ()
+    conditions: str = ""
+    currency: str = ""
+
+    def __post_init__(self) -> None:
+        """Refuses what cannot be. Raises UserError."""
+        if not self.machines:
+            raise UserError("there are no machines; give some, each kind under [[machines]]")
+        priced = [kind.price_per_hour is not None for kind in self.machines]
+        if any(priced) and not self.currency:
+            raise UserError('prices are given without a currency; add a line such as currency = "EUR"')
+        if any(priced) and not all(priced):
+            raise UserError("some machines have a price_per_hour and others have none; give all of them one")
+        _ = self.network  # its own checks
+
+    @cached_property
+    def sites(self) -> tuple[str, ...]:
+        """The names of all sites."""
+        return tuple(dict.fromkeys(kind.site for kind in self.machines))
+
+    @cached_property
+    def each(self) -> tuple[Machines, ...]:
+        """Every single machine, site by site."""
+        kinds = sorted(self.machines, key=lambda kind: self.sites.index(kind.site))
+        return tuple(kind for kind in kinds for _ in range(kind.count))
+
+    @cached_property
+    def workers(self) -> tuple[int, ...]:
+        """The machine of every worker."""
+        return tuple(number for number, machine in enumerate(self.each) for _ in range(machine.workers))
+
+    @cached_property
+    def network(self) -> Conditions:
+        """The links between the sites as conditions."""
+        named = conditions_named(self.conditions) if self.conditions else Conditions()
+        theirs = {frozenset(link.between): link for link in named.links if set(link.between) <= set(self.sites)}
+        own = {frozenset(link.between): link for link in self.links}
+        return Conditions(
+            latency_ms=named.latency_ms if self.conditions else 0.1,
+            headers=HEADERS,
+            sites=tuple(Site(name) for name in self.sites),
+            links=tuple({**theirs, **own}.values()),
+        )
+
+    def link(self, one: int, other: int) -> Link:
+        """What joins two machines, by their numbers."""
+        return self.network.link(*(self.sites.index(self.each[number].site) for number in (one, other)))
+
+    @cached_property
+    def latency(self) -> Matrix:
+        """Between machines, seconds."""
+        return self._matrix(lambda one, other: self.link(one, other).latency_ms / 1000)
+
+    @cached_property
+    def bandwidth(self) -> Matrix:
+        """What one connection between two machines reaches, bytes a second; within one, what its workers have."""
+        return self._matrix(self._connection)
+
+    def _connection(self, one: int, other: int) -> float:
+        if one == other:
+            return self.each[one].inside_gbps * 125e6
+        cards = min(self.each[one].network_gbps, self.each[other].network_gbps) * 125e6
+        return min(cards, self.link(one, other).bandwidth_mbps * 125e3)
+
+    def _matrix(self, value: object) -> Matrix:
+        count = len(self.each)
+        return np.array([[value(one, other) for other in range(count)] for one in range(count)])  # type: ignore[operator]
+
+    def price(self, machines: set[int]) -> float | None:
+        """An hour of these machines; None without prices."""
+        prices = [self.each[number].price_per_hour for number in machines]
+        return None if None in prices else sum(price for price in prices if price is not None)
+
+
+def read_cluster(path: Path) -> Cluster:
+    """The machines of a TOML file. Raises UserError."""
+    return from_table(Cluster, toml_table(path), str(path))
