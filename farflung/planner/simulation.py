@@ -39,6 +39,8 @@ class SimulateOptions:
     """Inner steps between rounds; unset: each method's own default."""
     step_ms: float | None = None
     """What the computation of one inner step takes, milliseconds; unset: the conditions' own."""
+    work_ms: float = 0.0
+    """What a round takes of a replica's own time (encoding, decoding, the outer step), milliseconds."""
     deadline: float | None = None
     """Longest wait for other replicas, seconds; unset: for ever."""
     seed: int | None = None
@@ -54,6 +56,8 @@ class SimulateOptions:
         for name in ("params", "step_ms", "deadline"):
             if (value := getattr(self, name)) is not None and not (value > 0 and math.isfinite(value)):
                 raise UserError(f"{name} is {value}; it must be more than 0")
+        if not (self.work_ms >= 0 and math.isfinite(self.work_ms)):
+            raise UserError(f"work_ms is {self.work_ms}; it must be at least 0")
         if (self.params is None) == (self.model is None):
             raise UserError("how large is the model? give either --params, such as 1.3e9, or --model")
 
@@ -114,7 +118,8 @@ def time_rounds(
     """One method's rounds in virtual time."""
     size = packet_bytes(method.codec, shapes)
     deadline = options.deadline or FOREVER
-    timing = Timer(method, size, conditions, options.replicas, options.rounds, deadline).run()
+    timer = Timer(method, size, conditions, options.replicas, options.rounds, deadline, options.work_ms / 1000)
+    timing = timer.run()
     return Simulated(name, method, options.replicas, size, timing)
 
 

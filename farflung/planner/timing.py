@@ -80,6 +80,7 @@ class Timer:
         replicas: how many.
         rounds: how many each holds.
         deadline: the longest wait for others, seconds.
+        work: what a round takes of a replica's own time: encoding, decoding, the outer step; seconds.
     """
 
     def __init__(
@@ -90,10 +91,12 @@ class Timer:
         replicas: int,
         rounds: int,
         deadline: float,
+        work: float = 0.0,
     ) -> None:
         self._method = method
         self._message_bytes = message_bytes / method.schedule.fragments
         self._deadline = deadline
+        self._work = work
         self._world = World(replicas, conditions)
         self._world.when_dead = self._bury
         self._replicas = replicas
@@ -164,7 +167,7 @@ class Timer:
                 for key in keys:
                     if key not in in_flight:
                         in_flight[key] = self._start(rank, *key)
-                    yield from self._land(rank, key, in_flight.pop(key))
+                    yield from self._land(key, in_flight.pop(key))
             for key in moment.starting:
                 if key not in at_once:
                     in_flight[key] = self._start(rank, *key)
@@ -177,7 +180,7 @@ class Timer:
         group = self._group(rank, key)
         return self._world.meet(rank, group, key, None, self._hops(group)) if len(group) > 1 else None
 
-    def _land(self, rank: int, key: tuple[int, int], meeting: Meeting | None) -> Iterator[Meeting]:
+    def _land(self, key: tuple[int, int], meeting: Meeting | None) -> Iterator[float | Meeting]:
         clock, times = self._world.clock, self._times[key]
         began = clock.now
         if meeting and not meeting.settled:
@@ -187,6 +190,8 @@ class Timer:
         times.failed += meeting is not None and meeting.ended_at > clock.now
         times.replicas += 1
         self._result.blocked += clock.now - began
+        if self._work:
+            yield self._work
 
     def _group(self, rank: int, key: str) -> Group:
         members = self._world.members(rank)
