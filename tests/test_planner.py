@@ -1,0 +1,387 @@
+"""The simulator without tensors, and the planner: against simulated training, by hand, and as commands."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from problem import replica
+from transformers import GPT2Config, LlamaConfig
+
+from farflung import Method, methods
+from farflung.codecs import Apart, Dense, ErrorFeedback, LowRank, Modulo, Quantize
+from farflung.config import UserError
+from farflung.networks import Conditions, Simulation
+from farflung.networks.conditions import Death, Link
+from farflung.outer import Schedule
+from farflung.planner.architecture import architecture_of
+from farflung.planner.cost import Batch, Layout, blocked_seconds, exchange, memory_bytes, outer_bytes, step_seconds
+from farflung.planner.machines import Cluster, Machines, read_cluster
+from farflung.planner.plan import PlanOptions, plan
+from farflung.planner.sizes import packet_bytes, square_model
+from farflung.planner.timing import Timer, moments
+
+ROUGH = Conditions(
+    bandwidth_mbps=0.4, latency_ms=30, step_ms=50, latency_sigma=0.5, bandwidth_sigma=0.3, speed_sigma=0.2,
+    step_sigma=0.1, slow_share=0.05, slow_factor=4, loss=0.01, seed=5,
+)  # fmt: skip
+"""As uneven as can be, and so slow that the few parameters of the test's model matter."""
+
+
+# The simulator without tensors
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        lambda: methods.noloco(every=4),
+        lambda: methods.noloco(every=4, delay=2),
+        lambda: methods.diloco(every=4, delay=4),
+        lambda: methods.diloco(every=5, delay=1, fragments=2),
+    ],
+)
+def test_rounds_without_tensors_happen_when_those_of_simulated_training_do(method: Callable[[], Method]) -> None:
+    rounds = 4
+    schedule = method().schedule
+    assert schedule.every
+    steps = schedule.every * rounds + schedule.delay
+    results = Simulation(4, replace(ROUGH, latency_sigma=0)).run(replica(method, steps=steps))
+    trained = [r for result in results for r in result.rounds if r.round <= rounds]
+    parameters = 4 * results[0].weights.numel()
+    timing = Timer(method(), parameters, replace(ROUGH, latency_sigma=0), 4, rounds, 120).run()
+    start = 0.1  # replicas first agree on where they start from, which costs a message and its latency
+    for times in timing.rounds:
+        same = [r for r in trained if (r.round, r.fragment) == (times.round, times.fragment)]
+        if same and schedule.fragments == 1:
+            assert times.started == pytest.approx(min(r.started for r in same), abs=2 * start)
+            assert times.landed == pytest.approx(max(r.landed for r in same), abs=2 * start)
+            assert times.blocked == pytest.approx(sum(r.landed - r.waited_from for r in same), abs=4 * start)
+    assert {(t.round, t.fragment) for t in timing.rounds} >= {(r.round, r.fragment) for r in trained}
+
+
+def test_a_round_takes_its_steps_and_its_exchange() -> None:
+    conditions = Conditions(bandwidth_mbps=8, latency_ms=50, step_ms=100)
+    pairs = Timer(methods.noloco(every=10), 1e6, conditions, 6, 5, 120).run()
+    # Half a megabyte each way at a megabyte a second, then the other half; two latencies; ten steps.
+    assert pairs.seconds == pytest.approx(5 * (1 + 1 + 0.1)) and pairs.bytes_sent == pytest.approx(6 * 5 * 1e6)
+    assert pairs.computed == pytest.approx(6 * 5) and pairs.blocked == pytest.approx(6 * 5 * 1.1)
+    everyone = Timer(methods.diloco(every=10), 1e6, conditions, 6, 5, 120).run()
+    assert everyone.seconds == pytest.approx(5 * (1 + 10 / 6 + 0.1))
+    hidden = Timer(methods.noloco(every=20, delay=20), 1e6, conditions, 6, 5, 120).run()
+    assert hidden.seconds == pytest.approx(6 * 2) and hidden.blocked == pytest.approx(0)
+    gathered = Timer(methods.noloco(every=10, codec=Modulo(bits=4)), 1e6, conditions, 2, 1, 120, work=0.5).run()
+    assert gathered.computed == pytest.approx(2 * 1.5) and gathered.seconds == pytest.approx(1 + 1 + 0.05)
+
+
+def test_a_death_costs_its_partner_a_round_and_the_rest_go_on() -> None:
+    conditions = Conditions(bandwidth_mbps=8, latency_ms=0, step_ms=100, deaths=(Death(3, 4.5),))
+    timing = Timer(methods.noloco(every=10), 1e6, conditions, 4, 6, 120).run()
+    assert sum(times.failed for times in timing.rounds) <= 1
+    assert [times.replicas for times in timing.rounds] == [4, 4, 3, 3, 3, 3]
+
+
+def test_moments_are_the_schedule() -> None:
+    steps = {m.step: (m.landing, m.starting) for m in moments(Method(Schedule(4, 2, 1), outer=torch.optim.SGD), 2)}
+    assert steps == {
+        2: ((), ((1, 0),)), 3: (((1, 0),), ()), 4: ((), ((0, 1),)), 5: (((0, 1),), ()),
+        6: ((), ((1, 1),)), 7: (((1, 1),), ()), 8: ((), ((0, 2),)), 9: (((0, 2),), ()),
+    }  # fmt: skip
+
+
+# Sizes
+
+
+@pytest.mark.parametrize(
+    "codec",
+    [
+        Dense(),
+        Dense(torch.bfloat16),
+        Quantize(bits=4),
+        LowRank(rank=8),
+        LowRank(rank=8) | Quantize(bits=4),
+        ErrorFeedback(LowRank(rank=100) | Quantize(bits=8)),
+        Modulo(bits=3),
+    ],
+)
+def test_sizes_of_packets_are_told_without_making_them(codec: Any) -> None:
+    shapes = [(512, 256), (1000,), (64, 2048), (20, 30)]
+    made = codec.encode([torch.randn(shape) for shape in shapes]).nbytes
+    assert packet_bytes(codec, shapes) == pytest.approx(made, rel=0.02)
+
+
+def test_halves_are_counted_apart_and_models_have_the_parameters_asked_for() -> None:
+    halves = Apart(Quantize(bits=4), Modulo(bits=4))
+    assert packet_bytes(halves, [(512, 512)]) == packet_bytes(halves.halves[0], [(512, 512)]) + packet_bytes(
+        halves.halves[1], [(512, 512)]
+    )
+    for parameters in (1e6, 1.3e9, 107e9):
+        assert sum(m * k for m, k in square_model(parameters)) == pytest.approx(parameters, rel=0.06)
+
+
+# Models
+
+
+def test_presets_have_the_sizes_they_are_named_after() -> None:
+    for name, parameters in (("llama-125m", 1.34e8), ("llama-1.3b", 1.34e9), ("llama-6.8b", 6.74e9)):
+        assert architecture_of(name).parameters == pytest.approx(parameters, rel=0.01)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_what_transformers_can_configure_is_counted_as_it_builds_it(tied: bool, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    for config in (
+        LlamaConfig(vocab_size=500, hidden_size=64, num_hidden_layers=3, num_attention_heads=4, intermediate_size=96),
+        GPT2Config(vocab_size=500, n_embd=48, n_layer=3, n_head=4, n_positions=2048),
+    ):
+        config.tie_word_embeddings = tied
+        config.save_pretrained(tmp_path)
+        model = AutoModelForCausalLM.from_config(config)
+        known = architecture_of(str(tmp_path))
+        assert known.parameters == sum(p.numel() for p in model.parameters())
+        assert known.layers == 3 and known.hidden == config.hidden_size
+        for stages in (1, 2, 3):
+            split = known.stage_shapes(stages)
+            assert len(split) == stages and sum(map(len, split)) == len(known.shapes)
+    with pytest.raises(UserError, match="4 stages, but the model has only 3 layers"):
+        known.stage_shapes(4)
+
+
+# Costs, by hand
+
+TWO = Cluster(
+    (
+        Machines(1, 80, 100, "a", efficiency=0.5, network_gbps=8),
+        Machines(1, 80, 100, "b", efficiency=0.5, network_gbps=8),
+    ),
+    (Link(("a", "b"), 50, 800),),
+)
+PAIR = Layout(2, 1, 1, ((0,), (1,)))
+
+
+def test_an_exchange_takes_the_slowest_link_and_its_latency() -> None:
+    model = architecture_of("micro")
+    nbytes = 4 * model.parameters
+    wire = 1 + 66 / 1448
+    for method, hops, share in (
+        (methods.diloco(), 2, 1),
+        (methods.noloco(), 2, 1),
+        (methods.diloco(codec=Quantize(8)), 1, 0),
+    ):
+        found = exchange(model, method, TWO, PAIR)
+        if share:
+            assert found.bytes_sent == pytest.approx(2 * nbytes, rel=1e-3)
+            assert found.seconds == pytest.approx(nbytes * wire / 100e6 + hops * 0.05, rel=1e-3)
+        else:
+            assert found.bytes_sent == pytest.approx(nbytes / 2, rel=0.05)
+    assert exchange(model, methods.local(), TWO, PAIR).seconds == 0
+    assert blocked_seconds(methods.diloco(every=10, delay=5), 3.0, 0.5) == 0.5
+
+
+def test_a_step_fills_its_pipeline_and_then_goes_on_microbatch_by_microbatch() -> None:
+    model = architecture_of("small", 128)
+    batch = Batch(tokens=8 * 128, sequence_length=128)
+    one = step_seconds(model, TWO, Layout(1, 1, 1, ((0,),)), batch)
+    assert one == pytest.approx(model.flops_per_token(128) * 8 * 128 / 50e12)
+    two_stages = step_seconds(model, TWO, Layout(1, 2, 1, ((0, 1),)), batch)
+    passing = 2 * (0.05 + 128 * model.hidden * 2 / 100e6)
+    assert two_stages == pytest.approx(one / 8 + passing + 7 * max(one / 16, passing))
+
+
+def test_memory_counts_the_copies_that_the_outer_loop_really_holds() -> None:
+    def held(method: Method) -> float:
+        def work(network: Any) -> tuple[int, int]:
+            model = torch.nn.Linear(300, 300, bias=False)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            seen = []
+            with method.attach(model, optimizer, network) as outer:
+                for _ in range(9):
+                    model(torch.ones(1, 300)).sum().backward()
+                    optimizer.step()
+                    anchors = sum(t.nbytes for t in outer.anchors)  # type: ignore[attr-defined]
+                    states = outer.outer.state.values()  # type: ignore[attr-defined]
+                    momentum = sum(v.nbytes for s in states for v in s.values() if isinstance(v, torch.Tensor))
+                    flights = outer._flights  # type: ignore[attr-defined]
+                    messages = sum(f.message.nbytes + (0 if f.at_start is None else f.at_start.nbytes) for f in flights)
+                    seen.append(anchors + momentum + messages)
+            return max(seen), sum(p.numel() for p in model.parameters())
+
+        nbytes, parameters = Simulation(2).run(work)[0]
+        return nbytes / parameters
+
+    torch.manual_seed(0)
+    for method in (methods.noloco(every=4, delay=2), methods.diloco(every=4, delay=4)):
+        assert held(method) == pytest.approx(outer_bytes(method), rel=0.05)
+    assert outer_bytes(methods.ddp()) == 4 and outer_bytes(methods.local()) == 0
+    assert outer_bytes(methods.dilocox()) == outer_bytes(methods.diloco(every=5, delay=5)) + 4
+
+
+def test_more_stages_and_shards_need_less_memory_each() -> None:
+    model, batch = architecture_of("llama-1.3b"), Batch(2**19, 1024)
+    needed = [
+        memory_bytes(model, methods.diloco(), Layout(2, stages, shards, ()), batch)
+        for stages, shards in ((1, 1), (1, 2), (2, 2), (4, 4))
+    ]
+    assert needed == sorted(needed, reverse=True)
+    states = model.parameters * (16 + 12)
+    assert states < needed[0] < states * 1.4
+
+
+# The planner
+
+MACHINES = """
+currency = "EUR"
+[[machines]]
+site = "here"
+count = 2
+workers = 4
+memory_gb = 24
+tflops = 100
+price_per_hour = 3.0
+[[machines]]
+site = "there"
+count = 2
+workers = 4
+memory_gb = 24
+tflops = 100
+price_per_hour = 5.0
+[[links]]
+between = ["here", "there"]
+latency_ms = 40
+bandwidth_mbps = 1000
+shared = true
+"""
+
+
+def options(path: Path, text: str = MACHINES, **settings: Any) -> PlanOptions:
+    path.write_text(text)
+    return PlanOptions(**{"model": "llama-1.3b", "machines": path, "tokens": 1e9, "place": 0.0, **settings})
+
+
+def test_a_plan_is_sorted_fits_and_adds_up(tmp_path: Path) -> None:
+    plans, failures, cluster = plan(options(tmp_path / "m.toml"))
+    assert [p.hours for p in plans] == sorted(p.hours for p in plans)
+    assert {p.choice.method_name for p in plans} == {"ddp", "diloco", "noloco", "dilocox", "nolocox"}
+    for found in plans:
+        assert found.memory <= 24e9
+        assert found.hours == pytest.approx(1e9 / found.tokens_per_second / 3600)
+        assert found.price == pytest.approx(16.0 * found.hours)
+        assert len({w for island in found.choice.layout.islands for w in island}) == 16
+        every = found.choice.method.schedule.every or 1
+        assert found.round == pytest.approx(every * found.step / (1 - found.blocked), rel=1e-6)
+    assert any("does not fit: " in f.reason and " GB of 24" in f.reason for f in failures)
+    by_method = {name: min(p.hours for p in plans if p.choice.method_name == name) for name in ("ddp", "dilocox")}
+    assert by_method["dilocox"] < by_method["ddp"]
+    assert cluster.currency == "EUR"
+
+
+def test_stages_are_placed_where_links_suit_them(tmp_path: Path) -> None:
+    # Machines listed in turn, so that islands as they come would stretch over the slow link.
+    mixed = "".join(
+        f'[[machines]]\nsite = "s{n}"\ncount = 1\nmemory_gb = 10\ntflops = 100\n' for n in range(4)
+    ) + "".join(
+        f'[[links]]\nbetween = ["s{one}", "s{other}"]\nlatency_ms = 1\n'
+        f"bandwidth_mbps = {50 if (one + other) % 2 else 9000}\n"
+        for one in range(4)
+        for other in range(one + 1, 4)
+    )
+    settings = {"methods": "diloco", "model": "llama-125m", "show": 3}
+    as_they_come = plan(options(tmp_path / "m.toml", mixed, **settings))[0]
+    placed = plan(options(tmp_path / "m.toml", mixed, **settings, place=3.0))[0]
+    two_stages = [next(p for p in plans if p.choice.layout.stages == 2) for plans in (as_they_come, placed)]
+    assert two_stages[1].placed and two_stages[1].step < two_stages[0].step / 3
+    assert {frozenset(island) for island in two_stages[1].choice.layout.islands} == {
+        frozenset({0, 2}),
+        frozenset({1, 3}),
+    }
+
+
+@pytest.mark.parametrize(
+    ("change", "settings", "complaint"),
+    [
+        (("currency", "curency"), {}, "no setting 'curency'; did you mean 'currency'?"),
+        (('currency = "EUR"\n', ""), {}, "prices are given without a currency"),
+        (("price_per_hour = 5.0", ""), {}, "give all of them one"),
+        (("count = 2", "count = 0"), {}, "machines 1: count is 0"),
+        (("memory_gb = 24\n", ""), {}, "machines 1: memory_gb is missing"),
+        (("tflops = 100", 'tflops = "fast"'), {}, "tflops is 'fast'; it must be of type float"),
+        (('"there"\ncount', '"elsewhere"\ncount'), {}, "names the site 'there'; there are: here, elsewhere"),
+        (("[[links]]", "[links]"), {}, "links is {"),
+        (("", ""), {"tokens": 0.0}, "tokens is 0.0"),
+        (("", ""), {"model": "llama-6.9b"}, "model 'llama-6.9b'"),
+        (("", ""), {"methods": "dilco"}, "did you mean 'diloco'?"),
+        (("", ""), {"every": "ten"}, "every is 'ten'; give whole numbers"),
+        (("", ""), {"codecs": "int5"}, "int5"),
+        (("memory_gb = 24", "memory_gb = 3"), {}, "cannot be trained on"),
+    ],
+)
+def test_what_cannot_be_planned_is_told_in_one_line(
+    tmp_path: Path, change: tuple[str, str], settings: dict[str, Any], complaint: str
+) -> None:
+    with pytest.raises(UserError) as error:
+        plan(options(tmp_path / "m.toml", MACHINES.replace(*change) if change[0] else MACHINES, **settings))
+    assert complaint in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_file_that_is_not_there_is_told(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"cannot read .*nowhere\.toml"):
+        read_cluster(tmp_path / "nowhere.toml")
+
+
+# The commands
+
+
+def farflung(*arguments: str, folder: Path, threads: int = 1) -> subprocess.CompletedProcess[str]:
+    import os
+
+    env = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+    command = [sys.executable, "-m", "farflung", *arguments]
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=300)
+
+
+def test_simulate_prints_plots_and_writes_the_same_events_whatever_the_threads(tmp_path: Path) -> None:
+    (tmp_path / "net.toml").write_text('preset = "home"\nstep_ms = 500\n[[deaths]]\nreplica = 2\nat_s = 60.0\n')
+    command = ["simulate", "--replicas", "12", "--params", "1e6", "--conditions", "net.toml", "--rounds", "5"]
+    first = farflung(*command, "--out", "one", folder=tmp_path)
+    assert first.returncode == 0, first.stderr
+    header, units, *rows = first.stdout.split("\n\n")[1].splitlines()
+    assert [row.split()[0] for row in rows] == ["ddp", "diloco", "noloco", "dilocox", "nolocox"]
+    assert "s a round" in units and "blocked" in header
+    assert "plotly" in (tmp_path / "one" / "simulation.html").read_text()
+    farflung(*command, "--out", "two", folder=tmp_path, threads=8)
+    for name in ("ddp", "noloco", "dilocox"):
+        events = (tmp_path / "one" / "events" / f"{name}.jsonl").read_bytes()
+        assert events == (tmp_path / "two" / "events" / f"{name}.jsonl").read_bytes()
+        assert [json.loads(line)["round"] for line in events.splitlines()] == [1, 2, 3, 4, 5]
+    other = farflung(*command, "--seed", "9", "--out", "three", folder=tmp_path)
+    assert other.stdout != first.stdout.replace("one", "three")
+
+
+def test_plan_prints_units_reasons_and_costs(tmp_path: Path) -> None:
+    (tmp_path / "m.toml").write_text(MACHINES)
+    done = farflung("plan", "--model", "llama-1.3b", "--machines", "m.toml", "--tokens", "1e9", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    _, header, units, *_ = [line for line in done.stdout.splitlines() if line]
+    assert header.split()[-1] == "cost" and units.split()[-1] == "EUR" and "tokens/s" in units
+    assert "these cannot be:" in done.stdout and " GB of 24" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["simulate"], "give either --params"),
+        (["simulate", "--params", "1e6", "--conditions", "mars"], "there are no conditions 'mars'"),
+        (["simulate", "--params", "1e6", "--replicas", "0"], "replicas is 0"),
+        (["simulate", "--params", "1e6", "--methods", "noloko"], "did you mean 'noloco'?"),
+        (["plan", "--model", "micro", "--machines", "none.toml", "--tokens", "1e6"], "cannot read none.toml"),
+        (["plan", "--model", "micro"], "--machines"),
+    ],
+)
+def test_mistakes_end_with_2_and_one_line(tmp_path: Path, arguments: list[str], complaint: str) -> None:
+    done = farflung(*arguments, folder=tmp_path)
+    assert done.returncode == 2 and complaint in done.stderr and done.stderr.count("\n") == 1, done.stderr
