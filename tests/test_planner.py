@@ -183,6 +183,20 @@ def test_an_exchange_takes_the_slowest_link_and_its_latency() -> None:
     assert blocked_seconds(methods.diloco(every=10, delay=5), 3.0, 0.5) == 0.5
 
 
+@pytest.mark.parametrize("name", ["ddp", "diloco", "noloco", "dilocox", "nolocox"])
+def test_a_planned_round_takes_as_long_as_a_simulated_one(name: str) -> None:
+    model, method = architecture_of("small"), methods.RECIPES[name]()
+    each = Machines(4, 80, 100, network_gbps=0.1)
+    cluster = Cluster((each,))
+    layout = Layout(4, 1, 1, tuple((n,) for n in range(4)))
+    planned, every = exchange(model, method, cluster, layout).seconds, method.schedule.every or 1
+    conditions = Conditions(bandwidth_mbps=100, latency_ms=0.1, step_ms=10, headers=66 / 1448)
+    timing = Timer(method, packet_bytes(method.codec, model.shapes), conditions, 4, 6, 1e6).run()
+    landed = [times.landed for times in timing.rounds]
+    blocked = blocked_seconds(method, planned, 0.01)
+    assert landed[4] - landed[2] == pytest.approx(2 * (every * 0.01 + blocked), rel=1e-3)
+
+
 def test_a_step_fills_its_pipeline_and_then_goes_on_microbatch_by_microbatch() -> None:
     model = architecture_of("small", 128)
     batch = Batch(tokens=8 * 128, sequence_length=128)

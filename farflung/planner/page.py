@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
@@ -11,8 +12,11 @@ from plotly.offline import get_plotlyjs
 from plotly.subplots import make_subplots
 
 from farflung.planner.simulation import Simulated, table_of
+from farflung.planner.table import figures
 
-BLUE, ORANGE = "#1f6feb", "#e9a03b"
+BLUE = "#1f6feb"
+LOGARITHMIC = (0, 3)
+"""Pictures of what may differ by powers of ten."""
 
 _STYLE = (
     "body{font:15px/1.5 system-ui,sans-serif;color:#24292f;max-width:1100px;margin:24px auto;padding:0 16px}"
@@ -35,20 +39,23 @@ def simulation_figure(results: Sequence[Simulated]) -> go.Figure:
         [row[7] for row in rows],
     )
     for number, heights in enumerate(values):
-        logarithmic = number in (0, 3) and min(heights) > 0
-        figure.add_bar(
-            x=names,
-            y=heights,
-            marker_color=BLUE,
-            row=number // 2 + 1,
-            col=number % 2 + 1,
-            text=[f"{height:.3g}" for height in heights],
-            showlegend=False,
-        )
-        axis = {"type": "log"} if logarithmic else {"rangemode": "tozero"}
-        figure.update_yaxes(**axis, row=number // 2 + 1, col=number % 2 + 1)
+        place = {"row": number // 2 + 1, "col": number % 2 + 1}
+        labels = [figures(height) for height in heights]
+        common = {"x": names, "y": heights, "text": labels, "showlegend": False}
+        if number in LOGARITHMIC and min(heights) > 0:
+            # Bars would have to begin at 0, which a logarithmic axis does not have.
+            marks = {"color": BLUE, "size": 12}
+            figure.add_scatter(**common, mode="markers+text", textposition="top center", marker=marks, **place)
+            figure.update_yaxes(type="log", range=_decades(heights), dtick=1, **place)
+        else:
+            figure.add_bar(**common, marker_color=BLUE, **place)
     figure.update_layout(template="plotly_white", height=720, margin={"l": 60, "r": 16, "t": 48, "b": 40})
     return figure
+
+
+def _decades(heights: Sequence[float]) -> list[float]:
+    """The powers of ten around some values."""
+    return [math.floor(math.log10(min(heights))), math.ceil(math.log10(max(heights)) + 0.1)]
 
 
 def write_simulation(results: Sequence[Simulated], described: str, out: Path) -> None:
