@@ -1,6 +1,7 @@
 """The simulator without tensors, and the planner: against simulated training, by hand, and as commands."""
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,7 +14,7 @@ import torch
 from problem import replica
 from transformers import GPT2Config, LlamaConfig
 
-from farflung import Method, methods
+from farflung import Method, cli, methods
 from farflung.codecs import Apart, Dense, ErrorFeedback, LowRank, Modulo, Quantize
 from farflung.config import UserError
 from farflung.networks import Conditions, Simulation
@@ -351,19 +352,30 @@ def test_a_file_that_is_not_there_is_told(tmp_path: Path) -> None:
 
 
 def farflung(*arguments: str, folder: Path, threads: int = 1) -> subprocess.CompletedProcess[str]:
-    import os
-
-    env = {**os.environ, "OMP_NUM_THREADS": str(threads)}
     command = [sys.executable, "-m", "farflung", *arguments]
+    env = {**os.environ, "OMP_NUM_THREADS": str(threads)}
     return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=300)
 
 
-def test_simulate_prints_plots_and_writes_the_same_events_whatever_the_threads(tmp_path: Path) -> None:
+def run_here(monkeypatch: pytest.MonkeyPatch, folder: Path, *arguments: str) -> int:
+    """The command in this process; its exit code."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "argv", ["farflung", *arguments])
+    try:
+        cli.main()
+    except SystemExit as exit:
+        return int(exit.code or 0)
+    return 0
+
+
+def test_simulate_prints_plots_and_writes_the_same_events_whatever_the_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "net.toml").write_text('preset = "home"\nstep_ms = 500\n[[deaths]]\nreplica = 2\nat_s = 60.0\n')
     command = ["simulate", "--replicas", "12", "--params", "1e6", "--conditions", "net.toml", "--rounds", "5"]
-    first = farflung(*command, "--out", "one", folder=tmp_path)
-    assert first.returncode == 0, first.stderr
-    header, units, *rows = first.stdout.split("\n\n")[1].splitlines()
+    assert run_here(monkeypatch, tmp_path, *command, "--out", "one") == 0
+    first = capsys.readouterr().out
+    header, units, *rows = first.split("\n\n")[1].splitlines()
     assert [row.split()[0] for row in rows] == ["ddp", "diloco", "noloco", "dilocox", "nolocox"]
     assert "s a round" in units and "blocked" in header
     assert "plotly" in (tmp_path / "one" / "simulation.html").read_text()
@@ -372,17 +384,37 @@ def test_simulate_prints_plots_and_writes_the_same_events_whatever_the_threads(t
         events = (tmp_path / "one" / "events" / f"{name}.jsonl").read_bytes()
         assert events == (tmp_path / "two" / "events" / f"{name}.jsonl").read_bytes()
         assert [json.loads(line)["round"] for line in events.splitlines()] == [1, 2, 3, 4, 5]
-    other = farflung(*command, "--seed", "9", "--out", "three", folder=tmp_path)
-    assert other.stdout != first.stdout.replace("one", "three")
+    assert run_here(monkeypatch, tmp_path, *command, "--seed", "9", "--out", "three") == 0
+    assert capsys.readouterr().out != first.replace("one", "three")
 
 
-def test_plan_prints_units_reasons_and_costs(tmp_path: Path) -> None:
+def test_simulated_training_writes_the_same_events_whatever_the_threads(tmp_path: Path) -> None:
+    (tmp_path / "net.toml").write_text('preset = "home"\n[[deaths]]\nreplica = 0\nat_s = 0.7\n')
+    command = ["train", "--model", "micro", "--network", "simulated", "--conditions", "net.toml", "--replicas", "3"]
+    command += ["--steps", "12", "--every", "3", "--eval-every", "12", "--eval-sequences", "4", "--deadline", "5"]
+    for name, threads in (("one", 1), ("two", 8)):
+        done = farflung(*command, "--out", name, folder=tmp_path, threads=threads)
+        assert done.returncode == 0, done.stderr
+    for number in range(3):
+        path = Path("events", f"replica-{number}.jsonl")
+        assert (tmp_path / "one" / path).read_bytes() == (tmp_path / "two" / path).read_bytes()
+    last = [
+        json.loads((tmp_path / "one" / "events" / f"replica-{n}.jsonl").read_text().splitlines()[-1]) for n in (0, 1)
+    ]
+    assert last[0]["event"] != "end" and last[1]["event"] == "end"
+    assert (tmp_path / "one" / "summary.json").exists()
+
+
+def test_plan_prints_units_reasons_and_costs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "m.toml").write_text(MACHINES)
-    done = farflung("plan", "--model", "llama-1.3b", "--machines", "m.toml", "--tokens", "1e9", folder=tmp_path)
-    assert done.returncode == 0, done.stderr
-    _, header, units, *_ = [line for line in done.stdout.splitlines() if line]
+    arguments = ["plan", "--model", "llama-1.3b", "--machines", "m.toml", "--tokens", "1e9", "--place", "1"]
+    assert run_here(monkeypatch, tmp_path, *arguments) == 0
+    out = capsys.readouterr().out
+    _, header, units, *_ = [line for line in out.splitlines() if line]
     assert header.split()[-1] == "cost" and units.split()[-1] == "EUR" and "tokens/s" in units
-    assert "these cannot be:" in done.stdout and " GB of 24" in done.stdout
+    assert "these cannot be:" in out and " GB of 24" in out
 
 
 @pytest.mark.parametrize(
@@ -391,11 +423,19 @@ def test_plan_prints_units_reasons_and_costs(tmp_path: Path) -> None:
         (["simulate"], "give either --params"),
         (["simulate", "--params", "1e6", "--conditions", "mars"], "there are no conditions 'mars'"),
         (["simulate", "--params", "1e6", "--replicas", "0"], "replicas is 0"),
+        (["simulate", "--params", "1e6", "--methods", "local"], "has nothing to simulate"),
         (["simulate", "--params", "1e6", "--methods", "noloko"], "did you mean 'noloco'?"),
         (["plan", "--model", "micro", "--machines", "none.toml", "--tokens", "1e6"], "cannot read none.toml"),
         (["plan", "--model", "micro"], "--machines"),
     ],
 )
-def test_mistakes_end_with_2_and_one_line(tmp_path: Path, arguments: list[str], complaint: str) -> None:
-    done = farflung(*arguments, folder=tmp_path)
-    assert done.returncode == 2 and complaint in done.stderr and done.stderr.count("\n") == 1, done.stderr
+def test_mistakes_end_with_2_and_one_line(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    complaint: str,
+) -> None:
+    assert run_here(monkeypatch, tmp_path, *arguments) == 2
+    told = capsys.readouterr().err
+    assert complaint in told and told.count("\n") == 1

@@ -144,19 +144,19 @@ def table_of(results: Sequence[Simulated]) -> Table:
     """What the rounds cost; a unit under every column's name."""
     rows = []
     for result in results:
-        timing, rounds = result.timing, max(1, len({times.round for times in result.timing.rounds}))
+        timing = result.timing
         seconds = timing.seconds_per_round
-        every = result.method.schedule.every or 0
+        every = result.method.schedule.every or 1
         rows.append(
             (
                 result.name,
                 every,
                 seconds,
-                seconds / max(every, 1),
+                seconds / every,
                 result.computing,
                 1 - result.computing,
                 timing.uplink,
-                timing.bytes_sent / result.replicas / rounds / 1e6,
+                timing.bytes_sent / result.replicas / timing.rounds_each / 1e6,
                 timing.bytes_sent / 1e9,
                 sum(times.failed for times in timing.rounds) / result.replicas,
             )

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
 
+from farflung.config import UserError
 from farflung.networks import Conditions, Group
 from farflung.networks.carrier import Demand
 from farflung.networks.computation import Computation
@@ -58,7 +59,12 @@ class Timing:
     @property
     def seconds_per_round(self) -> float:
         """The mean; rounds of all fragments count as one."""
-        return self.seconds / max(1, len({times.round for times in self.rounds}))
+        return self.seconds / self.rounds_each
+
+    @property
+    def rounds_each(self) -> int:
+        """Rounds of each fragment."""
+        return len(self.rounds) // len({times.fragment for times in self.rounds})
 
 
 @dataclass(frozen=True)
@@ -81,6 +87,9 @@ class Timer:
         rounds: how many each holds.
         deadline: the longest wait for others, seconds.
         work: what a round takes of a replica's own time: encoding, decoding, the outer step; seconds.
+
+    Raises:
+        UserError: the method has no rounds.
     """
 
     def __init__(
@@ -102,8 +111,10 @@ class Timer:
         self._replicas = replicas
         self._running: dict[int, Replica] = {}
         self._moments = moments(method, rounds)
+        if not self._moments:
+            raise UserError("a method without rounds has nothing to simulate; remove it")
         self._groups: dict[str, tuple[Group, dict[int, Group]]] = {}
-        self._result = Timing(steps=self._moments[-1].step if self._moments else 0)
+        self._result = Timing(steps=self._moments[-1].step)
         self._times: dict[tuple[int, int], RoundTimes] = {}
 
     def run(self) -> Timing:
@@ -115,10 +126,10 @@ class Timer:
         while self._running and world.clock.advance():
             pass
         result.rounds = [self._times[key] for key in sorted(self._times, key=lambda key: (key[1], key[0]))]
-        result.seconds = max((times.landed for times in result.rounds), default=0.0)
+        result.seconds = max(times.landed for times in result.rounds)
         capacity = sum(world.carrier.links.capacities[2 * rank] for rank in range(self._replicas))
         carried = sum(world.carrier.bytes_sent(rank) for rank in range(self._replicas))
-        result.uplink = carried / capacity / result.seconds if result.seconds else 0.0
+        result.uplink = carried / capacity / result.seconds
         return result
 
     def _resume(self, rank: int) -> None:
@@ -154,7 +165,7 @@ class Timer:
 
     def _replica(self, rank: int) -> Replica:
         """One replica's run: compute up to the next moment, land what is due, start what begins."""
-        clock, computation = self._world.clock, Computation(self._world.conditions, rank)
+        computation = Computation(self._world.conditions, rank)
         in_flight: dict[tuple[int, int], Meeting | None] = {}
         step = 0
         for moment in self._moments:
@@ -171,7 +182,6 @@ class Timer:
             for key in moment.starting:
                 if key not in at_once:
                     in_flight[key] = self._start(rank, *key)
-        self._result.seconds = clock.now
 
     def _start(self, rank: int, fragment: int, round: int) -> Meeting | None:
         times = self._times.setdefault((fragment, round), RoundTimes(round, fragment))
