@@ -70,7 +70,7 @@ class World:
         self._dead: set[int] = set()
         self._side: dict[int, tuple[int, ...]] = {}
         self._members: dict[tuple[int, ...], Group] = {(): self._everyone}
-        self._gathering: dict[tuple[str, Group], Meeting] = {}
+        self._gathering: dict[str, list[Meeting]] = {}
         self._under_way: dict[Meeting, None] = {}
         self.when_dead: Callable[[int], None] = lambda rank: None
         self._ask_for_faults()
@@ -81,12 +81,18 @@ class World:
 
     def meet(self, rank: int, group: Group, key: str, brings: Any, hops: Hops) -> Meeting:
         """A replica comes to a meeting, which is made by whoever comes first."""
-        meeting = self._gathering.get((key, group))
+        # By first member: hashing a group of thousands for each of them would take most of the time.
+        place = f"{key}, {group[0]}"
+        gathering = self._gathering.setdefault(place, [])
+        meeting = next((known for known in gathering if known.group is group or known.group == group), None)
         if meeting is None:
-            meeting = self._gathering[key, group] = Meeting(group, key, hops)
+            meeting = Meeting(group, key, hops)
+            gathering.append(meeting)
         meeting.brought[rank] = brings
         if len(meeting.brought) == len(group):
-            del self._gathering[key, group]
+            gathering.remove(meeting)
+            if not gathering:
+                del self._gathering[place]
             self._under_way[meeting] = None
             meeting.under_way = hops(meeting.brought)
             self._next_hop(meeting)
@@ -97,7 +103,7 @@ class World:
     def leave(self, rank: int) -> None:
         """A replica's work is done: it comes to no further meeting."""
         self._gone.add(rank)
-        for meeting in list(self._gathering.values()):
+        for meeting in [meeting for gathering in self._gathering.values() for meeting in gathering]:
             if rank in meeting.group and rank not in meeting.brought:
                 self._give_up_on(meeting, {rank})
 
