@@ -9,7 +9,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+
+from farflung import cli
 
 HERE = Path(__file__).parent
 
@@ -55,3 +58,14 @@ def farflung(*arguments: object, timeout: float = 200, **environment: str) -> su
         timeout=timeout,
         env={**os.environ, **environment},
     )
+
+
+def run_here(monkeypatch: pytest.MonkeyPatch, folder: Path, *arguments: str) -> int:
+    """The command in this process; its exit code."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "argv", ["farflung", *arguments])
+    try:
+        cli.main()
+    except SystemExit as exit:
+        return int(exit.code or 0)
+    return 0

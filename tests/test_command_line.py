@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from processes import farflung, free_port
+from processes import farflung, free_port, run_here
 
 from farflung import cli
 from farflung.training import checkpoint
@@ -49,17 +49,17 @@ QUICK = [
         (["export", "/no/such", "x"], ["/no/such", "holds no run"]),
     ],
 )
-def test_a_mistake_gets_one_line_and_exit_code_2(tmp_path: Path, arguments: list[object], words: list[str]) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "farflung", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        timeout=60,
-    )
-    assert done.returncode == 2 and not done.stdout
-    (line,) = done.stderr.strip().splitlines()
-    assert all(word in line for word in ["farflung: ", *words]), line
+def test_a_mistake_gets_one_line_and_exit_code_2(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[object],
+    words: list[str],
+) -> None:
+    assert run_here(monkeypatch, tmp_path, *map(str, arguments)) == 2
+    said = capsys.readouterr()
+    (line,) = said.err.strip().splitlines()
+    assert not said.out and all(word in line for word in ["farflung: ", *words]), line
     assert not any(tmp_path.iterdir())
 
 

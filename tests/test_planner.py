@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 from problem import replica
+from processes import run_here
 from transformers import GPT2Config, LlamaConfig
 
-from farflung import Method, cli, methods
+from farflung import Method, methods
 from farflung.codecs import Apart, Dense, ErrorFeedback, LowRank, Modulo, Quantize
 from farflung.config import UserError
 from farflung.networks import Conditions, Simulation
@@ -355,17 +356,6 @@ def farflung(*arguments: str, folder: Path, threads: int = 1) -> subprocess.Comp
     command = [sys.executable, "-m", "farflung", *arguments]
     env = {**os.environ, "OMP_NUM_THREADS": str(threads)}
     return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=300)
-
-
-def run_here(monkeypatch: pytest.MonkeyPatch, folder: Path, *arguments: str) -> int:
-    """The command in this process; its exit code."""
-    monkeypatch.chdir(folder)
-    monkeypatch.setattr(sys, "argv", ["farflung", *arguments])
-    try:
-        cli.main()
-    except SystemExit as exit:
-        return int(exit.code or 0)
-    return 0
 
 
 def test_simulate_prints_plots_and_writes_the_same_events_whatever_the_threads(

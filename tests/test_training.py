@@ -256,7 +256,7 @@ def test_nan_loss_is_survived_once_and_stops_a_run_that_stays_sick(
 
         return loss
 
-    monkeypatch.setattr(models, "sequence_loss", sick_at(20, 20))
+    monkeypatch.setattr(models, "sequence_loss", sick_at(21, 21))
     summary = run(tmp_path / "once")
     assert summary["validation_loss"] < math.log(256)
     messages = [event["message"] for replica in range(3) for event in events(tmp_path / "once", replica, "warning")]

@@ -62,7 +62,7 @@ class Averaging:
         """
         if self._prototype == Dense(message.dtype):
             return self._network.all_reduce(message, group, key), 0.0
-        if parts_sent(self._prototype, self._gather_up_to, len(group)) == (1.0,):
+        if len(group) <= self._gather_up_to:
             return self._gather(message, group, key)
         return self._share_out(message, group, key)
 
