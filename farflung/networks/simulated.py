@@ -182,7 +182,7 @@ class SimulatedNetwork:
             sizes = {rank: {to: packet.nbytes for to, packet in brought[rank].packets.items()} for rank in group}
             sent = [sum(sizes[rank].values()) for rank in group]
             received = [sum(theirs.get(rank, 0) for theirs in sizes.values()) for rank in group]
-            yield Demand(group, sent, received, max((size for theirs in sizes.values() for size in theirs.values()), default=0))
+            yield Demand(group, sent, received, max(max(theirs.values()) for theirs in sizes.values()))
             for rank in group:
                 theirs = {other: brought[other].packets[rank] for other in group if other != rank}
                 brought[rank].combined = brought[rank].combine(theirs)
