@@ -429,3 +429,15 @@ def test_mistakes_end_with_2_and_one_line(
     assert run_here(monkeypatch, tmp_path, *arguments) == 2
     told = capsys.readouterr().err
     assert complaint in told and told.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", ["OPT-1.3B", "107B"])
+def test_dilocox_throughputs_have_the_published_ratios(name: str, tmp_path: Path) -> None:
+    import dilocox_throughput as bench
+
+    config, gpus, rows = bench.MODELS[name]
+    config.save_pretrained(tmp_path)
+    model = architecture_of(str(tmp_path))
+    first, *others = [(row.published, bench.tokens_per_second(model, gpus, row)) for row in rows]
+    for published, planned in others:
+        assert planned / first[1] == pytest.approx(published / first[0], rel=0.1)
