@@ -244,6 +244,14 @@ def test_modulo_keeps_a_block_of_its_own_when_the_sender_is_too_far_away() -> No
     assert ((found - own).abs() < 0.2).float().mean() > 0.99
 
 
+def test_a_block_of_zeros_comes_back_as_zeros_whatever_the_receiver_has() -> None:
+    message = torch.cat([torch.zeros(256), torch.randn(256)])
+    near = message + 0.01 * torch.randn(512)
+    for receiver in (message, near):
+        decoded = Modulo(bits=4).decode(Modulo(bits=4).encode([message]), [receiver])[0]
+        assert not decoded[:256].any() and (decoded[256:] - message[256:]).abs().max() < 1.5
+
+
 def test_blocks_that_travel_in_turns_are_all_sent_in_time() -> None:
     sender, receiver = Modulo(bits=8, block=16, turns=3), Modulo(bits=8, block=16, turns=3)
     own, theirs = torch.zeros(100), torch.ones(100)

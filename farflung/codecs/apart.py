@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from farflung.codecs.base import Codec, Packet, PacketError, pack, unpack
@@ -36,8 +37,8 @@ class Apart(Codec):
     def decode(self, packet: Packet, like: Sequence[Tensor]) -> list[Tensor]:
         """See Codec."""
         packets, _ = unpack([self], packet, like)
-        if len(packets) != 2:
-            raise PacketError(f"packet holds {len(packets)} packets where 2 were expected")
+        if [packet.dtype for packet in packets] != [torch.uint8] * 2:
+            raise PacketError(f"packet holds {len(packets)} parts where 2 packets were expected")
         decoded = zip(self.halves, packets, _halves(like), strict=True)
         return [tensor for codec, part, half in decoded for tensor in codec.decode(part, half)]
 

@@ -38,9 +38,8 @@ class ErrorFeedback(Codec):
 
     def encode(self, tensors: Sequence[Tensor]) -> Packet:
         """See Codec."""
-        if not self._error:
-            self._error = [torch.zeros_like(t.detach(), memory_format=torch.contiguous_format) for t in tensors]
-        total = [torch.add(t.detach(), e, alpha=self.decay) for t, e in zip(tensors, self._error, strict=True)]
+        owed = self._error or [torch.zeros_like(t.detach(), memory_format=torch.contiguous_format) for t in tensors]
+        total = [torch.add(t.detach(), e, alpha=self.decay) for t, e in zip(tensors, owed, strict=True)]
         packet = self.codec.encode(total)
         size = norm(total)
         self._error = [t.sub_(sent) for t, sent in zip(total, self.codec.decode(packet, total), strict=True)]

@@ -90,11 +90,12 @@ class Modulo(FlatStage):
         values = out[rows_now]  # a view: blocks that are not on turn stay as they are
         farthest = torch.empty(len(values), device=flat.device)
         span = 2.0**self.bits
-        for own, step, code, check, far in self._pieces(values, steps, codes, checks, farthest):
+        for own, given, step, code, check, far in self._pieces(values, sent_ranges, steps, codes, checks, farthest):
             low = unpack_bits(code, self.bits).float().add_(0.5).sub_(dither.take(own))
             high = (own / step[:, None]).sub_(low).div_(span).round_()
-            readable = _check(high.int()) == check
-            found = low.add_(high, alpha=span).mul_(step[:, None])
+            zeros = given == 0  # only of a block of zeros
+            readable = (_check(high.int()) == check) | zeros
+            found = low.add_(high, alpha=span).mul_(step[:, None]).masked_fill_(zeros[:, None], 0.0)
             if not bool(readable.all()):
                 found[~readable] = own[~readable]
             distance = own.sub_(found).abs_().amax(1)
