@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
@@ -52,6 +53,7 @@ def model_config(config: Config, tokenizer: Tokenizer) -> Any:
             bos_token_id=tokenizer.end,
             eos_token_id=tokenizer.end,
         )
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it would tell of each attempt at an absent name
     try:
         settings = AutoConfig.from_pretrained(config.model)
     except (OSError, ValueError) as error:
