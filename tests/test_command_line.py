@@ -39,6 +39,8 @@ QUICK = [
         (["train", "--method", "eager-diloco", "--delay", 3], ["eager-diloco has no setting delay"]),
         (["train", "--every", 5, "--delay", 3, "--merge", "eager"], ["eager needs a delay of a whole round"]),
         (["train", "--merge", "thrown"], ["thrown", "dropped"]),
+        (["train", "--conditions", "home"], ["conditions is 'home'", "add --network simulated"]),
+        (["train", "--network", "simulated", "--conditions", "hme"], ["'hme'", "did you mean 'home'"]),
         (["train", "--data", "/no/such"], ["/no/such", "no such file"]),
         (["train", "--model", "/no/such"], ["/no/such", "no such folder"]),
         (["train", "--tokenizer", "/no/such"], ["/no/such", "no such folder"]),

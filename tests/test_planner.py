@@ -19,7 +19,7 @@ from farflung import Method, methods
 from farflung.codecs import Apart, Dense, ErrorFeedback, LowRank, Modulo, Quantize
 from farflung.config import UserError
 from farflung.networks import Conditions, Simulation
-from farflung.networks.conditions import Death, Link
+from farflung.networks.conditions import Cut, Death, Link
 from farflung.outer import Schedule
 from farflung.planner.architecture import architecture_of
 from farflung.planner.cost import Batch, Layout, blocked_seconds, exchange, memory_bytes, outer_bytes, step_seconds
@@ -85,6 +85,18 @@ def test_a_death_costs_its_partner_a_round_and_the_rest_go_on() -> None:
     timing = Timer(methods.noloco(every=10), 1e6, conditions, 4, 6, 120).run()
     assert sum(times.failed for times in timing.rounds) <= 1
     assert [times.replicas for times in timing.rounds] == [4, 4, 3, 3, 3, 3]
+
+
+def test_the_sides_of_a_cut_go_on_by_themselves_and_together_when_it_has_healed() -> None:
+    cut = Conditions(bandwidth_mbps=8, latency_ms=0, step_ms=100, cuts=(Cut((0, 1), 10.1, 29.9),))
+    timing = Timer(methods.diloco(every=10), 1e6, cut, 4, 20, 120).run()
+    whole, halves = 1 + 2 * 3 / 4, 1 + 2 * 1 / 2  # ten steps, and all but each one's own part, twice
+    lengths = [b.landed - a.landed for a, b in zip(timing.rounds, timing.rounds[1:], strict=False)]
+    assert lengths[0] == pytest.approx(whole) and lengths[-1] == pytest.approx(whole)
+    assert sum(length == pytest.approx(halves) for length in lengths) >= 4
+    assert all(times.replicas == 4 for times in timing.rounds)
+    # What was under way when the cut came stood still until it had healed; nothing failed within the deadline.
+    assert sum(times.failed for times in timing.rounds) == 0
 
 
 def test_moments_are_the_schedule() -> None:

@@ -79,6 +79,11 @@ class World:
         """The living whom a replica can reach, itself among them. Those whose work is done count as living."""
         return self._members[self._side.get(rank, ())]
 
+    @property
+    def living(self) -> Group:
+        """All that have not died, wherever they are."""
+        return tuple(rank for rank in self._everyone if rank not in self._dead)
+
     def meet(self, rank: int, group: Group, key: str, brings: Any, hops: Hops) -> Meeting:
         """A replica comes to a meeting, which is made by whoever comes first."""
         # By first member: hashing a group of thousands for each of them would take most of the time.
@@ -173,9 +178,8 @@ class World:
                 self.carrier.links.set_limit(meeting.flow, 0.0 if self._separated(meeting.group) else meeting.limit)
 
     def _sort_members(self) -> None:
-        living = [rank for rank in self._everyone if rank not in self._dead]
         sides: dict[tuple[int, ...], list[int]] = {(): []}
-        for rank in living:
+        for rank in self.living:
             sides.setdefault(self._side.get(rank, ()), []).append(rank)
         self._members = {side: tuple(ranks) for side, ranks in sides.items()}
 

@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -47,6 +47,8 @@ STARTED_HERE = "FARFLUNG_STARTED_HERE"
 def prepare(config: Config, folder: Path, resume: bool) -> None:
     """Refuses what cannot work before anything is started, and writes config.toml. Raises UserError."""
     methods.from_config(config)
+    if config.conditions and config.network != "simulated":
+        raise UserError(f"conditions is {config.conditions!r}, but real links are as they are; add --network simulated")
     conditions_of(config)
     models.model_config(config, tokenizers.load(config.tokenizer))
     pick_device(config.device, 0)
@@ -63,11 +65,15 @@ def prepare(config: Config, folder: Path, resume: bool) -> None:
 def run_simulated(config: Config, folder: Path, resume: bool) -> None:
     """All replicas in this process, under a virtual clock. Raises Stopped, UserError and whatever training raises."""
     torch.set_num_threads(1)  # with another number, sums may differ in their last bits
-    world = Simulation(config.replicas, conditions_of(config))
+    simulation = Simulation(config.replicas, conditions_of(config))
     stop = Stop(HashStore(), config.replicas, range(config.replicas))
     step = next(iter(checkpoint.whole_steps(folder)), 0) if resume else None
     with _stopping_on_signals(stop):
-        world.run(lambda network: _run_replica(config, network, network.rank, folder, stop, step))
+        simulation.run(
+            lambda network: _run_replica(
+                config, network, network.rank, folder, stop, step, lambda: network.rank == simulation.world.living[0]
+            )
+        )
 
 
 def conditions_of(config: Config) -> Conditions:
@@ -89,7 +95,7 @@ def run_torch_replica(config: Config, folder: Path, resume: bool) -> None:
         if resume:
             steps = gather(network, sorted(checkpoint.steps_of(folder, network.rank)), "steps", config.deadline)
             step = max(set.intersection(*map(set, steps)), default=0)
-        _run_replica(config, network, local_rank, folder, stop, step)
+        _run_replica(config, network, local_rank, folder, stop, step, lambda: local_rank == 0)
     network.close()
 
 
@@ -121,11 +127,19 @@ def launch_torch(config: Config, folder: Path, resume: bool) -> None:
         raise _failure(error, folder) from error
 
 
-def _run_replica(config: Config, network: Network, local_rank: int, folder: Path, stop: Stop, step: int | None) -> None:
-    """One replica from beginning to end; the first of each machine writes what they have in common."""
+def _run_replica(
+    config: Config,
+    network: Network,
+    local_rank: int,
+    folder: Path,
+    stop: Stop,
+    step: int | None,
+    writes: Callable[[], bool],
+) -> None:
+    """One replica from beginning to end; the one that `writes` then says so for writes what they have in common."""
     trainer = Trainer(config, network, folder, stop, pick_device(config.device, local_rank), step)
     trainer.train()
-    finish(trainer, writes=local_rank == 0 or network.rank == network.members()[0])
+    finish(trainer, writes=writes())
 
 
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
