@@ -221,6 +221,43 @@ def test_a_death_fails_what_is_under_way_at_once_and_thins_the_members() -> None
     assert seen == [((2,), 0.5, (0, 1)), ((2,), 0.5, (0, 1)), None]
 
 
+def test_an_exchange_that_was_given_up_does_not_disturb_the_next() -> None:
+    def work(network: SimulatedNetwork) -> tuple[float, float]:
+        if network.rank == 0:
+            with pytest.raises(PeerLost, match="within 1 s"):
+                network.exchange(packet(0), (0, 1), "given up").wait(1.0)
+        else:
+            for _ in range(3):
+                network.computed()
+            network.exchange(packet(0), (0, 1), "given up").wait(1.0)
+            network.computed()
+        began = network.now()
+        network.exchange(packet(1), (0, 1), "next").wait(100)
+        return began, network.now()
+
+    assert Simulation(2, QUIET).run(work) == [(1.0, pytest.approx(5)), (4.0, pytest.approx(5))]
+
+
+def test_changed_members_end_what_had_not_begun_and_can_try_again() -> None:
+    conditions = Conditions(bandwidth_mbps=8, latency_ms=0, step_ms=1000, deaths=(Death(2, 0.5),))
+
+    def work(network: SimulatedNetwork) -> list[Any]:
+        seen: list[Any] = []
+        if network.rank == 0:
+            with pytest.raises(PeerLost, match="the members have changed"):
+                network.exchange(packet(1), (0, 1, 2), "x").wait(100)
+            seen.append(network.now())
+        network.computed()
+        network.exchange(packet(1), network.members(), "x").wait(100)
+        return [*seen, network.members(), network.now()]
+
+    assert Simulation(3, conditions).run(work) == [
+        [0.5, (0, 1), pytest.approx(2.5)],
+        [(0, 1), pytest.approx(2.5)],
+        None,
+    ]
+
+
 def test_a_late_joiner_is_no_member_before_it_joins() -> None:
     def work(network: SimulatedNetwork) -> list[Any]:
         seen = []

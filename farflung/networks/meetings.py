@@ -41,6 +41,10 @@ class Meeting:
         """Whether nothing more will happen in it."""
         return bool(self.lost) or self.ended_at < math.inf
 
+    def takes(self, rank: int, group: Group) -> bool:
+        """Whether this is the one for a member that comes now; who has come to one in vain begins anew."""
+        return (self.group is group or self.group == group) and not (self.settled and rank in self.brought)
+
     def missing(self) -> tuple[int, ...]:
         """Who has not come."""
         return tuple(rank for rank in self.group if rank not in self.brought)
@@ -89,7 +93,7 @@ class World:
         # By first member: hashing a group of thousands for each of them would take most of the time.
         place = f"{key}, {group[0]}"
         gathering = self._gathering.setdefault(place, [])
-        meeting = next((known for known in gathering if known.group is group or known.group == group), None)
+        meeting = next((known for known in gathering if known.takes(rank, group)), None)
         if meeting is None:
             meeting = Meeting(group, key, hops)
             gathering.append(meeting)
@@ -125,7 +129,7 @@ class World:
         self.when_dead(rank)
 
     def _give_up_on(self, meeting: Meeting, lost: set[int]) -> None:
-        if lost:
+        if lost and not meeting.settled:
             # Those who have yet to come will find it settled.
             meeting.settle(lost=tuple(sorted(lost)))
 
@@ -160,7 +164,7 @@ class World:
             self.clock.at(cut.from_s, self._cut)
             self.clock.at(cut.until_s, self._cut)
         if any(cut.from_s == 0 for cut in self.conditions.cuts):
-            self._cut()
+            self._cut()  # before anybody asks who is there
 
     def _check_rank(self, rank: int, where: str) -> None:
         if not 0 <= rank < len(self._everyone):
@@ -182,6 +186,10 @@ class World:
         for rank in self.living:
             sides.setdefault(self._side.get(rank, ()), []).append(rank)
         self._members = {side: tuple(ranks) for side, ranks in sides.items()}
+        for gathering in list(self._gathering.values()):
+            for meeting in gathering:
+                # Those who have yet to come will know other members, and may well come to another group.
+                self._give_up_on(meeting, set(meeting.missing()))
 
     def _separated(self, group: Group) -> bool:
         return bool(self._side) and len({self._side.get(rank, ()) for rank in group}) > 1

@@ -265,10 +265,16 @@ class _SimulatedPending(Generic[T]):
         began = network.now()
         if not meeting.settled:
             simulation = network.simulation
-            deadline = simulation.world.clock.at(began + timeout, lambda: simulation.make_ready(network))
-            meeting.waiting.append(lambda: simulation.make_ready(network))
+
+            def wake() -> None:
+                simulation.make_ready(network)
+
+            deadline = simulation.world.clock.at(began + timeout, wake)
+            meeting.waiting.append(wake)
             simulation.block(network)
             deadline.cancel()
+            if wake in meeting.waiting:
+                meeting.waiting.remove(wake)  # or a late end of this one would wake the replica from another wait
         network.traffic.seconds_blocked += network.now() - began
         self.finished_at = min(meeting.ended_at, network.now())
         if meeting.ended_at > network.now():
@@ -280,7 +286,9 @@ class _SimulatedPending(Generic[T]):
         missing = meeting.lost or meeting.missing()
         if not missing:
             return PeerLost(meeting.group, f"the exchange takes longer than the deadline of {timeout:g} s")
-        why = "has left the run" if meeting.lost else f"did not deliver within {timeout:g} s"
+        why = f"did not deliver within {timeout:g} s"
+        if meeting.lost:
+            why = "has left the run, or the members have changed"
         brought = sorted(meeting.brought.items())
         delivered = {rank: packet for rank, packet in brought if isinstance(packet, Tensor) and rank not in missing}
         return PeerLost(missing, f"replica {', '.join(map(str, missing))} (simulated) {why}", delivered)
