@@ -307,3 +307,18 @@ def test_a_replica_that_has_written_nothing_and_a_run_of_no_time_have_a_report(t
 
 def test_bytes_for_people() -> None:
     assert [nbytes(n) for n in (0, 999, 1000, 12_345_678, 5e13)] == ["0 B", "999 B", "1.0 kB", "12.3 MB", "50.0 TB"]
+
+
+def test_the_curves_go_on_when_a_replica_has_died(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    events = run / "events" / "replica-1.jsonl"
+    kept = [text for text in events.read_text().splitlines(keepends=True) if json.loads(text)["step"] <= 10]
+    events.write_text("".join(kept) + line("end", 1, 1.5, 15, reason="died"))
+    read = read_run(run)
+    assert read.died() == {1: 15} and read.alive == [0]
+    assert [(step, len(events)) for step, events in read.by_step("evaluation").items()] == [(10, 2), (20, 1)]
+    training = loss_figure([read], "tokens").data[0]
+    # The dead one's tokens stay counted.
+    assert list(training.x) == [2000, 3000] and list(training.y) == [4.5, 3.0]
+    assert plain_line(read).startswith("step 20/20 · loss 3")
+    assert "sent 30" in plain_line(read)

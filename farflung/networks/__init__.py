@@ -10,10 +10,11 @@ from farflung.networks.base import Finished, Group, Network, PeerLost, Pending, 
 from farflung.networks.conditions import Conditions
 from farflung.networks.distributed import TorchNetwork
 from farflung.networks.presets import conditions_named
-from farflung.networks.simulated import SimulatedNetwork, Simulation
+from farflung.networks.simulated import Died, SimulatedNetwork, Simulation
 
 __all__ = [
     "Conditions",
+    "Died",
     "Finished",
     "Group",
     "Network",

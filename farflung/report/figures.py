@@ -148,24 +148,29 @@ def _figure(x: str, y: str) -> go.Figure:
 
 def _mean_line(run: Run, kind: str, value: str, axis: str) -> tuple[list[float], list[float]]:
     xs, ys = [], []
-    for events in run.by_step(kind).values():
+    for step, events in run.by_step(kind).items():
         if (height := mean([event[value] for event in events])) is not None:
-            xs.append(_position(events, axis) * _SCALE[axis])
+            xs.append(_position(run, kind, step, events, axis))
             ys.append(height)
     return xs, ys
 
 
 def _replica_line(run: Run, replica: int, axis: str) -> tuple[list[float], list[float]]:
     """One replica's validation loss, at the place on the axis that all had reached together."""
-    index = run.replicas.index(replica)
-    steps = run.by_step("evaluation").values()
-    return [_position(events, axis) * _SCALE[axis] for events in steps], [e[index]["validation_loss"] for e in steps]
+    xs, ys = [], []
+    for step, events in run.by_step("evaluation").items():
+        for event in events:
+            if event["replica"] == replica:
+                xs.append(_position(run, "evaluation", step, events, axis))
+                ys.append(event["validation_loss"])
+    return xs, ys
 
 
-def _position(events: list[dict[str, Any]], axis: str) -> float:
+def _position(run: Run, kind: str, step: int, events: list[dict[str, Any]], axis: str) -> float:
     if axis == "seconds":
         return float(max(event["at"] for event in events))
-    return float(sum(event["tokens" if axis == "tokens" else "bytes_sent"] for event in events))
+    value = "tokens" if axis == "tokens" else "bytes_sent"
+    return float(sum(event[value] for event in events) + run.of_the_dead(kind, value, step)) * _SCALE[axis]
 
 
 def _colours(runs: list[Run]) -> list[str]:

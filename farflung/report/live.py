@@ -107,12 +107,13 @@ def table(run: Run) -> Table:
 
 def plain_line(run: Run) -> str:
     """The state of all replicas in one line."""
-    last = [steps[-1] for replica in run.replicas if (steps := run.of(replica, "step"))]
+    last = [steps[-1] for replica in run.alive if (steps := run.of(replica, "step"))]
+    sent = sum(steps[-1]["bytes_sent"] for replica in run.replicas if (steps := run.of(replica, "step")))
     parts = [
         f"step {_slowest_step(run)}/{_steps(run)}",
         f"loss {number(mean([event['loss'] for event in last]))}",
         f"{sum(event['tokens_per_second'] for event in last):,.0f} tokens/s",
-        f"sent {nbytes(sum(event['bytes_sent'] for event in last))}",
+        f"sent {nbytes(sent)}",
         f"blocked {number(mean([event['seconds_blocked'] for event in last]), 1)} s",
         *(f"spread {spread:.3g}" for spread in list(run.spread().values())[-1:]),
     ]
@@ -143,8 +144,8 @@ def _notes(run: Run) -> list[Text]:
 
 
 def _slowest_step(run: Run) -> int:
-    """The step that every replica has reached."""
-    return min((steps[-1]["step"] if (steps := run.of(r, "step")) else 0 for r in run.replicas), default=0)
+    """The step that every living replica has reached."""
+    return min((steps[-1]["step"] if (steps := run.of(r, "step")) else 0 for r in run.alive), default=0)
 
 
 def _steps(run: Run) -> int:

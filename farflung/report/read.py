@@ -85,14 +85,35 @@ class Run:
             with contextlib.suppress(OSError, ValueError):
                 setattr(self, "settings" if name == "config.toml" else "summary", loads(path.read_text("utf-8")))
 
+    def died(self) -> dict[int, int]:
+        """The replicas that have died, and their last steps."""
+        ends = {replica: self.of(replica, "end")[-1:] for replica in self.replicas}
+        return {replica: end[0]["step"] for replica, end in ends.items() if end and end[0]["reason"] == "died"}
+
+    @property
+    def alive(self) -> list[int]:
+        """The replicas that have not died."""
+        died = self.died()
+        return [replica for replica in self.replicas if replica not in died]
+
     def by_step(self, kind: str) -> dict[int, list[Event]]:
-        """The events of the steps at which every replica has one, by replica."""
+        """The events of the steps at which every replica that was alive has one, by replica."""
         steps: dict[int, dict[int, Event]] = defaultdict(dict)
+        died = self.died()
         for replica in self.replicas:
             for event in self.of(replica, kind):
                 steps[event["step"]][replica] = event
-        complete = {step: seen for step, seen in steps.items() if len(seen) == len(self.replicas)}
-        return {step: [seen[replica] for replica in self.replicas] for step, seen in sorted(complete.items())}
+        complete = {}
+        for step, seen in sorted(steps.items()):
+            alive = [replica for replica in self.replicas if step <= died.get(replica, step)]
+            if alive and all(replica in seen for replica in alive):
+                complete[step] = [seen[replica] for replica in alive]
+        return complete
+
+    def of_the_dead(self, kind: str, value: str, step: int) -> float:
+        """What the replicas that died before a step had added up to."""
+        gone = [replica for replica, last in self.died().items() if last < step]
+        return float(sum(event[value] for replica in gone for event in self.of(replica, kind)[-1:]))
 
     def results(self) -> dict[str, Any]:
         """The summary of a run that has ended; before that, those of its figures that the events tell."""
@@ -104,8 +125,9 @@ class Run:
         for step, events in list(self.by_step("step").items())[-1:]:
             results |= {
                 "steps": step,
-                "tokens": sum(event["tokens"] for event in events),
-                "bytes_sent": sum(event["bytes_sent"] for event in events),
+                "tokens": sum(event["tokens"] for event in events) + int(self.of_the_dead("step", "tokens", step)),
+                "bytes_sent": sum(event["bytes_sent"] for event in events)
+                + int(self.of_the_dead("step", "bytes_sent", step)),
                 "rounds": max(event["rounds"] for event in events),
                 "seconds": max(event["at"] for event in events),
                 "seconds_blocked": mean([event["seconds_blocked"] for event in events]),

@@ -21,7 +21,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from farflung import methods
 from farflung.config import Config, UserError, to_toml
-from farflung.networks import Conditions, Network, PeerLost, Simulation, TorchNetwork, conditions_named
+from farflung.networks import Conditions, Died, Network, PeerLost, Simulation, TorchNetwork, conditions_named
 from farflung.outer import Disagreement, Diverged
 from farflung.training import checkpoint
 from farflung.training.events import holds_a_run
@@ -138,8 +138,12 @@ def _run_replica(
 ) -> None:
     """One replica from beginning to end; the one that `writes` then says so for writes what they have in common."""
     trainer = Trainer(config, network, folder, stop, pick_device(config.device, local_rank), step)
-    trainer.train()
-    finish(trainer, writes=writes())
+    try:
+        trainer.train()
+        finish(trainer, writes=writes())
+    except Died:
+        trainer.events.write("end", trainer.step, reason="died")
+        raise
 
 
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
