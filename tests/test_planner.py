@@ -141,7 +141,13 @@ def test_halves_are_counted_apart_and_models_have_the_parameters_asked_for() -> 
 
 
 def test_presets_have_the_sizes_they_are_named_after() -> None:
-    for name, parameters in (("llama-125m", 1.34e8), ("llama-1.3b", 1.34e9), ("llama-6.8b", 6.74e9)):
+    for name, parameters in (
+        ("micro", 133_440),
+        ("tiny", 869_504),
+        ("llama-125m", 1.34e8),
+        ("llama-1.3b", 1.34e9),
+        ("llama-6.8b", 6.74e9),
+    ):
         assert architecture_of(name).parameters == pytest.approx(parameters, rel=0.01)
 
 

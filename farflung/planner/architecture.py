@@ -15,7 +15,10 @@ from farflung.planner.sizes import Shape
 from farflung.workloads import models, tokenizers
 
 VOCABULARY = 32_000
-"""Tokens of a preset's vocabulary, where the model's own configuration does not say: that of the Llama models."""
+"""Tokens that the presets of published sizes are counted with; the smaller ones are for bytes."""
+
+PUBLISHED_WIDTH = 768
+"""Hidden numbers of the smallest preset of a published size."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +83,7 @@ def architecture_of(name: str, sequence_length: int = 1024) -> Architecture:
 
     config = Config(model=name, sequence_length=sequence_length)
     settings = models.model_config(config, tokenizers.load("bytes"))
-    if name in models.PRESETS:
+    if name in models.PRESETS and settings.hidden_size >= PUBLISHED_WIDTH:
         settings.vocab_size = max(settings.vocab_size, VOCABULARY)
     try:
         with torch.device("meta"):
