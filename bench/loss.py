@@ -8,20 +8,12 @@ cores; a run that is finished is not made again.
 
 from __future__ import annotations
 
-import functools
-import json
-import os
-from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass
-from multiprocessing import get_context
 from pathlib import Path
 from statistics import mean, stdev
-from typing import Any
 
 import tyro
-
-from farflung.config import Config
-from farflung.training import launch
+from simulated import Runs, Summary, Variant
 
 
 @dataclass(frozen=True)
@@ -43,79 +35,50 @@ class Options:
 MOMENTA = (0.3, 0.5, 0.9)
 """What the outer momentum of diloco and noloco is tuned over, on the first seed; 0.9 and 0.5 are the published ones."""
 
-PUBLISHED: dict[str, float | None] = {"ddp": None, "diloco": 0.9, "noloco": 0.5, "local": None}
+
+def variants(every: int) -> dict[str, Variant]:
+    """Each method as published."""
+    return {
+        "ddp": Variant("ddp", {"method": "ddp"}),
+        "diloco": Variant("diloco", {"method": "diloco", "every": every, "outer_momentum": 0.9}),
+        "noloco": Variant("noloco", {"method": "noloco", "every": every, "outer_momentum": 0.5}),
+        "local": Variant("local", {"method": "local"}),
+    }
 
 
-def run(options: Options, method: str, momentum: float | None, seed: int) -> dict[str, Any]:
-    """The summary of one run, made unless it lies there already."""
-    variant = method if momentum == PUBLISHED[method] else f"{method}-momentum-{momentum}"
-    folder = options.out / f"{variant}-{options.steps}-seed{seed}"
-    summary = folder / "summary.json"
-    if not summary.exists():
-        config = Config(
-            method=method,
-            every=None if momentum is None else options.every,
-            outer_momentum=momentum,
-            seed=seed,
-            steps=options.steps,
-            replicas=options.replicas,
-            model=options.model,
-            network="simulated",
-            eval_sequences=256,
-            eval_every=100,
-            checkpoint_every=0,
-            out=str(folder),
-        )
-        launch.prepare(config, folder, resume=folder.exists())
-        launch.run_simulated(config, folder, resume=folder.exists())
-    result: dict[str, Any] = json.loads(summary.read_text())
-    return result
-
-
-def row(name: str, runs: list[dict[str, Any]]) -> str:
-    losses = [run["validation_loss"] for run in runs]
+def row(name: str, summaries: list[Summary]) -> str:
+    losses = [summary["validation_loss"] for summary in summaries]
     deviation = stdev(losses) if len(losses) > 1 else 0.0
-    averaged = mean(run["validation_loss_averaged"] for run in runs)
-    sent = mean(run["bytes_sent"] for run in runs) / 1e6
-    spread = mean(run["weight_spread"] for run in runs)
+    averaged = mean(summary["validation_loss_averaged"] for summary in summaries)
+    sent = mean(summary["bytes_sent"] for summary in summaries) / 1e6
+    spread = mean(summary["weight_spread"] for summary in summaries)
     each = "  ".join(f"{loss:6.4f}" for loss in losses)
     return f"{name:26} {mean(losses):7.4f} {deviation:7.4f}  {each}  {averaged:8.4f}  {sent:9.1f}  {spread:13.2g}"
 
 
 def main(options: Options) -> None:
-    with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as pool:
-
-        @functools.cache
-        def started(method: str, momentum: float | None, seed: int) -> Future[dict[str, Any]]:
-            return pool.submit(run, options, method, momentum, seed)
-
-        def start(method: str, momentum: float | None, seeds: tuple[int, ...]) -> list[Future[dict[str, Any]]]:
-            return [started(method, momentum, seed) for seed in seeds]
-
-        published = {method: start(method, momentum, options.seeds) for method, momentum in PUBLISHED.items()}
-        search = {
-            (method, momentum): start(method, momentum, options.seeds[:1])[0]
-            for method in ("diloco", "noloco")
-            for momentum in MOMENTA
-        }
-        tried = {key: future.result()["validation_loss"] for key, future in search.items()}
-        best = {m: min(MOMENTA, key=lambda momentum: tried[m, momentum]) for m in ("diloco", "noloco")}
-        tuned = {method: start(method, momentum, options.seeds) for method, momentum in best.items()}
-        results = {method: [future.result() for future in futures] for method, futures in published.items()}
-        bests = {method: [future.result() for future in futures] for method, futures in tuned.items()}
-
     print(f"{options.replicas} replicas, every={options.every}, {options.steps} steps, {options.model}, stdlib text")
+    published = variants(options.every)
+    common = {"steps": options.steps, "replicas": options.replicas, "model": options.model}
+    with Runs(options.out, **common, eval_sequences=256, eval_every=100) as runs:
+        started = {name: runs.start_all(variant, options.seeds) for name, variant in published.items()}
+        tuned = {}
+        for name in ("diloco", "noloco"):
+            grid = [published[name].but(f"{name}, momentum {m}", outer_momentum=m) for m in MOMENTA]
+            tuned[name] = runs.best(grid, options.seeds[0])
+        best = {name: runs.start_all(variant, options.seeds) for name, variant in tuned.items()}
+        results = {name: [future.result() for future in futures] for name, futures in started.items()}
+        bests = {name: [future.result() for future in futures] for name, futures in best.items()}
+
     seeds = "  ".join(f"seed {seed}" for seed in options.seeds)
     print(f"{'method':26} {'loss':>7} {'+-':>7}  {seeds}  {'averaged':>8}  {'MB sent':>9}  {'weight spread':>13}")
-    for method, runs in results.items():
-        print(row(method, runs))
-    for method, runs in bests.items():
-        print(row(f"{method}, momentum {best[method]}", runs))
-    for (method, momentum), loss in tried.items():
-        print(f"tuning on seed {options.seeds[0]}: {method}, outer momentum {momentum}: {loss:.4f}")
-    for name, pair in (("published settings", results), ("tuned", bests)):
-        diloco, noloco = (mean(run["validation_loss"] for run in pair[method]) for method in ("diloco", "noloco"))
-        print(f"noloco against diloco, {name}: {100 * (noloco / diloco - 1):+.2f} %")
+    for name, summaries in results.items():
+        print(row(name, summaries))
+    for name, summaries in bests.items():
+        print(row(tuned[name].name, summaries))
+    for settings, pair in (("published settings", results), ("tuned", bests)):
+        diloco, noloco = (mean(s["validation_loss"] for s in pair[name]) for name in ("diloco", "noloco"))
+        print(f"noloco against diloco, {settings}: {100 * (noloco / diloco - 1):+.2f} %")
 
 
 if __name__ == "__main__":
