@@ -306,6 +306,8 @@ def test_the_world_has_the_measured_links() -> None:
         ('[[sites]]\nname = "a"\n[[links]]\nbetween = ["a", "c"]\nlatency_ms = 1', "names the site 'c'; there are: a"),
         ('[[sites]]\nname = "a"\n[[links]]\nlatency_ms = 1', "links 1: between is missing"),
         ("[[cuts]]\nreplicas = [1]\nfrom_s = 5\nuntil_s = 2", "it must end after it begins"),
+        ("[[cuts]]\nreplicas = [1]\nfrom_s = 5\nuntil_s = inf", "it must end after it begins"),
+        ("[[deaths]]\nreplica = 1\nat_s = -1", "dies at -1 s"),
         ("sites = 3", "sites is 3; it must be a list"),
         ('links_file = "nowhere.csv"', "links_file is a path beside the conditions"),
         ("loss = ", "is not valid TOML"),

@@ -87,6 +87,12 @@ def test_a_death_costs_its_partner_a_round_and_the_rest_go_on() -> None:
     assert [times.replicas for times in timing.rounds] == [4, 4, 3, 3, 3, 3]
 
 
+def test_a_world_in_which_nobody_lives_long_enough_is_refused() -> None:
+    conditions = Conditions(step_ms=100, deaths=(Death(0, 0.5), Death(1, 0.6)))
+    with pytest.raises(UserError, match="every replica dies before its first round"):
+        Timer(methods.noloco(every=10), 1e6, conditions, 2, 6, 120).run()
+
+
 def test_the_sides_of_a_cut_go_on_by_themselves_and_together_when_it_has_healed() -> None:
     cut = Conditions(bandwidth_mbps=8, latency_ms=0, step_ms=100, cuts=(Cut((0, 1), 10.1, 29.9),))
     timing = Timer(methods.diloco(every=10), 1e6, cut, 4, 20, 120).run()

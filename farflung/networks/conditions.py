@@ -132,8 +132,11 @@ class Conditions:
                 raise UserError(f"{name} is {getattr(self, name)}; it is a share, and must be less than 1")
         _check_sites(self.sites, self.links)
         for cut in self.cuts:
-            if not 0 <= cut.from_s < cut.until_s:
+            if not 0 <= cut.from_s < cut.until_s < math.inf:
                 raise UserError(f"a cut lasts from {cut.from_s} s until {cut.until_s} s; it must end after it begins")
+        for death in self.deaths:
+            if not 0 <= death.at_s < math.inf:
+                raise UserError(f"replica {death.replica} dies at {death.at_s} s; it must be at least 0")
 
     def site_of(self, rank: int) -> int:
         """The number of the site that a replica is at."""

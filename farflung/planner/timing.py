@@ -91,7 +91,7 @@ class Timer:
         work: what a round takes of a replica's own time: encoding, decoding, the outer step; seconds.
 
     Raises:
-        UserError: the method has no rounds.
+        UserError: the method has no rounds, or nobody lives to hold one.
     """
 
     def __init__(
@@ -128,6 +128,8 @@ class Timer:
         with _no_collection():
             while self._running and world.clock.advance():
                 pass
+        if not self._times:
+            raise UserError("every replica dies before its first round; let some live longer")
         result.rounds = [self._times[key] for key in sorted(self._times, key=lambda key: (key[1], key[0]))]
         result.seconds = max(times.landed for times in result.rounds)
         capacity = sum(world.carrier.links.capacities[2 * rank] for rank in range(self._replicas))
@@ -174,16 +176,14 @@ class Timer:
             if moment.step > step:
                 yield computation.seconds(moment.step - step)
                 step = moment.step
-            delayed = [key for key in moment.landing if key in in_flight]
-            at_once = [key for key in moment.landing if key not in in_flight]
-            for keys in (delayed, at_once):
-                for key in keys:
-                    if key not in in_flight:
-                        in_flight[key] = self._start(rank, *key)
+            for key in moment.landing:
+                if key in in_flight:
                     yield from self._land(key, in_flight.pop(key))
             for key in moment.starting:
-                if key not in at_once:
-                    in_flight[key] = self._start(rank, *key)
+                in_flight[key] = self._start(rank, *key)
+            for key in moment.landing:
+                if key in in_flight:  # without a delay, a round lands where it starts
+                    yield from self._land(key, in_flight.pop(key))
 
     def _start(self, rank: int, fragment: int, round: int) -> Meeting | None:
         times = self._times.get((fragment, round))
