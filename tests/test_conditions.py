@@ -248,7 +248,7 @@ def test_changed_members_end_what_had_not_begun_and_can_try_again() -> None:
                 network.exchange(packet(1), (0, 1, 2), "x").wait(100)
             seen.append(network.now())
         network.computed()
-        network.exchange(packet(1), network.members(), "x").wait(100)
+        network.exchange(packet(1), network.members(), f"x of {network.members()}").wait(100)
         return [*seen, network.members(), network.now()]
 
     assert Simulation(3, conditions).run(work) == [
@@ -256,6 +256,24 @@ def test_changed_members_end_what_had_not_begun_and_can_try_again() -> None:
         [(0, 1), pytest.approx(2.5)],
         None,
     ]
+
+
+def test_nobody_waits_for_one_who_has_met_others() -> None:
+    late = Conditions(bandwidth_mbps=8, latency_ms=0, step_ms=1000, cuts=(Cut((2,), 0.0, 0.5),))
+
+    def work(network: SimulatedNetwork) -> float:
+        if network.rank == 2:
+            network.computed()
+        group = (0, 1) if network.rank < 2 else (1, 2)
+        pending = network.exchange(packet(1), group, "round 1")
+        if network.rank < 2:
+            pending.wait(100)
+        else:
+            with pytest.raises(PeerLost, match="replica 1"):
+                pending.wait(100)
+        return network.now()
+
+    assert Simulation(3, late).run(work) == [pytest.approx(1), pytest.approx(1), 1.0]
 
 
 def test_a_late_joiner_is_no_member_before_it_joins() -> None:

@@ -41,10 +41,6 @@ class Meeting:
         """Whether nothing more will happen in it."""
         return bool(self.lost) or self.ended_at < math.inf
 
-    def takes(self, rank: int, group: Group) -> bool:
-        """Whether this is the one for a member that comes now; who has come to one in vain begins anew."""
-        return (self.group is group or self.group == group) and not (self.settled and rank in self.brought)
-
     def missing(self) -> tuple[int, ...]:
         """Who has not come."""
         return tuple(rank for rank in self.group if rank not in self.brought)
@@ -75,6 +71,9 @@ class World:
         self._side: dict[int, tuple[int, ...]] = {}
         self._members: dict[tuple[int, ...], Group] = {(): self._everyone}
         self._gathering: dict[str, list[Meeting]] = {}
+        self._faulty = bool(conditions.cuts or conditions.deaths)
+        self._came: dict[tuple[str, int], Meeting] = {}
+        self._expected: dict[tuple[str, int], list[Meeting]] = {}
         self._under_way: dict[Meeting, None] = {}
         self.when_dead: Callable[[int], None] = lambda rank: None
         self._ask_for_faults()
@@ -93,12 +92,16 @@ class World:
         # By first member: hashing a group of thousands for each of them would take most of the time.
         place = f"{key}, {group[0]}"
         gathering = self._gathering.setdefault(place, [])
-        meeting = next((known for known in gathering if known.takes(rank, group)), None)
+        meeting = next((known for known in gathering if known.group is group or known.group == group), None)
         if meeting is None:
             meeting = Meeting(group, key, hops)
             gathering.append(meeting)
+            if self._faulty:
+                self._expect(meeting)
         meeting.brought[rank] = brings
-        if len(meeting.brought) == len(group):
+        if self._faulty:
+            self._note(rank, meeting)
+        if len(meeting.brought) == len(group) and not meeting.settled:
             gathering.remove(meeting)
             if not gathering:
                 del self._gathering[place]
@@ -108,6 +111,21 @@ class World:
         elif self._gone:
             self._give_up_on(meeting, {gone for gone in meeting.missing() if gone in self._gone})
         return meeting
+
+    def _expect(self, meeting: Meeting) -> None:
+        """Nobody comes twice under one key: who has come to another group's meeting is lost to this one."""
+        elsewhere = {rank for rank in meeting.group if (meeting.key, rank) in self._came}
+        self._give_up_on(meeting, elsewhere)
+        for rank in meeting.group:
+            if rank not in elsewhere:
+                self._expected.setdefault((meeting.key, rank), []).append(meeting)
+
+    def _note(self, rank: int, meeting: Meeting) -> None:
+        """So those who wait for this replica in another group's meeting of that key wait in vain."""
+        self._came[meeting.key, rank] = meeting
+        for other in self._expected.pop((meeting.key, rank), []):
+            if other is not meeting:
+                self._give_up_on(other, {rank})
 
     def leave(self, rank: int) -> None:
         """A replica's work is done: it comes to no further meeting."""

@@ -288,7 +288,7 @@ class _SimulatedPending(Generic[T]):
             return PeerLost(meeting.group, f"the exchange takes longer than the deadline of {timeout:g} s")
         why = f"did not deliver within {timeout:g} s"
         if meeting.lost:
-            why = "has left the run, or the members have changed"
+            why = "has left the run, or meets others since the members have changed"
         brought = sorted(meeting.brought.items())
         delivered = {rank: packet for rank, packet in brought if isinstance(packet, Tensor) and rank not in missing}
         return PeerLost(missing, f"replica {', '.join(map(str, missing))} (simulated) {why}", delivered)

@@ -37,7 +37,7 @@ def finish(trainer: Trainer, writes: bool) -> dict[str, Any]:
     (weights,) = split(trainer.model, 1)
     own = weights.read()
     mean = among_the_living(
-        network, lambda group: network.all_reduce(own.clone(), group, "average at the end").wait(deadline)
+        network, lambda group: network.all_reduce(own.clone(), group, f"average at the end of {group}").wait(deadline)
     )
     deviation = float((own - mean).square().mean()) if own.numel() else 0.0
     weights.write(mean)

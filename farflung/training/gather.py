@@ -30,5 +30,7 @@ def among_the_living(network: Network, exchange: Callable[[Group], T]) -> T:
 def gather(network: Network, value: Any, key: str, deadline: float) -> list[Any]:
     """Every replica's value (anything that JSON holds), by rank. Raises PeerLost."""
     packet = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-    packets = among_the_living(network, lambda group: network.exchange(packet, group, key).wait(deadline))
+    packets = among_the_living(
+        network, lambda group: network.exchange(packet, group, f"{key} of {group}").wait(deadline)
+    )
     return [json.loads(packet.numpy().tobytes()) for _, packet in sorted(packets.items())]
