@@ -72,7 +72,7 @@ class World:
         self._members: dict[tuple[int, ...], Group] = {(): self._everyone}
         self._gathering: dict[str, list[Meeting]] = {}
         self._faulty = bool(conditions.cuts or conditions.deaths)
-        self._came: dict[tuple[str, int], Meeting] = {}
+        self._came: set[tuple[str, int]] = set()
         self._expected: dict[tuple[str, int], list[Meeting]] = {}
         self._under_way: dict[Meeting, None] = {}
         self.when_dead: Callable[[int], None] = lambda rank: None
@@ -122,7 +122,7 @@ class World:
 
     def _note(self, rank: int, meeting: Meeting) -> None:
         """So those who wait for this replica in another group's meeting of that key wait in vain."""
-        self._came[meeting.key, rank] = meeting
+        self._came.add((meeting.key, rank))
         for other in self._expected.pop((meeting.key, rank), []):
             if other is not meeting:
                 self._give_up_on(other, {rank})
