@@ -160,9 +160,10 @@ def test_a_signal_leaves_a_checkpoint_and_no_process(undisturbed: Path, tmp_path
     ends = [json.loads(f.read_text().splitlines()[-1]) for f in sorted(folder.glob("events/*.jsonl"))]
     assert {end["event"] for end in ends} == {"end"} and len({end["step"] for end in ends}) == 1
     assert checkpoint.whole_steps(folder)[0] == ends[0]["step"] < 40
-    resumed = farflung("train", "--resume", folder)
-    assert resumed.returncode == 0, resumed.stderr
-    assert same_weights(undisturbed, folder, 40)
+    if number == signal.SIGTERM:  # the same checkpoint, whatever the signal
+        resumed = farflung("train", "--resume", folder)
+        assert resumed.returncode == 0, resumed.stderr
+        assert same_weights(undisturbed, folder, 40)
 
 
 def torchrun(rank: int, port: int, folder: Path) -> "subprocess.Popen[str]":
