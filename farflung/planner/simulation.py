@@ -117,14 +117,11 @@ def time_rounds(
 ) -> Simulated:
     """One method's rounds in virtual time."""
     size = packet_bytes(method.codec, shapes)
-    deadline = options.deadline or FOREVER
+    deadline = options.deadline or math.inf
     timer = Timer(method, size, conditions, options.replicas, options.rounds, deadline, options.work_ms / 1000)
     timing = timer.run()
     return Simulated(name, method, options.replicas, size, timing)
 
-
-FOREVER = 1e12
-"""Seconds."""
 
 COLUMNS = (
     Column("method", ""),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import math
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
 
@@ -87,7 +88,7 @@ class Timer:
         conditions: of the network.
         replicas: how many.
         rounds: how many each holds.
-        deadline: the longest wait for others, seconds.
+        deadline: the longest wait for others, seconds; infinity for none.
         work: what a round takes of a replica's own time: encoding, decoding, the outer step; seconds.
 
     Raises:
@@ -158,11 +159,13 @@ class Timer:
             nonlocal waits
             if waits:
                 waits = False
-                deadline.cancel()
+                if deadline:
+                    deadline.cancel()
                 self._resume(rank)
 
-        deadline = self._world.clock.at(self._world.clock.now + self._deadline, go_on)
         meeting.waiting.append(go_on)
+        clock = self._world.clock
+        deadline = clock.at(clock.now + self._deadline, go_on) if self._deadline < math.inf else None
 
     def _bury(self, rank: int) -> None:
         self._running.pop(rank, None)
