@@ -118,7 +118,7 @@ class Config:
     def __post_init__(self) -> None:
         """Refuses what can never work. Raises UserError."""
         for field in dataclasses.fields(self):
-            check_type(field.name, getattr(self, field.name), _types()[field.name])
+            _check_type(field.name, getattr(self, field.name), _types()[field.name])
         for name, least in _LEAST.items():
             value = getattr(self, name)
             if value is not None and not value >= least:
@@ -181,7 +181,7 @@ def _field_of(hint: Any, key: str, value: Any, where: str) -> Any:
     """One value of a table, arrays as tuples and tables as dataclasses."""
     if typing.get_origin(hint) is not tuple:
         try:
-            check_type(key, value, hint)
+            _check_type(key, value, hint)
         except UserError as error:
             raise UserError(f"{where}: {error}") from error
         return value
@@ -217,8 +217,7 @@ def _types() -> dict[str, Any]:
     return typing.get_type_hints(Config)
 
 
-def check_type(name: str, value: object, kind: Any) -> None:
-    """Raises UserError for a value that is not of a field's type."""
+def _check_type(name: str, value: object, kind: Any) -> None:
     choices = [k for k in (kind, *typing.get_args(kind)) if typing.get_origin(k) is Literal]
     if choices:
         if value is None and choices[0] is not kind:

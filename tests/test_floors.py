@@ -8,6 +8,7 @@ import farflung
 PACKAGE = Path(farflung.__file__).parent
 FLOORS = {
     "config": 1,
+    "files": 1,
     "codecs": 2,
     "networks": 2,
     "workloads": 2,

@@ -67,12 +67,6 @@ class Carrier:
 
         return self.links.start(loads, limit, sent)
 
-    def seconds_alone(self, demand: Demand, key: str) -> float:
-        """How long it would take with nobody else on the links."""
-        places = self._places(demand.group)
-        loads, limit = self._loads(demand, places)
-        return self.links.alone(loads, limit) + self._latency(demand, places, key)
-
     def bytes_sent(self, rank: int) -> float:
         """What a replica's link has carried, headers and what was sent again included."""
         return self.links.carried[2 * rank]

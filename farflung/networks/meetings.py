@@ -23,13 +23,12 @@ class Meeting:
     `ended_at` is when it ended well, `lost` are the members for whose sake it never will.
     """
 
-    def __init__(self, group: Group, key: str, hops: Hops) -> None:
+    def __init__(self, group: Group, key: str) -> None:
         self.group = group
         self.key = key
         self.brought: dict[int, Any] = {}
         self.ended_at = math.inf
         self.lost: tuple[int, ...] = ()
-        self.hops = hops
         self.under_way: Iterator[Demand] | None = None
         self.flow: Flow | None = None
         self.limit = math.inf
@@ -94,7 +93,7 @@ class World:
         gathering = self._gathering.setdefault(place, [])
         meeting = next((known for known in gathering if known.group is group or known.group == group), None)
         if meeting is None:
-            meeting = Meeting(group, key, hops)
+            meeting = Meeting(group, key)
             gathering.append(meeting)
             if self._faulty:
                 self._expect(meeting)

@@ -68,11 +68,6 @@ class Links:
                 flow.end.cancel()
             self._remove(flow)
 
-    def alone(self, loads: Mapping[int, float], limit: float = math.inf) -> float:
-        """How long these bytes take when nobody else sends, seconds."""
-        seconds = max((load / self.capacities[link] for link, load in loads.items()), default=0.0)
-        return max(seconds, max(loads.values(), default=0.0) / limit)
-
     def _finish(self, flow: Flow) -> None:
         for link, share in flow.shares.items():
             self.carried[link] += share * flow.left

@@ -43,11 +43,6 @@ class Architecture:
     tied: bool = False
 
     @cached_property
-    def layer_parameters(self) -> int:
-        """Parameters of one layer."""
-        return sum(map(math.prod, self.layer_shapes))
-
-    @cached_property
     def parameters(self) -> int:
         """All of them, tied ones once."""
         return sum(map(math.prod, self.shapes))
@@ -57,6 +52,10 @@ class Architecture:
         """Of all parameters, tied ones once."""
         return (*self.first_shapes, *self.layer_shapes * self.layers, *self.last_shapes)
 
+    def stage_layers(self, stages: int) -> list[int]:
+        """How many layers each of so many pipeline stages has."""
+        return [self.layers // stages + (stage < self.layers % stages) for stage in range(stages)]
+
     def stage_shapes(self, stages: int) -> list[tuple[Shape, ...]]:
         """The parameters of each of so many pipeline stages; layers are dealt out evenly, the first ones get one more.
 
@@ -64,8 +63,7 @@ class Architecture:
         """
         if stages > self.layers:
             raise UserError(f"{stages} stages, but the model has only {self.layers} layers")
-        counts = [self.layers // stages + (stage < self.layers % stages) for stage in range(stages)]
-        shapes = [self.layer_shapes * count for count in counts]
+        shapes = [self.layer_shapes * count for count in self.stage_layers(stages)]
         shapes[0] = (*self.first_shapes, *shapes[0])
         shapes[-1] = (*shapes[-1], *self.last_shapes)
         return shapes

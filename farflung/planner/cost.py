@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from statistics import mean
 
 from farflung.codecs import ErrorFeedback
-from farflung.networks.clock import Clock
-from farflung.networks.sharing import Links
 from farflung.outer import Method, parts_sent
 from farflung.planner.architecture import Architecture
 from farflung.planner.machines import Cluster
@@ -53,6 +51,10 @@ class Layout:
     shards: int
     islands: tuple[tuple[int, ...], ...]
 
+    def machines(self, cluster: Cluster) -> set[int]:
+        """The machines that it uses."""
+        return {cluster.workers[worker] for island in self.islands for worker in island}
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -76,9 +78,9 @@ class Batch:
 def memory_bytes(model: Architecture, method: Method, layout: Layout, batch: Batch) -> float:
     """The most that any worker needs."""
     needed = []
-    for stage, shapes in enumerate(model.stage_shapes(layout.stages)):
+    stages = zip(model.stage_shapes(layout.stages), model.stage_layers(layout.stages), strict=True)
+    for stage, (shapes, layers) in enumerate(stages):
         parameters = sum(map(math.prod, shapes)) / layout.shards
-        layers = model.layers // layout.stages + (stage < model.layers % layout.stages)
         # A stage holds the activations of the microbatches that have passed it and not yet come back.
         held = min(layout.stages - stage, max(batch.microbatches(layout), 1))
         tokens = batch.micro_batch * batch.sequence_length
@@ -200,10 +202,7 @@ class _Traffic:
 
     def seconds(self) -> float:
         """Until the last link is done, and the last message has arrived."""
-        order = list(self._loads)
-        links = Links(Clock(), [self._capacities[name] for name in order])
-        loads = {number: self._loads[name] for number, name in enumerate(order)}
-        return links.alone(loads) + self._latency
+        return max((load / self._capacities[name] for name, load in self._loads.items()), default=0.0) + self._latency
 
     def _between(self, one: int, other: int, nbytes: float, single: float) -> None:
         link = self._cluster.link(one, other)

@@ -11,6 +11,7 @@ import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 from plotly.subplots import make_subplots
 
+from farflung.files import write_text
 from farflung.planner.simulation import Simulated, table_of
 from farflung.planner.table import figures
 
@@ -70,7 +71,4 @@ def write_page(title: str, described: str, body: str, out: Path) -> None:
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{escape(title)}</title><style>{_STYLE}</style>'
         f"<script>{get_plotlyjs()}</script><h1>{escape(title)}</h1><p>{escape(described)}</p>{body}</html>"
     )
-    out.parent.mkdir(parents=True, exist_ok=True)
-    beside = out.with_name(f"{out.name}.tmp")
-    beside.write_text(html, encoding="utf-8")
-    beside.replace(out)
+    write_text(out, html)

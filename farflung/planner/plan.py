@@ -14,7 +14,7 @@ from farflung.config import UserError
 from farflung.methods import RECIPES, settings_of
 from farflung.outer import Method
 from farflung.planner.architecture import Architecture, architecture_of
-from farflung.planner.cost import Batch, Layout, blocked_seconds, exchange, memory_bytes, step_seconds
+from farflung.planner.cost import HALF, Batch, Layout, blocked_seconds, exchange, memory_bytes, step_seconds
 from farflung.planner.machines import Cluster, read_cluster
 from farflung.planner.placement import Problem, chains, search
 from farflung.planner.simulation import names_of
@@ -135,9 +135,7 @@ def choices(options: PlanOptions, model: Architecture, cluster: Cluster) -> Iter
     codecs = [text.strip() for text in options.codecs.split(",") if text.strip()]
     for name in names_of(options.methods):
         known = settings_of(name)
-        settings = [{}, *({"every": every} for every in everys if "every" in known)]
-        if everys and "every" in known:
-            settings = settings[1:]
+        settings = [{"every": every} for every in everys] if everys and "every" in known else [{}]
         encoded = [(None, ""), *((codec_named(codec), codec) for codec in codecs if "codec" in known)]
         for setting in settings:
             for codec, codec_name in encoded:
@@ -180,8 +178,7 @@ def unfit(choice: Choice, model: Architecture, cluster: Cluster, batch: Batch) -
         wanted = choice.layout.replicas * choice.layout.shards * batch.micro_batch
         return f"too few sequences: {sequences} a step for {wanted} that train at the same time"
     needed = memory_bytes(model, choice.method, choice.layout, batch)
-    used = {cluster.workers[worker] for island in choice.layout.islands for worker in island}
-    available = min(cluster.each[machine].memory_gb for machine in used) * 1e9
+    available = min(cluster.each[machine].memory_gb for machine in choice.layout.machines(cluster)) * 1e9
     if needed > available:
         return f"does not fit: {needed / 1e9:.3g} GB of {available / 1e9:.3g}"
     return ""
@@ -197,8 +194,7 @@ def priced(choice: Choice, model: Architecture, cluster: Cluster, batch: Batch, 
     round_seconds = steps * step + blocked
     rate = steps * _tokens_a_step(choice.layout, batch) / round_seconds
     hours = tokens / rate / 3600
-    used = {cluster.workers[worker] for island in choice.layout.islands for worker in island}
-    hourly = cluster.price(used)
+    hourly = cluster.price(choice.layout.machines(cluster))
     return Plan(
         choice=choice,
         memory=memory_bytes(model, choice.method, choice.layout, batch),
@@ -228,7 +224,7 @@ def placed(plan: Plan, model: Architecture, cluster: Cluster, batch: Batch, opti
     units = [layout.islands[r][s * layout.shards] for r in range(layout.replicas) for s in range(layout.stages)]
     machines = [cluster.workers[unit] for unit in units]
     largest = max(model.stage_shapes(layout.stages), key=lambda shapes: sum(map(math.prod, shapes)))
-    passed = batch.micro_batch * batch.sequence_length * model.hidden * 2 * batch.microbatches(layout)
+    passed = batch.micro_batch * batch.sequence_length * model.hidden * HALF * batch.microbatches(layout)
     problem = Problem(
         latency=cluster.latency[np.ix_(machines, machines)],
         bandwidth=cluster.bandwidth[np.ix_(machines, machines)],

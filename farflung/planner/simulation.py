@@ -10,10 +10,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from farflung.config import UserError
+from farflung.files import write_text
 from farflung.methods import RECIPES, settings_of
 from farflung.networks import Conditions, conditions_named
 from farflung.outer import Method
-from farflung.planner.architecture import Architecture, architecture_of
+from farflung.planner.architecture import architecture_of
 from farflung.planner.sizes import Shape, packet_bytes, square_model
 from farflung.planner.table import Column, Table, figures, percent
 from farflung.planner.timing import Timer, Timing
@@ -69,7 +70,6 @@ class Simulated:
     name: str
     method: Method
     replicas: int
-    message_bytes: float
     timing: Timing
 
     @property
@@ -108,8 +108,7 @@ def shapes_of(options: SimulateOptions) -> Sequence[Shape]:
     """The parameters' shapes: a model's own, or square matrices of so many in all."""
     if options.model is None:
         return square_model(options.params or 0.0)
-    architecture: Architecture = architecture_of(options.model)
-    return architecture.shapes
+    return architecture_of(options.model).shapes
 
 
 def time_rounds(
@@ -120,11 +119,11 @@ def time_rounds(
     deadline = options.deadline or math.inf
     timer = Timer(method, size, conditions, options.replicas, options.rounds, deadline, options.work_ms / 1000)
     timing = timer.run()
-    return Simulated(name, method, options.replicas, size, timing)
+    return Simulated(name, method, options.replicas, timing)
 
 
 COLUMNS = (
-    Column("method", ""),
+    Column("method"),
     Column("steps", "a round"),
     Column("time", "s a round", figures),
     Column("time", "s a step", figures),
@@ -163,9 +162,6 @@ def table_of(results: Sequence[Simulated]) -> Table:
 
 def write_events(results: Sequence[Simulated], folder: Path) -> None:
     """One JSON object a line for every round: when it began and ended, and what all replicas together waited."""
-    folder.mkdir(parents=True, exist_ok=True)
     for result in results:
         lines = (json.dumps(dataclasses.asdict(times)) for times in result.timing.rounds)
-        beside = folder / f"{result.name}.jsonl.tmp"
-        beside.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-        beside.replace(folder / f"{result.name}.jsonl")
+        write_text(folder / f"{result.name}.jsonl", "".join(f"{line}\n" for line in lines))

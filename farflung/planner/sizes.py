@@ -5,15 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-import torch
-
 from farflung.codecs import Apart, Codec, ErrorFeedback, LowRank, Stage
 from farflung.codecs.base import Chain
+from farflung.methods import bytes_per_value
 
 Shape = tuple[int, ...]
-
-SAMPLE = 1 << 20
-"""Random values that a codec is measured on."""
 
 
 def square_model(parameters: float) -> list[Shape]:
@@ -34,9 +30,8 @@ def packet_bytes(codec: Codec, shapes: Sequence[Shape]) -> float:
     stages = codec.stages if isinstance(codec, Stage | Chain) else ()
     if stages and isinstance(stages[0], LowRank):
         values = sum(_factors(shape, stages[0].rank) for shape in shapes)
-        rest: Codec | None = Chain(stages[1:]) if len(stages) > 1 else None
-        return values * (_bytes_per_value(repr(rest), rest) if rest else 4.0)
-    return sum(map(math.prod, shapes)) * _bytes_per_value(repr(codec), codec)
+        return values * (_measure(Chain(stages[1:])) if len(stages) > 1 else 4.0)
+    return sum(map(math.prod, shapes)) * _measure(codec)
 
 
 def _factors(shape: Shape, rank: int) -> int:
@@ -50,9 +45,9 @@ def _factors(shape: Shape, rank: int) -> int:
 _measured: dict[str, float] = {}
 
 
-def _bytes_per_value(name: str, codec: Codec) -> float:
+def _measure(codec: Codec) -> float:
+    """Bytes a value, measured once for each codec."""
+    name = repr(codec)
     if name not in _measured:
-        side = math.isqrt(SAMPLE)
-        values = torch.randn(side, side, generator=torch.Generator().manual_seed(0))
-        _measured[name] = codec.encode([values]).nbytes / SAMPLE
+        _measured[name] = bytes_per_value(codec)
     return _measured[name]

@@ -11,6 +11,7 @@ from typing import Any
 import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 
+from farflung.files import write_text
 from farflung.report.figures import (
     COLOURS,
     ROUNDS_SHOWN,
@@ -39,10 +40,7 @@ def write_report(folders: list[Path], out: Path) -> None:
     Raises UserError when a folder holds no run.
     """
     runs = [read_run(folder) for folder in folders]
-    out.parent.mkdir(parents=True, exist_ok=True)
-    beside = out.with_name(f"{out.name}.tmp")
-    beside.write_text(page(runs), encoding="utf-8")
-    beside.replace(out)
+    write_text(out, page(runs))
 
 
 def page(runs: list[Run]) -> str:

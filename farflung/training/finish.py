@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from farflung.config import Config
+from farflung.files import write_text
 from farflung.networks import Traffic
 from farflung.outer.fragments import split
 from farflung.training import checkpoint
@@ -94,10 +94,3 @@ def sample_text(trainer: Trainer) -> str:
         pad_token_id=trainer.tokenizer.end,
     )
     return trainer.tokenizer.decode(tokens[0].tolist())
-
-
-def write_text(path: Path, text: str) -> None:
-    """Writes a text file as a whole or not at all."""
-    beside = path.with_name(f"{path.name}.tmp")
-    beside.write_text(text, encoding="utf-8")
-    beside.replace(path)

@@ -21,11 +21,12 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from farflung import methods
 from farflung.config import Config, UserError, to_toml
+from farflung.files import write_text
 from farflung.networks import Conditions, Died, Network, PeerLost, Simulation, TorchNetwork, conditions_named
 from farflung.outer import Disagreement, Diverged
 from farflung.training import checkpoint
 from farflung.training.events import holds_a_run
-from farflung.training.finish import finish, write_text
+from farflung.training.finish import finish
 from farflung.training.gather import gather
 from farflung.training.stopping import Stop, Stopped
 from farflung.training.trainer import Trainer
