@@ -202,8 +202,12 @@ def _train_settings(arguments: list[str]) -> tuple[Config, Path, bool]:
 
 
 def _with_replicas(config: Config) -> Config:
-    """Under torchrun there are as many replicas as it has started processes."""
-    return replace(config, replicas=int(os.environ.get("WORLD_SIZE", config.replicas)))
+    """Under torchrun there are as many replicas as the processes that it has started make."""
+    if "WORLD_SIZE" not in os.environ:
+        return config
+    from farflung.pipeline.layout import replicas_of
+
+    return replace(config, replicas=replicas_of(int(os.environ["WORLD_SIZE"]), config))
 
 
 def _free_folder(name: str, mark: str = "events/*") -> Path:

@@ -67,6 +67,24 @@ class Config:
     outer_device: Literal["model", "cpu"] = "model"
     """Where anchors and outer momentum live: beside the model, or on the CPU."""
 
+    # How one replica is divided among processes
+    stages: int = 1
+    """Processes that the layers of one replica are divided among: a pipeline."""
+    shard: int = 1
+    """Processes that the parameters of each stage are divided among (FSDP); they share its batch."""
+    schedule: Literal["1f1b", "gpipe", "interleaved", "zero-bubble"] = "1f1b"
+    """In what order stages compute microbatches."""
+    microbatches: int | None = None
+    """Parts of a batch that are in the pipeline at once; unset: twice the stages."""
+    routes: Literal["fixed", "random"] = "fixed"
+    """Whether a microbatch stays in its replica, or goes to a random replica's next stage each time."""
+    boundary: str = "float32"
+    """What crosses from stage to stage: float32, bfloat16, int8, int4, topk10, subspace32 ... (see the README)."""
+    recompute: bool = False
+    """Keep no layer's inner activations; compute them once more in the backward pass."""
+    offload: bool = False
+    """Keep weights and the state of both optimizers on the CPU, and only what is computed with on the device."""
+
     # How long, and with what inner optimizer
     replicas: int = 4
     """Copies of the model; under torchrun the number of processes it started."""
@@ -136,6 +154,7 @@ class Config:
 
 _LEAST = {
     **dict.fromkeys(("sequence_length", "every", "fragments", "group_size", "replicas", "steps"), 1),
+    **dict.fromkeys(("stages", "shard", "microbatches"), 1),
     **dict.fromkeys(("batch_size", "log_every", "eval_every", "eval_sequences", "keep_checkpoints"), 1),
     **dict.fromkeys(("delay", "warmup", "weight_decay", "clip", "seed", "checkpoint_every"), 0),
     **dict.fromkeys(("latency_ms", "step_ms", "outer_momentum"), 0),

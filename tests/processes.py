@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from farflung import cli
+from farflung.training import checkpoint
 
 HERE = Path(__file__).parent
 
@@ -69,3 +70,8 @@ def run_here(monkeypatch: pytest.MonkeyPatch, folder: Path, *arguments: str) -> 
     except SystemExit as exit:
         return int(exit.code or 0)
     return 0
+
+
+def saved(folder: Path, step: int, replica: int) -> dict[str, Any]:
+    """A replica's checkpoint, of a run in which one process has all of it."""
+    return checkpoint.read(checkpoint.path_of(folder, step, f"replica-{replica}"))

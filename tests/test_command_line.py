@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from processes import farflung, free_port, run_here
+from processes import farflung, free_port, run_here, saved
 
 from farflung import cli
 from farflung.training import checkpoint
@@ -92,7 +92,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def same_weights(one: Path, other: Path, step: int) -> bool:
-    pairs = [[checkpoint.load(f, step, replica)["model"] for f in (one, other)] for replica in (0, 1)]
+    pairs = [[saved(f, step, replica)["model"] for f in (one, other)] for replica in (0, 1)]
     return all(torch.equal(a[name], b[name]) for a, b in pairs for name in a)
 
 
@@ -192,8 +192,8 @@ def test_two_machines_with_torchrun_give_the_same_run(undisturbed: Path, tmp_pat
             machine.kill()
             machine.wait()
     for rank in (0, 1):
-        mine = checkpoint.load(tmp_path / f"machine-{rank}", 40, rank)["model"]
-        theirs = checkpoint.load(undisturbed, 40, rank)["model"]
+        mine = saved(tmp_path / f"machine-{rank}", 40, rank)["model"]
+        theirs = saved(undisturbed, 40, rank)["model"]
         assert all(torch.equal(mine[name], theirs[name]) for name in mine)
         assert (tmp_path / f"machine-{rank}" / "summary.json").exists()
 

@@ -13,6 +13,7 @@ FLOORS = {
     "networks": 2,
     "workloads": 2,
     "outer": 3,
+    "pipeline": 3,
     "methods": 4,
     "training": 5,
     "report": 5,

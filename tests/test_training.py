@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from processes import saved
 
 from farflung.config import Config, UserError
 from farflung.outer import Diverged
@@ -51,7 +52,7 @@ def events(folder: Path, replica: int, kind: str) -> list[dict[str, Any]]:
 
 
 def final_weights(folder: Path, replicas: int = 3) -> list[dict[str, torch.Tensor]]:
-    return [checkpoint.load(folder, STEPS, replica)["model"] for replica in range(replicas)]
+    return [saved(folder, STEPS, replica)["model"] for replica in range(replicas)]
 
 
 def assert_same_weights(one: Path, other: Path) -> None:
@@ -79,7 +80,7 @@ def test_a_run_leaves_what_it_promises(undisturbed: Path) -> None:
     flat = torch.stack([torch.cat([w.flatten() for w in replica.values()]) for replica in weights]).double()
     assert summary["weight_spread"] == pytest.approx(float((flat - flat.mean(0)).square().mean().sqrt()), rel=1e-4)
     assert summary["sample"]
-    averaged = checkpoint.read(checkpoint.average_of(undisturbed))
+    averaged = checkpoint.read(checkpoint.average_of(undisturbed))["model"]
     for name in averaged:
         torch.testing.assert_close(averaged[name], torch.stack([w[name] for w in weights]).mean(0))
     # Four steps a line of loss, the virtual clock, and only the newest checkpoints kept.
@@ -212,7 +213,7 @@ def test_an_export_loads_with_transformers(undisturbed: Path, tmp_path: Path) ->
     origin = export(undisturbed, tmp_path / "model")
     assert "averaged at the end" in origin
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model").state_dict()
-    averaged = checkpoint.read(checkpoint.average_of(undisturbed))
+    averaged = checkpoint.read(checkpoint.average_of(undisturbed))["model"]
     assert all(torch.equal(loaded[name], averaged[name]) for name in averaged)
     with pytest.raises(UserError, match="exists already"):
         export(undisturbed, tmp_path / "model")
@@ -231,15 +232,15 @@ def test_a_folder_that_holds_a_run_is_refused(undisturbed: Path) -> None:
     with pytest.raises(UserError, match="already holds a run; choose another folder with --out"):
         run(undisturbed)
     with pytest.raises(UserError, match="already holds a run"):
-        EventLog(undisturbed, 0, time.monotonic)
+        EventLog(undisturbed, 0, "replica-0", time.monotonic)
 
 
 def test_a_folder_in_use_by_another_process_is_refused(tmp_path: Path) -> None:
-    log = EventLog(tmp_path, 0, time.monotonic)
+    log = EventLog(tmp_path, 0, "replica-0", time.monotonic)
     with pytest.raises(UserError, match="being trained by another process"):
-        EventLog(tmp_path, 0, time.monotonic, keep=0)
+        EventLog(tmp_path, 0, "replica-0", time.monotonic, keep=0)
     log.close()
-    EventLog(tmp_path, 0, time.monotonic, keep=0).close()
+    EventLog(tmp_path, 0, "replica-0", time.monotonic, keep=0).close()
 
 
 def test_nan_loss_is_survived_once_and_stops_a_run_that_stays_sick(
@@ -279,10 +280,10 @@ def test_the_learning_rate_rises_then_falls_to_a_tenth() -> None:
 
 
 def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path) -> None:
-    checkpoint.save(tmp_path, 5, 0, {"x": torch.ones(3)})
+    checkpoint.save(tmp_path, 5, "replica-0", {"x": torch.ones(3)})
     with pytest.raises(Exception, match="pickle"):
-        checkpoint.save(tmp_path, 5, 0, {"x": lambda: None})
-    assert torch.equal(checkpoint.load(tmp_path, 5, 0)["x"], torch.ones(3))
+        checkpoint.save(tmp_path, 5, "replica-0", {"x": lambda: None})
+    assert torch.equal(saved(tmp_path, 5, 0)["x"], torch.ones(3))
 
 
 def test_only_old_whole_checkpoints_are_pruned(tmp_path: Path) -> None:
@@ -290,8 +291,8 @@ def test_only_old_whole_checkpoints_are_pruned(tmp_path: Path) -> None:
         (tmp_path / "events").mkdir(exist_ok=True)
         (tmp_path / "events" / f"replica-{replica}.jsonl").touch()
         for step in (10, 20, 30):
-            checkpoint.save(tmp_path, step, replica, {})
-    checkpoint.save(tmp_path, 40, 0, {})
+            checkpoint.save(tmp_path, step, f"replica-{replica}", {})
+    checkpoint.save(tmp_path, 40, "replica-0", {})
     checkpoint.prune(tmp_path, 0, keep=2)
     assert checkpoint.steps_of(tmp_path, 0) == {20, 30, 40} and checkpoint.steps_of(tmp_path, 1) == {10, 20, 30}
     assert checkpoint.whole_steps(tmp_path) == [30, 20]

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import socket
 import threading
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from datetime import timedelta
@@ -17,11 +15,11 @@ from typing import Any, Generic, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import _get_default_store
 
-from farflung.config import UserError
 from farflung.networks.base import Combine, Finished, Group, PeerLost, Pending, Traffic, mean_in_order
+from farflung.networks.joining import join
 
 T = TypeVar("T")
 _Parts = dict[int, Tensor]
@@ -38,18 +36,26 @@ _NEVER = timedelta(days=30)
 
 
 class TorchNetwork:
-    """The ranks of the default process group as replicas.
+    """Processes of the default process group as replicas.
 
     Args:
-        addresses: how each replica is called in error messages.
-        store: where the replicas can leave each other word; the process group's own by default.
+        addresses: how each process is called in error messages.
+        store: where the processes can leave each other word; the process group's own by default.
+        processes: the ranks in the process group of the replicas, in order; all of them by default.
     """
 
-    def __init__(self, addresses: Mapping[int, str] | None = None, store: Store | None = None) -> None:
-        self.rank = dist.get_rank()
+    def __init__(
+        self,
+        addresses: Mapping[int, str] | None = None,
+        store: Store | None = None,
+        processes: Sequence[int] | None = None,
+    ) -> None:
+        self._processes = tuple(range(dist.get_world_size()) if processes is None else processes)
+        self.process = dist.get_rank()
+        self.rank = self._processes.index(self.process)
         self.traffic = Traffic()
         self.device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
-        self._members = tuple(range(dist.get_world_size()))
+        self._members = tuple(range(len(self._processes)))
         self._addresses = addresses or {}
         self.store = store or _get_default_store()
 
@@ -59,17 +65,11 @@ class TorchNetwork:
 
         Raises UserError when the others do not come within `deadline` seconds, or the port is in use.
         """
-        if dist.is_initialized():
-            return cls()
-        limit = timedelta(seconds=deadline)
-        try:
-            rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-            store = _meeting_place(rank, limit)
-            addresses = _check_in(store, rank, size, deadline)
-            dist.init_process_group("gloo", store=PrefixStore("gloo", store), rank=rank, world_size=size, timeout=limit)
-        except (dist.DistError, RuntimeError, ValueError, LookupError, TimeoutError) as error:
-            raise UserError(_explain(error, deadline)) from error
-        return cls(addresses, store)
+        return cls() if dist.is_initialized() else cls(*join(deadline))
+
+    def among(self, processes: Sequence[int]) -> TorchNetwork:
+        """The network of some of the processes, this one among them; the first is replica 0 there."""
+        return TorchNetwork(self._addresses, self.store, processes)
 
     def members(self) -> Group:
         """Every rank, dead or alive: all must agree on the groups, and a dead partner fails at once."""
@@ -100,7 +100,11 @@ class TorchNetwork:
 
     def address(self, rank: int) -> str:
         """How to call a replica in a message."""
-        return f"replica {rank} ({self._addresses.get(rank, 'address unknown')})"
+        return f"replica {rank} ({self.address_of(self._processes[rank])})"
+
+    def address_of(self, process: int) -> str:
+        """The host of a process, and its number there."""
+        return self._addresses.get(process, "address unknown")
 
     def close(self) -> None:
         """Leaves the process group."""
@@ -170,15 +174,21 @@ class TorchNetwork:
 
     def _swap(self, incoming: dict[int, Tensor], outgoing: dict[int, Tensor], tag: int) -> list[_Work]:
         """Starts receiving and sending, receives first: Gloo needs them posted to use both directions of a link."""
-        posts = [dist.P2POp(dist.irecv, tensor, peer, tag=tag) for peer, tensor in incoming.items() if tensor.numel()]
-        posts += [dist.P2POp(dist.isend, tensor, peer, tag=tag) for peer, tensor in outgoing.items() if tensor.numel()]
+        ways = ((dist.irecv, incoming), (dist.isend, outgoing))
+        peers = [peer for _, tensors in ways for peer, tensor in tensors.items() if tensor.numel()]
+        posts = [
+            dist.P2POp(op, tensor, self._processes[peer], tag=tag)
+            for op, tensors in ways
+            for peer, tensor in tensors.items()
+            if tensor.numel()
+        ]
         for post in posts:
             count = self.traffic.sent if post.op is dist.isend else self.traffic.received
             count(post.tensor.nbytes)
         if posts and self.device.type == "cuda":
             # NCCL would wait for each operation in turn; as one batch they run together.
-            return [_Work(posts[0].peer, work) for work in dist.batch_isend_irecv(posts)]
-        return [_start(post) for post in posts]
+            return [_Work(peers[0], work) for work in dist.batch_isend_irecv(posts)]
+        return [_start(post, peer) for post, peer in zip(posts, peers, strict=True)]
 
 
 class _Work:
@@ -199,11 +209,11 @@ class _Work:
         return bool(self.error)
 
 
-def _start(post: dist.P2POp) -> _Work:
+def _start(post: dist.P2POp, peer: int) -> _Work:
     try:
-        return _Work(post.peer, post.op(post.tensor, post.peer, tag=post.tag))
+        return _Work(peer, post.op(post.tensor, post.peer, tag=post.tag))
     except RuntimeError as error:  # the connection is known to be broken
-        return _Work(post.peer, None, str(error))
+        return _Work(peer, None, str(error))
 
 
 class _Transfer(Generic[T]):
@@ -281,43 +291,3 @@ def _ahead(items: Iterator[T]) -> Iterator[T]:
 def _tag(key: str) -> int:
     """A message tag from the name of an exchange; the next three are for its later phases."""
     return (zlib.crc32(key.encode()) & 0x1FFFFFFF) << 2
-
-
-def _meeting_place(rank: int, limit: timedelta) -> Store:
-    """The store at MASTER_ADDR and MASTER_PORT, which torchrun or else replica 0 keeps."""
-    kept_by_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    store = TCPStore(
-        os.environ["MASTER_ADDR"],
-        int(os.environ["MASTER_PORT"]),
-        is_master=rank == 0 and not kept_by_torchrun,
-        timeout=limit,
-        wait_for_workers=False,
-    )
-    return PrefixStore(f"farflung/attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
-
-
-def _check_in(store: Store, rank: int, size: int, deadline: float) -> dict[int, str]:
-    """Says where this replica is, and waits for everyone's word; without it, joining hangs for who is missing."""
-    host = socket.gethostname()
-    store.set(f"address/{rank}", f"{host}, process {os.getpid()}")
-    ends = time.monotonic() + deadline
-    for other in range(size):
-        try:
-            store.wait([f"address/{other}"], timedelta(seconds=max(1.0, ends - time.monotonic())))
-        except (dist.DistError, RuntimeError):
-            raise TimeoutError(f"replica {other} of {size} has not come within {deadline:g} s") from None
-    return {other: store.get(f"address/{other}").decode() for other in range(size)}
-
-
-def _explain(error: Exception, deadline: float) -> str:
-    where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-    text = str(error)
-    if "EADDRINUSE" in text or "address already in use" in text.lower():
-        return f"port {where} is in use; choose another with MASTER_PORT or torchrun's --master-port"
-    if isinstance(error, ValueError | LookupError):
-        return f"cannot join the other replicas: bad or missing {text}; start with torchrun, or set RANK and MASTER_*"
-    first_line = text.splitlines()[0] if text else type(error).__name__
-    return (
-        f"cannot join the other replicas at {where}: {first_line}; see that this host can reach that one, "
-        "that each process has been started, and which interface GLOO_SOCKET_IFNAME names"
-    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -15,11 +16,12 @@ class Fragment:
     """Some parameters, read and written as one flat tensor of `numel` elements.
 
     The flat tensor is float32, or float64 where a parameter is, so that anchors of half-precision weights keep the
-    small steps that the weights round away.
+    small steps that the weights round away. `names` are those of the parameters in their model.
     """
 
-    def __init__(self, parameters: list[nn.Parameter]) -> None:
+    def __init__(self, parameters: list[nn.Parameter], names: Sequence[str] = ()) -> None:
         self.parameters = parameters
+        self.names = list(names)
         self._sizes = [parameter.numel() for parameter in parameters]
         self.numel = sum(self._sizes)
         dtypes = (parameter.dtype for parameter in parameters)
@@ -56,16 +58,17 @@ def split(model: nn.Module, fragments: int) -> list[Fragment]:
 
     Raises UserError when there are fewer layers than fragments.
     """
-    layers: dict[str, list[nn.Parameter]] = {}
+    layers: dict[str, list[tuple[str, nn.Parameter]]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            layers.setdefault(_layer_of(name), []).append(parameter)
+            layers.setdefault(_layer_of(name), []).append((name, parameter))
     if fragments > max(len(layers), 1):
         raise UserError(
             f"fragments is {fragments}, but the model has only {len(layers)} layers to divide; choose at most that"
         )
     groups = list(layers.values())
-    return [Fragment([parameter for layer in groups[p::fragments] for parameter in layer]) for p in range(fragments)]
+    parts = [[named for layer in groups[p::fragments] for named in layer] for p in range(fragments)]
+    return [Fragment([parameter for _, parameter in part], [name for name, _ in part]) for part in parts]
 
 
 def _layer_of(name: str) -> str:

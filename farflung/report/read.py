@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import json
+import re
 import tomllib
 from collections import defaultdict
 from dataclasses import dataclass, field
@@ -16,6 +17,8 @@ import numpy as np
 from farflung.config import UserError
 
 Event = dict[str, Any]
+
+_EVENTS_OF = re.compile(r"replica-(\d+)(?:-part-(\d+)-of-(\d+))?")
 
 
 class EventReader:
@@ -45,18 +48,27 @@ class EventReader:
 
 @dataclass
 class Run:
-    """What a run folder says so far: each replica's events in order, the settings, and the summary at the end."""
+    """What a run folder says so far: each replica's events in order, the settings, and the summary at the end.
+
+    `parts` are the events of the processes of islands that do not speak for their replica, by replica and part.
+    """
 
     folder: Path
     settings: dict[str, Any] = field(default_factory=dict)
     events: dict[int, list[Event]] = field(default_factory=lambda: defaultdict(list))
+    parts: dict[tuple[int, int], list[Event]] = field(default_factory=lambda: defaultdict(list))
     summary: dict[str, Any] | None = None
-    _readers: dict[int, EventReader] = field(default_factory=dict)
+    _readers: dict[str, EventReader] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
         """The folder's name."""
         return self.folder.resolve().name
+
+    @property
+    def island(self) -> int:
+        """Processes of one replica."""
+        return int(self.settings.get("stages", 1)) * int(self.settings.get("shard", 1))
 
     @property
     def replicas(self) -> list[int]:
@@ -73,17 +85,22 @@ class Run:
 
     def refresh(self) -> None:
         """Reads what has been written since."""
-        for path in sorted(self.folder.glob("events/replica-*.jsonl")):
-            replica = int(path.stem.removeprefix("replica-"))
-            reader = self._readers.setdefault(replica, EventReader(path))
-            if reader.restarted():
-                self.events[replica] = []
-            self.events[replica] += reader.read()
         for name, loads in (("config.toml", tomllib.loads), ("summary.json", json.loads)):
             path = self.folder / name
             # One that is being written, or is not there yet, is read the next time.
             with contextlib.suppress(OSError, ValueError):
                 setattr(self, "settings" if name == "config.toml" else "summary", loads(path.read_text("utf-8")))
+        for path in sorted(self.folder.glob("events/replica-*.jsonl")):
+            found = _EVENTS_OF.fullmatch(path.stem)
+            if found is None:
+                continue
+            replica, part, island = (int(number or 0) for number in found.groups())
+            reader = self._readers.setdefault(path.stem, EventReader(path))
+            restarted, new = reader.restarted(), reader.read()
+            if not part:
+                self.events[replica] = [*([] if restarted else self.events[replica]), *new]
+            elif island == self.island:  # else what another layout has left, before the run was resumed
+                self.parts[replica, part] = [*([] if restarted else self.parts[replica, part]), *new]
 
     def died(self) -> dict[int, int]:
         """The replicas that have died, and their last steps."""

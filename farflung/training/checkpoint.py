@@ -1,22 +1,23 @@
-"""Checkpoints: `checkpoints/step-000600/replica-N.pt`, whole once every replica's file is there.
+"""Checkpoints: `checkpoints/step-000600/replica-N.pt`, or a file for each part of a replica; whole once all are there.
 
 A file is written beside its place, flushed to the disk and renamed, so a crash at any instant leaves what was there.
-No replica waits for another: which step is the last whole one is found out when the run is resumed.
+No process waits for another: which step is the last whole one is found out when the run is resumed.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 
-def save(folder: Path, step: int, replica: int, state: dict[str, Any]) -> None:
-    """Writes one replica's part of a checkpoint. `state` holds tensors, numbers, strings and containers of them."""
-    write(path_of(folder, step, replica), state)
+def save(folder: Path, step: int, seat: str, state: dict[str, Any]) -> None:
+    """Writes one process's part of a checkpoint. `state` holds tensors, numbers, strings and containers of them."""
+    write(path_of(folder, step, seat), state)
 
 
 def write(path: Path, state: dict[str, Any]) -> None:
@@ -35,14 +36,18 @@ def write(path: Path, state: dict[str, Any]) -> None:
         os.close(directory)
 
 
-def average_of(folder: Path) -> Path:
-    """Where the weights lie that were averaged over replicas once at the end."""
-    return folder / "checkpoints" / "averaged.pt"
+def average_of(folder: Path, seat: str = "replica-0") -> Path:
+    """Where the weights lie, or one part of them, that were averaged over replicas once at the end."""
+    return folder / "checkpoints" / f"averaged{re.sub('^replica-[0-9]+', '', seat)}.pt"
 
 
-def load(folder: Path, step: int, replica: int) -> dict[str, Any]:
-    """One replica's part of a checkpoint, on the CPU."""
-    return read(path_of(folder, step, replica))
+def averages(folder: Path) -> list[Path]:
+    """The parts of the averaged weights, in order; empty unless all are there."""
+    found = {path.stem: path for path in (folder / "checkpoints").glob("averaged*.pt")}
+    if "averaged" in found:
+        return [found["averaged"]]
+    parts = sorted((_part(name.replace("averaged", "replica-0")), path) for name, path in found.items())
+    return [path for _, path in parts] if parts and len(parts) == parts[0][0].of else []
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -51,38 +56,89 @@ def read(path: Path) -> dict[str, Any]:
     return state
 
 
+class Part(NamedTuple):
+    """Which of a replica's parts a file is, and of how many."""
+
+    of: int
+    number: int
+
+
+def _part(name: str) -> Part:
+    found = re.fullmatch(r"replica-\d+-part-(\d+)-of-(\d+)", name)
+    return Part(int(found[2]), int(found[1])) if found else Part(1, 0)
+
+
+def parts_of(folder: Path, step: int, replica: int) -> list[Path]:
+    """The files of a replica's checkpoint at a step, in order of their parts; empty unless all are there.
+
+    Where machines keep folders of their own, all are those of the processes that this folder has events of.
+    """
+    written = _written(folder, step, replica)
+    told = {_part(path.stem) for path in _of_replica(folder / "events", replica, "jsonl")}
+    for layout in {part.of for part in written}:
+        here = {part.number for part in written if part.of == layout}
+        first = {0} if Part(1, 0) in told else set()
+        if here >= first | {part.number for part in told if part.of == layout > 1}:
+            return [written[part] for part in sorted(written) if part.of == layout]
+    return []
+
+
 def steps_of(folder: Path, replica: int) -> set[int]:
-    """The steps at which a replica's part of a checkpoint is in this folder."""
-    paths = (folder / "checkpoints").glob(f"step-*/replica-{replica}.pt")
-    return {int(path.parent.name.removeprefix("step-")) for path in paths}
+    """The steps at which a replica's checkpoint is whole."""
+    return {step for step in _steps(folder) if parts_of(folder, step, replica)}
 
 
 def whole_steps(folder: Path) -> list[int]:
     """The steps whose checkpoints are whole, as far as this folder knows of replicas; newest first."""
-    replicas = [int(path.stem.removeprefix("replica-")) for path in (folder / "events").glob("replica-*.jsonl")]
-    steps = [steps_of(folder, replica) for replica in replicas]
+    steps = [steps_of(folder, replica) for replica in replicas_of(folder)]
     return sorted(set.intersection(*steps), reverse=True) if steps else []
 
 
+def replicas_of(folder: Path) -> list[int]:
+    """The replicas that this folder knows of."""
+    names = [re.match(r"replica-(\d+)", path.stem) for path in (folder / "events").glob("replica-*.jsonl")]
+    return sorted({int(found[1]) for found in names if found})
+
+
 def prune(folder: Path, replica: int, keep: int) -> None:
-    """Removes a replica's parts that are older than the newest `keep` whole checkpoints."""
+    """Removes a replica's files that are older than the newest `keep` whole checkpoints."""
     whole = whole_steps(folder)
     if len(whole) >= keep:
-        for step in steps_of(folder, replica):
+        for step in _steps(folder):
             if step < whole[keep - 1]:
-                path = path_of(folder, step, replica)
-                path.unlink(missing_ok=True)
-                with contextlib.suppress(OSError):  # not empty yet, or another replica was quicker
-                    path.parent.rmdir()
+                _remove(folder, step, replica)
 
 
 def forget_after(folder: Path, replica: int, step: int) -> None:
-    """Removes a replica's parts of later checkpoints than the one that a run goes on from."""
-    for later in steps_of(folder, replica):
+    """Removes a replica's files of later checkpoints than the one that a run goes on from."""
+    for later in _steps(folder):
         if later > step:
-            path_of(folder, later, replica).unlink(missing_ok=True)
+            _remove(folder, later, replica)
 
 
-def path_of(folder: Path, step: int, replica: int) -> Path:
-    """Where a replica's part of a checkpoint lies."""
-    return folder / "checkpoints" / f"step-{step:06d}" / f"replica-{replica}.pt"
+def path_of(folder: Path, step: int, seat: str) -> Path:
+    """Where a process's part of a checkpoint lies."""
+    return _folder_of(folder, step) / f"{seat}.pt"
+
+
+def _written(folder: Path, step: int, replica: int) -> dict[Part, Path]:
+    return {_part(path.stem): path for path in _of_replica(_folder_of(folder, step), replica, "pt")}
+
+
+def _remove(folder: Path, step: int, replica: int) -> None:
+    for path in _written(folder, step, replica).values():
+        path.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # not empty yet, or another process was quicker
+        _folder_of(folder, step).rmdir()
+
+
+def _of_replica(folder: Path, replica: int, kind: str) -> list[Path]:
+    return [*folder.glob(f"replica-{replica}.{kind}"), *folder.glob(f"replica-{replica}-part-*.{kind}")]
+
+
+def _steps(folder: Path) -> list[int]:
+    return [int(path.name.removeprefix("step-")) for path in (folder / "checkpoints").glob("step-*")]
+
+
+def _folder_of(folder: Path, step: int) -> Path:
+    return folder / "checkpoints" / f"step-{step:06d}"

@@ -14,10 +14,12 @@ from farflung.config import UserError
 
 
 class EventLog:
-    """One replica's `events/replica-N.jsonl`, held by one process at a time.
+    """One process's `events/replica-N.jsonl`, held by one process at a time.
 
     Args:
         folder: the run folder.
+        replica: whose events they are.
+        seat: what the process's files are called.
         clock: the network's clock; events carry the seconds since the run began on it.
         keep: the bytes of an earlier part of the run that stay; None starts a new run, and refuses an old one.
         elapsed: how many seconds the run had lasted at the end of that part.
@@ -30,11 +32,12 @@ class EventLog:
         self,
         folder: Path,
         replica: int,
+        seat: str,
         clock: Callable[[], float],
         keep: int | None = None,
         elapsed: float = 0.0,
     ) -> None:
-        path = folder / "events" / f"replica-{replica}.jsonl"
+        path = folder / "events" / f"{seat}.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
         if keep is None and path.exists():
             raise holds_a_run(folder)

@@ -9,7 +9,10 @@ from typing import Any
 import torch
 
 from farflung.config import Config, UserError, read_toml
+from farflung.pipeline.boundaries import boundary_named
+from farflung.pipeline.subspace import subspace_of
 from farflung.training import checkpoint
+from farflung.training.layouts import whole_weights
 from farflung.workloads import models, tokenizers
 
 
@@ -33,18 +36,18 @@ def export(folder: Path, target: Path) -> str:
 
 
 def _averaged(folder: Path) -> tuple[dict[str, Any], str]:
-    if checkpoint.average_of(folder).exists():
-        return checkpoint.read(checkpoint.average_of(folder)), "the replicas' weights averaged at the end"
+    if averaged := checkpoint.averages(folder):
+        return whole_weights(averaged), "the replicas' weights averaged at the end"
     steps = checkpoint.whole_steps(folder)
     if not steps:
         raise UserError(f"{folder} has no whole checkpoint yet; let the run go on, or set a smaller checkpoint_every")
-    paths = sorted((folder / "checkpoints" / f"step-{steps[0]:06d}").glob("replica-*.pt"))
+    replicas = checkpoint.replicas_of(folder)
     mean: dict[str, Any] = {}
-    for path in paths:
-        for name, value in checkpoint.read(path)["model"].items():
-            share = value.double() / len(paths) if value.is_floating_point() else value
+    for replica in replicas:
+        for name, value in whole_weights(checkpoint.parts_of(folder, steps[0], replica)).items():
+            share = value.double() / len(replicas) if value.is_floating_point() else value
             mean[name] = mean[name] + share if name in mean and value.is_floating_point() else share
-    return mean, f"the mean of {len(paths)} replicas' checkpoints at step {steps[0]}"
+    return mean, f"the mean of {len(replicas)} replicas' checkpoints at step {steps[0]}"
 
 
 def _write(config: Config, weights: dict[str, Any], target: Path) -> None:
@@ -54,6 +57,11 @@ def _write(config: Config, weights: dict[str, Any], target: Path) -> None:
     shutil.rmtree(target, ignore_errors=True)
     target.parent.mkdir(parents=True, exist_ok=True)
     model = AutoModelForCausalLM.from_config(models.model_config(config, tokenizer), dtype=torch.float32)
-    model.load_state_dict(weights)
+    if rank := boundary_named(config.boundary)[0]:
+        subspace = subspace_of(model.config, rank, config.seed)
+        shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+        weights = {name: subspace.plain(name, weight, shapes[name]) for name, weight in weights.items()}
+    absent = set(model.load_state_dict(weights, strict=False).missing_keys)
+    assert absent <= set(model.all_tied_weights_keys), f"no weights for {absent}"
     model.save_pretrained(target)
     tokenizer.save(str(target))

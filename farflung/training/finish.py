@@ -25,8 +25,8 @@ SAMPLE_TOKENS = 256
 def finish(trainer: Trainer, writes: bool) -> dict[str, Any]:
     """Averages the replicas' weights once, evaluates them, and returns the run's summary.
 
-    Leaves the averaged weights in the trainer's model. With `writes`, the summary and the averaged weights go to
-    the run folder.
+    Leaves the averaged weights in the trainer's model. With `writes`, which all processes of a replica are told alike,
+    the summary and the averaged weights go to the run folder.
     """
     config, network = trainer.config, trainer.network
     deadline = PATIENCE * config.deadline
@@ -34,34 +34,42 @@ def finish(trainer: Trainer, writes: bool) -> dict[str, Any]:
     seconds = trainer.events.elapsed()
     own_loss = trainer.validation_loss()
 
+    island = trainer.island
     (weights,) = split(trainer.model, 1)
     own = weights.read()
     mean = among_the_living(
         network, lambda group: network.all_reduce(own.clone(), group, f"average at the end of {group}").wait(deadline)
     )
-    deviation = float((own - mean).square().mean()) if own.numel() else 0.0
     weights.write(mean)
+    island.after_step()
+    own_facts = [own.numel(), (own - mean).double().square().sum(), traffic.bytes_sent, traffic.seconds_blocked]
+    own_facts += [island.traffic.bytes_sent]
+    numel, deviation, sent, blocked, boundary = island.total(torch.tensor(own_facts, dtype=torch.float64)).tolist()
     facts = {
         "loss": own_loss,
-        "deviation": deviation,
-        "sent": traffic.bytes_sent,
-        "blocked": traffic.seconds_blocked,
+        "deviation": deviation / max(numel, 1),
+        "sent": round(sent),
+        "boundary": round(boundary),
+        "blocked": blocked / island.layout.island,
         "rounds": trainer.rounds,
         "seconds": seconds,
     }
     all_facts = gather(network, facts, "summary", deadline)
-    checkpoint.prune(trainer.folder, trainer.rank, config.keep_checkpoints)
+    checkpoint.prune(trainer.folder, island.place.replica, config.keep_checkpoints)
     summary = {
         "method": config.method,
         "replicas": config.replicas,
         "steps": trainer.step,
-        "parameters": sum(parameter.numel() for parameter in trainer.model.parameters()),
+        "stages": island.layout.stages,
+        "shards": island.layout.shards,
+        "parameters": round(numel),
         "tokens": trainer.step * config.tokens_per_step * config.replicas,
         "validation_loss": sum(f["loss"] for f in all_facts) / len(all_facts),
         "validation_loss_per_replica": [f["loss"] for f in all_facts],
         "validation_loss_averaged": trainer.validation_loss(),
         "bytes_sent": sum(f["sent"] for f in all_facts),
-        "ddp_bytes": ddp_bytes(own.numel(), config),
+        "boundary_bytes": sum(f["boundary"] for f in all_facts),
+        "ddp_bytes": ddp_bytes(round(numel), config),
         "rounds": max(f["rounds"] for f in all_facts),
         "seconds": max(f["seconds"] for f in all_facts),
         "seconds_blocked": sum(f["blocked"] for f in all_facts) / len(all_facts),
@@ -69,7 +77,9 @@ def finish(trainer: Trainer, writes: bool) -> dict[str, Any]:
     }
     if writes:
         summary["sample"] = sample_text(trainer)
-        checkpoint.write(checkpoint.average_of(trainer.folder), trainer.model.state_dict())
+        average = {"shard": island.place.shard, "model": trainer.model.state_dict()}
+        checkpoint.write(checkpoint.average_of(trainer.folder, trainer.seat), average)
+    if writes and trainer.speaks:
         write_text(trainer.folder / "summary.json", json.dumps(summary, indent=2) + "\n")
     return summary
 
@@ -79,18 +89,9 @@ def ddp_bytes(parameters: int, config: Config) -> int:
     return 4 * parameters * 2 * (config.replicas - 1) * config.steps
 
 
-@torch.no_grad()
 def sample_text(trainer: Trainer) -> str:
     """How the trained model continues the beginning of a held-out sequence."""
-    torch.manual_seed(trainer.config.seed)
-    prompt = trainer.held_out[:1, :PROMPT_TOKENS].to(trainer.device)
-    trainer.model.eval()
-    tokens = trainer.model.generate(
-        prompt,
-        attention_mask=torch.ones_like(prompt),
-        max_length=min(SAMPLE_TOKENS, trainer.config.sequence_length),
-        do_sample=True,
-        temperature=0.7,
-        pad_token_id=trainer.tokenizer.end,
+    length = min(SAMPLE_TOKENS, trainer.config.sequence_length)
+    return trainer.tokenizer.decode(
+        trainer.island.continued(trainer.held_out[:1, :PROMPT_TOKENS], length, trainer.tokenizer.end)
     )
-    return trainer.tokenizer.decode(tokens[0].tolist())

@@ -24,6 +24,7 @@ from farflung.config import Config, UserError, to_toml
 from farflung.files import write_text
 from farflung.networks import Conditions, Died, Network, PeerLost, Simulation, TorchNetwork, conditions_named
 from farflung.outer import Disagreement, Diverged
+from farflung.pipeline import Layout, check
 from farflung.training import checkpoint
 from farflung.training.events import holds_a_run
 from farflung.training.finish import finish
@@ -51,7 +52,9 @@ def prepare(config: Config, folder: Path, resume: bool) -> None:
     if config.conditions and config.network != "simulated":
         raise UserError(f"conditions is {config.conditions!r}, but real links are as they are; add --network simulated")
     conditions_of(config)
-    models.model_config(config, tokenizers.load(config.tokenizer))
+    tokenizer = tokenizers.load(config.tokenizer)
+    models.model_config(config, tokenizer)
+    check(config, tokenizer)
     pick_device(config.device, 0)
     next(documents(config.data, config.text_column), None)
     if not resume and any(folder.glob("events/*.jsonl")):
@@ -90,27 +93,29 @@ def run_torch_replica(config: Config, folder: Path, resume: bool) -> None:
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     use_cores_of(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     network = TorchNetwork.from_env(config.deadline)
-    stop = Stop(network.store, config.replicas, [network.rank])
+    layout = Layout.of(config)
+    replica = layout.place(network.process).replica
+    stop = Stop(network.store, layout.processes, [network.process])
     with _stopping_on_signals(stop):
         step = None
         if resume:
-            steps = gather(network, sorted(checkpoint.steps_of(folder, network.rank)), "steps", config.deadline)
+            steps = gather(network, sorted(checkpoint.steps_of(folder, replica)), "steps", config.deadline)
             step = max(set.intersection(*map(set, steps)), default=0)
-        _run_replica(config, network, local_rank, folder, stop, step, lambda: local_rank == 0)
+        _run_replica(config, network, local_rank, folder, stop, step, lambda: local_rank < layout.island)
     network.close()
 
 
 def launch_torch(config: Config, folder: Path, resume: bool) -> None:
-    """One process a replica on this machine, with torch's elastic launcher. Raises Stopped, UserError or RunFailed."""
+    """All processes on this machine, with torch's elastic launcher. Raises Stopped, UserError or RunFailed."""
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
-    os.environ.setdefault("OMP_NUM_THREADS", str(cores_for(config.replicas)))
+    os.environ.setdefault("OMP_NUM_THREADS", str(cores_for(Layout.of(config).processes)))
     os.environ[STARTED_HERE] = "1"
     (folder / "logs").mkdir(exist_ok=True)
     launcher = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
-        nproc_per_node=config.replicas,
+        nproc_per_node=Layout.of(config).processes,
         run_id=folder.name,
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
@@ -125,7 +130,7 @@ def launch_torch(config: Config, folder: Path, resume: bool) -> None:
     except SignalException as error:
         raise Stopped("stopped by a signal") from error
     except ChildFailedError as error:
-        raise _failure(error, folder) from error
+        raise _failure(error, folder, Layout.of(config)) from error
 
 
 def _run_replica(
@@ -189,15 +194,15 @@ def use_cores_of(replicas: int) -> None:
     torch.set_num_threads(cores_for(replicas))
 
 
-def _failure(error: ChildFailedError, folder: Path) -> Exception:
-    """The error of the replica that failed first; that others then lost it is no cause."""
+def _failure(error: ChildFailedError, folder: Path, layout: Layout) -> Exception:
+    """The error of the process that failed first; that others then lost it is no cause."""
     described = {rank: _describe(failure.message, failure.exitcode) for rank, failure in error.failures.items()}
     causes = {rank: text for rank, text in described.items() if not text.startswith("PeerLost")} or described
     rank = min(causes, key=lambda rank: error.failures[rank].timestamp)
     kind, _, text = causes[rank].partition(": ")
     if kind == "UserError":
         return UserError(text)
-    return RunFailed(f"replica {rank} failed: {causes[rank]}; its output lies in {folder}/logs")
+    return RunFailed(f"{layout.describe(rank)} failed: {causes[rank]}; its output lies in {folder}/logs")
 
 
 def _describe(message: Any, exitcode: int) -> str:

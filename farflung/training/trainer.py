@@ -6,7 +6,9 @@ import base64
 import contextlib
 import dataclasses
 import math
+import resource
 import socket
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +19,12 @@ from farflung import methods
 from farflung.config import Config
 from farflung.networks import Network
 from farflung.outer import Attached, Round
+from farflung.pipeline import assemble
 from farflung.training import checkpoint
 from farflung.training.events import EventLog
+from farflung.training.layouts import load_state, own_names
 from farflung.training.stopping import Stop, Stopped
-from farflung.workloads import data, models, tokenizers
+from farflung.workloads import data, tokenizers
 
 SAMPLED_WEIGHTS = 1024
 """Weights that an evaluation writes down, by which reports estimate the spread between replicas."""
@@ -31,7 +35,7 @@ class Trainer:
 
     Args:
         config: the settings, the same for every replica.
-        network: the replica's seat.
+        network: the seat of all of the run's processes.
         folder: the run folder; events and checkpoints go there.
         stop: asked after each step whether it was the last.
         device: what the model trains on.
@@ -51,8 +55,6 @@ class Trainer:
         resume_step: int | None = None,
     ) -> None:
         self.config = config
-        self.network = network
-        self.rank = network.rank
         self.folder = folder
         self.stop = stop
         self.device = device
@@ -60,16 +62,25 @@ class Trainer:
         self.tokenizer = tokenizers.load(config.tokenizer)
         self.data = data.load(config, self.tokenizer)
         self.held_out = self.data.held_out(config.eval_sequences)
-        self.model = models.build(config, self.tokenizer).to(device).train()
+        self.island, self.network = assemble(config, self.tokenizer, self.data, network, device)
+        self.model = self.island.model
+        layout, place = self.island.layout, self.island.place
+        self.process = layout.process(place.replica, place.stage, place.shard)
+        self.speaks = layout.part(place) == 0
+        """Whether this process's events stand for the replica's."""
+        self.seat = layout.seat(place)
+        """What this process's files are called, but for the replica's events."""
         self.optimizer = self.method.inner(self.model.parameters(), lr=config.lr, weight_decay=config.weight_decay)
-        torch.manual_seed(config.seed * 1_000_003 + self.rank)  # dropout differs between replicas
+        torch.manual_seed(config.seed * 1_000_003 + self.process)  # dropout differs between processes
         self.step = resume_step or 0
         self.rounds = 0
         self._bytes_told = 0
-        state = checkpoint.load(folder, self.step, self.rank) if self.step else None
+        fragments = self.method.schedule.fragments
+        state = load_state(folder, self.step, layout, place, self.model, fragments) if self.step else None
         self.events = EventLog(
             folder,
-            self.rank,
+            place.replica,
+            f"replica-{place.replica}" if self.speaks else self.seat,
             network.now,
             keep=state["events_size"] if state else None if resume_step is None else 0,
             elapsed=state["elapsed"] if state else 0.0,
@@ -100,28 +111,23 @@ class Trainer:
 
     def _train_step(self, outer: Attached) -> None:
         config = self.config
-        self.stop.begin_step(self.rank, self.step + 1)
+        self.stop.begin_step(self.process, self.step + 1)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(config, self.step)
-        batch = self.data.batch(config.seed, self.rank, self.step, config.batch_size)
-        loss = self._loss(batch)
-        loss_value = float(loss.detach())
-        if math.isfinite(loss_value):
-            torch.autograd.backward(loss)
-            if config.clip:
-                torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.clip)
-        else:
+        loss, fault = self.island.gradients(self.step)
+        if fault:
             # Without gradients the optimizer changes nothing, but the step still counts for the rounds.
-            self._warn(f"loss is {loss_value} at step {self.step + 1}: no gradient taken from it")
-            outer.spoil(f"loss is {loss_value} at step {self.step + 1}")
+            self._warn(f"{fault} at step {self.step + 1}: no gradient taken from it")
+            outer.spoil(f"{fault} at step {self.step + 1}")
         self.optimizer.step()
         self.optimizer.zero_grad()
+        self.island.after_step()
         self.step += 1
         self._rate.count(config.tokens_per_step)
 
         last = self.step == config.steps
         if self.step % config.log_every == 0 or last:
-            self._log_step(loss_value)
+            self._log_step(loss)
         if self.step % config.eval_every == 0 and not last:
             self._evaluate()
         if config.checkpoint_every and self.step % config.checkpoint_every == 0 and not last:
@@ -133,18 +139,15 @@ class Trainer:
 
     def validation_loss(self) -> float:
         """The mean loss of the held-out sequences, in nats a token."""
-        size = self.config.batch_size
-        self.model.eval()
-        with torch.no_grad():
-            losses = [float(self._loss(part)) * len(part) for part in torch.split(self.held_out, size)]
-        self.model.train()
-        return sum(losses) / len(self.held_out)
+        return self.island.loss_of(self.held_out)
 
     def save(self, outer: Attached) -> None:
         """Writes this replica's part of a checkpoint."""
         with self._rate.paused():
             began = self.network.now()
             state = {
+                "shard": self.island.place.shard,
+                **own_names(self.model, self.method.schedule.fragments),
                 "model": self.model.state_dict(),
                 "optimizer": self.optimizer.state_dict(),
                 "outer": outer.state_dict(),
@@ -152,54 +155,73 @@ class Trainer:
                 "random_cuda": torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None,
                 "rounds": self.rounds,
                 "traffic": dataclasses.asdict(self.network.traffic),
+                "boundary_traffic": dataclasses.asdict(self.island.traffic),
                 "elapsed": self.events.elapsed(),
                 "events_size": self.events.size(),
             }
-            checkpoint.save(self.folder, self.step, self.rank, state)
-            checkpoint.prune(self.folder, self.rank, self.config.keep_checkpoints)
+            checkpoint.save(self.folder, self.step, self.seat, state)
+            checkpoint.prune(self.folder, self.island.place.replica, self.config.keep_checkpoints)
             self.events.write("checkpoint", self.step, seconds=self.network.now() - began)
 
     def _restore(self, state: dict[str, Any], outer: Attached) -> None:
-        checkpoint.forget_after(self.folder, self.rank, self.step)
+        checkpoint.forget_after(self.folder, self.island.place.replica, self.step)
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         outer.load_state_dict(state["outer"])
         torch.set_rng_state(state["random"])
         if state["random_cuda"] is not None:
             torch.cuda.set_rng_state(state["random_cuda"], self.device)
+        if "reshaped" in state:
+            self._warn("went on from another layout: rounds in flight and what codecs remembered are dropped")
         self.rounds = state["rounds"]
-        for name, value in state["traffic"].items():
-            setattr(self.network.traffic, name, value)
+        for traffic, saved in ((self.network.traffic, "traffic"), (self.island.traffic, "boundary_traffic")):
+            for name, value in state[saved].items():
+                setattr(traffic, name, value)
+        self.island.after_step()  # a tied head's copy is in no checkpoint
         self._bytes_told = self.network.traffic.bytes_sent
         self._saved = None
 
-    def _loss(self, sequences: torch.Tensor) -> torch.Tensor:
-        half = self.config.precision == "bfloat16"
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=half):
-            return models.sequence_loss(self.model, sequences.to(self.device))
-
     def _evaluate(self) -> None:
         with self._rate.paused():
-            weights = torch.cat([p.detach().flatten() for p in self.model.parameters()])
-            positions = torch.linspace(0, len(weights) - 1, min(SAMPLED_WEIGHTS, len(weights)), dtype=torch.float64)
-            sample = weights[positions.long().to(weights.device)].float().cpu().numpy().astype(np.dtype("<f4"))
+            sample = self._sampled_weights().numpy().astype(np.dtype("<f4"))
             self.events.write(
                 "evaluation",
                 self.step,
                 tokens=self.step * self.config.tokens_per_step,
-                bytes_sent=self.network.traffic.bytes_sent,
+                bytes_sent=self.total(self.network.traffic.bytes_sent),
                 validation_loss=self.validation_loss(),
                 sample=base64.b64encode(sample.tobytes()).decode(),
             )
 
+    def total(self, value: float) -> int:
+        """The sum of a whole number over the replica's processes."""
+        return round(float(self.island.total(torch.tensor([value], dtype=torch.float64))))
+
+    def _sampled_weights(self) -> torch.Tensor:
+        """Some of the replica's weights, always the same ones: from each of its processes as many."""
+        layout = self.island.layout
+        weights = torch.cat([p.detach().flatten() for p in self.model.parameters()])
+        count = min(max(1, SAMPLED_WEIGHTS // layout.island), len(weights))
+        positions = torch.linspace(0, len(weights) - 1, count, dtype=torch.float64)
+        samples = torch.zeros(layout.island, max(1, SAMPLED_WEIGHTS // layout.island), dtype=torch.float64)
+        samples[layout.part(self.island.place), :count] = weights[positions.long().to(weights.device)].double().cpu()
+        return self.island.total(samples.flatten())[: count if layout.island == 1 else None]
+
     def _describe(self) -> None:
+        layout, place = self.island.layout, self.island.place
+        own = sum(p.numel() for p in self.model.parameters())
         self.events.write(
             "start",
             self.step,
             method=self.config.method,
             replicas=self.config.replicas,
             steps=self.config.steps,
-            parameters=sum(p.numel() for p in self.model.parameters()),
+            parameters=self.total(own),
+            own_parameters=own,
+            stage=place.stage,
+            stages=layout.stages,
+            shard=place.shard,
+            shards=layout.shards,
             network=self.config.network,
             host=socket.gethostname(),
             device=str(self.device),
@@ -209,6 +231,9 @@ class Trainer:
 
     def _log_step(self, loss: float) -> None:
         traffic = self.network.traffic
+        island = self.island
+        facts = torch.tensor([traffic.bytes_sent, island.traffic.bytes_sent, traffic.seconds_blocked]).double()
+        sent, boundary, blocked = island.total(facts).tolist()
         self.events.write(
             "step",
             self.step,
@@ -217,8 +242,10 @@ class Trainer:
             lr=self.optimizer.param_groups[0]["lr"],
             tokens_per_second=self._rate.take(),
             rounds=self.rounds,
-            bytes_sent=traffic.bytes_sent,
-            seconds_blocked=traffic.seconds_blocked,
+            bytes_sent=round(sent),
+            boundary_bytes=round(boundary),
+            seconds_blocked=blocked / island.layout.island,
+            peak_memory=peak_memory(self.device),
         )
 
     def _log_round(self, round: Round) -> None:
@@ -233,6 +260,14 @@ class Trainer:
 
     def _warn(self, message: str) -> None:
         self.events.write("warning", self.step, message=message)
+
+
+def peak_memory(device: torch.device) -> int:
+    """The most bytes that this process has held so far: of its GPU, or else of the machine's memory."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 class _Rate:

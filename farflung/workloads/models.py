@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import logging
+import zlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,21 +25,58 @@ PRESETS: dict[str, dict[str, int]] = {
 }
 
 
-def build(config: Config, tokenizer: Tokenizer) -> Any:
+def build(config: Config, tokenizer: Tokenizer, reshape: Callable[[Any], None] | None = None) -> Any:
     """The causal language model that the settings name, on the CPU, from `config.seed` or with its own weights.
+
+    `reshape` may change the model while it has no memory yet; what it takes out is never made or read. Random weights
+    are a function of the seed and their module's name alone, whatever else there is of the model.
 
     Raises UserError when it cannot be loaded, or the tokenizer or the sequences are too large for it.
     """
     settings = model_config(config, tokenizer)
-    from transformers import AutoModelForCausalLM
-
-    torch.manual_seed(config.seed)
+    reshape = reshape or (lambda model: None)
     try:
+        model = outline(settings)
         if config.pretrained:
-            return AutoModelForCausalLM.from_pretrained(config.model, dtype=torch.float32)
-        return AutoModelForCausalLM.from_config(settings, dtype=torch.float32)
+            return _pretrained(type(model), config.model, reshape)
+        reshape(model)
     except (OSError, ValueError) as error:
         raise _cannot_load(config.model, error) from error
+    materialise(model, config.seed)
+    return model
+
+
+def outline(settings: Any) -> Any:
+    """The model of a transformers configuration, without memory for its weights."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(copy.deepcopy(settings), dtype=torch.float32)
+
+
+@torch.no_grad()
+def materialise(model: Any, seed: int) -> None:
+    """Gives a model without memory random weights, each module's from the seed and its name.
+
+    Modules with an `initialise` of their own use that, others what transformers has for them.
+    """
+    model.to_empty(device="cpu")
+    model.tie_weights()
+    with torch.random.fork_rng(devices=[]):
+        for name, module in reversed(list(model.named_modules())):  # parts first: a whole may change its parts' weights
+            torch.manual_seed(zlib.crc32(f"{seed} {name}".encode()))
+            initialise = getattr(module, "initialise", None)
+            initialise() if initialise else model._init_weights(module)
+
+
+def _pretrained(kind: type, name: str, reshape: Callable[[Any], None]) -> Any:
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        super(made, self).__init__(*args, **kwargs)
+        reshape(self)
+
+    # transformers makes a model without memory and reads from the files what it then finds in it, no more.
+    made: Any = type(kind.__name__, (kind,), {"__init__": init})
+    return made.from_pretrained(name, dtype=torch.float32)
 
 
 def model_config(config: Config, tokenizer: Tokenizer) -> Any:

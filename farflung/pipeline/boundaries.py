@@ -1,0 +1,115 @@
+"""What crosses from one stage to the next and back: hidden numbers forward, their gradients backward, encoded."""
+
+from __future__ import annotations
+
+import re
+
+import torch
+from torch import Tensor
+
+from farflung.codecs import Codec, Dense, NotFinite, PacketError, codec_named
+from farflung.config import UserError
+from farflung.pipeline.subspace import Subspace
+
+BOUNDARY_NAMES = (
+    "float32, bfloat16, int8, int4, topk10 (per cent kept), subspace32 (numbers a token); "
+    "joined with -, as in topk10-int8 or subspace32-int8"
+)
+
+
+class Boundary:
+    """The packets of one boundary, all of one length, so that their receiver can make room before they come.
+
+    Args:
+        shape: (sequences of a microbatch, length, width).
+        codec: how numbers become bytes; what must not be lost travels as it is, without one.
+        subspace: where the hidden numbers lie in one, its coordinates travel in their place.
+        device: where what arrives is wanted.
+    """
+
+    def __init__(
+        self, shape: torch.Size, codec: Codec, subspace: Subspace | None = None, device: torch.device | str = "cpu"
+    ) -> None:
+        self._subspace = subspace
+        self._device = torch.device(device)
+        self._like = torch.empty(*shape[:-1], subspace.rank if subspace else shape[-1])
+        self._codec = None if codec == Dense() else codec
+        self._room = self._like if self._codec is None else self._codec.encode([torch.zeros_like(self._like)])
+        self.spoilt = False
+        """Whether something that is not finite had to be sent; nought went in its place."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one packet."""
+        return self._room.nbytes
+
+    def room(self) -> Tensor:
+        """Memory for a packet that is to come."""
+        return torch.empty_like(self._room)
+
+    def pack(self, hidden: Tensor, tokens: Tensor) -> Tensor:
+        """Hidden numbers on their way forward; `tokens` are the ids that they were made of."""
+        return self._packed(self._subspace.coordinates(hidden, tokens) if self._subspace else hidden)
+
+    def unpack(self, packet: Tensor, tokens: Tensor) -> Tensor:
+        """The hidden numbers of a packet."""
+        numbers = self._unpacked(packet)
+        return self._subspace.hidden(numbers, tokens) if self._subspace else numbers
+
+    def pack_gradient(self, gradient: Tensor) -> Tensor:
+        """A gradient on its way back."""
+        return self._packed(gradient @ self._subspace.basis_on(gradient.device) if self._subspace else gradient)
+
+    def unpack_gradient(self, packet: Tensor) -> Tensor:
+        """The gradient of a packet."""
+        numbers = self._unpacked(packet)
+        return numbers @ self._subspace.basis_on(numbers.device).T if self._subspace else numbers
+
+    def _packed(self, numbers: Tensor) -> Tensor:
+        numbers = numbers.detach().contiguous()
+        if self._codec is None:
+            return numbers.cpu()
+        try:
+            return self._codec.encode([numbers]).cpu()
+        except NotFinite:
+            self.spoilt = True
+            return self._codec.encode([torch.zeros_like(numbers)]).cpu()
+
+    def _unpacked(self, packet: Tensor) -> Tensor:
+        if self._codec is None:
+            return packet.to(self._device)
+        return self._codec.decode(packet.to(self._device), [self._like.to(self._device)])[0]
+
+
+def boundary_named(name: str) -> tuple[int, Codec]:
+    """The rank of the subspace (0 for none) and the codec of a setting such as `subspace32-int8`. Raises UserError."""
+    found = re.fullmatch(r"subspace(\d+)(?:-(.+))?", name)
+    rank, rest = (int(found[1]), found[2] or "float32") if found else (0, name)
+    if found and not rank:
+        raise UserError(f"boundary is {name!r}; a subspace needs at least 1 dimension")
+    try:
+        codec = codec_named(rest)
+    except UserError as error:
+        raise UserError(f"boundary is {name!r}; choose one of {BOUNDARY_NAMES}") from error
+    if codec.state_dict() or not _of_one_length(codec):
+        raise UserError(
+            f"boundary {name!r} remembers or measures its messages, and packets between stages must all be alike; "
+            f"choose one of {BOUNDARY_NAMES}"
+        )
+    return rank, codec
+
+
+def _of_one_length(codec: Codec) -> bool:
+    """Whether a codec makes as many bytes of one message as of another, and reads them without knowing more."""
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randn(2, 16, 64, generator=generator)
+    one_large = torch.zeros_like(noise)
+    one_large[0, 0, 0] = 1e6
+    packets = [codec.encode([tensor]) for tensor in (noise, one_large, torch.zeros_like(noise))]
+    try:
+        far_off = codec.decode(packets[0], [noise + 100])[0]
+    except PacketError:
+        return False
+    return len({packet.numel() for packet in packets}) == 1 and torch.equal(
+        far_off, codec.decode(packets[0], [noise])[0]
+    )

@@ -1,0 +1,98 @@
+"""The processes of one island, talking to each other: groups of torch.distributed, and who was lost when one fails."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from farflung.networks import PeerLost, TorchNetwork
+from farflung.pipeline.layout import Layout
+
+PATIENCE = 2
+"""A stage may wait this many deadlines for another, which itself may wait for a round."""
+
+NOTICE_SECONDS = 0.5
+"""What it takes until the end of a process on another machine has shown at its connections."""
+
+
+class Groups:
+    """The process groups that this process belongs to.
+
+    Args:
+        network: of all processes of the run.
+        layout: who is where.
+        deadline: the longest wait for a round, in seconds.
+        roaming: whether microbatches leave the island.
+        device: what shards are gathered on.
+    """
+
+    def __init__(
+        self, network: TorchNetwork, layout: Layout, deadline: float, roaming: bool, device: torch.device
+    ) -> None:
+        self.layout = layout
+        self.place = layout.place(network.process)
+        self._network = network
+        self._limit = timedelta(seconds=PATIENCE * deadline)
+        self.island = self._group(layout.island_of(self.place))
+        self.column = self._group(layout.column(self.place))
+        self._near = range(layout.processes) if roaming else layout.island_of(self.place)
+        self.everyone = self._group(self._near)
+        self._shards = layout.shards_of(self.place)
+        self._device = device
+
+    def mesh(self) -> DeviceMesh:
+        """The processes that hold this stage together, for FSDP."""
+        backend = "nccl" if self._device.type == "cuda" else "gloo"
+        return DeviceMesh.from_group(self._group(self._shards, backend), self._device.type)
+
+    def total(self, values: Tensor) -> Tensor:
+        """The sum over the island of flat float64 values."""
+        dist.all_reduce(values, group=self.island)
+        return values
+
+    @contextlib.contextmanager
+    def naming_the_lost(self) -> Iterator[None]:
+        """Turns an error inside into PeerLost, with the name of the process whose end it was, if it was one's end."""
+        try:
+            yield
+        except RuntimeError as error:
+            lost = self._lost()
+            if not lost:
+                raise
+            names = ", ".join(f"{self.layout.describe(p)} ({self._network.address_of(p)})" for p in lost)
+            reason = f"lost {names}: a replica cannot train without all of its stages and shards"
+            raise PeerLost(
+                [self.layout.place(process).replica for process in lost], self._first_cause(reason)
+            ) from error
+
+    def _lost(self) -> list[int]:
+        """The processes to which connections are broken; posting to them fails at once."""
+        time.sleep(NOTICE_SECONDS)
+        lost = []
+        for process in self._near:
+            try:
+                if process != self._network.process:
+                    dist.irecv(torch.empty(1), process, group=self.everyone, tag=1 << 30)
+            except RuntimeError:
+                lost.append(process)
+        return lost
+
+    def _first_cause(self, reason: str) -> str:
+        """What the first to notice says: those who leave because of it are no cause."""
+        key = f"lost in replica {self.place.replica}"
+        try:
+            return self._network.store.compare_set(key, "", reason).decode()
+        except (dist.DistError, RuntimeError):  # the store's keeper may be the one that is lost
+            return reason
+
+    def _group(self, processes: Sequence[int], backend: str = "gloo") -> dist.ProcessGroup:
+        group = dist.new_group(list(processes), timeout=self._limit, backend=backend, use_local_synchronization=True)
+        assert isinstance(group, dist.ProcessGroup)
+        return group

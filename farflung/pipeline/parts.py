@@ -1,0 +1,65 @@
+"""What one process trains: its own parameters of the model, as plain tensors under their names in the whole model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+
+class Part(nn.Module):
+    """The parameters that optimizers and rounds of one process see.
+
+    Of those that are sharded it has the local shard, which shares its memory; of the others, themselves. What another
+    process owns, such as the embeddings that a tied head is a copy of, is not among them.
+
+    Args:
+        parameters: whole or sharded, by their names in the whole model.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        super().__init__()
+        self._origins = dict(parameters)
+        local = {name: own_of(parameter) for name, parameter in parameters.items()}
+        self._own = {
+            name: nn.Parameter(tensor.detach()) if isinstance(self._origins[name], DTensor) else self._origins[name]
+            for name, tensor in local.items()
+            if tensor.numel()  # of few rows, some shards have none
+        }
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """See Module."""
+        yield from self._own.items()
+
+    def state_dict(self, *_: Any, **__: Any) -> Any:
+        """The parameters' values."""
+        return {name: parameter.detach() for name, parameter in self._own.items()}
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, Any], *_: Any, **__: Any) -> Any:
+        """Takes the values of the parameters that it has."""
+        for name, parameter in self._own.items():
+            parameter.copy_(state_dict[name])
+
+    def collect_gradients(self) -> None:
+        """Gives local shards the gradients that the sharded parameters have got."""
+        for name, parameter in self._own.items():
+            origin = self._origins[name]
+            if origin is not parameter:
+                parameter.data = own_of(origin).detach()
+                parameter.grad = None if origin.grad is None else own_of(origin.grad).detach()
+
+    def drop_gradients(self) -> None:
+        """Leaves no parameter a gradient."""
+        for parameter in (*self._own.values(), *self._origins.values()):
+            parameter.grad = None
+
+
+def own_of(tensor: Tensor) -> Tensor:
+    """What this process holds of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,55 @@
+"""Which replica's stage a microbatch goes to next. A pure function of what all replicas know."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+Permutation = tuple[int, ...]
+"""To which replica's next stage each replica's microbatch goes."""
+
+
+@dataclass(frozen=True)
+class Routes:
+    """The way of every microbatch of one step through the stages, and back.
+
+    Args:
+        permutation: of a microbatch and a boundary (0 lies between the first two pieces of the model).
+    """
+
+    permutation: Callable[[int, int], Permutation]
+
+    def onward(self, replica: int, microbatch: int, boundary: int) -> int:
+        """The replica on whose next piece a microbatch goes on, and whose gradient comes back."""
+        return self.permutation(microbatch, boundary)[replica]
+
+    def back(self, replica: int, microbatch: int, boundary: int) -> int:
+        """The replica from whose piece before a boundary a microbatch has come, and to whom its gradient goes."""
+        return self.permutation(microbatch, boundary).index(replica)
+
+    def origin(self, replica: int, microbatch: int, boundaries: int) -> int:
+        """The replica whose data a microbatch is, after so many boundaries."""
+        for boundary in reversed(range(boundaries)):
+            replica = self.back(replica, microbatch, boundary)
+        return replica
+
+
+def fixed_routes(replicas: int) -> Routes:
+    """Every microbatch stays in its replica."""
+    stay = tuple(range(replicas))
+    return Routes(lambda microbatch, boundary: stay)
+
+
+def random_routes(replicas: int, seed: int, step: int) -> Routes:
+    """A new random permutation for every step, microbatch and boundary (NoLoCo, arXiv 2506.10911; SWARM before it).
+
+    It mixes the replicas' gradients, which keeps their weights closer without any extra byte.
+    """
+
+    def permutation(microbatch: int, boundary: int) -> Permutation:
+        # A string seeds Python's generator alike on every machine and version.
+        generator = random.Random(f"{seed} route {step} {microbatch} {boundary}")
+        return tuple(generator.sample(range(replicas), replicas))
+
+    return Routes(permutation)

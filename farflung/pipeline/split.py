@@ -1,0 +1,161 @@
+"""Taking a transformers decoder apart: what lies before, in and after its layers, and a stage that has only some."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from farflung.config import UserError
+from farflung.pipeline.balance import Span, costs_of, spans
+from farflung.workloads import models
+
+POSITIONS = ("embed_positions", "wpe")
+"""What families call the learned positions that are added to the embeddings."""
+FINAL_NORMS = ("norm", "final_layer_norm", "final_layernorm", "ln_f")
+"""What they call the norm after the last layer."""
+
+
+@dataclass(frozen=True)
+class Anatomy:
+    """The parts of a causal language model, by the names they have in their decoder."""
+
+    decoder: Any
+    layers: str
+    embeddings: str
+    positions: list[str]
+    dropouts: list[str]
+    norms: list[str]
+
+    def __getitem__(self, name: str) -> Any:
+        return getattr(self.decoder, name)
+
+
+class Absent(nn.Module):
+    """Stands where another stage has something, and hands on what it is given."""
+
+    def forward(self, hidden: Tensor, *_: Any, **__: Any) -> Tensor:
+        """What came in."""
+        return hidden
+
+
+class NoPositions(nn.Module):
+    """Positions where they have been added before."""
+
+    def forward(self, *_: Any, **__: Any) -> Tensor:
+        """Nothing to add."""
+        return torch.zeros(())
+
+
+class Piece(nn.Module):
+    """What a stage computes: token ids (first) or hidden numbers to hidden numbers, or to logits (last).
+
+    Args:
+        model: the causal language model, of which only the span is there.
+        span: which part it is.
+        half: whether matrix products are computed in bfloat16; what goes in and out is float32.
+    """
+
+    def __init__(self, model: Any, span: Span, half: bool = False) -> None:
+        super().__init__()
+        self.model = model
+        self.span = span
+        self._half = half
+
+    def forward(self, entering: Tensor) -> Tensor:
+        """(n, length) ids or (n, length, width) numbers to (n, length, width) numbers or (n, length, tokens) logits."""
+        given = {"input_ids" if self.span.first else "inputs_embeds": entering, "use_cache": False}
+        with torch.autocast(entering.device.type, torch.bfloat16, enabled=self._half):
+            if self.span.last:
+                return self.model(**given).logits.float()  # type: ignore[no-any-return]
+            return self.model.get_decoder()(**given).last_hidden_state.float()  # type: ignore[no-any-return]
+
+
+def is_tied(model: Any) -> bool:
+    """Whether the head is the embeddings again."""
+    return bool(getattr(model.config, "tie_word_embeddings", False))
+
+
+def anatomy(model: Any) -> Anatomy:
+    """Takes note of a model's parts. Raises UserError, saying why, for one that cannot be split."""
+    decoder, embeddings, head = model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings()
+    family = type(model).__name__
+    lists = [name for name, child in decoder.named_children() if isinstance(child, nn.ModuleList)]
+    if len(lists) != 1 or embeddings is None or head is None or decoder is model:
+        raise _cannot_split(family, "it is no decoder of embeddings, one list of layers and a head")
+    names: dict[str, list[str]] = {"embeddings": [], "positions": [], "dropouts": [], "norms": []}
+    for name, child in decoder.named_children():
+        if child is embeddings:
+            names["embeddings"].append(name)
+        elif name in POSITIONS:
+            names["positions"].append(name)
+        elif name in FINAL_NORMS:
+            names["norms"].append(name)
+        elif isinstance(child, nn.Dropout):
+            names["dropouts"].append(name)
+        elif name != lists[0] and any(True for _ in child.parameters()):
+            raise _cannot_split(family, f"whether its {name} belongs before or after the layers is not known")
+    known = {id(parameter) for module in (decoder, head) for parameter in module.parameters()}
+    for name, parameter in model.named_parameters():
+        if id(parameter) not in known:
+            raise _cannot_split(family, f"{name} lies outside of its decoder and head")
+    if not names["embeddings"]:
+        raise _cannot_split(family, "its embeddings lie outside of its decoder")
+    return Anatomy(decoder, lists[0], names["embeddings"][0], names["positions"], names["dropouts"], names["norms"])
+
+
+def spans_of(model: Any, pieces: int) -> list[Span]:
+    """How a model's layers are divided, balanced by parameters and work. Raises UserError."""
+    parts = anatomy(model)
+    before = [parts[name] for name in (parts.embeddings, *parts.positions)]
+    after = [*(parts[name] for name in parts.norms), model.get_output_embeddings()]
+    return spans(*costs_of(parts[parts.layers], before, [m for m in after if m is not None]), pieces)
+
+
+def keep(model: Any, span: Span) -> None:
+    """Takes out of a model what is not in a span. A tied head keeps a copy of the embeddings beside it."""
+    parts, tied = anatomy(model), is_tied(model)
+    layers = parts[parts.layers]
+    for number in range(len(layers)):
+        if not span.begin <= number < span.end:
+            layers[number] = Absent()
+    if not span.first:
+        for name in parts.positions:
+            setattr(parts.decoder, name, NoPositions())
+        for name in parts.dropouts:
+            setattr(parts.decoder, name, nn.Identity())
+        if not (tied and span.last):
+            setattr(parts.decoder, parts.embeddings, Absent())
+    if not span.last:
+        for name in parts.norms:
+            setattr(parts.decoder, name, Absent())
+        head = model.get_output_embeddings()
+        setattr(model, next(name for name, child in model.named_children() if child is head), Absent())
+    if tied and not (span.first and span.last):
+        model.config.tie_word_embeddings = span.last
+        model.all_tied_weights_keys = model.get_expanded_tied_weights_keys(all_submodels=True)
+
+
+def check_split(settings: Any, pieces: int) -> list[Span]:
+    """The spans of a model that can be split. Raises UserError for one that cannot, saying why.
+
+    A stage without any layers must hand on, bit for bit, what it is given: else a model does more between its layers
+    than its stages would.
+    """
+    model = models.outline(settings)
+    cut = spans_of(model, pieces)
+    family = type(model).__name__
+    keep(model, Span(0, 0, first=False, last=False))
+    models.materialise(model, seed=0)
+    entering = torch.randn(1, 4, settings.hidden_size, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        leaving = Piece(model.eval(), Span(0, 0, first=False, last=False))(entering)
+    if leaving.shape != entering.shape or not torch.equal(leaving, entering):
+        raise _cannot_split(family, "it changes what passes between its layers")
+    return cut
+
+
+def _cannot_split(family: str, reason: str) -> UserError:
+    return UserError(f"{family} cannot be split into stages: {reason}; train it with --stages 1")

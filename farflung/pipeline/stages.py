@@ -1,0 +1,127 @@
+"""A pipeline stage of torch's schedules, but for where its microbatches come from and go to, and in what form."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.pipelining import PipelineStage
+
+from farflung.networks import Traffic
+from farflung.pipeline.boundaries import Boundary
+from farflung.pipeline.routes import Routes
+from farflung.pipeline.split import Piece
+
+ProcessOf = Callable[[int, int], int]
+"""The process that has a replica's piece."""
+
+
+class RoutedStage(PipelineStage):
+    """One piece of the model in torch's schedules; `routes` say with which replicas' pieces it exchanges.
+
+    Args:
+        piece, index, count: the piece, its number, and of how many.
+        entering, leaving: what goes in and comes out, shapes and dtypes only.
+        column: the group of the processes of this replica's pipeline.
+        everyone: the group over which microbatches travel.
+        replica, process_of: this replica, and who has which piece.
+        before, after: the boundaries on both sides.
+        traffic: where what is sent and received is counted.
+    """
+
+    def __init__(
+        self,
+        piece: Piece,
+        index: int,
+        count: int,
+        entering: Tensor,
+        leaving: Tensor,
+        column: dist.ProcessGroup,
+        everyone: dist.ProcessGroup,
+        replica: int,
+        process_of: ProcessOf,
+        before: Boundary,
+        after: Boundary,
+        device: torch.device,
+        traffic: Traffic,
+    ) -> None:
+        super().__init__(piece, index, count, device, input_args=entering, output_args=leaving, group=column)
+        self.traffic = traffic
+        self.tokens: list[Tensor] = []
+        """The ids that each microbatch of the step was made of."""
+        self.routes: Routes
+        self._everyone = everyone
+        self._replica = replica
+        self._process_of = process_of
+        self._before, self._after = before, after
+        self._inbox: dict[tuple[str, int], Tensor] = {}
+
+    def begin_step(self, routes: Routes, tokens: list[Tensor]) -> None:
+        """Says what the next step's microbatches are, and how they go."""
+        self.routes, self.tokens = routes, tokens
+        self._inbox.clear()
+
+    @property
+    def spoilt(self) -> bool:
+        """Whether something that is not finite was to be sent."""
+        return self._before.spoilt or self._after.spoilt
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """Waits for a microbatch from the replica that its route leads through."""
+        return [] if self.is_first else [self._receive("forward", fwd_chunk_id, self._back(fwd_chunk_id), self._before)]
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """Sends one on."""
+        if self.is_last:
+            return []
+        (hidden, *_), _ = self.fwd_cache[fwd_chunk_id]
+        packet = self._after.pack(hidden, self.tokens[fwd_chunk_id])
+        return [self._send("forward", fwd_chunk_id, self._onward(fwd_chunk_id), packet)]
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """Waits for the gradient from where the microbatch was sent to."""
+        if self.is_last or not self.has_backward:
+            return []
+        return [self._receive("backward", bwd_chunk_id, self._onward(bwd_chunk_id), self._after)]
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """Sends the gradient to where the microbatch came from."""
+        if self.is_first or not self.has_backward:
+            return []
+        (gradient,) = self.bwd_cache.pop(bwd_chunk_id)
+        assert gradient is not None
+        return [self._send("backward", bwd_chunk_id, self._back(bwd_chunk_id), self._before.pack_gradient(gradient))]
+
+    def _retrieve_recv_activations(self, fwd_chunk_id: int) -> tuple[Tensor, ...]:
+        packet = self._inbox.pop(("forward", fwd_chunk_id))
+        hidden = self._before.unpack(packet, self.tokens[fwd_chunk_id])
+        return (hidden.requires_grad_(self.has_backward),)
+
+    def _retrieve_recv_grads(self, bwd_chunk_id: int) -> tuple[Tensor, ...]:
+        return (self._after.unpack_gradient(self._inbox.pop(("backward", bwd_chunk_id))),)
+
+    def _onward(self, microbatch: int) -> int:
+        replica = self.routes.onward(self._replica, microbatch, self.stage_index)
+        return self._process_of(replica, self.stage_index + 1)
+
+    def _back(self, microbatch: int) -> int:
+        replica = self.routes.back(self._replica, microbatch, self.stage_index - 1)
+        return self._process_of(replica, self.stage_index - 1)
+
+    def _receive(self, way: str, microbatch: int, peer: int, boundary: Boundary) -> dist.P2POp:
+        room = self._inbox[way, microbatch] = boundary.room()
+        self.traffic.received(room.nbytes)
+        return self._op(dist.irecv, room, peer, way, microbatch)
+
+    def _send(self, way: str, microbatch: int, peer: int, packet: Tensor) -> dist.P2POp:
+        self.traffic.sent(packet.nbytes)
+        return self._op(dist.isend, packet, peer, way, microbatch)
+
+    def _op(self, op: Any, tensor: Tensor, peer: int, way: str, microbatch: int) -> dist.P2POp:
+        # Two boundaries may join the same two processes, so each message says by its tag which it is.
+        boundary = self.stage_index - (op is dist.irecv) if way == "forward" else self.stage_index - (op is dist.isend)
+        tag = 2 * (boundary * (self.chunks or 1) + microbatch) + (way == "backward")
+        return dist.P2POp(op, tensor, peer, self._everyone, tag)
