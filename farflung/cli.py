@@ -176,21 +176,49 @@ class _ExportOptions:
 
 @dataclass(frozen=True)
 class _ResumeOptions:
-    """Which run to go on with."""
+    """Which run to go on with, and what may be otherwise from now on."""
 
     resume: Path
     """The run folder."""
+    stages: int | None = None
+    """Processes that the layers of one replica are divided among; unset, as all below: as before."""
+    shard: int | None = None
+    """Processes that the parameters of each stage are divided among."""
+    schedule: str | None = None
+    """In what order stages compute microbatches."""
+    microbatches: int | None = None
+    """Parts of a batch that are in the pipeline at once."""
+    boundary: str | None = None
+    """What crosses from stage to stage."""
+    device: str | None = None
+    """What to train on."""
+    deadline: float | None = None
+    """Longest wait for other replicas, in seconds."""
+
+    def applied(self, config: Config) -> Config:
+        """The settings with those that are given here. Raises UserError."""
+        given = {key: value for key, value in vars(self).items() if key != "resume" and value is not None}
+        changed = replace(config, **given)
+        fixed = ("stages", "schedule", "boundary")
+        if "subspace" in config.boundary + changed.boundary and any(
+            getattr(config, key) != getattr(changed, key) for key in fixed
+        ):
+            raise UserError(
+                f"boundary {config.boundary} decides which weights there are; resume with the same {', '.join(fixed)}"
+            )
+        return changed
 
 
 def _train_settings(arguments: list[str]) -> tuple[Config, Path, bool]:
     """The settings, the run folder, and whether its run goes on. Flags win over the file."""
     if any(argument.split("=")[0] == "--resume" for argument in arguments):
-        folder = _parse(_ResumeOptions, arguments, "train").resume
+        options = _parse(_ResumeOptions, arguments, "train")
+        folder = options.resume
         if not (folder / "config.toml").exists():
             raise UserError(
                 f"{folder} holds no run to go on with: there is no config.toml; start one with --out {folder}"
             )
-        return _with_replicas(read_toml(folder / "config.toml")), folder, True
+        return _with_replicas(options.applied(read_toml(folder / "config.toml"))), folder, True
     defaults = Config()
     if arguments and not arguments[0].startswith("-"):
         defaults = read_toml(Path(arguments[0]))
@@ -306,6 +334,7 @@ def _usage() -> str:
 
 _TRAIN_HELP = (
     "\n\nfarflung train [CONFIG.toml] [flags] starts a run: every flag is also a key of the file, and flags win. "
-    "farflung train --resume RUN goes on with one from its last whole checkpoint. "
+    "farflung train --resume RUN goes on with one from its last whole checkpoint, if need be with other --stages, "
+    "--shard, --schedule, --microbatches, --boundary, --device and --deadline. "
     "Under torchrun, this process becomes one of the replicas."
 )

@@ -116,7 +116,7 @@ if at.startswith("step"):
     original = trainer.Trainer._train_step
     def step(self, outer):
         original(self, outer)
-        if self.step == int(at[4:]) and self.rank == 1: die()
+        if self.step == int(at[4:]) and self.process == 1: die()
     trainer.Trainer._train_step = step
 elif at.startswith("write"):
     writes = 0

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import (
     Schedule1F1B,
     ScheduleGPipe,
@@ -93,7 +94,7 @@ class Spread:
             self._bring_tied_gradient()
             self._part.collect_gradients()
             facts = torch.zeros(3, dtype=torch.float64)
-            facts[0] = sum(float(loss) for loss in losses) / (self._microbatches * config.shard)
+            facts[0] = sum(float(loss.detach()) for loss in losses) / (self._microbatches * config.shard)
             gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
             facts[1] = float(nn.utils.get_total_norm(gradients)) ** 2 if gradients else 0.0
             facts[2] = float(any(stage.spoilt for stage in self._stages))
@@ -256,6 +257,9 @@ class Spread:
         yield
         for piece in self._pieces:
             piece.train()
+            for module in piece.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()  # what was gathered of weights that are about to change
 
     def _no_scores(self) -> Tensor:
         return torch.zeros(self._pieces[-1].model.config.vocab_size, dtype=torch.float64)

@@ -56,8 +56,9 @@ def load_state(folder: Path, step: int, layout: Layout, place: Place, model: nn.
     wanted = own_names(model, fragments)
     if own in paths:
         state = checkpoint.read(own)
-        same_shapes = all(state["model"][name].shape == p.shape for name, p in model.named_parameters())
-        if all(state[key] == names for key, names in wanted.items()) and same_shapes:
+        if all(state[key] == names for key, names in wanted.items()) and all(
+            state["model"][name].shape == parameter.shape for name, parameter in model.named_parameters()
+        ):
             return state
     return _reshaped([checkpoint.read(path) for path in paths], layout, place, model, wanted)
 
@@ -112,7 +113,9 @@ def _optimizer_state(parts: list[State], names: list[str], cut: Callable[[Tensor
                 found[key].append((part["shard"], values))
     whole = {key: merged(named) for key, named in found.items()}
     state = {
-        number: {**numbers, **{key: cut(tensors[name]) for key, tensors in whole.items()}}
+        # Counters are counted on in place, so each parameter needs one of its own.
+        number: {key: value.clone() for key, value in numbers.items()}
+        | {key: cut(tensors[name]) for key, tensors in whole.items()}
         for number, name in enumerate(names)
         if all(name in tensors for tensors in whole.values()) and (whole or numbers)
     }

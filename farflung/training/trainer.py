@@ -245,7 +245,8 @@ class Trainer:
             bytes_sent=round(sent),
             boundary_bytes=round(boundary),
             seconds_blocked=blocked / island.layout.island,
-            peak_memory=peak_memory(self.device),
+            # Replicas that are simulated share their process's memory, and what it is differs from run to run.
+            **({"peak_memory": peak_memory(self.device)} if self.config.network == "torch" else {}),
         )
 
     def _log_round(self, round: Round) -> None:
