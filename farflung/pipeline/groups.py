@@ -63,26 +63,33 @@ class Groups:
         try:
             yield
         except RuntimeError as error:
-            lost = self._lost()
+            # After a time-out Gloo closes all connections: who is gone cannot be told by them any more.
+            late = "timed out" in str(error).lower()
+            lost = self._others() if late else self._lost()
             if not lost:
                 raise
             names = ", ".join(f"{self.layout.describe(p)} ({self._network.address_of(p)})" for p in lost)
             reason = f"lost {names}: a replica cannot train without all of its stages and shards"
-            raise PeerLost(
-                [self.layout.place(process).replica for process in lost], self._first_cause(reason)
-            ) from error
+            if late:
+                limit = self._limit.total_seconds()
+                reason = f"no word within {limit:g} s from one of: {names}; see which hangs, or raise the deadline"
+            replicas = [self.layout.place(process).replica for process in lost]
+            raise PeerLost(replicas, self._first_cause(reason)) from error
 
     def _lost(self) -> list[int]:
         """The processes to which connections are broken; posting to them fails at once."""
         time.sleep(NOTICE_SECONDS)
         lost = []
-        for process in self._near:
+        for process in self._others():
             try:
-                if process != self._network.process:
-                    dist.irecv(torch.empty(1), process, group=self.everyone, tag=1 << 30)
+                dist.irecv(torch.empty(1), process, group=self.everyone, tag=1 << 30)
             except RuntimeError:
                 lost.append(process)
         return lost
+
+    def _others(self) -> list[int]:
+        """The processes with which this one exchanges microbatches."""
+        return [process for process in self._near if process != self._network.process]
 
     def _first_cause(self, reason: str) -> str:
         """What the first to notice says: those who leave because of it are no cause."""

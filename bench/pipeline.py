@@ -1,0 +1,187 @@
+"""What a pipeline of four stages takes for a step, beside the ideal 1F1B schedule on this machine's cores.
+
+    python bench/pipeline.py [--steps 20]
+
+The ideal: each stage's forward and backward pass takes what it takes alone in one thread, messages take nothing, and
+stages that compute at the same time share the cores evenly. The order of passes is 1F1B's. Both figures are of the
+gradients of one batch, without the optimizer.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+import torch
+import tyro
+
+from farflung.config import Config, read_toml, to_toml
+from farflung.networks import TorchNetwork
+from farflung.pipeline import assemble
+from farflung.pipeline.assemble import pieces_of
+from farflung.pipeline.division import division_of
+from farflung.pipeline.split import Piece
+from farflung.workloads import data, models, tokenizers
+
+
+@dataclass(frozen=True)
+class Options:
+    model: str = "small"
+    """What is trained."""
+    stages: int = 4
+    """Processes of one replica."""
+    microbatches: int = 8
+    """Parts of a batch."""
+    sequences: int = 2
+    """Sequences of a microbatch."""
+    steps: int = 20
+    """Batches; the medians are told."""
+
+
+def settings(options: Options) -> Config:
+    return Config(
+        model=options.model,
+        replicas=1,
+        stages=options.stages,
+        microbatches=options.microbatches,
+        batch_size=options.microbatches * options.sequences,
+        clip=0.0,
+    )
+
+
+def worker(config: Config, steps: int) -> None:
+    """Prints the seconds of each step of one process."""
+    torch.set_num_threads(1)
+    network = TorchNetwork.from_env()
+    tokenizer = tokenizers.load(config.tokenizer)
+    island, _ = assemble(config, tokenizer, data.load(config, tokenizer), network, torch.device("cpu"))
+    for step in range(steps + 2):
+        torch.distributed.barrier()
+        began = time.monotonic()
+        island.gradients(step)
+        if step >= 2:
+            print(time.monotonic() - began, flush=True)
+
+
+def pass_seconds(piece: Piece, config: Config, steps: int) -> tuple[float, float]:
+    """What a piece's forward and backward pass of one microbatch take, alone in one thread."""
+    size = (config.batch_size // config.microbatches, config.sequence_length)  # type: ignore[operator]
+    forward, backward = [], []
+    for _ in range(steps):
+        tokens = torch.randint(256, size)
+        entering = tokens if piece.span.first else torch.randn(*size, piece.model.config.hidden_size).requires_grad_()
+        began = time.monotonic()
+        leaving = piece(entering)
+        if piece.span.last:
+            leaving = piece.model.loss_function(logits=leaving, labels=tokens, vocab_size=leaving.shape[-1])
+        between = time.monotonic()
+        leaving.backward(torch.randn_like(leaving) if leaving.dim() else None)
+        forward.append(between - began)
+        backward.append(time.monotonic() - between)
+    return median(forward), median(backward)
+
+
+def order(stage: int, stages: int, microbatches: int) -> list[tuple[str, int]]:
+    """1F1B: as many forward passes ahead as there are stages from here on, then one of each in turn."""
+    ahead = min(microbatches, stages - stage)
+    passes = [("F", m) for m in range(ahead)]
+    for m in range(microbatches):
+        passes.append(("B", m))
+        if m + ahead < microbatches:
+            passes.append(("F", m + ahead))
+    return passes
+
+
+def ideal_seconds(seconds: list[tuple[float, float]], microbatches: int, cores: int) -> float:
+    """How long the passes take in 1F1B's order, when those that run together share the cores evenly."""
+    stages = len(seconds)
+    todo = [order(stage, stages, microbatches) for stage in range(stages)]
+    done: set[tuple[str, int, int]] = set()
+    left: dict[int, float] = {}
+    now = 0.0
+
+    def ready(stage: int) -> bool:
+        kind, m = todo[stage][0]
+        if kind == "F":
+            return stage == 0 or ("F", stage - 1, m) in done
+        return (("F", stage, m) if stage == stages - 1 else ("B", stage + 1, m)) in done
+
+    while any(todo):
+        for stage in range(stages):
+            if todo[stage] and stage not in left and ready(stage):
+                left[stage] = seconds[stage][todo[stage][0][0] == "B"]
+        speed = min(1.0, cores / len(left))
+        passed = min(left.values()) / speed
+        now += passed
+        for stage in list(left):
+            left[stage] -= passed * speed
+            if left[stage] <= 1e-12:
+                kind, m = todo[stage].pop(0)
+                done.add((kind, stage, m))
+                del left[stage]
+    return now
+
+
+def measured_seconds(config: Config, steps: int) -> float:
+    """The median over steps of the slowest process's time."""
+    from subprocess import PIPE, Popen
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "config.toml"
+        path.write_text(to_toml(config))
+        common = {**os.environ, "WORLD_SIZE": str(config.stages), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29556"}
+        workers = [
+            Popen(
+                [sys.executable, __file__, "--worker", str(path), str(steps)],
+                env={**common, "RANK": str(rank), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+                stdout=PIPE,
+                text=True,
+            )
+            for rank in range(config.stages)
+        ]
+        try:
+            outputs = [worker.communicate(timeout=900)[0] for worker in workers]
+        finally:
+            for process in workers:
+                process.kill()
+                process.wait()
+    return median(max(map(float, step)) for step in zip(*(output.split() for output in outputs), strict=True))
+
+
+def main(options: Options) -> None:
+    torch.set_num_threads(1)
+    config = settings(options)
+    cores = len(os.sched_getaffinity(0))
+    tokenizer = tokenizers.load(config.tokenizer)
+    division = division_of(config, models.outline(models.model_config(config, tokenizer)))
+    seconds = [
+        pass_seconds(piece.train(), config, options.steps)
+        for stage in range(options.stages)
+        for piece in pieces_of(config, tokenizer, division, stage)
+    ]
+    print(f"{options.model}, {options.stages} stages, {options.microbatches} microbatches, {cores} cores")
+    for stage, (forward, backward) in enumerate(seconds):
+        span = division.spans[stage]
+        print(
+            f"stage {stage}: layers {span.begin} to {span.end - 1}, {forward:.4f} s forward, {backward:.4f} s backward"
+        )
+    work = options.microbatches * sum(map(sum, seconds))
+    ideal, unlimited = (ideal_seconds(seconds, options.microbatches, n) for n in (cores, options.stages))
+    bubble = (options.stages - 1) / (options.microbatches + options.stages - 1)
+    took = measured_seconds(config, options.steps)
+    print(f"all passes one after the other                {work:7.3f} s")
+    print(f"ideal 1F1B, a core for each stage             {unlimited:7.3f} s (bubble of equal stages {bubble:.1%})")
+    print(f"ideal 1F1B on these {cores} cores                  {ideal:7.3f} s")
+    print(f"measured                                      {took:7.3f} s: {took / ideal - 1:+.1%} of the ideal")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--worker"]:
+        worker(read_toml(Path(sys.argv[2])), int(sys.argv[3]))
+    else:
+        main(tyro.cli(Options, description=__doc__))

@@ -1,0 +1,57 @@
+"""Random routes against fixed ones: loss, and how far apart the replicas' weights are.
+
+    python bench/routes.py [--steps 400] [--seeds 0 1 2] [--out runs/bench-routes]
+
+Two stages × four replicas, real processes on one machine. Every replica trains on data of its own; noloco's rounds every
+50 steps, and no rounds at all, where only routes mix what replicas learn.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean
+
+import tyro
+from real import train
+
+
+@dataclass(frozen=True)
+class Options:
+    steps: int = 400
+    """Inner steps of each replica."""
+    seeds: tuple[int, ...] = (0, 1, 2)
+    """One run of each kind for each."""
+    methods: tuple[str, ...] = ("noloco", "local")
+    """How replicas exchange besides."""
+    model: str = "micro"
+    """What is trained."""
+    out: Path = Path("runs/bench-routes")
+    """Where the run folders go."""
+
+
+def main(options: Options) -> None:
+    common = {"model": options.model, "replicas": 4, "stages": 2, "steps": options.steps, "checkpoint_every": 0}
+    common |= {"batch_size": 8, "sequence_length": 64, "eval_every": 100}
+    print(f"{options.model}, 4 replicas × 2 stages, {options.steps} steps")
+    print(f"{'method':8} {'seed':>4} {'routes':>7} {'loss':>8} {'of the average':>15} {'weight spread':>14}")
+    for method in options.methods:
+        ratios, spreads = [], []
+        for seed in options.seeds:
+            found = {}
+            for routes in ("fixed", "random"):
+                name = f"{method}-{routes}-{options.steps}-{seed}"
+                run = train(options.out / name, **common, method=method, routes=routes, seed=seed)
+                found[routes] = run.summary
+                loss, averaged = run.summary["validation_loss"], run.summary["validation_loss_averaged"]
+                spread = run.summary["weight_spread"]
+                print(f"{method:8} {seed:4} {routes:>7} {loss:8.4f} {averaged:15.4f} {spread:14.5f}", flush=True)
+            ratios.append(found["random"]["validation_loss"] / found["fixed"]["validation_loss"] - 1)
+            spreads.append(found["random"]["weight_spread"] / found["fixed"]["weight_spread"])
+        print(
+            f"{method}: random routes change the loss by {mean(ratios):+.2%}, the spread to {mean(spreads):.2f} of it\n"
+        )
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options, description=__doc__))

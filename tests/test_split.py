@@ -1,0 +1,197 @@
+"""Dividing models: pieces that are the whole, balance, routes and layouts, and what is refused."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from families import COMMON, FAMILIES, gpt2, opt
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import BloomConfig, GraniteConfig, LlamaConfig, PretrainedConfig
+
+from farflung.config import Config, UserError
+from farflung.pipeline import Layout, check
+from farflung.pipeline.balance import spans
+from farflung.pipeline.layout import replicas_of
+from farflung.pipeline.routes import fixed_routes, random_routes
+from farflung.pipeline.split import Piece, check_split, keep
+from farflung.workloads import models, tokenizers
+
+
+def pieces(config: PretrainedConfig, count: int) -> list[Piece]:
+    made = []
+    for span in check_split(config, count):
+        model = models.outline(config)
+        keep(model, span)
+        models.materialise(model, seed=3)
+        made.append(Piece(model.train(), span))
+    return made
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_pieces_in_a_row_are_the_whole_model(name: str) -> None:
+    whole = models.outline(FAMILIES[name])
+    models.materialise(whole, seed=3)
+    tokens = torch.randint(256, (2, 12), generator=torch.Generator().manual_seed(1))
+    models.sequence_loss(whole.train(), tokens).backward()
+
+    parts = pieces(FAMILIES[name], 3)
+    passing = tokens
+    for part in parts:
+        passing = part(passing)
+    parts[-1].model.loss_function(logits=passing, labels=tokens, vocab_size=256).backward()
+
+    found: dict[str, list[torch.Tensor]] = {}
+    for part in parts:
+        for key, parameter in part.model.named_parameters():
+            found.setdefault(key, []).append(parameter)
+    expected = dict(whole.named_parameters())
+    assert found.keys() == expected.keys()
+    for key, copies in found.items():
+        # Only what a tied head is a copy of is there twice, and what both copies have got is the whole's gradient.
+        assert len(copies) == 1 or ("tied" in name or name in ("opt", "gpt2")) and len(copies) == 2
+        assert all(torch.equal(copy, expected[key]) for copy in copies)
+        gradient = sum(copy.grad for copy in copies)
+        torch.testing.assert_close(gradient, expected[key].grad, atol=1e-6, rtol=1e-5)
+
+
+def test_a_piece_holds_its_share_only() -> None:
+    sizes = [sum(p.numel() for p in piece.model.parameters()) for piece in pieces(FAMILIES["llama"], 3)]
+    whole = sum(p.numel() for p in models.outline(FAMILIES["llama"]).parameters())
+    assert sum(sizes) == whole and max(sizes) < 0.5 * whole
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (opt(word_embed_proj_dim=16), "OPTForCausalLM cannot be split into stages: whether its project_out"),
+        (GraniteConfig(**COMMON, embedding_multiplier=3.0), "GraniteForCausalLM .* it changes what passes between"),
+        (BloomConfig(hidden_size=32, n_layer=4, n_head=4, vocab_size=256), "word_embeddings_layernorm belongs before"),
+        (LlamaConfig(**COMMON | {"num_hidden_layers": 2}), "3 pieces of a model that has only 2 layers"),
+    ],
+)
+def test_a_model_that_cannot_be_split_says_why(config: PretrainedConfig, reason: str) -> None:
+    with pytest.raises(UserError, match=reason):
+        check_split(config, 3)
+
+
+COSTS = st.lists(st.floats(0.01, 10), min_size=1, max_size=7)
+
+
+@given(COSTS, st.floats(0, 10), st.floats(0, 10), st.integers(1, 7))
+@settings(max_examples=150, deadline=None)
+def test_the_costliest_piece_is_as_cheap_as_can_be(costs: list[float], before: float, after: float, count: int) -> None:
+    if count > len(costs):
+        with pytest.raises(UserError, match="only"):
+            spans(costs, before, after, count)
+        return
+
+    def worst(cuts: tuple[int, ...]) -> float:
+        pieces = list(itertools.pairwise((0, *cuts, len(costs))))
+        sums = [sum(costs[a:b]) for a, b in pieces]
+        sums[0] += before
+        sums[-1] += after
+        return max(sums)
+
+    best = min(worst(cuts) for cuts in itertools.combinations(range(1, len(costs)), count - 1))
+    found = spans(costs, before, after, count)
+    assert [span.begin for span in found[1:]] == [span.end for span in found[:-1]]
+    assert (found[0].begin, found[-1].end, found[0].first, found[-1].last) == (0, len(costs), True, True)
+    assert all(span.begin < span.end for span in found)
+    assert worst(tuple(span.end for span in found[:-1])) == pytest.approx(best)
+
+
+@given(st.integers(1, 6), st.integers(0, 99), st.integers(0, 50), st.integers(0, 8), st.integers(0, 4))
+@settings(max_examples=60, deadline=None)
+def test_routes_lead_back_the_way_they_came(replicas: int, seed: int, step: int, microbatch: int, length: int) -> None:
+    routes = random_routes(replicas, seed, step)
+    origins = []
+    for start in range(replicas):
+        replica = start
+        for boundary in range(length):
+            onward = routes.onward(replica, microbatch, boundary)
+            assert routes.back(onward, microbatch, boundary) == replica
+            replica = onward
+        assert routes.origin(replica, microbatch, length) == start
+        origins.append(replica)
+    assert sorted(origins) == list(range(replicas))  # nobody's piece gets two microbatches at once
+
+
+def test_routes_differ_by_step_microbatch_boundary_and_seed() -> None:
+    seen = {
+        random_routes(16, seed, step).permutation(microbatch, boundary)
+        for seed in (0, 1)
+        for step in (0, 1)
+        for microbatch in (0, 1)
+        for boundary in (0, 1)
+    }
+    assert len(seen) == 16
+    assert random_routes(16, 0, 5).permutation(3, 1) == random_routes(16, 0, 5).permutation(3, 1)
+    assert fixed_routes(3).permutation(7, 1) == (0, 1, 2)
+
+
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 3))
+@settings(max_examples=40, deadline=None)
+def test_every_process_has_one_place(replicas: int, stages: int, shards: int) -> None:
+    layout = Layout(replicas, stages, shards)
+    places = [layout.place(process) for process in range(layout.processes)]
+    assert len({layout.seat(place) for place in places}) == replicas * stages * shards
+    for process, place in enumerate(places):
+        assert layout.process(place.replica, place.stage, place.shard) == process
+        assert process in layout.island_of(place) and len(layout.island_of(place)) == layout.island
+        assert layout.peers(place)[place.replica] == process == layout.column(place)[place.stage]
+        assert layout.shards_of(place)[place.shard] == process
+
+
+BASE = Config(model="tiny", replicas=2, stages=2, batch_size=8)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"stages": 5}, "batch_size is 8, which 1 shards × 10 microbatches do not divide"),
+        ({"stages": 5, "batch_size": 10}, "5 pieces of a model that has only 4 layers"),
+        ({"stages": 4, "schedule": "interleaved"}, "8 pieces of a model that has only 4 layers"),
+        ({"shard": 3}, "batch_size is 8, which 3 shards × 4 microbatches"),
+        ({"microbatches": 1}, "microbatches is 1, too few to fill 2 stages"),
+        ({"microbatches": 5, "batch_size": 10, "schedule": "zero-bubble"}, "choose a multiple of 2"),
+        ({"network": "simulated"}, "need real processes"),
+        ({"stages": 1, "routes": "random"}, "routes is 'random', but one stage has no boundary"),
+        ({"stages": 1, "boundary": "int8"}, "boundary is 'int8', but one stage has no boundary"),
+        ({"stages": 1, "network": "simulated", "offload": True}, "offload needs real processes"),
+        ({"boundary": "ef-int8"}, "remembers or measures its messages"),
+        ({"boundary": "threshold1"}, "remembers or measures its messages"),
+        ({"boundary": "modulo4"}, "remembers or measures its messages"),
+        ({"boundary": "int9"}, "choose one of float32, bfloat16"),
+        ({"boundary": "subspace0"}, "at least 1 dimension"),
+        ({"boundary": "subspace129"}, "more dimensions than the model's 128"),
+        ({"schedule": "zero-bubble", "recompute": True}, "cannot recompute"),
+    ],
+)
+def test_a_layout_that_cannot_work_is_refused(changes: dict[str, object], reason: str) -> None:
+    with pytest.raises(UserError, match=reason):
+        check(replace(BASE, **changes), tokenizers.load("bytes"))  # type: ignore[arg-type]
+
+
+def test_processes_that_make_no_whole_replicas_are_refused() -> None:
+    assert replicas_of(8, replace(BASE, shard=2)) == 2
+    with pytest.raises(UserError, match="6 processes cannot be replicas of 2 stages × 2 shards; start a multiple of 4"):
+        replicas_of(6, replace(BASE, shard=2))
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_published_weights_are_read_piece_by_piece(name: str, tmp_path: Path) -> None:
+    config = gpt2() if name == "gpt2" else FAMILIES[name]
+    published = models.outline(config)
+    models.materialise(published, seed=9)
+    published.save_pretrained(tmp_path)
+    settings = Config(model=str(tmp_path), pretrained=True, sequence_length=32)
+    for span in check_split(config, 2):
+        model = models.build(settings, tokenizers.load("bytes"), lambda model, span=span: keep(model, span))
+        own = dict(model.named_parameters())
+        assert 0 < len(own) < len(dict(published.named_parameters()))
+        assert all(torch.equal(own[key], value) for key, value in published.named_parameters() if key in own)
