@@ -1,4 +1,4 @@
-"""DiLoCoX's islands: two hosts of two stages each, joined by a slow link; beside all-reduce every step on the same link.
+"""DiLoCoX's islands: two hosts of two stages each, joined by a slow link; beside all-reduce every step on that link.
 
     python bench/islands.py [--steps 200] [--rate-mbit 20] [--out runs/bench-islands]
 

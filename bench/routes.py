@@ -2,8 +2,8 @@
 
     python bench/routes.py [--steps 400] [--seeds 0 1 2] [--out runs/bench-routes]
 
-Two stages × four replicas, real processes on one machine. Every replica trains on data of its own; noloco's rounds every
-50 steps, and no rounds at all, where only routes mix what replicas learn.
+Two stages × four replicas, real processes on one machine. Every replica trains on data of its own; with noloco's rounds
+every 50 steps, and with no rounds at all, where only routes mix what replicas learn.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     python bench/stages.py [--steps 20] [--out runs/bench-stages]
 
-One replica, fixed routes, one seed. The first table trains a small model with every schedule over 1, 2 and 4 stages; the
-second a model of 134 million parameters, embeddings and head of 32,000 tokens among them, with 1 and 4.
+One replica, fixed routes, one seed. The first table trains a small model with every schedule over 1, 2 and 4 stages;
+the second a model of 134 million parameters, embeddings and head of 32,000 tokens among them, with 1 and 4.
 """
 
 from __future__ import annotations

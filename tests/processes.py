@@ -25,13 +25,18 @@ def free_port() -> int:
 
 
 def run_replicas(
-    replicas: int, case: str, argument: str, out: Path, may_die: frozenset[int] = frozenset()
+    replicas: int,
+    case: str,
+    argument: str,
+    out: Path,
+    may_die: frozenset[int] = frozenset(),
+    script: str = "torch_replica.py",
 ) -> list[Any]:
-    """Runs `torch_replica.py` once a replica; what each observed, by rank (None for those that may die)."""
+    """Runs a script once a replica; what each observed, by rank (None for those that may die)."""
     common = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo"}
     processes = [
         subprocess.Popen(
-            [sys.executable, str(HERE / "torch_replica.py"), case, argument, str(out)],
+            [sys.executable, str(HERE / script), case, argument, str(out)],
             env={**common, "RANK": str(rank), "WORLD_SIZE": str(replicas), "OMP_NUM_THREADS": "1"},
             stderr=subprocess.PIPE,
             text=True,

@@ -53,7 +53,7 @@ def test_pieces_in_a_row_are_the_whole_model(name: str) -> None:
     assert found.keys() == expected.keys()
     for key, copies in found.items():
         # Only what a tied head is a copy of is there twice, and what both copies have got is the whole's gradient.
-        assert len(copies) == 1 or ("tied" in name or name in ("opt", "gpt2")) and len(copies) == 2
+        assert len(copies) == 1 or (("tied" in name or name in ("opt", "gpt2")) and len(copies) == 2)
         assert all(torch.equal(copy, expected[key]) for copy in copies)
         gradient = sum(copy.grad for copy in copies)
         torch.testing.assert_close(gradient, expected[key].grad, atol=1e-6, rtol=1e-5)

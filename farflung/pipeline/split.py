@@ -70,7 +70,9 @@ class Piece(nn.Module):
         with torch.autocast(entering.device.type, torch.bfloat16, enabled=self._half):
             if self.span.last:
                 return self.model(**given).logits.float()  # type: ignore[no-any-return]
-            return self.model.get_decoder()(**given).last_hidden_state.float()  # type: ignore[no-any-return]
+            hidden: Tensor = self.model.get_decoder()(**given).last_hidden_state.float()
+        # Schedules that compute weights' gradients later detach it in place, which views do not allow.
+        return hidden.clone() if hidden._is_view() else hidden
 
 
 def is_tied(model: Any) -> bool:

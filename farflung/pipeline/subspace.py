@@ -158,11 +158,15 @@ def _confine_one(layer: nn.Module, name: str, module: nn.Module, called: str, su
 
 @torch.no_grad()
 def check_confined(model: Any, layers: nn.ModuleList, subspace: Subspace, up_to: int) -> None:
-    """Sees that a small stream through each confined layer stays in the subspace, in training as it is in use.
+    """Sees that the stream stays in the subspace through each confined layer, whatever gains and biases become.
 
-    Raises UserError, naming the layer: of a norm or a dropout after a projection, say.
+    The model is only good for throwing away afterwards. Raises UserError, naming the layer: of a norm or a dropout
+    after a projection, say.
     """
     generator = torch.Generator().manual_seed(subspace.seed)
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            parameter.uniform_(0.5, 1.5, generator=generator)
     tokens = torch.randint(subspace.tokens, (1, 8), generator=generator)
     leaving: dict[int, Tensor] = {}
     hooks = [

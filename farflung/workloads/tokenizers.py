@@ -41,8 +41,8 @@ class Bytes:
         return np.frombuffer(text.encode(), dtype=np.uint8)
 
     def decode(self, tokens: list[int]) -> str:
-        """Bytes that are no UTF-8 become replacement characters."""
-        return bytes(tokens).decode(errors="replace")
+        """What is no byte, or no UTF-8, becomes replacement characters."""
+        return bytes(token if token < self.size else 0xFF for token in tokens).decode(errors="replace")
 
     def save(self, folder: str) -> None:
         """Nothing: a byte is its own token."""

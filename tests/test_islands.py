@@ -1,0 +1,230 @@
+"""Islands of several real processes: the losses of one process, routes, rounds, faults, and runs that change layout."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import FAMILIES, gpt2
+from processes import farflung, run_replicas
+from torch import Tensor
+from torch_island import STEPS, observed
+
+from farflung.config import Config
+from farflung.networks import Conditions, Simulation
+from farflung.pipeline.division import division_of
+from farflung.pipeline.routes import random_routes
+from farflung.pipeline.split import keep
+from farflung.report.read import read_run
+from farflung.training.export import export
+from farflung.training.layouts import merged
+from farflung.workloads import data, models, tokenizers
+
+COMMON: dict[str, Any] = {
+    "method": "local",
+    "replicas": 1,
+    "sequence_length": 16,
+    "batch_size": 8,
+    "max_tokens": 100_000,
+    "lr": 1e-2,
+}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "1f1b": {"stages": 4},
+    "gpipe, recompute": {"stages": 4, "schedule": "gpipe", "microbatches": 2, "recompute": True},
+    "interleaved": {"stages": 4, "schedule": "interleaved", "microbatches": 4},
+    "tied": {"stages": 4, "microbatches": 4},
+    "tied, zero-bubble": {"stages": 4, "microbatches": 4, "schedule": "zero-bubble"},
+    "shards": {"shard": 4},
+    "shards, stages, tied, offload": {"stages": 2, "shard": 2, "offload": True},
+    "ddp": {"replicas": 2, "stages": 2, "method": "ddp"},
+    "noloco": {"replicas": 2, "stages": 2, "method": "noloco", "every": 2},
+    "streaming-diloco": {"replicas": 2, "shard": 2, "method": "streaming-diloco", "every": 4, "codec": "float32"},
+    "dilocox": {"replicas": 2, "stages": 2, "method": "dilocox", "every": 2, "codec": "ef-lowrank8-int8"},
+    "random routes": {"replicas": 2, "stages": 2, "routes": "random"},
+    "8 bits": {"stages": 4, "boundary": "int8"},
+    "subspace": {"stages": 4, "boundary": "subspace8"},
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Models of eight layers, saved as a user would have them."""
+    found = {}
+    for name, config in {"plain": FAMILIES["llama"], "tied": gpt2()}.items():
+        config.num_hidden_layers = 8
+        folder = tmp_path_factory.mktemp(name)
+        config.save_pretrained(folder)
+        found[name] = str(folder)
+    return found
+
+
+def settings_of(name: str, folders: dict[str, str]) -> dict[str, Any]:
+    return {**COMMON, "model": folders["tied" if "tied" in name else "plain"], **LAYOUTS[name]}
+
+
+@pytest.fixture(scope="module")
+def islands(folders: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each of four processes observed in every layout."""
+    cases = json.dumps({name: settings_of(name, folders) for name in LAYOUTS})
+    out = tmp_path_factory.mktemp("islands")
+    return run_replicas(4, cases, "", out, script="torch_island.py")
+
+
+def undivided(settings: dict[str, Any]) -> list[dict[str, Any]]:
+    """What the replicas observe when one process has all of each."""
+    config = Config(**{**settings, **{key: getattr(Config, key) for key in ("stages", "shard", "schedule", "offload")}})
+    text = data.load(config, tokenizers.load("bytes"))
+    torch.set_num_threads(1)
+    return Simulation(config.replicas, Conditions()).run(lambda network: observed(network, config, text))
+
+
+EXACT = [name for name in LAYOUTS if name not in ("random routes", "8 bits", "subspace", "dilocox")]
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_every_layout_trains_the_same_model(name: str, islands: list[Any], folders: dict[str, str]) -> None:
+    expected = undivided(settings_of(name, folders))
+    for replica, whole in enumerate(expected):
+        seen = [process[name] for process in islands if process[name]["place"].replica == replica]
+        for process in seen:
+            assert process["losses"] == pytest.approx(whole["losses"], abs=1e-5)
+            assert process["validation_loss"] == pytest.approx(whole["validation_loss"], abs=1e-5)
+            assert process["written"] == seen[0]["written"] and len(process["written"]) == 11
+            assert process["peers"] == tuple(range(len(expected)))
+        weights = merged((process["place"].shard, process["weights"]) for process in seen)
+        assert weights.keys() == whole["weights"].keys()  # a tied head's copy belongs to nobody's weights
+        for key, weight in weights.items():
+            torch.testing.assert_close(weight, whole["weights"][key], atol=1e-3, rtol=1e-3)
+        assert all(size(process["weights"]) < 2.2 / len(seen) * size(weights) for process in seen)
+
+
+def test_compressed_rounds_of_stages_are_those_of_the_whole(islands: list[Any], folders: dict[str, str]) -> None:
+    """Blocks of 8 bits are cut otherwise in stages than in the whole, so the last digits may differ."""
+    for replica, whole in enumerate(undivided(settings_of("dilocox", folders))):
+        seen = [process["dilocox"] for process in islands if process["dilocox"]["place"].replica == replica]
+        assert seen[0]["losses"] == pytest.approx(whole["losses"], abs=5e-3)
+
+
+def size(weights: dict[str, Tensor]) -> int:
+    return sum(tensor.numel() for tensor in weights.values())
+
+
+def test_lossy_boundaries_send_less_and_train(islands: list[Any]) -> None:
+    plain, eight, subspace = (islands[1][name] for name in ("1f1b", "8 bits", "subspace"))
+    assert 0.25 * plain["sent"] < eight["sent"] < 0.4 * plain["sent"]
+    assert subspace["sent"] == plain["sent"] * 8 // 32
+    assert eight["losses"] == pytest.approx(plain["losses"], abs=0.05) and eight["losses"] != plain["losses"]
+    assert all(process["subspace"]["losses"] == islands[0]["subspace"]["losses"] for process in islands)
+
+
+def test_random_routes_mix_the_replicas_gradients(islands: list[Any], folders: dict[str, str]) -> None:
+    """Against two whole replicas in one process, whose microbatches change models half-way."""
+    config = Config(**settings_of("random routes", folders))
+    tokenizer = tokenizers.load("bytes")
+    text = data.load(config, tokenizer)
+    outline = models.outline(models.model_config(config, tokenizer))
+    cut = division_of(config, outline).spans
+    replicas = [[models.build(config, tokenizer, lambda m, s=span: keep(m, s)) for span in cut] for _ in range(2)]
+    optimizers = [[torch.optim.AdamW(stage.parameters(), lr=config.lr, fused=True) for stage in r] for r in replicas]
+    seen = []
+    for step in range(STEPS):
+        losses: list[list[Tensor]] = [[], []]
+        routes = random_routes(2, config.seed, step)
+        for origin in range(2):
+            batch = text.batch(config.seed, origin, step, config.batch_size)
+            for number, part in enumerate(batch.chunk(4)):
+                target = routes.permutation(number, 0)[origin]
+                hidden = replicas[origin][0].model(input_ids=part).last_hidden_state
+                logits = replicas[target][1](inputs_embeds=hidden).logits
+                losses[target].append(outline.loss_function(logits=logits, labels=part, vocab_size=256) / 4)
+        sum(loss for group in losses for loss in group).backward()  # type: ignore[union-attr]
+        seen.append([float(sum(group).detach()) for group in losses])
+        for replica, made in zip(replicas, optimizers, strict=True):
+            torch.nn.utils.clip_grad_norm_([p for stage in replica for p in stage.parameters()], config.clip)
+            for optimizer in made:
+                optimizer.step()
+                optimizer.zero_grad()
+    crossed = {random_routes(2, config.seed, s).permutation(m, 0) for s in range(STEPS) for m in range(4)}
+    assert crossed == {(0, 1), (1, 0)}
+    for process in islands:
+        found = process["random routes"]
+        assert found["losses"] == pytest.approx([losses[found["place"].replica] for losses in seen], abs=1e-5)
+        assert found["peers"] == (0, 1)
+
+
+TRAIN = ("train", "--model", "micro", "--sequence-length", "32", "--batch-size", "8", "--eval-sequences", "8")
+TRAIN += ("--log-every", "1", "--max-tokens", "200000", "--deadline", "20")
+
+
+def losses_of(folder: Path) -> list[float]:
+    return [event["loss"] for event in read_run(folder).of(0, "step")]
+
+
+def test_a_run_goes_on_with_other_stages_and_exports(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    arguments = ("--method", "diloco", "--every", "3", "--replicas", "1", "--stages", "2", "--steps", "8")
+    done = farflung(*TRAIN, *arguments, "--checkpoint-every", "4", "--out", folder, OMP_NUM_THREADS="1")
+    assert done.returncode == 0, done.stderr
+    undisturbed = losses_of(folder)
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["stages"] == 2 and summary["boundary_bytes"] == 2 * 8 * 8 * 32 * 64 * 4
+    whole = sum(p.numel() for p in models.build(Config(model="micro"), tokenizers.load("bytes")).parameters())
+    assert summary["parameters"] == whole
+    run = read_run(folder)
+    assert run.replicas == [0] and list(run.parts) == [(0, 1)]
+    assert all(events[0]["stage"] == 1 for events in run.parts.values())
+
+    for path in folder.glob("checkpoints/step-000008/*"):
+        path.unlink()
+    for path in folder.glob("checkpoints/averaged*"):
+        path.unlink()
+    done = farflung("train", "--resume", folder, "--stages", "1", "--shard", "2", OMP_NUM_THREADS="1")
+    assert done.returncode == 0, done.stderr
+    assert losses_of(folder) == pytest.approx(undisturbed, abs=1e-5)
+    assert [e["message"] for e in read_run(folder).of(0, "warning")] == [
+        "went on from another layout: rounds in flight and what codecs remembered are dropped"
+    ]
+    again = json.loads((folder / "summary.json").read_text())
+    assert again["validation_loss_averaged"] == pytest.approx(summary["validation_loss_averaged"], abs=1e-5)
+
+    export(folder, tmp_path / "model")
+    from transformers import AutoModelForCausalLM
+
+    config = Config(model="micro", sequence_length=32, max_tokens=200_000)
+    held_out = data.load(config, tokenizers.load("bytes")).held_out(8)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model").eval()
+    with torch.no_grad():
+        loss = float(models.sequence_loss(model, held_out))
+    assert loss == pytest.approx(again["validation_loss_averaged"], abs=1e-5)
+
+
+def test_a_stage_that_dies_stops_its_island_and_is_named(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    arguments = ("--method", "local", "--replicas", "1", "--stages", "2", "--steps", "4000", "--checkpoint-every", "5")
+    command = [sys.executable, "-m", "farflung", *TRAIN, *arguments, "--out", str(folder)]
+    with subprocess.Popen(
+        command, env=environment, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
+    ) as run:
+        try:
+            ends = time.monotonic() + 60
+            while not list(folder.glob("checkpoints/step-000005/replica-0-part-1-of-2.pt")):
+                assert time.monotonic() < ends and run.poll() is None
+                time.sleep(0.1)
+            children = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
+            (stage_1,) = [p for p in children if b"\0LOCAL_RANK=1\0" in Path(f"/proc/{p}/environ").read_bytes()]
+            os.kill(int(stage_1), signal.SIGKILL)
+            _, complaint = run.communicate(timeout=60)
+        finally:
+            run.kill()
+    assert "stage 1 of replica 0 failed: it died of signal 9" in complaint and f"--resume {folder}" in complaint
+    told = "".join(path.read_text() for path in folder.rglob("logs/**/stderr.log"))
+    assert f"lost stage 1 of replica 0 ({os.uname().nodename}, process {stage_1})" in told

@@ -1,0 +1,63 @@
+"""One process of some islands, for tests over torch.distributed: `python torch_island.py CASES OUT`.
+
+CASES is a JSON object of settings by name. For each, this process trains a few steps of its part of a replica, and
+leaves what it saw.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from farflung import methods
+from farflung.config import Config
+from farflung.networks import Network, TorchNetwork
+from farflung.pipeline import Layout, assemble
+from farflung.workloads import data, tokenizers
+
+STEPS = 4
+
+
+def observed(network: Network, config: Config, text: data.Data) -> dict[str, Any]:
+    """The losses of some steps, the validation loss, what the model writes, and the own weights."""
+    tokenizer = tokenizers.load(config.tokenizer)
+    island, rounds = assemble(config, tokenizer, text, network, torch.device("cpu"))
+    optimizer = torch.optim.AdamW(island.model.parameters(), lr=config.lr, fused=True)
+    losses = []
+    with methods.from_config(config).attach(island.model, optimizer, rounds, deadline=60):
+        for step in range(STEPS):
+            loss, fault = island.gradients(step)
+            assert not fault
+            optimizer.step()
+            optimizer.zero_grad()
+            island.after_step()
+            losses.append(loss)
+    island.after_step()  # what leaving has landed
+    held_out = text.held_out(5)
+    return {
+        "place": island.place,
+        "peers": rounds.members(),
+        "losses": losses,
+        "validation_loss": island.loss_of(held_out),
+        "written": island.continued(held_out[:1, :8], 11, tokenizer.end),
+        "weights": {name: p.detach().clone() for name, p in island.model.named_parameters()},
+        "sent": island.traffic.bytes_sent,
+    }
+
+
+if __name__ == "__main__":
+    cases, _, out = sys.argv[1:4]
+    torch.set_num_threads(1)
+    network = TorchNetwork.from_env(deadline=60)
+    results: dict[str, Any] = {}
+    text: data.Data | None = None
+    for name, settings in json.loads(cases).items():
+        config = Config(**settings)
+        text = text or data.load(config, tokenizers.load(config.tokenizer))
+        assert Layout.of(config).processes == torch.distributed.get_world_size()
+        results[name] = observed(network, config, text)
+    torch.save(results, Path(out) / f"{network.process}.pt")
