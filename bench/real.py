@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -55,6 +56,7 @@ def flags(settings: dict[str, Any]) -> list[str]:
 def train(folder: Path, threads: int = 1, timeout: float = 2400, **settings: Any) -> Finished:
     """Runs it, unless its summary lies in the folder already. Raises RuntimeError with the end of its complaint."""
     if not (folder / "summary.json").exists():
+        shutil.rmtree(folder, ignore_errors=True)
         command = [sys.executable, "-m", "farflung", "train", "--out", str(folder), *flags(settings)]
         environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment)

@@ -16,7 +16,7 @@ from typing import TypeVar
 
 import tyro
 
-from farflung.config import Config, UserError, read_toml, suggestion
+from farflung.config import Config, Resume, UserError, read_toml, suggestion
 
 T = TypeVar("T")
 MISUSE, FAILURE, INTERRUPTED = 2, 1, 130
@@ -174,45 +174,10 @@ class _ExportOptions:
     """The folder to write; it must not exist, or be empty."""
 
 
-@dataclass(frozen=True)
-class _ResumeOptions:
-    """Which run to go on with, and what may be otherwise from now on."""
-
-    resume: Path
-    """The run folder."""
-    stages: int | None = None
-    """Processes that the layers of one replica are divided among; unset, as all below: as before."""
-    shard: int | None = None
-    """Processes that the parameters of each stage are divided among."""
-    schedule: str | None = None
-    """In what order stages compute microbatches."""
-    microbatches: int | None = None
-    """Parts of a batch that are in the pipeline at once."""
-    boundary: str | None = None
-    """What crosses from stage to stage."""
-    device: str | None = None
-    """What to train on."""
-    deadline: float | None = None
-    """Longest wait for other replicas, in seconds."""
-
-    def applied(self, config: Config) -> Config:
-        """The settings with those that are given here. Raises UserError."""
-        given = {key: value for key, value in vars(self).items() if key != "resume" and value is not None}
-        changed = replace(config, **given)
-        fixed = ("stages", "schedule", "boundary")
-        if "subspace" in config.boundary + changed.boundary and any(
-            getattr(config, key) != getattr(changed, key) for key in fixed
-        ):
-            raise UserError(
-                f"boundary {config.boundary} decides which weights there are; resume with the same {', '.join(fixed)}"
-            )
-        return changed
-
-
 def _train_settings(arguments: list[str]) -> tuple[Config, Path, bool]:
     """The settings, the run folder, and whether its run goes on. Flags win over the file."""
     if any(argument.split("=")[0] == "--resume" for argument in arguments):
-        options = _parse(_ResumeOptions, arguments, "train")
+        options = _parse(Resume, arguments, "train")
         folder = options.resume
         if not (folder / "config.toml").exists():
             raise UserError(

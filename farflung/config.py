@@ -162,6 +162,41 @@ _LEAST = {
 }
 
 
+@dataclass(frozen=True)
+class Resume:
+    """Which run to go on with, and what may be otherwise from now on."""
+
+    resume: Path
+    """The run folder."""
+    stages: int | None = None
+    """Processes that the layers of one replica are divided among; unset, as all below: as before."""
+    shard: int | None = None
+    """Processes that the parameters of each stage are divided among."""
+    schedule: str | None = None
+    """In what order stages compute microbatches."""
+    microbatches: int | None = None
+    """Parts of a batch that are in the pipeline at once."""
+    boundary: str | None = None
+    """What crosses from stage to stage."""
+    device: str | None = None
+    """What to train on."""
+    deadline: float | None = None
+    """Longest wait for other replicas, in seconds."""
+
+    def applied(self, config: Config) -> Config:
+        """The settings with those that are given here. Raises UserError."""
+        given = {key: value for key, value in vars(self).items() if key != "resume" and value is not None}
+        changed = dataclasses.replace(config, **given)
+        fixed = ("stages", "schedule", "boundary")
+        if "subspace" in config.boundary + changed.boundary and any(
+            getattr(config, key) != getattr(changed, key) for key in fixed
+        ):
+            raise UserError(
+                f"boundary {config.boundary} decides which weights there are; resume with the same {', '.join(fixed)}"
+            )
+        return changed
+
+
 def read_toml(path: Path) -> Config:
     """The settings of a TOML file over the defaults. Raises UserError."""
     return from_table(Config, toml_table(path), str(path))

@@ -2,7 +2,7 @@ import dataclasses
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from farflung import methods
@@ -16,6 +16,7 @@ from farflung.outer import GossipNesterov, RandomGroups, Schedule
     every=st.none() | st.integers(1, 9999),
     pretrained=st.booleans(),
 )
+@settings(max_examples=30, deadline=None)
 def test_settings_survive_their_file(
     tmp_path_factory: pytest.TempPathFactory, data: str, lr: float, every: int | None, pretrained: bool
 ) -> None:

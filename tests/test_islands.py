@@ -34,7 +34,7 @@ COMMON: dict[str, Any] = {
     "sequence_length": 16,
     "batch_size": 8,
     "max_tokens": 100_000,
-    "lr": 1e-2,
+    "lr": 3e-3,
 }
 LAYOUTS: dict[str, dict[str, Any]] = {
     "1f1b": {"stages": 4},

@@ -34,12 +34,21 @@ def test_contract(kind: str, tmp_path: Path) -> None:
     assert sum(o["sent"] for o in seen) == sum(o["received"] for o in seen)
 
 
-@pytest.mark.parametrize("method", ["ddp", "diloco", "noloco-streaming", "nolocox", "dilocox"])
-def test_simulated_and_torch_give_the_same_weights_bit_for_bit(method: str, tmp_path: Path) -> None:
+SAME_BITS = ("ddp", "diloco", "noloco-streaming", "nolocox", "dilocox")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    """What four real processes end with, by method."""
+    return run_replicas(4, "train", ",".join(SAME_BITS), tmp_path_factory.mktemp("trained"))
+
+
+@pytest.mark.parametrize("method", SAME_BITS)
+def test_simulated_and_torch_give_the_same_weights_bit_for_bit(method: str, trained: list[Any]) -> None:
     from torch_replica import METHODS
 
     simulated = [result.weights for result in Simulation(4).run(replica(METHODS[method], steps=12))]
-    real = run_replicas(4, "train", method, tmp_path)
+    real = [weights[method] for weights in trained]
     for rank in range(4):
         assert torch.equal(simulated[rank], real[rank]), rank
     if method.startswith("noloco"):

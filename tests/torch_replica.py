@@ -26,8 +26,8 @@ METHODS = {
 }
 
 
-def train(network: TorchNetwork, method: str) -> Any:
-    return replica(METHODS[method], steps=12)(network).weights
+def train(network: TorchNetwork, names: str) -> Any:
+    return {name: replica(METHODS[name], steps=12)(network).weights for name in names.split(",")}
 
 
 def contract(network: TorchNetwork, _: str) -> Any:

@@ -72,5 +72,5 @@ def shard_pieces(pieces: list[Piece], mesh: DeviceMesh, offload: bool) -> None:
 def trained(model: Any, config: Config) -> Any:
     """The model as it is while it trains."""
     if config.recompute:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
     return model.train()

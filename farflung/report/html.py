@@ -23,6 +23,7 @@ from farflung.report.figures import (
     spread_figure,
     timeline_figure,
 )
+from farflung.report.islands import has_islands, islands_table
 from farflung.report.live import nbytes, number
 from farflung.report.read import Run, read_run
 
@@ -61,6 +62,7 @@ def page(runs: list[Run]) -> str:
         ),
         *(_section(f"Adaptation{_of(run, runs)}", _picture(adaptation_figure(run))) for run in runs if adapts(run)),
         *(_section(f"Timeline{_of(run, runs)}", _timeline_note(run) + _picture(timeline_figure(run))) for run in runs),
+        *(_section(f"Inside the islands{_of(run, runs)}", islands_table(run)) for run in runs if has_islands(run)),
         *(_section(f"Warnings{_of(run, runs)}", _warnings(run)) for run in runs if run.all_of("warning")),
         *(
             _section(f"Written by the trained model{_of(run, runs)}", f"<pre>{escape(run.summary['sample'])}</pre>")
@@ -79,6 +81,7 @@ def _results(runs: list[Run]) -> str:
         ("validation loss of their averaged weights", lambda s: number(s["validation_loss_averaged"])),
         ("validation loss, each replica", lambda s: ", ".join(map(number, s["validation_loss_per_replica"]))),
         ("replicas × steps", lambda s: f"{s['replicas']} × {s['steps']}"),
+        ("stages × shards of a replica", lambda s: f"{s['stages']} × {s['shards']}"),
         ("parameters", lambda s: f"{s['parameters']:,}"),
         ("tokens", lambda s: f"{s['tokens']:,}"),
         ("sent by all replicas", lambda s: nbytes(s["bytes_sent"])),

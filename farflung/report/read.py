@@ -138,7 +138,8 @@ class Run:
             return self.summary
         results: dict[str, Any] = {}
         for start in self.all_of("start")[:1]:
-            results |= {name: start[name] for name in ("method", "replicas", "parameters") if name in start}
+            known = ("method", "replicas", "parameters", "stages", "shards")
+            results |= {name: start[name] for name in known if name in start}
         for step, events in list(self.by_step("step").items())[-1:]:
             results |= {
                 "steps": step,
