@@ -2,9 +2,10 @@
 
     python bench/pipeline.py [--steps 20]
 
-The ideal: each stage's forward and backward pass takes what it takes alone in one thread, messages take nothing, and
-stages that compute at the same time share the cores evenly. The order of passes is 1F1B's. Both figures are of the
-gradients of one batch, without the optimizer.
+The ideal: each stage's forward and backward pass takes what it takes in one thread, messages take nothing, and stages
+that compute at the same time share the cores evenly. The order of passes is 1F1B's. Cores that are all busy are each
+slower than one alone, so passes are timed both ways, and the ideal is told for both. All figures are of the gradients
+of one batch, without the optimizer.
 """
 
 from __future__ import annotations
@@ -13,9 +14,12 @@ import os
 import sys
 import tempfile
 import time
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
+from subprocess import PIPE, Popen
 
 import torch
 import tyro
@@ -68,8 +72,30 @@ def worker(config: Config, steps: int) -> None:
             print(time.monotonic() - began, flush=True)
 
 
+Passes = list[tuple[float, float]]
+
+
+def all_pass_seconds(config: Config, steps: int) -> Passes:
+    """What each stage's forward and backward pass of one microbatch take, in this process's one thread."""
+    torch.set_num_threads(1)
+    tokenizer = tokenizers.load(config.tokenizer)
+    division = division_of(config, models.outline(models.model_config(config, tokenizer)))
+    return [
+        pass_seconds(piece.train(), config, steps)
+        for stage in range(config.stages)
+        for piece in pieces_of(config, tokenizer, division, stage)
+    ]
+
+
+def busy_pass_seconds(config: Config, steps: int, cores: int) -> Passes:
+    """The same while as many processes as there are cores do it; the mean of their medians."""
+    with ProcessPoolExecutor(cores, mp_context=get_context("spawn")) as pool:
+        seen = list(pool.map(all_pass_seconds, [config] * cores, [steps] * cores))
+    return [(mean(f for f, _ in stage), mean(b for _, b in stage)) for stage in zip(*seen, strict=True)]
+
+
 def pass_seconds(piece: Piece, config: Config, steps: int) -> tuple[float, float]:
-    """What a piece's forward and backward pass of one microbatch take, alone in one thread."""
+    """What a piece's forward and backward pass of one microbatch take."""
     size = (config.batch_size // config.microbatches, config.sequence_length)  # type: ignore[operator]
     forward, backward = [], []
     for _ in range(steps):
@@ -129,8 +155,6 @@ def ideal_seconds(seconds: list[tuple[float, float]], microbatches: int, cores: 
 
 def measured_seconds(config: Config, steps: int) -> float:
     """The median over steps of the slowest process's time."""
-    from subprocess import PIPE, Popen
-
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "config.toml"
         path.write_text(to_toml(config))
@@ -154,30 +178,20 @@ def measured_seconds(config: Config, steps: int) -> float:
 
 
 def main(options: Options) -> None:
-    torch.set_num_threads(1)
     config = settings(options)
     cores = len(os.sched_getaffinity(0))
-    tokenizer = tokenizers.load(config.tokenizer)
-    division = division_of(config, models.outline(models.model_config(config, tokenizer)))
-    seconds = [
-        pass_seconds(piece.train(), config, options.steps)
-        for stage in range(options.stages)
-        for piece in pieces_of(config, tokenizer, division, stage)
-    ]
-    print(f"{options.model}, {options.stages} stages, {options.microbatches} microbatches, {cores} cores")
-    for stage, (forward, backward) in enumerate(seconds):
-        span = division.spans[stage]
-        print(
-            f"stage {stage}: layers {span.begin} to {span.end - 1}, {forward:.4f} s forward, {backward:.4f} s backward"
-        )
-    work = options.microbatches * sum(map(sum, seconds))
-    ideal, unlimited = (ideal_seconds(seconds, options.microbatches, n) for n in (cores, options.stages))
     bubble = (options.stages - 1) / (options.microbatches + options.stages - 1)
+    print(f"{options.model}, {options.stages} stages, {options.microbatches} microbatches, {cores} cores")
+    print(f"the bubble of equal stages with a core each: {bubble:.1%}\n")
+    alone, busy = all_pass_seconds(config, options.steps), busy_pass_seconds(config, options.steps, cores)
     took = measured_seconds(config, options.steps)
-    print(f"all passes one after the other                {work:7.3f} s")
-    print(f"ideal 1F1B, a core for each stage             {unlimited:7.3f} s (bubble of equal stages {bubble:.1%})")
-    print(f"ideal 1F1B on these {cores} cores                  {ideal:7.3f} s")
-    print(f"measured                                      {took:7.3f} s: {took / ideal - 1:+.1%} of the ideal")
+    heads = f"{'passes timed':16} {'of each stage, forward + backward, s':>40} {'in a row':>9} {'ideal':>7}"
+    print(f"{heads} {'measured':>15}")
+    for name, seconds in (("alone", alone), ("all cores busy", busy)):
+        stages = " ".join(f"{forward:.3f}+{backward:.3f}" for forward, backward in seconds)
+        work = options.microbatches * sum(map(sum, seconds))
+        ideal = ideal_seconds(seconds, options.microbatches, cores)
+        print(f"{name:16} {stages:>40} {work:9.3f} {ideal:7.3f} {took:7.3f} {took / ideal - 1:+7.1%}")
 
 
 if __name__ == "__main__":

@@ -174,7 +174,7 @@ def test_what_transformers_can_configure_is_counted_as_it_builds_it(tied: bool, 
         for stages in (1, 2, 3):
             split = known.stage_shapes(stages)
             assert len(split) == stages and sum(map(len, split)) == len(known.shapes)
-    with pytest.raises(UserError, match="4 stages, but the model has only 3 layers"):
+    with pytest.raises(UserError, match="4 pieces of a model that has only 3 layers"):
         known.stage_shapes(4)
 
 

@@ -15,7 +15,7 @@ from transformers import BloomConfig, GraniteConfig, LlamaConfig, PretrainedConf
 
 from farflung.config import Config, UserError
 from farflung.pipeline import Layout, check
-from farflung.pipeline.balance import spans
+from farflung.pipeline.balance import Load, spans
 from farflung.pipeline.layout import replicas_of
 from farflung.pipeline.routes import fixed_routes, random_routes
 from farflung.pipeline.split import Piece, check_split, keep
@@ -79,23 +79,25 @@ def test_a_model_that_cannot_be_split_says_why(config: PretrainedConfig, reason:
         check_split(config, 3)
 
 
-COSTS = st.lists(st.floats(0.01, 10), min_size=1, max_size=7)
+LOADS = st.builds(Load, st.floats(0.01, 10), st.floats(0.01, 10))
 
 
-@given(COSTS, st.floats(0, 10), st.floats(0, 10), st.integers(1, 7))
+@given(st.lists(LOADS, min_size=1, max_size=7), LOADS, LOADS, st.integers(1, 7))
 @settings(max_examples=150, deadline=None)
-def test_the_costliest_piece_is_as_cheap_as_can_be(costs: list[float], before: float, after: float, count: int) -> None:
+def test_the_largest_share_is_the_least_possible(costs: list[Load], before: Load, after: Load, count: int) -> None:
     if count > len(costs):
         with pytest.raises(UserError, match="only"):
             spans(costs, before, after, count)
         return
 
     def worst(cuts: tuple[int, ...]) -> float:
-        pieces = list(itertools.pairwise((0, *cuts, len(costs))))
-        sums = [sum(costs[a:b]) for a, b in pieces]
-        sums[0] += before
-        sums[-1] += after
-        return max(sums)
+        shares = []
+        for kind in (0, 1):
+            sums = [sum(load[kind] for load in costs[a:b]) for a, b in itertools.pairwise((0, *cuts, len(costs)))]
+            sums[0] += before[kind]
+            sums[-1] += after[kind]
+            shares.append(max(sums) / sum(sums))
+        return max(shares)
 
     best = min(worst(cuts) for cuts in itertools.combinations(range(1, len(costs)), count - 1))
     found = spans(costs, before, after, count)

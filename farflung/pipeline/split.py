@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from farflung.config import UserError
-from farflung.pipeline.balance import Span, costs_of, spans
+from farflung.pipeline.balance import Load, Span, spans
 from farflung.workloads import models
 
 POSITIONS = ("embed_positions", "wpe")
@@ -109,11 +110,21 @@ def anatomy(model: Any) -> Anatomy:
 
 
 def spans_of(model: Any, pieces: int) -> list[Span]:
-    """How a model's layers are divided, balanced by parameters and work. Raises UserError."""
+    """How a model's layers are divided. Looking up embeddings counts as no work. Raises UserError."""
     parts = anatomy(model)
-    before = [parts[name] for name in (parts.embeddings, *parts.positions)]
-    after = [*(parts[name] for name in parts.norms), model.get_output_embeddings()]
-    return spans(*costs_of(parts[parts.layers], before, [m for m in after if m is not None]), pieces)
+    before = Load(_parameters(*(parts[name] for name in (parts.embeddings, *parts.positions))), 0.0)
+    after = load_of(*(parts[name] for name in parts.norms), model.get_output_embeddings())
+    return spans([load_of(layer) for layer in parts[parts.layers]], before, after, pieces)
+
+
+def load_of(*modules: nn.Module | None) -> Load:
+    """Modules' parameters, and those of matrices."""
+    return Load(_parameters(*modules), _parameters(*modules, least_dimensions=2))
+
+
+def _parameters(*modules: nn.Module | None, least_dimensions: int = 1) -> int:
+    parameters = [p for module in modules if module is not None for p in module.parameters()]
+    return sum(math.prod(p.shape) for p in parameters if p.dim() >= least_dimensions)
 
 
 def keep(model: Any, span: Span) -> None:

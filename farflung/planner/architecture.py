@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from farflung.config import Config, UserError
+from farflung.pipeline.balance import Load, spans
 from farflung.planner.sizes import Shape
 from farflung.workloads import models, tokenizers
 
@@ -53,16 +54,15 @@ class Architecture:
         return (*self.first_shapes, *self.layer_shapes * self.layers, *self.last_shapes)
 
     def stage_layers(self, stages: int) -> list[int]:
-        """How many layers each of so many pipeline stages has."""
-        return [self.layers // stages + (stage < self.layers % stages) for stage in range(stages)]
+        """How many layers each of so many pipeline stages has, dealt out as training does. Raises UserError."""
+        layer, after = (_load(shapes) for shapes in (self.layer_shapes, self.last_shapes))
+        before = Load(_load(self.first_shapes).memory, 0.0)
+        if self.tied:
+            after = after.plus(_load(self.first_shapes))
+        return [span.end - span.begin for span in spans([layer] * self.layers, before, after, stages)]
 
     def stage_shapes(self, stages: int) -> list[tuple[Shape, ...]]:
-        """The parameters of each of so many pipeline stages; layers are dealt out evenly, the first ones get one more.
-
-        Raises UserError when there are fewer layers than stages.
-        """
-        if stages > self.layers:
-            raise UserError(f"{stages} stages, but the model has only {self.layers} layers")
+        """The parameters of each of so many pipeline stages. Raises UserError."""
         shapes = [self.layer_shapes * count for count in self.stage_layers(stages)]
         shapes[0] = (*self.first_shapes, *shapes[0])
         shapes[-1] = (*shapes[-1], *self.last_shapes)
@@ -73,6 +73,10 @@ class Architecture:
         matrices = self.layers * sum(math.prod(shape) for shape in self.layer_shapes if len(shape) > 1)
         head = sum(math.prod(shape) for shape in (self.first_shapes if self.tied else self.last_shapes))
         return 6.0 * (matrices + head) + 12.0 * self.layers * self.hidden * sequence_length
+
+
+def _load(shapes: tuple[Shape, ...]) -> Load:
+    return Load(sum(map(math.prod, shapes)), sum(math.prod(shape) for shape in shapes if len(shape) > 1))
 
 
 def architecture_of(name: str, sequence_length: int = 1024) -> Architecture:
