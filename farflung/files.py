@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import socket
 from pathlib import Path
+
+
+def beside(path: Path) -> Path:
+    """Where to write a file before it is renamed: no other process, on whatever machine, writes there."""
+    return path.with_name(f"{path.name}.{socket.gethostname()}-{os.getpid()}.tmp")
 
 
 def write_text(path: Path, text: str) -> None:
     """Writes a text file beside its place and renames it; makes the folders that it lies in."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f"{path.name}.tmp")
-    beside.write_text(text, encoding="utf-8")
-    beside.replace(path)
+    new = beside(path)
+    new.write_text(text, encoding="utf-8")
+    new.replace(path)

@@ -192,6 +192,7 @@ def test_two_machines_with_torchrun_give_the_same_run(undisturbed: Path, tmp_pat
             machine.kill()
             machine.wait()
     for rank in (0, 1):
+        assert (tmp_path / f"machine-{rank}" / "config.toml").exists()
         mine = saved(tmp_path / f"machine-{rank}", 40, rank)["model"]
         theirs = saved(undisturbed, 40, rank)["model"]
         assert all(torch.equal(mine[name], theirs[name]) for name in mine)

@@ -181,6 +181,8 @@ def test_a_run_goes_on_with_other_stages_and_exports(tmp_path: Path) -> None:
     run = read_run(folder)
     assert run.replicas == [0] and list(run.parts) == [(0, 1)]
     assert all(events[0]["stage"] == 1 for events in run.parts.values())
+    page = (folder / "report.html").read_text()
+    assert "Inside the islands" in page and "<td>replica 0, stage 1</td>" in page
 
     for path in folder.glob("checkpoints/step-000008/*"):
         path.unlink()

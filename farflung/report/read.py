@@ -48,16 +48,13 @@ class EventReader:
 
 @dataclass
 class Run:
-    """What a run folder says so far: each replica's events in order, the settings, and the summary at the end.
-
-    `parts` are the events of the processes of islands that do not speak for their replica, by replica and part.
-    """
+    """What a run folder says so far: each replica's events in order, the settings, and the summary at the end."""
 
     folder: Path
     settings: dict[str, Any] = field(default_factory=dict)
     events: dict[int, list[Event]] = field(default_factory=lambda: defaultdict(list))
-    parts: dict[tuple[int, int], list[Event]] = field(default_factory=lambda: defaultdict(list))
     summary: dict[str, Any] | None = None
+    _parts: dict[tuple[int, int, int], list[Event]] = field(default_factory=lambda: defaultdict(list))
     _readers: dict[str, EventReader] = field(default_factory=dict)
 
     @property
@@ -66,9 +63,14 @@ class Run:
         return self.folder.resolve().name
 
     @property
-    def island(self) -> int:
-        """Processes of one replica."""
-        return int(self.settings.get("stages", 1)) * int(self.settings.get("shard", 1))
+    def parts(self) -> dict[tuple[int, int], list[Event]]:
+        """The events of the processes that do not speak for their replica, by replica and part.
+
+        What another layout has left, before the run was resumed, is not among them.
+        """
+        starts = self.all_of("start")[-1:]
+        island = starts[0].get("stages", 1) * starts[0].get("shards", 1) if starts else 1
+        return {(replica, part): events for (replica, part, of), events in self._parts.items() if of == island}
 
     @property
     def replicas(self) -> list[int]:
@@ -97,10 +99,8 @@ class Run:
             replica, part, island = (int(number or 0) for number in found.groups())
             reader = self._readers.setdefault(path.stem, EventReader(path))
             restarted, new = reader.restarted(), reader.read()
-            if not part:
-                self.events[replica] = [*([] if restarted else self.events[replica]), *new]
-            elif island == self.island:  # else what another layout has left, before the run was resumed
-                self.parts[replica, part] = [*([] if restarted else self.parts[replica, part]), *new]
+            events = self._parts[replica, part, island] if part else self.events[replica]
+            events[:] = [*([] if restarted else events), *new]
 
     def died(self) -> dict[int, int]:
         """The replicas that have died, and their last steps."""

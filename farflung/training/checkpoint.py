@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from farflung.files import beside
+
 
 def save(folder: Path, step: int, seat: str, state: dict[str, Any]) -> None:
     """Writes one process's part of a checkpoint. `state` holds tensors, numbers, strings and containers of them."""
@@ -23,12 +25,12 @@ def save(folder: Path, step: int, seat: str, state: dict[str, Any]) -> None:
 def write(path: Path, state: dict[str, Any]) -> None:
     """Writes a file as a whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_suffix(".tmp")
-    with beside.open("wb") as file:
+    new = beside(path)
+    with new.open("wb") as file:
         torch.save(state, file)
         file.flush()
         os.fsync(file.fileno())
-    beside.rename(path)
+    new.rename(path)
     directory = os.open(path.parent, os.O_RDONLY)
     try:
         os.fsync(directory)
@@ -125,8 +127,13 @@ def _written(folder: Path, step: int, replica: int) -> dict[Part, Path]:
     return {_part(path.stem): path for path in _of_replica(_folder_of(folder, step), replica, "pt")}
 
 
+def _unfinished(folder: Path, step: int, replica: int) -> list[Path]:
+    """What processes that were killed while they wrote have left."""
+    return [path for kind in ("", "-part-*") for path in _folder_of(folder, step).glob(f"replica-{replica}{kind}.pt.*")]
+
+
 def _remove(folder: Path, step: int, replica: int) -> None:
-    for path in _written(folder, step, replica).values():
+    for path in (*_written(folder, step, replica).values(), *_unfinished(folder, step, replica)):
         path.unlink(missing_ok=True)
     with contextlib.suppress(OSError):  # not empty yet, or another process was quicker
         _folder_of(folder, step).rmdir()

@@ -91,6 +91,8 @@ def conditions_of(config: Config) -> Conditions:
 def run_torch_replica(config: Config, folder: Path, resume: bool) -> None:
     """This process's replica, under torchrun. Raises as `run_simulated` does."""
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if local_rank == 0 and STARTED_HERE not in os.environ:
+        prepare(config, folder, resume)  # the others come no further meanwhile than joining
     use_cores_of(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     network = TorchNetwork.from_env(config.deadline)
     layout = Layout.of(config)
