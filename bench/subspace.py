@@ -125,12 +125,12 @@ def exactness(config: Config, rank: int) -> tuple[float, float, float]:
     whole = chain.model(models.model_config(config, tokenizers.load("bytes")), None)
     expected: list[Tensor] = []
     for span in chain.spans[:-1]:
-        whole.get_decoder().layers[span.end - 1].register_forward_hook(lambda _, __, out: expected.append(out))
+        whole.get_decoder().layers[span.end - 1].register_forward_hook(lambda _, __, out: expected.append(out.detach()))
     tokens = torch.randint(256, chain.shape[:-1], generator=torch.Generator().manual_seed(0))
     loss = models.sequence_loss(whole, tokens)
     loss.backward()
     seen = chain.streams(tokens)
-    apart = max(float((a - b).abs().max()) for a, b in zip(seen[:-1], expected, strict=True))
+    apart = max(float((a.detach() - b).abs().max()) for a, b in zip(seen[:-1], expected, strict=True))
     own = chain.loss(tokens)
     own.backward()
     gradients = {name: p.grad for piece in chain.pieces for name, p in piece.model.named_parameters()}

@@ -53,7 +53,9 @@ def train(arguments: list[str]) -> None:
         if start is not launch.run_torch_replica:
             launch.prepare(config, folder, resume)
         if shows:
-            print(f"farflung: {config.replicas} replicas, {config.method}, {config.steps} steps; run folder {folder}")
+            island = f" of {config.stages} stages × {config.shard} shards" if config.stages * config.shard > 1 else ""
+            what = f"{config.replicas} replicas{island}, {config.method}, {config.steps} steps"
+            print(f"farflung: {what}; run folder {folder}")
         with _watched(folder) if shows else contextlib.nullcontext():
             start(config, folder, resume)
         if shows:

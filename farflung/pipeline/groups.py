@@ -49,7 +49,10 @@ class Groups:
 
     def mesh(self) -> DeviceMesh:
         """The processes that hold this stage together, for FSDP."""
-        backend = "nccl" if self._device.type == "cuda" else "gloo"
+        backend = "gloo"
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)  # FSDP works on the current one
+            backend = "nccl"
         return DeviceMesh.from_group(self._group(self._shards, backend), self._device.type)
 
     def total(self, values: Tensor) -> Tensor:

@@ -115,7 +115,7 @@ class Spread:
                 if self._is_first:
                     dist.send(weight.detach().cpu(), self._process_of(self._count - 1), group=self._groups.column)
                 elif self._is_last:
-                    weight.copy_(self._received(weight, 0))
+                    weight.copy_(self._received(weight.shape, 0))
 
     @torch.no_grad()
     def loss_of(self, sequences: Tensor) -> float:
@@ -228,21 +228,21 @@ class Spread:
         elif self._is_first:
             assert self._tied.grad is not None
             gradient = own_of(self._tied.grad)
-            gradient.add_(self._received(gradient, self._count - 1))
+            gradient.add_(self._received(gradient.shape, self._count - 1).to(gradient.device))
 
-    def _received(self, like: Tensor, piece: int) -> Tensor:
-        room = torch.empty(like.shape, dtype=like.dtype)
+    def _received(self, shape: torch.Size, piece: int) -> Tensor:
+        """Float32 values from the process that has a piece, on the CPU."""
+        room = torch.empty(shape)
         dist.recv(room, self._process_of(piece), group=self._groups.column)
-        return room.to(self._device)
+        return room
 
     def _forward(self, batch: Tensor) -> Tensor | None:
         """Sends a batch through all pieces, nothing left out between them; its logits, in the process that has them."""
         leaving: Tensor | None = None
         width = self._pieces[0].model.config.hidden_size
         for index in range(self.place.stage, self._count, self.layout.stages):
-            entering = (
-                batch if index == 0 else self._received(torch.empty(*batch.shape, width, device="meta"), index - 1)
-            )
+            shape = torch.Size((*batch.shape, width))
+            entering = batch if index == 0 else self._received(shape, index - 1).to(self._device)
             leaving = self._pieces[index // self.layout.stages](entering)
             assert leaving is not None
             if index < self._count - 1:

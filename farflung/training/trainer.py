@@ -200,12 +200,11 @@ class Trainer:
     def _sampled_weights(self) -> torch.Tensor:
         """Some of the replica's weights, always the same ones: from each of its processes as many."""
         layout = self.island.layout
-        weights = torch.cat([p.detach().flatten() for p in self.model.parameters()])
-        count = min(max(1, SAMPLED_WEIGHTS // layout.island), len(weights))
-        positions = torch.linspace(0, len(weights) - 1, count, dtype=torch.float64)
-        samples = torch.zeros(layout.island, max(1, SAMPLED_WEIGHTS // layout.island), dtype=torch.float64)
-        samples[layout.part(self.island.place), :count] = weights[positions.long().to(weights.device)].double().cpu()
-        return self.island.total(samples.flatten())[: count if layout.island == 1 else None]
+        room = max(1, SAMPLED_WEIGHTS // layout.island)
+        own = sampled(list(self.model.parameters()), room)
+        samples = torch.zeros(layout.island, room, dtype=torch.float64)
+        samples[layout.part(self.island.place), : len(own)] = own
+        return self.island.total(samples.flatten())[: len(own) if layout.island == 1 else None]
 
     def _describe(self) -> None:
         layout, place = self.island.layout, self.island.place
@@ -261,6 +260,19 @@ class Trainer:
 
     def _warn(self, message: str) -> None:
         self.events.write("warning", self.step, message=message)
+
+
+@torch.no_grad()
+def sampled(parameters: list[torch.nn.Parameter], most: int) -> torch.Tensor:
+    """Up to `most` of all values, evenly spread, as float64 on the CPU; no copy of them all is made."""
+    count = sum(parameter.numel() for parameter in parameters)
+    positions = torch.linspace(0, count - 1, min(most, count), dtype=torch.float64).long()
+    found, begin = [], 0
+    for parameter in parameters:
+        inside = positions[(positions >= begin) & (positions < begin + parameter.numel())] - begin
+        found.append(parameter.flatten()[inside.to(parameter.device)].double().cpu())
+        begin += parameter.numel()
+    return torch.cat(found)
 
 
 def peak_memory(device: torch.device) -> int:
