@@ -3,7 +3,7 @@
     python bench/routes.py [--steps 400] [--seeds 0 1 2] [--out runs/bench-routes]
 
 Two stages × four replicas, real processes on one machine. Every replica trains on data of its own; with noloco's rounds
-every 50 steps, and with no rounds at all, where only routes mix what replicas learn.
+every 50 steps. With --methods noloco local, also without any, where only routes mix what replicas learn.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Options:
     """Inner steps of each replica."""
     seeds: tuple[int, ...] = (0, 1, 2)
     """One run of each kind for each."""
-    methods: tuple[str, ...] = ("noloco", "local")
+    methods: tuple[str, ...] = ("noloco",)
     """How replicas exchange besides."""
     model: str = "micro"
     """What is trained."""

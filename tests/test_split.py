@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import BloomConfig, GraniteConfig, LlamaConfig, PretrainedConfig
 
-from farflung.config import Config, UserError
+from farflung.config import Config, Resume, UserError
 from farflung.pipeline import Layout, check
 from farflung.pipeline.balance import Load, spans
 from farflung.pipeline.layout import replicas_of
@@ -177,6 +177,16 @@ BASE = Config(model="tiny", replicas=2, stages=2, batch_size=8)
 def test_a_layout_that_cannot_work_is_refused(changes: dict[str, object], reason: str) -> None:
     with pytest.raises(UserError, match=reason):
         check(replace(BASE, **changes), tokenizers.load("bytes"))  # type: ignore[arg-type]
+
+
+def test_a_run_may_go_on_with_other_stages_unless_they_decide_which_weights_there_are() -> None:
+    changed = Resume(Path("run"), stages=4, microbatches=4).applied(BASE)
+    assert (changed.stages, changed.microbatches, changed.schedule) == (4, 4, "1f1b")
+    with pytest.raises(UserError, match="boundary subspace8 decides which weights"):
+        Resume(Path("run"), stages=4).applied(replace(BASE, boundary="subspace8"))
+    assert Resume(Path("run"), shard=2).applied(replace(BASE, boundary="subspace8")).shard == 2
+    with pytest.raises(UserError, match="schedule is 'fast'; it must be one of"):
+        Resume(Path("run"), schedule="fast").applied(BASE)
 
 
 def test_processes_that_make_no_whole_replicas_are_refused() -> None:

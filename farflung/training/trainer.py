@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import base64
-import contextlib
 import dataclasses
 import math
-import resource
 import socket
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +20,7 @@ from farflung.pipeline import assemble
 from farflung.training import checkpoint
 from farflung.training.events import EventLog
 from farflung.training.layouts import load_state, own_names
+from farflung.training.measures import Rate, peak_memory, sampled
 from farflung.training.stopping import Stop, Stopped
 from farflung.workloads import data, tokenizers
 
@@ -87,7 +85,7 @@ class Trainer:
         )
         self._saved = state
         self._resumed = resume_step is not None
-        self._rate = _Rate(network)
+        self._rate = Rate(network)
 
     def train(self) -> None:
         """Trains to the last step. Raises Stopped when asked to stop before, after a checkpoint where that can be."""
@@ -260,52 +258,6 @@ class Trainer:
 
     def _warn(self, message: str) -> None:
         self.events.write("warning", self.step, message=message)
-
-
-@torch.no_grad()
-def sampled(parameters: list[torch.nn.Parameter], most: int) -> torch.Tensor:
-    """Up to `most` of all values, evenly spread, as float64 on the CPU; no copy of them all is made."""
-    count = sum(parameter.numel() for parameter in parameters)
-    positions = torch.linspace(0, count - 1, min(most, count), dtype=torch.float64).long()
-    found, begin = [], 0
-    for parameter in parameters:
-        inside = positions[(positions >= begin) & (positions < begin + parameter.numel())] - begin
-        found.append(parameter.flatten()[inside.to(parameter.device)].double().cpu())
-        begin += parameter.numel()
-    return torch.cat(found)
-
-
-def peak_memory(device: torch.device) -> int:
-    """The most bytes that this process has held so far: of its GPU, or else of the machine's memory."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
-class _Rate:
-    """Tokens a second of training, leaving out the time that evaluations and checkpoints take."""
-
-    def __init__(self, network: Network) -> None:
-        self._network = network
-        self._tokens = 0
-        self._since = network.now()
-
-    def count(self, tokens: int) -> None:
-        self._tokens += tokens
-
-    @contextlib.contextmanager
-    def paused(self) -> Any:
-        began = self._network.now()
-        yield
-        self._since += self._network.now() - began
-
-    def take(self) -> float:
-        """The rate since this was last asked for."""
-        now = self._network.now()
-        rate = self._tokens / max(now - self._since, 1e-9)
-        self._tokens, self._since = 0, now
-        return rate
 
 
 def learning_rate(config: Config, step: int) -> float:

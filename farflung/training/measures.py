@@ -1,0 +1,60 @@
+"""What a process measures of itself for the events."""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+import sys
+from typing import Any
+
+import torch
+
+from farflung.networks import Network
+
+
+@torch.no_grad()
+def sampled(parameters: list[torch.nn.Parameter], most: int) -> torch.Tensor:
+    """Up to `most` of all values, evenly spread, as float64 on the CPU; no copy of them all is made."""
+    count = sum(parameter.numel() for parameter in parameters)
+    positions = torch.linspace(0, count - 1, min(most, count), dtype=torch.float64).long()
+    found, begin = [], 0
+    for parameter in parameters:
+        inside = positions[(positions >= begin) & (positions < begin + parameter.numel())] - begin
+        found.append(parameter.flatten()[inside.to(parameter.device)].double().cpu())
+        begin += parameter.numel()
+    return torch.cat(found)
+
+
+def peak_memory(device: torch.device) -> int:
+    """The most bytes that this process has held so far: of its GPU, or else of the machine's memory."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+class Rate:
+    """Tokens a second of training, leaving out the time that evaluations and checkpoints take."""
+
+    def __init__(self, network: Network) -> None:
+        self._network = network
+        self._tokens = 0
+        self._since = network.now()
+
+    def count(self, tokens: int) -> None:
+        """Takes note of tokens that were trained on."""
+        self._tokens += tokens
+
+    @contextlib.contextmanager
+    def paused(self) -> Any:
+        """Leaves out the time that passes inside."""
+        began = self._network.now()
+        yield
+        self._since += self._network.now() - began
+
+    def take(self) -> float:
+        """The rate since this was last asked for."""
+        now = self._network.now()
+        rate = self._tokens / max(now - self._since, 1e-9)
+        self._tokens, self._since = 0, now
+        return rate
