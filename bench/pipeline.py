@@ -27,7 +27,7 @@ import tyro
 from farflung.config import Config, read_toml, to_toml
 from farflung.networks import TorchNetwork
 from farflung.pipeline import assemble
-from farflung.pipeline.assemble import pieces_of
+from farflung.pipeline.build import pieces_of
 from farflung.pipeline.division import division_of
 from farflung.pipeline.split import Piece
 from farflung.workloads import data, models, tokenizers
