@@ -49,6 +49,21 @@ def observed(network: Network, config: Config, text: data.Data) -> dict[str, Any
     }
 
 
+def poisoned(network: Network, config: Config, text: data.Data) -> list[tuple[str, bool]]:
+    """What three steps report, and whether there are gradients: in the second, a weight of the first stage is NaN."""
+    island, _ = assemble(config, tokenizers.load(config.tokenizer), text, network, torch.device("cpu"))
+    weight = next(island.model.parameters())
+    before = weight.detach().clone()
+    seen = []
+    for step in range(3):
+        if step == 1 and island.place.stage == 0:
+            weight.data.fill_(float("nan"))
+        _, fault = island.gradients(step)
+        seen.append((fault, all(parameter.grad is not None for parameter in island.model.parameters())))
+        weight.data.copy_(before)
+    return seen
+
+
 if __name__ == "__main__":
     cases, _, out = sys.argv[1:4]
     torch.set_num_threads(1)
@@ -59,5 +74,5 @@ if __name__ == "__main__":
         config = Config(**settings)
         text = text or data.load(config, tokenizers.load(config.tokenizer))
         assert Layout.of(config).processes == torch.distributed.get_world_size()
-        results[name] = observed(network, config, text)
+        results[name] = (poisoned if name.startswith("poisoned") else observed)(network, config, text)
     torch.save(results, Path(out) / f"{network.process}.pt")

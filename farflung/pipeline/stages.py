@@ -62,11 +62,12 @@ class RoutedStage(PipelineStage):
     def begin_step(self, routes: Routes, tokens: list[Tensor]) -> None:
         """Says what the next step's microbatches are, and how they go."""
         self.routes, self.tokens = routes, tokens
+        self._before.spoilt = self._after.spoilt = False
         self._inbox.clear()
 
     @property
     def spoilt(self) -> bool:
-        """Whether something that is not finite was to be sent."""
+        """Whether something that is not finite was to be sent in this step."""
         return self._before.spoilt or self._after.spoilt
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:

@@ -103,6 +103,7 @@ class Trainer:
                 self._restore(self._saved, outer)
             while self.step < self.config.steps:
                 self._train_step(outer)
+        self.island.after_step()  # leaving has landed what was pending
         self.save(outer)
         self._evaluate()
         self.events.write("end", self.step, reason="finished")
