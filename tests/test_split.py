@@ -172,6 +172,8 @@ BASE = Config(model="tiny", replicas=2, stages=2, batch_size=8)
         ({"boundary": "subspace0"}, "at least 1 dimension"),
         ({"boundary": "subspace129"}, "more dimensions than the model's 128"),
         ({"schedule": "zero-bubble", "recompute": True}, "cannot recompute"),
+        ({"schedule": "zero-bubble", "shard": 2}, "would train shards wrongly"),
+        ({"schedule": "zero-bubble", "offload": True}, "would train shards wrongly"),
     ],
 )
 def test_a_layout_that_cannot_work_is_refused(changes: dict[str, object], reason: str) -> None:

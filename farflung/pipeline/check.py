@@ -61,6 +61,9 @@ def _check_microbatches(config: Config, parts: int) -> None:
         )
     if config.schedule == "zero-bubble" and config.recompute:
         raise UserError("the zero-bubble schedule cannot recompute activations; choose another --schedule")
+    if config.schedule == "zero-bubble" and (config.shard > 1 or config.offload):
+        # Seen with torch 2.13: gradients of layers' weights that are computed later miss FSDP's reduction.
+        raise UserError("the zero-bubble schedule would train shards wrongly; choose another --schedule, or --shard 1")
 
 
 def _check_subspace(config: Config, settings: Any, spans: list[Span], rank: int) -> None:
