@@ -41,7 +41,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "gpipe, recompute": {"stages": 4, "schedule": "gpipe", "microbatches": 2, "recompute": True},
     "interleaved": {"stages": 4, "schedule": "interleaved", "microbatches": 4},
     "tied": {"stages": 4, "microbatches": 4},
-    "tied, zero-bubble": {"stages": 4, "microbatches": 4, "schedule": "zero-bubble"},
+    "tied, zero-bubble, recompute": {"stages": 4, "microbatches": 4, "schedule": "zero-bubble", "recompute": True},
     "shards": {"shard": 4},
     "shards, stages, tied, offload": {"stages": 2, "shard": 2, "offload": True},
     "ddp": {"replicas": 2, "stages": 2, "method": "ddp"},

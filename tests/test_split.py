@@ -171,7 +171,6 @@ BASE = Config(model="tiny", replicas=2, stages=2, batch_size=8)
         ({"boundary": "int9"}, "choose one of float32, bfloat16"),
         ({"boundary": "subspace0"}, "at least 1 dimension"),
         ({"boundary": "subspace129"}, "more dimensions than the model's 128"),
-        ({"schedule": "zero-bubble", "recompute": True}, "cannot recompute"),
         ({"schedule": "zero-bubble", "shard": 2}, "would train shards wrongly"),
         ({"schedule": "zero-bubble", "offload": True}, "would train shards wrongly"),
     ],

@@ -59,8 +59,6 @@ def _check_microbatches(config: Config, parts: int) -> None:
             f"microbatches is {parts}, which the {config.schedule} schedule cannot deal out to {config.stages} stages; "
             f"choose a multiple of {config.stages}"
         )
-    if config.schedule == "zero-bubble" and config.recompute:
-        raise UserError("the zero-bubble schedule cannot recompute activations; choose another --schedule")
     if config.schedule == "zero-bubble" and (config.shard > 1 or config.offload):
         # Seen with torch 2.13: gradients of layers' weights that are computed later miss FSDP's reduction.
         raise UserError("the zero-bubble schedule would train shards wrongly; choose another --schedule, or --shard 1")
