@@ -75,7 +75,7 @@ class Config:
     schedule: Literal["1f1b", "gpipe", "interleaved", "zero-bubble"] = "1f1b"
     """In what order stages compute microbatches."""
     microbatches: int | None = None
-    """Parts of a batch that are in the pipeline at once; unset: twice the stages."""
+    """Parts that a batch is computed in, one after the other; unset: twice the stages, or one for a single stage."""
     routes: Literal["fixed", "random"] = "fixed"
     """Whether a microbatch stays in its replica, or goes to a random replica's next stage each time."""
     boundary: str = "float32"
@@ -175,7 +175,7 @@ class Resume:
     schedule: str | None = None
     """In what order stages compute microbatches."""
     microbatches: int | None = None
-    """Parts of a batch that are in the pipeline at once."""
+    """Parts that a batch is computed in, one after the other."""
     boundary: str | None = None
     """What crosses from stage to stage."""
     device: str | None = None
