@@ -199,13 +199,13 @@ def test_two_machines_with_torchrun_give_the_same_run(undisturbed: Path, tmp_pat
         assert (tmp_path / f"machine-{rank}" / "summary.json").exists()
 
 
-def test_a_port_in_use_is_named() -> None:
+def test_a_port_in_use_is_named(tmp_path: Path) -> None:
     import socket
 
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         done = farflung(
-            *("train", *QUICK, "--out", "unused"),
+            *("train", *QUICK, "--out", tmp_path / "run"),
             RANK="0",
             WORLD_SIZE="2",
             MASTER_ADDR="127.0.0.1",
