@@ -87,7 +87,7 @@ class Config:
 
     # How long, and with what inner optimizer
     replicas: int = 4
-    """Copies of the model; under torchrun the number of processes it started."""
+    """Copies of the model; under torchrun as many as the processes that it started make."""
     steps: int = 400
     """Inner steps of each replica."""
     seed: int = 0

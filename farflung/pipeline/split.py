@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from farflung.config import UserError
-from farflung.pipeline.balance import Load, Span, spans
+from farflung.pipeline.balance import Load, Span, load_of, spans
 from farflung.workloads import models
 
 POSITIONS = ("embed_positions", "wpe")
@@ -112,19 +111,13 @@ def anatomy(model: Any) -> Anatomy:
 def spans_of(model: Any, pieces: int) -> list[Span]:
     """How a model's layers are divided. Looking up embeddings counts as no work. Raises UserError."""
     parts = anatomy(model)
-    before = Load(_parameters(*(parts[name] for name in (parts.embeddings, *parts.positions))), 0.0)
-    after = load_of(*(parts[name] for name in parts.norms), model.get_output_embeddings())
-    return spans([load_of(layer) for layer in parts[parts.layers]], before, after, pieces)
+    before = _load(*(parts[name] for name in (parts.embeddings, *parts.positions)))._replace(work=0.0)
+    after = _load(*(parts[name] for name in parts.norms), model.get_output_embeddings())
+    return spans([_load(layer) for layer in parts[parts.layers]], before, after, pieces)
 
 
-def load_of(*modules: nn.Module | None) -> Load:
-    """Modules' parameters, and those of matrices."""
-    return Load(_parameters(*modules), _parameters(*modules, least_dimensions=2))
-
-
-def _parameters(*modules: nn.Module | None, least_dimensions: int = 1) -> int:
-    parameters = [p for module in modules if module is not None for p in module.parameters()]
-    return sum(math.prod(p.shape) for p in parameters if p.dim() >= least_dimensions)
+def _load(*modules: nn.Module | None) -> Load:
+    return load_of(p.shape for module in modules if module is not None for p in module.parameters())
 
 
 def keep(model: Any, span: Span) -> None:

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import torch
 from torch import nn
 
 from farflung.config import Config, UserError
-from farflung.pipeline.balance import Load, spans
+from farflung.pipeline.balance import load_of, spans
 from farflung.planner.sizes import Shape
 from farflung.workloads import models, tokenizers
 
@@ -55,10 +54,10 @@ class Architecture:
 
     def stage_layers(self, stages: int) -> list[int]:
         """How many layers each of so many pipeline stages has, dealt out as training does. Raises UserError."""
-        layer, after = (_load(shapes) for shapes in (self.layer_shapes, self.last_shapes))
-        before = Load(_load(self.first_shapes).memory, 0.0)
+        layer, first, after = map(load_of, (self.layer_shapes, self.first_shapes, self.last_shapes))
+        before = first._replace(work=0.0)
         if self.tied:
-            after = after.plus(_load(self.first_shapes))
+            after = after.plus(first)
         return [span.end - span.begin for span in spans([layer] * self.layers, before, after, stages)]
 
     def stage_shapes(self, stages: int) -> list[tuple[Shape, ...]]:
@@ -75,21 +74,14 @@ class Architecture:
         return 6.0 * (matrices + head) + 12.0 * self.layers * self.hidden * sequence_length
 
 
-def _load(shapes: tuple[Shape, ...]) -> Load:
-    return Load(sum(map(math.prod, shapes)), sum(math.prod(shape) for shape in shapes if len(shape) > 1))
-
-
 def architecture_of(name: str, sequence_length: int = 1024) -> Architecture:
     """A preset, or a model that transformers can configure, built without memory for its weights. Raises UserError."""
-    from transformers import AutoModelForCausalLM
-
     config = Config(model=name, sequence_length=sequence_length)
     settings = models.model_config(config, tokenizers.load("bytes"))
     if name in models.PRESETS and settings.hidden_size >= PUBLISHED_WIDTH:
         settings.vocab_size = max(settings.vocab_size, VOCABULARY)
     try:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(settings)
+        model = models.outline(settings)
     except (ValueError, TypeError, RuntimeError, ImportError) as error:
         reason = str(error).partition("\n")[0]
         raise UserError(f"model {name!r} cannot be built as a causal language model: {reason}") from error
