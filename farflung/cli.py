@@ -303,5 +303,5 @@ _TRAIN_HELP = (
     "\n\nfarflung train [CONFIG.toml] [flags] starts a run: every flag is also a key of the file, and flags win. "
     "farflung train --resume RUN goes on with one from its last whole checkpoint, if need be with other --stages, "
     "--shard, --schedule, --microbatches, --boundary, --device and --deadline. "
-    "Under torchrun, this process becomes one of the replicas."
+    "Under torchrun, this process becomes one of the replicas, or a part of one."
 )

@@ -188,12 +188,12 @@ class Resume:
         given = {key: value for key, value in vars(self).items() if key != "resume" and value is not None}
         changed = dataclasses.replace(config, **given)
         fixed = ("stages", "schedule", "boundary")
-        if "subspace" in config.boundary + changed.boundary and any(
-            getattr(config, key) != getattr(changed, key) for key in fixed
-        ):
-            raise UserError(
-                f"boundary {config.boundary} decides which weights there are; resume with the same {', '.join(fixed)}"
-            )
+        if any(getattr(config, key) != getattr(changed, key) for key in fixed):
+            for boundary in (config.boundary, changed.boundary):
+                if boundary.startswith("subspace"):
+                    raise UserError(
+                        f"boundary {boundary} decides which weights there are; resume with the same {', '.join(fixed)}"
+                    )
         return changed
 
 

@@ -185,6 +185,8 @@ def test_a_run_may_go_on_with_other_stages_unless_they_decide_which_weights_ther
     assert (changed.stages, changed.microbatches, changed.schedule) == (4, 4, "1f1b")
     with pytest.raises(UserError, match="boundary subspace8 decides which weights"):
         Resume(Path("run"), stages=4).applied(replace(BASE, boundary="subspace8"))
+    with pytest.raises(UserError, match="boundary subspace4 decides which weights"):
+        Resume(Path("run"), boundary="subspace4").applied(BASE)
     assert Resume(Path("run"), shard=2).applied(replace(BASE, boundary="subspace8")).shard == 2
     with pytest.raises(UserError, match="schedule is 'fast'; it must be one of"):
         Resume(Path("run"), schedule="fast").applied(BASE)
