@@ -12,9 +12,13 @@ def beside(path: Path) -> Path:
     return path.with_name(f"{path.name}.{socket.gethostname()}-{os.getpid()}.tmp")
 
 
-def write_text(path: Path, text: str) -> None:
-    """Writes a text file beside its place and renames it; makes the folders that it lies in."""
+def write_text(path: Path, text: str, private: bool = False) -> None:
+    """Writes a text file beside its place and renames it; makes the folders that it lies in.
+
+    A `private` one can be read by its owner alone.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     new = beside(path)
+    new.touch(mode=0o600 if private else 0o666)
     new.write_text(text, encoding="utf-8")
     new.replace(path)

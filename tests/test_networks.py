@@ -1,4 +1,4 @@
-"""The network contract, on both networks; and what only one of them has."""
+"""The network contract, on all networks; and what only one of them has."""
 
 import threading
 from pathlib import Path
@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from internet import run_peers
 from problem import replica
 from processes import run_replicas
 
@@ -19,9 +20,15 @@ def observe_simulated(network: SimulatedNetwork) -> Any:
     return contract(network, "")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("kind", ["simulated", "torch"])
+def observe(kind: str, folder: Path) -> list[Any]:
+    if kind == "simulated":
+        return Simulation(4).run(observe_simulated)
+    return run_replicas(4, "contract", "", folder) if kind == "torch" else run_peers(4, "contract", "", folder)
+
+
+@pytest.mark.parametrize("kind", ["simulated", "torch", "internet"])
 def test_contract(kind: str, tmp_path: Path) -> None:
-    seen = Simulation(4).run(observe_simulated) if kind == "simulated" else run_replicas(4, "contract", "", tmp_path)
+    seen = observe(kind, tmp_path)
     for rank, observed in enumerate(seen):
         assert observed["packets"] == {peer: [peer] * (peer + 1) for peer in range(4)}
         assert observed["mean"] == [2.5 * i for i in range(10)]
@@ -29,6 +36,7 @@ def test_contract(kind: str, tmp_path: Path) -> None:
         assert observed["pair_mean"] == [0.5 if rank < 2 else 2.5]
         # Each combines what the others sent to it: 10 times their rank and its own; and all get all of that.
         assert observed["relayed"] == {p: [p, *(10 * other + p for other in range(4) if other != p)] for p in range(4)}
+        assert observed["party"] == ([0, 1] if rank < 2 else [2, 3])
         # 10 floats among four: a replica sends its three other parts, then its own to three; and a pair swaps a tensor.
         assert 2_800_004 <= observed["sent"] <= 2_800_004 + 300
     assert sum(o["sent"] for o in seen) == sum(o["received"] for o in seen)

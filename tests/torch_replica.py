@@ -14,7 +14,7 @@ from problem import replica
 
 from farflung import methods
 from farflung.codecs import ErrorFeedback, LowRank, Modulo, Quantize
-from farflung.networks import PeerLost, TorchNetwork
+from farflung.networks import Network, PeerLost, TorchNetwork
 
 METHODS = {
     "ddp": methods.ddp,
@@ -30,32 +30,35 @@ def train(network: TorchNetwork, names: str) -> Any:
     return {name: replica(METHODS[name], steps=12)(network).weights for name in names.split(",")}
 
 
-def contract(network: TorchNetwork, _: str) -> Any:
-    """What the network's contract promises, as one dictionary of observations."""
-    rank, members = network.rank, network.members()
+def contract(network: Network, _: str) -> Any:
+    """What the network's contract promises, as one dictionary of observations; ranks as places among the members."""
+    members = network.members()
+    rank, place = members.index(network.rank), {member: number for number, member in enumerate(members)}
     packet = torch.full((rank + 1,), rank, dtype=torch.uint8)
     packets = network.exchange(packet, members, "packets").wait(20)
     tensor = torch.arange(10.0) * (rank + 1)
     mean = network.all_reduce(tensor, members, "mean").wait(20)
-    pair = (0, 1) if rank < 2 else (2, 3)
+    pair = members[:2] if rank < 2 else members[2:]
     large = torch.full((700_001,), float(rank))
     pending = network.all_reduce(large, pair, "pair")
     pair_mean = pending.wait(20)
     summed = network.relay(
-        {peer: torch.full((3,), 10 * rank + peer, dtype=torch.uint8) for peer in members if peer != rank},
+        {m: torch.full((3,), 10 * rank + place[m], dtype=torch.uint8) for m in members if m != network.rank},
         members,
         "relay",
         lambda received: torch.tensor([rank, *(int(packet[0]) for packet in received.values())], dtype=torch.uint8),
     ).wait(20)
     empty = network.all_reduce(torch.empty(0), members, "empty").wait(20)
+    party = network.meet(pair, "round 0 of fragment 0", 1, 1.0, "").wait(20)
     return {
-        "packets": {peer: p.tolist() for peer, p in packets.items()},
+        "packets": {place[member]: p.tolist() for member, p in packets.items()},
         "mean": mean.tolist(),
         "in_place": mean is tensor,
         "pair_mean": pair_mean.unique().tolist(),
         "done": pending.done(),
-        "relayed": {peer: p.tolist() for peer, p in summed.items()},
+        "relayed": {place[member]: p.tolist() for member, p in summed.items()},
         "empty": empty.numel(),
+        "party": [place[member] for member in party.group],
         "received": network.traffic.bytes_received,
         "sent": network.traffic.bytes_sent,
     }

@@ -6,7 +6,7 @@ import os
 
 import torch.distributed as dist
 
-from farflung.networks.base import Finished, Group, Network, PeerLost, Pending, Traffic
+from farflung.networks.base import Finished, Group, Network, Party, PeerLost, Pending, State, Traffic
 from farflung.networks.conditions import Conditions
 from farflung.networks.distributed import TorchNetwork
 from farflung.networks.presets import conditions_named
@@ -18,10 +18,12 @@ __all__ = [
     "Finished",
     "Group",
     "Network",
+    "Party",
     "PeerLost",
     "Pending",
     "SimulatedNetwork",
     "Simulation",
+    "State",
     "TorchNetwork",
     "Traffic",
     "conditions_named",

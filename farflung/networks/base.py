@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from torch import Tensor
 
@@ -87,6 +87,29 @@ class Finished(Generic[T]):
         return self.value
 
 
+@dataclass(frozen=True)
+class Party:
+    """Who takes part in a round.
+
+    Args:
+        group: the replicas that have come, sorted, this one among them; fewer than two when it stays alone.
+        weights: what each one's message counts; empty where all count alike.
+        behind: whether this replica must catch up first, because its anchors are not the others'.
+    """
+
+    group: Group
+    weights: dict[int, float]
+    behind: bool = False
+
+
+@dataclass(frozen=True)
+class State:
+    """Where a run stands, for a replica that comes to it: float32 tensors by name, and facts that JSON can hold."""
+
+    tensors: dict[str, Tensor]
+    facts: dict[str, Any]
+
+
 class Network(Protocol):
     """One replica's seat among the others. It moves packets and knows nothing of what is in them.
 
@@ -95,6 +118,8 @@ class Network(Protocol):
 
     rank: int
     traffic: Traffic
+    open: bool
+    """Whether replicas come and go, at speeds of their own, and cannot all be trusted."""
 
     def members(self) -> Group:
         """The replicas believed alive, sorted, this one among them."""
@@ -121,6 +146,36 @@ class Network(Protocol):
         """
         ...
 
+    def meet(self, wanted: Group, key: str, step: int, weight: float, lineage: str) -> Pending[Party]:
+        """Who of those wanted comes to a round; on an open network also others whose partners do not come.
+
+        Args:
+            wanted: the group that the round's topology makes of the members.
+            step: at which this replica's round starts.
+            weight: what its message counts.
+            lineage: what must be equal for messages to be averaged; "" for anything.
+        """
+        ...
+
+    def paced(self, step: int, every: int) -> int:
+        """The step that a replica is to count itself at, after its own `step`, with rounds each `every` steps.
+
+        On an open network slow ones are moved on to where the others are. Called at the end of each step.
+        """
+        ...
+
+    def serve(self, source: Callable[[], State]) -> None:
+        """Says how to get this replica's state, for those who come late; it is called in `paced` if need be."""
+        ...
+
+    def fetch(self, alike: bool) -> Pending[State]:
+        """The state of other replicas; all of it of the same bits where they are `alike`. `wait` raises PeerLost."""
+        ...
+
+    def blame(self, rank: int, why: str) -> None:
+        """Says that a replica sent what it must not."""
+        ...
+
     def computed(self) -> None:
         """Says that one inner step's computation is done; a simulated clock advances by it."""
         ...
@@ -128,6 +183,30 @@ class Network(Protocol):
     def now(self) -> float:
         """Seconds on this network's clock, wall or virtual."""
         ...
+
+
+class Closed:
+    """What a network does of the above whose replicas are there from beginning to end."""
+
+    open = False
+
+    def meet(self, wanted: Group, key: str, step: int, weight: float, lineage: str) -> Pending[Party]:
+        """All of them."""
+        return Finished(Party(wanted, {}), 0.0)
+
+    def paced(self, step: int, every: int) -> int:
+        """The step itself."""
+        return step
+
+    def serve(self, source: Callable[[], State]) -> None:
+        """Nobody comes late."""
+
+    def fetch(self, alike: bool) -> Pending[State]:
+        """Raises PeerLost: nobody comes late."""
+        raise PeerLost((), "replicas of this network are there from the beginning")
+
+    def blame(self, rank: int, why: str) -> None:
+        """They are trusted."""
 
 
 def mean_in_order(tensors: Sequence[Tensor]) -> Tensor:

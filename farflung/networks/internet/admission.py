@@ -1,0 +1,105 @@
+"""How two peers prove to each other that they belong to the run, before either reads anything else."""
+
+from __future__ import annotations
+
+import secrets
+from typing import Any
+
+from farflung.config import UserError
+from farflung.networks.internet.frames import Frame, FrameError, entry
+from farflung.networks.internet.identity import Identity, peer_of, rank_of
+from farflung.networks.internet.members import Member
+from farflung.networks.internet.ticket import Ticket
+
+CLOCK_SECONDS = 2.5
+"""Clocks that differ by more make the DHT forget what it should know."""
+
+
+class Stranger(FrameError):
+    """Who asks does not know the run's secret."""
+
+
+class Admission:
+    """One peer's side of the proof: both show that they know the secret, for these two peers and this moment.
+
+    Ask, answer and proof are frames; what the peers say of themselves follows only then.
+    """
+
+    def __init__(self, ticket: Ticket, identity: Identity) -> None:
+        self._ticket = ticket
+        self._own = identity.peer
+
+    def ask(self) -> Frame:
+        """The first frame, of the one who opens."""
+        return {"kind": "hello", "nonce": secrets.token_hex(16)}
+
+    def answer(self, ask: Frame, peer: str) -> Frame:
+        """The second, of the one who is asked: already a proof."""
+        nonce = secrets.token_hex(16)
+        return {"nonce": nonce, "proof": self._ticket.proof("answer", entry(ask, "nonce", str), nonce, peer, self._own)}
+
+    def proof(self, ask: Frame, answer: Frame, peer: str) -> str:
+        """The opener's, once the answer has convinced it. Raises Stranger."""
+        nonce = entry(answer, "nonce", str)
+        if not self._ticket.proves(answer.get("proof"), "answer", ask["nonce"], nonce, self._own, peer):
+            raise Stranger("it does not know the run's secret")
+        return self._ticket.proof("ask", nonce, ask["nonce"], self._own, peer)
+
+    def check(self, ask: Frame, answer: Frame, proof: object, peer: str) -> None:
+        """Whether the opener has convinced the one who is asked. Raises Stranger."""
+        if not self._ticket.proves(proof, "ask", answer["nonce"], ask["nonce"], peer, self._own):
+            raise Stranger("it does not know the run's secret")
+
+
+def member_of(about: Frame, peer: str) -> Member:
+    """The member that a peer says it is. Raises FrameError when that cannot be."""
+    public = entry(about, "public", str)
+    try:
+        owner = peer_of(public)
+    except ValueError as error:
+        raise FrameError(f"a peer's key cannot be read: {error}") from error
+    if owner != peer or entry(about, "rank", int) != rank_of(peer):
+        raise FrameError("a peer's key is not its own")
+    addresses = entry(about, "addresses", list)
+    if len(addresses) > 32 or not all(isinstance(address, str) for address in addresses):
+        raise FrameError("a peer's addresses are none")
+    return Member(
+        peer=peer,
+        rank=rank_of(peer),
+        public=public,
+        session=entry(about, "session", str)[:64],
+        host=entry(about, "host", str)[:64],
+        addresses=tuple(addresses),
+        beat=entry(about, "beat", int),
+        step=entry(about, "step", int),
+        rate=float(about.get("rate", 0.0)),
+        trains=entry(about, "trains", bool),
+        facts=entry(about, "facts", dict),
+    )
+
+
+def disagreement(own: Frame, theirs: Frame) -> str:
+    """Why two members cannot train together, and what to do; "" when they can."""
+    if own["version"] != theirs.get("version"):
+        return (
+            f"this is farflung {own['version']}, the run's peers have {theirs.get('version')}; "
+            f"install theirs: pip install farflung=={theirs.get('version')}"
+        )
+    if own["settings"] != theirs.get("settings"):
+        return "the ticket's settings are not the run's; ask for a new ticket, and do not edit it"
+    if own["shapes"] and theirs.get("shapes") and own["shapes"] != theirs["shapes"]:
+        return (
+            "the model made here has other shapes than the run's; "
+            "see that the model and tokenizer the ticket names are the same files and versions on both machines"
+        )
+    return ""
+
+
+def check_clock(theirs: Any, asked: float, now: float) -> None:
+    """Whether two clocks agree, by what the other's was between two moments of one's own. Raises UserError."""
+    ahead = (asked + now) / 2 - float(theirs)
+    if abs(ahead) > CLOCK_SECONDS + (now - asked) / 2:
+        raise UserError(
+            f"this machine's clock is {abs(ahead):.0f} s {'ahead of' if ahead > 0 else 'behind'} the other peers'; "
+            "set it, for example with: timedatectl set-ntp true"
+        )

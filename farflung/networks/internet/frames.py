@@ -1,0 +1,87 @@
+"""Frames: a length and a small JSON object, at the head and the end of everything that peers tell each other."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import struct
+from typing import Any, Protocol
+
+Frame = dict[str, Any]
+LARGEST_FRAME = 1 << 16
+_LENGTH = struct.Struct(">I")
+_CHUNK = 1 << 18
+
+
+class FrameError(ValueError):
+    """What came is no frame of ours: too long, no JSON object, or without what it must hold."""
+
+
+class Writer(Protocol):
+    """The sending end of a stream."""
+
+    def write(self, data: Any) -> None: ...  # noqa: D102
+
+    async def drain(self) -> None: ...  # noqa: D102
+
+
+async def write_frame(writer: Writer, frame: Frame) -> None:
+    """Sends one frame."""
+    writer.write(encoded(frame))
+    await writer.drain()
+
+
+def encoded(frame: Frame) -> bytes:
+    """A frame as bytes."""
+    text = json.dumps(frame, separators=(",", ":")).encode()
+    if len(text) > LARGEST_FRAME:
+        raise FrameError(f"a frame of {len(text)} bytes is too long to send")
+    return _LENGTH.pack(len(text)) + text
+
+
+async def read_frame(reader: asyncio.StreamReader) -> Frame:
+    """Receives one frame. Raises FrameError, and EOFError when the stream ends before it does."""
+    (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
+    if length > LARGEST_FRAME:
+        raise FrameError(f"a frame says that it has {length} bytes; at most {LARGEST_FRAME} are read")
+    try:
+        frame = json.loads(await reader.readexactly(length))
+    except (ValueError, RecursionError) as error:
+        raise FrameError(f"a frame is no JSON: {error}") from error
+    if not isinstance(frame, dict):
+        raise FrameError("a frame is no JSON object")
+    return frame
+
+
+def entry(frame: Frame, name: str, kind: type) -> Any:
+    """What a frame holds under a name. Raises FrameError when it is missing or of another type."""
+    value = frame.get(name)
+    if type(value) is not kind:
+        raise FrameError(f"a frame's {name!r} is missing or no {kind.__name__}")
+    return value
+
+
+async def write_payload(writer: Writer, payload: memoryview, stall: float) -> None:
+    """Sends bytes, in pieces. Raises TimeoutError when nothing moves for `stall` seconds."""
+    for begin in range(0, len(payload), _CHUNK):
+        writer.write(payload[begin : begin + _CHUNK])
+        async with asyncio.timeout(stall):
+            await writer.drain()
+
+
+async def read_payload(reader: asyncio.StreamReader, into: memoryview, stall: float, slowest: float) -> None:
+    """Fills `into`. Raises EOFError when the stream ends before.
+
+    Raises TimeoutError when nothing comes for `stall` seconds, or less than `slowest` bytes a second over all.
+    """
+    position, loop = 0, asyncio.get_running_loop()
+    began = loop.time()
+    while position < len(into):
+        async with asyncio.timeout(stall):
+            piece = await reader.read(min(_CHUNK, len(into) - position))
+        if not piece:
+            raise EOFError(f"the stream ended after {position} of {len(into)} bytes")
+        into[position : position + len(piece)] = piece
+        position += len(piece)
+        if loop.time() - began > stall + position / slowest:
+            raise TimeoutError(f"only {position} bytes came in {loop.time() - began:.0f} s")

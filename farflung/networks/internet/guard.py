@@ -1,0 +1,64 @@
+"""What peers do that they must not: refused, counted, and in the end answered with silence."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable
+
+STRIKES = 3
+"""So many offences within SHUNNED_SECONDS, and a peer is shunned for as long."""
+SHUNNED_SECONDS = 600.0
+STREAMS_PER_PEER = 64
+STREAMS = 1024
+
+
+class Guard:
+    """Counts offences by kind, and remembers whom to shun.
+
+    Args:
+        tell: told in one line when somebody is shunned.
+    """
+
+    def __init__(self, tell: Callable[[str], None]) -> None:
+        self.refused: Counter[str] = Counter()
+        self._tell = tell
+        self._strikes: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=STRIKES))
+        self._shunned: dict[str, float] = {}
+        self._streams: Counter[str] = Counter()
+
+    def refuse(self, kind: str) -> None:
+        """Counts what nobody in particular can be blamed for, as what strangers send."""
+        self.refused[kind] += 1
+
+    def strike(self, peer: str, kind: str, why: str) -> None:
+        """Counts an offence of a member; the third within ten minutes has it shunned."""
+        self.refused[kind] += 1
+        now, strikes = time.monotonic(), self._strikes[peer]
+        strikes.append(now)
+        if len(strikes) == STRIKES and now - strikes[0] < SHUNNED_SECONDS and not self.shuns(peer):
+            self._shunned[peer] = now
+            self._tell(f"peer {peer[-8:]} is shunned for {SHUNNED_SECONDS / 60:g} minutes: {why}")
+
+    def shuns(self, peer: str) -> bool:
+        """Whether a peer is being shunned."""
+        return time.monotonic() - self._shunned.get(peer, -SHUNNED_SECONDS) < SHUNNED_SECONDS
+
+    @property
+    def shunned(self) -> list[str]:
+        """The peers that are being shunned."""
+        return [peer for peer in self._shunned if self.shuns(peer)]
+
+    def admit(self, peer: str) -> bool:
+        """Whether a peer may have one more stream open; `release` ends it."""
+        if self.shuns(peer) or self._streams[peer] >= STREAMS_PER_PEER or self._streams.total() >= STREAMS:
+            self.refused["shunned peer" if self.shuns(peer) else "too many streams"] += 1
+            return False
+        self._streams[peer] += 1
+        return True
+
+    def release(self, peer: str) -> None:
+        """A stream that was admitted has ended."""
+        self._streams[peer] -= 1
+        if not self._streams[peer]:
+            del self._streams[peer]

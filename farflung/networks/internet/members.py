@@ -1,0 +1,89 @@
+"""Who is there, as far as this peer has heard."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+ALIVE_SECONDS = 20.0
+"""A member that nothing was heard of for so long is taken for gone."""
+REMEMBERED_SECONDS = 3600.0
+"""One that is gone is looked for this much longer."""
+CAUTION = 0.8
+"""What part of the steps a peer would have made since it was last heard of is counted on."""
+
+
+@dataclass
+class Member:
+    """One peer that has proven that it is a member, and its latest word of itself."""
+
+    peer: str
+    rank: int
+    public: str
+    session: str
+    host: str
+    addresses: tuple[str, ...]
+    beat: int = 0
+    step: int = 0
+    rate: float = 0.0
+    trains: bool = True
+    facts: dict[str, Any] = field(default_factory=dict)
+    heard: float = field(default_factory=time.monotonic)
+    failed: bool = False
+
+    @property
+    def alive(self) -> bool:
+        """Whether it is believed to be there."""
+        return not self.failed and time.monotonic() - self.heard < ALIVE_SECONDS
+
+    @property
+    def described(self) -> str:
+        """How it is called in messages."""
+        return f"replica {self.rank} ({self.host})"
+
+    def step_now(self) -> float:
+        """The step that it has reached, cautiously, by what it was last heard to do."""
+        return self.step + CAUTION * self.rate * (time.monotonic() - self.heard)
+
+
+class Members:
+    """The table of all that were heard of, by rank; without this peer itself."""
+
+    def __init__(self) -> None:
+        self.by_rank: dict[int, Member] = {}
+
+    def hear(self, news: Member) -> bool:
+        """Takes a peer's own word of itself; whether it was news."""
+        known = self.by_rank.get(news.rank)
+        if known and known.session == news.session and news.beat <= known.beat:
+            return False
+        self.by_rank[news.rank] = news
+        return True
+
+    def heard_step(self, rank: int, step: int) -> None:
+        """A peer has said by the way at which step it is."""
+        if member := self.by_rank.get(rank):
+            member.step, member.heard, member.failed = max(member.step, step), time.monotonic(), False
+
+    def failed(self, rank: int) -> None:
+        """A peer could not be reached; it is gone until it is heard of again."""
+        if member := self.by_rank.get(rank):
+            member.failed = True
+
+    def training(self) -> list[Member]:
+        """Those that are there and train, in order of rank."""
+        return sorted((m for m in self.by_rank.values() if m.alive and m.trains), key=lambda m: m.rank)
+
+    def missing(self) -> list[Member]:
+        """Those that have gone not too long ago; the others are forgotten."""
+        now = time.monotonic()
+        for rank in [r for r, m in self.by_rank.items() if now - m.heard > REMEMBERED_SECONDS]:
+            del self.by_rank[rank]
+        return [member for member in self.by_rank.values() if not member.alive]
+
+    def lead(self) -> float | None:
+        """The step that the middle one of those who train has reached; None without any."""
+        steps = [member.step_now() for member in self.training()]
+        return statistics.median_low(steps) if steps else None

@@ -1,0 +1,295 @@
+"""Replicas as peers on the open internet, that come and go: hivemind's DHT and libp2p streams."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from farflung.networks.base import (
+    Combine,
+    Finished,
+    Group,
+    Party,
+    PeerLost,
+    Pending,
+    State,
+    Traffic,
+    mean_in_order,
+)
+from farflung.networks.internet.frames import Frame
+from farflung.networks.internet.identity import Identity
+from farflung.networks.internet.matchmaker import Matchmaker
+from farflung.networks.internet.members import Member
+from farflung.networks.internet.post import Lost, Post
+from farflung.networks.internet.snapshots import Snapshots
+from farflung.networks.internet.swarm import Seat, Swarm
+from farflung.networks.internet.ticket import Ticket
+
+T = TypeVar("T")
+
+JUMP = 4
+"""A peer that is so many steps behind the others counts itself to be where they are."""
+PATIENCE = 0.25
+"""What part of the time between two rounds a peer waits for others to come to one."""
+ROOM = 1 << 20
+"""Bytes that a packet may be larger than expected."""
+
+
+class InternetNetwork:
+    """A peer's seat in a run on the internet. Its rank is a number made of its key.
+
+    Args:
+        ticket: the run's.
+        identity: this peer's key.
+        seat: where it listens.
+        about: what others must agree to: `version`, `settings`, `shapes`, `host`; and whether it `trains`.
+        largest: bytes of the largest message that is taken.
+        deadline: the longest that others are waited for, in seconds.
+        tell: told in one line what a user should know.
+
+    Raises UserError when there is nobody to join, or they do not want this peer.
+    """
+
+    open = True
+
+    def __init__(
+        self,
+        ticket: Ticket,
+        identity: Identity,
+        seat: Seat,
+        about: Frame,
+        *,
+        largest: int,
+        deadline: float = 120.0,
+        tell: Callable[[str], None] = print,
+    ) -> None:
+        self.ticket = ticket
+        self.rank = identity.rank
+        self.traffic = Traffic()
+        self.deadline = deadline
+        self.swarm = Swarm(ticket, identity, seat, about, tell)
+        stall = max(5.0, min(15.0, deadline / 4))
+        self._post = Post(self.swarm, ticket.run, largest + ROOM, stall, self.traffic)
+        self._matchmaker = Matchmaker(self.swarm)
+        self._snapshots = Snapshots(self.swarm, 4 * largest + ROOM, stall)
+        self._tell = tell
+        self._source: Callable[[], State] | None = None
+        self._met: dict[str, float] = {}
+        self._paced_at = time.monotonic()
+        self.swarm.start(deadline)
+
+    def members(self) -> Group:
+        """Those that train and were heard of lately, and this one."""
+        return tuple(sorted({self.rank, *(member.rank for member in self.swarm.members.training())}))
+
+    def exchange(self, packet: Tensor, group: Group, key: str) -> Pending[dict[int, Tensor]]:
+        """See Network."""
+        if group == (self.rank,):
+            return Finished({self.rank: packet}, self.now())
+        return _Transfer(self, group, lambda transfer: self._exchange(packet, transfer, key))
+
+    def relay(self, packets: dict[int, Tensor], group: Group, key: str, combine: Combine) -> Pending[dict[int, Tensor]]:
+        """See Network. Combines in a thread of its own."""
+        return _Transfer(self, group, lambda transfer: self._relay(packets, combine, transfer, key))
+
+    def all_reduce(self, tensor: Tensor, group: Group, key: str) -> Pending[Tensor]:
+        """See Network. Each member averages one part."""
+        if group == (self.rank,):
+            return Finished(tensor, self.now())
+        return _Transfer(self, group, lambda transfer: self._all_reduce(tensor, transfer, key))
+
+    def meet(self, wanted: Group, key: str, step: int, weight: float, lineage: str) -> Pending[Party]:
+        """See Network. Who cannot come soon is not waited for."""
+        stream = key.rpartition(" of ")[2]
+        between = self.now() - self._met.get(stream, self.now() - self.deadline)
+        self._met[stream] = self.now()
+        patience = min(max(1.0, PATIENCE * between), self.deadline / 2)
+        return _Transfer(self, wanted, lambda _: self._matchmaker.meet(wanted, key, step, weight, lineage, patience))
+
+    def paced(self, step: int, every: int) -> int:
+        """See Network. Jumps to where the others are; far ahead of them, stays."""
+        about, now = self.swarm.about, time.monotonic()
+        if self._snapshots.due and self._source:
+            self._snapshots.give(self._source())
+        lead = self.swarm.members.lead()
+        if lead is not None and lead - step >= JUMP:
+            step = int(lead)
+        elif lead is not None and step - 1 > lead + every + JUMP:
+            step -= 1
+        seconds = max(now - self._paced_at, 1e-6)
+        latest = (step - about["step"]) / seconds
+        about["rate"] = (
+            latest if not about["rate"] else about["rate"] + min(0.1, seconds / 10) * (latest - about["rate"])
+        )
+        about["step"], self._paced_at = step, now
+        return step
+
+    def serve(self, source: Callable[[], State]) -> None:
+        """See Network."""
+        self._source = source
+
+    def fetch(self, alike: bool) -> Pending[State]:
+        """See Network."""
+        return _Transfer(self, self.members(), lambda _: self._snapshots.fetch(alike, self._tell))
+
+    def blame(self, rank: int, why: str) -> None:
+        """See Network."""
+        if member := self.swarm.members.by_rank.get(rank):
+            self.swarm.guard.strike(member.peer, "bad message", f"{member.described}: {why}")
+
+    def tell_others(self, **facts: Any) -> None:
+        """Changes what this peer says of itself to those who look on."""
+        self.swarm.about["facts"] = {**self.swarm.about["facts"], **facts}
+
+    def computed(self) -> None:
+        """Nothing: the wall clock has already advanced."""
+
+    def now(self) -> float:
+        """The process's monotonic clock, seconds."""
+        return time.monotonic()
+
+    def address(self, rank: int) -> str:
+        """How to call a replica in a message."""
+        member = self.swarm.members.by_rank.get(rank)
+        return member.described if member else f"replica {rank} (unknown here)"
+
+    def invitation(self) -> Ticket:
+        """The run's ticket as it is now: to this peer and the others that are there."""
+        return self.ticket.at(self.swarm.addresses)
+
+    def close(self) -> None:
+        """Leaves the swarm."""
+        self.swarm.close()
+
+    async def _exchange(self, packet: Tensor, transfer: _Transfer[dict[int, Tensor]], key: str) -> dict[int, Tensor]:
+        await self._swap(dict.fromkeys(transfer.others, packet), transfer, key)
+        transfer.delivered[self.rank] = packet
+        transfer.raise_if_lost()
+        return {rank: transfer.delivered[rank] for rank in transfer.group}
+
+    async def _relay(
+        self, packets: dict[int, Tensor], combine: Combine, transfer: _Transfer[dict[int, Tensor]], key: str
+    ) -> dict[int, Tensor]:
+        # The second half of the time is for the second half of the way.
+        await self._swap(packets, transfer, f"{key}, to be combined", self.deadline / 2)
+        received = {rank: transfer.delivered.pop(rank) for rank in sorted(transfer.delivered)}
+        combined = await asyncio.to_thread(combine, received)
+        await self._swap(dict.fromkeys(received, combined), transfer, f"{key}, combined", self.deadline / 2)
+        transfer.delivered[self.rank] = combined
+        transfer.raise_if_lost()
+        return {rank: transfer.delivered[rank] for rank in transfer.group}
+
+    async def _all_reduce(self, tensor: Tensor, transfer: _Transfer[Tensor], key: str) -> Tensor:
+        group, flat = transfer.group, tensor.view(-1)
+        parts = dict(zip(group, torch.tensor_split(flat, len(group)), strict=True))
+        packets = {rank: _bytes_of(parts[rank]) for rank in transfer.others}
+
+        def combine(received: dict[int, Tensor]) -> Tensor:
+            own = parts[self.rank]
+            if len(received) < len(group) - 1 or any(len(p) != own.nbytes for p in received.values()):
+                return _bytes_of(own)
+            values = {rank: packet.view(tensor.dtype) for rank, packet in received.items()} | {self.rank: own}
+            return _bytes_of(mean_in_order([values[rank] for rank in group]))
+
+        averaged = _Transfer[dict[int, Tensor]](self, group)
+        combined = await self._relay(packets, combine, averaged, key)
+        for rank, part in parts.items():
+            part.copy_(combined[rank].view(tensor.dtype).to(part.device))
+        return tensor
+
+    async def _swap(
+        self, packets: dict[int, Tensor], transfer: _Transfer[Any], key: str, deadline: float | None = None
+    ) -> None:
+        """Sends each its packet and takes each one's; who fails in one is lost, the rest goes on."""
+        limit = deadline or self.deadline
+        await asyncio.gather(*(self._swap_with(rank, packet, transfer, key, limit) for rank, packet in packets.items()))
+
+    async def _swap_with(self, rank: int, packet: Tensor, transfer: _Transfer[Any], key: str, deadline: float) -> None:
+        awaited = self._post.expect(rank, key)
+        member = await self._found(rank, deadline)
+        try:
+            async with asyncio.timeout(deadline):
+                if member is None:
+                    raise Lost("it is not there")
+                sending = asyncio.ensure_future(self._post.send(member, key, packet.cpu(), deadline))
+                try:
+                    await asyncio.gather(sending, awaited)
+                finally:
+                    sending.cancel()
+                    if awaited.done() and not awaited.cancelled() and not awaited.exception():
+                        transfer.delivered[rank] = awaited.result()
+        except (Lost, TimeoutError) as error:
+            reason = str(error) or f"it did not deliver within {deadline:g} s"
+            transfer.lost[rank] = reason
+            if member and "did not" not in reason:
+                self.swarm.members.failed(rank)
+        finally:
+            self._post.forget(rank, key)
+
+    async def _found(self, rank: int, deadline: float) -> Member | None:
+        """A peer of the group; one that others have heard of first is waited for a moment."""
+        for _ in range(int(min(5.0, deadline) * 10)):
+            if member := self.swarm.members.by_rank.get(rank):
+                return member
+            await asyncio.sleep(0.1)
+        return None
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    return tensor.detach().cpu().contiguous().view(torch.uint8)
+
+
+class _Transfer(Generic[T]):
+    """Work under way in the swarm's thread, while the replica trains."""
+
+    def __init__(
+        self,
+        network: InternetNetwork,
+        group: Group,
+        run: Callable[[_Transfer[T]], Coroutine[Any, Any, T]] | None = None,
+    ) -> None:
+        self.group = group
+        self.others = [rank for rank in group if rank != network.rank]
+        self.delivered: dict[int, Tensor] = {}
+        self.lost: dict[int, str] = {}
+        self.finished_at = float("inf")
+        self._network = network
+        if run:
+            self._result: Future[T] = network.swarm.submit(self._timed(run))
+
+    def done(self) -> bool:
+        return self._result.done()
+
+    def wait(self, timeout: float) -> T:
+        network = self._network
+        began = network.now()
+        try:
+            return self._result.result(timeout)
+        except FutureTimeout:
+            self.finished_at = network.now()
+            late = [rank for rank in self.others if rank not in self.delivered]
+            names = ", ".join(network.address(rank) for rank in late)
+            raise PeerLost(late, f"{names} did not deliver within {timeout:g} s", dict(self.delivered)) from None
+        except Lost as error:
+            raise PeerLost(self.others, str(error)) from error
+        finally:
+            network.traffic.seconds_blocked += network.now() - began
+
+    def raise_if_lost(self) -> None:
+        """Raises PeerLost, naming them, if anybody was lost."""
+        if self.lost:
+            reasons = (f"{self._network.address(rank)}: {reason}" for rank, reason in sorted(self.lost.items()))
+            raise PeerLost(sorted(self.lost), f"lost {'; '.join(reasons)}", dict(self.delivered))
+
+    async def _timed(self, run: Callable[[_Transfer[T]], Coroutine[Any, Any, T]]) -> T:
+        try:
+            return await run(self)
+        finally:
+            self.finished_at = self._network.now()

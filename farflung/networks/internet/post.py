@@ -1,0 +1,159 @@
+"""Packets from peer to peer: announced, signed, awaited, checked; what is not as announced is never kept."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+from collections import OrderedDict
+
+import torch
+from torch import Tensor
+
+from farflung.networks.base import Traffic
+from farflung.networks.internet.frames import (
+    Frame,
+    FrameError,
+    entry,
+    read_frame,
+    read_payload,
+    write_frame,
+    write_payload,
+)
+from farflung.networks.internet.identity import signed_by
+from farflung.networks.internet.members import Member
+from farflung.networks.internet.swarm import PROMPT_SECONDS, UNREACHABLE, Line, Refused, Swarm, accepted
+
+REMEMBERED = 1 << 16
+"""Packets whose names are kept, to know them again."""
+SLOWEST = 2e4
+"""Bytes a second that a transfer must have on the average."""
+
+Address = tuple[int, str]
+"""Whose packet, and which."""
+
+
+class Lost(Exception):
+    """A packet will not come, or could not be delivered; says why."""
+
+
+class Post:
+    """Sends and receives this peer's packets; all methods run in the swarm's thread.
+
+    Args:
+        swarm: the peers.
+        run: what the run is called on the wire.
+        largest: bytes of the largest packet that is taken.
+        stall: seconds without a byte after which a transfer is given up.
+        traffic: where they are counted.
+    """
+
+    def __init__(self, swarm: Swarm, run: str, largest: int, stall: float, traffic: Traffic) -> None:
+        self.largest = largest
+        self._swarm = swarm
+        self._run = run
+        self._stall = stall
+        self._traffic = traffic
+        self._awaited: dict[Address, asyncio.Future[Tensor]] = {}
+        self._early: dict[Address, asyncio.Event] = {}
+        self._taken: OrderedDict[tuple[str, int, str], None] = OrderedDict()
+        swarm.handlers["packet"] = self._on_packet
+
+    def expect(self, sender: int, key: str) -> asyncio.Future[Tensor]:
+        """The packet of a sender under a key, from now on taken when it comes; `forget` ends that."""
+        address = sender, key
+        self._awaited[address] = asyncio.get_running_loop().create_future()
+        if address in self._early:
+            self._early[address].set()
+        return self._awaited[address]
+
+    def forget(self, sender: int, key: str) -> None:
+        """Takes that packet no longer."""
+        if (future := self._awaited.pop((sender, key), None)) and not future.done():
+            future.cancel()
+
+    async def send(self, member: Member, key: str, packet: Tensor, deadline: float) -> None:
+        """Delivers a packet (flat uint8, on the CPU). Raises Lost."""
+        payload = packet.numpy().data
+        digest = await asyncio.to_thread(lambda: hashlib.sha256(payload).hexdigest())
+        header = self._signed({"to": member.rank, "key": key, "size": len(payload), "digest": digest})
+        try:
+            async with self._swarm.line(member) as line:
+                await write_frame(line.writer, header)
+                async with asyncio.timeout(deadline):
+                    accepted(await read_frame(line.reader))
+                await write_payload(line.writer, payload, self._stall)
+                async with asyncio.timeout(self._stall):
+                    accepted(await read_frame(line.reader))
+        except TimeoutError as error:
+            raise Lost("it did not take its packet in time") from error
+        except (*UNREACHABLE, Refused, FrameError) as error:
+            raise Lost(str(error) or "the connection broke") from error
+        self._traffic.sent(len(payload))
+
+    def _signed(self, header: Frame) -> Frame:
+        own = self._swarm.about
+        header = {"kind": "packet", "run": self._run, "sender": own["rank"], "session": own["session"], **header}
+        return {**header, "signature": self._swarm.identity.sign(_text(header))}
+
+    async def _on_packet(self, line: Line, frame: Frame) -> None:
+        sender, key, name = self._checked(line.member, frame)
+        packet = await self._awaited_packet(sender, key)
+        if name in self._taken:
+            raise FrameError(f"a packet was sent again: {key}")
+        self._taken[name] = None
+        while len(self._taken) > REMEMBERED:
+            self._taken.popitem(last=False)
+        try:
+            await self._receive(line, frame, packet)
+        except BaseException as error:
+            if not packet.done():
+                packet.set_exception(Lost(str(error) or "the connection broke"))
+                packet.exception()  # who waits for it may have gone
+            raise
+
+    def _checked(self, member: Member, frame: Frame) -> tuple[int, str, tuple[str, int, str]]:
+        """Whose packet this is, and which. Raises FrameError when it is not what it says, or unwanted."""
+        key, sender, size = entry(frame, "key", str), entry(frame, "sender", int), entry(frame, "size", int)
+        header = {name: value for name, value in frame.items() if name != "signature"}
+        if sender != member.rank or frame.get("run") != self._run or frame.get("to") != self._swarm.about["rank"]:
+            raise FrameError("a packet is not from who sends it, not of this run, or for somebody else")
+        if not signed_by(member.public, entry(frame, "signature", str), _text(header)):
+            raise FrameError("a packet's signature is not its sender's")
+        if not 0 <= size <= self.largest:
+            raise FrameError(f"a packet says that it has {size} bytes; at most {self.largest} are taken")
+        name = entry(frame, "session", str), sender, key
+        if name in self._taken:
+            raise FrameError(f"a packet was sent again: {key}")
+        return sender, key, name
+
+    async def _awaited_packet(self, sender: int, key: str) -> asyncio.Future[Tensor]:
+        """Where a packet is awaited; one that comes early waits with its sender, unread. Raises Refused."""
+        address = sender, key
+        if address not in self._awaited:
+            self._early[address] = asyncio.Event()
+            try:
+                async with asyncio.timeout(self._stall):
+                    await self._early[address].wait()
+            except TimeoutError:
+                raise Refused(f"nobody waits for {key} here") from None
+            finally:
+                del self._early[address]
+        return self._awaited[address]
+
+    async def _receive(self, line: Line, frame: Frame, packet: asyncio.Future[Tensor]) -> None:
+        await write_frame(line.writer, {"go": True})
+        buffer = torch.empty(frame["size"], dtype=torch.uint8)
+        content = buffer.numpy().data
+        await read_payload(line.reader, content, self._stall, SLOWEST)
+        if await asyncio.to_thread(lambda: hashlib.sha256(content).hexdigest()) != frame.get("digest"):
+            raise FrameError("a packet's bytes are not those that were announced")
+        self._traffic.received(len(content))
+        if not packet.done():
+            packet.set_result(buffer)
+        async with asyncio.timeout(PROMPT_SECONDS):
+            await write_frame(line.writer, {"taken": True})
+
+
+def _text(header: Frame) -> bytes:
+    return json.dumps(header, sort_keys=True).encode()

@@ -1,0 +1,358 @@
+"""This peer's place among the others: a libp2p host, in a thread of its own, that only members may talk to."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import threading
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+os.environ.setdefault("HIVEMIND_LOGLEVEL", "CRITICAL")  # what concerns a user, farflung says
+
+import uvloop
+from hivemind.p2p import P2P, PeerID
+from hivemind.p2p.p2p_daemon_bindings.control import P2PDaemonError
+from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure
+from hivemind.utils.multiaddr import Multiaddr
+
+from farflung.config import UserError
+from farflung.networks.internet import admission
+from farflung.networks.internet.admission import Admission, Stranger, check_clock, disagreement, member_of
+from farflung.networks.internet.directory import Directory
+from farflung.networks.internet.frames import Frame, FrameError, entry, read_frame, write_frame
+from farflung.networks.internet.guard import Guard
+from farflung.networks.internet.identity import Identity
+from farflung.networks.internet.members import Member, Members
+from farflung.networks.internet.ticket import Ticket
+
+T = TypeVar("T")
+
+BEAT_SECONDS = 3.0
+"""How often a peer renews its record, and reads the others'."""
+PROMPT_SECONDS = 8.0
+"""How soon a peer that is there answers what needs no thought."""
+
+UNREACHABLE = (OSError, EOFError, TimeoutError, ControlFailure, P2PDaemonError)
+"""What a call to a peer may raise that is not there."""
+
+
+class Refused(Exception):
+    """A peer does not want what it was sent; says why."""
+
+
+@dataclass
+class Line:
+    """An open stream to a member."""
+
+    member: Member
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+
+
+Handler = Callable[[Line, Frame], Awaitable[None]]
+"""Answers one request of a member; raises FrameError when it is not as it must be."""
+
+
+@dataclass(frozen=True)
+class Seat:
+    """Where and how a peer listens.
+
+    Args:
+        listen: the address of the interface; 0.0.0.0 for all, and then help with NAT is sought, too.
+        port: 0 takes a free one.
+        announce: libp2p addresses to tell others instead of those found out.
+        first: begins the swarm, or begins it again, without knocking anywhere.
+    """
+
+    listen: str = "0.0.0.0"
+    port: int = 0
+    announce: tuple[str, ...] = ()
+    first: bool = False
+
+
+class Swarm:
+    """A member of a run's swarm.
+
+    `about` is what it says of itself: what others must agree to, and facts for those who look on.
+
+    Args:
+        ticket: the run's.
+        identity: this peer's key.
+        seat: where it listens.
+        about: version, settings, shapes, host, trains; see `disagreement`.
+        tell: told in one line what a user should know.
+    """
+
+    def __init__(
+        self, ticket: Ticket, identity: Identity, seat: Seat, about: Frame, tell: Callable[[str], None]
+    ) -> None:
+        self.identity = identity
+        self.members = Members()
+        self.guard = Guard(tell)
+        self.handlers: dict[str, Handler] = {}
+        self.about: Frame = {
+            "rank": identity.rank,
+            "public": identity.public,
+            "session": os.urandom(8).hex(),
+            "addresses": [],
+            "beat": 0,
+            "step": 0,
+            "rate": 0.0,
+            "facts": {},
+            **about,
+        }
+        self._ticket = ticket
+        self._seat = seat
+        self._tell = tell
+        self._admission = Admission(ticket, identity)
+        self._proven: dict[str, Member] = {}
+        self._protocol = f"farflung/1/{ticket.run}"
+        self._loop = uvloop.new_event_loop()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._clock_gap = time.time() - time.monotonic()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="swarm", daemon=True)
+
+    def start(self, deadline: float) -> None:
+        """Takes its place. Raises UserError."""
+        self._thread.start()
+        try:
+            self.run(self._start(deadline), deadline + 30)
+        except BaseException:
+            self.close()
+            raise
+
+    def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Starts work in the swarm's thread."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def run(self, work: Coroutine[Any, Any, T], timeout: float) -> T:
+        """Does work in the swarm's thread, and waits for it. Raises TimeoutError and what the work raises."""
+        return self.submit(work).result(timeout)
+
+    def close(self) -> None:
+        """Leaves."""
+        with contextlib.suppress(Exception):
+            self.run(self._stop(), 10)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(5)
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Where this peer can be knocked at, and then where the others can, for tickets."""
+        others = (address for member in self.members.by_rank.values() if member.alive for address in member.addresses)
+        return tuple(dict.fromkeys((*self.about["addresses"], *others)))
+
+    @contextlib.asynccontextmanager
+    async def line(self, member: Member) -> AsyncIterator[Line]:
+        """A stream to a member, once both have proven that they are. Raises one of UNREACHABLE, Stranger, Refused."""
+        if member.peer not in self._proven:
+            await self.greet(member.peer)
+        async with self._stream(member.peer) as (reader, writer):
+            yield Line(member, reader, writer)
+
+    async def ask(self, member: Member, request: Frame, deadline: float = PROMPT_SECONDS) -> Frame:
+        """A member's answer to a request. Raises as `line`, and Refused."""
+        async with asyncio.timeout(deadline), self.line(member) as line:
+            await write_frame(line.writer, request)
+            return accepted(await read_frame(line.reader))
+
+    async def greet(self, peer: str) -> Member:
+        """Proves membership to a peer, and has it prove its own. Raises as `line`, and UserError."""
+        async with asyncio.timeout(PROMPT_SECONDS), self._stream(peer) as (reader, writer):
+            ask = self._admission.ask()
+            await write_frame(writer, ask)
+            answer = await read_frame(reader)
+            proof = self._admission.proof(ask, answer, peer)
+            asked = time.time()
+            await write_frame(writer, {"proof": proof, "about": self.about})
+            about = accepted(await read_frame(reader))
+            check_clock(about.get("time", 0.0), asked, time.time())
+            return self._admit(about, peer)
+
+    async def _start(self, deadline: float) -> None:
+        seat, loopback = self._seat, self._seat.listen.startswith("127.")
+        knocked = () if seat.first else self._ticket.addresses
+        on_internet = seat.listen == "0.0.0.0"
+        try:
+            self._p2p = await P2P.create(
+                initial_peers=list(knocked) or None,
+                host_maddrs=[f"/ip4/{seat.listen}/tcp/{seat.port}"],
+                announce_maddrs=list(seat.announce) or None,
+                identity_path=str(self.identity.path),
+                check_if_identity_free=False,
+                auto_nat=on_internet,
+                nat_port_map=on_internet,
+                use_auto_relay=on_internet and bool(knocked),
+                startup_timeout=deadline,
+            )
+        except P2PDaemonError as error:
+            raise UserError(self._explain(str(error), knocked)) from error
+        await self._p2p.add_binary_stream_handler(self._protocol, self._on_stream)
+        visible = [str(address) for address in await self._p2p.get_visible_maddrs()]
+        self.about["addresses"] = [a for a in visible if loopback or "/127.0.0.1/" not in a]
+        if knocked:
+            await self._knock(knocked)
+        self._directory = await Directory.open(self._p2p, self._ticket, self.identity, self.guard, knocked)
+        await self._beat()
+        self._spawn(self._keep_beating())
+
+    async def _knock(self, addresses: Sequence[str]) -> None:
+        """Greets the peers of the ticket; one that answers is enough. Raises UserError."""
+        peers = dict.fromkeys(address.rpartition("/p2p/")[2] for address in addresses)
+        answers = await asyncio.gather(
+            *(self.greet(peer) for peer in peers if peer != self.identity.peer), return_exceptions=True
+        )
+        if any(isinstance(answer, Member) for answer in answers):
+            return
+        for answer in answers:
+            if isinstance(answer, UserError):
+                raise answer
+            if isinstance(answer, Refused):
+                raise UserError(f"the run's peers refuse this one: {answer}") from answer
+        if any("protocols not supported" in str(answer) or isinstance(answer, Stranger) for answer in answers):
+            raise UserError(
+                "there are peers at the ticket's addresses, but not of this run, or its secret is another; "
+                "ask for a new ticket"
+            )
+        raise UserError(self._explain("no answer", addresses))
+
+    def _explain(self, error: str, knocked: Sequence[str]) -> str:
+        if "address already in use" in error:
+            return f"port {self._seat.port} is in use on this machine; choose another with --port"
+        if "cannot assign requested address" in error:
+            return f"{self._seat.listen} is no address of this machine; choose one of its own with --listen"
+        if not knocked:
+            return f"the libp2p daemon cannot start: {error}"
+        return (
+            f"none of the ticket's {len(knocked)} addresses answers; ask a peer that is there for its newer ticket "
+            "(RUN/run.ticket), see that this machine reaches it, or begin the run again here with --first"
+        )
+
+    @contextlib.asynccontextmanager
+    async def _stream(self, peer: str) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+        opening = self._p2p.call_binary_stream_handler(PeerID.from_base58(peer), self._protocol)
+        _, reader, writer = await asyncio.wait_for(opening, PROMPT_SECONDS)
+        try:
+            yield reader, writer
+        finally:
+            writer.close()
+
+    async def _on_stream(self, info: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        peer = str(info.peer_id)
+        if not self.guard.admit(peer):
+            writer.close()
+            return
+        member = self._proven.get(peer)
+        try:
+            async with asyncio.timeout(PROMPT_SECONDS):
+                frame = await read_frame(reader)
+                if frame.get("kind") == "hello":
+                    await self._answer_hello(peer, frame, reader, writer)
+                    return
+            if member is None:
+                raise Stranger("it has not proven that it is a member")
+            handler = self.handlers.get(entry(frame, "kind", str))
+            if handler is None:
+                raise FrameError(f"there is no request {frame['kind']!r:.40}")
+            await handler(Line(member, reader, writer), frame)
+        except Refused as refusal:
+            await self._say(writer, {"refused": str(refusal)})
+        except (FrameError, ValueError, TypeError, KeyError, OverflowError) as error:
+            if member is None:
+                self.guard.refuse("stranger")
+            else:
+                self.guard.strike(peer, "bad request", str(error))
+            await self._say(writer, {"refused": str(error)[:200]})
+        except TimeoutError:
+            self.guard.refuse("too slow")
+        except (OSError, EOFError):
+            pass  # who has gone meanwhile is missed by those who wait for it
+        finally:
+            self.guard.release(peer)
+            writer.close()
+
+    async def _answer_hello(
+        self, peer: str, ask: Frame, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        answer = self._admission.answer(ask, peer)
+        await write_frame(writer, answer)
+        told = await read_frame(reader)
+        self._admission.check(ask, answer, told.get("proof"), peer)
+        about = entry(told, "about", dict)
+        if why := disagreement(self.about, about):
+            raise Refused(why)
+        self._admit(about, peer)
+        await write_frame(writer, {**self.about, "time": time.time()})
+
+    def _admit(self, about: Frame, peer: str) -> Member:
+        member = member_of(about, peer)
+        self._proven[peer] = member
+        self.members.hear(member)
+        return member
+
+    @staticmethod
+    async def _say(writer: asyncio.StreamWriter, frame: Frame) -> None:
+        with contextlib.suppress(*UNREACHABLE):
+            async with asyncio.timeout(PROMPT_SECONDS):
+                await write_frame(writer, frame)
+
+    async def _keep_beating(self) -> None:
+        missed: dict[int, float] = {}
+        while True:
+            await asyncio.sleep(BEAT_SECONDS)
+            self._watch_the_clock()
+            with contextlib.suppress(*UNREACHABLE):
+                async with asyncio.timeout(4 * BEAT_SECONDS):
+                    await self._beat()
+            for member in self.members.missing():
+                if time.monotonic() >= missed.get(member.rank, 0.0):
+                    missed[member.rank] = time.monotonic() + 5 * BEAT_SECONDS
+                    self._spawn(self._seek(member))
+
+    async def _beat(self) -> None:
+        self.about["beat"] += 1
+        await self._directory.write(self.about)
+        for member in await self._directory.read():
+            self.members.hear(member)
+
+    async def _seek(self, member: Member) -> None:
+        """Looks for one that has gone, at the addresses that it had: after a partition nobody else would."""
+        with contextlib.suppress(*UNREACHABLE, Refused, FrameError, UserError):
+            peer = PeerID.from_base58(member.peer)
+            async with asyncio.timeout(PROMPT_SECONDS):
+                await self._p2p._client.connect(peer, [Multiaddr(address) for address in member.addresses])
+            await self.greet(member.peer)
+            await self._directory.introduce(member)
+
+    def _watch_the_clock(self) -> None:
+        gap = time.time() - time.monotonic()
+        if abs(gap - self._clock_gap) > admission.CLOCK_SECONDS:
+            moved = gap - self._clock_gap
+            self._tell(f"this machine's clock has jumped by {moved:+.0f} s; set it right, or peers lose sight of it")
+            self._clock_gap = gap
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _stop(self) -> None:
+        for task in list(self._tasks):
+            task.cancel()
+        if hasattr(self, "_directory"):
+            with contextlib.suppress(Exception):
+                await self._directory.close()
+        if hasattr(self, "_p2p"):
+            await self._p2p.shutdown()
+
+
+def accepted(frame: Frame) -> Frame:
+    """An answer. Raises Refused when it is none."""
+    if "refused" in frame:
+        raise Refused(str(frame["refused"])[:300])
+    return frame

@@ -1,0 +1,97 @@
+"""A run's ticket: where to knock, what proves membership, and the settings that all peers share."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import secrets
+import tomllib
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from farflung.config import UserError
+from farflung.files import write_text
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """Whoever has it can take part.
+
+    Args:
+        name: what the run is called.
+        secret: 64 hexadecimal digits that every peer knows, and nobody else.
+        addresses: libp2p addresses of peers that were there when it was written.
+        settings: the run's settings that are not at their defaults.
+    """
+
+    name: str
+    secret: str
+    addresses: tuple[str, ...]
+    settings: dict[str, Any]
+
+    @classmethod
+    def new(cls, name: str, settings: dict[str, Any]) -> Ticket:
+        """A ticket for a new run, with a new secret."""
+        return cls(name, secrets.token_hex(32), (), settings)
+
+    @property
+    def run(self) -> str:
+        """What the run is called on the wire; tells nothing of the secret."""
+        return hashlib.sha256(f"run {self.secret}".encode()).hexdigest()[:16]
+
+    @property
+    def settings_hash(self) -> str:
+        """Equal for equal settings."""
+        return hashlib.sha256(json.dumps(self.settings, sort_keys=True).encode()).hexdigest()[:16]
+
+    def at(self, addresses: tuple[str, ...]) -> Ticket:
+        """The same run's ticket, with other addresses."""
+        return replace(self, addresses=addresses)
+
+    def proof(self, *parts: str) -> str:
+        """What only one who knows the secret can make of `parts`."""
+        return hmac.new(bytes.fromhex(self.secret), json.dumps(parts).encode(), hashlib.sha256).hexdigest()
+
+    def proves(self, proof: object, *parts: str) -> bool:
+        """Whether `proof` was made of these parts by one who knows the secret."""
+        return isinstance(proof, str) and hmac.compare_digest(proof.encode(), self.proof(*parts).encode())
+
+    def text(self) -> str:
+        """The ticket as a TOML file."""
+        quoted = ",\n".join(f"    {json.dumps(address)}" for address in self.addresses)
+        lines = [
+            "# A ticket to a farflung run. Whoever has it can take part: hand it over as you would a password.",
+            f"name = {json.dumps(self.name)}",
+            f"secret = {json.dumps(self.secret)}",
+            f"addresses = [\n{quoted}\n]" if quoted else "addresses = []",
+            "",
+            "[settings]",
+            *(f"{key} = {json.dumps(value)}" for key, value in sorted(self.settings.items())),
+        ]
+        return "\n".join(lines) + "\n"
+
+    def write(self, path: Path) -> None:
+        """Writes the ticket, for its owner's eyes only."""
+        write_text(path, self.text(), private=True)
+
+
+def read_ticket(path: Path) -> Ticket:
+    """The ticket in a file. Raises UserError."""
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"cannot read the ticket {path}: {error.strerror}; ask who invited you for the file") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} is no ticket: {error}; ask who invited you for it again") from error
+    kinds = {"name": str, "secret": str, "addresses": list, "settings": dict}
+    for key, kind in kinds.items():
+        if not isinstance(table.get(key), kind):
+            raise UserError(f"{path} is no ticket: {key} is missing or no {kind.__name__}; ask who invited you again")
+    secret, addresses = table["secret"], table["addresses"]
+    if len(secret) != 64 or set(secret) - set("0123456789abcdef"):
+        raise UserError(f"{path} is damaged: its secret is not 64 hexadecimal digits; ask who invited you for it again")
+    if not all(isinstance(address, str) and "/p2p/" in address for address in addresses):
+        raise UserError(f"{path} is damaged: an address is not of the form /ip4/HOST/tcp/PORT/p2p/ID; ask again for it")
+    return Ticket(table["name"], secret, tuple(addresses), table["settings"])

@@ -1,0 +1,49 @@
+"""Peers of an internet run as real processes on loopback, for tests."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from processes import HERE, free_port
+
+from farflung.networks.internet import Identity, Ticket
+
+
+def new_ticket(folder: Path, port: int, **settings: Any) -> Path:
+    """The ticket of a run whose first peer, with its key in first.key, listens at a port."""
+    first = Identity(folder / "first.key")
+    ticket = Ticket.new("test", settings).at((f"/ip4/127.0.0.1/tcp/{port}/p2p/{first.peer}",))
+    path = folder / "run.ticket"
+    ticket.write(path)
+    return path
+
+
+def start_peer(script: str, *arguments: object, **options: Any) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, str(HERE / script), *map(str, arguments)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stderr=subprocess.PIPE,
+        text=True,
+        **options,
+    )
+
+
+def run_peers(peers: int, case: str, argument: str, out: Path, script: str = "internet_peer.py") -> list[Any]:
+    """Runs a script once a peer; what each observed, in order of their ranks."""
+    port = free_port()
+    new_ticket(out, port)
+    processes = [start_peer(script, case, argument, out, number, peers, port) for number in range(peers)]
+    try:
+        for process in processes:
+            _, errors = process.communicate(timeout=120)
+            assert process.returncode == 0, errors
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    return [torch.load(path, weights_only=False) for path in sorted(out.glob("*.pt"), key=lambda path: int(path.stem))]
