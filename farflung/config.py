@@ -64,6 +64,8 @@ class Config:
     """How strongly the anchors of a group are pulled together (noloco)."""
     group_size: int | None = None
     """Replicas that average with each other in a round (noloco)."""
+    robust: Literal["mean", "median", "clipped"] = "mean"
+    """On the internet, how groups of more than two average: median and clipped bear a minority that sends anything."""
     outer_device: Literal["model", "cpu"] = "model"
     """Where anchors and outer momentum live: beside the model, or on the CPU."""
 
@@ -104,8 +106,8 @@ class Config:
     """Number format that the model computes in; weights stay float32."""
 
     # Where it runs
-    network: Literal["torch", "simulated"] = "torch"
-    """torch: real processes over torch.distributed; simulated: one process, a virtual clock."""
+    network: Literal["torch", "simulated", "internet"] = "torch"
+    """torch: real processes over torch.distributed; simulated: one process, a virtual clock; internet: see invite."""
     device: str = "auto"
     """auto, cpu, cuda, cuda:N or mps."""
     deadline: float = 120.0

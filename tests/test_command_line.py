@@ -12,7 +12,7 @@ import pytest
 import torch
 from processes import farflung, free_port, run_here, saved
 
-from farflung import cli
+from farflung.cli import training as cli_training
 from farflung.training import checkpoint
 
 QUICK = [
@@ -231,5 +231,5 @@ def test_what_torchrun_starts_again_goes_on_from_its_checkpoint(monkeypatch: pyt
     monkeypatch.setenv("WORLD_SIZE", "3")
     for count, resumes in (("0", False), ("1", True)):
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", count)
-        config, folder, resume = cli._train_settings(["--out", "runs/x", "--every", "9"])
+        config, folder, resume = cli_training._train_settings(["--out", "runs/x", "--every", "9"])
         assert (config.replicas, config.every, folder, resume) == (3, 9, Path("runs/x"), resumes)

@@ -6,7 +6,7 @@ import os
 
 import torch.distributed as dist
 
-from farflung.networks.base import Finished, Group, Network, Party, PeerLost, Pending, State, Traffic
+from farflung.networks.base import Finished, Group, Network, OpenNetwork, Party, PeerLost, Pending, State, Traffic
 from farflung.networks.conditions import Conditions
 from farflung.networks.distributed import TorchNetwork
 from farflung.networks.presets import conditions_named
@@ -18,6 +18,7 @@ __all__ = [
     "Finished",
     "Group",
     "Network",
+    "OpenNetwork",
     "Party",
     "PeerLost",
     "Pending",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 from torch import Tensor
 
@@ -93,7 +93,7 @@ class Party:
 
     Args:
         group: the replicas that have come, sorted, this one among them; fewer than two when it stays alone.
-        weights: what each one's message counts; empty where all count alike.
+        weights: what each one's message counts.
         behind: whether this replica must catch up first, because its anchors are not the others'.
     """
 
@@ -118,8 +118,6 @@ class Network(Protocol):
 
     rank: int
     traffic: Traffic
-    open: bool
-    """Whether replicas come and go, at speeds of their own, and cannot all be trusted."""
 
     def members(self) -> Group:
         """The replicas believed alive, sorted, this one among them."""
@@ -146,11 +144,26 @@ class Network(Protocol):
         """
         ...
 
-    def meet(self, wanted: Group, key: str, step: int, weight: float, lineage: str) -> Pending[Party]:
-        """Who of those wanted comes to a round; on an open network also others whose partners do not come.
+    def computed(self) -> None:
+        """Says that one inner step's computation is done; a simulated clock advances by it."""
+        ...
+
+    def now(self) -> float:
+        """Seconds on this network's clock, wall or virtual."""
+        ...
+
+
+@runtime_checkable
+class OpenNetwork(Network, Protocol):
+    """A network whose replicas come and go, train at speeds of their own, and cannot all be trusted."""
+
+    def meet(
+        self, wanted: Group, key: str, step: int, weight: float, lineage: str, then: Callable[[Party], T]
+    ) -> Pending[T]:
+        """What `then` makes of those who come to a round; it runs in another thread while this replica trains.
 
         Args:
-            wanted: the group that the round's topology makes of the members.
+            wanted: the group that the round's topology makes of the members. Those who are left alone find others.
             step: at which this replica's round starts.
             weight: what its message counts.
             lineage: what must be equal for messages to be averaged; "" for anything.
@@ -160,7 +173,7 @@ class Network(Protocol):
     def paced(self, step: int, every: int) -> int:
         """The step that a replica is to count itself at, after its own `step`, with rounds each `every` steps.
 
-        On an open network slow ones are moved on to where the others are. Called at the end of each step.
+        Slow ones are moved on to where the others are. Called at the end of each step.
         """
         ...
 
@@ -172,41 +185,13 @@ class Network(Protocol):
         """The state of other replicas; all of it of the same bits where they are `alike`. `wait` raises PeerLost."""
         ...
 
+    def tell_others(self, **facts: float) -> None:
+        """What those who look on may know of this replica."""
+        ...
+
     def blame(self, rank: int, why: str) -> None:
         """Says that a replica sent what it must not."""
         ...
-
-    def computed(self) -> None:
-        """Says that one inner step's computation is done; a simulated clock advances by it."""
-        ...
-
-    def now(self) -> float:
-        """Seconds on this network's clock, wall or virtual."""
-        ...
-
-
-class Closed:
-    """What a network does of the above whose replicas are there from beginning to end."""
-
-    open = False
-
-    def meet(self, wanted: Group, key: str, step: int, weight: float, lineage: str) -> Pending[Party]:
-        """All of them."""
-        return Finished(Party(wanted, {}), 0.0)
-
-    def paced(self, step: int, every: int) -> int:
-        """The step itself."""
-        return step
-
-    def serve(self, source: Callable[[], State]) -> None:
-        """Nobody comes late."""
-
-    def fetch(self, alike: bool) -> Pending[State]:
-        """Raises PeerLost: nobody comes late."""
-        raise PeerLost((), "replicas of this network are there from the beginning")
-
-    def blame(self, rank: int, why: str) -> None:
-        """They are trusted."""
 
 
 def mean_in_order(tensors: Sequence[Tensor]) -> Tensor:

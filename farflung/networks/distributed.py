@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import _get_default_store
 
-from farflung.networks.base import Closed, Combine, Finished, Group, PeerLost, Pending, Traffic, mean_in_order
+from farflung.networks.base import Combine, Finished, Group, PeerLost, Pending, Traffic, mean_in_order
 from farflung.networks.joining import join
 
 T = TypeVar("T")
@@ -35,7 +35,7 @@ IN_FLIGHT = 32
 _NEVER = timedelta(days=30)
 
 
-class TorchNetwork(Closed):
+class TorchNetwork:
     """Processes of the default process group as replicas.
 
     Args:

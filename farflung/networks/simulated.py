@@ -17,7 +17,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from farflung.networks.base import Closed, Combine, Finished, Group, PeerLost, Pending, Traffic, mean_in_order
+from farflung.networks.base import Combine, Finished, Group, PeerLost, Pending, Traffic, mean_in_order
 from farflung.networks.carrier import Demand
 from farflung.networks.computation import Computation
 from farflung.networks.conditions import Conditions
@@ -133,7 +133,7 @@ class _Seat:
         self.random_state = torch.get_rng_state()
 
 
-class SimulatedNetwork(Closed):
+class SimulatedNetwork:
     """One simulated replica's seat. Made by `Simulation`, or alone by `alone()`."""
 
     def __init__(self, simulation: Simulation, rank: int) -> None:

@@ -28,7 +28,8 @@ class Round:
     """What happened in one round of one replica. Times are seconds on the network's clock.
 
     The exchange ran from `started` to `finished`; the replica stood waiting from `waited_from` to `landed`.
-    `group` is empty when the replica sat out. `outcome` is one of averaged, sat out, peer lost, no progress offered.
+    `group` is empty when the replica sat out. `outcome` is one of averaged, sat out, peer lost, no progress offered,
+    behind.
     `compression_error` is the part of the message, 0 to 1, that its packet left out. An adapting loop tells the
     averaged message's `effective_rank`, and what it has decided for the next round: which `share` of its first rank
     the codec may have, and `every`, the steps until then.
@@ -84,6 +85,10 @@ class Attached:
 
     def land(self) -> None:
         """Lands what is pending."""
+
+    def catch_up(self, wait: float) -> bool:
+        """Takes the state of others before training, where it can be had within `wait` seconds; whether it was."""
+        return False
 
     def spoil(self, reason: str) -> None:
         """Says that training went wrong since the last round: what this replica has is not for the others."""

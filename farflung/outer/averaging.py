@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from farflung.codecs import Codec, Dense, Packet, PacketError
 from farflung.networks import Group, Network, PeerLost, Pending
+from farflung.outer.fusion import Fuse, Fusion
 
 Views = Callable[[Tensor], list[Tensor]]
 """A flat message as the tensors that it consists of."""
@@ -42,29 +43,45 @@ class Averaging:
         gather_up_to: the largest group in which packets go to everyone.
         alike: whether all members must get the same mean; else each takes its own message as it is, not as decoded.
         name: tells this stream's random numbers from others'.
+        fusion: how messages are made one; on an open network no message goes without its looking at it.
     """
 
-    def __init__(self, network: Network, codec: Codec, views: Views, gather_up_to: int, alike: bool, name: str) -> None:
+    def __init__(
+        self,
+        network: Network,
+        codec: Codec,
+        views: Views,
+        gather_up_to: int,
+        alike: bool,
+        name: str,
+        fusion: Fusion | None = None,
+    ) -> None:
         self._network = network
         self._prototype = codec
         self._views = views
         self._gather_up_to = gather_up_to
         self._alike = alike
         self._name = name
+        self._fusion = fusion
         self._codecs: dict[str, Codec] = {}
         self._share = 1.0
 
-    def start(self, message: Tensor, group: Group, key: str) -> tuple[Pending[Tensor], float]:
+    def start(
+        self, message: Tensor, group: Group, key: str, weights: Mapping[int, float] | None = None
+    ) -> tuple[Pending[Tensor], float]:
         """Starts averaging a flat message, whose memory belongs to the exchange from then on; and its encoding's error.
+
+        `weights` say what each member's message counts, where they do not all count alike.
 
         `wait` of the result raises PeerLost when somebody's part is missing or unreadable. The message then holds the
         mean of the others', or where that cannot be, this replica's own values.
         """
-        if self._prototype == Dense(message.dtype):
+        if self._fusion is None and self._prototype == Dense(message.dtype):
             return self._network.all_reduce(message, group, key), 0.0
+        fuse = (self._fusion or Fusion()).of(self._network.rank, weights or {})
         if len(group) <= self._gather_up_to:
-            return self._gather(message, group, key)
-        return self._share_out(message, group, key)
+            return self._gather(message, group, key, fuse)
+        return self._share_out(message, group, key, fuse)
 
     def expect(self, message: Tensor) -> None:
         """Says what a message is like that brings no news, before the first."""
@@ -99,7 +116,7 @@ class Averaging:
             self._codecs[use] = codec
         return self._codecs[use]
 
-    def _gather(self, message: Tensor, group: Group, key: str) -> tuple[Pending[Tensor], float]:
+    def _gather(self, message: Tensor, group: Group, key: str, fuse: Fuse) -> tuple[Pending[Tensor], float]:
         codec, tensors = self._codec("whole"), self._views(message)
         packet = codec.encode(tensors)
         pending = self._network.exchange(packet, group, key)
@@ -107,13 +124,13 @@ class Averaging:
         def finish(packets: dict[int, Packet]) -> dict[int, str]:
             own = None if self._alike else tensors
             others = {rank: p for rank, p in packets.items() if self._alike or rank != self._network.rank}
-            mean, unreadable = _mean(codec, others, tensors, own)
+            mean, unreadable = fuse(codec, others, tensors, own)
             _copy(mean, tensors)
             return unreadable
 
         return _Averaged(pending, message, finish), codec.error_of(packet, tensors)
 
-    def _share_out(self, message: Tensor, group: Group, key: str) -> tuple[Pending[Tensor], float]:
+    def _share_out(self, message: Tensor, group: Group, key: str, fuse: Fuse) -> tuple[Pending[Tensor], float]:
         tensors, own = self._views(message), self._network.rank
         parts = dict(zip(group, cut(tensors, len(group)), strict=True))
         senders = {rank: self._codec(f"part {number} of {len(group)}") for number, rank in enumerate(group)}
@@ -121,7 +138,7 @@ class Averaging:
         unreadable: dict[int, str] = {}
 
         def combine(received: dict[int, Packet]) -> Packet:
-            mean, bad = _mean(senders[own], received, parts[own], own=parts[own])
+            mean, bad = fuse(senders[own], received, parts[own], parts[own])
             unreadable.update(bad)
             return self._codec(f"mean of {len(group)}").encode(mean)
 
@@ -170,34 +187,6 @@ class _Averaged:
         return self._message
 
 
-def _mean(
-    codec: Codec, packets: dict[int, Packet], like: Sequence[Tensor], own: Sequence[Tensor] | None
-) -> tuple[list[Tensor], dict[int, str]]:
-    """The mean of what is in the packets, and of `own`; and why some packets could not be read.
-
-    Summed in the order of ranks. Without any sound packet it is `like`.
-    """
-    total = [torch.zeros_like(tensor) for tensor in like]
-    count, unreadable = 0, {}
-    for rank, packet in packets.items():
-        try:
-            decoded = codec.decode(packet, like)
-        except PacketError as error:
-            unreadable[rank] = str(error)
-            continue
-        _add(total, decoded)
-        count += 1
-    if own is not None:
-        _add(total, own)
-        count += 1
-    return ([tensor.div_(count) for tensor in total] if count else list(like)), unreadable
-
-
-def _add(total: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
-    for to, tensor in zip(total, tensors, strict=True):
-        to.add_(tensor)
-
-
 def _copy(source: Iterable[Tensor], target: Iterable[Tensor]) -> None:
     for to, tensor in zip(target, source, strict=True):
         to.copy_(tensor)
@@ -224,13 +213,19 @@ def cut(tensors: Sequence[Tensor], parts: int) -> list[list[Tensor]]:
     return lists
 
 
-def agree(network: Network, tensors: Iterable[Tensor], deadline: float) -> bool:
-    """Whether all members hold the same bits in these tensors, by a checksum of a few bytes."""
-    digest = torch.zeros(2, dtype=torch.int64)
+def digest(tensors: Iterable[Tensor]) -> Tensor:
+    """Two int64 numbers that differ, all but surely, when a bit of the tensors does."""
+    total = torch.zeros(2, dtype=torch.int64)
     for tensor in tensors:
         words = tensor.detach().flatten().view(torch.uint8 if tensor.element_size() < 4 else torch.int32)
         # 64-bit sums wrap around without an error, and the order of additions does not matter.
-        digest[0] = digest[0] * 31 + tensor.numel()
-        digest[1] = digest[1] * 31 + words.sum(dtype=torch.int64).cpu()
-    packets = network.exchange(digest.view(torch.uint8), network.members(), "agree").wait(deadline)
-    return all(torch.equal(packet.cpu(), digest.view(torch.uint8)) for packet in packets.values())
+        total[0] = total[0] * 31 + tensor.numel()
+        total[1] = total[1] * 31 + words.sum(dtype=torch.int64).cpu()
+    return total
+
+
+def agree(network: Network, tensors: Iterable[Tensor], deadline: float) -> bool:
+    """Whether all members hold the same bits in these tensors, by a checksum of a few bytes."""
+    own = digest(tensors).view(torch.uint8)
+    packets = network.exchange(own, network.members(), "agree").wait(deadline)
+    return all(torch.equal(packet.cpu(), own) for packet in packets.values())

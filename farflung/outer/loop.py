@@ -13,15 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from farflung.codecs import Codec, finite
-from farflung.networks import Finished, Network, PeerLost, Pending
+from farflung.codecs import Codec, Dense, finite
+from farflung.networks import Finished, Network, OpenNetwork, Pending, State
 from farflung.outer.adaptation import Adapt, Adaptation
 from farflung.outer.attached import Attached, Disagreement, Round
 from farflung.outer.averaging import Averaging, agree
 from farflung.outer.fragments import Fragment, split
+from farflung.outer.fusion import Fusion
 from farflung.outer.gradients import different_start
 from farflung.outer.merges import Keep, Merge
-from farflung.outer.optimizers import OuterFactory, gradient_of, message_of, step_with
+from farflung.outer.opened import Anchored, Opened, opened, state_tensors, take_state
+from farflung.outer.optimizers import OuterFactory, OuterOptimizer, gradient_of, message_of, step_with
 from farflung.outer.schedules import Schedule
 from farflung.outer.streams import Flight, Stream
 from farflung.outer.topologies import Topology, group_of
@@ -60,23 +62,33 @@ class OuterLoop(Attached):
         merge: Merge | None = None,
         adapt: Adapt | None = None,
         gather_up_to: int = 2,
+        robust: str = "mean",
         outer_device: torch.device | str | None = None,
         deadline: float = 120.0,
         on_round: Callable[[Round], None] | None = None,
     ) -> None:
         super().__init__(network, deadline, on_round)
+        self._opened, fusion = None, None
+        if isinstance(network, OpenNetwork):
+            self._opened = opened(network, topology, codec, schedule, adapt, deadline)
+            fusion = Fusion(robust, network.blame)
+            network.serve(self.state)
         self.schedule = schedule
         self._merge = merge or Keep()
         self._device = torch.device(outer_device) if outer_device else None
         fragments = split(model, schedule.fragments) if schedule.every else [Fragment([])]
         self.anchors = [fragment.read(self._device) for fragment in fragments]
         self.outer = outer(self.anchors)
+        if self._opened and topology.alike and not isinstance(self.outer, OuterOptimizer) and codec == Dense():
+            self.outer = Anchored(self.outer)
         self._streams = [
             Stream(
                 index=index,
                 fragment=fragment,
                 anchor=anchor,
-                averaging=Averaging(network, codec, fragment.views, gather_up_to, topology.alike, f"fragment {index}"),
+                averaging=Averaging(
+                    network, codec, fragment.views, gather_up_to, topology.alike, f"fragment {index}", fusion
+                ),
                 adaptation=Adaptation(adapt) if adapt else None,
                 every=schedule.every or 0,
                 delay=schedule.delay,
@@ -93,23 +105,35 @@ class OuterLoop(Attached):
     @torch.no_grad()
     def _after_inner_step(self, *_: Any) -> None:
         self.network.computed()
-        if self.step == 0 and self.schedule.every and not agree(self.network, self.anchors, self.deadline):
-            raise Disagreement(different_start(self.network.rank))
-        self.step += 1
+        if self._opened:
+            self._follow(self._opened)
+        else:
+            if self.step == 0 and self.schedule.every and not agree(self.network, self.anchors, self.deadline):
+                raise Disagreement(different_start(self.network.rank))
+            self.step += 1
         fresh = self._land_those_due()
         for stream in self._streams:
-            if stream.next_start == self.step:
+            stream.trained += 1
+            if stream.due(self.step):
                 self._flights.append(self._start(stream, fresh.get(stream.index)))
         self._land_those_due()
         if not self.schedule.every:
             self._judge()  # without rounds, each step answers for itself
+
+    def _follow(self, opened: Opened) -> None:
+        """Counts a step as the others do, and takes their state once it has come for one that was behind."""
+        self.step = opened.network.paced(self.step + 1, self.schedule.every or 1)
+        if state := opened.fetched():
+            self.take(state)
+        for stream in self._streams:
+            stream.skip_to(self.step - stream.every + 1)  # to the latest that has started, which it may yet come to
 
     def _start(self, stream: Stream, fresh: Tensor | None) -> Flight:
         """Puts a fragment's message on its way to the group; `fresh` is the message if a landing has made it."""
         network = self.network
         key = f"round {stream.rounds} of fragment {stream.index}"
         group = group_of(network.rank, self._topology.groups(network.members(), key))
-        if stream.averaging.wants_expectation(group):
+        if not self._opened and stream.averaging.wants_expectation(group):
             stream.averaging.expect(message_of(self.outer, stream.anchor, stream.anchor.clone()))
         weights, fault = self._weights_to_offer(stream)
         at_start = weights.clone() if self._merge.needs_start and stream.delay else None
@@ -119,9 +143,14 @@ class OuterLoop(Attached):
             self._step_alone(stream, message, len(group))
         started, error, outcome = network.now(), 0.0, "sat out"
         pending: Pending[Tensor] = Finished(message, started)
-        if group:
+        if self._opened:
+            weight = 0.0 if fault else float(stream.trained)
+            pending = self._opened.start(stream, message, group, key, self.step, weight)
+        elif group:
             pending, error = stream.averaging.start(message, group, key)
+        if group:
             outcome = "no progress offered" if fault else "averaged"
+        stream.trained = 0
         flight = Flight(
             fragment=stream.index,
             round=stream.rounds,
@@ -163,8 +192,10 @@ class OuterLoop(Attached):
         An eager merge returns the message that it has made of the weights before that.
         """
         waited_from = self.network.now()
-        mean = self._wait_for(flight)
+        mean = flight.wait(self.deadline)
         landed = self.network.now()
+        if self._opened and flight.outcome == "behind":
+            self._opened.fetch()
         stream = self._streams[flight.fragment]
         effective_rank, share = self._adapt(stream, mean) if flight.group else (None, None)
         fresh = None
@@ -217,15 +248,6 @@ class OuterLoop(Attached):
             stream.every, stream.delay = self.schedule.shortened(share)
         return rank, share
 
-    def _wait_for(self, flight: Flight) -> Tensor:
-        """A round's mean. The policy for lost peers: what the message then holds, often this replica's own."""
-        try:
-            return flight.pending.wait(self.deadline)
-        except PeerLost as lost:
-            flight.outcome, flight.reason = "peer lost", str(lost)
-            # A copy: a peer that is only late may still be writing its values into the message.
-            return flight.message.clone()
-
     def _land_those_due(self) -> dict[int, Tensor]:
         """Lands the rounds whose time has come; an eager merge's fresh messages, by fragment."""
         due = [flight for flight in self._flights if flight.lands_at <= self.step]
@@ -243,6 +265,35 @@ class OuterLoop(Attached):
         while self._flights:
             self._land(self._flights.pop(0))
 
+    def state(self) -> State:
+        """Where the run stands, for a replica that comes late: anchors, what the outer optimizer keeps, and the step.
+
+        It stays good until the next round starts.
+        """
+        starts = [stream.next_start for stream in self._streams]
+        return State(dict(state_tensors(self.anchors, self.outer)), {"step": self.step, "until": min(starts)})
+
+    @torch.no_grad()
+    def take(self, state: State) -> None:
+        """Goes on from where other replicas stand; what was under way here is dropped. Raises UserError."""
+        take_state(self.anchors, self.outer, state.tensors)
+        self._flights.clear()
+        self.step = max(self.step, int(state.facts["step"]))
+        for stream in self._streams:
+            stream.fragment.write(stream.anchor)
+            stream.skip_to(self.step + 1)
+
+    @torch.no_grad()
+    def catch_up(self, wait: float) -> bool:
+        """Takes the others' state before training, on an open network; False when nobody is there to give it."""
+        if self._opened is None:
+            return False
+        self._opened.fetch()
+        state = self._opened.fetched(wait)
+        if state:
+            self.take(state)
+        return state is not None
+
     def state_dict(self) -> dict[str, Any]:
         """Anchors, outer optimizer, what codecs remember, and rounds in flight.
 
@@ -251,7 +302,7 @@ class OuterLoop(Attached):
         return {
             **super().state_dict(),
             "outer": self.outer.state_dict(),
-            "flights": [flight.packed(self._wait_for(flight), self.network.now()) for flight in self._flights],
+            "flights": [flight.packed(flight.wait(self.deadline), self.network.now()) for flight in self._flights],
             "streams": [stream.state_dict() for stream in self._streams],
         }
 

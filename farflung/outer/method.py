@@ -11,7 +11,7 @@ from torch import nn
 
 from farflung.codecs import Codec, Dense
 from farflung.config import UserError
-from farflung.networks import Network
+from farflung.networks import Network, OpenNetwork
 from farflung.outer.adaptation import Adapt
 from farflung.outer.attached import Attached, Round
 from farflung.outer.gradients import GradientLoop
@@ -66,10 +66,13 @@ class Method:
         *,
         outer_device: torch.device | str | None = None,
         deadline: float = 120.0,
+        robust: str = "mean",
         on_round: Callable[[Round], None] | None = None,
     ) -> Attached:
         """Hooks the method to the steps of an inner optimizer, for use in a `with` statement. See OuterLoop."""
         if self.outer is None:
+            if isinstance(network, OpenNetwork):
+                raise UserError("this method needs all replicas at every step; on the internet use noloco or diloco")
             return GradientLoop(
                 model,
                 optimizer,
@@ -91,6 +94,7 @@ class Method:
             merge=self.merge,
             adapt=self.adapt,
             gather_up_to=self.gather_up_to,
+            robust=robust,
             outer_device=outer_device,
             deadline=deadline,
             on_round=on_round,

@@ -8,17 +8,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from farflung.networks import Finished, Group, Pending
+from farflung.networks import Finished, Group, PeerLost, Pending
 from farflung.outer.adaptation import Adaptation
 from farflung.outer.averaging import Averaging
 from farflung.outer.fragments import Fragment
+from farflung.outer.meeting import Meeting
 
 
 @dataclass
 class Stream:
     """A fragment, its anchor, how its messages are averaged, and when its next round starts.
 
-    `every` and `delay` are the schedule's until adaptation changes them; `rounds` counts those that have started.
+    `every` and `delay` are the schedule's until adaptation changes them; `rounds` counts those that have started, and
+    `trained` the inner steps since the last one.
     """
 
     index: int
@@ -30,6 +32,17 @@ class Stream:
     delay: int
     next_start: int
     rounds: int
+    trained: int = 0
+
+    def due(self, step: int) -> bool:
+        """Whether its next round starts after a step."""
+        return 0 < self.next_start <= step
+
+    def skip_to(self, step: int) -> None:
+        """Leaves out the rounds before a step that a replica has missed."""
+        while self.every and self.next_start < step:
+            self.next_start += self.every
+            self.rounds += 1
 
     def state_dict(self) -> dict[str, Any]:
         """All that changes from round to round."""
@@ -41,6 +54,7 @@ class Stream:
             "delay": self.delay,
             "next_start": self.next_start,
             "rounds": self.rounds,
+            "trained": self.trained,
         }
 
     @torch.no_grad()
@@ -50,7 +64,7 @@ class Stream:
         self.averaging.load_state_dict(on_device(state["averaging"], self.anchor.device))
         if self.adaptation:
             self.adaptation.load_state_dict(state["adaptation"])
-        for name in ("every", "delay", "next_start", "rounds"):
+        for name in ("every", "delay", "next_start", "rounds", "trained"):
             setattr(self, name, state[name])
 
 
@@ -74,6 +88,20 @@ class Flight:
     compression_error: float
     outcome: str
     reason: str
+
+    def wait(self, deadline: float) -> Tensor:
+        """The round's mean. The policy for lost peers: what the message then holds, often this replica's own."""
+        try:
+            mean = self.pending.wait(deadline)
+        except PeerLost as lost:
+            self.outcome, self.reason = "peer lost", str(lost)
+            # A copy: a peer that is only late may still be writing its values into the message.
+            return self.message.clone()
+        if isinstance(self.pending, Meeting) and (met := self.pending.met):
+            self.group, self.compression_error = met.group, met.compression_error
+            if met.outcome != "averaged" or not self.reason:
+                self.outcome, self.reason = met.outcome, met.reason
+        return mean
 
     def packed(self, mean: Tensor, now: float) -> dict[str, Any]:
         """As plain values, once the mean is there; times as ages, since clocks begin anew with a process."""

@@ -26,11 +26,15 @@ def write(path: Path, state: dict[str, Any]) -> None:
     """Writes a file as a whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     new = beside(path)
-    with new.open("wb") as file:
-        torch.save(state, file)
-        file.flush()
-        os.fsync(file.fileno())
-    new.rename(path)
+    try:
+        with new.open("wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+        new.rename(path)
+    except BaseException:
+        new.unlink(missing_ok=True)  # on a full disk, what there is of it only takes up room
+        raise
     directory = os.open(path.parent, os.O_RDONLY)
     try:
         os.fsync(directory)

@@ -9,7 +9,7 @@ import torch
 
 from farflung.config import Config
 from farflung.files import write_text
-from farflung.networks import Traffic
+from farflung.networks import Network, Traffic
 from farflung.outer.fragments import split
 from farflung.training import checkpoint
 from farflung.training.gather import among_the_living, gather
@@ -22,15 +22,16 @@ PROMPT_TOKENS = 16
 SAMPLE_TOKENS = 256
 
 
-def finish(trainer: Trainer, writes: bool) -> dict[str, Any]:
+def finish(trainer: Trainer, writes: bool, network: Network | None = None) -> dict[str, Any]:
     """Averages the replicas' weights once, evaluates them, and returns the run's summary.
 
     Leaves the averaged weights in the trainer's model. With `writes`, which all processes of a replica are told alike,
-    the summary and the averaged weights go to the run folder.
+    the summary and the averaged weights go to the run folder. `network` is that of the replicas that end together, if
+    it is not the one they trained on.
     """
-    config, network = trainer.config, trainer.network
+    config, network = trainer.config, network or trainer.network
     deadline = PATIENCE * config.deadline
-    traffic = Traffic(**vars(network.traffic))
+    traffic = Traffic(**vars(trainer.network.traffic))
     seconds = trainer.events.elapsed()
     own_loss = trainer.validation_loss()
 
@@ -63,7 +64,7 @@ def finish(trainer: Trainer, writes: bool) -> dict[str, Any]:
         "stages": island.layout.stages,
         "shards": island.layout.shards,
         "parameters": round(numel),
-        "tokens": trainer.step * config.tokens_per_step * config.replicas,
+        "tokens": trainer.trained * config.tokens_per_step * config.replicas,
         "validation_loss": sum(f["loss"] for f in all_facts) / len(all_facts),
         "validation_loss_per_replica": [f["loss"] for f in all_facts],
         "validation_loss_averaged": trainer.validation_loss(),

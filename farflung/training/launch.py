@@ -49,6 +49,8 @@ STARTED_HERE = "FARFLUNG_STARTED_HERE"
 def prepare(config: Config, folder: Path, resume: bool) -> None:
     """Refuses what cannot work before anything is started, and writes config.toml. Raises UserError."""
     methods.from_config(config)
+    if config.robust != "mean" and config.network != "internet":
+        raise UserError(f"robust is {config.robust!r}, but only peers on the internet need it; leave it out")
     if config.conditions and config.network != "simulated":
         raise UserError(f"conditions is {config.conditions!r}, but real links are as they are; add --network simulated")
     conditions_of(config)
@@ -70,9 +72,9 @@ def run_simulated(config: Config, folder: Path, resume: bool) -> None:
     """All replicas in this process, under a virtual clock. Raises Stopped, UserError and whatever training raises."""
     torch.set_num_threads(1)  # with another number, sums may differ in their last bits
     simulation = Simulation(config.replicas, conditions_of(config))
-    stop = Stop(HashStore(), config.replicas, range(config.replicas))
+    stop = Stop(HashStore(), range(config.replicas), range(config.replicas))
     step = next(iter(checkpoint.whole_steps(folder)), 0) if resume else None
-    with _stopping_on_signals(stop):
+    with stopping_on_signals(stop):
         simulation.run(
             lambda network: _run_replica(
                 config, network, network.rank, folder, stop, step, lambda: network.rank == simulation.world.living[0]
@@ -97,8 +99,8 @@ def run_torch_replica(config: Config, folder: Path, resume: bool) -> None:
     network = TorchNetwork.from_env(config.deadline)
     layout = Layout.of(config)
     replica = layout.place(network.process).replica
-    stop = Stop(network.store, layout.processes, [network.process])
-    with _stopping_on_signals(stop):
+    stop = Stop(network.store, range(layout.processes), [network.process])
+    with stopping_on_signals(stop):
         step = None
         if resume:
             steps = gather(network, sorted(checkpoint.steps_of(folder, replica)), "steps", config.deadline)
@@ -158,7 +160,7 @@ _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @contextmanager
-def _stopping_on_signals(stop: Stop) -> Iterator[None]:
+def stopping_on_signals(stop: Stop) -> Iterator[None]:
     """Ctrl-C and its kin ask for a stop; a second one while stopping is the same wish."""
     before = {number: signal.signal(number, stop.request) for number in _STOP_SIGNALS}
     try:

@@ -26,13 +26,13 @@ class Stop:
 
     Args:
         store: shared by all replicas.
-        replicas: how many there are.
+        everyone: all replicas.
         mine: those of this process.
     """
 
-    def __init__(self, store: Store, replicas: int, mine: Iterable[int]) -> None:
+    def __init__(self, store: Store, everyone: Iterable[int], mine: Iterable[int]) -> None:
         self._store = store
-        self._replicas = replicas
+        self._everyone = list(everyone)
         self._steps = dict.fromkeys(mine, 0)
         self._requested = False
         self._last_step: int | None = None
@@ -60,7 +60,7 @@ class Stop:
         return step >= self._last_step
 
     def _agree(self) -> int:
-        keys = [f"stop/{replica}" for replica in range(self._replicas)]
+        keys = [f"stop/{replica}" for replica in self._everyone]
         try:
             self._store.wait(keys, timedelta(seconds=AGREEMENT_SECONDS))
         except (dist.DistError, RuntimeError) as error:

@@ -14,7 +14,7 @@ import torch
 
 from farflung import methods
 from farflung.config import Config
-from farflung.networks import Network
+from farflung.networks import Network, OpenNetwork
 from farflung.outer import Attached, Round
 from farflung.pipeline import assemble
 from farflung.training import checkpoint
@@ -26,6 +26,9 @@ from farflung.workloads import data, tokenizers
 
 SAMPLED_WEIGHTS = 1024
 """Weights that an evaluation writes down, by which reports estimate the spread between replicas."""
+
+CATCH_UP_SECONDS = 24 * 3600.0
+"""Longest wait for the state of a run; a transfer that stands still is given up long before."""
 
 
 class Trainer:
@@ -71,6 +74,8 @@ class Trainer:
         self.optimizer = self.method.inner(self.model.parameters(), lr=config.lr, weight_decay=config.weight_decay)
         torch.manual_seed(config.seed * 1_000_003 + self.process)  # dropout differs between processes
         self.step = resume_step or 0
+        self.trained = self.step
+        """Inner steps that this replica has computed itself; on an open network it may be counted at another step."""
         self.rounds = 0
         self._bytes_told = 0
         fragments = self.method.schedule.fragments
@@ -87,8 +92,11 @@ class Trainer:
         self._resumed = resume_step is not None
         self._rate = Rate(network)
 
-    def train(self) -> None:
-        """Trains to the last step. Raises Stopped when asked to stop before, after a checkpoint where that can be."""
+    def train(self, catch_up: bool = False) -> None:
+        """Trains to the last step. Raises Stopped when asked to stop before, after a checkpoint where that can be.
+
+        To `catch_up` is to take the others' state first, on an open network where this replica was away.
+        """
         self._describe()
         attached = self.method.attach(
             self.model,
@@ -96,11 +104,14 @@ class Trainer:
             self.network,
             outer_device=None if self.config.outer_device == "model" else self.config.outer_device,
             deadline=self.config.deadline,
+            robust=self.config.robust,
             on_round=self._log_round,
         )
         with attached as outer:
             if self._saved:
                 self._restore(self._saved, outer)
+            if catch_up:
+                self._catch_up(outer)
             while self.step < self.config.steps:
                 self._train_step(outer)
         self.island.after_step()  # leaving has landed what was pending
@@ -110,26 +121,32 @@ class Trainer:
 
     def _train_step(self, outer: Attached) -> None:
         config = self.config
-        self.stop.begin_step(self.process, self.step + 1)
+        before = self.step
+        self.stop.begin_step(self.process, before + 1)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(config, self.step)
-        loss, fault = self.island.gradients(self.step)
+        loss, fault = self.island.gradients(self.trained)
         if fault:
             # Without gradients the optimizer changes nothing, but the step still counts for the rounds.
-            self._warn(f"{fault} at step {self.step + 1}: no gradient taken from it")
+            self.warn(f"{fault} at step {self.step + 1}: no gradient taken from it")
             outer.spoil(f"{fault} at step {self.step + 1}")
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.island.after_step()
-        self.step += 1
+        self.step = min(outer.step, config.steps)  # others may have gone on
+        self.trained += 1
         self._rate.count(config.tokens_per_step)
 
-        last = self.step == config.steps
-        if self.step % config.log_every == 0 or last:
+        def comes(every: int) -> bool:
+            """Whether a multiple was reached, or jumped over."""
+            return self.step // every > before // every
+
+        last = self.step >= config.steps
+        if comes(config.log_every) or last:
             self._log_step(loss)
-        if self.step % config.eval_every == 0 and not last:
+        if comes(config.eval_every) and not last:
             self._evaluate()
-        if config.checkpoint_every and self.step % config.checkpoint_every == 0 and not last:
+        if config.checkpoint_every and comes(config.checkpoint_every) and not last:
             self.save(outer)
         if self.stop.due_after(self.step) and not last:
             self.save(outer)
@@ -152,13 +169,21 @@ class Trainer:
                 "outer": outer.state_dict(),
                 "random": torch.get_rng_state(),
                 "random_cuda": torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None,
+                "trained": self.trained,
                 "rounds": self.rounds,
                 "traffic": dataclasses.asdict(self.network.traffic),
                 "boundary_traffic": dataclasses.asdict(self.island.traffic),
                 "elapsed": self.events.elapsed(),
                 "events_size": self.events.size(),
             }
-            checkpoint.save(self.folder, self.step, self.seat, state)
+            try:
+                checkpoint.save(self.folder, self.step, self.seat, state)
+            except (OSError, RuntimeError) as error:  # torch raises the latter when a disk is full
+                reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
+                self.warn(
+                    f"no checkpoint of step {self.step}: {reason}; the last one stays, make room in {self.folder}"
+                )
+                return
             checkpoint.prune(self.folder, self.island.place.replica, self.config.keep_checkpoints)
             self.events.write("checkpoint", self.step, seconds=self.network.now() - began)
 
@@ -171,8 +196,8 @@ class Trainer:
         if state["random_cuda"] is not None:
             torch.cuda.set_rng_state(state["random_cuda"], self.device)
         if "reshaped" in state:
-            self._warn("went on from another layout: rounds in flight and what codecs remembered are dropped")
-        self.rounds = state["rounds"]
+            self.warn("went on from another layout: rounds in flight and what codecs remembered are dropped")
+        self.trained, self.rounds = state["trained"], state["rounds"]
         for traffic, saved in ((self.network.traffic, "traffic"), (self.island.traffic, "boundary_traffic")):
             for name, value in state[saved].items():
                 setattr(traffic, name, value)
@@ -180,13 +205,21 @@ class Trainer:
         self._bytes_told = self.network.traffic.bytes_sent
         self._saved = None
 
+    def _catch_up(self, outer: Attached) -> None:
+        began = self.network.now()
+        if outer.catch_up(CATCH_UP_SECONDS):
+            self.step = outer.step
+            self.events.write("joined", self.step, seconds=self.network.now() - began)
+        else:
+            self.warn("no other peer had the run's state to give; goes on from its own")
+
     def _evaluate(self) -> None:
         with self._rate.paused():
             sample = self._sampled_weights().numpy().astype(np.dtype("<f4"))
             self.events.write(
                 "evaluation",
                 self.step,
-                tokens=self.step * self.config.tokens_per_step,
+                tokens=self.trained * self.config.tokens_per_step,
                 bytes_sent=self.total(self.network.traffic.bytes_sent),
                 validation_loss=self.validation_loss(),
                 sample=base64.b64encode(sample.tobytes()).decode(),
@@ -230,15 +263,18 @@ class Trainer:
     def _log_step(self, loss: float) -> None:
         traffic = self.network.traffic
         island = self.island
+        speed = self._rate.take()
+        if isinstance(self.network, OpenNetwork):
+            self.network.tell_others(loss=loss, tokens_per_second=speed, rounds=self.rounds, trained=self.trained)
         facts = torch.tensor([traffic.bytes_sent, island.traffic.bytes_sent, traffic.seconds_blocked]).double()
         sent, boundary, blocked = island.total(facts).tolist()
         self.events.write(
             "step",
             self.step,
-            tokens=self.step * self.config.tokens_per_step,
+            tokens=self.trained * self.config.tokens_per_step,
             loss=loss,
             lr=self.optimizer.param_groups[0]["lr"],
-            tokens_per_second=self._rate.take(),
+            tokens_per_second=speed,
             rounds=self.rounds,
             bytes_sent=round(sent),
             boundary_bytes=round(boundary),
@@ -255,9 +291,10 @@ class Trainer:
         sent, self._bytes_told = self.network.traffic.bytes_sent - self._bytes_told, self.network.traffic.bytes_sent
         self.events.write("round", values.pop("step"), **values, bytes_sent=sent)
         if round.reason:
-            self._warn(f"round {round.round}: {round.outcome}: {round.reason}")
+            self.warn(f"round {round.round}: {round.outcome}: {round.reason}")
 
-    def _warn(self, message: str) -> None:
+    def warn(self, message: str) -> None:
+        """Tells the user, by way of the events."""
         self.events.write("warning", self.step, message=message)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from farflung.networks.base import Group, Party
 from farflung.networks.internet.frames import Frame, FrameError, entry, write_frame
+from farflung.networks.internet.members import CAUTION
 from farflung.networks.internet.swarm import PROMPT_SECONDS, UNREACHABLE, Line, Refused, Swarm
 
 LOOKS_EVERY = 0.1
@@ -127,7 +128,7 @@ class Matchmaker:
     def _settle(self, gathering: Gathering) -> None:
         """Brings those together who need not wait for anybody else."""
         for guest in list(gathering.waiting.values()):
-            if guest.rank in gathering.waiting and guest.wants <= gathering.waiting.keys():
+            if guest.wants and guest.rank in gathering.waiting and guest.wants <= gathering.waiting.keys():
                 _bring_together([gathering.waiting[rank] for rank in guest.wants], gathering)
         now = asyncio.get_running_loop().time()
         free = [
@@ -158,14 +159,10 @@ class Matchmaker:
         left = guest.until - asyncio.get_running_loop().time()
         about = self._swarm.about
         if rank == about["rank"]:
-            return bool(about["trains"]) and _arrives(about["step"], about["rate"], guest.step, left)
+            step, rate = about["step"], about["rate"]
+            return bool(about["trains"]) and step <= guest.step <= step + rate * left / CAUTION
         member = self._swarm.members.by_rank.get(rank)
-        return member is not None and member.alive and _arrives(member.step_now(), member.rate, guest.step, left)
-
-
-def _arrives(step: float, rate: float, goal: int, seconds: float) -> bool:
-    """Whether one at a step, at so many a second, is at the goal in time; one whose rate is unknown may be."""
-    return rate == 0 or step + rate * seconds >= goal
+        return member is not None and member.alive and member.arrives(guest.step, left)
 
 
 def _bring_together(guests: list[Guest], gathering: Gathering) -> None:

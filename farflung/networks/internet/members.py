@@ -44,8 +44,13 @@ class Member:
         return f"replica {self.rank} ({self.host})"
 
     def step_now(self) -> float:
-        """The step that it has reached, cautiously, by what it was last heard to do."""
+        """The step that it has reached at least, by what it was last heard to do."""
         return self.step + CAUTION * self.rate * (time.monotonic() - self.heard)
+
+    def arrives(self, goal: int, seconds: float) -> bool:
+        """Whether it can be expected to be yet to come to a step, and within so many seconds."""
+        elapsed = time.monotonic() - self.heard + seconds
+        return self.step <= goal and (self.rate == 0 or self.step + self.rate * elapsed / CAUTION >= goal)
 
 
 class Members:
@@ -71,6 +76,10 @@ class Members:
         """A peer could not be reached; it is gone until it is heard of again."""
         if member := self.by_rank.get(rank):
             member.failed = True
+
+    def of_peer(self, peer: str) -> Member | None:
+        """The member with a libp2p id."""
+        return next((member for member in self.by_rank.values() if member.peer == peer), None)
 
     def training(self) -> list[Member]:
         """Those that are there and train, in order of rank."""

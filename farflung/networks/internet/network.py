@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
@@ -38,6 +39,8 @@ JUMP = 4
 """A peer that is so many steps behind the others counts itself to be where they are."""
 PATIENCE = 0.25
 """What part of the time between two rounds a peer waits for others to come to one."""
+FIRST_ROUND = 20.0
+"""Seconds that a round is taken to last before one has been seen."""
 ROOM = 1 << 20
 """Bytes that a packet may be larger than expected."""
 
@@ -53,11 +56,10 @@ class InternetNetwork:
         largest: bytes of the largest message that is taken.
         deadline: the longest that others are waited for, in seconds.
         tell: told in one line what a user should know.
+        listed: whether others are to know of it.
 
     Raises UserError when there is nobody to join, or they do not want this peer.
     """
-
-    open = True
 
     def __init__(
         self,
@@ -69,12 +71,13 @@ class InternetNetwork:
         largest: int,
         deadline: float = 120.0,
         tell: Callable[[str], None] = print,
+        listed: bool = True,
     ) -> None:
         self.ticket = ticket
         self.rank = identity.rank
         self.traffic = Traffic()
         self.deadline = deadline
-        self.swarm = Swarm(ticket, identity, seat, about, tell)
+        self.swarm = Swarm(ticket, identity, seat, about, tell, listed)
         stall = max(5.0, min(15.0, deadline / 4))
         self._post = Post(self.swarm, ticket.run, largest + ROOM, stall, self.traffic)
         self._matchmaker = Matchmaker(self.swarm)
@@ -82,6 +85,8 @@ class InternetNetwork:
         self._tell = tell
         self._source: Callable[[], State] | None = None
         self._met: dict[str, float] = {}
+        self._background = threading.local()
+        self._fetching: _Transfer[State] | None = None
         self._paced_at = time.monotonic()
         self.swarm.start(deadline)
 
@@ -105,47 +110,66 @@ class InternetNetwork:
             return Finished(tensor, self.now())
         return _Transfer(self, group, lambda transfer: self._all_reduce(tensor, transfer, key))
 
-    def meet(self, wanted: Group, key: str, step: int, weight: float, lineage: str) -> Pending[Party]:
-        """See Network. Who cannot come soon is not waited for."""
+    def meet(
+        self, wanted: Group, key: str, step: int, weight: float, lineage: str, then: Callable[[Party], T]
+    ) -> Pending[T]:
+        """See OpenNetwork. Who cannot come soon is not waited for."""
         stream = key.rpartition(" of ")[2]
-        between = self.now() - self._met.get(stream, self.now() - self.deadline)
+        between = self.now() - self._met.get(stream, self.now() - FIRST_ROUND)
         self._met[stream] = self.now()
         patience = min(max(1.0, PATIENCE * between), self.deadline / 2)
-        return _Transfer(self, wanted, lambda _: self._matchmaker.meet(wanted, key, step, weight, lineage, patience))
+
+        async def meet(_: object) -> T:
+            party = await self._matchmaker.meet(wanted, key, step, weight, lineage, patience)
+            return await asyncio.to_thread(self._in_background, then, party)
+
+        return _Transfer(self, wanted, meet)
+
+    def _in_background(self, then: Callable[[Party], T], party: Party) -> T:
+        self._background.on = True
+        try:
+            return then(party)
+        finally:
+            self._background.on = False
 
     def paced(self, step: int, every: int) -> int:
-        """See Network. Jumps to where the others are; far ahead of them, stays."""
+        """See OpenNetwork. Jumps to where the others are; far ahead of them, stays."""
         about, now = self.swarm.about, time.monotonic()
         if self._snapshots.due and self._source:
             self._snapshots.give(self._source())
+        seconds, usual = max(now - self._paced_at, 1e-6), about["rate"]
+        if step == about["step"] + 1:  # else it has gone on from elsewhere
+            about["rate"] = usual + min(0.1, seconds / 10) * (1 / seconds - usual) if usual else 1 / seconds
         lead = self.swarm.members.lead()
         if lead is not None and lead - step >= JUMP:
             step = int(lead)
         elif lead is not None and step - 1 > lead + every + JUMP:
             step -= 1
-        seconds = max(now - self._paced_at, 1e-6)
-        latest = (step - about["step"]) / seconds
-        about["rate"] = (
-            latest if not about["rate"] else about["rate"] + min(0.1, seconds / 10) * (latest - about["rate"])
-        )
         about["step"], self._paced_at = step, now
         return step
 
     def serve(self, source: Callable[[], State]) -> None:
-        """See Network."""
+        """See OpenNetwork."""
         self._source = source
 
+    def behind(self, step: int) -> float | None:
+        """How many steps the others are ahead of one; None when nobody else trains."""
+        lead = self.swarm.members.lead()
+        return None if lead is None else lead - step
+
     def fetch(self, alike: bool) -> Pending[State]:
-        """See Network."""
-        return _Transfer(self, self.members(), lambda _: self._snapshots.fetch(alike, self._tell))
+        """See OpenNetwork. One that is under way is joined."""
+        if self._fetching is None or self._fetching.taken:
+            self._fetching = _Transfer(self, self.members(), lambda _: self._snapshots.fetch(alike, self._tell))
+        return self._fetching
 
     def blame(self, rank: int, why: str) -> None:
-        """See Network."""
+        """See OpenNetwork."""
         if member := self.swarm.members.by_rank.get(rank):
             self.swarm.guard.strike(member.peer, "bad message", f"{member.described}: {why}")
 
-    def tell_others(self, **facts: Any) -> None:
-        """Changes what this peer says of itself to those who look on."""
+    def tell_others(self, **facts: float) -> None:
+        """See OpenNetwork."""
         self.swarm.about["facts"] = {**self.swarm.about["facts"], **facts}
 
     def computed(self) -> None:
@@ -260,6 +284,7 @@ class _Transfer(Generic[T]):
         self.delivered: dict[int, Tensor] = {}
         self.lost: dict[int, str] = {}
         self.finished_at = float("inf")
+        self.taken = False
         self._network = network
         if run:
             self._result: Future[T] = network.swarm.submit(self._timed(run))
@@ -268,7 +293,7 @@ class _Transfer(Generic[T]):
         return self._result.done()
 
     def wait(self, timeout: float) -> T:
-        network = self._network
+        network, self.taken = self._network, True
         began = network.now()
         try:
             return self._result.result(timeout)
@@ -280,7 +305,8 @@ class _Transfer(Generic[T]):
         except Lost as error:
             raise PeerLost(self.others, str(error)) from error
         finally:
-            network.traffic.seconds_blocked += network.now() - began
+            if not getattr(network._background, "on", False):  # there, nobody's training waits
+                network.traffic.seconds_blocked += network.now() - began
 
     def raise_if_lost(self) -> None:
         """Raises PeerLost, naming them, if anybody was lost."""

@@ -86,10 +86,17 @@ class Swarm:
         seat: where it listens.
         about: version, settings, shapes, host, trains; see `disagreement`.
         tell: told in one line what a user should know.
+        listed: whether others are to know of it.
     """
 
     def __init__(
-        self, ticket: Ticket, identity: Identity, seat: Seat, about: Frame, tell: Callable[[str], None]
+        self,
+        ticket: Ticket,
+        identity: Identity,
+        seat: Seat,
+        about: Frame,
+        tell: Callable[[str], None],
+        listed: bool = True,
     ) -> None:
         self.identity = identity
         self.members = Members()
@@ -109,6 +116,7 @@ class Swarm:
         self._ticket = ticket
         self._seat = seat
         self._tell = tell
+        self._listed = listed
         self._admission = Admission(ticket, identity)
         self._proven: dict[str, Member] = {}
         self._protocol = f"farflung/1/{ticket.run}"
@@ -235,12 +243,26 @@ class Swarm:
 
     @contextlib.asynccontextmanager
     async def _stream(self, peer: str) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-        opening = self._p2p.call_binary_stream_handler(PeerID.from_base58(peer), self._protocol)
-        _, reader, writer = await asyncio.wait_for(opening, PROMPT_SECONDS)
+        async with asyncio.timeout(PROMPT_SECONDS):
+            try:
+                _, reader, writer = await self._open(peer)
+            except ControlFailure:
+                await self._dial(peer)  # libp2p may not have heard of it yet, or have forgotten where it is
+                _, reader, writer = await self._open(peer)
         try:
             yield reader, writer
         finally:
             writer.close()
+
+    async def _open(self, peer: str) -> Any:
+        return await self._p2p.call_binary_stream_handler(PeerID.from_base58(peer), self._protocol)
+
+    async def _dial(self, peer: str) -> None:
+        """Connects to a peer at the addresses that it said it has."""
+        member = self.members.of_peer(peer)
+        known = member.addresses if member else self._ticket.addresses
+        addresses = [Multiaddr(address.rpartition("/p2p/")[0]) for address in known if address.endswith(f"/p2p/{peer}")]
+        await self._p2p._client.connect(PeerID.from_base58(peer), addresses)
 
     async def _on_stream(self, info: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         peer = str(info.peer_id)
@@ -316,16 +338,14 @@ class Swarm:
 
     async def _beat(self) -> None:
         self.about["beat"] += 1
-        await self._directory.write(self.about)
+        if self._listed:
+            await self._directory.write(self.about)
         for member in await self._directory.read():
             self.members.hear(member)
 
     async def _seek(self, member: Member) -> None:
         """Looks for one that has gone, at the addresses that it had: after a partition nobody else would."""
         with contextlib.suppress(*UNREACHABLE, Refused, FrameError, UserError):
-            peer = PeerID.from_base58(member.peer)
-            async with asyncio.timeout(PROMPT_SECONDS):
-                await self._p2p._client.connect(peer, [Multiaddr(address) for address in member.addresses])
             await self.greet(member.peer)
             await self._directory.introduce(member)
 
@@ -342,13 +362,15 @@ class Swarm:
         task.add_done_callback(self._tasks.discard)
 
     async def _stop(self) -> None:
-        for task in list(self._tasks):
-            task.cancel()
         if hasattr(self, "_directory"):
             with contextlib.suppress(Exception):
                 await self._directory.close()
         if hasattr(self, "_p2p"):
             await self._p2p.shutdown()
+        rest = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in rest:
+            task.cancel()
+        await asyncio.wait(rest, timeout=2) if rest else None
 
 
 def accepted(frame: Frame) -> Frame:

@@ -1,0 +1,44 @@
+"""Floor 6: the commands. They join training with the views of it, and turn errors into one line."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+from farflung.cli.arguments import INTERRUPTED, MISUSE
+from farflung.cli.peers import doctor, invite, join, status
+from farflung.cli.planning import plan, simulate
+from farflung.cli.runs import export, methods, report
+from farflung.cli.training import train
+from farflung.config import UserError, suggestion
+
+__all__ = ["main"]
+
+COMMANDS: dict[str, Callable[[list[str]], None]] = {
+    command.__name__: command
+    for command in (train, invite, join, status, doctor, plan, simulate, methods, report, export)
+}
+
+
+def main() -> None:
+    """Runs the command that the arguments name; exits with 2 after a user's mistake, without a traceback."""
+    arguments = sys.argv[1:]
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(_usage())
+        return
+    try:
+        if arguments[0] not in COMMANDS:
+            raise UserError(f"there is no command {arguments[0]!r}{suggestion(arguments[0], list(COMMANDS))}")
+        COMMANDS[arguments[0]](arguments[1:])
+    except UserError as error:
+        print(f"farflung: {error}", file=sys.stderr)
+        sys.exit(MISUSE)
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
+
+
+def _usage() -> str:
+    lines = [f"  farflung {name:9} {command.__doc__}" for name, command in COMMANDS.items()]
+    return "\n".join(
+        ["Train one model on machines that are far apart.", "", *lines, "", "More on one: farflung COMMAND --help"]
+    )

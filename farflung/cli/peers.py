@@ -1,0 +1,164 @@
+"""farflung invite, join, status and doctor: runs on the internet."""
+
+from __future__ import annotations
+
+import dataclasses
+import signal
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import tyro
+
+from farflung.cli.arguments import FAILURE, INTERRUPTED, free_folder, parse
+from farflung.cli.training import tell_result, watched
+from farflung.config import Config
+from farflung.training.peer import Listening, OwnSettings
+
+
+@dataclass(frozen=True)
+class _Invite:
+    """Which run to begin; all settings of farflung train can be given, too."""
+
+    name: str
+    """What the run is called."""
+    train: bool = False
+    """Train here as the first peer, instead of being a beacon that others only find each other by."""
+    key: Path | None = None
+    """A beacon's key file, made if there is none; with the same key, port and machine its addresses stay the same."""
+    listening: tyro.conf.OmitArgPrefixes[Listening] = field(default_factory=Listening)
+    config: tyro.conf.OmitArgPrefixes[Config] = field(default_factory=Config)
+
+
+@dataclass(frozen=True)
+class _Join:
+    """Which run to join."""
+
+    ticket: tyro.conf.Positional[Path]
+    """The ticket's file."""
+    first: bool = False
+    """Knock at no address: begin the run, or begin it again from this peer's checkpoint when all have gone."""
+    listening: tyro.conf.OmitArgPrefixes[Listening] = field(default_factory=Listening)
+    own: tyro.conf.OmitArgPrefixes[OwnSettings] = field(default_factory=OwnSettings)
+
+
+@dataclass(frozen=True)
+class _Look:
+    """Which run to look at."""
+
+    ticket: tyro.conf.Positional[Path]
+    """The ticket's file."""
+    once: bool = False
+    """Show it once, instead of anew every few seconds."""
+    listening: tyro.conf.OmitArgPrefixes[Listening] = field(default_factory=Listening)
+
+
+def invite(arguments: list[str]) -> None:
+    """Begin a run on the internet: print its ticket, and be its first peer or a beacon."""
+    from farflung.training import peer
+
+    options = parse(_Invite, arguments, "invite", invite.__doc__)
+    ticket = peer.internet().Ticket.new(options.name, peer.shared_settings(options.config))
+    seat = peer.seat_of(options.listening, first=True)
+    if options.train:
+        folder = Path(options.config.out) if options.config.out else free_folder(options.name)
+        config = dataclasses.replace(peer.settings_of(ticket), out=str(folder))
+        _train(ticket, config, seat, lambda network: print(network.invitation().text(), flush=True))
+        return
+    with tempfile.TemporaryDirectory() as scratch, _until_stopped() as stopped:
+        network = peer.look_on(ticket, options.key or Path(scratch) / "beacon.key", seat, listed=True)
+        try:
+            print(network.invitation().text(), flush=True)
+            _say(f"a beacon of {options.name}, whose ticket it has printed; Ctrl-C ends it")
+            while not stopped.wait(60):
+                _say(f"{len(network.members()) - 1} peers train")
+        finally:
+            network.close()
+
+
+def join(arguments: list[str]) -> None:
+    """Train as one more peer of a run on the internet; Ctrl-C leaves, the same command with --out comes back."""
+    from farflung.training import peer
+
+    options = parse(_Join, arguments, "join", join.__doc__)
+    ticket = peer.internet().read_ticket(options.ticket)
+    folder = Path(options.own.out) if options.own.out else free_folder(ticket.name)
+    config = options.own.applied(peer.settings_of(ticket))
+    _train(ticket, dataclasses.replace(config, out=str(folder)), peer.seat_of(options.listening, options.first))
+
+
+def status(arguments: list[str]) -> None:
+    """Show who takes part in a run on the internet: at which step, how fast, how stale."""
+    from farflung.report.peers import show
+    from farflung.training import peer
+
+    options = parse(_Look, arguments, "status", status.__doc__)
+    with _onlooker(options) as network, _until_stopped() as stopped:
+        show(lambda: peer.seen(network), stopped, options.once)
+
+
+def doctor(arguments: list[str]) -> None:
+    """See whether this machine can take part in a run on the internet, and say what to fix."""
+    from farflung.training.peer import examined
+
+    options = parse(_Look, arguments, "doctor", doctor.__doc__)
+    healthy = True
+    for finding in examined(options.ticket, options.listening):
+        print(f"{'ok  ' if finding.good else 'BAD '} {finding.text}", flush=True)
+        healthy = healthy and finding.good
+    if not healthy:
+        sys.exit(FAILURE)
+
+
+def _train(ticket: Any, config: Config, seat: Any, joined: Callable[[Any], None] = lambda network: None) -> None:
+    from farflung.training import launch, peer
+    from farflung.training.stopping import Stopped
+
+    folder = Path(config.out)
+    back = f"come back with: farflung join {folder}/run.ticket --out {folder}"
+    _say(f"{ticket.name}: {config.method}, {config.steps} steps; run folder {folder}")
+    try:
+        with watched(folder, sys.stderr):
+            peer.run_peer(ticket, config, seat, joined)
+        tell_result(folder, sys.stderr)
+    except Stopped as stopped:
+        _say(f"{stopped}; {back}")
+        sys.exit(INTERRUPTED)
+    except launch.RUN_ERRORS as error:
+        _say(f"{error}; {back}")
+        sys.exit(FAILURE)
+
+
+@contextmanager
+def _onlooker(options: _Look) -> Iterator[Any]:
+    """A seat at a run for one who does not train, and is not listed."""
+    from farflung.training import peer
+
+    ticket = peer.internet().read_ticket(options.ticket)
+    with tempfile.TemporaryDirectory() as scratch:
+        network = peer.look_on(ticket, Path(scratch) / "onlooker.key", peer.seat_of(options.listening, first=False))
+        try:
+            yield network
+        finally:
+            network.close()
+
+
+@contextmanager
+def _until_stopped() -> Iterator[threading.Event]:
+    """An event that Ctrl-C and its kin set."""
+    stopped = threading.Event()
+    before = {number: signal.signal(number, lambda *_: stopped.set()) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield stopped
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _say(text: str) -> None:
+    print(f"farflung: {text}", file=sys.stderr, flush=True)

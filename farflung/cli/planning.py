@@ -1,0 +1,43 @@
+"""farflung plan and farflung simulate: what would be, without training anything."""
+
+from __future__ import annotations
+
+from farflung.cli.arguments import free_folder, parse
+
+
+def plan(arguments: list[str]) -> None:
+    """Show what training would cost on given machines, method by method and layout by layout; trains nothing."""
+    from farflung.planner.plan import PlanOptions, reasons, shown, table_of, where
+    from farflung.planner.plan import plan as make_plans
+
+    options = parse(PlanOptions, arguments, "plan", plan.__doc__)
+    plans, failures, cluster = make_plans(options)
+    print(f"farflung: {options.model}, {options.tokens:.3g} tokens, {len(cluster.workers)} workers\n")
+    print(table_of(shown(plans, options.show), cluster.currency).text())
+    best = plans[0]
+    if best.placed:
+        print("\n* stages placed on the links that suit them; the best:")
+        print("\n".join(f"  {line}" for line in where(best, cluster)))
+    if failures:
+        lines = reasons(failures)
+        print("\nthese cannot be:")
+        print("\n".join(f"  {line}" for line in lines[: options.show]))
+        if len(lines) > options.show:
+            print(f"  and {len(lines) - options.show} more; see them with --show {len(lines)}")
+
+
+def simulate(arguments: list[str]) -> None:
+    """Show what rounds would cost for up to thousands of replicas, under given conditions; trains nothing."""
+    from farflung.planner.page import write_simulation
+    from farflung.planner.simulation import SimulateOptions, table_of, write_events
+    from farflung.planner.simulation import simulate as time_methods
+
+    options = parse(SimulateOptions, arguments, "simulate", simulate.__doc__)
+    results = time_methods(options)
+    size = f"{options.params:.3g} parameters" if options.params else options.model
+    described = f"{options.replicas} replicas of {size}, {options.rounds} rounds, conditions {options.conditions}"
+    print(f"farflung: {described}\n\n{table_of(results).text()}\n")
+    folder = options.out or free_folder("simulation", "simulation.html")
+    write_events(results, folder / "events")
+    write_simulation(results, described, folder / "simulation.html")
+    print(f"farflung: pictures in {folder / 'simulation.html'}, each round in {folder / 'events'}")

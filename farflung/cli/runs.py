@@ -1,0 +1,76 @@
+"""farflung methods, report and export: what there is, and what has come of runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+from farflung.cli.arguments import parse
+from farflung.config import UserError
+
+
+@dataclass(frozen=True)
+class _NoArguments:
+    """No arguments."""
+
+
+@dataclass(frozen=True)
+class _ReportOptions:
+    """Which runs to report on."""
+
+    runs: tyro.conf.Positional[tuple[Path, ...]]
+    """The run folders."""
+    out: Path | None = None
+    """The file to write; unset: report.html in the run's folder, or here for several runs."""
+
+    def __post_init__(self) -> None:
+        if not self.runs:
+            raise UserError("no run folder is given; give at least one, such as runs/noloco-1")
+
+
+@dataclass(frozen=True)
+class _ExportOptions:
+    """What to export, and where to."""
+
+    run: tyro.conf.Positional[Path]
+    """The run folder."""
+    folder: tyro.conf.Positional[Path]
+    """The folder to write; it must not exist, or be empty."""
+
+
+def methods(arguments: list[str]) -> None:
+    """List the methods: what each does, its paper, its bytes, its settings and their defaults."""
+    from farflung.codecs import CODEC_NAMES
+    from farflung.methods import RECIPES, bytes_per_parameter, settings_of
+
+    parse(_NoArguments, arguments, "methods", methods.__doc__)
+    for name, recipe in RECIPES.items():
+        what, _, paper = (recipe.__doc__ or "").partition("\n")
+        method = recipe()
+        shown = {key: value for key, value in settings_of(name).items() if key != "seed" and value is not None}
+        settings = ", ".join(f"{key}={value}" for key, value in shown.items())
+        size = f"{bytes_per_parameter(method):.3g} bytes a parameter and round: {method.codec!r}"
+        lines = [what, paper.strip(), size, f"settings: {settings or 'none'}"]
+        print(f"{name:16} " + f"\n{'':17}".join(lines) + "\n")
+    print(f"--codec takes: {CODEC_NAMES}")
+
+
+def report(arguments: list[str]) -> None:
+    """Write one self-contained report.html about one run, or comparing several."""
+    from farflung.report import write_report
+
+    options = parse(_ReportOptions, arguments, "report", report.__doc__)
+    out = options.out or (options.runs[0] / "report.html" if len(options.runs) == 1 else Path("report.html"))
+    write_report(list(options.runs), out)
+    print(f"farflung: report of {len(options.runs)} run(s) in {out}")
+
+
+def export(arguments: list[str]) -> None:
+    """Write a run's averaged weights as a folder that AutoModelForCausalLM.from_pretrained loads."""
+    from farflung.training.export import export as write_export
+
+    options = parse(_ExportOptions, arguments, "export", export.__doc__)
+    origin = write_export(options.run, options.folder)
+    print(f"farflung: {options.folder} holds {origin}")

@@ -1,0 +1,136 @@
+"""farflung train."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TextIO
+
+from rich.console import Console
+
+from farflung.cli.arguments import FAILURE, INTERRUPTED, free_folder, parse
+from farflung.config import Config, Resume, UserError, read_toml
+
+
+def train(arguments: list[str]) -> None:
+    """Train a model with several replicas, or go on with a run."""
+    from farflung.training import launch
+    from farflung.training.stopping import Stopped
+
+    config, folder, resume = _train_settings(arguments)
+    start = _start_of(config)
+    shows = "LOCAL_RANK" not in os.environ or (
+        os.environ["LOCAL_RANK"] == "0" and launch.STARTED_HERE not in os.environ
+    )
+    try:
+        if config.network == "internet":
+            raise UserError(
+                "a run on the internet begins with farflung invite; peers join, and come back, with farflung join"
+            )
+        if start is not launch.run_torch_replica:
+            launch.prepare(config, folder, resume)
+        if shows:
+            island = f" of {config.stages} stages × {config.shard} shards" if config.stages * config.shard > 1 else ""
+            what = f"{config.replicas} replicas{island}, {config.method}, {config.steps} steps"
+            print(f"farflung: {what}; run folder {folder}")
+        with watched(folder) if shows else contextlib.nullcontext():
+            start(config, folder, resume)
+        if shows:
+            tell_result(folder)
+    except Stopped as stopped:
+        print(f"farflung: {stopped}; go on with: farflung train --resume {folder}", file=sys.stderr)
+        sys.exit(0 if start is launch.run_torch_replica else INTERRUPTED)
+    except launch.RUN_ERRORS as error:
+        print(f"farflung: {error}; go on with: farflung train --resume {folder}", file=sys.stderr)
+        sys.exit(FAILURE)
+
+
+def _train_settings(arguments: list[str]) -> tuple[Config, Path, bool]:
+    """The settings, the run folder, and whether its run goes on. Flags win over the file."""
+    if any(argument.split("=")[0] == "--resume" for argument in arguments):
+        options = parse(Resume, arguments, "train", train.__doc__)
+        folder = options.resume
+        if not (folder / "config.toml").exists():
+            raise UserError(
+                f"{folder} holds no run to go on with: there is no config.toml; start one with --out {folder}"
+            )
+        return _with_replicas(options.applied(read_toml(folder / "config.toml"))), folder, True
+    defaults = Config()
+    if arguments and not arguments[0].startswith("-"):
+        defaults = read_toml(Path(arguments[0]))
+        arguments = arguments[1:]
+    config = _with_replicas(parse(Config, arguments, "train", HELP, defaults))
+    folder = Path(config.out) if config.out else free_folder(config.method)
+    started_again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    return replace(config, out=str(folder)), folder, started_again
+
+
+def _with_replicas(config: Config) -> Config:
+    """Under torchrun there are as many replicas as the processes that it has started make."""
+    if "WORLD_SIZE" not in os.environ:
+        return config
+    from farflung.pipeline.layout import replicas_of
+
+    return replace(config, replicas=replicas_of(int(os.environ["WORLD_SIZE"]), config))
+
+
+def _start_of(config: Config) -> Callable[[Config, Path, bool], None]:
+    from farflung.training import launch
+
+    if "WORLD_SIZE" in os.environ:
+        return launch.run_torch_replica
+    return launch.run_simulated if config.network == "simulated" else launch.launch_torch
+
+
+@contextlib.contextmanager
+def watched(folder: Path, to: TextIO = sys.stdout) -> Iterator[None]:
+    """Shows the run folder's live view meanwhile."""
+    from farflung.report import watch
+
+    finished = threading.Event()
+    view = threading.Thread(target=watch, args=(folder, finished, Console(file=to)), daemon=True)
+    view.start()
+    try:
+        yield
+    finally:
+        finished.set()
+        view.join(timeout=10)
+
+
+def tell_result(folder: Path, to: TextIO = sys.stdout) -> None:
+    """What a finished run came to, and where to read more."""
+    from farflung.report import read_run, write_report
+
+    write_report([folder], folder / "report.html")
+    summary = read_run(folder).summary
+    if summary is None:
+        return
+    sent, ddp = summary["bytes_sent"], summary["ddp_bytes"]
+    fewer = f", {ddp / sent:.0f} times fewer than ddp's {ddp / 1e6:,.1f} MB" if sent and ddp else ""
+    print(
+        f"\nvalidation loss {summary['validation_loss']:.4f} nats a token (mean of the replicas), "
+        f"{summary['validation_loss_averaged']:.4f} with their weights averaged\n"
+        f"sent {sent / 1e6:,.1f} MB{fewer}\n\n"
+        f"the trained model writes:\n{_indented(summary['sample'])}\n\n"
+        f"run folder {folder}\nreport     {folder / 'report.html'}",
+        file=to,
+    )
+
+
+def _indented(text: str) -> str:
+    printable = re.sub(r"[^\S\n]|[^\w\s!-~]", " ", text)
+    return "\n".join(f"    {line}" for line in printable.splitlines())
+
+
+HELP = f"{train.__doc__}" + (
+    "\n\nfarflung train [CONFIG.toml] [flags] starts a run: every flag is also a key of the file, and flags win. "
+    "farflung train --resume RUN goes on with one from its last whole checkpoint, if need be with other --stages, "
+    "--shard, --schedule, --microbatches, --boundary, --device and --deadline. "
+    "Under torchrun, this process becomes one of the replicas, or a part of one."
+)

@@ -1,0 +1,160 @@
+"""How the messages of a group become one: their mean, or what a few bad ones among them cannot move far."""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from farflung.codecs import Codec, Packet, PacketError, finite
+from farflung.codecs.base import norm
+
+LARGEST_RATIO = 30.0
+"""A message with a norm so many times the usual one is refused."""
+NORMS_KEPT = 32
+
+Messages = list[Sequence[Tensor]]
+Blame = Callable[[int, str], None]
+"""Told which replica sent a bad message, and why it is bad."""
+
+
+class Fuse(Protocol):
+    """Makes one message of packets and of the own message; says why some packets could not be used."""
+
+    def __call__(  # noqa: D102
+        self, codec: Codec, packets: Mapping[int, Packet], like: Sequence[Tensor], own: Sequence[Tensor] | None
+    ) -> tuple[list[Tensor], dict[int, str]]: ...
+
+
+class Fusion:
+    """What is done with the messages of a group.
+
+    Args:
+        robust: "mean"; "median", coordinate by coordinate, and "clipped", norms of at most the median one, for
+            groups of more than two, in which a minority may send anything.
+        blame: where messages are looked at: told of those that are not finite or far too large, which do not count.
+    """
+
+    def __init__(self, robust: str = "mean", blame: Blame | None = None) -> None:
+        self._total = _TOTALS[robust]
+        self._blame = blame
+        self._norms: deque[float] = deque(maxlen=NORMS_KEPT)
+
+    def of(self, rank: int, weights: Mapping[int, float]) -> Fuse:
+        """The fusion of one round of a replica, in which messages have these weights; those without one count 1."""
+
+        def fuse(
+            codec: Codec, packets: Mapping[int, Packet], like: Sequence[Tensor], own: Sequence[Tensor] | None
+        ) -> tuple[list[Tensor], dict[int, str]]:
+            total, unreadable = self._total(like), {}
+            for sender, packet in packets.items():
+                try:
+                    message = self._sound(sender, codec.decode(packet, like), own)
+                except PacketError as error:
+                    unreadable[sender] = str(error)
+                    continue
+                total.add(message, weights.get(sender, 1.0))
+            if own is not None:
+                total.add(own, weights.get(rank, 1.0))
+            return total.result(), unreadable
+
+        return fuse
+
+    def _sound(self, sender: int, message: list[Tensor], own: Sequence[Tensor] | None) -> list[Tensor]:
+        """The message, if it can be true. Raises PacketError."""
+        if self._blame is None:
+            return message
+        fault = ""
+        if not all(map(finite, message)):
+            fault = "it sent what is not finite"
+        else:
+            size = norm(message)
+            known = [*self._norms, *([norm(own)] if own is not None else [])]
+            usual = statistics.median([n for n in known if n > 0] or [size])
+            if size > LARGEST_RATIO * usual:
+                fault = f"it sent a message {size / usual:.3g} times as large as usual"
+            self._norms.append(size)
+        if fault:
+            self._blame(sender, fault)
+            raise PacketError(fault)
+        return message
+
+
+class Mean:
+    """The weighted mean, summed in the order given: the one order that every network uses, for equal bits.
+
+    Of nothing, and of messages that all count nothing, it is `like`.
+    """
+
+    def __init__(self, like: Sequence[Tensor]) -> None:
+        self._like = like
+        self._sum = [torch.zeros_like(tensor) for tensor in like]
+        self._weight = 0.0
+
+    def add(self, message: Sequence[Tensor], weight: float) -> None:
+        """Takes one message; its memory may be used again afterwards."""
+        for to, tensor in zip(self._sum, message, strict=True):
+            to.add_(tensor, alpha=weight)
+        self._weight += weight
+
+    def result(self) -> list[Tensor]:
+        """The mean of those taken."""
+        return [tensor.div_(self._weight) for tensor in self._sum] if self._weight else list(self._like)
+
+
+class Robust:
+    """What `reduce` makes of all messages together; of one or two their mean."""
+
+    def __init__(self, reduce: Callable[[Messages, list[float]], list[Tensor]], like: Sequence[Tensor]) -> None:
+        self._reduce = reduce
+        self._like = like
+        self._messages: Messages = []
+        self._weights: list[float] = []
+
+    def add(self, message: Sequence[Tensor], weight: float) -> None:
+        """Takes one message."""
+        self._messages.append(message)
+        self._weights.append(weight)
+
+    def result(self) -> list[Tensor]:
+        """What has become of those taken."""
+        if len(self._messages) > 2:
+            return self._reduce(self._messages, self._weights)
+        return weighted_mean(self._messages, self._weights, self._like)
+
+
+def weighted_mean(messages: Messages, weights: list[float], like: Sequence[Tensor]) -> list[Tensor]:
+    """See Mean."""
+    total = Mean(like)
+    for message, weight in zip(messages, weights, strict=True):
+        total.add(message, weight)
+    return total.result()
+
+
+def median(messages: Messages, weights: list[float]) -> list[Tensor]:
+    """The median of each coordinate, weights aside; of an even number, the middle of the two in the middle."""
+    low, high = (len(messages) - 1) // 2, len(messages) // 2
+    sorted_parts = (torch.stack(parts).sort(dim=0).values for parts in zip(*messages, strict=True))
+    return [(part[low] + part[high]) / 2 for part in sorted_parts]
+
+
+def clipped(messages: Messages, weights: list[float]) -> list[Tensor]:
+    """The weighted mean of messages whose norms are at most the median of their norms."""
+    norms = [norm(message) for message in messages]
+    most = statistics.median_low(norms)
+    shrunk: Messages = [
+        [t * min(1.0, most / max(size, 1e-30)) for t in m] for m, size in zip(messages, norms, strict=True)
+    ]
+    return weighted_mean(shrunk, weights, messages[0])
+
+
+_TOTALS: dict[str, Callable[[Sequence[Tensor]], Mean | Robust]] = {
+    "mean": Mean,
+    "median": partial(Robust, median),
+    "clipped": partial(Robust, clipped),
+}

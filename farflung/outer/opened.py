@@ -1,0 +1,146 @@
+"""Rounds on an open network: who takes part is found out as a round starts, and who was away fetches the others' state.
+
+Messages count by the inner steps behind them, and none goes into a mean before it was looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from farflung.codecs import Codec, Dense
+from farflung.config import UserError
+from farflung.networks import Group, OpenNetwork, Party, PeerLost, Pending, State
+from farflung.outer.adaptation import Adapt
+from farflung.outer.averaging import digest
+from farflung.outer.meeting import Meeting, Met
+from farflung.outer.optimizers import OuterOptimizer, descend
+from farflung.outer.schedules import Schedule
+from farflung.outer.streams import Stream
+from farflung.outer.topologies import Topology
+
+
+class Opened:
+    """One loop's dealings with an open network.
+
+    Args:
+        network: the replica's seat.
+        alike: whether all replicas are to hold the same anchors.
+        by_lineage: whether only replicas with the same anchors may average; else they are drawn together.
+        deadline: the longest that a round is waited for, in seconds.
+    """
+
+    def __init__(self, network: OpenNetwork, alike: bool, by_lineage: bool, deadline: float) -> None:
+        self.network = network
+        self._alike = alike
+        self._by_lineage = by_lineage
+        self._deadline = deadline
+        self._fetching: Pending[State] | None = None
+
+    def start(self, stream: Stream, message: Tensor, wanted: Group, key: str, step: int, weight: float) -> Meeting:
+        """Starts a round with those of the group who come, or others whose partners do not."""
+
+        @torch.no_grad()
+        def average(party: Party) -> Met:
+            if party.behind:
+                return Met(message, (), 0.0, "behind", "its anchors are not the others'; it fetches theirs")
+            if len(party.group) < 2:
+                return Met(message, (), 0.0, "sat out", "")
+            pending, error = stream.averaging.start(message, party.group, key, party.weights)
+            try:
+                return Met(pending.wait(self._deadline), party.group, error, "averaged", "")
+            except PeerLost as lost:
+                return Met(message, party.group, error, "peer lost", str(lost))
+
+        lineage = str(digest([stream.anchor]).tolist()) if self._by_lineage else ""
+        return Meeting(self.network.meet(wanted, key, step, weight, lineage, average))
+
+    def fetch(self) -> None:
+        """Starts to fetch the others' state, unless that is under way."""
+        if self._fetching is None:
+            self._fetching = self.network.fetch(self._alike)
+
+    def fetched(self, wait: float = 0.0) -> State | None:
+        """The others' state, when it is there, or after at most `wait` seconds. None when nobody could give it."""
+        if self._fetching is None or not (wait or self._fetching.done()):
+            return None
+        fetching, self._fetching = self._fetching, None
+        try:
+            return fetching.wait(wait)
+        except PeerLost:
+            return None
+
+
+class Anchored(OuterOptimizer):
+    """Any torch optimizer, for replicas that should hold the same anchor φ but may not: the weights θ travel.
+
+    The gradient φ - mean(θ) is the mean pseudo-gradient where anchors are equal; where they are not, it also draws
+    them together.
+    """
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__(inner.param_groups[0]["params"], {})
+        self.inner = inner
+
+    def message(self, anchor: Tensor, weights: Tensor) -> Tensor:
+        """θ."""
+        return weights
+
+    def step_with(self, anchor: Tensor, mean: Tensor) -> None:
+        """A step of the optimizer with the gradient φ - mean(θ)."""
+        descend(self.inner, anchor, self.gradient(anchor, mean))
+
+    def gradient(self, anchor: Tensor, mean: Tensor) -> Tensor:
+        """φ - mean(θ), in the memory of the mean."""
+        return torch.sub(anchor, mean, out=mean)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The optimizer's own."""
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """The optimizer's own."""
+        self.inner.load_state_dict(state_dict)
+
+
+def opened(
+    network: OpenNetwork, topology: Topology, codec: Codec, schedule: Schedule, adapt: Adapt | None, deadline: float
+) -> Opened:
+    """A loop's dealings with an open network. Raises UserError for methods that need replicas to stay."""
+    if adapt and adapt.steps:
+        raise UserError(
+            "this method adapts the steps between rounds, on which peers that come and go cannot agree; add --no-adapt"
+        )
+    by_lineage = topology.alike and codec != Dense()
+    if by_lineage and schedule.every and schedule.delay == schedule.every:
+        raise UserError(
+            "this method needs equal anchors everywhere, and its rounds never pause, so that nobody could join; "
+            "on the internet use nolocox, a smaller delay, or --codec float32"
+        )
+    return Opened(network, topology.alike, by_lineage, deadline)
+
+
+def state_tensors(anchors: list[Tensor], outer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor]]:
+    """The anchors and what the outer optimizer keeps of each, by name."""
+    state = (outer.inner if isinstance(outer, Anchored) else outer).state
+    for index, anchor in enumerate(anchors):
+        yield f"anchor {index}", anchor
+        for name, value in sorted(state.get(anchor, {}).items()):
+            if isinstance(value, Tensor) and value.shape == anchor.shape:
+                yield f"{name} {index}", value
+
+
+def take_state(anchors: list[Tensor], outer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
+    """Gives the anchors and the outer optimizer what `state_tensors` said elsewhere. Raises UserError."""
+    state = (outer.inner if isinstance(outer, Anchored) else outer).state
+    for index, anchor in enumerate(anchors):
+        if tensors.get(f"anchor {index}", torch.empty(0)).numel() != anchor.numel():
+            raise UserError("the run's anchors have other shapes than the model here; see that both use the same model")
+        anchor.copy_(tensors[f"anchor {index}"])
+        for name, value in tensors.items():
+            kind, _, number = name.rpartition(" ")
+            if number == str(index) and kind != "anchor":
+                state[anchor][kind] = value.to(anchor.device, copy=True)

@@ -1,0 +1,52 @@
+"""The peers of a run on the internet, for one who looks on."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from farflung.report.live import number
+
+Row = dict[str, Any]
+REFRESH_SECONDS = 3.0
+
+
+def show(source: Callable[[], list[Row]], finished: threading.Event, once: bool) -> None:
+    """Shows what `source` says of each peer: anew every few seconds on a terminal, until `finished`, or once."""
+    console = Console()
+    if once or not console.is_terminal:
+        console.print(table(source()))
+        while not once and not finished.wait(REFRESH_SECONDS * 5):
+            console.print(table(source()))
+        return
+    with Live(table(source()), console=console, auto_refresh=False) as live:
+        while not finished.wait(REFRESH_SECONDS):
+            live.update(table(source()), refresh=True)
+
+
+def table(rows: list[Row]) -> Table:
+    """One row a peer: where it is, how it learns, how fast it is and how old this word of it is."""
+    trains = sum(row["state"] == "trains" for row in rows)
+    speed = sum(row.get("tokens_per_second", 0.0) for row in rows if row["state"] == "trains")
+    shown = Table(title=f"{trains} peers train · {speed:,.0f} tokens/s")
+    for heading in ("replica", "host", "state", "step", "behind", "loss", "tokens/s", "rounds", "heard, s"):
+        shown.add_column(heading, justify="left" if heading in ("host", "state") else "right")
+    for row in rows:
+        trains_or_did = row["state"] != "beacon"
+        shown.add_row(
+            str(row["replica"]),
+            row["host"],
+            row["state"],
+            str(row["step"]) if trains_or_did else "",
+            f"{row['behind']:.0f}" if row["state"] == "trains" else "",
+            number(row["loss"]) if "loss" in row else "…" if trains_or_did else "",
+            f"{row['tokens_per_second']:,.0f}" if "tokens_per_second" in row else "",
+            str(row["rounds"]) if "rounds" in row else "",
+            f"{row['heard']:.0f}",
+        )
+    return shown

@@ -1,0 +1,262 @@
+"""One peer of a run on the internet: it joins with a ticket, trains, and leaves when it wants."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+
+from farflung import methods
+from farflung.config import Config, UserError, from_table
+from farflung.networks import SimulatedNetwork
+from farflung.training import checkpoint, launch
+from farflung.training.finish import finish
+from farflung.training.stopping import Stop
+from farflung.training.trainer import Trainer
+from farflung.workloads import models, tokenizers
+
+if TYPE_CHECKING:
+    from farflung.networks.internet import Finding, InternetNetwork, Seat, Ticket
+
+LOCAL = (
+    *("data", "text_column", "max_tokens", "out", "device", "outer_device", "deadline", "precision", "recompute"),
+    *("log_every", "eval_every", "eval_sequences", "checkpoint_every", "keep_checkpoints", "network", "replicas"),
+)
+"""Settings that each peer has for itself; the others are the run's, and in its ticket."""
+TICKET_SECONDS = 10.0
+"""How often a peer brings the ticket in its run folder up to date."""
+
+
+@dataclass(frozen=True)
+class Listening:
+    """Where a peer can be reached."""
+
+    listen: str = "0.0.0.0"
+    """The address of the interface to listen at; 0.0.0.0 for all, with help to get through NAT."""
+    port: int = 0
+    """The TCP port to listen at; 0 takes a free one."""
+    announce: tuple[str, ...] = ()
+    """libp2p addresses to tell others instead of those found out, such as /ip4/203.0.113.7/tcp/4001."""
+
+
+@dataclass(frozen=True)
+class OwnSettings:
+    """What each peer decides for itself; unset: as the ticket says."""
+
+    data: str | None = None
+    """stdlib, a path or glob of text, JSON Lines or Parquet files, or hf:NAME to stream from the hub."""
+    text_column: str | None = None
+    """The column of JSON Lines, Parquet and hub data that holds the text."""
+    max_tokens: int | None = None
+    """Read at most this many tokens of the data."""
+    device: str | None = None
+    """auto, cpu, cuda, cuda:N or mps."""
+    deadline: float | None = None
+    """Longest wait for other peers, in seconds."""
+    checkpoint_every: int | None = None
+    """Inner steps between two checkpoints; 0 writes none until the end."""
+    eval_every: int | None = None
+    """Inner steps between two measurements of the validation loss."""
+    log_every: int | None = None
+    """Inner steps between two lines of loss in the events."""
+    out: str = ""
+    """The run folder of this peer; unset: runs/NAME-N with the first N that is free."""
+
+    def applied(self, config: Config) -> Config:
+        """The run's settings, with those given here. Raises UserError."""
+        return dataclasses.replace(config, **{key: value for key, value in vars(self).items() if value is not None})
+
+
+def shared_settings(config: Config) -> dict[str, Any]:
+    """What a ticket says of the settings: those that are not at their defaults. Raises UserError."""
+    check_for_internet(config)
+    return {
+        field.name: getattr(config, field.name)
+        for field in dataclasses.fields(Config)
+        if field.name not in ("out", "network", "replicas") and getattr(config, field.name) != field.default
+    }
+
+
+def settings_of(ticket: Ticket) -> Config:
+    """The settings that a ticket says. Raises UserError."""
+    config = from_table(Config, ticket.settings, f"ticket of {ticket.name}")
+    return dataclasses.replace(config, network="internet", replicas=1)
+
+
+def check_for_internet(config: Config) -> None:
+    """Refuses what peers on the internet cannot do. Raises UserError."""
+    if config.stages * config.shard > 1 or config.offload:
+        raise UserError("a peer on the internet is one process; leave out --stages, --shard and --offload")
+    if config.conditions:
+        raise UserError("conditions are for the simulated network; leave them out")
+
+
+def seat_of(listening: Listening, first: bool) -> Seat:
+    """Where a peer listens. Raises UserError without the extra that the internet needs."""
+    seat: Seat = internet().Seat(listening.listen, listening.port, listening.announce, first)
+    return seat
+
+
+def run_peer(ticket: Ticket, config: Config, seat: Seat, joined: Callable[[InternetNetwork], None]) -> None:
+    """Trains as one peer until the run's last step; tells when it has `joined`.
+
+    Raises Stopped, UserError and whatever training raises.
+    """
+    parts = internet()
+    folder = Path(config.out)
+    resumed = any(folder.glob("events/*.jsonl"))
+    check_for_internet(config)
+    launch.prepare(config, folder, resumed)
+    launch.use_cores_of(1)
+    identity = parts.Identity(folder / "peer.key")
+    if resumed and not (folder / "events" / f"replica-{identity.rank}.jsonl").exists():
+        raise UserError(f"{folder} holds the run of another peer; choose another folder with --out")
+    told: list[Trainer] = []
+    shapes, values = _shapes_of(config)
+    network = parts.InternetNetwork(
+        ticket,
+        identity,
+        seat,
+        _about(ticket, shapes, trains=True),
+        largest=16 * values,
+        deadline=config.deadline,
+        tell=lambda line: told[0].warn(line) if told else _say(line),
+    )
+    parts.answer_probes(network.swarm)
+    joined(network)
+    try:
+        step = max(checkpoint.steps_of(folder, identity.rank), default=0) if resumed else None
+        behind = network.behind(step or 0)
+        away = bool(behind and (step is None or behind > (config.every or 1)))
+        if away:
+            network.fetch(methods.from_config(config).topology.alike)  # while the model is being made
+        stop = Stop(HashStore(), [identity.rank], [identity.rank])
+        with launch.stopping_on_signals(stop), _ticket_kept(network, folder / "run.ticket"):
+            trainer = Trainer(config, network, folder, stop, launch.pick_device(config.device, 0), step)
+            told.append(trainer)
+            trainer.train(catch_up=away)
+            finish(trainer, writes=True, network=SimulatedNetwork.alone())
+    finally:
+        network.close()
+
+
+def look_on(ticket: Ticket, key: Path, seat: Seat, listed: bool = False) -> InternetNetwork:
+    """A seat that trains nothing; a beacon, if it is `listed`, by which others find each other. Raises UserError."""
+    parts = internet()
+    network: InternetNetwork = parts.InternetNetwork(
+        ticket,
+        parts.Identity(key),
+        seat,
+        _about(ticket, "", trains=False),
+        largest=1 << 20,
+        tell=_say,
+        listed=listed,
+    )
+    parts.answer_probes(network.swarm)
+    return network
+
+
+def seen(network: InternetNetwork) -> list[dict[str, Any]]:
+    """What an onlooker sees of each peer, in order of rank."""
+    members = network.swarm.members
+    lead = members.lead() or 0.0
+    return [
+        {
+            "replica": member.rank,
+            "host": member.host,
+            "state": ("trains" if member.trains else "beacon") if member.alive else "gone",
+            "step": member.step,
+            "behind": max(0.0, lead - member.step_now()),
+            "heard": time.monotonic() - member.heard,
+            **member.facts,
+        }
+        for _, member in sorted(members.by_rank.items())
+    ]
+
+
+def examined(path: Path, listening: Listening) -> Iterator[Finding]:
+    """What a ticket and this machine are like, one finding after the other."""
+    parts = internet()
+    try:
+        ticket = parts.read_ticket(path)
+        yield parts.Finding(True, f"{path} is a ticket to {ticket.name}, with {len(ticket.addresses)} addresses")
+        settings_of(ticket)
+        with tempfile.TemporaryDirectory() as scratch:
+            network = look_on(ticket, Path(scratch) / "doctor.key", seat_of(listening, first=False))
+            try:
+                yield parts.Finding(True, "the run's peers accept the ticket; clocks and versions agree with theirs")
+                yield from parts.examine(network)
+            finally:
+                network.close()
+    except UserError as error:
+        yield parts.Finding(False, str(error))
+
+
+def _about(ticket: Ticket, shapes: str, trains: bool) -> dict[str, Any]:
+    return {
+        "version": version("farflung"),
+        "settings": ticket.settings_hash,
+        "shapes": shapes,
+        "host": socket.gethostname(),
+        "trains": trains,
+    }
+
+
+def _shapes_of(config: Config) -> tuple[str, int]:
+    """What stands for the shapes of the model's tensors, and how many values they hold."""
+    outline = models.outline(models.model_config(config, tokenizers.load(config.tokenizer)))
+    shapes = [(name, tuple(parameter.shape)) for name, parameter in outline.named_parameters()]
+    values = sum(parameter.numel() for parameter in outline.parameters())
+    return hashlib.sha256(repr(shapes).encode()).hexdigest()[:16], values
+
+
+@contextlib.contextmanager
+def _ticket_kept(network: InternetNetwork, path: Path) -> Iterator[None]:
+    """Keeps a ticket in the run folder that leads to the peers that are there now, for whoever is invited next."""
+    over = threading.Event()
+
+    def keep() -> None:
+        written = None
+        while True:
+            if (ticket := network.invitation()) != written:
+                with contextlib.suppress(OSError):  # a full disk spoils no training
+                    ticket.write(path)
+                    written = ticket
+            if over.wait(TICKET_SECONDS):
+                return
+
+    thread = threading.Thread(target=keep, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join(5)
+
+
+def _say(line: str) -> None:
+    sys.stderr.write(f"farflung: {line}\n")
+
+
+def internet() -> Any:
+    """What the extra adds. Raises UserError where it is not installed."""
+    try:
+        from farflung.networks import internet
+    except ImportError as error:
+        raise UserError(
+            f"training on the internet needs {error.name or 'hivemind'}, which is not installed; "
+            "install it with: pip install 'farflung[internet]'"
+        ) from error
+    return internet
