@@ -14,7 +14,7 @@ from typing import Any
 
 from farflung.networks.base import Group, Party
 from farflung.networks.internet.frames import Frame, FrameError, entry, write_frame
-from farflung.networks.internet.members import CAUTION
+from farflung.networks.internet.members import arrives
 from farflung.networks.internet.swarm import PROMPT_SECONDS, UNREACHABLE, Line, Refused, Swarm
 
 LOOKS_EVERY = 0.1
@@ -159,8 +159,7 @@ class Matchmaker:
         left = guest.until - asyncio.get_running_loop().time()
         about = self._swarm.about
         if rank == about["rank"]:
-            step, rate = about["step"], about["rate"]
-            return bool(about["trains"]) and step <= guest.step <= step + rate * left / CAUTION
+            return bool(about["trains"]) and arrives(about["step"], about["rate"], guest.step, left)
         member = self._swarm.members.by_rank.get(rank)
         return member is not None and member.alive and member.arrives(guest.step, left)
 

@@ -11,6 +11,8 @@ ALIVE_SECONDS = 20.0
 """A member that nothing was heard of for so long is taken for gone."""
 REMEMBERED_SECONDS = 3600.0
 """One that is gone is looked for this much longer."""
+BEAT_SECONDS = 3.0
+"""How often a peer renews its record, and reads the others'."""
 CAUTION = 0.8
 """What part of the steps a peer would have made since it was last heard of is counted on."""
 
@@ -49,8 +51,13 @@ class Member:
 
     def arrives(self, goal: int, seconds: float) -> bool:
         """Whether it can be expected to be yet to come to a step, and within so many seconds."""
-        elapsed = time.monotonic() - self.heard + seconds
-        return self.step <= goal and (self.rate == 0 or self.step + self.rate * elapsed / CAUTION >= goal)
+        elapsed = time.monotonic() - self.heard + BEAT_SECONDS + seconds  # what was heard may be a beat old
+        return arrives(self.step, self.rate, goal, elapsed)
+
+
+def arrives(step: int, rate: float, goal: int, seconds: float) -> bool:
+    """Whether one that was at a step, and may be at the end of the next, can be at a later one in so many seconds."""
+    return step <= goal and (rate == 0 or step + 1 + rate * seconds / CAUTION >= goal)
 
 
 class Members:
@@ -62,8 +69,10 @@ class Members:
     def hear(self, news: Member) -> bool:
         """Takes a peer's own word of itself; whether it was news."""
         known = self.by_rank.get(news.rank)
-        if known and known.session == news.session and news.beat <= known.beat:
-            return False
+        if known and known.session == news.session:
+            if news.beat <= known.beat:
+                return False
+            news.step = max(news.step, known.step)  # it may have said so by the way since it wrote its record
         self.by_rank[news.rank] = news
         return True
 

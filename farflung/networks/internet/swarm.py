@@ -27,13 +27,11 @@ from farflung.networks.internet.directory import Directory
 from farflung.networks.internet.frames import Frame, FrameError, entry, read_frame, write_frame
 from farflung.networks.internet.guard import Guard
 from farflung.networks.internet.identity import Identity
-from farflung.networks.internet.members import Member, Members
+from farflung.networks.internet.members import BEAT_SECONDS, Member, Members
 from farflung.networks.internet.ticket import Ticket
 
 T = TypeVar("T")
 
-BEAT_SECONDS = 3.0
-"""How often a peer renews its record, and reads the others'."""
 PROMPT_SECONDS = 8.0
 """How soon a peer that is there answers what needs no thought."""
 
