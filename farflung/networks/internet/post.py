@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import json
 from collections import OrderedDict
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -29,12 +30,25 @@ REMEMBERED = 1 << 16
 SLOWEST = 2e4
 """Bytes a second that a transfer must have on the average."""
 
+STRIPES = 4
+"""Streams that a large packet travels on at a time: the window of one is soon full while data goes both ways."""
+STRIPED = 1 << 20
+"""Bytes from which a packet is large."""
+
 Address = tuple[int, str]
 """Whose packet, and which."""
 
 
 class Lost(Exception):
     """A packet will not come, or could not be delivered; says why."""
+
+
+@dataclass
+class Arriving:
+    """A packet on its way, and the stripes of it that nobody has begun to send yet."""
+
+    content: memoryview
+    missing: dict[int, asyncio.Event]
 
 
 class Post:
@@ -57,7 +71,9 @@ class Post:
         self._awaited: dict[Address, asyncio.Future[Tensor]] = {}
         self._early: dict[Address, asyncio.Event] = {}
         self._taken: OrderedDict[tuple[str, int, str], None] = OrderedDict()
+        self._arriving: dict[Address, Arriving] = {}
         swarm.handlers["packet"] = self._on_packet
+        swarm.handlers["stripe"] = self._on_stripe
 
     def expect(self, sender: int, key: str) -> asyncio.Future[Tensor]:
         """The packet of a sender under a key, from now on taken when it comes; `forget` ends that."""
@@ -82,7 +98,10 @@ class Post:
                 await write_frame(line.writer, header)
                 async with asyncio.timeout(deadline):
                     accepted(await read_frame(line.reader))
-                await write_payload(line.writer, payload, self._stall)
+                await asyncio.gather(
+                    write_payload(line.writer, stripe(payload, 0), self._stall),
+                    *(self._send_stripe(member, key, payload, number) for number in range(1, stripes(len(payload)))),
+                )
                 async with asyncio.timeout(self._stall):
                     accepted(await read_frame(line.reader))
         except TimeoutError as error:
@@ -90,6 +109,13 @@ class Post:
         except (*UNREACHABLE, Refused, FrameError) as error:
             raise Lost(str(error) or "the connection broke") from error
         self._traffic.sent(len(payload))
+
+    async def _send_stripe(self, member: Member, key: str, payload: memoryview, number: int) -> None:
+        async with self._swarm.line(member) as line:
+            await write_frame(line.writer, {"kind": "stripe", "key": key, "number": number})
+            await write_payload(line.writer, stripe(payload, number), self._stall)
+            async with asyncio.timeout(self._stall):
+                accepted(await read_frame(line.reader))
 
     def _signed(self, header: Frame) -> Frame:
         own = self._swarm.about
@@ -142,10 +168,20 @@ class Post:
         return self._awaited[address]
 
     async def _receive(self, line: Line, frame: Frame, packet: asyncio.Future[Tensor]) -> None:
-        await write_frame(line.writer, {"go": True})
         buffer = torch.empty(frame["size"], dtype=torch.uint8)
         content = buffer.numpy().data
-        await read_payload(line.reader, content, self._stall, SLOWEST)
+        address = line.member.rank, frame["key"]
+        arrivals = {number: asyncio.Event() for number in range(1, stripes(len(content)))}
+        awaited = list(arrivals.values())
+        self._arriving[address] = Arriving(content, arrivals)
+        try:
+            await write_frame(line.writer, {"go": True})
+            await read_payload(line.reader, stripe(content, 0), self._stall, SLOWEST)
+            for arrival in awaited:
+                async with asyncio.timeout(self._stall + len(content) / SLOWEST):
+                    await arrival.wait()
+        finally:
+            del self._arriving[address]
         if await asyncio.to_thread(lambda: hashlib.sha256(content).hexdigest()) != frame.get("digest"):
             raise FrameError("a packet's bytes are not those that were announced")
         self._traffic.received(len(content))
@@ -153,6 +189,29 @@ class Post:
             packet.set_result(buffer)
         async with asyncio.timeout(PROMPT_SECONDS):
             await write_frame(line.writer, {"taken": True})
+
+    async def _on_stripe(self, line: Line, frame: Frame) -> None:
+        """Takes a part of a packet that has been announced, once."""
+        arriving = self._arriving.get((line.member.rank, entry(frame, "key", str)))
+        number = entry(frame, "number", int)
+        if arriving is None or number not in arriving.missing:
+            raise Refused("no such part of a packet is awaited")
+        arrival = arriving.missing.pop(number)
+        await read_payload(line.reader, stripe(arriving.content, number), self._stall, SLOWEST)
+        arrival.set()
+        async with asyncio.timeout(PROMPT_SECONDS):
+            await write_frame(line.writer, {"taken": True})
+
+
+def stripes(size: int) -> int:
+    """How many streams a packet of so many bytes travels on."""
+    return STRIPES if size >= STRIPED else 1
+
+
+def stripe(content: memoryview, number: int) -> memoryview:
+    """The part of a packet that travels on one stream."""
+    count, size = stripes(len(content)), len(content)
+    return content[number * size // count : (number + 1) * size // count]
 
 
 def _text(header: Frame) -> bytes:
