@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -51,15 +51,17 @@ class Host:
 class NetLab:
     """Hosts with addresses 10.77.0.1, 10.77.0.2, …, each on a link of `rate_mbit` each way into one switch.
 
+    `rates` gives single hosts links of their own, by number.
+
     Raises RuntimeError when this machine can't have them. Leaves nothing behind.
     """
 
-    def __init__(self, hosts: int, rate_mbit: float) -> None:
+    def __init__(self, hosts: int, rate_mbit: float, rates: dict[int, float] | None = None) -> None:
         if reason := unavailable():
             raise RuntimeError(reason)
         self._prefix = f"ff{os.getpid()}"
         self._switch = f"{self._prefix}s"
-        self._rate = rate_mbit
+        self._rates = {number: (rates or {}).get(number, rate_mbit) for number in range(hosts)}
         self.hosts = [
             Host(f"{self._prefix}h{number}", f"eth{number}", f"10.77.0.{number + 1}") for number in range(hosts)
         ]
@@ -69,8 +71,10 @@ class NetLab:
             _ip("netns", "add", self._switch)
             _ip("-n", self._switch, "link", "add", "bridge", "type", "bridge")
             _ip("-n", self._switch, "link", "set", "bridge", "up")
+            _ip("-n", self._switch, "link", "add", "island", "type", "bridge")
+            _ip("-n", self._switch, "link", "set", "island", "up")
             for number, host in enumerate(self.hosts):
-                self._plug_in(host, f"port{number}")
+                self._plug_in(host, f"port{number}", self._rates[number])
         except BaseException:
             self._remove()
             raise
@@ -122,7 +126,17 @@ class NetLab:
             timeout,
         )
 
-    def _plug_in(self, host: Host, port: str) -> None:
+    def part(self, hosts: Iterable[int]) -> None:
+        """Cuts some hosts off from the rest; among themselves they still reach each other."""
+        for number in hosts:
+            _ip("-n", self._switch, "link", "set", f"port{number}", "master", "island")
+
+    def heal(self) -> None:
+        """Brings all hosts together again."""
+        for number in self._rates:
+            _ip("-n", self._switch, "link", "set", f"port{number}", "master", "bridge")
+
+    def _plug_in(self, host: Host, port: str, rate: float) -> None:
         _ip("netns", "add", host.namespace)
         _ip("-n", host.namespace, "link", "set", "lo", "up")
         ends = ("link", "add", host.interface, "type", "veth", "peer", "name", port, "netns", self._switch)
@@ -132,7 +146,7 @@ class NetLab:
         _ip("-n", host.namespace, "link", "set", host.interface, "up")
         for namespace, device in ((host.namespace, host.interface), (self._switch, port)):
             # A longer queue than 20 ms would make acknowledgements wait behind data.
-            shape = ["rate", f"{self._rate}mbit", "burst", "64k", "latency", "20ms"]
+            shape = ["rate", f"{rate}mbit", "burst", "64k", "latency", "20ms"]
             _run(["tc", "-n", namespace, "qdisc", "replace", "dev", device, "root", "tbf", *shape])
 
     def _remove(self) -> None:

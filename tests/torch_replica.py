@@ -49,7 +49,6 @@ def contract(network: Network, _: str) -> Any:
         lambda received: torch.tensor([rank, *(int(packet[0]) for packet in received.values())], dtype=torch.uint8),
     ).wait(20)
     empty = network.all_reduce(torch.empty(0), members, "empty").wait(20)
-    party = network.meet(pair, "round 0 of fragment 0", 1, 1.0, "").wait(20)
     return {
         "packets": {place[member]: p.tolist() for member, p in packets.items()},
         "mean": mean.tolist(),
@@ -58,7 +57,6 @@ def contract(network: Network, _: str) -> Any:
         "done": pending.done(),
         "relayed": {place[member]: p.tolist() for member, p in summed.items()},
         "empty": empty.numel(),
-        "party": [place[member] for member in party.group],
         "received": network.traffic.bytes_received,
         "sent": network.traffic.bytes_sent,
     }

@@ -6,6 +6,7 @@ import base64
 import dataclasses
 import math
 import socket
+import time
 from pathlib import Path
 from typing import Any
 
@@ -258,6 +259,7 @@ class Trainer:
             device=str(self.device),
             tokens_per_step=self.config.tokens_per_step,
             resumed=self._resumed,
+            **({"clock": time.time()} if isinstance(self.network, OpenNetwork) else {}),
         )
 
     def _log_step(self, loss: float) -> None:
