@@ -331,7 +331,7 @@ class Swarm:
                     await self._beat()
             for member in self.members.missing():
                 if time.monotonic() >= missed.get(member.rank, 0.0):
-                    missed[member.rank] = time.monotonic() + 5 * BEAT_SECONDS
+                    missed[member.rank] = time.monotonic() + 2 * BEAT_SECONDS
                     self._spawn(self._seek(member))
 
     async def _beat(self) -> None:
