@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
@@ -156,6 +156,11 @@ class Network(Protocol):
 @runtime_checkable
 class OpenNetwork(Network, Protocol):
     """A network whose replicas come and go, train at speeds of their own, and cannot all be trusted."""
+
+    @property
+    def refused(self) -> Mapping[str, int]:
+        """What others sent that they must not have, by kind: how often."""
+        ...
 
     def meet(
         self, wanted: Group, key: str, step: int, weight: float, lineage: str, then: Callable[[Party], T]

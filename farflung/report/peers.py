@@ -34,7 +34,7 @@ def table(rows: list[Row]) -> Table:
     trains = sum(row["state"] == "trains" for row in rows)
     speed = sum(row.get("tokens_per_second", 0.0) for row in rows if row["state"] == "trains")
     shown = Table(title=f"{trains} peers train · {speed:,.0f} tokens/s")
-    for heading in ("replica", "host", "state", "step", "behind", "loss", "tokens/s", "rounds", "heard, s"):
+    for heading in ("replica", "host", "state", "step", "behind", "loss", "tokens/s", "rounds", "refused", "heard, s"):
         shown.add_column(heading, justify="left" if heading in ("host", "state") else "right")
     for row in rows:
         trains_or_did = row["state"] != "beacon"
@@ -47,6 +47,7 @@ def table(rows: list[Row]) -> Table:
             number(row["loss"]) if "loss" in row else "…" if trains_or_did else "",
             f"{row['tokens_per_second']:,.0f}" if "tokens_per_second" in row else "",
             str(row["rounds"]) if "rounds" in row else "",
+            str(row.get("refused", "")),
             f"{row['heard']:.0f}",
         )
     return shown

@@ -265,9 +265,12 @@ class Trainer:
     def _log_step(self, loss: float) -> None:
         traffic = self.network.traffic
         island = self.island
-        speed = self._rate.take()
+        speed, refused = self._rate.take(), {}
         if isinstance(self.network, OpenNetwork):
-            self.network.tell_others(loss=loss, tokens_per_second=speed, rounds=self.rounds, trained=self.trained)
+            refused = dict(self.network.refused)
+            self.network.tell_others(
+                loss=loss, tokens_per_second=speed, rounds=self.rounds, refused=sum(refused.values())
+            )
         facts = torch.tensor([traffic.bytes_sent, island.traffic.bytes_sent, traffic.seconds_blocked]).double()
         sent, boundary, blocked = island.total(facts).tolist()
         self.events.write(
@@ -281,6 +284,7 @@ class Trainer:
             bytes_sent=round(sent),
             boundary_bytes=round(boundary),
             seconds_blocked=blocked / island.layout.island,
+            **({"refused": refused} if refused else {}),
             # Replicas that are simulated share their process's memory, and what it is differs from run to run.
             **({"peak_memory": peak_memory(self.device)} if self.config.network == "torch" else {}),
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any, Generic, TypeVar
@@ -89,6 +89,11 @@ class InternetNetwork:
         self._fetching: _Transfer[State] | None = None
         self._paced_at = time.monotonic()
         self.swarm.start(deadline)
+
+    @property
+    def refused(self) -> Mapping[str, int]:
+        """See OpenNetwork."""
+        return self.swarm.guard.refused
 
     def members(self) -> Group:
         """Those that train and were heard of lately, and this one."""
