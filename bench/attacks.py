@@ -170,6 +170,8 @@ class Liar:
             async with asyncio.timeout(60), self.swarm.line(self.victim) as line:
                 await write_frame(line.writer, frame)
                 answer = await read_frame(line.reader)
+                if "refused" in answer:
+                    return answer
                 for begin in range(0, len(payload), 1 if drip else max(len(payload), 1)):
                     line.writer.write(payload[begin : begin + 1] if drip else payload)
                     await line.writer.drain()

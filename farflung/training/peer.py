@@ -123,6 +123,7 @@ def run_peer(ticket: Ticket, config: Config, seat: Seat, joined: Callable[[Inter
     identity = parts.Identity(folder / "peer.key")
     if resumed and not (folder / "events" / f"replica-{identity.rank}.jsonl").exists():
         raise UserError(f"{folder} holds the run of another peer; choose another folder with --out")
+    ticket = _with_newer_addresses(ticket, folder / "run.ticket")
     told: list[Trainer] = []
     shapes, values = _shapes_of(config)
     network = parts.InternetNetwork(
@@ -220,6 +221,16 @@ def _shapes_of(config: Config) -> tuple[str, int]:
     shapes = [(name, tuple(parameter.shape)) for name, parameter in outline.named_parameters()]
     values = sum(parameter.numel() for parameter in outline.parameters())
     return hashlib.sha256(repr(shapes).encode()).hexdigest()[:16], values
+
+
+def _with_newer_addresses(ticket: Ticket, kept: Path) -> Ticket:
+    """The ticket, which also leads to those whom this peer knew last time."""
+    if not kept.exists():
+        return ticket
+    known = internet().read_ticket(kept)
+    if known.secret != ticket.secret:
+        raise UserError(f"{kept.parent} holds another run ({known.name}); choose another folder with --out")
+    return ticket.at(tuple(dict.fromkeys((*ticket.addresses, *known.addresses))))
 
 
 @contextlib.contextmanager

@@ -78,16 +78,16 @@ def member_of(about: Frame, peer: str) -> Member:
     )
 
 
-def disagreement(own: Frame, theirs: Frame) -> str:
-    """Why two members cannot train together, and what to do; "" when they can."""
-    if own["version"] != theirs.get("version"):
+def disagreement(newcomer: Frame, run: Frame) -> str:
+    """Why one cannot train with those of the run, and what it can do; "" when it can."""
+    if newcomer.get("version") != run["version"]:
         return (
-            f"this is farflung {own['version']}, the run's peers have {theirs.get('version')}; "
-            f"install theirs: pip install farflung=={theirs.get('version')}"
+            f"this is farflung {newcomer.get('version')}, the run's peers have {run['version']}; "
+            f"install theirs: pip install farflung=={run['version']}"
         )
-    if own["settings"] != theirs.get("settings"):
+    if newcomer.get("settings") != run["settings"]:
         return "the ticket's settings are not the run's; ask for a new ticket, and do not edit it"
-    if own["shapes"] and theirs.get("shapes") and own["shapes"] != theirs["shapes"]:
+    if run["shapes"] and newcomer.get("shapes") and newcomer["shapes"] != run["shapes"]:
         return (
             "the model made here has other shapes than the run's; "
             "see that the model and tokenizer the ticket names are the same files and versions on both machines"

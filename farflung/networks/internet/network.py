@@ -255,9 +255,8 @@ class InternetNetwork:
                     if awaited.done() and not awaited.cancelled() and not awaited.exception():
                         transfer.delivered[rank] = awaited.result()
         except (Lost, TimeoutError) as error:
-            reason = str(error) or f"it did not deliver within {deadline:g} s"
-            transfer.lost[rank] = reason
-            if member and "did not" not in reason:
+            transfer.lost[rank] = str(error) or f"it did not deliver within {deadline:g} s"
+            if isinstance(error, Lost) and error.gone:
                 self.swarm.members.failed(rank)
         finally:
             self._post.forget(rank, key)

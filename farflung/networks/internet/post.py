@@ -40,7 +40,11 @@ Address = tuple[int, str]
 
 
 class Lost(Exception):
-    """A packet will not come, or could not be delivered; says why."""
+    """A packet will not come, or could not be delivered; says why, and whether the peer is `gone`."""
+
+    def __init__(self, reason: str, gone: bool = False) -> None:
+        super().__init__(reason)
+        self.gone = gone
 
 
 @dataclass
@@ -106,8 +110,10 @@ class Post:
                     accepted(await read_frame(line.reader))
         except TimeoutError as error:
             raise Lost("it did not take its packet in time") from error
-        except (*UNREACHABLE, Refused, FrameError) as error:
-            raise Lost(str(error) or "the connection broke") from error
+        except (Refused, FrameError) as error:
+            raise Lost(str(error)) from error
+        except UNREACHABLE as error:
+            raise Lost(str(error) or "the connection broke", gone=True) from error
         self._traffic.sent(len(payload))
 
     async def _send_stripe(self, member: Member, key: str, payload: memoryview, number: int) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
+import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
@@ -182,6 +184,7 @@ class Swarm:
 
     async def _start(self, deadline: float) -> None:
         seat, loopback = self._seat, self._seat.listen.startswith("127.")
+        check_place(seat)
         knocked = () if seat.first else self._ticket.addresses
         on_internet = seat.listen == "0.0.0.0"
         try:
@@ -228,10 +231,6 @@ class Swarm:
         raise UserError(self._explain("no answer", addresses))
 
     def _explain(self, error: str, knocked: Sequence[str]) -> str:
-        if "address already in use" in error:
-            return f"port {self._seat.port} is in use on this machine; choose another with --port"
-        if "cannot assign requested address" in error:
-            return f"{self._seat.listen} is no address of this machine; choose one of its own with --listen"
         if not knocked:
             return f"the libp2p daemon cannot start: {error}"
         return (
@@ -304,7 +303,7 @@ class Swarm:
         told = await read_frame(reader)
         self._admission.check(ask, answer, told.get("proof"), peer)
         about = entry(told, "about", dict)
-        if why := disagreement(self.about, about):
+        if why := disagreement(about, self.about):
             raise Refused(why)
         self._admit(about, peer)
         await write_frame(writer, {**self.about, "time": time.time()})
@@ -369,6 +368,20 @@ class Swarm:
         for task in rest:
             task.cancel()
         await asyncio.wait(rest, timeout=2) if rest else None
+
+
+def check_place(seat: Seat) -> None:
+    """Refuses a place that cannot be listened at; libp2p itself would share a port with another. Raises UserError."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((seat.listen, seat.port))
+            probe.listen()
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise UserError(f"port {seat.port} is in use on this machine; choose another with --port") from error
+            reason = error.strerror or str(error)
+            raise UserError(f"cannot listen at {seat.listen}: {reason}; give an address of this machine") from error
 
 
 def accepted(frame: Frame) -> Frame:

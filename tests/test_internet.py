@@ -1,0 +1,510 @@
+"""The internet network: who is let in, what is refused, who meets whom, and what a state is made of."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from attacks import Liar, Stranger, as_a_stranger
+from hypothesis import given
+from hypothesis import strategies as st
+from processes import free_port
+
+from farflung.config import UserError
+from farflung.networks import Party, PeerLost, State
+from farflung.networks.internet import Identity, InternetNetwork, Seat, Ticket, read_ticket
+from farflung.networks.internet.admission import check_clock
+from farflung.networks.internet.frames import LARGEST_FRAME, FrameError, encoded, read_frame
+from farflung.networks.internet.guard import STREAMS_PER_PEER, STRIKES, Guard
+from farflung.networks.internet.members import Member, Members
+from farflung.networks.internet.swarm import Line
+
+ABOUT = {"version": "1", "settings": "s", "shapes": "", "host": "here", "trains": True}
+
+
+class Run:
+    """Peers of one run in this process, each with a host and a thread of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.port = free_port()
+        self.told: list[str] = []
+        first = Identity(folder / "0.key").peer
+        self.ticket = Ticket.new("test", {}).at((f"/ip4/127.0.0.1/tcp/{self.port}/p2p/{first}",))
+        self.peers: list[InternetNetwork] = []
+
+    def join(
+        self, ticket: Ticket | None = None, key: str = "", deadline: float = 20.0, **about: Any
+    ) -> InternetNetwork:
+        number = len(self.peers)
+        seat = Seat("127.0.0.1", 0 if number else self.port, first=not number)
+        identity = Identity(self.folder / f"{number}.key")
+        about = {**ABOUT, **about}
+        self.peers.append(
+            InternetNetwork(
+                self.ticket,
+                identity,
+                seat,
+                about,
+                largest=1 << 24,
+                deadline=deadline,
+                tell=self.told.append,
+            )
+        )
+        return self.peers[-1]
+
+    def all_know_each_other(self) -> None:
+        until(lambda: all(len(peer.members()) == len(self.peers) for peer in self.peers))
+
+    def close(self) -> None:
+        for peer in self.peers:
+            peer.close()
+
+
+def until(holds: Callable[[], Any], seconds: float = 30.0) -> None:
+    ends = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < ends, "it never came to hold"
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Run]:
+    made = Run(tmp_path)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    made = Run(tmp_path_factory.mktemp("pair"))
+    made.join()
+    made.join()
+    made.all_know_each_other()
+    yield made
+    made.close()
+
+
+# Tickets
+
+
+def test_a_ticket_is_read_as_it_was_written_and_only_its_owner_may_read_it(tmp_path: Path) -> None:
+    ticket = Ticket.new('a "run"', {"every": 3, "model": "tiny"}).at(("/ip4/1.2.3.4/tcp/5/p2p/Qm",))
+    ticket.write(tmp_path / "run.ticket")
+    assert read_ticket(tmp_path / "run.ticket") == ticket
+    assert (tmp_path / "run.ticket").stat().st_mode & 0o077 == 0
+    assert ticket.secret not in ticket.run
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("name = 3", "name is missing or no str"),
+        ("not toml", "is no ticket"),
+        ('name="x"\nsecret="00"\naddresses=[]\n[settings]', "not 64 hexadecimal digits"),
+        (f'name="x"\nsecret="{"0" * 64}"\naddresses=["host:1"]\n[settings]', "is not of the form"),
+    ],
+)
+def test_a_damaged_ticket_is_refused_in_one_line(text: str, says: str, tmp_path: Path) -> None:
+    (tmp_path / "t").write_text(text)
+    with pytest.raises(UserError, match=says) as error:
+        read_ticket(tmp_path / "t")
+    assert "\n" not in str(error.value)
+
+
+def test_a_missing_ticket_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="cannot read the ticket"):
+        read_ticket(tmp_path / "none")
+
+
+# Frames
+
+
+def parsed(content: bytes) -> dict[str, Any]:
+    async def read() -> dict[str, Any]:
+        reader = asyncio.StreamReader()
+        reader.feed_data(content)
+        reader.feed_eof()
+        return await read_frame(reader)
+
+    return asyncio.run(read())
+
+
+@given(st.dictionaries(st.text(max_size=20), st.one_of(st.integers(), st.text(max_size=50), st.booleans()), max_size=8))
+def test_a_frame_is_read_as_it_was_written(frame: dict[str, Any]) -> None:
+    assert parsed(encoded(frame)) == frame
+
+
+@given(st.binary(max_size=300))
+def test_bytes_that_are_no_frame_are_refused_whatever_they_are(content: bytes) -> None:
+    with pytest.raises((FrameError, EOFError)):
+        parsed(len(content).to_bytes(4) + content + b"")
+        raise FrameError("it was a frame by chance")
+
+
+def test_a_frame_that_says_it_is_huge_is_refused_before_it_is_read() -> None:
+    with pytest.raises(FrameError, match="at most"):
+        parsed((LARGEST_FRAME + 1).to_bytes(4))
+
+
+class Memory:
+    """The sending end of a stream, into memory."""
+
+    def __init__(self) -> None:
+        self.written = bytearray()
+
+    def write(self, data: Any) -> None:
+        self.written += bytes(data)
+
+    async def drain(self) -> None:
+        await asyncio.sleep(0)
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_hundred_thousand_garbled_requests_of_a_member_change_nothing(pair: Run) -> None:
+    """Straight into the handlers of a live peer, past the guard that would have shunned the sender after three."""
+    one, other = pair.peers
+    member = one.swarm.members.by_rank[other.rank]
+    chance = random.Random(5)
+    names = ["packet", "stripe", "meet", "state", "piece", "probe", "hello", "nothing"]
+    values = [0, -1, 1 << 70, "x", None, [], {}, [1, "2"], True, 1.5, "round 1 of fragment 0", other.rank, one.rank]
+    fields = ["run", "key", "sender", "to", "size", "signature", "session", "wants", "step", "weight", "lineage", "id"]
+    kept = dict(one.swarm.guard.refused)
+
+    async def bombard() -> int:
+        refused = 0
+        for number in range(100_000):
+            chosen = chance.sample(fields, 6)
+            frame = {"kind": names[number % 8], **{field: chance.choice(values) for field in chosen}}
+            if frame["kind"] in ("state", "probe") or (frame["kind"] == "meet" and type(frame.get("wants")) is list):
+                frame["wants"] = "everyone"  # a sound request is answered, not refused, and takes its time
+                frame["kind"] = "meet"
+            handler = one.swarm.handlers.get(frame["kind"])
+            if handler is None:
+                continue  # it is refused before a handler is asked
+            reader, writer = asyncio.StreamReader(), Memory()
+            reader.feed_eof()
+            try:
+                await handler(Line(member, reader, writer), frame)  # type: ignore[arg-type]
+            except Exception as error:
+                assert isinstance(error, FrameError) or "awaited" in str(error) or "kept no longer" in str(error), error
+                refused += 1
+        return refused
+
+    assert one.swarm.run(bombard(), 300) == 75_000
+    one.swarm.members.by_rank[other.rank].step = 0  # it was said to be anywhere
+    assert dict(one.swarm.guard.refused) == kept
+    assert one.exchange(torch.ones(3, dtype=torch.uint8), (one.rank,), "still there").wait(1)
+
+
+# Who is let in
+
+
+def test_a_stranger_is_refused_before_anything_is_read_and_counted(pair: Run) -> None:
+    one = pair.peers[0]
+    before = one.refused.get("stranger", 0)
+
+    async def attack(stranger: Stranger) -> tuple[bytes, bytes, bool]:
+        packet = encoded({"kind": "packet", "run": pair.ticket.run, "size": 5}) + b"12345"
+        found, _ = await stranger.use_the_directory()
+        return await stranger.send(packet), await stranger.guess_the_secret(), found
+
+    asked, guessed, found = as_a_stranger(pair.ticket, attack)
+    assert b"has not proven" in asked
+    assert b"does not know the run's secret" in guessed
+    assert not found
+    assert one.refused["stranger"] == before + 2
+
+
+def test_random_messages_of_strangers_are_refused_and_the_run_goes_on(pair: Run) -> None:
+    one, other = pair.peers
+    assert as_a_stranger(pair.ticket, lambda stranger: stranger.bombard(2000)) == 0
+    assert one.refused["stranger"] >= 1000
+    group = tuple(sorted((one.rank, other.rank)))
+    mean = both(pair, lambda peer: peer.all_reduce(torch.tensor([float(peer is one)]), group, "after").wait(20))
+    assert [m.tolist() for m in mean] == [[0.5], [0.5]]
+
+
+@pytest.mark.parametrize(
+    ("about", "says"),
+    [
+        ({"version": "2"}, "farflung 2, the run's peers have 1"),
+        ({"settings": "t"}, "the ticket's settings are not the run's"),
+        ({"shapes": "other"}, "the model made here has other shapes"),
+    ],
+)
+def test_a_newcomer_that_cannot_take_part_is_told_why(about: dict[str, str], says: str, tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    try:
+        run.join(shapes="these")
+        with pytest.raises(UserError, match="the run's peers refuse this one") as refused:
+            run.join(**{"shapes": "these", **about})
+    finally:
+        run.close()
+    assert says in str(refused.value)
+
+
+def test_another_secret_does_not_find_the_run(pair: Run, tmp_path: Path) -> None:
+    stranger = Ticket.new("test", {}).at(pair.ticket.addresses)
+    with pytest.raises(UserError, match="not of this run, or its secret is another"):
+        InternetNetwork(stranger, Identity(tmp_path / "k"), Seat("127.0.0.1"), ABOUT, largest=1000)
+
+
+def test_nobody_at_the_addresses_is_said_with_what_to_do(tmp_path: Path) -> None:
+    first = Identity(tmp_path / "first").peer
+    ticket = Ticket.new("test", {}).at((f"/ip4/127.0.0.1/tcp/{free_port()}/p2p/{first}",))
+    with pytest.raises(UserError, match=r"none of the ticket's 1 addresses answers.*--first"):
+        InternetNetwork(ticket, Identity(tmp_path / "k"), Seat("127.0.0.1"), ABOUT, largest=1000, deadline=10)
+
+
+def test_a_port_in_use_is_named(pair: Run, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="choose another with --port"):
+        seat = Seat("127.0.0.1", pair.port, first=True)
+        InternetNetwork(pair.ticket, Identity(tmp_path / "k"), seat, ABOUT, largest=1000, deadline=10)
+
+
+@pytest.mark.parametrize(("off", "word"), [(3600.0, "ahead of"), (-3600.0, "behind")])
+def test_a_clock_that_is_off_by_an_hour_is_told(off: float, word: str) -> None:
+    now = time.time()
+    with pytest.raises(UserError, match=f"clock is 3600 s {word} the other peers'.*timedatectl"):
+        check_clock(now - off, now, now)
+    check_clock(now - 0.5, now - 1, now)
+
+
+# Packets
+
+
+def both(run: Run, work: Callable[[InternetNetwork], Any]) -> list[Any]:
+    """What the peers make of something at the same time."""
+    with ThreadPoolExecutor(len(run.peers)) as pool:
+        return list(pool.map(work, run.peers))
+
+
+@pytest.fixture
+def liar(pair: Run, tmp_path: Path) -> Iterator[Liar]:
+    made = Liar(pair.ticket, tmp_path / "liar.key", "s")
+    yield made
+    made.close()
+
+
+def version_of_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("attacks.version", lambda: "1")
+
+
+@pytest.fixture(autouse=True)
+def same_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    version_of_tests(monkeypatch)
+
+
+def test_forged_and_oversized_packets_are_refused_and_the_third_has_the_liar_shunned(pair: Run, liar: Liar) -> None:
+    assert "not from who sends it" in liar.tells(liar.header(sender=pair.peers[1].rank))["refused"]
+    assert "signature" in liar.tells({**liar.header(), "signature": "00" * 256})["refused"]
+    assert "10000000000 bytes" in liar.tells(liar.header(size=10_000_000_000))["refused"]
+    assert "refused" in liar.tells(liar.header())
+    assert liar.swarm.identity.peer in pair.peers[0].swarm.guard.shunned
+    assert any("is shunned for 10 minutes" in line for line in pair.told)
+
+
+def test_a_replayed_packet_is_dropped(pair: Run, liar: Liar) -> None:
+    victim = pair.peers[0]
+    header = liar.header(key="replayed")
+    taken = []
+    for _ in range(2):
+        awaited = victim.swarm.run(expectation(victim, liar, "replayed"), 5)
+        answer = liar.tells(header, bytes(8))
+        taken.append((answer, awaited.done() and not awaited.exception()))
+    assert taken[0][0] == {"taken": True} and taken[0][1]
+    assert "sent again" in taken[1][0]["refused"] and not taken[1][1]
+
+
+def test_altered_bytes_and_a_slow_drip_are_no_packet(pair: Run, liar: Liar, monkeypatch: pytest.MonkeyPatch) -> None:
+    victim = pair.peers[0]
+    awaited = victim.swarm.run(expectation(victim, liar, "altered"), 5)
+    assert "not those that were announced" in liar.tells(liar.header(key="altered"), b"12345678")["refused"]
+    assert awaited.exception()
+    monkeypatch.setattr("farflung.networks.internet.post.SLOWEST", 1e4)
+    monkeypatch.setattr(victim._post, "_stall", 0.5)
+    awaited = victim.swarm.run(expectation(victim, liar, "dripped"), 5)
+    began = time.monotonic()
+    answer = liar.tells(liar.header(key="dripped", size=1000, digest=""), bytes(1000), drip=0.05)
+    assert "refused" in answer and time.monotonic() - began < 10
+    assert awaited.exception()
+
+
+async def expectation(victim: InternetNetwork, liar: Liar, key: str) -> Any:
+    return victim._post.expect(liar.swarm.identity.rank, key)
+
+
+def test_a_silent_partner_costs_one_deadline_and_names_itself(pair: Run) -> None:
+    one, other = pair.peers
+    began = time.monotonic()
+    with pytest.raises(PeerLost, match=f"replica {other.rank}") as lost:
+        one.exchange(torch.ones(5, dtype=torch.uint8), tuple(sorted((one.rank, other.rank))), "alone").wait(1.0)
+    assert lost.value.ranks == (other.rank,) and time.monotonic() - began < 3
+
+
+# Meeting
+
+
+def met(party: Party) -> tuple[tuple[int, ...], bool]:
+    return party.group, party.behind
+
+
+def test_a_pair_meets_and_each_knows_what_the_other_weighs(pair: Run) -> None:
+    group = tuple(peer.rank for peer in sorted(pair.peers, key=lambda peer: peer.rank))
+    weights = {peer.rank: float(number + 1) for number, peer in enumerate(pair.peers)}
+
+    def meet(peer: InternetNetwork) -> Party:
+        key = "round 3 of fragment 0"
+        return peer.meet(group, key, 5, weights[peer.rank], "", lambda party: party).wait(20)
+
+    assert [(p.group, p.weights) for p in both(pair, meet)] == [(group, weights)] * 2
+
+
+def test_one_with_other_anchors_is_told_that_it_is_behind(pair: Run) -> None:
+    group = tuple(sorted(peer.rank for peer in pair.peers))
+    lineages = {pair.peers[0].rank: "1", pair.peers[1].rank: "2"}
+
+    def meet(peer: InternetNetwork) -> Party:
+        return peer.meet(group, "round 9 of fragment 0", 5, 1.0, lineages[peer.rank], lambda party: party).wait(20)
+
+    parties = {peer.rank: party for peer, party in zip(pair.peers, both(pair, meet), strict=True)}
+    assert met(parties[pair.peers[1].rank]) == ((pair.peers[1].rank,), False)
+    assert met(parties[pair.peers[0].rank]) == ((), True)
+
+
+def test_one_whose_partner_does_not_come_is_not_kept_waiting(pair: Run) -> None:
+    one, other = pair.peers
+    began = time.monotonic()
+    for round in (20, 21):
+        party = one.meet((one.rank, other.rank), f"round {round} of fragment 7", 5, 1.0, "", lambda party: party)
+        assert party.wait(20).group == (one.rank,)
+    assert time.monotonic() - began < 10
+
+
+# Pace
+
+
+def member(rank: int, step: int, rate: float = 0.0) -> Member:
+    return Member(str(rank), rank, "", "s", "host", (), beat=1, step=step, rate=rate)
+
+
+def test_the_lead_is_where_the_middle_one_is_so_no_single_liar_moves_it() -> None:
+    members = Members()
+    for rank, step in enumerate((100, 102, 104, 10**9)):
+        members.hear(member(rank, step))
+    assert members.lead() == 102
+    assert Members().lead() is None
+
+
+@given(st.integers(0, 1000), st.integers(0, 1000))
+def test_news_of_a_peer_are_never_older_than_what_it_said_by_the_way(record: int, said: int) -> None:
+    members = Members()
+    members.hear(member(1, 0))
+    members.heard_step(1, said)
+    newer = member(1, record)
+    newer.beat = 2
+    members.hear(newer)
+    assert members.by_rank[1].step == max(record, said)
+    assert not members.hear(member(1, 5000)), "the same beat is no news"
+
+
+def test_a_slow_peer_is_moved_on_and_a_fast_one_held(pair: Run) -> None:
+    one, other = pair.peers
+    about = one.swarm.members.by_rank[other.rank]
+    about.step, about.rate, about.heard = 100, 0.0, time.monotonic()
+    assert one.paced(50, every=10) == 100
+    assert one.paced(99, every=10) == 99
+    assert one.paced(130, every=10) == 129
+    one.swarm.about["step"] = 0
+
+
+# Guard
+
+
+def test_the_third_strike_has_a_peer_shunned_and_streams_are_limited() -> None:
+    told: list[str] = []
+    guard = Guard(told.append)
+    for _ in range(STRIKES - 1):
+        guard.strike("peer", "bad", "why")
+    assert guard.admit("peer") and not told
+    guard.strike("peer", "bad", "why")
+    assert not guard.admit("peer") and len(told) == 1
+    assert guard.refused == {"bad": STRIKES, "shunned peer": 1}
+    assert [guard.admit("other") for _ in range(STREAMS_PER_PEER + 1)].count(True) == STREAMS_PER_PEER
+    guard.release("other")
+    assert guard.admit("other")
+
+
+# State
+
+
+def test_a_state_comes_in_pieces_from_several_and_survives_one_that_sends_other_bytes(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("farflung.networks.internet.snapshots.PIECE", 1000)
+    for _ in range(3):
+        run.join()
+    run.all_know_each_other()
+    values = torch.randn(5000)
+    for peer in run.peers[:2]:
+        peer.serve(lambda: State({"anchor 0": values}, {"step": 7, "until": 10}))
+    bad = run.peers[0]._snapshots
+    keep = bad._keep
+
+    async def spoilt(content: torch.Tensor, described: dict[str, Any]) -> None:
+        await keep(content, described)
+        for kept in bad._kept.values():
+            kept.content[:] = bytes(len(kept.content))
+
+    monkeypatch.setattr(bad, "_keep", spoilt)
+    stop = threading.Event()
+
+    def train(peer: InternetNetwork) -> None:
+        while not stop.wait(0.02):
+            peer.paced(peer.swarm.about["step"] + 1, 10)
+
+    threads = [threading.Thread(target=train, args=(peer,)) for peer in run.peers[:2]]
+    for thread in threads:
+        thread.start()
+    try:
+        state = run.peers[2].fetch(alike=False).wait(30)
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+    assert torch.equal(state.tensors["anchor 0"], values) and state.facts["step"] == 7
+    assert run.peers[2].refused.get("bad piece", 0) >= 1
+
+
+def test_a_state_that_nobody_has_is_not_waited_for(pair: Run) -> None:
+    lonely = pair.peers[0]
+    lonely.swarm.members.by_rank[pair.peers[1].rank].failed = True
+    with pytest.raises(PeerLost, match="no peer has the run's state"):
+        lonely.fetch(alike=False).wait(30)
+    lonely.swarm.members.by_rank[pair.peers[1].rank].failed = False
+
+
+def test_a_record_that_another_has_written_is_dropped(pair: Run) -> None:
+    from farflung.networks.internet.directory import _member_in
+
+    one, other = pair.peers
+    text = json.dumps(one.swarm.about)
+    signature = one.swarm.identity.sign(text.encode())
+    assert _member_in({"about": text, "signature": signature}, one.swarm.identity.peer).rank == one.rank
+    with pytest.raises(FrameError, match="not signed"):
+        forged = other.swarm.identity.sign(text.encode())
+        _member_in({"about": text, "signature": forged}, one.swarm.identity.peer)
+    with pytest.raises(FrameError, match="not its own"):
+        _member_in({"about": text, "signature": signature}, other.swarm.identity.peer)
