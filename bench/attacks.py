@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import zlib
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -198,6 +199,8 @@ def poisoned(values: int, value: float) -> torch.Tensor:
     packet = Dense().encode([torch.zeros(values)])
     body = torch.full((values,), value).view(torch.uint8)
     packet[-4 * values :] = body
+    payload = packet[24:].numpy()
+    packet[20:24] = torch.frombuffer(bytearray(zlib.crc32(payload.data).to_bytes(4, "little")), dtype=torch.uint8)
     return packet
 
 

@@ -7,6 +7,7 @@ from farflung.outer.gradients import GradientLoop
 from farflung.outer.loop import OuterLoop
 from farflung.outer.merges import MERGES, Drop, Eager, Keep, Merge, Mix
 from farflung.outer.method import Method
+from farflung.outer.opened import Anchored
 from farflung.outer.optimizers import (
     Average,
     GossipApart,
@@ -21,6 +22,7 @@ from farflung.outer.topologies import Everyone, RandomGroups, Topology, group_of
 __all__ = [
     "MERGES",
     "Adapt",
+    "Anchored",
     "Attached",
     "Average",
     "Disagreement",

@@ -37,7 +37,7 @@ class Fusion:
     Args:
         robust: "mean"; "median", coordinate by coordinate, and "clipped", norms of at most the median one, for
             groups of more than two, in which a minority may send anything.
-        blame: where messages are looked at: told of those that are not finite or far too large, which do not count.
+        blame: where messages are looked at: told of those that are broken, not finite or far too large; none counts.
     """
 
     def __init__(self, robust: str = "mean", blame: Blame | None = None) -> None:
@@ -54,9 +54,11 @@ class Fusion:
             total, unreadable = self._total(like), {}
             for sender, packet in packets.items():
                 try:
-                    message = self._sound(sender, codec.decode(packet, like), own)
+                    message = self._sound(codec.decode(packet, like), own)
                 except PacketError as error:
                     unreadable[sender] = str(error)
+                    if self._blame:
+                        self._blame(sender, str(error))
                     continue
                 total.add(message, weights.get(sender, 1.0))
             if own is not None:
@@ -65,23 +67,18 @@ class Fusion:
 
         return fuse
 
-    def _sound(self, sender: int, message: list[Tensor], own: Sequence[Tensor] | None) -> list[Tensor]:
+    def _sound(self, message: list[Tensor], own: Sequence[Tensor] | None) -> list[Tensor]:
         """The message, if it can be true. Raises PacketError."""
         if self._blame is None:
             return message
-        fault = ""
         if not all(map(finite, message)):
-            fault = "it sent what is not finite"
-        else:
-            size = norm(message)
-            known = [*self._norms, *([norm(own)] if own is not None else [])]
-            usual = statistics.median([n for n in known if n > 0] or [size])
-            if size > LARGEST_RATIO * usual:
-                fault = f"it sent a message {size / usual:.3g} times as large as usual"
-            self._norms.append(size)
-        if fault:
-            self._blame(sender, fault)
-            raise PacketError(fault)
+            raise PacketError("a message is not finite")
+        size = norm(message)
+        known = [*self._norms, *([norm(own)] if own is not None else [])]
+        usual = statistics.median([n for n in known if n > 0] or [size])
+        self._norms.append(min(size, LARGEST_RATIO * usual))
+        if size > LARGEST_RATIO * usual:
+            raise PacketError(f"a message is {size / usual:.3g} times as large as usual")
         return message
 
 

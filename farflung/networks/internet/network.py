@@ -28,6 +28,7 @@ from farflung.networks.internet.frames import Frame
 from farflung.networks.internet.identity import Identity
 from farflung.networks.internet.matchmaker import Matchmaker
 from farflung.networks.internet.members import Member
+from farflung.networks.internet.pace import Pace, counted_step
 from farflung.networks.internet.post import Lost, Post
 from farflung.networks.internet.snapshots import Snapshots
 from farflung.networks.internet.swarm import Seat, Swarm
@@ -35,8 +36,6 @@ from farflung.networks.internet.ticket import Ticket
 
 T = TypeVar("T")
 
-JUMP = 4
-"""A peer that is so many steps behind the others counts itself to be where they are."""
 PATIENCE = 0.25
 """What part of the time between two rounds a peer waits for others to come to one."""
 FIRST_ROUND = 20.0
@@ -87,7 +86,7 @@ class InternetNetwork:
         self._met: dict[str, float] = {}
         self._background = threading.local()
         self._fetching: _Transfer[State] | None = None
-        self._paced_at = time.monotonic()
+        self._pace = Pace()
         self.swarm.start(deadline)
 
     @property
@@ -138,20 +137,13 @@ class InternetNetwork:
             self._background.on = False
 
     def paced(self, step: int, every: int) -> int:
-        """See OpenNetwork. Jumps to where the others are; far ahead of them, stays."""
-        about, now = self.swarm.about, time.monotonic()
+        """See OpenNetwork."""
         if self._snapshots.due and self._source:
             self._snapshots.give(self._source())
-        seconds, usual = max(now - self._paced_at, 1e-6), about["rate"]
-        if step == about["step"] + 1:  # else it has gone on from elsewhere
-            about["rate"] = usual + min(0.1, seconds / 10) * (1 / seconds - usual) if usual else 1 / seconds
-        lead = self.swarm.members.lead()
-        if lead is not None and lead - step >= JUMP:
-            step = int(lead)
-        elif lead is not None and step - 1 > lead + every + JUMP:
-            step -= 1
-        about["step"], self._paced_at = step, now
-        return step
+        about = self.swarm.about
+        about["rate"] = self._pace.step(self.now())
+        about["step"] = counted_step(step, every, self.swarm.members)
+        return int(about["step"])
 
     def serve(self, source: Callable[[], State]) -> None:
         """See OpenNetwork."""

@@ -1,0 +1,41 @@
+"""How fast this peer trains, and at which step it counts itself beside the others."""
+
+from __future__ import annotations
+
+from farflung.networks.internet.members import Members
+
+JUMP = 4
+"""A peer that is so many steps behind the others counts itself to be where they are."""
+MEMORY_SECONDS = 10.0
+"""How far back a peer's speed is averaged."""
+
+
+class Pace:
+    """The time that a step takes, on the average of the last ones."""
+
+    def __init__(self) -> None:
+        self._last: float | None = None
+        self._steps = 0
+        self._seconds = 0.0
+
+    def step(self, now: float) -> float:
+        """Takes note of the end of a step; steps a second, 0 while that is unknown."""
+        if self._last is not None:
+            self._steps += 1
+            seconds = max(now - self._last, 1e-6)
+            self._seconds += max(1 / self._steps, min(0.1, seconds / MEMORY_SECONDS)) * (seconds - self._seconds)
+        self._last = now
+        return 1 / self._seconds if self._seconds else 0.0
+
+
+def counted_step(step: int, every: int, members: Members) -> int:
+    """The step that a peer counts itself at, after its own `step`, with rounds each `every` steps.
+
+    Who is behind goes on from where the others are; who is more than a round ahead does not go on counting.
+    """
+    lead = members.lead()
+    if lead is None:
+        return step
+    if lead - step >= JUMP:
+        return int(lead)
+    return step - 1 if step - 1 > lead + every + JUMP else step

@@ -1,0 +1,227 @@
+"""Methods over the internet network: the same loops, with peers that come late, leave, lie and differ in speed."""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from problem import Result, flat, inner_steps, small_model
+from test_internet import Run
+
+from farflung import methods
+from farflung.codecs import Dense, ErrorFeedback, PacketError, Quantize
+from farflung.config import UserError
+from farflung.methods import Method
+from farflung.networks.internet import InternetNetwork
+from farflung.outer import Anchored
+from farflung.outer.fusion import LARGEST_RATIO, Fusion, clipped, median
+
+STEP_SECONDS = 0.03
+
+
+@dataclass
+class Trained(Result):
+    """With how many steps a peer has computed itself."""
+
+    trained: int = 0
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Run]:
+    made = Run(tmp_path)
+    yield made
+    made.close()
+
+
+def train(network: InternetNetwork, method: Method, steps: int, pace: float = 1.0, join: bool = False) -> Trained:
+    """The small problem at a pace; one that joins late takes the others' state first."""
+    model = small_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    rounds: list[Any] = []
+    with method.attach(model, optimizer, network, deadline=10, on_round=rounds.append) as outer:
+        if join:
+            assert outer.catch_up(20)
+        trained = 0
+        while outer.step < steps:
+            time.sleep(STEP_SECONDS * pace)
+            inner_steps(model, optimizer, network.rank % 1000, range(trained, trained + 1))
+            trained += 1
+    return Trained(flat(model), rounds, outer, trained)
+
+
+def together(run: Run, method: Method, steps: int, **paces: float) -> list[Trained]:
+    with ThreadPoolExecutor(len(run.peers)) as pool:
+        work = [pool.submit(train, p, method, steps, paces.get(f"peer{n}", 1.0)) for n, p in enumerate(run.peers)]
+        return [w.result(120) for w in work]
+
+
+def test_noloco_averages_in_pairs(run: Run) -> None:
+    run.join()
+    run.join()
+    run.all_know_each_other()
+    results = together(run, methods.noloco(every=15), steps=90)
+    group = tuple(sorted(peer.rank for peer in run.peers))
+    for result in results:
+        met = [round for round in result.rounds if round.outcome == "averaged"]
+        assert met and all(round.group == group for round in met), result.rounds
+
+
+def test_diloco_averages_all_who_come(run: Run) -> None:
+    for _ in range(3):
+        run.join()
+    run.all_know_each_other()
+    results = together(run, methods.diloco(every=15), steps=90)
+    groups = [len(round.group) for result in results for round in result.rounds]
+    assert max(groups) == 3 and sum(groups) >= 9, groups
+
+
+def test_anchors_that_differ_are_drawn_together_where_weights_travel() -> None:
+    anchors = [torch.full((3,), 1.0), torch.full((3,), 5.0)]
+    outers = [Anchored(torch.optim.SGD([anchor], lr=0.7, momentum=0.9, nesterov=True)) for anchor in anchors]
+    for _ in range(60):
+        mean = (anchors[0] + anchors[1]) / 2
+        for outer, anchor in zip(outers, anchors, strict=True):
+            outer.step_with(anchor, mean.clone())
+    torch.testing.assert_close(anchors[0], anchors[1], atol=1e-4, rtol=0)
+    torch.testing.assert_close(anchors[0], torch.full((3,), 3.0), atol=1e-3, rtol=0)
+
+
+def test_anchored_is_the_plain_optimizer_where_anchors_are_equal() -> None:
+    generator = torch.Generator().manual_seed(1)
+    one = torch.randn(50, generator=generator)
+    other = one.clone()
+    plain = torch.optim.SGD([one], lr=0.7, momentum=0.9, nesterov=True)
+    anchored = Anchored(torch.optim.SGD([other], lr=0.7, momentum=0.9, nesterov=True))
+    for _ in range(10):
+        weights = [one - torch.randn(50, generator=generator) for _ in range(4)]
+        one.grad = torch.stack([one - w for w in weights]).mean(0)
+        plain.step()
+        anchored.step_with(other, torch.stack(weights).mean(0))
+        torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
+
+
+def test_one_that_comes_late_to_equal_anchors_gets_them_bit_for_bit(run: Run) -> None:
+    method = methods.diloco(every=20, codec=ErrorFeedback(Quantize(bits=8)))
+    run.join()
+    first = threading.Thread(target=train, args=(run.peers[0], method, 150))
+    first.start()
+    try:
+        time.sleep(0.5)
+        late = run.join()
+        result = train(late, method, 150, join=True)
+    finally:
+        first.join(60)
+    assert result.rounds[0].step > 1
+    assert [round.outcome for round in result.rounds].count("averaged") >= 2, result.rounds
+
+
+def test_a_slow_peer_trains_fewer_steps_of_its_own(run: Run) -> None:
+    run.join()
+    run.join()
+    run.join()
+    run.all_know_each_other()
+    results = together(run, methods.noloco(every=20), 100, peer2=6.0)
+    assert all(result.outer.step >= 100 for result in results)
+    assert results[2].trained < 70 <= results[0].trained, [result.trained for result in results]
+
+
+def test_a_delayed_round_lands_late_and_waits_for_nothing(run: Run) -> None:
+    run.join()
+    run.join()
+    run.all_know_each_other()
+    results = together(run, methods.noloco(every=20, delay=15), 100)
+    for result in results:
+        met = [round for round in result.rounds if round.outcome == "averaged" and round.step < 100]
+        assert met and all(round.step >= round.started_step + 15 for round in met)
+        assert min(round.landed - round.waited_from for round in met) < 0.05
+
+
+@pytest.mark.parametrize(
+    ("method", "says"),
+    [
+        (methods.ddp(), "needs all replicas at every step"),
+        (methods.dilocox(every=10), "adapts the steps between rounds"),
+        (methods.dilocox(every=10, adapt=False), "nobody could join"),
+    ],
+)
+def test_methods_that_need_replicas_to_stay_are_refused(run: Run, method: Method, says: str) -> None:
+    network = run.join()
+    model = small_model()
+    with pytest.raises(UserError, match=says):
+        method.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), network)
+
+
+# How messages become one
+
+
+def packets(*messages: list[float]) -> dict[int, torch.Tensor]:
+    return {number: Dense().encode([torch.tensor(message)]) for number, message in enumerate(messages, 1)}
+
+
+def fused(fusion: Fusion, own: list[float], weights: dict[int, float], *messages: list[float]) -> Any:
+    like = [torch.tensor(own)]
+    (mean,), unreadable = fusion.of(0, weights)(Dense(), packets(*messages), like, like)
+    return mean.tolist(), unreadable
+
+
+def test_messages_count_by_their_weights() -> None:
+    mean, unreadable = fused(Fusion(), [0.0, 4.0], {0: 1.0, 1: 3.0}, [4.0, 0.0])
+    assert mean == [3.0, 1.0] and not unreadable
+    assert fused(Fusion(), [1.0], {0: 0.0, 1: 0.0}, [9.0])[0] == [1.0], "nobody has trained: nothing changes"
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e30])
+def test_what_cannot_be_true_is_refused_and_its_sender_blamed(value: float) -> None:
+    from attacks import poisoned
+
+    blamed: list[tuple[int, str]] = []
+    fusion = Fusion(blame=lambda rank, why: blamed.append((rank, why)))
+    like = [torch.ones(4)]
+    bad, good = poisoned(4, value), Dense().encode([torch.full((4,), 3.0)])
+    (mean,), unreadable = fusion.of(0, {})(Dense(), {1: bad, 2: good}, like, like)
+    assert mean.tolist() == [2.0] * 4
+    assert list(unreadable) == [1]
+    assert [rank for rank, _ in blamed] == [1]
+    assert ("times as large as usual" if value == 1e30 else "finite") in blamed[0][1]
+
+
+def test_a_message_may_be_as_large_as_others_have_been() -> None:
+    fusion = Fusion(blame=lambda rank, why: None)
+    assert not fused(fusion, [1.0], {}, [LARGEST_RATIO * 0.9])[1]
+    assert fused(fusion, [1.0], {}, [LARGEST_RATIO * 100])[1]
+
+
+@given(st.lists(st.lists(st.floats(-1e3, 1e3, width=32), min_size=2, max_size=2), min_size=3, max_size=7))
+def test_the_median_is_that_of_each_coordinate(rows: list[list[float]]) -> None:
+    (found,) = median([[torch.tensor(row)] for row in rows], [1.0] * len(rows))
+    wanted = [statistics.median(column) for column in zip(*rows, strict=True)]
+    torch.testing.assert_close(found, torch.tensor(wanted), rtol=1e-5, atol=1e-4)
+
+
+@given(st.lists(st.floats(-10, 10, width=32), min_size=4, max_size=8), st.floats(1e3, 1e6, width=32), st.integers(0, 3))
+def test_a_minority_moves_robust_means_only_as_far_as_the_others_reach(
+    honest: list[float], lie: float, sign: int
+) -> None:
+    lie = lie if sign % 2 else -lie
+    rows = [[torch.tensor([value])] for value in [*honest, lie]]
+    (middle,) = median(rows, [1.0] * len(rows))
+    assert min(honest) <= float(middle) <= max(honest)
+    (shrunk,) = clipped(rows, [1.0] * len(rows))
+    assert abs(float(shrunk)) <= max(map(abs, honest)) + 1e-5
+
+
+def test_a_broken_packet_is_no_message() -> None:
+    with pytest.raises(PacketError):
+        Dense().decode(torch.zeros(10, dtype=torch.uint8), [torch.ones(2)])
+    (mean,), unreadable = Fusion().of(0, {})(Dense(), {1: torch.zeros(10, dtype=torch.uint8)}, [torch.ones(2)], None)
+    assert mean.tolist() == [1.0, 1.0] and list(unreadable) == [1]
