@@ -426,6 +426,7 @@ def test_a_slow_peer_is_moved_on_and_a_fast_one_held(pair: Run) -> None:
     about.step, about.rate, about.heard = 100, 0.0, time.monotonic()
     assert one.paced(50, every=10) == 100
     assert one.paced(99, every=10) == 99
+    assert one.paced(111, every=10) == 111
     assert one.paced(130, every=10) == 129
     one.swarm.about["step"] = 0
 

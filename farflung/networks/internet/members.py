@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from dataclasses import dataclass, field
@@ -48,6 +49,10 @@ class Member:
     def step_now(self) -> float:
         """The step that it has reached at least, by what it was last heard to do."""
         return self.step + CAUTION * self.rate * (time.monotonic() - self.heard)
+
+    def step_at_most(self) -> float:
+        """The step that it may have reached; what was heard of it may be a beat old."""
+        return self.step + 1 + self.rate * (time.monotonic() - self.heard + BEAT_SECONDS) / CAUTION
 
     def arrives(self, goal: int, seconds: float) -> bool:
         """Whether it can be expected to be yet to come to a step, and within so many seconds."""
@@ -102,6 +107,10 @@ class Members:
         return [member for member in self.by_rank.values() if not member.alive]
 
     def lead(self) -> float | None:
-        """The step that the middle one of those who train has reached; None without any."""
+        """The step that the middle one of those who train has reached at least; None without any."""
         steps = [member.step_now() for member in self.training()]
         return statistics.median_low(steps) if steps else None
+
+    def lead_at_most(self) -> float:
+        """The step that the middle one of those who train may have reached; infinity without any."""
+        return statistics.median_high([member.step_at_most() for member in self.training()] or [math.inf])

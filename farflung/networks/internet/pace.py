@@ -38,4 +38,4 @@ def counted_step(step: int, every: int, members: Members) -> int:
         return step
     if lead - step >= JUMP:
         return int(lead)
-    return step - 1 if step - 1 > lead + every + JUMP else step
+    return step - 1 if step - 1 > members.lead_at_most() + every else step

@@ -1,0 +1,245 @@
+"""A run on the internet as users meet it: real processes of the command line, on loopback."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from processes import farflung, free_port
+
+from farflung.networks.internet import read_ticket
+from farflung.report.read import Run
+from farflung.training import checkpoint
+
+SETTINGS = [
+    *("--model", "micro", "--every", 10, "--batch-size", 2, "--sequence-length", 32, "--eval-sequences", 4),
+    *("--eval-every", 50, "--log-every", 1, "--checkpoint-every", 20, "--max-tokens", 200_000, "--deadline", 15),
+]
+
+
+class Swarm:
+    """Peers in processes of their own, in one folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.port = free_port()
+        self.processes: list[subprocess.Popen[str]] = []
+
+    def start(self, *arguments: object, log: str) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "farflung", *map(str, arguments), "--listen", "127.0.0.1"],
+            cwd=self.folder,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdout=(self.folder / f"{log}.out").open("a"),
+            stderr=(self.folder / f"{log}.err").open("a"),
+            text=True,
+        )
+        self.processes.append(process)
+        return process
+
+    def invite(self, *settings: object, steps: int = 100_000) -> subprocess.Popen[str]:
+        """The first peer, which trains; its ticket comes to run.ticket."""
+        arguments = ("invite", "--name", "test", "--train", "--port", self.port, *SETTINGS, "--steps", steps)
+        process = self.start(*arguments, "--out", "first", *settings, log="first")
+        until(lambda: "[settings]" in (self.folder / "first.out").read_text())
+        (self.folder / "run.ticket").write_text((self.folder / "first.out").read_text())
+        return process
+
+    def join(self, name: str, *arguments: object, ticket: str = "run.ticket") -> subprocess.Popen[str]:
+        return self.start("join", ticket, "--out", name, *arguments, log=name)
+
+    def events(self, name: str, kind: str) -> list[dict[str, Any]]:
+        run = Run(self.folder / name)
+        run.refresh()
+        return [event for replica in run.replicas for event in run.of(replica, kind)]
+
+    def step(self, name: str) -> int:
+        return int(max((event["step"] for event in self.events(name, "step")), default=0))
+
+    def averaged(self, name: str) -> int:
+        return [event["outcome"] for event in self.events(name, "round")].count("averaged")
+
+    def said(self, name: str) -> str:
+        return (self.folder / f"{name}.err").read_text()
+
+
+def until(holds: Callable[[], Any], seconds: float = 90.0) -> None:
+    ends = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < ends, "it never came to hold"
+        time.sleep(0.1)
+
+
+@pytest.fixture
+def swarm(tmp_path: Path) -> Iterator[Swarm]:
+    made = Swarm(tmp_path)
+    yield made
+    for process in made.processes:
+        process.kill()
+        process.wait()
+
+
+def test_a_beacon_invites_peers_meet_leave_and_come_back_and_onlookers_see_it(swarm: Swarm) -> None:
+    arguments = ("invite", "--name", "test", "--port", swarm.port, *SETTINGS, "--steps", 100_000)
+    beacon = swarm.start(*arguments, log="beacon")
+    until(lambda: "[settings]" in (swarm.folder / "beacon.out").read_text())
+    ticket = swarm.folder / "beacon.out"
+    assert read_ticket(ticket).settings["model"] == "micro"
+    one = swarm.join("one", ticket=ticket.name)
+    until(lambda: swarm.step("one") > 5)
+    swarm.join("two", ticket=ticket.name)
+    until(lambda: swarm.averaged("one") > 1 and swarm.averaged("two") > 1)
+    assert swarm.events("two", "joined"), "it has fetched the state of the other"
+
+    seen = farflung("status", ticket, "--once", "--listen", "127.0.0.1", COLUMNS="160")
+    assert seen.returncode == 0 and "2 peers train" in seen.stdout and "beacon" in seen.stdout, seen
+    found = farflung("doctor", ticket, "--listen", "127.0.0.1")
+    assert found.returncode == 0 and found.stdout.count("there and back") == 3, found
+
+    one.send_signal(signal.SIGINT)
+    assert one.wait(60) == 130
+    assert "come back with: farflung join one/run.ticket --out one" in swarm.said("one")
+    left_at = swarm.step("one")
+    beacon.send_signal(signal.SIGINT)
+    assert beacon.wait(30) == 0
+    swarm.join("one", ticket="two/run.ticket")  # the beacon is gone
+    until(lambda: swarm.step("one") > left_at + 20)
+
+
+def test_the_first_peer_is_killed_and_the_run_goes_on(swarm: Swarm) -> None:
+    first = swarm.invite()
+    swarm.join("two")
+    swarm.join("three")
+    until(lambda: swarm.averaged("two") > 0 and swarm.averaged("three") > 0)
+    first.kill()
+    began = {name: swarm.step(name) for name in ("two", "three")}
+    swarm.join("four", ticket="two/run.ticket")
+    until(lambda: swarm.averaged("four") > 0)
+    assert all(swarm.step(name) > step for name, step in began.items())
+    for name in ("two", "three"):
+        for event in swarm.events(name, "round"):
+            assert event["landed"] - event["waited_from"] < 15 + 1, event
+        counted = [event["tokens"] for event in swarm.events(name, "step")]
+        assert all(b - a >= 64 for a, b in pairwise(counted)), "no step of a survivor is lost or repeated"
+
+    swarm.join("first", "--port", swarm.port, ticket="two/run.ticket")
+    started = len(swarm.events("first", "start"))
+    until(lambda: len(swarm.events("first", "start")) > started or swarm.step("first") > began["two"])
+    until(lambda: swarm.step("first") > began["two"])
+
+
+def test_a_peer_that_stood_still_comes_back_by_itself(swarm: Swarm) -> None:
+    swarm.invite()
+    two = swarm.join("two")
+    swarm.join("three")
+    until(lambda: swarm.averaged("two") > 0 and swarm.averaged("three") > 0)
+    two.send_signal(signal.SIGSTOP)
+    before = swarm.step("three")
+    time.sleep(8)
+    until(lambda: swarm.step("three") > before + 20)
+    stood_at, met = swarm.step("two"), swarm.averaged("two")
+    two.send_signal(signal.SIGCONT)
+    until(lambda: swarm.averaged("two") > met)
+    assert swarm.step("two") > stood_at
+    assert two.poll() is None
+
+
+def test_a_finished_run_has_a_summary_a_report_and_weights_to_export(swarm: Swarm) -> None:
+    first = swarm.invite("--eval-every", 1500, "--checkpoint-every", 1500, steps=4500)
+    two = swarm.join("two")
+    assert first.wait(120) == 0 and two.wait(120) == 0, swarm.said("two")
+    for name in ("first", "two"):
+        summary = json.loads((swarm.folder / name / "summary.json").read_text())
+        assert summary["steps"] == 4500 and summary["validation_loss"] < 5
+        assert (swarm.folder / name / "report.html").exists()
+    exported = farflung("export", swarm.folder / "two", swarm.folder / "model")
+    assert exported.returncode == 0, exported.stderr
+    assert (swarm.folder / "model" / "model.safetensors").exists()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="a small disk can only be mounted by root")
+def test_a_full_disk_is_told_and_training_goes_on_with_the_last_checkpoint_whole(swarm: Swarm) -> None:
+    disk = swarm.folder / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=5m", "tmpfs", str(disk)], capture_output=True).returncode:
+        pytest.skip("mounting is not allowed here")
+    try:
+        swarm.invite("--out", "disk/run")
+        until(lambda: checkpoint.whole_steps(disk / "run"))
+        (disk / "filler").write_bytes(bytes(4_000_000)) if free(disk) > 4_100_000 else fill(disk)
+        fill(disk)
+        until(lambda: any("no checkpoint of step" in e["message"] for e in warnings_of(swarm, "disk/run")))
+        whole = checkpoint.whole_steps(disk / "run")
+        assert whole and swarm.processes[0].poll() is None
+        (disk / "filler").unlink()
+        until(lambda: checkpoint.whole_steps(disk / "run")[0] > whole[0])
+    finally:
+        for process in swarm.processes:
+            process.kill()
+            process.wait()
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+def warnings_of(swarm: Swarm, name: str) -> list[dict[str, Any]]:
+    return swarm.events(name, "warning")
+
+
+def free(folder: Path) -> int:
+    status = os.statvfs(folder)
+    return status.f_bavail * status.f_frsize
+
+
+def fill(folder: Path) -> None:
+    """Leaves no more than a little for a file of events."""
+    with (folder / "filler").open("ab") as file:
+        file.write(bytes(max(0, free(folder) - 200_000)))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["join", "none.ticket"], ["none.ticket", "ask who invited you"]),
+        (["join"], ["ticket"]),
+        (["invite"], ["--name"]),
+        (["invite", "--name", "x", "--stages", 2], ["one process", "leave out --stages"]),
+        (["invite", "--name", "x", "--conditions", "home"], ["conditions are for the simulated network"]),
+        (["invite", "--name", "x", "--listen", "1.2.3.4"], ["1.2.3.4", "an address of this machine"]),
+        (["invite", "--name", "x", "--train", "--method", "ddp"], ["needs all replicas at every step"]),
+        (["train", "--network", "internet"], ["farflung invite", "farflung join"]),
+        (["train", "--robust", "median"], ["only peers on the internet need it"]),
+    ],
+)
+def test_a_mistake_gets_one_line(tmp_path: Path, arguments: list[object], words: list[str]) -> None:
+    listen = [] if "--listen" in arguments or arguments[0] == "train" else ["--listen", "127.0.0.1"]
+    done = subprocess.run(
+        [sys.executable, "-m", "farflung", *map(str, arguments), *listen],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 2, done
+    lines = [line for line in done.stderr.splitlines() if line.startswith("farflung: ")]
+    assert all(word in lines[-1] for word in words), done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_read_only_folder_and_another_runs_folder_are_refused(swarm: Swarm) -> None:
+    swarm.invite()
+    read_only = farflung("join", swarm.folder / "run.ticket", "--out", "/proc/x", "--listen", "127.0.0.1")
+    assert read_only.returncode == 2 and "choose another folder" in read_only.stderr, read_only
+    other = swarm.folder / "other"
+    other.mkdir()
+    ticket = read_ticket(swarm.folder / "run.ticket")
+    type(ticket).new("another", {}).write(other / "run.ticket")
+    refused = farflung("join", swarm.folder / "run.ticket", "--out", other, "--listen", "127.0.0.1")
+    assert refused.returncode == 2 and "holds another run" in refused.stderr, refused
