@@ -33,7 +33,11 @@ __all__ = [
 
 
 def from_env(deadline: float = 120.0) -> Network:
-    """The network this process was started for: torchrun's, or else one simulated replica alone."""
+    """The network this process was started for: torchrun's, a ticket's, or else one simulated replica alone."""
     if dist.is_initialized() or "WORLD_SIZE" in os.environ:
         return TorchNetwork.from_env(deadline)
+    if "FARFLUNG_TICKET" in os.environ:
+        from farflung.networks.internet.environment import from_ticket  # an extra
+
+        return from_ticket(deadline)
     return SimulatedNetwork.alone()
