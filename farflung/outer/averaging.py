@@ -79,7 +79,7 @@ class Averaging:
         if self._fusion is None and self._prototype == Dense(message.dtype):
             return self._network.all_reduce(message, group, key), 0.0
         fuse = (self._fusion or Fusion()).of(self._network.rank, weights or {})
-        if len(group) <= self._gather_up_to:
+        if len(group) <= self._gather_up_to or (self._fusion and self._fusion.whole):
             return self._gather(message, group, key, fuse)
         return self._share_out(message, group, key, fuse)
 
@@ -145,7 +145,10 @@ class Averaging:
         def finish(combined: dict[int, Packet]) -> dict[int, str]:
             for rank, packet in combined.items():
                 try:
-                    _copy(senders[rank].decode(packet, parts[rank]), parts[rank])
+                    decoded = senders[rank].decode(packet, parts[rank])
+                    if self._fusion and rank != own:
+                        self._fusion.check(rank, decoded, parts[rank])
+                    _copy(decoded, parts[rank])
                 except PacketError as error:
                     unreadable[rank] = str(error)
             return unreadable

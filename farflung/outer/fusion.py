@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -41,6 +42,8 @@ class Fusion:
     """
 
     def __init__(self, robust: str = "mean", blame: Blame | None = None) -> None:
+        self.whole = robust != "mean"
+        """Whether each member must have everybody's message: who averages a part for all could lie about it."""
         self._total = _TOTALS[robust]
         self._blame = blame
         self._norms: deque[float] = deque(maxlen=NORMS_KEPT)
@@ -54,11 +57,10 @@ class Fusion:
             total, unreadable = self._total(like), {}
             for sender, packet in packets.items():
                 try:
-                    message = self._sound(codec.decode(packet, like), own)
+                    message = self._decoded(sender, codec, packet, like)
+                    self.check(sender, message, own)
                 except PacketError as error:
                     unreadable[sender] = str(error)
-                    if self._blame:
-                        self._blame(sender, str(error))
                     continue
                 total.add(message, weights.get(sender, 1.0))
             if own is not None:
@@ -67,19 +69,26 @@ class Fusion:
 
         return fuse
 
-    def _sound(self, message: list[Tensor], own: Sequence[Tensor] | None) -> list[Tensor]:
-        """The message, if it can be true. Raises PacketError."""
+    def check(self, sender: int, message: list[Tensor], own: Sequence[Tensor] | None) -> None:
+        """Looks at a message, where messages are looked at. Raises PacketError when it cannot be true."""
         if self._blame is None:
-            return message
-        if not all(map(finite, message)):
-            raise PacketError("a message is not finite")
-        size = norm(message)
+            return
+        size = norm(message) if all(map(finite, message)) else math.nan
         known = [*self._norms, *([norm(own)] if own is not None else [])]
         usual = statistics.median([n for n in known if n > 0] or [size])
-        self._norms.append(min(size, LARGEST_RATIO * usual))
-        if size > LARGEST_RATIO * usual:
-            raise PacketError(f"a message is {size / usual:.3g} times as large as usual")
-        return message
+        if not size <= LARGEST_RATIO * usual:
+            why = f"a message is {size / usual:.3g} times as large as usual" if size > 0 else "a message is not finite"
+            self._blame(sender, why)
+            raise PacketError(why)
+        self._norms.append(size)
+
+    def _decoded(self, sender: int, codec: Codec, packet: Packet, like: Sequence[Tensor]) -> list[Tensor]:
+        try:
+            return codec.decode(packet, like)
+        except PacketError as error:
+            if self._blame:
+                self._blame(sender, str(error))
+            raise
 
 
 class Mean:

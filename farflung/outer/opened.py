@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from farflung.codecs import Codec, Dense
+from farflung.codecs import Codec, Dense, finite
 from farflung.config import UserError
 from farflung.networks import Group, OpenNetwork, Party, PeerLost, Pending, State
 from farflung.outer.adaptation import Adapt
@@ -139,6 +139,8 @@ def take_state(anchors: list[Tensor], outer: torch.optim.Optimizer, tensors: dic
     for index, anchor in enumerate(anchors):
         if tensors.get(f"anchor {index}", torch.empty(0)).numel() != anchor.numel():
             raise UserError("the run's anchors have other shapes than the model here; see that both use the same model")
+        if not all(finite(value) for name, value in tensors.items() if name.endswith(f" {index}")):
+            raise UserError("a peer gave a state that is not finite; join again, from other peers' RUN/run.ticket")
         anchor.copy_(tensors[f"anchor {index}"])
         for name, value in tensors.items():
             kind, _, number = name.rpartition(" ")

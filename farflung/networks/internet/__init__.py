@@ -1,9 +1,9 @@
 """Peers on the open internet: what `farflung[internet]` adds. Nothing else imports hivemind."""
 
 from farflung.networks.internet.examination import Finding, answer_probes, examine
+from farflung.networks.internet.host import Seat
 from farflung.networks.internet.identity import Identity
 from farflung.networks.internet.network import InternetNetwork
-from farflung.networks.internet.swarm import Seat
 from farflung.networks.internet.ticket import Ticket, read_ticket
 
 __all__ = [

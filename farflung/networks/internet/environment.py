@@ -8,9 +8,9 @@ from importlib.metadata import version
 from pathlib import Path
 
 from farflung.networks.internet.examination import answer_probes
+from farflung.networks.internet.host import Seat
 from farflung.networks.internet.identity import Identity
 from farflung.networks.internet.network import InternetNetwork
-from farflung.networks.internet.swarm import Seat
 from farflung.networks.internet.ticket import read_ticket
 
 LARGEST = 1 << 33

@@ -12,9 +12,10 @@ from typing import NamedTuple
 from farflung.config import UserError
 from farflung.networks.internet.frames import Frame, FrameError, entry, read_frame, read_payload, write_frame
 from farflung.networks.internet.frames import write_payload as write_bytes
+from farflung.networks.internet.host import UNREACHABLE
 from farflung.networks.internet.members import Member
 from farflung.networks.internet.network import InternetNetwork
-from farflung.networks.internet.swarm import PROMPT_SECONDS, UNREACHABLE, Line, Refused, Swarm, accepted
+from farflung.networks.internet.swarm import PROMPT_SECONDS, Line, Refused, Swarm, accepted
 
 PROBE = 1 << 22
 """Bytes that are sent each way to measure a link."""

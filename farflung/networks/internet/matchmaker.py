@@ -8,17 +8,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import math
 from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
 from typing import Any
 
 from farflung.networks.base import Group, Party
 from farflung.networks.internet.frames import Frame, FrameError, entry, write_frame
+from farflung.networks.internet.host import UNREACHABLE
 from farflung.networks.internet.members import arrives
-from farflung.networks.internet.swarm import PROMPT_SECONDS, UNREACHABLE, Line, Refused, Swarm
+from farflung.networks.internet.swarm import PROMPT_SECONDS, Line, Refused, Swarm
 
 LOOKS_EVERY = 0.1
 """Seconds between two looks at whether those who have not come can still be expected."""
+HEAVIEST = 10.0
 GATHERINGS = 256
 HOSTS_TRIED = 3
 
@@ -72,8 +75,10 @@ class Matchmaker:
                 except (*UNREACHABLE, Refused, FrameError):
                     self._swarm.members.failed(host)
                     continue
-            weights = {int(rank): float(weight) for rank, weight in answer["weights"]}
-            return Party(tuple(sorted(weights)), weights, bool(answer["behind"]))
+            try:
+                return party_of(answer, own, weight)
+            except FrameError as error:
+                self._swarm.guard.strike(self._swarm.members.by_rank[host].peer, "bad answer", str(error))
         return Party((), {})
 
     def _hosts(self, key: str) -> list[int]:
@@ -162,6 +167,24 @@ class Matchmaker:
             return bool(about["trains"]) and arrives(about["step"], about["rate"], guest.step, left)
         member = self._swarm.members.by_rank.get(rank)
         return member is not None and member.alive and member.arrives(guest.step, left)
+
+
+def party_of(answer: Frame, own: int, weight: float) -> Party:
+    """The party that a host says a peer is in. Raises FrameError when that cannot be.
+
+    No weight counts more than HEAVIEST times the own one: a host may lie, and so may those who come.
+    """
+    told = entry(answer, "weights", list)
+    weights: dict[int, float] = {}
+    for pair in told[:4096]:
+        if not (isinstance(pair, list | tuple) and len(pair) == 2 and type(pair[0]) is int):
+            raise FrameError("a host's answer cannot be read")
+        if not (isinstance(pair[1], int | float) and 0 <= pair[1] < math.inf):
+            raise FrameError("a host says that a message has a weight that is none")
+        weights[pair[0]] = min(float(pair[1]), HEAVIEST * max(weight, 1.0))
+    if weights and own not in weights:
+        raise FrameError("a host has left out who asked")
+    return Party(tuple(sorted(weights)), weights, bool(answer.get("behind")))
 
 
 def _bring_together(guests: list[Guest], gathering: Gathering) -> None:

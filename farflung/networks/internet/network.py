@@ -25,13 +25,14 @@ from farflung.networks.base import (
     mean_in_order,
 )
 from farflung.networks.internet.frames import Frame
+from farflung.networks.internet.host import Seat
 from farflung.networks.internet.identity import Identity
 from farflung.networks.internet.matchmaker import Matchmaker
 from farflung.networks.internet.members import Member
 from farflung.networks.internet.pace import Pace, counted_step
 from farflung.networks.internet.post import Lost, Post
 from farflung.networks.internet.snapshots import Snapshots
-from farflung.networks.internet.swarm import Seat, Swarm
+from farflung.networks.internet.swarm import Swarm
 from farflung.networks.internet.ticket import Ticket
 
 T = TypeVar("T")

@@ -21,9 +21,10 @@ from farflung.networks.internet.frames import (
     write_frame,
     write_payload,
 )
+from farflung.networks.internet.host import UNREACHABLE
 from farflung.networks.internet.identity import signed_by
 from farflung.networks.internet.members import Member
-from farflung.networks.internet.swarm import PROMPT_SECONDS, UNREACHABLE, Line, Refused, Swarm, accepted
+from farflung.networks.internet.swarm import PROMPT_SECONDS, Line, Refused, Swarm, accepted
 
 REMEMBERED = 1 << 16
 """Packets whose names are kept, to know them again."""

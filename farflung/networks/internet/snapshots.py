@@ -16,9 +16,10 @@ from torch import Tensor
 from farflung.networks.base import State
 from farflung.networks.internet.frames import Frame, FrameError, entry, read_frame, read_payload, write_frame
 from farflung.networks.internet.frames import write_payload as write_bytes
+from farflung.networks.internet.host import UNREACHABLE
 from farflung.networks.internet.members import Member
 from farflung.networks.internet.post import SLOWEST, Lost
-from farflung.networks.internet.swarm import PROMPT_SECONDS, UNREACHABLE, Line, Refused, Swarm, accepted
+from farflung.networks.internet.swarm import PROMPT_SECONDS, Line, Refused, Swarm, accepted
 
 PIECE = 1 << 22
 PIECES = 512
@@ -27,6 +28,8 @@ KEPT_SECONDS = 120.0
 """How long a snapshot that nobody asks for is kept."""
 SOURCES = 3
 """Peers that a snapshot is fetched from at a time, with two pieces from each under way."""
+AHEAD = 1000
+"""Steps that a state may be ahead of where most peers say they are."""
 FRESH_SECONDS = 60.0
 """How long a peer may take to come to the end of its step, and make one."""
 
@@ -126,6 +129,9 @@ class Snapshots:
             return False
         tensors, facts = manifest.get("tensors"), manifest.get("facts")
         if not isinstance(tensors, list) or not isinstance(facts, dict) or not 0 <= size <= self._largest:
+            return False
+        step = facts.get("step")
+        if not isinstance(step, int) or not 0 <= step <= self._swarm.members.lead_at_most() + AHEAD:
             return False
         return len(digests) == -(-size // piece) and sum(4 * int(length) for _, length in tensors) == size
 

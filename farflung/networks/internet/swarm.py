@@ -4,23 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import os
-import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-os.environ.setdefault("HIVEMIND_LOGLEVEL", "CRITICAL")  # what concerns a user, farflung says
-
 import uvloop
-from hivemind.p2p import P2P, PeerID
-from hivemind.p2p.p2p_daemon_bindings.control import P2PDaemonError
-from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure
-from hivemind.utils.multiaddr import Multiaddr
 
 from farflung.config import UserError
 from farflung.networks.internet import admission
@@ -28,6 +21,7 @@ from farflung.networks.internet.admission import Admission, Stranger, check_cloc
 from farflung.networks.internet.directory import Directory
 from farflung.networks.internet.frames import Frame, FrameError, entry, read_frame, write_frame
 from farflung.networks.internet.guard import Guard
+from farflung.networks.internet.host import UNREACHABLE, Host, Seat, Streams, nobody_answers
 from farflung.networks.internet.identity import Identity
 from farflung.networks.internet.members import BEAT_SECONDS, Member, Members
 from farflung.networks.internet.ticket import Ticket
@@ -36,9 +30,6 @@ T = TypeVar("T")
 
 PROMPT_SECONDS = 8.0
 """How soon a peer that is there answers what needs no thought."""
-
-UNREACHABLE = (OSError, EOFError, TimeoutError, ControlFailure, P2PDaemonError)
-"""What a call to a peer may raise that is not there."""
 
 
 class Refused(Exception):
@@ -56,23 +47,6 @@ class Line:
 
 Handler = Callable[[Line, Frame], Awaitable[None]]
 """Answers one request of a member; raises FrameError when it is not as it must be."""
-
-
-@dataclass(frozen=True)
-class Seat:
-    """Where and how a peer listens.
-
-    Args:
-        listen: the address of the interface; 0.0.0.0 for all, and then help with NAT is sought, too.
-        port: 0 takes a free one.
-        announce: libp2p addresses to tell others instead of those found out.
-        first: begins the swarm, or begins it again, without knocking anywhere.
-    """
-
-    listen: str = "0.0.0.0"
-    port: int = 0
-    announce: tuple[str, ...] = ()
-    first: bool = False
 
 
 class Swarm:
@@ -119,7 +93,7 @@ class Swarm:
         self._listed = listed
         self._admission = Admission(ticket, identity)
         self._proven: dict[str, Member] = {}
-        self._protocol = f"farflung/1/{ticket.run}"
+        self._host = Host(seat, identity, f"farflung/1/{ticket.run}")
         self._loop = uvloop.new_event_loop()
         self._tasks: set[asyncio.Task[None]] = set()
         self._clock_gap = time.time() - time.monotonic()
@@ -183,30 +157,11 @@ class Swarm:
             return self._admit(about, peer)
 
     async def _start(self, deadline: float) -> None:
-        seat, loopback = self._seat, self._seat.listen.startswith("127.")
-        check_place(seat)
-        knocked = () if seat.first else self._ticket.addresses
-        on_internet = seat.listen == "0.0.0.0"
-        try:
-            self._p2p = await P2P.create(
-                initial_peers=list(knocked) or None,
-                host_maddrs=[f"/ip4/{seat.listen}/tcp/{seat.port}"],
-                announce_maddrs=list(seat.announce) or None,
-                identity_path=str(self.identity.path),
-                check_if_identity_free=False,
-                auto_nat=on_internet,
-                nat_port_map=on_internet,
-                use_auto_relay=on_internet and bool(knocked),
-                startup_timeout=deadline,
-            )
-        except P2PDaemonError as error:
-            raise UserError(self._explain(str(error), knocked)) from error
-        await self._p2p.add_binary_stream_handler(self._protocol, self._on_stream)
-        visible = [str(address) for address in await self._p2p.get_visible_maddrs()]
-        self.about["addresses"] = [a for a in visible if loopback or "/127.0.0.1/" not in a]
+        knocked = () if self._seat.first else self._ticket.addresses
+        self.about["addresses"] = await self._host.start(knocked, self._on_stream, deadline)
         if knocked:
             await self._knock(knocked)
-        self._directory = await Directory.open(self._p2p, self._ticket, self.identity, self.guard, knocked)
+        self._directory = await Directory.open(self._host.p2p, self._ticket, self.identity, self.guard, knocked)
         await self._beat()
         self._spawn(self._keep_beating())
 
@@ -228,38 +183,11 @@ class Swarm:
                 "there are peers at the ticket's addresses, but not of this run, or its secret is another; "
                 "ask for a new ticket"
             )
-        raise UserError(self._explain("no answer", addresses))
+        raise UserError(nobody_answers(addresses))
 
-    def _explain(self, error: str, knocked: Sequence[str]) -> str:
-        if not knocked:
-            return f"the libp2p daemon cannot start: {error}"
-        return (
-            f"none of the ticket's {len(knocked)} addresses answers; ask a peer that is there for its newer ticket "
-            "(RUN/run.ticket), see that this machine reaches it, or begin the run again here with --first"
-        )
-
-    @contextlib.asynccontextmanager
-    async def _stream(self, peer: str) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-        async with asyncio.timeout(PROMPT_SECONDS):
-            try:
-                _, reader, writer = await self._open(peer)
-            except ControlFailure:
-                await self._dial(peer)  # libp2p may not have heard of it yet, or have forgotten where it is
-                _, reader, writer = await self._open(peer)
-        try:
-            yield reader, writer
-        finally:
-            writer.close()
-
-    async def _open(self, peer: str) -> Any:
-        return await self._p2p.call_binary_stream_handler(PeerID.from_base58(peer), self._protocol)
-
-    async def _dial(self, peer: str) -> None:
-        """Connects to a peer at the addresses that it said it has."""
+    def _stream(self, peer: str) -> AbstractAsyncContextManager[Streams]:
         member = self.members.of_peer(peer)
-        known = member.addresses if member else self._ticket.addresses
-        addresses = [Multiaddr(address.rpartition("/p2p/")[0]) for address in known if address.endswith(f"/p2p/{peer}")]
-        await self._p2p._client.connect(PeerID.from_base58(peer), addresses)
+        return self._host.stream(peer, member.addresses if member else self._ticket.addresses, PROMPT_SECONDS)
 
     async def _on_stream(self, info: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         peer = str(info.peer_id)
@@ -362,26 +290,11 @@ class Swarm:
         if hasattr(self, "_directory"):
             with contextlib.suppress(Exception):
                 await self._directory.close()
-        if hasattr(self, "_p2p"):
-            await self._p2p.shutdown()
+        await self._host.stop()
         rest = asyncio.all_tasks() - {asyncio.current_task()}
         for task in rest:
             task.cancel()
         await asyncio.wait(rest, timeout=2) if rest else None
-
-
-def check_place(seat: Seat) -> None:
-    """Refuses a place that cannot be listened at; libp2p itself would share a port with another. Raises UserError."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((seat.listen, seat.port))
-            probe.listen()
-        except OSError as error:
-            if error.errno == errno.EADDRINUSE:
-                raise UserError(f"port {seat.port} is in use on this machine; choose another with --port") from error
-            reason = error.strerror or str(error)
-            raise UserError(f"cannot listen at {seat.listen}: {reason}; give an address of this machine") from error
 
 
 def accepted(frame: Frame) -> Frame:
