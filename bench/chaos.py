@@ -1,6 +1,6 @@
 """What happens to a run on the internet when everything goes wrong that can.
 
-    sudo python bench/chaos.py [--cases kill first partition slow join] [--seconds 600] [--peers 8] [--out chaos]
+    sudo python bench/chaos.py [--cases kill first partition slow join nuisance] [--seconds 600] [--out chaos]
 
 Real `farflung join` processes, a run folder each, on hosts in network namespaces of this machine with links of their
 own (see netlab.py). Each peer's step is stretched to a fixed time, as if it computed longer: so many on few cores would
@@ -10,8 +10,10 @@ otherwise only show how they wait for the machine. What lying peers can do is in
 from __future__ import annotations
 
 import itertools
+import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -26,13 +28,13 @@ from netlab import NetLab
 from farflung.networks.internet import Identity, Ticket
 from farflung.report.read import Event, Run
 
-Case = Literal["kill", "first", "partition", "slow", "join"]
+Case = Literal["kill", "first", "partition", "slow", "join", "nuisance"]
 PORT = 4600
 
 
 @dataclass(frozen=True)
 class Options:
-    cases: tuple[Case, ...] = ("kill", "first", "partition", "slow", "join")
+    cases: tuple[Case, ...] = ("kill", "first", "partition", "slow", "join", "nuisance")
     """What to go through."""
     seconds: float = 600.0
     """How long the case with killed peers lasts; the others last a part of it."""
@@ -42,6 +44,8 @@ class Options:
     """Each host's link, each way."""
     step_ms: float = 250.0
     """What one inner step takes."""
+    delay: int = 0
+    """In the case with slow peers: steps that a round may take while training goes on."""
     out: Path = Path("chaos")
     """Where run folders go."""
 
@@ -223,11 +227,11 @@ def newest(peers: list[Peer]) -> float:
 
 
 def repeated(peer: Peer) -> int:
-    """Steps that a peer without a new start between them counted twice, or left out."""
+    """Steps after which a peer, without a new start between them, had not trained on more tokens than before."""
     steps = peer.events("step")
     starts = {event["at"] for event in peer.events("start")}
     return sum(
-        b["tokens"] - a["tokens"] != 1024
+        b["tokens"] < a["tokens"] + 1024
         for a, b in itertools.pairwise(steps)
         if not any(a["at"] <= at <= b["at"] for at in starts)
     )
@@ -331,14 +335,15 @@ def mixed(peers: list[Peer], half: int, since: float) -> bool:
 def slow(options: Options) -> None:
     """One peer computes four times slower, then one has a tenth of the bandwidth; the others beside without it."""
     seconds = options.seconds / 8
-    speeds = {}
+    speeds: dict[str, float] = {}
+    settings = {"method": "noloco", "model": "tiny", "batch_size": 1, "every": 40, "delay": options.delay}
     for name, count, paces, rates in (
         ("without", 7, {}, {}),
         ("one peer 4 times slower", 8, {7: 4 * options.step_ms}, {}),
         ("one peer with a tenth of the bandwidth", 8, {}, {7: options.rate_mbit / 10}),
     ):
         with NetLab(count, options.rate_mbit, rates) as lab:
-            swarm = Swarm(lab, options, f"slow-{len(speeds)}", paces, method="noloco", model="tiny", batch_size=1)
+            swarm = Swarm(lab, options, f"slow-{len(speeds)}", paces, **settings)
             try:
                 swarm.start(count)
                 time.sleep(10)
@@ -355,6 +360,73 @@ def slow(options: Options) -> None:
             "95 %",
             speed / base >= 0.95,
         )
+
+
+def nuisance(options: Options) -> None:
+    """A peer stands still for 30 s; one's disk is full; one's clock is off by an hour; a folder is read-only."""
+    with NetLab(4, options.rate_mbit) as lab:
+        swarm = Swarm(lab, options, "nuisance")
+        disk = swarm.peers[2].folder
+        disk.mkdir()
+        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", str(disk)], check=True)
+        try:
+            swarm.start(3)
+            time.sleep(15)
+            still, others = swarm.peers[1], [swarm.peers[0], swarm.peers[2]]
+            inner = child_of(still)
+            os.kill(inner, signal.SIGSTOP)
+            stood = time.time()
+            time.sleep(30)
+            os.kill(inner, signal.SIGCONT)
+            awake = time.time()
+            time.sleep(20)
+            meanwhile = [len(p.since("step", stood)) - len(p.since("step", awake)) for p in others]
+            met = sum(e["outcome"] == "averaged" for e in still.since("round", awake))
+            tell("a peer stopped for 30 s: the others' steps", str(meanwhile), "the run goes on", min(meanwhile) > 60)
+            tell("  its rounds in the 20 s after", str(met), "it comes back", met > 0)
+
+            (disk / "filler").write_bytes(bytes(10_000_000)[: free(disk) - 100_000])
+            time.sleep(25)
+            said = [e["message"] for e in swarm.peers[2].events("warning") if "no checkpoint" in e["message"]]
+            trains = swarm.peers[2].process is not None and swarm.peers[2].process.poll() is None
+            tell("a full disk", said[-1][:90] if said else "nothing said", "a clear message", bool(said) and trains)
+            (disk / "filler").unlink()
+            before = len(swarm.peers[2].events("checkpoint"))
+            time.sleep(15)
+            after = len(swarm.peers[2].events("checkpoint"))
+            tell("  checkpoints once there is room again", f"{after - before}", "nothing lost", after > before)
+
+            clock = said_by(swarm.peers[3], {"FARFLUNG_BENCH_CLOCK": "3600"})
+            tell("a clock off by an hour", clock[:120], "a clear message", "clock is 3600 s ahead" in clock)
+            folder = said_by(swarm.peers[3], {}, "--out", "/proc/farflung")
+            tell("a read-only folder", folder[:120], "a clear message", "choose another folder" in folder)
+        finally:
+            swarm.end()
+            subprocess.run(["umount", str(disk)], check=False)
+
+
+def child_of(peer: Peer) -> int:
+    """The peer's own process; `ip netns exec` becomes it."""
+    assert peer.process is not None
+    return peer.process.pid
+
+
+def free(folder: Path) -> int:
+    status = os.statvfs(folder)
+    return status.f_bavail * status.f_frsize
+
+
+def said_by(peer: Peer, env: dict[str, str], *arguments: str) -> str:
+    """The last line that a peer says which does not get as far as training."""
+    os.environ.update(env)
+    try:
+        peer.start(*arguments)
+        assert peer.process is not None
+        peer.process.wait(60)
+    finally:
+        for name in env:
+            del os.environ[name]
+    return (peer.out / f"peer-{peer.number}.log").read_text().splitlines()[-1]
 
 
 def join(options: Options) -> None:
@@ -410,6 +482,7 @@ CASES: dict[Case, Callable[[Options], None]] = {
     "partition": partition,
     "slow": slow,
     "join": join,
+    "nuisance": nuisance,
 }
 
 
@@ -418,7 +491,10 @@ def paced_peer(step_ms: float, arguments: list[str]) -> None:
     from farflung.cli import main as command
     from farflung.pipeline.island import Alone
 
-    gradients = Alone.gradients
+    gradients, clock = Alone.gradients, time.time
+    off = float(os.environ.get("FARFLUNG_BENCH_CLOCK", "0"))
+    if off:
+        time.time = lambda: clock() + off
 
     def stretched(island: Alone, step: int) -> tuple[float, str]:
         began = time.monotonic()

@@ -143,7 +143,7 @@ class Trainer:
             return self.step // every > before // every
 
         last = self.step >= config.steps
-        if comes(config.log_every) or last:
+        if self.trained % config.log_every == 0 or last:
             self._log_step(loss)
         if comes(config.eval_every) and not last:
             self._evaluate()
