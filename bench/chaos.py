@@ -368,7 +368,7 @@ def nuisance(options: Options) -> None:
         swarm = Swarm(lab, options, "nuisance")
         disk = swarm.peers[2].folder
         disk.mkdir()
-        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", str(disk)], check=True)
+        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", str(disk)], check=True)
         try:
             swarm.start(3)
             time.sleep(15)
@@ -379,17 +379,17 @@ def nuisance(options: Options) -> None:
             time.sleep(30)
             os.kill(inner, signal.SIGCONT)
             awake = time.time()
-            time.sleep(20)
+            time.sleep(40)
             meanwhile = [len(p.since("step", stood)) - len(p.since("step", awake)) for p in others]
             met = sum(e["outcome"] == "averaged" for e in still.since("round", awake))
             tell("a peer stopped for 30 s: the others' steps", str(meanwhile), "the run goes on", min(meanwhile) > 60)
-            tell("  its rounds in the 20 s after", str(met), "it comes back", met > 0)
+            tell("  its rounds in the 40 s after", str(met), "it comes back", met > 0)
 
-            (disk / "filler").write_bytes(bytes(10_000_000)[: free(disk) - 100_000])
+            (disk / "filler").write_bytes(bytes(20_000_000)[: free(disk) - 100_000])
             time.sleep(25)
             said = [e["message"] for e in swarm.peers[2].events("warning") if "no checkpoint" in e["message"]]
             trains = swarm.peers[2].process is not None and swarm.peers[2].process.poll() is None
-            tell("a full disk", said[-1][:90] if said else "nothing said", "a clear message", bool(said) and trains)
+            tell("a full disk", said[-1][:80] if said else "nothing said", "a clear message", bool(said) and trains)
             (disk / "filler").unlink()
             before = len(swarm.peers[2].events("checkpoint"))
             time.sleep(15)

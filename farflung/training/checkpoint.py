@@ -7,10 +7,11 @@ No process waits for another: which step is the last whole one is found out when
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 
@@ -28,7 +29,7 @@ def write(path: Path, state: dict[str, Any]) -> None:
     new = beside(path)
     try:
         with new.open("wb") as file:
-            torch.save(state, file)
+            _save(state, file)
             file.flush()
             os.fsync(file.fileno())
         new.rename(path)
@@ -40,6 +41,16 @@ def write(path: Path, state: dict[str, Any]) -> None:
         os.fsync(directory)
     finally:
         os.close(directory)
+
+
+def _save(state: dict[str, Any], file: BinaryIO) -> None:
+    """As torch.save; a write that fails is an OSError, where torch tells of a position in its own format."""
+    try:
+        torch.save(state, file)
+    except RuntimeError as error:
+        if "inline_container" not in str(error):
+            raise
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from error
 
 
 def average_of(folder: Path, seat: str = "replica-0") -> Path:

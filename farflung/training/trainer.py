@@ -179,10 +179,9 @@ class Trainer:
             }
             try:
                 checkpoint.save(self.folder, self.step, self.seat, state)
-            except (OSError, RuntimeError) as error:  # torch raises the latter when a disk is full
-                reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
+            except OSError as error:
                 self.warn(
-                    f"no checkpoint of step {self.step}: {reason}; the last one stays, make room in {self.folder}"
+                    f"no checkpoint of step {self.step}: {error.strerror}; see to {self.folder}; the last one stays"
                 )
                 return
             checkpoint.prune(self.folder, self.island.place.replica, self.config.keep_checkpoints)
