@@ -434,13 +434,15 @@ def join(options: Options) -> None:
     model = options.out / "model-100m"
     write_model(model)
     settings = {"model": str(model), "batch_size": 1, "sequence_length": 16, "eval_sequences": 1, "eval_every": 100_000}
-    settings |= {"checkpoint_every": 0, "every": 50, "deadline": 60.0, "method": "noloco"}
+    settings |= {"checkpoint_every": 0, "every": 60, "deadline": 120.0, "method": "noloco"}
     with NetLab(3, options.rate_mbit) as lab:
-        swarm = Swarm(lab, options, "join", {0: 2500.0, 1: 2500.0, 2: 2500.0}, **settings)
+        swarm = Swarm(lab, options, "join", dict.fromkeys(range(3), 1500.0), **settings)
         try:
             swarm.start(2)
-            swarm.wait_for_steps(swarm.peers[:2], 14, timeout=300)
+            swarm.wait_for_steps(swarm.peers[:2], 40, timeout=300)
             calm = rate(swarm.peers[:2], time.time() - 30, time.time())
+            while not all(peer.events("round") for peer in swarm.peers[:2]):
+                time.sleep(0.5)  # only then is there an outer momentum to fetch
             began = time.time()
             swarm.peers[2].start()
             swarm.wait_for_steps(swarm.peers[2:], 1, timeout=400)

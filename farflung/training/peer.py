@@ -28,13 +28,15 @@ from farflung.training.trainer import Trainer
 from farflung.workloads import models, tokenizers
 
 if TYPE_CHECKING:
-    from farflung.networks.internet import Finding, InternetNetwork, Seat, Ticket
+    from farflung.networks.internet import Finding, Identity, InternetNetwork, Seat, Ticket
 
 LOCAL = (
     *("data", "text_column", "max_tokens", "out", "device", "outer_device", "deadline", "precision", "recompute"),
     *("log_every", "eval_every", "eval_sequences", "checkpoint_every", "keep_checkpoints", "network", "replicas"),
 )
 """Settings that each peer has for itself; the others are the run's, and in its ticket."""
+LARGEST = 1 << 33
+"""Bytes of the largest message, before the model is known."""
 TICKET_SECONDS = 10.0
 """How often a peer brings the ticket in its run folder up to date."""
 
@@ -118,20 +120,15 @@ def run_peer(ticket: Ticket, config: Config, seat: Seat, joined: Callable[[Inter
     folder = Path(config.out)
     resumed = any(folder.glob("events/*.jsonl"))
     check_for_internet(config)
-    launch.prepare(config, folder, resumed)
-    launch.use_cores_of(1)
-    identity = parts.Identity(folder / "peer.key")
-    if resumed and not (folder / "events" / f"replica-{identity.rank}.jsonl").exists():
-        raise UserError(f"{folder} holds the run of another peer; choose another folder with --out")
-    ticket = _with_newer_addresses(ticket, folder / "run.ticket")
+    alike = methods.from_config(config).topology.alike
+    identity = _own_identity(folder, resumed)
     told: list[Trainer] = []
-    shapes, values = _shapes_of(config)
-    network = parts.InternetNetwork(
-        ticket,
+    network: InternetNetwork = parts.InternetNetwork(
+        _with_newer_addresses(ticket, folder / "run.ticket"),
         identity,
         seat,
-        _about(ticket, shapes, trains=True),
-        largest=16 * values,
+        _about(ticket),
+        largest=LARGEST,
         deadline=config.deadline,
         tell=lambda line: told[0].warn(line) if told else _say(line),
     )
@@ -142,7 +139,10 @@ def run_peer(ticket: Ticket, config: Config, seat: Seat, joined: Callable[[Inter
         behind = network.behind(step or 0)
         away = bool(behind and (step is None or behind > (config.every or 1)))
         if away:
-            network.fetch(methods.from_config(config).topology.alike)  # while the model is being made
+            network.fetch(alike)  # while the rest is being prepared
+        launch.prepare(config, folder, resumed)
+        launch.use_cores_of(1)
+        network.expect(*_shapes_of(config))
         stop = Stop(HashStore(), [identity.rank], [identity.rank])
         with launch.stopping_on_signals(stop), _ticket_kept(network, folder / "run.ticket"):
             trainer = Trainer(config, network, folder, stop, launch.pick_device(config.device, 0), step)
@@ -153,6 +153,17 @@ def run_peer(ticket: Ticket, config: Config, seat: Seat, joined: Callable[[Inter
         network.close()
 
 
+def _own_identity(folder: Path, resumed: bool) -> Identity:
+    """The key in a peer's run folder. Raises UserError where none can be, or another's run is."""
+    try:
+        identity: Identity = internet().Identity(folder / "peer.key")
+    except OSError as error:
+        raise UserError(f"cannot write to {folder}: {error.strerror}; choose another folder with --out") from error
+    if resumed and not (folder / "events" / f"replica-{identity.rank}.jsonl").exists():
+        raise UserError(f"{folder} holds the run of another peer; choose another folder with --out")
+    return identity
+
+
 def look_on(ticket: Ticket, key: Path, seat: Seat, listed: bool = False) -> InternetNetwork:
     """A seat that trains nothing; a beacon, if it is `listed`, by which others find each other. Raises UserError."""
     parts = internet()
@@ -160,7 +171,7 @@ def look_on(ticket: Ticket, key: Path, seat: Seat, listed: bool = False) -> Inte
         ticket,
         parts.Identity(key),
         seat,
-        _about(ticket, "", trains=False),
+        _about(ticket),
         largest=1 << 20,
         tell=_say,
         listed=listed,
@@ -205,13 +216,14 @@ def examined(path: Path, listening: Listening) -> Iterator[Finding]:
         yield parts.Finding(False, str(error))
 
 
-def _about(ticket: Ticket, shapes: str, trains: bool) -> dict[str, Any]:
+def _about(ticket: Ticket) -> dict[str, Any]:
+    """What one says of itself that does not train yet, and has no model."""
     return {
         "version": version("farflung"),
         "settings": ticket.settings_hash,
-        "shapes": shapes,
+        "shapes": "",
         "host": socket.gethostname(),
-        "trains": trains,
+        "trains": False,
     }
 
 

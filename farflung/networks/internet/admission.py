@@ -15,6 +15,12 @@ CLOCK_SECONDS = 2.5
 """Clocks that differ by more make the DHT forget what it should know."""
 
 
+OTHER_SHAPES = (
+    "the model made here has other shapes than the run's; "
+    "see that the model and tokenizer the ticket names are the same files and versions on both machines"
+)
+
+
 class Stranger(FrameError):
     """Who asks does not know the run's secret."""
 
@@ -74,6 +80,7 @@ def member_of(about: Frame, peer: str) -> Member:
         step=entry(about, "step", int),
         rate=float(about.get("rate", 0.0)),
         trains=entry(about, "trains", bool),
+        shapes=str(about.get("shapes", ""))[:64],
         facts=entry(about, "facts", dict),
     )
 
@@ -88,10 +95,7 @@ def disagreement(newcomer: Frame, run: Frame) -> str:
     if newcomer.get("settings") != run["settings"]:
         return "the ticket's settings are not the run's; ask for a new ticket, and do not edit it"
     if run["shapes"] and newcomer.get("shapes") and newcomer["shapes"] != run["shapes"]:
-        return (
-            "the model made here has other shapes than the run's; "
-            "see that the model and tokenizer the ticket names are the same files and versions on both machines"
-        )
+        return OTHER_SHAPES
     return ""
 
 

@@ -32,6 +32,7 @@ class Member:
     step: int = 0
     rate: float = 0.0
     trains: bool = True
+    shapes: str = ""
     facts: dict[str, Any] = field(default_factory=dict)
     heard: float = field(default_factory=time.monotonic)
     failed: bool = False

@@ -5,25 +5,24 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Coroutine, Mapping
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from farflung.config import UserError
 from farflung.networks.base import (
     Combine,
     Finished,
     Group,
     Party,
-    PeerLost,
     Pending,
     State,
     Traffic,
     mean_in_order,
 )
+from farflung.networks.internet.admission import OTHER_SHAPES
 from farflung.networks.internet.frames import Frame
 from farflung.networks.internet.host import Seat
 from farflung.networks.internet.identity import Identity
@@ -34,6 +33,7 @@ from farflung.networks.internet.post import Lost, Post
 from farflung.networks.internet.snapshots import Snapshots
 from farflung.networks.internet.swarm import Swarm
 from farflung.networks.internet.ticket import Ticket
+from farflung.networks.internet.transfer import Transfer
 
 T = TypeVar("T")
 
@@ -41,6 +41,8 @@ PATIENCE = 0.25
 """What part of the time between two rounds a peer waits for others to come to one."""
 FIRST_ROUND = 20.0
 """Seconds that a round is taken to last before one has been seen."""
+BYTES_A_VALUE = 16
+"""The largest message of a model, for each of its values."""
 ROOM = 1 << 20
 """Bytes that a packet may be larger than expected."""
 
@@ -85,8 +87,8 @@ class InternetNetwork:
         self._tell = tell
         self._source: Callable[[], State] | None = None
         self._met: dict[str, float] = {}
-        self._background = threading.local()
-        self._fetching: _Transfer[State] | None = None
+        self.background = threading.local()
+        self._fetching: Transfer[State] | None = None
         self._pace = Pace()
         self.swarm.start(deadline)
 
@@ -103,17 +105,17 @@ class InternetNetwork:
         """See Network."""
         if group == (self.rank,):
             return Finished({self.rank: packet}, self.now())
-        return _Transfer(self, group, lambda transfer: self._exchange(packet, transfer, key))
+        return Transfer(self, group, lambda transfer: self._exchange(packet, transfer, key))
 
     def relay(self, packets: dict[int, Tensor], group: Group, key: str, combine: Combine) -> Pending[dict[int, Tensor]]:
         """See Network. Combines in a thread of its own."""
-        return _Transfer(self, group, lambda transfer: self._relay(packets, combine, transfer, key))
+        return Transfer(self, group, lambda transfer: self._relay(packets, combine, transfer, key))
 
     def all_reduce(self, tensor: Tensor, group: Group, key: str) -> Pending[Tensor]:
         """See Network. Each member averages one part."""
         if group == (self.rank,):
             return Finished(tensor, self.now())
-        return _Transfer(self, group, lambda transfer: self._all_reduce(tensor, transfer, key))
+        return Transfer(self, group, lambda transfer: self._all_reduce(tensor, transfer, key))
 
     def meet(
         self, wanted: Group, key: str, step: int, weight: float, lineage: str, then: Callable[[Party], T]
@@ -128,23 +130,36 @@ class InternetNetwork:
             party = await self._matchmaker.meet(wanted, key, step, weight, lineage, patience)
             return await asyncio.to_thread(self._in_background, then, party)
 
-        return _Transfer(self, wanted, meet)
+        return Transfer(self, wanted, meet)
 
     def _in_background(self, then: Callable[[Party], T], party: Party) -> T:
-        self._background.on = True
+        self.background.on = True
         try:
             return then(party)
         finally:
-            self._background.on = False
+            self.background.on = False
 
     def paced(self, step: int, every: int) -> int:
         """See OpenNetwork."""
         if self._snapshots.due and self._source:
             self._snapshots.give(self._source())
         about = self.swarm.about
+        about["trains"] = True
         about["rate"] = self._pace.step(self.now())
         about["step"] = counted_step(step, every, self.swarm.members)
         return int(about["step"])
+
+    def expect(self, shapes: str, values: int) -> None:
+        """Says what the model is like, by a hash of its shapes and how many values they hold, once that is known.
+
+        Raises UserError when the run's peers have another.
+        """
+        others = {member.shapes for member in self.swarm.members.by_rank.values() if member.shapes}
+        if others and shapes not in others:
+            raise UserError(OTHER_SHAPES)
+        self.swarm.about["shapes"] = shapes
+        self._post.largest = BYTES_A_VALUE * values + ROOM
+        self._snapshots.largest = 4 * BYTES_A_VALUE * values + ROOM
 
     def serve(self, source: Callable[[], State]) -> None:
         """See OpenNetwork."""
@@ -158,7 +173,7 @@ class InternetNetwork:
     def fetch(self, alike: bool) -> Pending[State]:
         """See OpenNetwork. One that is under way is joined."""
         if self._fetching is None or self._fetching.taken:
-            self._fetching = _Transfer(self, self.members(), lambda _: self._snapshots.fetch(alike, self._tell))
+            self._fetching = Transfer(self, self.members(), lambda _: self._snapshots.fetch(alike, self._tell))
         return self._fetching
 
     def blame(self, rank: int, why: str) -> None:
@@ -190,14 +205,14 @@ class InternetNetwork:
         """Leaves the swarm."""
         self.swarm.close()
 
-    async def _exchange(self, packet: Tensor, transfer: _Transfer[dict[int, Tensor]], key: str) -> dict[int, Tensor]:
+    async def _exchange(self, packet: Tensor, transfer: Transfer[dict[int, Tensor]], key: str) -> dict[int, Tensor]:
         await self._swap(dict.fromkeys(transfer.others, packet), transfer, key)
         transfer.delivered[self.rank] = packet
         transfer.raise_if_lost()
         return {rank: transfer.delivered[rank] for rank in transfer.group}
 
     async def _relay(
-        self, packets: dict[int, Tensor], combine: Combine, transfer: _Transfer[dict[int, Tensor]], key: str
+        self, packets: dict[int, Tensor], combine: Combine, transfer: Transfer[dict[int, Tensor]], key: str
     ) -> dict[int, Tensor]:
         # The second half of the time is for the second half of the way.
         await self._swap(packets, transfer, f"{key}, to be combined", self.deadline / 2)
@@ -208,7 +223,7 @@ class InternetNetwork:
         transfer.raise_if_lost()
         return {rank: transfer.delivered[rank] for rank in transfer.group}
 
-    async def _all_reduce(self, tensor: Tensor, transfer: _Transfer[Tensor], key: str) -> Tensor:
+    async def _all_reduce(self, tensor: Tensor, transfer: Transfer[Tensor], key: str) -> Tensor:
         group, flat = transfer.group, tensor.view(-1)
         parts = dict(zip(group, torch.tensor_split(flat, len(group)), strict=True))
         packets = {rank: _bytes_of(parts[rank]) for rank in transfer.others}
@@ -220,20 +235,20 @@ class InternetNetwork:
             values = {rank: packet.view(tensor.dtype) for rank, packet in received.items()} | {self.rank: own}
             return _bytes_of(mean_in_order([values[rank] for rank in group]))
 
-        averaged = _Transfer[dict[int, Tensor]](self, group)
+        averaged = Transfer[dict[int, Tensor]](self, group)
         combined = await self._relay(packets, combine, averaged, key)
         for rank, part in parts.items():
             part.copy_(combined[rank].view(tensor.dtype).to(part.device))
         return tensor
 
     async def _swap(
-        self, packets: dict[int, Tensor], transfer: _Transfer[Any], key: str, deadline: float | None = None
+        self, packets: dict[int, Tensor], transfer: Transfer[Any], key: str, deadline: float | None = None
     ) -> None:
         """Sends each its packet and takes each one's; who fails in one is lost, the rest goes on."""
         limit = deadline or self.deadline
         await asyncio.gather(*(self._swap_with(rank, packet, transfer, key, limit) for rank, packet in packets.items()))
 
-    async def _swap_with(self, rank: int, packet: Tensor, transfer: _Transfer[Any], key: str, deadline: float) -> None:
+    async def _swap_with(self, rank: int, packet: Tensor, transfer: Transfer[Any], key: str, deadline: float) -> None:
         awaited = self._post.expect(rank, key)
         member = await self._found(rank, deadline)
         try:
@@ -265,54 +280,3 @@ class InternetNetwork:
 
 def _bytes_of(tensor: Tensor) -> Tensor:
     return tensor.detach().cpu().contiguous().view(torch.uint8)
-
-
-class _Transfer(Generic[T]):
-    """Work under way in the swarm's thread, while the replica trains."""
-
-    def __init__(
-        self,
-        network: InternetNetwork,
-        group: Group,
-        run: Callable[[_Transfer[T]], Coroutine[Any, Any, T]] | None = None,
-    ) -> None:
-        self.group = group
-        self.others = [rank for rank in group if rank != network.rank]
-        self.delivered: dict[int, Tensor] = {}
-        self.lost: dict[int, str] = {}
-        self.finished_at = float("inf")
-        self.taken = False
-        self._network = network
-        if run:
-            self._result: Future[T] = network.swarm.submit(self._timed(run))
-
-    def done(self) -> bool:
-        return self._result.done()
-
-    def wait(self, timeout: float) -> T:
-        network, self.taken = self._network, True
-        began = network.now()
-        try:
-            return self._result.result(timeout)
-        except FutureTimeout:
-            self.finished_at = network.now()
-            late = [rank for rank in self.others if rank not in self.delivered]
-            names = ", ".join(network.address(rank) for rank in late)
-            raise PeerLost(late, f"{names} did not deliver within {timeout:g} s", dict(self.delivered)) from None
-        except Lost as error:
-            raise PeerLost(self.others, str(error)) from error
-        finally:
-            if not getattr(network._background, "on", False):  # there, nobody's training waits
-                network.traffic.seconds_blocked += network.now() - began
-
-    def raise_if_lost(self) -> None:
-        """Raises PeerLost, naming them, if anybody was lost."""
-        if self.lost:
-            reasons = (f"{self._network.address(rank)}: {reason}" for rank, reason in sorted(self.lost.items()))
-            raise PeerLost(sorted(self.lost), f"lost {'; '.join(reasons)}", dict(self.delivered))
-
-    async def _timed(self, run: Callable[[_Transfer[T]], Coroutine[Any, Any, T]]) -> T:
-        try:
-            return await run(self)
-        finally:
-            self.finished_at = self._network.now()

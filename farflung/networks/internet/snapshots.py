@@ -48,7 +48,7 @@ class Snapshots:
 
     def __init__(self, swarm: Swarm, largest: int, stall: float) -> None:
         self._swarm = swarm
-        self._largest = largest
+        self.largest = largest
         self._stall = stall
         self._kept: dict[str, Snapshot] = {}
         self._wanted: list[asyncio.Future[Frame]] = []
@@ -128,7 +128,7 @@ class Snapshots:
         if not (isinstance(size, int) and isinstance(piece, int) and isinstance(digests, list) and piece >= PIECE):
             return False
         tensors, facts = manifest.get("tensors"), manifest.get("facts")
-        if not isinstance(tensors, list) or not isinstance(facts, dict) or not 0 <= size <= self._largest:
+        if not isinstance(tensors, list) or not isinstance(facts, dict) or not 0 <= size <= self.largest:
             return False
         step = facts.get("step")
         if not isinstance(step, int) or not 0 <= step <= self._swarm.members.lead_at_most() + AHEAD:
