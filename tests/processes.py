@@ -6,6 +6,8 @@ import os
 import socket
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +55,14 @@ def run_replicas(
             process.wait()
     paths = [out / f"{rank}.pt" for rank in range(replicas)]
     return [torch.load(path, weights_only=False) if path.exists() else None for path in paths]
+
+
+def until(holds: Callable[[], Any], seconds: float = 90.0) -> None:
+    """Waits for something to hold."""
+    ends = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < ends, "it never came to hold"
+        time.sleep(0.05)
 
 
 def farflung(*arguments: object, timeout: float = 200, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -17,7 +17,7 @@ import torch
 from attacks import Liar, Stranger, as_a_stranger
 from hypothesis import given
 from hypothesis import strategies as st
-from processes import free_port
+from processes import free_port, until
 
 from farflung.config import UserError
 from farflung.networks import Party, PeerLost, State
@@ -25,6 +25,7 @@ from farflung.networks.internet import Identity, InternetNetwork, Seat, Ticket, 
 from farflung.networks.internet.admission import check_clock
 from farflung.networks.internet.frames import LARGEST_FRAME, FrameError, encoded, read_frame
 from farflung.networks.internet.guard import STREAMS_PER_PEER, STRIKES, Guard
+from farflung.networks.internet.matchmaker import party_of
 from farflung.networks.internet.members import Member, Members
 from farflung.networks.internet.swarm import Line
 
@@ -68,13 +69,6 @@ class Run:
     def close(self) -> None:
         for peer in self.peers:
             peer.close()
-
-
-def until(holds: Callable[[], Any], seconds: float = 30.0) -> None:
-    ends = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < ends, "it never came to hold"
-        time.sleep(0.02)
 
 
 @pytest.fixture
@@ -391,6 +385,27 @@ def test_one_whose_partner_does_not_come_is_not_kept_waiting(pair: Run) -> None:
         party = one.meet((one.rank, other.rank), f"round {round} of fragment 7", 5, 1.0, "", lambda party: party)
         assert party.wait(20).group == (one.rank,)
     assert time.monotonic() - began < 10
+
+
+@pytest.mark.parametrize(
+    ("answer", "says"),
+    [
+        ({}, "'weights' is missing"),
+        ({"weights": [[1]]}, "cannot be read"),
+        ({"weights": [["1", 2.0]]}, "cannot be read"),
+        ({"weights": [[7, float("nan")]]}, "a weight that is none"),
+        ({"weights": [[7, -1.0]]}, "a weight that is none"),
+        ({"weights": [[8, 1.0], [9, 1.0]]}, "has left out who asked"),
+    ],
+)
+def test_what_a_host_says_is_not_believed_blindly(answer: dict[str, Any], says: str) -> None:
+    with pytest.raises(FrameError, match=says):
+        party_of(answer, own=7, weight=2.0)
+
+
+def test_no_weight_counts_more_than_ten_times_the_own_one() -> None:
+    assert party_of({"weights": [[7, 2.0], [8, 1e30]], "behind": False}, 7, 2.0).weights == {7: 2.0, 8: 20.0}
+    assert party_of({"weights": [], "behind": True}, 7, 2.0) == Party((), {}, True)
 
 
 # Pace

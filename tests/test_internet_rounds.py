@@ -25,6 +25,7 @@ from farflung.methods import Method
 from farflung.networks.internet import InternetNetwork
 from farflung.outer import Anchored
 from farflung.outer.fusion import LARGEST_RATIO, Fusion, clipped, median
+from farflung.outer.opened import state_tensors, take_state
 
 STEP_SECONDS = 0.03
 
@@ -159,6 +160,18 @@ def test_methods_that_need_replicas_to_stay_are_refused(run: Run, method: Method
     model = small_model()
     with pytest.raises(UserError, match=says):
         method.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), network)
+
+
+def test_a_state_that_is_spoilt_or_another_models_is_refused() -> None:
+    anchors = [torch.zeros(4)]
+    outer = torch.optim.SGD(anchors, lr=1.0, momentum=0.9)
+    with pytest.raises(UserError, match="other shapes"):
+        take_state(anchors, outer, {"anchor 0": torch.ones(5)})
+    with pytest.raises(UserError, match="not finite"):
+        take_state(anchors, outer, {"anchor 0": torch.ones(4), "momentum_buffer 0": torch.full((4,), float("nan"))})
+    take_state(anchors, outer, {"anchor 0": torch.ones(4), "momentum_buffer 0": torch.full((4,), 2.0)})
+    assert dict(state_tensors(anchors, outer))["momentum_buffer 0"].tolist() == [2.0] * 4
+    assert anchors[0].tolist() == [1.0] * 4
 
 
 # How messages become one

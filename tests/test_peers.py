@@ -8,13 +8,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import farflung, free_port
+from processes import farflung, free_port, until
 
 from farflung.networks.internet import read_ticket
 from farflung.report.read import Run
@@ -70,13 +70,6 @@ class Swarm:
 
     def said(self, name: str) -> str:
         return (self.folder / f"{name}.err").read_text()
-
-
-def until(holds: Callable[[], Any], seconds: float = 90.0) -> None:
-    ends = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < ends, "it never came to hold"
-        time.sleep(0.1)
 
 
 @pytest.fixture
