@@ -440,6 +440,8 @@ def test_a_slow_peer_is_moved_on_and_a_fast_one_held(pair: Run) -> None:
     about = one.swarm.members.by_rank[other.rank]
     about.step, about.rate, about.heard = 100, 0.0, time.monotonic()
     assert one.paced(50, every=10) == 100
+    assert one.paced(5000, every=10) == 5000, "its rate is unknown: it may be anywhere"
+    about.rate = 1e-6
     assert one.paced(99, every=10) == 99
     assert one.paced(111, every=10) == 111
     assert one.paced(130, every=10) == 129

@@ -52,7 +52,9 @@ class Member:
         return self.step + CAUTION * self.rate * (time.monotonic() - self.heard)
 
     def step_at_most(self) -> float:
-        """The step that it may have reached; what was heard of it may be a beat old."""
+        """The step that it may have reached; what was heard of it may be a beat old, and its rate unknown."""
+        if not self.rate:
+            return math.inf
         return self.step + 1 + self.rate * (time.monotonic() - self.heard + BEAT_SECONDS) / CAUTION
 
     def arrives(self, goal: int, seconds: float) -> bool:

@@ -73,6 +73,7 @@ class Post:
         self._run = run
         self._stall = stall
         self._traffic = traffic
+        self._deliveries: set[asyncio.Task[None]] = set()
         self._awaited: dict[Address, asyncio.Future[Tensor]] = {}
         self._early: dict[Address, asyncio.Event] = {}
         self._taken: OrderedDict[tuple[str, int, str], None] = OrderedDict()
@@ -94,28 +95,58 @@ class Post:
             future.cancel()
 
     async def send(self, member: Member, key: str, packet: Tensor, deadline: float) -> None:
-        """Delivers a packet (flat uint8, on the CPU). Raises Lost."""
-        payload = packet.numpy().data
+        """Puts a packet (flat uint8, on the CPU) on its way, all of it. Raises Lost."""
+        underway: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        delivery = asyncio.create_task(self._deliver(member, key, packet, deadline, underway))
+        self._deliveries.add(delivery)
+        delivery.add_done_callback(self._deliveries.discard)
+        try:
+            await underway
+        except asyncio.CancelledError:
+            delivery.cancel()
+            raise
+        self._traffic.sent(packet.numel())
+
+    async def _deliver(
+        self, member: Member, key: str, packet: Tensor, deadline: float, underway: asyncio.Future[None]
+    ) -> None:
+        """Announces a packet, sends it, and waits for the receipt, for which the sender need not wait."""
+        try:
+            await self._send_all(member, key, packet.numpy().data, deadline, underway)
+        except TimeoutError:
+            lost = Lost("it did not take its packet in time")
+        except (Refused, FrameError) as error:
+            lost = Lost(str(error))
+        except UNREACHABLE as error:
+            lost = Lost(str(error) or "the connection broke", gone=True)
+        else:
+            return
+        if not underway.done():
+            underway.set_exception(lost)
+
+    async def _send_all(
+        self, member: Member, key: str, payload: memoryview, deadline: float, underway: asyncio.Future[None]
+    ) -> None:
         digest = await asyncio.to_thread(lambda: hashlib.sha256(payload).hexdigest())
         header = self._signed({"to": member.rank, "key": key, "size": len(payload), "digest": digest})
-        try:
-            async with self._swarm.line(member) as line:
-                await write_frame(line.writer, header)
-                async with asyncio.timeout(deadline):
-                    accepted(await read_frame(line.reader))
-                await asyncio.gather(
-                    write_payload(line.writer, stripe(payload, 0), self._stall),
-                    *(self._send_stripe(member, key, payload, number) for number in range(1, stripes(len(payload)))),
-                )
+        async with self._swarm.line(member) as line:
+            await write_frame(line.writer, header)
+            async with asyncio.timeout(deadline):
+                accepted(await read_frame(line.reader))
+            rest = [
+                asyncio.create_task(self._send_stripe(member, key, payload, number))
+                for number in range(1, stripes(len(payload)))
+            ]
+            try:
+                await write_payload(line.writer, stripe(payload, 0), self._stall)
+                await asyncio.gather(*rest)
+                if not underway.done():
+                    underway.set_result(None)
                 async with asyncio.timeout(self._stall):
                     accepted(await read_frame(line.reader))
-        except TimeoutError as error:
-            raise Lost("it did not take its packet in time") from error
-        except (Refused, FrameError) as error:
-            raise Lost(str(error)) from error
-        except UNREACHABLE as error:
-            raise Lost(str(error) or "the connection broke", gone=True) from error
-        self._traffic.sent(len(payload))
+            finally:
+                for task in rest:
+                    task.cancel()
 
     async def _send_stripe(self, member: Member, key: str, payload: memoryview, number: int) -> None:
         async with self._swarm.line(member) as line:
