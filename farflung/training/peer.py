@@ -194,7 +194,7 @@ def seen(network: InternetNetwork) -> list[dict[str, Any]]:
             "heard": time.monotonic() - member.heard,
             **member.facts,
         }
-        for _, member in sorted(members.by_rank.items())
+        for member in members.all()
     ]
 
 

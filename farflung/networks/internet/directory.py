@@ -89,10 +89,9 @@ class Directory:
                     self._guard.refuse("forged record")
         return members
 
-    async def introduce(self, member: Member) -> bool:
-        """Calls on a peer that the DHT may have forgotten, as after a partition; whether it is there."""
-        node = await self._node.protocol.call_ping(PeerID.from_base58(member.peer))
-        return node is not None
+    async def introduce(self, member: Member) -> None:
+        """Calls on a peer that the DHT may have forgotten, as after a partition; both then know each other again."""
+        await self._node.protocol.call_ping(PeerID.from_base58(member.peer))
 
     async def close(self) -> None:
         """Leaves the DHT."""

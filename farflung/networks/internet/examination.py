@@ -57,7 +57,7 @@ def examine(network: InternetNetwork) -> Iterator[Finding]:
     yield from _reachability(swarm)
     training = swarm.members.training()
     yield Finding(True, f"{len(training)} peers train; {len(swarm.members.by_rank)} were heard of")
-    for member in swarm.members.by_rank.values():
+    for member in swarm.members.all():
         yield swarm.run(_link(swarm, member), 10 * PROMPT_SECONDS)
 
 

@@ -94,20 +94,25 @@ class Members:
         if member := self.by_rank.get(rank):
             member.failed = True
 
+    def all(self) -> list[Member]:
+        """Everyone, in order of rank; a copy, since the swarm's thread may hear of others meanwhile."""
+        return sorted(self.by_rank.values(), key=lambda member: member.rank)
+
     def of_peer(self, peer: str) -> Member | None:
         """The member with a libp2p id."""
-        return next((member for member in self.by_rank.values() if member.peer == peer), None)
+        return next((member for member in self.all() if member.peer == peer), None)
 
     def training(self) -> list[Member]:
         """Those that are there and train, in order of rank."""
-        return sorted((m for m in self.by_rank.values() if m.alive and m.trains), key=lambda m: m.rank)
+        return [member for member in self.all() if member.alive and member.trains]
 
     def missing(self) -> list[Member]:
         """Those that have gone not too long ago; the others are forgotten."""
         now = time.monotonic()
-        for rank in [r for r, m in self.by_rank.items() if now - m.heard > REMEMBERED_SECONDS]:
-            del self.by_rank[rank]
-        return [member for member in self.by_rank.values() if not member.alive]
+        for member in self.all():
+            if now - member.heard > REMEMBERED_SECONDS:
+                del self.by_rank[member.rank]
+        return [member for member in self.all() if not member.alive]
 
     def lead(self) -> float | None:
         """The step that the middle one of those who train has reached at least; None without any."""

@@ -154,7 +154,7 @@ class InternetNetwork:
 
         Raises UserError when the run's peers have another.
         """
-        others = {member.shapes for member in self.swarm.members.by_rank.values() if member.shapes}
+        others = {member.shapes for member in self.swarm.members.all() if member.shapes}
         if others and shapes not in others:
             raise UserError(OTHER_SHAPES)
         self.swarm.about["shapes"] = shapes

@@ -126,7 +126,7 @@ class Swarm:
     @property
     def addresses(self) -> tuple[str, ...]:
         """Where this peer can be knocked at, and then where the others can, for tickets."""
-        others = (address for member in self.members.by_rank.values() if member.alive for address in member.addresses)
+        others = (address for member in self.members.all() if member.alive for address in member.addresses)
         return tuple(dict.fromkeys((*self.about["addresses"], *others)))
 
     @contextlib.asynccontextmanager
