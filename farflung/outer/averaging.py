@@ -145,7 +145,7 @@ class Averaging:
         def finish(combined: dict[int, Packet]) -> dict[int, str]:
             for rank, packet in combined.items():
                 try:
-                    decoded = senders[rank].decode(packet, parts[rank])
+                    decoded = senders[rank].decode(packet.to(message.device), parts[rank])
                     if self._fusion and rank != own:
                         self._fusion.check(rank, decoded, parts[rank])
                     _copy(decoded, parts[rank])

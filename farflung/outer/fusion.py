@@ -84,7 +84,8 @@ class Fusion:
 
     def _decoded(self, sender: int, codec: Codec, packet: Packet, like: Sequence[Tensor]) -> list[Tensor]:
         try:
-            return codec.decode(packet, like)
+            # What came over the internet lies in the host's memory.
+            return codec.decode(packet.to(like[0].device) if like else packet, like)
         except PacketError as error:
             if self._blame:
                 self._blame(sender, str(error))

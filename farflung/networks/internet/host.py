@@ -45,6 +45,16 @@ class Seat:
     first: bool = False
 
 
+class NobodyAnswers(UserError):
+    """No peer is found at a ticket's addresses."""
+
+    def __init__(self, addresses: Sequence[str]) -> None:
+        super().__init__(
+            f"none of the ticket's {len(addresses)} addresses answers; ask a peer that is there for its newer ticket "
+            "(RUN/run.ticket), see that this machine reaches it, or begin the run again here with --first"
+        )
+
+
 class Host:
     """A libp2p daemon of this process's own.
 
@@ -78,9 +88,9 @@ class Host:
                 startup_timeout=deadline,
             )
         except P2PDaemonError as error:
-            raise UserError(
-                nobody_answers(knocked) if knocked else f"the libp2p daemon cannot start: {error}"
-            ) from error
+            if knocked:
+                raise NobodyAnswers(knocked) from error
+            raise UserError(f"the libp2p daemon cannot start: {error}") from error
         await self.p2p.add_binary_stream_handler(self._protocol, on_stream)
         visible = [str(address) for address in await self.p2p.get_visible_maddrs()]
         return [address for address in visible if seat.listen.startswith("127.") or "/127.0.0.1/" not in address]
@@ -122,11 +132,3 @@ def check_place(seat: Seat) -> None:
                 raise UserError(f"port {seat.port} is in use on this machine; choose another with --port") from error
             reason = error.strerror or str(error)
             raise UserError(f"cannot listen at {seat.listen}: {reason}; give an address of this machine") from error
-
-
-def nobody_answers(addresses: Sequence[str]) -> str:
-    """What to say, and to advise, when nobody does."""
-    return (
-        f"none of the ticket's {len(addresses)} addresses answers; ask a peer that is there for its newer ticket "
-        "(RUN/run.ticket), see that this machine reaches it, or begin the run again here with --first"
-    )

@@ -21,13 +21,15 @@ from farflung.networks.internet.admission import Admission, Stranger, check_cloc
 from farflung.networks.internet.directory import Directory
 from farflung.networks.internet.frames import Frame, FrameError, entry, read_frame, write_frame
 from farflung.networks.internet.guard import Guard
-from farflung.networks.internet.host import UNREACHABLE, Host, Seat, Streams, nobody_answers
+from farflung.networks.internet.host import UNREACHABLE, Host, NobodyAnswers, Seat, Streams
 from farflung.networks.internet.identity import Identity
 from farflung.networks.internet.members import BEAT_SECONDS, Member, Members
 from farflung.networks.internet.ticket import Ticket
 
 T = TypeVar("T")
 
+KNOCKS = 2
+"""How often a newcomer tries: a link may lose the first words, and a busy peer be slow to hear them."""
 PROMPT_SECONDS = 8.0
 """How soon a peer that is there answers what needs no thought."""
 
@@ -158,9 +160,16 @@ class Swarm:
 
     async def _start(self, deadline: float) -> None:
         knocked = () if self._seat.first else self._ticket.addresses
-        self.about["addresses"] = await self._host.start(knocked, self._on_stream, deadline)
-        if knocked:
-            await self._knock(knocked)
+        for left in reversed(range(KNOCKS)):
+            try:
+                self.about["addresses"] = await self._host.start(knocked, self._on_stream, deadline)
+                if knocked:
+                    await self._knock(knocked)
+                break
+            except NobodyAnswers:
+                await self._host.stop()
+                if not left:
+                    raise
         self._directory = await Directory.open(self._host.p2p, self._ticket, self.identity, self.guard, knocked)
         await self._beat()
         self._spawn(self._keep_beating())
@@ -183,7 +192,7 @@ class Swarm:
                 "there are peers at the ticket's addresses, but not of this run, or its secret is another; "
                 "ask for a new ticket"
             )
-        raise UserError(nobody_answers(addresses))
+        raise NobodyAnswers(addresses)
 
     def _stream(self, peer: str) -> AbstractAsyncContextManager[Streams]:
         member = self.members.of_peer(peer)
