@@ -22,12 +22,12 @@ from processes import free_port, until
 from farflung.config import UserError
 from farflung.networks import Party, PeerLost, State
 from farflung.networks.internet import Identity, InternetNetwork, Seat, Ticket, read_ticket
-from farflung.networks.internet.admission import check_clock
+from farflung.networks.internet.admission import check_clock, member_of
 from farflung.networks.internet.frames import LARGEST_FRAME, FrameError, encoded, read_frame
 from farflung.networks.internet.guard import STREAMS_PER_PEER, STRIKES, Guard
 from farflung.networks.internet.matchmaker import party_of
 from farflung.networks.internet.members import Member, Members
-from farflung.networks.internet.swarm import Line
+from farflung.networks.internet.swarm import Line, Refused
 
 ABOUT = {"version": "1", "settings": "s", "shapes": "", "host": "here", "trains": True}
 
@@ -446,6 +446,47 @@ def test_a_slow_peer_is_moved_on_and_a_fast_one_held(pair: Run) -> None:
     assert one.paced(111, every=10) == 111
     assert one.paced(130, every=10) == 129
     one.swarm.about["step"] = 0
+
+
+@pytest.mark.parametrize(
+    "lie", [{"rate": float("nan")}, {"rate": 1e9}, {"rate": "x"}, {"step": -1}, {"step": 1 << 70}, {"facts": []}]
+)
+def test_a_peer_that_says_what_cannot_be_is_refused(pair: Run, lie: dict[str, Any]) -> None:
+    swarm = pair.peers[0].swarm
+    with pytest.raises(FrameError):
+        member_of({**swarm.about, **lie}, swarm.identity.peer)
+
+
+def test_what_onlookers_are_told_is_numbers_and_plain_names(pair: Run) -> None:
+    swarm = pair.peers[0].swarm
+    facts = {"loss": 1.5, "rounds": "many", "state": "trains", "refused": float("inf")}
+    member = member_of({**swarm.about, "host": "a\x1b[31m b", "facts": facts}, swarm.identity.peer)
+    assert member.facts == {"loss": 1.5} and member.host == "a??31m?b"
+
+
+def test_a_guest_whose_weight_is_none_is_refused_and_its_host_not_blamed(pair: Run, liar: Liar) -> None:
+    meeting = {"kind": "meet", "key": "odd", "wants": [], "step": 1, "lineage": "", "patience": 0.0}
+    for weight in (float("nan"), float("inf"), -1.0):
+        assert "is no such number" in liar.tells({**meeting, "weight": weight})["refused"]
+
+
+@pytest.mark.parametrize("changes", [{"tensors": [["a"]]}, {"tensors": [["a", -1]]}, {"id": 3}, {"digests": 4}, {}])
+def test_a_manifest_that_describes_no_state_is_passed_over(pair: Run, changes: dict[str, Any]) -> None:
+    manifest = {"id": "x", "size": 8, "piece": 1 << 22, "digests": ["0"], "tensors": [["a", 2]], "facts": {"step": 3}}
+    assert pair.peers[0]._snapshots._is_sound({**manifest, **changes}) == (not changes)
+
+
+def test_a_peer_that_cannot_be_greeted_is_refused_and_ends_nothing(pair: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other = pair.peers
+    known = one.swarm._proven.pop(other.swarm.identity.peer)
+
+    def off_by_an_hour(*_: float) -> None:
+        raise UserError("the clock is off")
+
+    monkeypatch.setattr("farflung.networks.internet.swarm.check_clock", off_by_an_hour)
+    with pytest.raises(Refused, match="the clock is off"):
+        one.swarm.run(one.swarm.ask(known, {"kind": "probe", "size": 0}), 20)
+    one.swarm._proven[other.swarm.identity.peer] = known
 
 
 # Guard

@@ -30,11 +30,6 @@ from farflung.workloads import models, tokenizers
 if TYPE_CHECKING:
     from farflung.networks.internet import Finding, Identity, InternetNetwork, Seat, Ticket
 
-LOCAL = (
-    *("data", "text_column", "max_tokens", "out", "device", "outer_device", "deadline", "precision", "recompute"),
-    *("log_every", "eval_every", "eval_sequences", "checkpoint_every", "keep_checkpoints", "network", "replicas"),
-)
-"""Settings that each peer has for itself; the others are the run's, and in its ticket."""
 LARGEST = 1 << 33
 """Bytes of the largest message, before the model is known."""
 TICKET_SECONDS = 10.0
@@ -186,13 +181,13 @@ def seen(network: InternetNetwork) -> list[dict[str, Any]]:
     lead = members.lead() or 0.0
     return [
         {
+            **member.facts,
             "replica": member.rank,
             "host": member.host,
             "state": ("trains" if member.trains else "beacon") if member.alive else "gone",
             "step": member.step,
             "behind": max(0.0, lead - member.step_now()),
             "heard": time.monotonic() - member.heard,
-            **member.facts,
         }
         for member in members.all()
     ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 import secrets
 from typing import Any
 
@@ -19,6 +21,12 @@ OTHER_SHAPES = (
     "the model made here has other shapes than the run's; "
     "see that the model and tokenizer the ticket names are the same files and versions on both machines"
 )
+
+
+FACTS = ("loss", "tokens_per_second", "rounds", "refused")
+"""What a peer tells those who look on: numbers."""
+FASTEST, FURTHEST = 1e6, 1 << 40
+"""Steps a second, and steps, that nobody has."""
 
 
 class Stranger(FrameError):
@@ -66,6 +74,9 @@ def member_of(about: Frame, peer: str) -> Member:
         raise FrameError(f"a peer's key cannot be read: {error}") from error
     if owner != peer or entry(about, "rank", int) != rank_of(peer):
         raise FrameError("a peer's key is not its own")
+    step, rate = entry(about, "step", int), about.get("rate")
+    if not (isinstance(rate, int | float) and 0 <= rate <= FASTEST and 0 <= step <= FURTHEST):
+        raise FrameError("a peer says that it is where none can be, or faster than any")
     addresses = entry(about, "addresses", list)
     if len(addresses) > 32 or not all(isinstance(address, str) for address in addresses):
         raise FrameError("a peer's addresses are none")
@@ -74,15 +85,19 @@ def member_of(about: Frame, peer: str) -> Member:
         rank=rank_of(peer),
         public=public,
         session=entry(about, "session", str)[:64],
-        host=entry(about, "host", str)[:64],
+        host=re.sub(r"[^\w.-]", "?", entry(about, "host", str)[:64]),
         addresses=tuple(addresses),
         beat=entry(about, "beat", int),
-        step=entry(about, "step", int),
-        rate=float(about.get("rate", 0.0)),
+        step=step,
+        rate=float(rate),
         trains=entry(about, "trains", bool),
         shapes=str(about.get("shapes", ""))[:64],
-        facts=entry(about, "facts", dict),
+        facts={name: fact for name, fact in entry(about, "facts", dict).items() if _is_fact(name, fact)},
     )
+
+
+def _is_fact(name: str, value: object) -> bool:
+    return name in FACTS and isinstance(value, int | float) and math.isfinite(value)
 
 
 def disagreement(newcomer: Frame, run: Frame) -> str:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from farflung.networks.base import Group, Party
+from farflung.networks.internet.admission import FURTHEST
 from farflung.networks.internet.frames import Frame, FrameError, entry, write_frame
 from farflung.networks.internet.host import UNREACHABLE
 from farflung.networks.internet.members import arrives
@@ -21,7 +22,9 @@ from farflung.networks.internet.swarm import PROMPT_SECONDS, Line, Refused, Swar
 
 LOOKS_EVERY = 0.1
 """Seconds between two looks at whether those who have not come can still be expected."""
+LONGEST_PATIENCE = 600.0
 HEAVIEST = 10.0
+"""How many times the own weight another's may be."""
 GATHERINGS = 256
 HOSTS_TRIED = 3
 
@@ -52,7 +55,6 @@ class Matchmaker:
 
     Args:
         swarm: the peers.
-        report: told what a peer's step and rate are, for this one itself.
     """
 
     def __init__(self, swarm: Swarm) -> None:
@@ -87,7 +89,10 @@ class Matchmaker:
         return sorted(ranks, key=lambda rank: hashlib.sha256(f"{key} {rank}".encode()).digest())
 
     async def _on_meet(self, line: Line, frame: Frame) -> None:
-        self._swarm.members.heard_step(line.member.rank, entry(frame, "step", int))
+        step = entry(frame, "step", int)
+        if not 0 <= step <= FURTHEST:
+            raise FrameError("a peer says that it is where none can be")
+        self._swarm.members.heard_step(line.member.rank, step)
         answer = await self._welcome(line.member.rank, frame)
         with contextlib.suppress(*UNREACHABLE):
             async with asyncio.timeout(PROMPT_SECONDS):
@@ -99,14 +104,16 @@ class Matchmaker:
         wants = entry(request, "wants", list)
         if len(wants) > 4096 or not all(type(wanted) is int for wanted in wants):
             raise FrameError("whom a peer wants to meet cannot be read")
-        patience = min(max(float(request.get("patience", 0.0)), 0.0), 600.0)
+        patience, weight = float(request["patience"]), float(request["weight"])
+        if not (0 <= patience < math.inf and 0 <= weight < math.inf):
+            raise FrameError("how long a peer would wait, or what its message counts, is no such number")
         guest = Guest(
             rank,
             frozenset(wants),
             entry(request, "step", int),
-            max(float(request.get("weight", 1.0)), 0.0),
+            weight,
             entry(request, "lineage", str),
-            loop.time() + patience,
+            loop.time() + min(patience, LONGEST_PATIENCE),
             loop.create_future(),
         )
         gathering = self._gathering(entry(request, "key", str))

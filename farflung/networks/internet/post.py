@@ -194,6 +194,8 @@ class Post:
     async def _awaited_packet(self, sender: int, key: str) -> asyncio.Future[Tensor]:
         """Where a packet is awaited; one that comes early waits with its sender, unread. Raises Refused."""
         address = sender, key
+        if address in self._early:
+            raise FrameError(f"a packet was announced twice: {key}")
         if address not in self._awaited:
             self._early[address] = asyncio.Event()
             try:

@@ -114,7 +114,7 @@ class Snapshots:
         found = [
             (member, answer)
             for member, answer in zip(members, answers, strict=False)
-            if isinstance(answer, dict) and self._sound(answer)
+            if isinstance(answer, dict) and self._is_sound(answer)
         ]
         if not found:
             raise Lost("no peer has the run's state to give")
@@ -123,12 +123,20 @@ class Snapshots:
         same = "id" if alike else "tensors"
         return [source for source in found if source[1][same] == like[same]][:SOURCES]
 
-    def _sound(self, manifest: Frame) -> bool:
+    def _is_sound(self, manifest: Frame) -> bool:
+        try:
+            return self._describes_a_state(manifest)
+        except (TypeError, ValueError):  # what is told is of no such form
+            return False
+
+    def _describes_a_state(self, manifest: Frame) -> bool:
         size, piece, digests = (manifest.get(name) for name in ("size", "piece", "digests"))
         if not (isinstance(size, int) and isinstance(piece, int) and isinstance(digests, list) and piece >= PIECE):
             return False
         tensors, facts = manifest.get("tensors"), manifest.get("facts")
-        if not isinstance(tensors, list) or not isinstance(facts, dict) or not 0 <= size <= self.largest:
+        if not isinstance(tensors, list) or not isinstance(facts, dict) or not isinstance(manifest.get("id"), str):
+            return False
+        if not 0 <= size <= self.largest or any(int(length) < 0 for _, length in tensors):
             return False
         step = facts.get("step")
         if not isinstance(step, int) or not 0 <= step <= self._swarm.members.lead_at_most() + AHEAD:

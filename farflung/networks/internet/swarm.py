@@ -16,8 +16,14 @@ from typing import Any, TypeVar
 import uvloop
 
 from farflung.config import UserError
-from farflung.networks.internet import admission
-from farflung.networks.internet.admission import Admission, Stranger, check_clock, disagreement, member_of
+from farflung.networks.internet.admission import (
+    CLOCK_SECONDS,
+    Admission,
+    Stranger,
+    check_clock,
+    disagreement,
+    member_of,
+)
 from farflung.networks.internet.directory import Directory
 from farflung.networks.internet.frames import Frame, FrameError, entry, read_frame, write_frame
 from farflung.networks.internet.guard import Guard
@@ -133,9 +139,12 @@ class Swarm:
 
     @contextlib.asynccontextmanager
     async def line(self, member: Member) -> AsyncIterator[Line]:
-        """A stream to a member, once both have proven that they are. Raises one of UNREACHABLE, Stranger, Refused."""
+        """A stream to a member, once both have proven that they are. Raises one of UNREACHABLE, and Refused."""
         if member.peer not in self._proven:
-            await self.greet(member.peer)
+            try:
+                await self.greet(member.peer)
+            except (ValueError, TypeError) as error:  # a peer that cannot be greeted is no reason to stop training
+                raise Refused(str(error)) from error
         async with self._stream(member.peer) as (reader, writer):
             yield Line(member, reader, writer)
 
@@ -155,7 +164,7 @@ class Swarm:
             asked = time.time()
             await write_frame(writer, {"proof": proof, "about": self.about})
             about = accepted(await read_frame(reader))
-            check_clock(about.get("time", 0.0), asked, time.time())
+            check_clock(entry(about, "time", float), asked, time.time())
             return self._admit(about, peer)
 
     async def _start(self, deadline: float) -> None:
@@ -285,7 +294,7 @@ class Swarm:
 
     def _watch_the_clock(self) -> None:
         gap = time.time() - time.monotonic()
-        if abs(gap - self._clock_gap) > admission.CLOCK_SECONDS:
+        if abs(gap - self._clock_gap) > CLOCK_SECONDS:
             moved = gap - self._clock_gap
             self._tell(f"this machine's clock has jumped by {moved:+.0f} s; set it right, or peers lose sight of it")
             self._clock_gap = gap
@@ -303,7 +312,8 @@ class Swarm:
         rest = asyncio.all_tasks() - {asyncio.current_task()}
         for task in rest:
             task.cancel()
-        await asyncio.wait(rest, timeout=2) if rest else None
+        if rest:
+            await asyncio.wait(rest, timeout=2)
 
 
 def accepted(frame: Frame) -> Frame:
