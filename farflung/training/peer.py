@@ -5,14 +5,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
-import socket
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -122,12 +120,11 @@ def run_peer(ticket: Ticket, config: Config, seat: Seat, joined: Callable[[Inter
         _with_newer_addresses(ticket, folder / "run.ticket"),
         identity,
         seat,
-        _about(ticket),
+        parts.introduction(ticket),
         largest=LARGEST,
         deadline=config.deadline,
         tell=lambda line: told[0].warn(line) if told else _say(line),
     )
-    parts.answer_probes(network.swarm)
     joined(network)
     try:
         step = max(checkpoint.steps_of(folder, identity.rank), default=0) if resumed else None
@@ -166,12 +163,11 @@ def look_on(ticket: Ticket, key: Path, seat: Seat, listed: bool = False) -> Inte
         ticket,
         parts.Identity(key),
         seat,
-        _about(ticket),
+        parts.introduction(ticket),
         largest=1 << 20,
         tell=_say,
         listed=listed,
     )
-    parts.answer_probes(network.swarm)
     return network
 
 
@@ -209,17 +205,6 @@ def examined(path: Path, listening: Listening) -> Iterator[Finding]:
                 network.close()
     except UserError as error:
         yield parts.Finding(False, str(error))
-
-
-def _about(ticket: Ticket) -> dict[str, Any]:
-    """What one says of itself that does not train yet, and has no model."""
-    return {
-        "version": version("farflung"),
-        "settings": ticket.settings_hash,
-        "shapes": "",
-        "host": socket.gethostname(),
-        "trains": False,
-    }
 
 
 def _shapes_of(config: Config) -> tuple[str, int]:

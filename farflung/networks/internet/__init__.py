@@ -1,6 +1,7 @@
 """Peers on the open internet: what `farflung[internet]` adds. Nothing else imports hivemind."""
 
-from farflung.networks.internet.examination import Finding, answer_probes, examine
+from farflung.networks.internet.admission import introduction
+from farflung.networks.internet.examination import Finding, examine
 from farflung.networks.internet.host import Seat
 from farflung.networks.internet.identity import Identity
 from farflung.networks.internet.network import InternetNetwork
@@ -12,7 +13,7 @@ __all__ = [
     "InternetNetwork",
     "Seat",
     "Ticket",
-    "answer_probes",
     "examine",
+    "introduction",
     "read_ticket",
 ]

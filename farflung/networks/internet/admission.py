@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import re
 import secrets
+import socket
+from importlib.metadata import version
 from typing import Any
 
 from farflung.config import UserError
@@ -63,6 +65,17 @@ class Admission:
         """Whether the opener has convinced the one who is asked. Raises Stranger."""
         if not self._ticket.proves(proof, "ask", answer["nonce"], ask["nonce"], peer, self._own):
             raise Stranger("it does not know the run's secret")
+
+
+def introduction(ticket: Ticket) -> Frame:
+    """What one says of itself that does not train yet, and has no model."""
+    return {
+        "version": version("farflung"),
+        "settings": ticket.settings_hash,
+        "shapes": "",
+        "host": socket.gethostname(),
+        "trains": False,
+    }
 
 
 def member_of(about: Frame, peer: str) -> Member:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-import socket
-from importlib.metadata import version
 from pathlib import Path
 
-from farflung.networks.internet.examination import answer_probes
+from farflung.networks.internet.admission import introduction
 from farflung.networks.internet.host import Seat
 from farflung.networks.internet.identity import Identity
 from farflung.networks.internet.network import InternetNetwork
@@ -24,14 +22,5 @@ def from_ticket(deadline: float) -> InternetNetwork:
     """
     ticket = read_ticket(Path(os.environ["FARFLUNG_TICKET"]))
     seat = Seat(os.environ.get("FARFLUNG_LISTEN", "0.0.0.0"), int(os.environ.get("FARFLUNG_PORT", "0")))
-    about = {
-        "version": version("farflung"),
-        "settings": ticket.settings_hash,
-        "shapes": "",
-        "host": socket.gethostname(),
-        "trains": True,
-    }
     identity = Identity(Path(os.environ.get("FARFLUNG_KEY", "peer.key")))
-    network = InternetNetwork(ticket, identity, seat, about, largest=LARGEST, deadline=deadline)
-    answer_probes(network.swarm)
-    return network
+    return InternetNetwork(ticket, identity, seat, introduction(ticket), largest=LARGEST, deadline=deadline)

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 import ipaddress
-import os
 import time
 from collections.abc import Iterator
 from typing import NamedTuple
 
 from farflung.config import UserError
-from farflung.networks.internet.frames import Frame, FrameError, entry, read_frame, read_payload, write_frame
-from farflung.networks.internet.frames import write_payload as write_bytes
+from farflung.networks.internet.frames import FrameError
 from farflung.networks.internet.host import UNREACHABLE
 from farflung.networks.internet.members import Member
 from farflung.networks.internet.network import InternetNetwork
-from farflung.networks.internet.swarm import PROMPT_SECONDS, Line, Refused, Swarm, accepted
-
-PROBE = 1 << 22
-"""Bytes that are sent each way to measure a link."""
-PROBES_A_MINUTE = 6
+from farflung.networks.internet.probe import measured
+from farflung.networks.internet.swarm import PROMPT_SECONDS, Refused, Swarm
 
 
 class Finding(NamedTuple):
@@ -27,28 +21,6 @@ class Finding(NamedTuple):
 
     good: bool
     text: str
-
-
-def answer_probes(swarm: Swarm) -> None:
-    """Lets members measure their links to this peer, a few times a minute."""
-    asked: list[float] = []
-
-    async def on_probe(line: Line, frame: Frame) -> None:
-        size, now = entry(frame, "size", int), time.monotonic()
-        asked[:] = [moment for moment in asked if now - moment < 60]
-        if len(asked) >= PROBES_A_MINUTE:
-            raise Refused("this peer was measured often enough in this minute")
-        if not 0 <= size <= PROBE:
-            raise FrameError("a probe is too large")
-        asked.append(now)
-        await write_frame(line.writer, {"go": True})
-        buffer = memoryview(bytearray(size))
-        await read_payload(line.reader, buffer, PROMPT_SECONDS, 1e3)
-        await write_bytes(line.writer, buffer, PROMPT_SECONDS)
-        async with asyncio.timeout(4 * PROMPT_SECONDS):
-            await line.reader.read(1)
-
-    swarm.handlers["probe"] = on_probe
 
 
 def examine(network: InternetNetwork) -> Iterator[Finding]:
@@ -82,7 +54,7 @@ async def _link(swarm: Swarm, member: Member) -> Finding:
         began = time.monotonic()
         await swarm.greet(member.peer)
         greeted = time.monotonic()
-        up, down = await _measured(swarm, member)
+        up, down = await measured(swarm, member)
     except (*UNREACHABLE, Refused, FrameError) as error:
         where = ", ".join(member.addresses) or "no address"
         reason = str(error) or "no answer"
@@ -94,19 +66,3 @@ async def _link(swarm: Swarm, member: Member) -> Finding:
     return Finding(
         True, f"{member.described}: {round_trip:.0f} ms there and back, {up:.0f} Mbit/s to it, {down:.0f} back"
     )
-
-
-async def _measured(swarm: Swarm, member: Member) -> tuple[float, float]:
-    content = memoryview(bytearray(os.urandom(PROBE)))
-    async with swarm.line(member) as line:
-        await write_frame(line.writer, {"kind": "probe", "size": PROBE})
-        async with asyncio.timeout(PROMPT_SECONDS):
-            accepted(await read_frame(line.reader))
-        began = time.monotonic()
-        await write_bytes(line.writer, content, PROMPT_SECONDS)
-        async with asyncio.timeout(4 * PROMPT_SECONDS):
-            first = await line.reader.readexactly(1)
-        turned = time.monotonic()
-        await read_payload(line.reader, content[len(first) :], PROMPT_SECONDS, 1e3)
-        ended = time.monotonic()
-    return PROBE * 8e-6 / (turned - began), PROBE * 8e-6 / (ended - turned)

@@ -30,6 +30,7 @@ from farflung.networks.internet.matchmaker import Matchmaker
 from farflung.networks.internet.members import Member
 from farflung.networks.internet.pace import Pace, counted_step
 from farflung.networks.internet.post import Lost, Post
+from farflung.networks.internet.probe import answer_probes
 from farflung.networks.internet.snapshots import Snapshots
 from farflung.networks.internet.swarm import Swarm
 from farflung.networks.internet.ticket import Ticket
@@ -83,6 +84,7 @@ class InternetNetwork:
         stall = max(5.0, min(15.0, deadline / 4))
         self._post = Post(self.swarm, ticket.run, largest + ROOM, stall, self.traffic)
         self._matchmaker = Matchmaker(self.swarm)
+        answer_probes(self.swarm)
         self._snapshots = Snapshots(self.swarm, 4 * largest + ROOM, stall)
         self._tell = tell
         self._source: Callable[[], State] | None = None
@@ -212,7 +214,7 @@ class InternetNetwork:
         return {rank: transfer.delivered[rank] for rank in transfer.group}
 
     async def _relay(
-        self, packets: dict[int, Tensor], combine: Combine, transfer: Transfer[dict[int, Tensor]], key: str
+        self, packets: dict[int, Tensor], combine: Combine, transfer: Transfer[Any], key: str
     ) -> dict[int, Tensor]:
         # The second half of the time is for the second half of the way.
         await self._swap(packets, transfer, f"{key}, to be combined", self.deadline / 2)
@@ -235,8 +237,7 @@ class InternetNetwork:
             values = {rank: packet.view(tensor.dtype) for rank, packet in received.items()} | {self.rank: own}
             return _bytes_of(mean_in_order([values[rank] for rank in group]))
 
-        averaged = Transfer[dict[int, Tensor]](self, group)
-        combined = await self._relay(packets, combine, averaged, key)
+        combined = await self._relay(packets, combine, transfer, key)
         for rank, part in parts.items():
             part.copy_(combined[rank].view(tensor.dtype).to(part.device))
         return tensor

@@ -14,8 +14,15 @@ import torch
 from torch import Tensor
 
 from farflung.networks.base import State
-from farflung.networks.internet.frames import Frame, FrameError, entry, read_frame, read_payload, write_frame
-from farflung.networks.internet.frames import write_payload as write_bytes
+from farflung.networks.internet.frames import (
+    Frame,
+    FrameError,
+    entry,
+    read_frame,
+    read_payload,
+    write_frame,
+    write_payload,
+)
 from farflung.networks.internet.host import UNREACHABLE
 from farflung.networks.internet.members import Member
 from farflung.networks.internet.post import SLOWEST, Lost
@@ -208,7 +215,7 @@ class Snapshots:
             raise FrameError("there is no such piece")
         await write_frame(line.writer, {"go": True})
         with contextlib.suppress(*UNREACHABLE):
-            await write_bytes(line.writer, kept.content[number * piece : (number + 1) * piece], self._stall)
+            await write_payload(line.writer, kept.content[number * piece : (number + 1) * piece], self._stall)
             async with asyncio.timeout(self._stall):
                 await line.reader.read(1)  # until it has all: to close now would cut off what is under way
 

@@ -25,7 +25,7 @@ class Transfer(Generic[T]):
         self,
         network: InternetNetwork,
         group: Group,
-        run: Callable[[Transfer[T]], Coroutine[Any, Any, T]] | None = None,
+        run: Callable[[Transfer[T]], Coroutine[Any, Any, T]],
     ) -> None:
         self.group = group
         self.others = [rank for rank in group if rank != network.rank]
@@ -34,8 +34,7 @@ class Transfer(Generic[T]):
         self.finished_at = float("inf")
         self.taken = False
         self._network = network
-        if run:
-            self._result: Future[T] = network.swarm.submit(self._timed(run))
+        self._result: Future[T] = network.swarm.submit(self._timed(run))
 
     def done(self) -> bool:
         """See Pending."""
