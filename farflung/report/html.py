@@ -85,7 +85,7 @@ def _results(runs: list[Run]) -> str:
         ("parameters", lambda s: f"{s['parameters']:,}"),
         ("tokens", lambda s: f"{s['tokens']:,}"),
         ("sent by all replicas", lambda s: nbytes(s["bytes_sent"])),
-        ("what gradients every step would have sent", lambda s: f"{nbytes(s['ddp_bytes'])}{_times(s)}"),
+        ("what gradients every step would have sent", _ddp),
         ("rounds of a replica", lambda s: str(s["rounds"])),
         ("time", lambda s: f"{s['seconds']:.1f} s"),
         ("of it blocked", lambda s: f"{s['seconds_blocked']:.1f} s{_share(s)}"),
@@ -153,8 +153,11 @@ def _clock_note(runs: list[Run]) -> str:
     return f"<p>Virtual time on the simulated network: {escape(', '.join(simulated))}.</p>" if simulated else ""
 
 
-def _times(summary: dict[str, Any]) -> str:
-    return f" ({summary['ddp_bytes'] / summary['bytes_sent']:.0f} times as much)" if summary["bytes_sent"] else ""
+def _ddp(summary: dict[str, Any]) -> str:
+    sent, ddp = summary["bytes_sent"], summary["ddp_bytes"]
+    if sent and not ddp:
+        return "not known: the others' runs are not in this folder"
+    return nbytes(ddp) + (f" ({ddp / sent:.0f} times as much)" if sent else "")
 
 
 def _share(summary: dict[str, Any]) -> str:
