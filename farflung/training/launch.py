@@ -31,7 +31,7 @@ from farflung.training.finish import finish
 from farflung.training.gather import gather
 from farflung.training.stopping import Stop, Stopped
 from farflung.training.trainer import Trainer
-from farflung.workloads import models, tokenizers
+from farflung.workloads import data, models, tokenizers
 from farflung.workloads.text import documents
 
 
@@ -74,12 +74,16 @@ def run_simulated(config: Config, folder: Path, resume: bool) -> None:
     simulation = Simulation(config.replicas, conditions_of(config))
     stop = Stop(HashStore(), range(config.replicas), range(config.replicas))
     step = next(iter(checkpoint.whole_steps(folder)), 0) if resume else None
+    text = data.load(config, tokenizers.load(config.tokenizer))
+
+    def replica(network: Network) -> None:
+        def writes() -> bool:
+            return network.rank == simulation.world.living[0]
+
+        _run_replica(config, network, network.rank, folder, stop, step, writes, text)
+
     with stopping_on_signals(stop):
-        simulation.run(
-            lambda network: _run_replica(
-                config, network, network.rank, folder, stop, step, lambda: network.rank == simulation.world.living[0]
-            )
-        )
+        simulation.run(replica)
 
 
 def conditions_of(config: Config) -> Conditions:
@@ -145,9 +149,10 @@ def _run_replica(
     stop: Stop,
     step: int | None,
     writes: Callable[[], bool],
+    text: data.Data | None = None,
 ) -> None:
     """One replica from beginning to end; the one that `writes` then says so for writes what they have in common."""
-    trainer = Trainer(config, network, folder, stop, pick_device(config.device, local_rank), step)
+    trainer = Trainer(config, network, folder, stop, pick_device(config.device, local_rank), step, text)
     try:
         trainer.train()
         finish(trainer, writes=writes())

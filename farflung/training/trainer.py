@@ -42,6 +42,7 @@ class Trainer:
         stop: asked after each step whether it was the last.
         device: what the model trains on.
         resume_step: the checkpoint to go on from; 0 for the beginning of a run that has none, None for a new run.
+        text: what to train on, where other replicas in this process have read it already.
 
     Raises:
         UserError: settings, data or folder cannot be used.
@@ -55,6 +56,7 @@ class Trainer:
         stop: Stop,
         device: torch.device,
         resume_step: int | None = None,
+        text: data.Data | None = None,
     ) -> None:
         self.config = config
         self.folder = folder
@@ -62,7 +64,7 @@ class Trainer:
         self.device = device
         self.method = methods.from_config(config)
         self.tokenizer = tokenizers.load(config.tokenizer)
-        self.data = data.load(config, self.tokenizer)
+        self.data = text or data.load(config, self.tokenizer)
         self.held_out = self.data.held_out(config.eval_sequences)
         self.island, self.network = assemble(config, self.tokenizer, self.data, network, device)
         self.model = self.island.model

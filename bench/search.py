@@ -1,0 +1,56 @@
+"""One search for all methods: from the same start, by the same moves, with the same number of runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+Point = dict[str, float]
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A setting that is searched: by factors, or else by differences, and no further than `least` and `most`."""
+
+    name: str
+    step: float
+    factor: bool = True
+    least: float = 0.0
+    most: float = float("inf")
+
+    def moved(self, value: float, by: float) -> float:
+        """The value so many steps on, rounded as it is to be written down."""
+        further = value * self.step**by if self.factor else value + self.step * by
+        return float(f"{min(max(further, self.least), self.most):.3g}")
+
+
+def compass(loss: Callable[[Point], float], start: Point, axes: list[Axis], budget: int) -> Point:
+    """The best point that so many evaluations find.
+
+    Goes along one axis after the other, up, or down where up is no better, as far as it gets better; after a turn
+    without any gain, steps are half as long.
+    """
+    best, least, tried, stride = start, loss(start), {tuple(start.values())}, 1.0
+    while True:
+        gained = fresh = False
+        for axis in axes:
+            for direction in (stride, -stride):
+                went = False
+                while True:
+                    point = best | {axis.name: axis.moved(best[axis.name], direction)}
+                    if tuple(point.values()) in tried:
+                        break
+                    if len(tried) >= budget:
+                        return best
+                    tried.add(tuple(point.values()))
+                    fresh, value = True, loss(point)
+                    if value >= least:
+                        break
+                    best, least, went = point, value, True
+                gained |= went
+                if went:
+                    break
+        if not gained:
+            stride /= 2
+        if not fresh and stride < 1 / 8:
+            return best
