@@ -2,7 +2,7 @@
 
     python bench/frontier.py [--steps 300] [--budget 7] [--seeds 1 2 3]
 
-Tuned on a seed of its own. Results go to bench/results/frontier.json; `bench/evidence.py` makes tables and plots of them.
+Tuned on a seed of its own. Results go to bench/results/frontier.json; bench/evidence.py makes tables and plots of them.
 """
 
 from __future__ import annotations

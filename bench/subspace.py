@@ -31,7 +31,7 @@ from farflung.pipeline.boundaries import Boundary
 from farflung.pipeline.split import Piece, anatomy, check_split, keep
 from farflung.pipeline.subspace import Subspace, confine, subspace_of
 from farflung.report.read import read_run
-from farflung.training.trainer import learning_rate
+from farflung.training.learning_rate import learning_rate
 from farflung.workloads import data, models, tokenizers
 
 STAGES = 4

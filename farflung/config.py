@@ -34,6 +34,8 @@ class Config:
     """bytes, or anything that AutoTokenizer loads."""
     text_column: str = "text"
     """The column of JSON Lines, Parquet and hub data that holds the text."""
+    shares: Literal["alike", "apart"] = "alike"
+    """Whether each replica draws from all of the data, or from a stretch of it that no other replica sees."""
     max_tokens: int = 100_000_000
     """Read at most this many tokens of the data."""
     sequence_length: int = 128
@@ -63,7 +65,9 @@ class Config:
     gamma: float | None = None
     """How strongly the anchors of a group are pulled together (noloco)."""
     group_size: int | None = None
-    """Replicas that average with each other in a round (noloco)."""
+    """Replicas that average with each other in a round (noloco, diloco)."""
+    every_final: int | None = None
+    """Inner steps between rounds at the end of the run; from every, it gets there by equal factors."""
     robust: Literal["mean", "median", "clipped"] = "mean"
     """On the internet, how groups of more than two average: median and clipped bear a minority that sends anything."""
     outer_device: Literal["model", "cpu"] = "model"
@@ -94,12 +98,20 @@ class Config:
     """Inner steps of each replica."""
     seed: int = 0
     """The seed of the weights, the data's order and the pairs."""
+    inner: Literal["adamw", "muon", "sign"] | None = None
+    """The inner optimizer; muon is for the layers' matrices, with AdamW for the rest. Unset: the method's own."""
     lr: float = 3e-3
-    """Highest learning rate of the inner optimizer (AdamW)."""
+    """Highest learning rate of the inner optimizer."""
     warmup: int = 40
-    """Inner steps in which the learning rate rises; it then falls to a tenth along a cosine."""
+    """Inner steps in which the learning rate rises; it then falls as lr_schedule says."""
+    lr_schedule: Literal["cosine", "linear", "stable"] = "cosine"
+    """How the learning rate falls: along a cosine, a line, or a line in the last fifth of the run only."""
+    lr_final: float = 0.1
+    """The share of the highest learning rate that is left at the end."""
     weight_decay: float = 0.1
-    """AdamW's weight decay."""
+    """The inner optimizer's weight decay."""
+    late_average: float = 0.0
+    """The share of the run, at its end, whose weights after each round are averaged into the final ones."""
     clip: float = 1.0
     """Largest norm of a replica's gradient; 0 does not clip."""
     precision: Literal["float32", "bfloat16"] = "float32"
@@ -143,6 +155,9 @@ class Config:
             value = getattr(self, name)
             if value is not None and not value >= least:
                 raise UserError(f"{name} is {value}; it must be at least {least}")
+        for name in ("lr_final", "late_average"):
+            if getattr(self, name) > 1:
+                raise UserError(f"{name} is {getattr(self, name)}; it is a share, and can be at most 1")
         for name in ("lr", "deadline", "bandwidth_mbps"):
             value = getattr(self, name)
             if value is not None and not value > 0:
@@ -155,11 +170,12 @@ class Config:
 
 
 _LEAST = {
-    **dict.fromkeys(("sequence_length", "every", "fragments", "group_size", "replicas", "steps"), 1),
+    "sequence_length": 2,
+    **dict.fromkeys(("every", "every_final", "fragments", "group_size", "replicas", "steps"), 1),
     **dict.fromkeys(("stages", "shard", "microbatches"), 1),
     **dict.fromkeys(("batch_size", "log_every", "eval_every", "eval_sequences", "keep_checkpoints"), 1),
     **dict.fromkeys(("delay", "warmup", "weight_decay", "clip", "seed", "checkpoint_every"), 0),
-    **dict.fromkeys(("latency_ms", "step_ms", "outer_momentum"), 0),
+    **dict.fromkeys(("latency_ms", "step_ms", "outer_momentum", "lr_final", "late_average"), 0),
     "max_tokens": 1000,
 }
 

@@ -26,9 +26,11 @@ from farflung.codecs import (
 )
 from farflung.config import Config, UserError, suggestion
 from farflung.outer import (
+    INNER,
     MERGES,
     Adapt,
     Average,
+    Everyone,
     GossipApart,
     GossipNesterov,
     Method,
@@ -61,15 +63,21 @@ def diloco(
     outer_momentum: float = 0.9,
     delay: int = 0,
     fragments: int = 1,
+    group_size: int | None = None,
     codec: Codec | None = None,
     merge: str = "kept",
+    seed: int = 0,
 ) -> Method:
     """Pseudo-gradients averaged among all every few inner steps, and an outer Nesterov step on the mean.
+
+    With a `group_size`, among the members of random groups only: plain Nesterov momentum where NoLoCo has its own.
 
     Paper: Douillard and others 2023, arXiv 2311.08105
     """
     return Method(
         schedule=Schedule(every, fragments, delay),
+        topology=RandomGroups(group_size, seed) if group_size else Everyone(),
+        gather_up_to=group_size or 2,
         codec=codec or Dense(),
         outer=_nesterov(outer_lr, outer_momentum),
         merge=MERGES[merge],
@@ -89,7 +97,8 @@ def streaming_diloco(
 
     Paper: Douillard and others 2025, arXiv 2501.18512
     """
-    return diloco(every, outer_lr, outer_momentum, delay, fragments, codec or Float("e3m0"), merge)
+    codec = codec or Float("e3m0")
+    return diloco(every, outer_lr, outer_momentum, delay, fragments, codec=codec, merge=merge)
 
 
 def eager_diloco(
@@ -254,4 +263,11 @@ def from_config(config: Config) -> Method:
         given["codec"] = codec_named(given["codec"])
     if "seed" in known:
         given["seed"] = config.seed
-    return RECIPES[config.method](**given)
+    method = RECIPES[config.method](**given)
+    if config.every_final is not None:
+        if "every" not in known:
+            raise UserError(
+                f"{config.method} has no setting every_final, since its rounds are what they are; remove it"
+            )
+        method = replace(method, schedule=replace(method.schedule, final=config.every_final, steps=config.steps))
+    return replace(method, inner=INNER[config.inner]) if config.inner else method

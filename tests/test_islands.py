@@ -185,6 +185,7 @@ def losses_of(folder: Path) -> list[float]:
 def test_a_run_goes_on_with_other_stages_and_exports(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     arguments = ("--method", "diloco", "--every", "3", "--replicas", "1", "--stages", "2", "--steps", "8")
+    arguments += ("--late-average", "1")
     done = farflung(*TRAIN, *arguments, "--checkpoint-every", "4", "--out", folder, OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr
     undisturbed = losses_of(folder)
@@ -220,6 +221,20 @@ def test_a_run_goes_on_with_other_stages_and_exports(tmp_path: Path) -> None:
     with torch.no_grad():
         loss = float(models.sequence_loss(model, held_out))
     assert loss == pytest.approx(again["validation_loss_averaged"], abs=1e-5)
+
+
+def test_muon_of_stages_goes_on_in_one_process(tmp_path: Path) -> None:
+    """Its momenta, and AdamW's, are numbered in another order by each layout."""
+    folder = tmp_path / "run"
+    arguments = ("--method", "local", "--inner", "muon", "--replicas", "1", "--stages", "2", "--steps", "8")
+    done = farflung(*TRAIN, *arguments, "--checkpoint-every", "4", "--out", folder, OMP_NUM_THREADS="1")
+    assert done.returncode == 0, done.stderr
+    undisturbed = losses_of(folder)
+    for path in folder.glob("checkpoints/step-000008/*"):
+        path.unlink()
+    done = farflung("train", "--resume", folder, "--stages", "1", OMP_NUM_THREADS="1")
+    assert done.returncode == 0, done.stderr
+    assert losses_of(folder) == pytest.approx(undisturbed, abs=1e-4)
 
 
 def test_a_stage_that_dies_stops_its_island_and_is_named(tmp_path: Path) -> None:

@@ -30,7 +30,13 @@ def test_a_shortened_schedule_keeps_room_for_all_fragments_and_for_its_delay(
     assert schedule.shortened(1.0) == (every, schedule.delay)
 
 
-@pytest.mark.parametrize("settings", [(0,), (5, 1, 6), (5, 6), (5, 0), (5, 1, -1)])
+def test_rounds_grow_rarer_by_equal_factors() -> None:
+    schedule = Schedule(every=4, final=64, steps=100)
+    assert [schedule.every_at(step) for step in (0, 25, 50, 75, 100, 130)] == [4, 8, 16, 32, 64, 64]
+    assert [Schedule(every=9, steps=100).every_at(step) for step in (0, 100)] == [9, 9]
+
+
+@pytest.mark.parametrize("settings", [(0,), (5, 1, 6), (5, 6), (5, 0), (5, 1, -1), (5, 1, 3, 2), (5, 3, 0, 2)])
 def test_impossible_schedules_are_refused(settings: tuple[int, ...]) -> None:
     with pytest.raises(UserError):
         Schedule(*settings)

@@ -18,7 +18,7 @@ from farflung.outer import Diverged
 from farflung.training import checkpoint, launch
 from farflung.training.events import EventLog
 from farflung.training.export import export
-from farflung.training.trainer import learning_rate
+from farflung.training.learning_rate import learning_rate
 from farflung.workloads import models
 
 STEPS = 24

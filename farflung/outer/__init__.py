@@ -4,6 +4,7 @@ from farflung.outer.adaptation import Adapt
 from farflung.outer.attached import Attached, Disagreement, Diverged, Round
 from farflung.outer.averaging import parts_sent
 from farflung.outer.gradients import GradientLoop
+from farflung.outer.inner import ADAMW, INNER, InnerFactory, MuonAdamW, SignSGD, names_of
 from farflung.outer.loop import OuterLoop
 from farflung.outer.merges import MERGES, Drop, Eager, Keep, Merge, Mix
 from farflung.outer.method import Method
@@ -14,12 +15,13 @@ from farflung.outer.optimizers import (
     GossipNesterov,
     OuterFactory,
     OuterOptimizer,
-    SignSGD,
 )
 from farflung.outer.schedules import Schedule
 from farflung.outer.topologies import Everyone, RandomGroups, Topology, group_of
 
 __all__ = [
+    "ADAMW",
+    "INNER",
     "MERGES",
     "Adapt",
     "Anchored",
@@ -33,10 +35,12 @@ __all__ = [
     "GossipApart",
     "GossipNesterov",
     "GradientLoop",
+    "InnerFactory",
     "Keep",
     "Merge",
     "Method",
     "Mix",
+    "MuonAdamW",
     "OuterFactory",
     "OuterLoop",
     "OuterOptimizer",
@@ -46,5 +50,6 @@ __all__ = [
     "SignSGD",
     "Topology",
     "group_of",
+    "names_of",
     "parts_sent",
 ]

@@ -167,6 +167,8 @@ class OuterLoop(Attached):
             reason=fault,
         )
         stream.rounds += 1
+        if self.schedule.final is not None:
+            stream.every = self.schedule.every_at(self.step)
         stream.next_start += stream.every
         return flight
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 from torch import nn
@@ -15,16 +14,12 @@ from farflung.networks import Network, OpenNetwork
 from farflung.outer.adaptation import Adapt
 from farflung.outer.attached import Attached, Round
 from farflung.outer.gradients import GradientLoop
+from farflung.outer.inner import ADAMW, InnerFactory
 from farflung.outer.loop import OuterLoop
 from farflung.outer.merges import Keep, Merge
 from farflung.outer.optimizers import OuterFactory
 from farflung.outer.schedules import Schedule
 from farflung.outer.topologies import Everyone, Topology
-
-InnerFactory = Callable[..., torch.optim.Optimizer]
-"""Makes an inner optimizer of parameters, `lr` and `weight_decay`."""
-
-ADAMW: InnerFactory = partial(torch.optim.AdamW, betas=(0.9, 0.95), fused=True)
 
 
 @dataclass(frozen=True)
@@ -55,8 +50,10 @@ class Method:
 
     def __post_init__(self) -> None:
         """Refuses choices that do not go together. Raises UserError."""
-        if self.merge.eager and self.schedule.delay != self.schedule.every:
-            raise UserError("eager needs a delay of a whole round; set delay to the same as every")
+        if self.schedule.final is not None and self.adapt and self.adapt.steps:
+            raise UserError("adapt changes the steps between rounds itself; leave out every_final, or add --no-adapt")
+        if self.merge.eager and (self.schedule.delay != self.schedule.every or self.schedule.final is not None):
+            raise UserError("eager needs a delay of a whole round; set delay to the same as every, without every_final")
 
     def attach(
         self,
@@ -70,6 +67,8 @@ class Method:
         on_round: Callable[[Round], None] | None = None,
     ) -> Attached:
         """Hooks the method to the steps of an inner optimizer, for use in a `with` statement. See OuterLoop."""
+        if isinstance(network, OpenNetwork) and self.schedule.final is not None:
+            raise UserError("on the internet rounds must be equally far apart; leave out every_final")
         if self.outer is None:
             if isinstance(network, OpenNetwork):
                 raise UserError("this method needs all replicas at every step; on the internet use noloco or diloco")

@@ -133,25 +133,6 @@ class GossipApart(GossipNesterov):
         return super().gradient(anchor, mean[: anchor.numel()] + mean[anchor.numel() :])
 
 
-class SignSGD(torch.optim.Optimizer):
-    """θ ← θ - lr · (sign(gradient) + weight decay · θ): an inner optimizer that keeps nothing.
-
-    DeMo's (arXiv 2411.19870).
-    """
-
-    def __init__(self, parameters: Iterable[Tensor], lr: float = 1e-3, weight_decay: float = 0.0) -> None:
-        super().__init__(parameters, {"lr": lr, "weight_decay": weight_decay})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """One step; parameters without a gradient stay."""
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    parameter.mul_(1 - group["lr"] * group["weight_decay"])
-                    parameter.add_(parameter.grad.sign(), alpha=-group["lr"])
-
-
 class Average(OuterOptimizer):
     """The anchor becomes the mean of the weights: local SGD, exact to the bit for a group of one."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from farflung.config import UserError
@@ -17,6 +18,8 @@ class Schedule:
         every: inner steps between two rounds of one fragment; None never has a round.
         fragments: parts of the parameters that have rounds of their own.
         delay: inner steps between a round's start and its landing; the exchange overlaps training meanwhile.
+        final: what `every` is after `steps`; it gets there by equal factors. None leaves it as it is.
+        steps: inner steps of the run.
 
     Raises:
         UserError: the three cannot work together.
@@ -25,6 +28,8 @@ class Schedule:
     every: int | None
     fragments: int = 1
     delay: int = 0
+    final: int | None = None
+    steps: int = 0
 
     def __post_init__(self) -> None:
         if self.every is None:
@@ -41,6 +46,18 @@ class Schedule:
                 f"fragments is {self.fragments} but every is {self.every}: "
                 "only one fragment can start a round in a step; choose no more fragments than every"
             )
+        if self.final is not None and self.final < max(self.delay, self.fragments):
+            raise UserError(
+                f"every_final is {self.final}, less than delay ({self.delay}) or fragments ({self.fragments}); "
+                f"choose at least {max(self.delay, self.fragments)}"
+            )
+
+    def every_at(self, step: int) -> int:
+        """Inner steps from a round that starts after a step to the fragment's next; 0 for never."""
+        if self.every is None or self.final is None:
+            return self.every or 0
+        progress = min(step / max(self.steps, 1), 1.0)
+        return round(self.every * math.pow(self.final / self.every, progress))
 
     def first(self, fragment: int) -> int:
         """The step (counted from 1) after which a fragment's first round starts; 0 for never."""

@@ -23,6 +23,8 @@ def check(config: Config, tokenizer: Tokenizer) -> None:
             f"batch_size is {config.batch_size}, which {config.shard} shards × {parts} microbatches do not divide; "
             f"choose a multiple of {config.shard * parts}, or set --microbatches"
         )
+    if config.inner == "muon" and config.shard > 1:
+        raise UserError("inner muon needs whole matrices, of which a shard has only rows; choose --shard 1 or adamw")
     if config.stages == 1:
         _check_one_stage(config)
     if config.stages * config.shard > 1 and config.network == "simulated":

@@ -23,7 +23,7 @@ SAMPLE_TOKENS = 256
 
 
 def finish(trainer: Trainer, writes: bool, network: Network | None = None) -> dict[str, Any]:
-    """Averages the replicas' weights once, evaluates them, and returns the run's summary.
+    """Averages the replicas' weights, or late averages of them, once, evaluates them, and returns the run's summary.
 
     Leaves the averaged weights in the trainer's model. With `writes`, which all processes of a replica are told alike,
     the summary and the averaged weights go to the run folder. `network` is that of the replicas that end together, if
@@ -34,6 +34,7 @@ def finish(trainer: Trainer, writes: bool, network: Network | None = None) -> di
     traffic = Traffic(**vars(trainer.network.traffic))
     seconds = trainer.events.elapsed()
     own_loss = trainer.validation_loss()
+    trainer.late.apply()
 
     island = trainer.island
     (weights,) = split(trainer.model, 1)
@@ -93,6 +94,5 @@ def ddp_bytes(parameters: int, config: Config) -> int:
 def sample_text(trainer: Trainer) -> str:
     """How the trained model continues the beginning of a held-out sequence."""
     length = min(SAMPLE_TOKENS, trainer.config.sequence_length)
-    return trainer.tokenizer.decode(
-        trainer.island.continued(trainer.held_out[:1, :PROMPT_TOKENS], length, trainer.tokenizer.end)
-    )
+    prompt = trainer.held_out[:1, : min(PROMPT_TOKENS, length // 2)]
+    return trainer.tokenizer.decode(trainer.island.continued(prompt, length, trainer.tokenizer.end))

@@ -53,6 +53,10 @@ def prepare(config: Config, folder: Path, resume: bool) -> None:
         raise UserError(f"robust is {config.robust!r}, but only peers on the internet need it; leave it out")
     if config.conditions and config.network != "simulated":
         raise UserError(f"conditions is {config.conditions!r}, but real links are as they are; add --network simulated")
+    if config.shares == "apart" and config.network == "internet":
+        raise UserError(
+            "shares is 'apart', but on the internet nobody knows how many replicas there will be; leave it out"
+        )
     conditions_of(config)
     tokenizer = tokenizers.load(config.tokenizer)
     models.model_config(config, tokenizer)

@@ -10,8 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from farflung.networks import Traffic
+from farflung.outer import names_of
 from farflung.outer.fragments import split
 from farflung.pipeline import Layout, Place
 from farflung.training import checkpoint
@@ -26,26 +28,36 @@ def whole_weights(paths: Sequence[Path]) -> Named:
 
 
 def merged(parts: Iterable[tuple[int, Named]]) -> Named:
-    """Whole tensors by name, from parts of a model and the shards that they are."""
+    """Whole tensors by name, from parts of a model and the shards that they are; single numbers are not divided."""
     found: dict[str, dict[int, Tensor]] = defaultdict(dict)
     for shard, named in parts:
         for name, tensor in named.items():
             found[name][shard] = tensor
     return {
-        name: torch.cat([tensor for _, tensor in sorted(shards.items())]) if len(shards) > 1 else shards.popitem()[1]
+        name: torch.cat([tensor for _, tensor in sorted(shards.items())])
+        if len(shards) > 1 and shards[min(shards)].dim()
+        else shards[min(shards)]
         for name, shards in found.items()
     }
 
 
-def own_names(model: nn.Module, fragments: int) -> State:
+def own_names(model: nn.Module, optimizer: Optimizer, fragments: int) -> State:
     """What a checkpoint says of the tensors in it: their names, in the orders in which optimizers number them."""
     return {
-        "names": [name for name, _ in model.named_parameters()],
+        "names": names_of(optimizer),
         "fragments": [fragment.names for fragment in split(model, fragments)],
     }
 
 
-def load_state(folder: Path, step: int, layout: Layout, place: Place, model: nn.Module, fragments: int) -> State:
+def load_state(
+    folder: Path,
+    step: int,
+    layout: Layout,
+    place: Place,
+    model: nn.Module,
+    optimizer: Optimizer,
+    fragments: int,
+) -> State:
     """What a process goes on from.
 
     Its own file, if it was saved by one that trained the same; else made of all of the replica's parts. Then what
@@ -53,17 +65,20 @@ def load_state(folder: Path, step: int, layout: Layout, place: Place, model: nn.
     """
     paths = checkpoint.parts_of(folder, step, place.replica)
     own = checkpoint.path_of(folder, step, layout.seat(place))
-    wanted = own_names(model, fragments)
+    wanted = own_names(model, optimizer, fragments)
     if own in paths:
         state = checkpoint.read(own)
         if all(state[key] == names for key, names in wanted.items()) and all(
             state["model"][name].shape == parameter.shape for name, parameter in model.named_parameters()
         ):
             return state
-    return _reshaped([checkpoint.read(path) for path in paths], layout, place, model, wanted)
+    groups = optimizer.state_dict()["param_groups"]
+    return _reshaped([checkpoint.read(path) for path in paths], layout, place, model, wanted, groups)
 
 
-def _reshaped(parts: list[State], layout: Layout, place: Place, model: nn.Module, wanted: State) -> State:
+def _reshaped(
+    parts: list[State], layout: Layout, place: Place, model: nn.Module, wanted: State, groups: list[State]
+) -> State:
     cut = _cutter(layout, place)
     first, speaks = parts[0], layout.part(place) == 0
     counters = list(vars(Traffic()))
@@ -75,8 +90,9 @@ def _reshaped(parts: list[State], layout: Layout, place: Place, model: nn.Module
         **first,
         **wanted,
         "model": _model_state(model, merged((part["shard"], part["model"]) for part in parts), cut),
-        "optimizer": _optimizer_state(parts, wanted["names"], cut),
+        "optimizer": {"state": _optimizer_state(parts, wanted["names"], cut), "param_groups": groups},
         "outer": _outer_state(parts, wanted["fragments"], cut),
+        "late": {"count": first["late"]["count"], "mean": _late_mean(parts, wanted["names"], cut)},
         "traffic": traffic("traffic"),
         "boundary_traffic": traffic("boundary_traffic"),
         "events_size": first["events_size"] if speaks else 0,
@@ -88,7 +104,9 @@ def _cutter(layout: Layout, place: Place) -> Callable[[Tensor], Tensor]:
     """What a shard has of a whole tensor: FSDP2 deals out rows as `chunk` does."""
 
     def cut(whole: Tensor) -> Tensor:
-        chunks = whole.chunk(layout.shards) if layout.shards > 1 else (whole,)
+        if layout.shards == 1 or not whole.dim():
+            return whole
+        chunks = whole.chunk(layout.shards)
         return chunks[place.shard] if place.shard < len(chunks) else whole[:0]
 
     return cut
@@ -100,27 +118,25 @@ def _model_state(model: nn.Module, whole: Named, cut: Callable[[Tensor], Tensor]
     return {name: cut(whole[name if name in whole else tied[name]]) for name in model.state_dict()}
 
 
-def _optimizer_state(parts: list[State], names: list[str], cut: Callable[[Tensor], Tensor]) -> State:
-    """The inner optimizer's, which numbers parameters; its tensors are of their shapes, or single numbers."""
+def _late_mean(parts: list[State], names: list[str], cut: Callable[[Tensor], Tensor]) -> Named:
+    whole = merged((part["shard"], part["late"]["mean"]) for part in parts)
+    return {name: cut(whole[name]) for name in names if name in whole}
+
+
+def _optimizer_state(parts: list[State], names: list[str], cut: Callable[[Tensor], Tensor]) -> dict[int, Named]:
+    """What the inner optimizer keeps of each parameter, by number: tensors of its shape, or single numbers."""
     found: dict[str, list[tuple[int, Named]]] = defaultdict(list)
-    numbers: State = {}
     for part in parts:
-        for key in {key for values in part["optimizer"]["state"].values() for key in values}:
-            values = {part["names"][n]: values[key] for n, values in part["optimizer"]["state"].items()}
-            if all(value.dim() == 0 for value in values.values()):
-                numbers[key] = next(iter(values.values()))
-            else:
-                found[key].append((part["shard"], values))
+        kept = {part["names"][number]: values for number, values in part["optimizer"]["state"].items()}
+        for key in {key for values in kept.values() for key in values}:
+            named = {name: values[key] for name, values in kept.items() if key in values}
+            found[key].append((part["shard"], named))
     whole = {key: merged(named) for key, named in found.items()}
     state = {
-        # Counters are counted on in place, so each parameter needs one of its own.
-        number: {key: value.clone() for key, value in numbers.items()}
-        | {key: cut(tensors[name]) for key, tensors in whole.items()}
+        number: {key: cut(tensors[name]) for key, tensors in whole.items() if name in tensors}
         for number, name in enumerate(names)
-        if all(name in tensors for tensors in whole.values()) and (whole or numbers)
     }
-    groups = [{**group, "params": list(range(len(names)))} for group in parts[0]["optimizer"]["param_groups"]]
-    return {"state": state, "param_groups": groups}
+    return {number: kept for number, kept in state.items() if kept}
 
 
 def _outer_state(parts: list[State], fragments: list[list[str]], cut: Callable[[Tensor], Tensor]) -> State:
@@ -128,6 +144,9 @@ def _outer_state(parts: list[State], fragments: list[list[str]], cut: Callable[[
     first = parts[0]["outer"]
     if "streams" not in first:
         return {**first, "averaging": {"share": first["averaging"]["share"], "codecs": {}}}
+
+    if not any(stream["every"] for stream in first["streams"]):
+        return first  # a method without rounds keeps nothing
 
     def regroup(of: Callable[[State, int], Tensor]) -> list[Tensor]:
         named = merged(

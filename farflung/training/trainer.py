@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import dataclasses
-import math
 import socket
 import time
 from pathlib import Path
@@ -20,7 +19,9 @@ from farflung.outer import Attached, Round
 from farflung.pipeline import assemble
 from farflung.training import checkpoint
 from farflung.training.events import EventLog
+from farflung.training.late import LateAverage
 from farflung.training.layouts import load_state, own_names
+from farflung.training.learning_rate import learning_rate
 from farflung.training.measures import Rate, peak_memory, sampled
 from farflung.training.stopping import Stop, Stopped
 from farflung.workloads import data, tokenizers
@@ -74,15 +75,18 @@ class Trainer:
         """Whether this process's events stand for the replica's."""
         self.seat = layout.seat(place)
         """What this process's files are called, but for the replica's events."""
-        self.optimizer = self.method.inner(self.model.parameters(), lr=config.lr, weight_decay=config.weight_decay)
+        self.optimizer = self.method.inner(
+            self.model.named_parameters(), lr=config.lr, weight_decay=config.weight_decay
+        )
         torch.manual_seed(config.seed * 1_000_003 + self.process)  # dropout differs between processes
         self.step = resume_step or 0
         self.trained = self.step
         """Inner steps that this replica has computed itself; on an open network it may be counted at another step."""
         self.rounds = 0
+        self.late = LateAverage(self.model)
         self._bytes_told = 0
-        fragments = self.method.schedule.fragments
-        state = load_state(folder, self.step, layout, place, self.model, fragments) if self.step else None
+        parts = (self.model, self.optimizer, self.method.schedule.fragments)
+        state = load_state(folder, self.step, layout, place, *parts) if self.step else None
         self.events = EventLog(
             folder,
             place.replica,
@@ -166,7 +170,7 @@ class Trainer:
             began = self.network.now()
             state = {
                 "shard": self.island.place.shard,
-                **own_names(self.model, self.method.schedule.fragments),
+                **own_names(self.model, self.optimizer, self.method.schedule.fragments),
                 "model": self.model.state_dict(),
                 "optimizer": self.optimizer.state_dict(),
                 "outer": outer.state_dict(),
@@ -174,6 +178,7 @@ class Trainer:
                 "random_cuda": torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None,
                 "trained": self.trained,
                 "rounds": self.rounds,
+                "late": self.late.state_dict(),
                 "traffic": dataclasses.asdict(self.network.traffic),
                 "boundary_traffic": dataclasses.asdict(self.island.traffic),
                 "elapsed": self.events.elapsed(),
@@ -200,6 +205,7 @@ class Trainer:
         if "reshaped" in state:
             self.warn("went on from another layout: rounds in flight and what codecs remembered are dropped")
         self.trained, self.rounds = state["trained"], state["rounds"]
+        self.late.load_state_dict(state["late"])
         for traffic, saved in ((self.network.traffic, "traffic"), (self.island.traffic, "boundary_traffic")):
             for name, value in state[saved].items():
                 setattr(traffic, name, value)
@@ -292,6 +298,9 @@ class Trainer:
 
     def _log_round(self, round: Round) -> None:
         self.rounds += bool(round.group)
+        share = self.config.late_average
+        if round.group and share and round.step > self.config.steps * (1 - share):
+            self.late.add()
         values = dataclasses.asdict(round)
         for moment in ("started", "finished", "waited_from", "landed"):
             values[moment] = self.events.since_start(values[moment])
@@ -303,11 +312,3 @@ class Trainer:
     def warn(self, message: str) -> None:
         """Tells the user, by way of the events."""
         self.events.write("warning", self.step, message=message)
-
-
-def learning_rate(config: Config, step: int) -> float:
-    """The inner learning rate of a step (from 0): a linear rise, then a cosine to a tenth."""
-    if step < config.warmup:
-        return config.lr * (step + 1) / (config.warmup + 1)
-    progress = (step - config.warmup) / max(config.steps - config.warmup, 1)
-    return config.lr * (0.55 + 0.45 * math.cos(math.pi * progress))

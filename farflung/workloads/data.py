@@ -24,12 +24,16 @@ class Data:
     Args:
         training, held_out: flat arrays of tokens.
         length: tokens in a sequence.
+        name: what the user calls it.
+        shares: stretches of one length that the training part is divided into; a replica sees one of them only.
 
     Raises:
         UserError: either is shorter than one sequence.
     """
 
-    def __init__(self, training: NDArray[np.integer], held_out: NDArray[np.integer], length: int, name: str) -> None:
+    def __init__(
+        self, training: NDArray[np.integer], held_out: NDArray[np.integer], length: int, name: str, shares: int = 1
+    ) -> None:
         for part, tokens in (("training", training), ("validation", held_out)):
             if len(tokens) < length:
                 raise UserError(
@@ -39,11 +43,18 @@ class Data:
         self._training = training
         self._held_out = held_out
         self._length = length
+        self._shares = shares
+        if len(training) < shares * length:
+            raise UserError(
+                f"data {name}: {len(training)} tokens are less than a sequence of {length} for each of {shares} "
+                "replicas; give more text, or leave out shares"
+            )
 
     def batch(self, seed: int, replica: int, step: int, size: int) -> Tensor:
         """Sequences (size, length) int64 that a replica trains on in a step."""
-        ids = sample_ids(seed, replica, step, size, len(self._training) // self._length)
-        return self._sequences(self._training, ids)
+        available = len(self._training) // self._length // self._shares
+        ids = sample_ids(seed, replica, step, size, available)
+        return self._sequences(self._training, replica % self._shares * available + ids)
 
     def held_out(self, most: int) -> Tensor:
         """Up to `most` held-out sequences (n, length) int64, evenly spread; the same for every replica and step."""
@@ -65,6 +76,7 @@ def sample_ids(seed: int, replica: int, step: int, size: int, available: int) ->
 
 def load(config: Config, tokenizer: Tokenizer) -> Data:
     """Reads the data that the settings name. Raises UserError when it is missing, empty or too short."""
+    shares = config.replicas if config.shares == "apart" else 1
     training: list[NDArray[np.integer]] = []
     held_out: list[NDArray[np.integer]] = []
     for number, tokens in enumerate(_tokenized(config, tokenizer)):
@@ -76,8 +88,8 @@ def load(config: Config, tokenizer: Tokenizer) -> Data:
         # Too few documents to hold out whole ones: the end of the text is held out instead.
         tokens = np.concatenate(training + held_out)
         cut = len(tokens) - len(tokens) // HELD_OUT_SHARE
-        return Data(tokens[:cut], tokens[cut:], config.sequence_length, config.data)
-    return Data(_joined(training), _joined(held_out), config.sequence_length, config.data)
+        return Data(tokens[:cut], tokens[cut:], config.sequence_length, config.data, shares)
+    return Data(_joined(training), _joined(held_out), config.sequence_length, config.data, shares)
 
 
 def _tokenized(config: Config, tokenizer: Tokenizer) -> Iterator[NDArray[np.integer]]:

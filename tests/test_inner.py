@@ -1,0 +1,208 @@
+"""What inner steps are made with: optimizers, learning rates, shares of the data, and averages of late weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from processes import saved
+from torch import nn
+
+from farflung import methods
+from farflung.config import Config, UserError
+from farflung.outer import MuonAdamW, names_of
+from farflung.training import launch
+from farflung.training.late import LateAverage
+from farflung.training.learning_rate import learning_rate
+from farflung.workloads.data import Data
+
+
+class Small(nn.Module):
+    """Embeddings, a list of layers, and a head, as language models have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.embed = nn.Embedding(11, 6)
+        self.layers = nn.ModuleList([nn.Linear(6, 6), nn.Linear(6, 6)])
+        self.head = nn.Linear(6, 11, bias=False)
+
+    def loss(self, step: int) -> torch.Tensor:
+        tokens = torch.randint(11, (5,), generator=torch.Generator().manual_seed(step))
+        hidden = self.embed(tokens)
+        for layer in self.layers:
+            hidden = hidden + torch.tanh(layer(hidden))
+        return nn.functional.cross_entropy(self.head(hidden), tokens.roll(1))
+
+
+def trained(model: Small, optimizers: list[Any], steps: range) -> None:
+    for step in steps:
+        model.loss(step).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def weights(model: nn.Module) -> torch.Tensor:
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def test_muon_is_for_the_matrices_of_layers_and_adamw_for_the_rest() -> None:
+    ours, theirs = Small(), Small()
+    named = dict(theirs.named_parameters())
+    matrices = [named.pop("layers.0.weight"), named.pop("layers.1.weight")]
+    by_hand = [
+        torch.optim.Muon(matrices, lr=0.01, weight_decay=0.2, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(named.values(), lr=0.01, weight_decay=0.2, betas=(0.9, 0.95), fused=True),
+    ]
+    optimizer = MuonAdamW(ours.named_parameters(), lr=0.01, weight_decay=0.2)
+    assert names_of(optimizer)[:2] == ["layers.0.weight", "layers.1.weight"]
+    trained(ours, [optimizer], range(5))
+    trained(theirs, by_hand, range(5))
+    assert torch.equal(weights(ours), weights(theirs))
+    for group in (*optimizer.param_groups, *(group for part in by_hand for group in part.param_groups)):
+        group["lr"] = 0.003  # as a trainer sets it
+    trained(ours, [optimizer], range(5, 8))
+    trained(theirs, by_hand, range(5, 8))
+    assert torch.equal(weights(ours), weights(theirs))
+
+
+def test_muon_goes_on_from_its_state_bit_for_bit(tmp_path: Path) -> None:
+    model = Small()
+    optimizer = MuonAdamW(model.named_parameters(), lr=0.01)
+    trained(model, [optimizer], range(4))
+    torch.save([model.state_dict(), optimizer.state_dict()], tmp_path / "state")
+    trained(model, [optimizer], range(4, 8))
+
+    again = Small()
+    other = MuonAdamW(again.named_parameters(), lr=0.5)
+    of_model, of_optimizer = torch.load(tmp_path / "state")
+    again.load_state_dict(of_model)
+    other.load_state_dict(of_optimizer)
+    trained(again, [other], range(4, 8))
+    assert torch.equal(weights(model), weights(again))
+
+
+SMALL: dict[str, Any] = {
+    "network": "simulated",
+    "replicas": 2,
+    "model": "micro",
+    "steps": 12,
+    "batch_size": 2,
+    "sequence_length": 16,
+    "eval_sequences": 4,
+    "max_tokens": 60_000,
+    "warmup": 2,
+    "checkpoint_every": 5,
+}
+
+
+def run(folder: Path, resume: bool = False, **more: Any) -> dict[str, Any]:
+    config = Config(**{**SMALL, **more}, out=str(folder))
+    launch.prepare(config, folder, resume)
+    launch.run_simulated(config, folder, resume)
+    summary: dict[str, Any] = json.loads((folder / "summary.json").read_text())
+    return summary
+
+
+def test_a_run_with_all_of_it_is_resumed_bit_for_bit(tmp_path: Path) -> None:
+    """Muon's momenta, rounds that grow rarer, and the late average all lie in the checkpoint."""
+    everything = {"method": "noloco", "inner": "muon", "every": 2, "every_final": 4, "late_average": 0.9}
+    whole = run(tmp_path / "whole", **everything)
+    run(tmp_path / "broken", **everything)
+    for path in (tmp_path / "broken" / "checkpoints").glob("step-000012/*"):
+        path.unlink()
+    (tmp_path / "broken" / "summary.json").unlink()
+    again = run(tmp_path / "broken", resume=True, **everything)
+    assert {**again, "seconds": 0} == {**whole, "seconds": 0}  # the clock began anew
+    one, other = (saved(tmp_path / name, 12, 1) for name in ("whole", "broken"))
+    assert all(torch.equal(one["late"]["mean"][name], other["late"]["mean"][name]) for name in one["model"])
+    assert one["late"]["count"] == other["late"]["count"] == 4
+
+
+def test_late_weights_are_averaged_into_the_final_ones(tmp_path: Path) -> None:
+    """With rounds at every step of a single pair, the late average is the mean of the weights that steps left."""
+    settings = {"method": "diloco", "every": 1, "outer_momentum": 0.0, "outer_lr": 1.0, "checkpoint_every": 1}
+    run(tmp_path / "run", **settings, keep_checkpoints=100, late_average=0.5)
+    steps = [saved(tmp_path / "run", step, 0) for step in range(7, 13)]
+    for name, mean in steps[-1]["late"]["mean"].items():
+        each = torch.stack([state["model"][name] for state in steps]).double().mean(0)
+        torch.testing.assert_close(mean.double(), each, rtol=0, atol=1e-6)
+    assert run(tmp_path / "none", **settings)["steps"] == 12
+    assert saved(tmp_path / "none", 12, 0)["late"] == {"count": 0, "mean": {}}
+
+
+def test_the_late_average_is_a_mean_of_all_that_was_added() -> None:
+    model = nn.Linear(2, 1)
+    late = LateAverage(model)
+    late.apply()
+    before = weights(model)
+    samples = [before]
+    late.add()
+    for value in (1.0, 5.0, -2.0):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(value)
+        samples.append(weights(model))
+        late.add()
+    late.apply()
+    torch.testing.assert_close(weights(model), torch.stack(samples).mean(0))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "halfway", "near_the_end"),
+    [("cosine", 0.625, 0.2684), ("linear", 0.625, 0.325), ("stable", 1.0, 0.625)],
+)
+def test_the_learning_rate_falls_as_asked(schedule: Any, halfway: float, near_the_end: float) -> None:
+    config = Config(lr=1.0, warmup=0, steps=100, lr_schedule=schedule, lr_final=0.25)
+    assert learning_rate(config, 50) == pytest.approx(halfway, abs=1e-4)
+    assert learning_rate(config, 90) == pytest.approx(near_the_end, abs=1e-3)
+    assert learning_rate(config, 100) == pytest.approx(0.25)
+
+
+@given(replicas=st.integers(1, 9), sequences=st.integers(1, 60), step=st.integers(0, 99))
+@settings(max_examples=60)
+def test_shares_apart_do_not_overlap(replicas: int, sequences: int, step: int) -> None:
+    tokens = np.arange(sequences * replicas * 3)
+    data = Data(tokens, tokens, 3, "numbers", shares=replicas)
+    drawn = [set(data.batch(0, replica, step, 40)[:, 0].tolist()) for replica in range(replicas)]
+    assert sum(map(len, drawn)) == len(set.union(*drawn))
+    assert all(max(mine) - min(mine) < 3 * sequences for mine in drawn)
+
+
+def test_shares_apart_train_otherwise_and_need_enough_text(tmp_path: Path) -> None:
+    alike, apart = (run(tmp_path / shares, method="ddp", shares=shares) for shares in ("alike", "apart"))
+    assert alike["validation_loss"] != apart["validation_loss"]
+    text = tmp_path / "short.txt"
+    text.write_text("x" * 500)
+    with pytest.raises(UserError, match="less than a sequence of 16 for each of 40 replicas"):
+        run(tmp_path / "few", method="local", data=str(text), shares="apart", replicas=40)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"method": "ddp", "every_final": 9}, "ddp has no setting every_final"),
+        ({"method": "diloco", "every": 9, "delay": 4, "every_final": 3}, "every_final is 3, less than delay"),
+        ({"method": "dilocox", "every_final": 300}, "add --no-adapt"),
+        ({"method": "eager-diloco", "every_final": 90}, "without every_final"),
+        ({"inner": "muon", "shard": 2, "network": "torch"}, "muon needs whole matrices"),
+        ({"shares": "apart", "network": "internet"}, "nobody knows how many replicas"),
+        ({"late_average": 1.5}, "late_average is 1.5; it is a share"),
+        ({"inner": "adam"}, "inner is 'adam'; it must be one of adamw, muon, sign"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_it_starts(wrong: dict[str, Any], words: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=words):
+        launch.prepare(Config(**{**SMALL, **wrong}), tmp_path / "run", resume=False)
+
+
+def test_the_inner_optimizer_that_is_named_takes_the_methods_own_place() -> None:
+    assert methods.from_config(Config(method="demo")).inner is not MuonAdamW
+    assert methods.from_config(Config(method="demo", inner="muon")).inner is MuonAdamW
