@@ -132,7 +132,7 @@ def _optimizer_state(parts: list[State], names: list[str], cut: Callable[[Tensor
             named = {name: values[key] for name, values in kept.items() if key in values}
             found[key].append((part["shard"], named))
     whole = {key: merged(named) for key, named in found.items()}
-    state = {
+    state: dict[int, Named] = {
         number: {key: cut(tensors[name]) for key, tensors in whole.items() if name in tensors}
         for number, name in enumerate(names)
     }
@@ -146,7 +146,7 @@ def _outer_state(parts: list[State], fragments: list[list[str]], cut: Callable[[
         return {**first, "averaging": {"share": first["averaging"]["share"], "codecs": {}}}
 
     if not any(stream["every"] for stream in first["streams"]):
-        return first  # a method without rounds keeps nothing
+        return dict(first)  # a method without rounds keeps nothing
 
     def regroup(of: Callable[[State, int], Tensor]) -> list[Tensor]:
         named = merged(
