@@ -48,7 +48,7 @@ ROWS: dict[str, Settings] = {
     "local": {"method": "local"},
 }
 
-START: Point = {"lr": 8e-3, "outer_momentum": 0.5, "outer_lr": 0.7}
+START: Point = {"lr": 6e-3, "outer_momentum": 0.5, "outer_lr": 0.7}
 """Where every search begins."""
 
 AXES = (
@@ -68,7 +68,7 @@ def common(options: Options) -> Settings:
         "steps": options.steps,
         "replicas": options.replicas,
         "batch_size": 8,
-        "sequence_length": 64,
+        "sequence_length": 32,
         "max_tokens": 4_000_000,
         "eval_sequences": 128,
         "eval_every": options.steps,
