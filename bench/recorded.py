@@ -36,6 +36,21 @@ KEPT = (
 """What is kept of a run's summary."""
 
 
+def regime(steps: int, model: str = "micro", replicas: int = 8) -> Settings:
+    """What the tables of evidence have in common, unless they are about it."""
+    return {
+        "model": model,
+        "steps": steps,
+        "replicas": replicas,
+        "batch_size": 8,
+        "sequence_length": 32,
+        "max_tokens": 4_000_000,
+        "eval_sequences": 128,
+        "eval_every": steps,
+        "log_every": steps,
+    }
+
+
 class Recorded:
     """The runs of one table, made as many at a time as there are cores, or found in its file.
 
@@ -78,6 +93,12 @@ class Recorded:
                 self._futures[key] = self._pool.submit(outcome, everything, seed)
                 self._futures[key].add_done_callback(lambda future: self._keep(everything, seed, future, began))
             return self._futures[key]
+
+    def chosen_as(self, name: str) -> Settings:
+        """What a search has found for a row. Raises SystemExit if it has not been made."""
+        if name not in self.chosen:
+            raise SystemExit(f"{self.path} has no tuned {name!r} yet; make it first (see bench/README.md)")
+        return self.chosen[name]
 
     def start_all(self, settings: Settings, seeds: Iterable[int]) -> list[Future[Result]]:
         """One run for each seed."""

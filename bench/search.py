@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+
+from recorded import Recorded, Settings
+
+from farflung.methods import settings_of
 
 Point = dict[str, float]
 
@@ -54,3 +59,33 @@ def compass(loss: Callable[[Point], float], start: Point, axes: list[Axis], budg
             stride /= 2
         if not fresh and stride < 1 / 8:
             return best
+
+
+START: Point = {"lr": 6e-3, "outer_momentum": 0.5, "outer_lr": 0.7}
+"""Where every search begins."""
+
+AXES = (
+    Axis("lr", step=2.0),
+    Axis("outer_momentum", step=0.2, factor=False, most=0.95),
+    Axis("outer_lr", step=1.4),
+)
+
+
+def tune(recorded: Recorded, name: str, settings: Settings, budget: int, seed: int) -> Settings:
+    """A row's settings with what the search finds, of the axes that its method has; notes it."""
+    axes = [axis for axis in AXES if axis.name == "lr" or axis.name in settings_of(settings["method"])]
+    start = {axis.name: START[axis.name] for axis in axes}
+    found = compass(lambda point: recorded.loss(settings | point, seed), start, axes, budget)
+    recorded.choose(name, settings | found)
+    return settings | found
+
+
+def tune_all(recorded: Recorded, rows: dict[str, Settings], budget: int, seeds: tuple[int, ...]) -> None:
+    """Searches for all rows at once, on the first seed, and runs what was found on all."""
+
+    def row(name: str) -> None:
+        for future in recorded.start_all(tune(recorded, name, rows[name], budget, seeds[0]), seeds):
+            future.result()
+
+    with ThreadPoolExecutor(len(rows)) as threads:
+        list(threads.map(row, rows))

@@ -1,0 +1,108 @@
+"""What closes the gap to synchronous training, at a hundredth of its bytes: one thing added at a time.
+
+    python bench/gap.py [--steps 400] [--seeds 0 1 2]
+
+Begins with DiLoCo as published and ddp, and keeps of each step's alternatives the best on the first seed, if it is better
+than without. Every row sends at most a hundredth of ddp's bytes, but for those that are not to. Results go to
+bench/results/gap.json.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import tyro
+from recorded import Recorded, Settings, regime
+from search import Axis, compass
+
+
+@dataclass(frozen=True)
+class Options:
+    steps: int = 400
+    """Inner steps of each replica."""
+    seeds: tuple[int, ...] = (0, 1, 2)
+    """One run of each row for each; what is better is decided on the first."""
+    budget: int = 4
+    """Runs that the search of each learning rate may make."""
+
+
+PUBLISHED: Settings = {"method": "diloco", "every": 50, "outer_lr": 0.7, "outer_momentum": 0.9, "codec": "bfloat16"}
+"""At half the bytes a value, 50 steps between rounds are a hundredth of ddp's bytes."""
+
+STEPS: dict[str, dict[str, Settings]] = {
+    "outer learning rate and momentum": {
+        f"{lr:g}, {momentum:g}": {"outer_lr": lr, "outer_momentum": momentum}
+        for lr, momentum in ((0.7, 0.5), (1.0, 0.3), (1.0, 0.6), (0.7, 0.7))
+    },
+    "Muon": {"Muon": {"inner": "muon"}},
+    "codec and every, at the same bytes": {
+        "int4 with error feedback, every 14": {"codec": "ef-int4", "every": 14},
+        "int2 with error feedback, every 7": {"codec": "ef-int2", "every": 7},
+        "1.1 % of the values in 2 bits, every 3": {"codec": "ef-topk1.1-int2", "every": 3},
+    },
+    "outer learning rate and momentum, again": {
+        f"{lr:g}, {momentum:g}": {"outer_lr": lr, "outer_momentum": momentum}
+        for lr, momentum in ((1.0, 0.5), (1.0, 0.7), (1.4, 0.5), (0.7, 0.8))
+    },
+    "inner learning rate": {"twice": {"lr": 2.0}, "half": {"lr": 0.5}},
+    "rounds that grow rarer, or more frequent": {
+        "rarer": {"every": 0.5, "every_final": 2.0},
+        "more frequent": {"every": 2.0, "every_final": 0.5},
+    },
+    "learning-rate schedule": {
+        "a line to nothing": {"lr_schedule": "linear", "lr_final": 0.0},
+        "stable, then a line to nothing": {"lr_schedule": "stable", "lr_final": 0.0},
+    },
+    "late average": {"the last tenth": {"late_average": 0.1}, "the last quarter": {"late_average": 0.25}},
+}
+"""What is added, and its alternatives; for lr and every, factors."""
+
+FACTORS = ("lr", "every", "every_final")
+
+
+def changed(settings: Settings, changes: Settings) -> Settings:
+    """Settings with changes, those of FACTORS multiplied where they are not whole numbers of steps."""
+    found = dict(settings)
+    for key, value in changes.items():
+        if key in FACTORS and isinstance(value, float):
+            value = settings["lr"] * value if key == "lr" else max(1, round(settings["every"] * value))
+        found[key] = value
+    return found
+
+
+def tuned(recorded: Recorded, name: str, settings: Settings, options: Options) -> Settings:
+    """Settings with the learning rate that a search finds."""
+    axis = [Axis("lr", step=2.0)]
+    point = compass(lambda p: recorded.loss(settings | p, options.seeds[0]), {"lr": 6e-3}, axis, options.budget)
+    recorded.choose(name, settings | point)
+    return settings | point
+
+
+def add(recorded: Recorded, settings: Settings, name: str, seed: int) -> Settings:
+    """The best of a step's alternatives, or the settings as they are."""
+    candidates = [settings, *(changed(settings, changes) for changes in STEPS[name].values())]
+    for candidate in candidates:
+        recorded.start(candidate, seed)
+    best = min(candidates, key=lambda candidate: recorded.loss(candidate, seed))
+    recorded.choose(name, best)
+    return best
+
+
+def main(options: Options) -> None:
+    with Recorded("gap", regime(options.steps)) as recorded, ThreadPoolExecutor(3) as threads:
+        yardsticks = {"ddp": {"method": "ddp"}, "ddp, Muon": {"method": "ddp", "inner": "muon"}}
+        searches = {
+            name: threads.submit(tuned, recorded, name, settings, options)
+            for name, settings in {**yardsticks, "DiLoCo as published": PUBLISHED}.items()
+        }
+        settings = searches["DiLoCo as published"].result()
+        for name in STEPS:
+            settings = add(recorded, settings, name, options.seeds[0])
+        rows = [search.result() for search in searches.values()] + [recorded.chosen[name] for name in STEPS]
+        for future in [future for row in rows for future in recorded.start_all(row, options.seeds)]:
+            future.result()
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options, description=__doc__))
