@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shutil
 import subprocess
 import tempfile
 import threading
@@ -104,6 +105,19 @@ class Recorded:
         """One run for each seed."""
         return [self.start(settings, seed) for seed in seeds]
 
+    def results(self, settings: Settings) -> dict[int, Result]:
+        """What there is of these settings, by seed; nothing is made."""
+        wanted = self._common | settings
+        return {run["seed"]: run["result"] for run in self._runs if run["settings"] == wanted}
+
+    def made_on(self) -> list[str]:
+        """Machines and versions that its runs are from."""
+        names = (
+            f"{run['machine']}; " + ", ".join(f"{name} {version}" for name, version in run["versions"].items())
+            for run in self._runs
+        )
+        return list(dict.fromkeys(names))
+
     def loss(self, settings: Settings, seed: int) -> float:
         """A run's validation loss, waited for; infinite where it diverged."""
         loss = self.start(settings, seed).result()["validation_loss"]
@@ -162,9 +176,8 @@ def _key(settings: Settings, seed: int) -> str:
 def _surroundings() -> dict[str, Any]:
     """Versions and machine."""
     here = Path(__file__).parent
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=here, capture_output=True, text=True
-    ).stdout.strip()
+    ask = ["git", "describe", "--always", "--dirty"]
+    commit = subprocess.run(ask, cwd=here, capture_output=True, text=True).stdout.strip() if shutil.which("git") else ""
     packages = {name: version(name) for name in ("torch", "transformers")}
     names = [line for line in _lines("/proc/cpuinfo") if line.startswith("model name")]
     processor = names[0].partition(": ")[2] if names else platform.processor()
