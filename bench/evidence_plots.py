@@ -20,9 +20,12 @@ METADATA = {"Date": None}
 def scatter(axes: Any, rows: Sequence[tables.Row], cost: dict[str, float]) -> None:
     """Loss against a cost, deviations over seeds as bars, the frontier as a line."""
     best = tables.on_frontier(rows, cost)
-    steps = sorted((cost[row.name], mean(row.losses)) for row in rows if row.name in best)
+    steps = sorted((cost[row.name], mean(row.losses)) for row in rows if row.name in best and cost[row.name])
     axes.step(*zip(*steps, strict=True), where="post", color="0.6", linewidth=1, zorder=0)
     for number, row in enumerate(rows):
+        if not cost[row.name]:
+            axes.axhline(mean(row.losses), color=plt.cm.tab20(number), linestyle=":", label=f"{row.name} (0)")
+            continue
         axes.errorbar(
             cost[row.name],
             mean(row.losses),
@@ -31,14 +34,14 @@ def scatter(axes: Any, rows: Sequence[tables.Row], cost: dict[str, float]) -> No
             color=plt.cm.tab20(number),
             label=row.name,
         )
-    axes.set_xscale("log")
     axes.grid(alpha=0.3)
 
 
 def frontier(path: Path) -> None:
-    rows = [row for row in tables.frontier_rows() if row.megabytes]
+    rows = tables.frontier_rows()
     figure, axes = plt.subplots(figsize=(9, 5.5), layout="constrained")
     scatter(axes, rows, {row.name: row.megabytes for row in rows})
+    axes.set_xscale("log")
     axes.set_xlabel("MB that one replica sent (dots: on the frontier)")
     axes.set_ylabel("validation loss, nats a token")
     axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
