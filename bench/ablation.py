@@ -29,6 +29,7 @@ DEFAULTS: Settings = {"gamma": 0.7, "group_size": 2, "shares": "alike"}
 def questions(base: Settings) -> dict[str, dict[str, Settings]]:
     """What is asked, and the rows that answer it: changes to the base, which is itself the row without any."""
     diloco = {**base, "method": "diloco"}
+    piped = {"stages": 2, "replicas": 4}
     averaging = {"outer_lr": 1.0, "outer_momentum": 0.0, "gamma": 1.0}
     return {
         "Which outer optimizer?": {
@@ -45,6 +46,12 @@ def questions(base: Settings) -> dict[str, dict[str, Settings]]:
         "Outer learning rate β": {f"β = {beta:g}": {"outer_lr": beta} for beta in (0.35, 0.5, 0.7, 1.0, 1.4)},
         "Pull γ": {f"γ = {gamma:g}": {"gamma": gamma} for gamma in (0.0, 0.35, 0.7, 1.0, 1.4)},
         "How many replicas?": {f"{n} replicas": {"replicas": n} for n in (4, 8, 16)},
+        "Where do microbatches go (2 stages × 4 replicas, real processes)?": {
+            "fixed routes": piped,
+            "random routes": {**piped, "routes": "random"},
+            "fixed routes, no exchange": {**piped, "method": "local"},
+            "random routes, no exchange": {**piped, "method": "local", "routes": "random"},
+        },
         "Are late weights averaged at the end?": {
             "no": {},
             "the last tenth": {"late_average": 0.1},
@@ -68,7 +75,8 @@ def settings_of(base: Settings, changes: Settings) -> Settings:
     if settings["method"] == "diloco":
         return {key: value for key, value in settings.items() if key not in DEFAULTS or key in changes}
     if settings["method"] == "local":
-        return {key: settings[key] for key in ("method", "lr", "shares")}
+        kept = ("method", "lr", "shares", "stages", "replicas", "routes")
+        return {key: settings[key] for key in kept if key in settings}
     return settings
 
 

@@ -230,10 +230,12 @@ def gap_alternatives() -> str:
 def ablation() -> str:
     base = Recorded("frontier", {}).chosen_as(ablation_bench.BASE)
     recorded = Recorded("ablation", regime(ablation_bench.Options().steps))
-    reference = recorded.results(ablation_bench.settings_of(base, {}))
+    unchanged = ablation_bench.settings_of(base, {})
     parts = [f"The base: {told(base, ('method',))}."]
     for question, rows in ablation_bench.questions(base).items():
         lines = []
+        everything = [ablation_bench.settings_of(base, changed) for changed in rows.values()]
+        reference = recorded.results(unchanged if unchanged in everything else everything[0])
         for name, changed in rows.items():
             found = recorded.results(ablation_bench.settings_of(base, changed))
             sound = {seed: result for seed, result in found.items() if result["validation_loss"]}
@@ -250,7 +252,7 @@ def ablation() -> str:
                     f"{mean(result['weight_spread'] for result in results):.2g}",
                 )
             )
-        head = ("", "loss of a replica", "to the base", "loss of their average", "spread of weights")
+        head = ("", "loss of a replica", "change", "loss of their average", "spread of weights")
         parts.append(f"**{question}**\n\n{markdown(head, lines)}")
     return "\n\n".join(parts)
 

@@ -18,6 +18,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from real import train
+
 from farflung.config import Config
 from farflung.files import write_text
 from farflung.outer import Diverged
@@ -148,15 +150,17 @@ class Recorded:
 def outcome(settings: Settings, seed: int) -> Result:
     """Makes a run, and returns what is kept of it; its loss is None if it diverged.
 
-    `losses` are the replicas' mean validation losses, by step.
+    Simulated, but for pipelines, which need real processes. `losses` are the replicas' mean validation losses, by step.
     """
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name) / "run"
-        config = Config(**settings, seed=seed, network="simulated", checkpoint_every=0, out=str(folder))
-        launch.prepare(config, folder, resume=False)
-        began = time.time()
+        folder, began = Path(name) / "run", time.time()
         try:
-            launch.run_simulated(config, folder, resume=False)
+            if "stages" in settings:
+                train(folder, **settings, seed=seed, checkpoint_every=0)
+            else:
+                simulate(
+                    Config(**settings, seed=seed, network="simulated", checkpoint_every=0, out=str(folder)), folder
+                )
         except Diverged:
             return {"validation_loss": None}
         summary = json.loads((folder / "summary.json").read_text())
@@ -167,6 +171,13 @@ def outcome(settings: Settings, seed: int) -> Result:
         }
         kept = {key: summary[key] for key in KEPT}
         return {**kept, "losses": losses, "wall_seconds": round(time.time() - began, 1)}
+
+
+def simulate(folder: Path, **settings: Any) -> None:
+    """Makes a simulated run, in this process. Raises Diverged."""
+    config = Config(**settings, network="simulated", out=str(folder))
+    launch.prepare(config, folder, resume=False)
+    launch.run_simulated(config, folder, resume=False)
 
 
 def _key(settings: Settings, seed: int) -> str:
