@@ -158,9 +158,7 @@ def outcome(settings: Settings, seed: int) -> Result:
             if "stages" in settings:
                 train(folder, **settings, seed=seed, checkpoint_every=0)
             else:
-                simulate(
-                    Config(**settings, seed=seed, network="simulated", checkpoint_every=0, out=str(folder)), folder
-                )
+                simulate(folder, **settings, seed=seed, checkpoint_every=0)
         except Diverged:
             return {"validation_loss": None}
         summary = json.loads((folder / "summary.json").read_text())
