@@ -1,6 +1,6 @@
 """What closes the gap to synchronous training, at a hundredth of its bytes: one thing added at a time.
 
-    python bench/gap.py [--steps 300] [--seeds 0 1 2]
+    python bench/gap.py [--steps 200] [--seeds 0 1 2]
 
 Begins with ddp and DiLoCo as published, and keeps of each step's alternatives the best on the first seed, if it is
 better than without. All rows but ddp's send about a hundredth of ddp's bytes. Results go to bench/results/gap.json.
@@ -18,7 +18,7 @@ from search import Axis, compass
 
 @dataclass(frozen=True)
 class Options:
-    steps: int = 300
+    steps: int = 200
     """Inner steps of each replica."""
     seeds: tuple[int, ...] = (0, 1, 2)
     """One run of each row for each; what is better is decided on the first."""
