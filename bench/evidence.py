@@ -22,6 +22,7 @@ TABLES = {
     "hours": tables.hours,
     "inner": tables.inner,
     "gap": tables.gap,
+    "gap regimes": tables.gap_regimes,
     "gap alternatives": tables.gap_alternatives,
     "ablation": tables.ablation,
     "scaling": tables.scaling,

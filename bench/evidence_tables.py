@@ -212,6 +212,20 @@ def gap() -> str:
     return markdown(head, lines)
 
 
+def gap_regimes() -> str:
+    recorded = Recorded("gap", regime(gap_bench.Options().steps))
+    lines = []
+    for name, other in gap_bench.REGIMES.items():
+        ddp, best = (
+            {seed: found[seed] for seed in gap_bench.Options().seeds[:1] if seed in found}
+            for found in (recorded.results(recorded.chosen[row] | other) for row in ("ddp, Muon", gap_bench.BEST))
+        )
+        if ddp and best:
+            losses = [around([result["validation_loss"] for result in seeds.values()]) for seeds in (ddp, best)]
+            lines.append((name, *losses, f"{around(changes(best, ddp), 1, '+')} %"))
+    return markdown(("", "ddp, Muon", "the best above", "gap"), lines)
+
+
 def gap_alternatives() -> str:
     common = regime(gap_bench.Options().steps)
     recorded = Recorded("gap", common)

@@ -34,12 +34,14 @@ STEPS: dict[str, dict[str, Settings]] = {
         f"{lr:g}, {momentum:g}": {"outer_lr": lr, "outer_momentum": momentum}
         for lr, momentum in ((0.7, 0.5), (0.7, 0.3), (1.0, 0.0), (1.4, 0.0))
     },
-    "Muon": {"Muon": {"inner": "muon"}},
+    "Muon, and its learning rate": {
+        f"Muon, {factor:g} times the rate": {"inner": "muon", "lr": factor} for factor in (2.0, 4.0, 8.0)
+    },
     "codec and every, at the same bytes": {
         "int4 with error feedback, every 14": {"codec": "ef-int4", "every": 14},
         "int2 with error feedback, every 8": {"codec": "ef-int2", "every": 8},
     },
-    "inner learning rate": {"twice": {"lr": 2.0}, "four times": {"lr": 4.0}},
+    "inner learning rate": {"twice": {"lr": 2.0}, "half": {"lr": 0.5}},
     "outer learning rate and momentum, again": {
         f"{lr:g}, {momentum:g}": {"outer_lr": lr, "outer_momentum": momentum}
         for lr, momentum in ((1.0, 0.0), (1.4, 0.0), (2.0, 0.0), (1.0, 0.3))
@@ -55,6 +57,16 @@ STEPS: dict[str, dict[str, Settings]] = {
     "late average": {"the last tenth": {"late_average": 0.1}, "the last quarter": {"late_average": 0.25}},
 }
 """What is added, and its alternatives; for lr and every, factors."""
+
+REGIMES: dict[str, Settings] = {
+    "as above": {},
+    "four times the batch": {"batch_size": 32},
+    "four times the steps": {"steps": 800, "eval_every": 800, "log_every": 800},
+}
+"""Where the best of all is put beside ddp once more, on one seed, without tuning anything again."""
+
+BEST = "late average"
+"""What the last of STEPS ends with."""
 
 FACTORS = ("lr", "every", "every_final")
 
@@ -98,7 +110,10 @@ def main(options: Options) -> None:
         for name in STEPS:
             settings = add(recorded, settings, name, options.seeds[0])
         rows = [search.result() for search in searches.values()] + [recorded.chosen[name] for name in STEPS]
-        for future in [future for row in rows for future in recorded.start_all(row, options.seeds)]:
+        futures = [future for row in rows for future in recorded.start_all(row, options.seeds)]
+        for name in ("ddp, Muon", BEST):
+            futures += [recorded.start(recorded.chosen[name] | other, options.seeds[0]) for other in REGIMES.values()]
+        for future in futures:
             future.result()
 
 
