@@ -75,7 +75,7 @@ def settings_of(base: Settings, changes: Settings) -> Settings:
     if settings["method"] == "diloco":
         return {key: value for key, value in settings.items() if key not in DEFAULTS or key in changes}
     if settings["method"] == "local":
-        kept = ("method", "lr", "shares", "stages", "replicas", "routes")
+        kept = ("method", "inner", "lr", "shares", "stages", "replicas", "routes")
         return {key: settings[key] for key in kept if key in settings}
     return settings
 

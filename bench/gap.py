@@ -26,7 +26,14 @@ class Options:
     """Runs that the search of each learning rate may make."""
 
 
-PUBLISHED: Settings = {"method": "diloco", "every": 51, "outer_lr": 0.7, "outer_momentum": 0.9, "codec": "bfloat16"}
+PUBLISHED: Settings = {
+    "method": "diloco",
+    "inner": "adamw",
+    "every": 51,
+    "outer_lr": 0.7,
+    "outer_momentum": 0.9,
+    "codec": "bfloat16",
+}
 """At half the bytes a value, 51 steps between rounds are a hundredth of ddp's bytes."""
 
 STEPS: dict[str, dict[str, Settings]] = {
@@ -101,7 +108,7 @@ def add(recorded: Recorded, settings: Settings, name: str, seed: int) -> Setting
 
 def main(options: Options) -> None:
     with Recorded("gap", regime(options.steps)) as recorded, ThreadPoolExecutor(3) as threads:
-        yardsticks = {"ddp": {"method": "ddp"}, "ddp, Muon": {"method": "ddp", "inner": "muon"}}
+        yardsticks = {"ddp": {"method": "ddp", "inner": "adamw"}, "ddp, Muon": {"method": "ddp", "inner": "muon"}}
         searches = {
             name: threads.submit(tuned, recorded, name, settings, options)
             for name, settings in {**yardsticks, "DiLoCo as published": PUBLISHED}.items()

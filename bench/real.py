@@ -46,9 +46,9 @@ class Finished:
 
 
 def flags(settings: dict[str, Any]) -> list[str]:
-    """Settings as the command line takes them."""
+    """Settings as the command line takes them; with AdamW where they do not say, which the older figures are of."""
     words = []
-    for key, value in settings.items():
+    for key, value in ({"inner": "adamw"} | settings).items():
         words += [f"--{key.replace('_', '-')}"] + ([] if value is True else [str(value)])
     return words
 

@@ -1,4 +1,7 @@
-"""Simulated training runs for tables of losses: as many at a time as there are cores, each made only once."""
+"""Simulated training runs for tables of losses: as many at a time as there are cores, each made only once.
+
+With AdamW where settings do not say, which the figures in the README are of.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +52,7 @@ class Runs:
 
     def start(self, variant: Variant, seed: int) -> Future[Summary]:
         """One run's summary, in time."""
-        settings = self._common | variant.settings
+        settings = {"inner": "adamw"} | self._common | variant.settings
         short = "-".join(f"{key}={value}" for key, value in sorted(variant.settings.items()) if key != "method")
         folder = self._out / f"{settings['method']}-{short}-{settings['steps']}-seed{seed}"
         if folder not in self._started:

@@ -39,6 +39,7 @@ def measure(method: str, options: Options) -> tuple[float, float]:
         out = Path(folder) / method
         config = Config(
             method=method,
+            inner="adamw",
             every=None if method == "local" else options.every,
             steps=options.steps,
             replicas=options.replicas,

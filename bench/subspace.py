@@ -31,7 +31,7 @@ from farflung.pipeline.boundaries import Boundary
 from farflung.pipeline.split import Piece, anatomy, check_split, keep
 from farflung.pipeline.subspace import Subspace, confine, subspace_of
 from farflung.report.read import read_run
-from farflung.training.learning_rate import learning_rate
+from farflung.training.learning_rate import left_of_lr
 from farflung.workloads import data, models, tokenizers
 
 STAGES = 4
@@ -144,14 +144,14 @@ def trained(options: Options, kind: str, rank: int) -> dict[str, Any]:
     if path.exists():
         return json.loads(path.read_text())  # type: ignore[no-any-return]
     torch.set_num_threads(1)
-    config = Config(model=options.model, steps=options.steps, batch_size=options.batch_size)
+    config = Config(model=options.model, steps=options.steps, batch_size=options.batch_size, lr=3e-3)
     chain = Chain(config, kind, rank)
     text = data.load(config, tokenizers.load("bytes"))
     held_out = text.held_out(64).split(options.batch_size)
     optimizer = torch.optim.AdamW(chain.parameters, lr=config.lr, weight_decay=0.1, betas=(0.9, 0.95), fused=True)
     losses = {}
     for step in range(options.steps):
-        optimizer.param_groups[0]["lr"] = learning_rate(config, step)
+        optimizer.param_groups[0]["lr"] = config.lr * left_of_lr(config, step)
         chain.loss(text.batch(0, 0, step, options.batch_size)).backward()
         torch.nn.utils.clip_grad_norm_(chain.parameters, 1.0)
         optimizer.step()
@@ -181,7 +181,7 @@ def step_seconds(options: Options, boundary: str, batch_size: int) -> float:
 
 
 def main(options: Options) -> None:
-    config = Config(model=options.model, steps=options.steps, batch_size=options.batch_size)
+    config = Config(model=options.model, steps=options.steps, batch_size=options.batch_size, lr=3e-3)
     width = models.model_config(config, tokenizers.load("bytes")).hidden_size
     ranks = (width // 4, width // 8, width // 16)
     print(

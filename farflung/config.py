@@ -99,9 +99,9 @@ class Config:
     seed: int = 0
     """The seed of the weights, the data's order and the pairs."""
     inner: Literal["adamw", "muon", "sign"] | None = None
-    """The inner optimizer; muon is for the layers' matrices, with AdamW for the rest. Unset: the method's own."""
-    lr: float = 3e-3
-    """Highest learning rate of the inner optimizer."""
+    """The inner optimizer; muon is for the layers' matrices, AdamW for the rest. Unset: muon, or adamw with shards."""
+    lr: float | None = None
+    """Highest learning rate of the inner optimizer; unset: 0.01, or 0.003 with adamw."""
     warmup: int = 40
     """Inner steps in which the learning rate rises; it then falls as lr_schedule says."""
     lr_schedule: Literal["cosine", "linear", "stable"] = "cosine"

@@ -26,8 +26,11 @@ from farflung.codecs import (
 )
 from farflung.config import Config, UserError, suggestion
 from farflung.outer import (
+    ADAMW,
     INNER,
     MERGES,
+    MUON,
+    SIGN,
     Adapt,
     Average,
     Everyone,
@@ -37,7 +40,6 @@ from farflung.outer import (
     OuterFactory,
     RandomGroups,
     Schedule,
-    SignSGD,
 )
 
 
@@ -151,7 +153,7 @@ def demo() -> Method:
     Paper: Peng and others 2024, arXiv 2411.19870
     """
     codec = ErrorFeedback(Frequency(chunk=64) | TopK(share=32 / 4096, chunk=4096), decay=0.999)
-    return Method(Schedule(every=1), codec=codec, gather_up_to=16, inner=SignSGD)
+    return Method(Schedule(every=1), codec=codec, gather_up_to=16, inner=SIGN)
 
 
 def dct(codec: Codec | None = None) -> Method:
@@ -270,4 +272,6 @@ def from_config(config: Config) -> Method:
                 f"{config.method} has no setting every_final, since its rounds are what they are; remove it"
             )
         method = replace(method, schedule=replace(method.schedule, final=config.every_final, steps=config.steps))
+    if config.inner is None and method.inner is MUON and config.shard > 1:
+        return replace(method, inner=ADAMW)  # Muon needs whole matrices
     return replace(method, inner=INNER[config.inner]) if config.inner else method

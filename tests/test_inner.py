@@ -16,10 +16,10 @@ from torch import nn
 
 from farflung import methods
 from farflung.config import Config, UserError
-from farflung.outer import MuonAdamW, names_of
+from farflung.outer import ADAMW, MUON, SIGN, MuonAdamW, names_of
 from farflung.training import launch
 from farflung.training.late import LateAverage
-from farflung.training.learning_rate import learning_rate
+from farflung.training.learning_rate import left_of_lr
 from farflung.workloads.data import Data
 
 
@@ -161,9 +161,9 @@ def test_the_late_average_is_a_mean_of_all_that_was_added() -> None:
 )
 def test_the_learning_rate_falls_as_asked(schedule: Any, halfway: float, near_the_end: float) -> None:
     config = Config(lr=1.0, warmup=0, steps=100, lr_schedule=schedule, lr_final=0.25)
-    assert learning_rate(config, 50) == pytest.approx(halfway, abs=1e-4)
-    assert learning_rate(config, 90) == pytest.approx(near_the_end, abs=1e-3)
-    assert learning_rate(config, 100) == pytest.approx(0.25)
+    assert left_of_lr(config, 50) == pytest.approx(halfway, abs=1e-4)
+    assert left_of_lr(config, 90) == pytest.approx(near_the_end, abs=1e-3)
+    assert left_of_lr(config, 100) == pytest.approx(0.25)
 
 
 @given(replicas=st.integers(1, 9), sequences=st.integers(1, 60), step=st.integers(0, 99))
@@ -204,5 +204,8 @@ def test_what_cannot_work_is_refused_before_it_starts(wrong: dict[str, Any], wor
 
 
 def test_the_inner_optimizer_that_is_named_takes_the_methods_own_place() -> None:
-    assert methods.from_config(Config(method="demo")).inner is not MuonAdamW
-    assert methods.from_config(Config(method="demo", inner="muon")).inner is MuonAdamW
+    assert methods.from_config(Config(method="demo")).inner is SIGN
+    assert methods.from_config(Config(method="demo", shard=2)).inner is SIGN
+    assert methods.from_config(Config(method="demo", inner="muon")).inner is MUON
+    assert methods.from_config(Config(method="noloco")).inner is MUON
+    assert methods.from_config(Config(method="noloco", shard=2)).inner is ADAMW

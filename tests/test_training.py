@@ -18,7 +18,7 @@ from farflung.outer import Diverged
 from farflung.training import checkpoint, launch
 from farflung.training.events import EventLog
 from farflung.training.export import export
-from farflung.training.learning_rate import learning_rate
+from farflung.training.learning_rate import left_of_lr
 from farflung.workloads import models
 
 STEPS = 24
@@ -273,7 +273,7 @@ def test_nan_loss_is_survived_once_and_stops_a_run_that_stays_sick(
 
 def test_the_learning_rate_rises_then_falls_to_a_tenth() -> None:
     config = Config(lr=1.0, warmup=10, steps=110)
-    rates = [learning_rate(config, step) for step in range(110)]
+    rates = [left_of_lr(config, step) for step in range(110)]
     assert rates[:10] == pytest.approx([(i + 1) / 11 for i in range(10)]) and rates[10] == 1.0
     assert rates[60] == pytest.approx(0.55) and 0.1 < rates[-1] < 0.101
     assert max(rates) == 1.0

@@ -4,7 +4,7 @@ from farflung.outer.adaptation import Adapt
 from farflung.outer.attached import Attached, Disagreement, Diverged, Round
 from farflung.outer.averaging import parts_sent
 from farflung.outer.gradients import GradientLoop
-from farflung.outer.inner import ADAMW, INNER, InnerFactory, MuonAdamW, SignSGD, names_of
+from farflung.outer.inner import ADAMW, INNER, MUON, SIGN, Inner, MuonAdamW, SignSGD, names_of
 from farflung.outer.loop import OuterLoop
 from farflung.outer.merges import MERGES, Drop, Eager, Keep, Merge, Mix
 from farflung.outer.method import Method
@@ -23,6 +23,8 @@ __all__ = [
     "ADAMW",
     "INNER",
     "MERGES",
+    "MUON",
+    "SIGN",
     "Adapt",
     "Anchored",
     "Attached",
@@ -35,7 +37,7 @@ __all__ = [
     "GossipApart",
     "GossipNesterov",
     "GradientLoop",
-    "InnerFactory",
+    "Inner",
     "Keep",
     "Merge",
     "Method",

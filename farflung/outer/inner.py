@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-InnerFactory = Callable[..., torch.optim.Optimizer]
-"""Makes an inner optimizer of named parameters, `lr` and `weight_decay`."""
 
-ADAMW: InnerFactory = partial(torch.optim.AdamW, betas=(0.9, 0.95), fused=True)
+@dataclass(frozen=True)
+class Inner:
+    """An inner optimizer.
+
+    Args:
+        make: takes named parameters, `lr` and `weight_decay`.
+        lr: the learning rate where nobody says another.
+    """
+
+    make: Callable[..., torch.optim.Optimizer]
+    lr: float
+
+
+ADAMW = Inner(partial(torch.optim.AdamW, betas=(0.9, 0.95), fused=True), lr=3e-3)
 
 
 class SignSGD(torch.optim.Optimizer):
@@ -47,10 +59,8 @@ class MuonAdamW(torch.optim.Optimizer):
     def __init__(self, named: Iterable[tuple[str, nn.Parameter]], lr: float = 1e-3, weight_decay: float = 0.1) -> None:
         named = list(named)
         of_layers = {name for name, p in named if p.ndim == 2 and any(part.isdigit() for part in name.split("."))}
-        kinds: tuple[tuple[InnerFactory, bool], ...] = (
-            (partial(torch.optim.Muon, adjust_lr_fn="match_rms_adamw"), True),
-            (ADAMW, False),
-        )
+        muon: Callable[..., torch.optim.Optimizer] = partial(torch.optim.Muon, adjust_lr_fn="match_rms_adamw")
+        kinds = ((muon, True), (ADAMW.make, False))
         chosen = [(kind, [(name, p) for name, p in named if (name in of_layers) is hidden]) for kind, hidden in kinds]
         self._parts = [kind(parameters, lr=lr, weight_decay=weight_decay) for kind, parameters in chosen if parameters]
         super().__init__([group for part in self._parts for group in part.param_groups], {})
@@ -72,7 +82,10 @@ class MuonAdamW(torch.optim.Optimizer):
             part.step()
 
 
-INNER: dict[str, InnerFactory] = {"adamw": ADAMW, "muon": MuonAdamW, "sign": SignSGD}
+MUON = Inner(MuonAdamW, lr=1e-2)
+SIGN = Inner(SignSGD, lr=1e-2)
+
+INNER = {"adamw": ADAMW, "muon": MUON, "sign": SIGN}
 """Inner optimizers by the names that settings give them."""
 
 

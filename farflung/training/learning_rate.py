@@ -10,14 +10,14 @@ STABLE_TAIL = 0.2
 """The part of a run in which a stable learning rate falls."""
 
 
-def learning_rate(config: Config, step: int) -> float:
-    """The inner learning rate of a step (from 0): a linear rise, then a fall to a share of it."""
+def left_of_lr(config: Config, step: int) -> float:
+    """The share, 0 to 1, of the highest inner learning rate in a step (from 0): a linear rise, then a fall."""
     if step < config.warmup:
-        return config.lr * (step + 1) / (config.warmup + 1)
+        return (step + 1) / (config.warmup + 1)
     progress = (step - config.warmup) / max(config.steps - config.warmup, 1)
     left = {
         "cosine": 0.5 + 0.5 * math.cos(math.pi * progress),
         "linear": 1 - progress,
         "stable": min(1.0, (1 - progress) / STABLE_TAIL),
     }
-    return config.lr * (config.lr_final + (1 - config.lr_final) * left[config.lr_schedule])
+    return config.lr_final + (1 - config.lr_final) * left[config.lr_schedule]

@@ -21,7 +21,7 @@ from farflung.training import checkpoint
 from farflung.training.events import EventLog
 from farflung.training.late import LateAverage
 from farflung.training.layouts import load_state, own_names
-from farflung.training.learning_rate import learning_rate
+from farflung.training.learning_rate import left_of_lr
 from farflung.training.measures import Rate, peak_memory, sampled
 from farflung.training.stopping import Stop, Stopped
 from farflung.workloads import data, tokenizers
@@ -75,9 +75,9 @@ class Trainer:
         """Whether this process's events stand for the replica's."""
         self.seat = layout.seat(place)
         """What this process's files are called, but for the replica's events."""
-        self.optimizer = self.method.inner(
-            self.model.named_parameters(), lr=config.lr, weight_decay=config.weight_decay
-        )
+        self.lr = config.lr or self.method.inner.lr
+        named = self.model.named_parameters()
+        self.optimizer = self.method.inner.make(named, lr=self.lr, weight_decay=config.weight_decay)
         torch.manual_seed(config.seed * 1_000_003 + self.process)  # dropout differs between processes
         self.step = resume_step or 0
         self.trained = self.step
@@ -131,7 +131,7 @@ class Trainer:
         before = self.step
         self.stop.begin_step(self.process, before + 1)
         for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(config, self.step)
+            group["lr"] = self.lr * left_of_lr(config, self.step)
         loss, fault = self.island.gradients(self.trained)
         if fault:
             # Without gradients the optimizer changes nothing, but the step still counts for the rounds.
