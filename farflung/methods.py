@@ -275,3 +275,10 @@ def from_config(config: Config) -> Method:
     if config.inner is None and method.inner is MUON and config.shard > 1:
         return replace(method, inner=ADAMW)  # Muon needs whole matrices
     return replace(method, inner=INNER[config.inner]) if config.inner else method
+
+
+def settled(config: Config) -> Config:
+    """The settings with the inner optimizer and the learning rate that a run takes where they do not say."""
+    inner = from_config(config).inner
+    name = next(name for name, known in INNER.items() if known is inner)
+    return replace(config, inner=name, lr=config.lr or inner.lr)  # type: ignore[arg-type]

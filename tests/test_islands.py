@@ -185,7 +185,7 @@ def losses_of(folder: Path) -> list[float]:
 def test_a_run_goes_on_with_other_stages_and_exports(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     arguments = ("--method", "diloco", "--every", "3", "--replicas", "1", "--stages", "2", "--steps", "8")
-    arguments += ("--late-average", "1")
+    arguments += ("--late-average", "1", "--inner", "adamw")
     done = farflung(*TRAIN, *arguments, "--checkpoint-every", "4", "--out", folder, OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr
     undisturbed = losses_of(folder)
@@ -226,12 +226,14 @@ def test_a_run_goes_on_with_other_stages_and_exports(tmp_path: Path) -> None:
 def test_muon_of_stages_goes_on_in_one_process(tmp_path: Path) -> None:
     """Its momenta, and AdamW's, are numbered in another order by each layout."""
     folder = tmp_path / "run"
-    arguments = ("--method", "local", "--inner", "muon", "--replicas", "1", "--stages", "2", "--steps", "8")
+    arguments = ("--method", "local", "--replicas", "1", "--stages", "2", "--steps", "8")
     done = farflung(*TRAIN, *arguments, "--checkpoint-every", "4", "--out", folder, OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr
     undisturbed = losses_of(folder)
     for path in folder.glob("checkpoints/step-000008/*"):
         path.unlink()
+    refused = farflung("train", "--resume", folder, "--stages", "1", "--shard", "2")
+    assert refused.returncode == 2 and "muon needs whole matrices" in refused.stderr
     done = farflung("train", "--resume", folder, "--stages", "1", OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr
     assert losses_of(folder) == pytest.approx(undisturbed, abs=1e-4)

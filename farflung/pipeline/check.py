@@ -24,7 +24,9 @@ def check(config: Config, tokenizer: Tokenizer) -> None:
             f"choose a multiple of {config.shard * parts}, or set --microbatches"
         )
     if config.inner == "muon" and config.shard > 1:
-        raise UserError("inner muon needs whole matrices, of which a shard has only rows; choose --shard 1 or adamw")
+        raise UserError(
+            "inner muon needs whole matrices, of which a shard has only rows; choose --shard 1, or begin with adamw"
+        )
     if config.stages == 1:
         _check_one_stage(config)
     if config.stages * config.shard > 1 and config.network == "simulated":

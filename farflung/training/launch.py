@@ -67,7 +67,7 @@ def prepare(config: Config, folder: Path, resume: bool) -> None:
         raise holds_a_run(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        write_text(folder / "config.toml", to_toml(config))
+        write_text(folder / "config.toml", to_toml(methods.settled(config)))
     except OSError as error:
         raise UserError(f"cannot write to {folder}: {error.strerror}; choose another folder with --out") from error
 
