@@ -49,8 +49,6 @@ def questions(base: Settings) -> dict[str, dict[str, Settings]]:
         "Where do microbatches go (2 stages × 4 replicas, real processes)?": {
             "fixed routes": piped,
             "random routes": {**piped, "routes": "random"},
-            "fixed routes, no exchange": {**piped, "method": "local"},
-            "random routes, no exchange": {**piped, "method": "local", "routes": "random"},
         },
         "Are late weights averaged at the end?": {
             "no": {},
@@ -75,7 +73,7 @@ def settings_of(base: Settings, changes: Settings) -> Settings:
     if settings["method"] == "diloco":
         return {key: value for key, value in settings.items() if key not in DEFAULTS or key in changes}
     if settings["method"] == "local":
-        kept = ("method", "inner", "lr", "shares", "stages", "replicas", "routes")
+        kept = ("method", "inner", "lr", "shares")
         return {key: settings[key] for key in kept if key in settings}
     return settings
 
