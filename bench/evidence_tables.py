@@ -184,15 +184,20 @@ def inner() -> str:
     return markdown(("method", "AdamW", "Muon", "change", "better on all seeds", "lr of each"), lines)
 
 
+def finals(seeds: Seeds) -> Seeds:
+    """The results with the losses of the weights that runs end with."""
+    return {seed: {**result, "validation_loss": result.get(gap_bench.FINAL)} for seed, result in seeds.items()}
+
+
 def gap() -> str:
     common = regime(gap_bench.Options().steps)
     recorded = Recorded("gap", common)
-    yardsticks = {name: recorded.results(recorded.chosen[name]) for name in ("ddp", "ddp, Muon")}
+    yardsticks = {name: finals(recorded.results(recorded.chosen[name])) for name in ("ddp", "ddp, Muon")}
     best = min(yardsticks.values(), key=lambda seeds: mean(r["validation_loss"] for r in seeds.values()))
     lines, before = [], {}
     for name in ("ddp", "ddp, Muon", "DiLoCo as published", *gap_bench.STEPS):
         settings = recorded.chosen[name]
-        row = Row(name, common | settings, recorded.results(settings))
+        row = Row(name, common | settings, finals(recorded.results(settings)))
         new = {key: value for key, value in settings.items() if before.get(key) != value} if before else settings
         added = name in gap_bench.STEPS
         kept = told(new) or "nothing was better: as before"
@@ -217,7 +222,7 @@ def gap_regimes() -> str:
     lines = []
     for name, other in gap_bench.REGIMES.items():
         ddp, best = (
-            {seed: found[seed] for seed in gap_bench.Options().seeds[:1] if seed in found}
+            finals({seed: found[seed] for seed in gap_bench.Options().seeds[:1] if seed in found})
             for found in (recorded.results(recorded.chosen[row] | other) for row in ("ddp, Muon", gap_bench.BEST))
         )
         if ddp and best:
@@ -232,9 +237,9 @@ def gap_alternatives() -> str:
     settings, lines = recorded.chosen["DiLoCo as published"], []
     seed = gap_bench.Options().seeds[0]
     for name, alternatives in gap_bench.STEPS.items():
-        without = recorded.results(settings)
+        without = finals(recorded.results(settings))
         for label, changed in alternatives.items():
-            found = recorded.results(gap_bench.changed(settings, changed))
+            found = finals(recorded.results(gap_bench.changed(settings, changed)))
             if seed in found and found[seed]["validation_loss"]:
                 lines.append((name, label, f"{changes({seed: found[seed]}, without)[0]:+.1f} %"))
         settings = recorded.chosen[name]

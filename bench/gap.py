@@ -75,6 +75,9 @@ REGIMES: dict[str, Settings] = {
 BEST = "late average"
 """What the last of STEPS ends with."""
 
+FINAL = "validation_loss_averaged"
+"""Of the weights that a run ends with: the replicas' late averages, averaged."""
+
 FACTORS = ("lr", "every", "every_final")
 
 
@@ -101,7 +104,7 @@ def add(recorded: Recorded, settings: Settings, name: str, seed: int) -> Setting
     candidates = [settings, *(changed(settings, changes) for changes in STEPS[name].values())]
     for candidate in candidates:
         recorded.start(candidate, seed)
-    best = min(candidates, key=lambda candidate: recorded.loss(candidate, seed))
+    best = min(candidates, key=lambda candidate: recorded.loss(candidate, seed, FINAL))
     recorded.choose(name, best)
     return best
 

@@ -120,9 +120,9 @@ class Recorded:
         )
         return list(dict.fromkeys(names))
 
-    def loss(self, settings: Settings, seed: int) -> float:
+    def loss(self, settings: Settings, seed: int, which: str = "validation_loss") -> float:
         """A run's validation loss, waited for; infinite where it diverged."""
-        loss = self.start(settings, seed).result()["validation_loss"]
+        loss = self.start(settings, seed).result().get(which)
         return float("inf") if loss is None else float(loss)
 
     def choose(self, name: str, settings: Settings) -> None:
