@@ -220,10 +220,10 @@ def gap() -> str:
 def gap_regimes() -> str:
     recorded = Recorded("gap", regime(gap_bench.Options().steps))
     lines = []
-    for name, other in gap_bench.REGIMES.items():
+    for name, (other, _) in gap_bench.REGIMES.items():
         ddp, best = (
-            finals({seed: found[seed] for seed in gap_bench.Options().seeds[:1] if seed in found})
-            for found in (recorded.results(recorded.chosen[row] | other) for row in ("ddp, Muon", gap_bench.BEST))
+            finals(recorded.results(gap_bench.changed(recorded.chosen[row], other)))
+            for row in ("ddp, Muon", gap_bench.BEST)
         )
         if ddp and best:
             losses = [around([result["validation_loss"] for result in seeds.values()]) for seeds in (ddp, best)]

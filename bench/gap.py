@@ -65,12 +65,15 @@ STEPS: dict[str, dict[str, Settings]] = {
 }
 """What is added, and its alternatives; for lr and every, factors."""
 
-REGIMES: dict[str, Settings] = {
-    "as above": {},
-    "four times the batch": {"batch_size": 32},
-    "four times the steps": {"steps": 800, "eval_every": 800, "log_every": 800},
+LONG: Settings = {"steps": 800, "eval_every": 800, "log_every": 800}
+
+REGIMES: dict[str, tuple[Settings, int]] = {
+    "as above": ({}, 3),
+    "four times the batch": ({"batch_size": 32}, 1),
+    "four times the steps": (LONG, 3),
+    "four times the steps, both with half the learning rate": (LONG | {"lr": 0.5}, 1),
 }
-"""Where the best of all is put beside ddp once more, on one seed, without tuning anything again."""
+"""Where the best of all is put beside ddp once more, without tuning anything again, and on how many seeds."""
 
 BEST = "late average"
 """What the last of STEPS ends with."""
@@ -122,7 +125,8 @@ def main(options: Options) -> None:
         rows = [search.result() for search in searches.values()] + [recorded.chosen[name] for name in STEPS]
         futures = [future for row in rows for future in recorded.start_all(row, options.seeds)]
         for name in ("ddp, Muon", BEST):
-            futures += [recorded.start(recorded.chosen[name] | other, options.seeds[0]) for other in REGIMES.values()]
+            for changes, number in REGIMES.values():
+                futures += recorded.start_all(changed(recorded.chosen[name], changes), options.seeds[:number])
         for future in futures:
             future.result()
 
