@@ -227,8 +227,9 @@ def gap_regimes() -> str:
         )
         if ddp and best:
             losses = [around([result["validation_loss"] for result in seeds.values()]) for seeds in (ddp, best)]
-            lines.append((name, *losses, f"{around(changes(best, ddp), 1, '+')} %"))
-    return markdown(("", "ddp, Muon", "the best above", "gap"), lines)
+            fewer = mean(result["ddp_bytes"] / result["bytes_sent"] for result in best.values())
+            lines.append((name, *losses, f"{around(changes(best, ddp), 1, '+')} %", f"{fewer:.1f}×"))
+    return markdown(("", "ddp, Muon", "the best above", "gap", "fewer bytes"), lines)
 
 
 def gap_alternatives() -> str:
