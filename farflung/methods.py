@@ -1,4 +1,8 @@
-"""Floor 4: every published method, as a recipe of choices on shared parts."""
+"""Floor 4: every published method, as a recipe of choices on shared parts.
+
+Defaults are the papers', but for outer momenta: 0.5 in all of the DiLoCo family, whose 0.9 is for runs of hundreds of
+rounds and did worse than no exchange at all in shorter ones (docs/evidence.md, "The gap", and the README's table).
+"""
 
 from __future__ import annotations
 
@@ -62,7 +66,7 @@ def local() -> Method:
 def diloco(
     every: int = 50,
     outer_lr: float = 0.7,
-    outer_momentum: float = 0.9,
+    outer_momentum: float = 0.5,
     delay: int = 0,
     fragments: int = 1,
     group_size: int | None = None,
@@ -70,9 +74,7 @@ def diloco(
     merge: str = "kept",
     seed: int = 0,
 ) -> Method:
-    """Pseudo-gradients averaged among all every few inner steps, and an outer Nesterov step on the mean.
-
-    With a `group_size`, among the members of random groups only: plain Nesterov momentum where NoLoCo has its own.
+    """Pseudo-gradients averaged every few inner steps, among all or in random groups, and an outer Nesterov step.
 
     Paper: Douillard and others 2023, arXiv 2311.08105
     """
@@ -89,7 +91,7 @@ def diloco(
 def streaming_diloco(
     every: int = 50,
     outer_lr: float = 0.7,
-    outer_momentum: float = 0.9,
+    outer_momentum: float = 0.5,
     delay: int = 2,
     fragments: int = 3,
     codec: Codec | None = None,
@@ -104,7 +106,7 @@ def streaming_diloco(
 
 
 def eager_diloco(
-    every: int = 50, outer_lr: float = 0.7, outer_momentum: float = 0.9, codec: Codec | None = None
+    every: int = 50, outer_lr: float = 0.7, outer_momentum: float = 0.5, codec: Codec | None = None
 ) -> Method:
     """DiLoCo with exchanges that take a whole round; a replica's own part of the mean is always fresh.
 
@@ -116,7 +118,7 @@ def eager_diloco(
 def dilocox(
     every: int = 125,
     outer_lr: float = 0.7,
-    outer_momentum: float = 0.9,
+    outer_momentum: float = 0.5,
     codec: Codec | None = None,
     merge: str = "kept",
     adapt: bool = True,

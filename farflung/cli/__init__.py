@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 
@@ -30,6 +31,9 @@ def main() -> None:
         if arguments[0] not in COMMANDS:
             raise UserError(f"there is no command {arguments[0]!r}{suggestion(arguments[0], list(COMMANDS))}")
         COMMANDS[arguments[0]](arguments[1:])
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # a pager that was closed has seen enough
     except UserError as error:
         print(f"farflung: {error}", file=sys.stderr)
         sys.exit(MISUSE)
