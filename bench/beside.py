@@ -57,10 +57,10 @@ class Replica:
         self.model.eval()
         return float(models.sequence_loss(self.model, self._data.held_out(128)))
 
-    def ready(self) -> None:
+    def meet(self, where: str) -> None:
         """Waits until all replicas have come so far."""
-        (self.scratch / f"ready-{self.number}").touch()
-        until(lambda: all((self.scratch / f"ready-{number}").exists() for number in range(REPLICAS)))
+        (self.scratch / f"{where}-{self.number}").touch()
+        until(lambda: all((self.scratch / f"{where}-{number}").exists() for number in range(REPLICAS)))
 
 
 def until(holds: Callable[[], bool]) -> None:
@@ -138,8 +138,7 @@ def torchft_diloco(replica: Replica) -> Iterator[Step]:
     outer = torch.optim.SGD(replica.model.parameters(), **OUTER)
     with DiLoCo(manager, [replica.model], replica.optimizer, outer, sync_every=replica.every):
         yield lambda: local_step(replica, replica.optimizer)
-    (replica.scratch / f"done-{replica.number}").touch()
-    until(lambda: all((replica.scratch / f"done-{number}").exists() for number in range(REPLICAS)))
+    replica.meet("done")
     manager.shutdown(wait=False)
     del lighthouse
 
@@ -163,8 +162,7 @@ def hivemind_dht(replica: Replica) -> Iterator[Any]:
         (replica.scratch / "new").write_text("\n".join(map(str, dht.get_visible_maddrs())))
         (replica.scratch / "new").rename(meeting)
     yield dht
-    (replica.scratch / f"done-{replica.number}").touch()
-    until(lambda: all((replica.scratch / f"done-{number}").exists() for number in range(REPLICAS)))
+    replica.meet("done")
     dht.shutdown()
 
 
@@ -225,14 +223,15 @@ def hivemind_optimizer(replica: Replica) -> Iterator[Step]:
         optimizer.shutdown()
 
 
-CONTENDERS: dict[str, Callable[[Replica], Any]] = {
-    "farflung diloco": diloco,
-    "farflung noloco": noloco,
-    "farflung, averaging weights": averaging,
-    "torchft DiLoCo": torchft_diloco,
-    "hivemind averager": hivemind_averager,
-    "hivemind Optimizer, local updates": hivemind_optimizer,
+CONTENDERS: dict[str, tuple[str, Callable[[Replica], Any]]] = {
+    "farflung diloco": ("farflung", diloco),
+    "torchft DiLoCo": ("torchft", torchft_diloco),
+    "farflung noloco": ("farflung", noloco),
+    "farflung, averaging weights": ("farflung", averaging),
+    "hivemind averager": ("hivemind", hivemind_averager),
+    "hivemind Optimizer, local updates": ("hivemind", hivemind_optimizer),
 }
+"""Each one's library and rounds."""
 
 
 def sent(interface: str) -> int:
@@ -244,8 +243,9 @@ def main() -> None:
     contender, number, address, settings, scratch = sys.argv[1:]
     replica = Replica(json.loads(settings), int(number), address, Path(scratch))
     interface = os.environ["GLOO_SOCKET_IFNAME"]
-    with CONTENDERS[contender](replica) as step:
-        replica.ready()
+    _, rounds = CONTENDERS[contender]
+    with rounds(replica) as step:
+        replica.meet("ready")
         before, began = sent(interface), time.monotonic()
         for number_of_step in range(replica.steps):
             replica.backward(number_of_step)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import tyro
 from recorded import Recorded, Settings, regime
-from search import Axis, compass
+from search import AXES, tune
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ REGIMES: dict[str, tuple[Settings, int]] = {
 }
 """Where the best of all is put beside ddp once more, without tuning anything again, and on how many seeds."""
 
-BEST = "late average"
+BEST = list(STEPS)[-1]
 """What the last of STEPS ends with."""
 
 FINAL = "validation_loss_averaged"
@@ -94,14 +94,6 @@ def changed(settings: Settings, changes: Settings) -> Settings:
     return found
 
 
-def tuned(recorded: Recorded, name: str, settings: Settings, options: Options) -> Settings:
-    """Settings with the learning rate that a search finds."""
-    axis = [Axis("lr", step=2.0)]
-    point = compass(lambda p: recorded.loss(settings | p, options.seeds[0]), {"lr": 6e-3}, axis, options.budget)
-    recorded.choose(name, settings | point)
-    return settings | point
-
-
 def add(recorded: Recorded, settings: Settings, name: str, seed: int) -> Settings:
     """The best of a step's alternatives, or the settings as they are."""
     candidates = [settings, *(changed(settings, changes) for changes in STEPS[name].values())]
@@ -116,7 +108,7 @@ def main(options: Options) -> None:
     with Recorded("gap", regime(options.steps)) as recorded, ThreadPoolExecutor(3) as threads:
         yardsticks = {"ddp": {"method": "ddp", "inner": "adamw"}, "ddp, Muon": {"method": "ddp", "inner": "muon"}}
         searches = {
-            name: threads.submit(tuned, recorded, name, settings, options)
+            name: threads.submit(tune, recorded, name, settings, options.budget, options.seeds[0], AXES[:1])
             for name, settings in {**yardsticks, "DiLoCo as published": PUBLISHED}.items()
         }
         settings = searches["DiLoCo as published"].result()

@@ -20,11 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import tyro
-from beside import REPLICAS
+from beside import CONTENDERS, REPLICAS
 from netlab import NetLab
-from recorded import RESULTS, SURROUNDINGS
-
-from farflung.files import write_text
+from recorded import RESULTS, SURROUNDINGS, write_runs
 
 HERE = Path(__file__).parent
 ENVIRONMENTS = HERE.parent / "runs" / "others"
@@ -33,16 +31,6 @@ NEEDED = ("torch", "transformers", "numpy", "safetensors", "tyro", "rich")
 """What a replica of ours needs, in the versions that are installed here."""
 
 LIBRARIES = {"farflung": "", "torchft": "torchft==0.2.0", "hivemind": "hivemind==1.1.12"}
-
-CONTENDERS = {
-    "farflung diloco": "farflung",
-    "torchft DiLoCo": "torchft",
-    "farflung noloco": "farflung",
-    "farflung, averaging weights": "farflung",
-    "hivemind averager": "hivemind",
-    "hivemind Optimizer, local updates": "hivemind",
-}
-"""And whose library they need."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +66,7 @@ def python_of(library: str) -> str:
 
 def run(contender: str, settings: dict[str, Any], rate: float) -> dict[str, Any]:
     """One run: the mean loss of the replicas, what all sent, and the slowest's seconds."""
-    python = python_of(CONTENDERS[contender])
+    python = python_of(CONTENDERS[contender][0])
     with NetLab(REPLICAS, rate) as lab, tempfile.TemporaryDirectory() as scratch:
         first = lab.hosts[0].address
         outputs = lab.run_everywhere(
@@ -120,15 +108,14 @@ def main(options: Options) -> None:
     }
     print(f"{'':36} {'loss':>7} {'MB sent':>8} {'seconds':>8}")
     for seed in options.seeds:
-        for contender in CONTENDERS:
+        for contender, (library, _) in CONTENDERS.items():
             settings = {**common, "seed": seed}
             key = {"contender": contender, "settings": settings, "rate_mbit": options.rate_mbit}
             found = [kept["result"] for kept in runs if all(kept[name] == value for name, value in key.items())]
             if not found:
                 found = [run(contender, settings, options.rate_mbit)]
-                runs.append({**key, "result": found[0], "library": LIBRARIES[CONTENDERS[contender]], **SURROUNDINGS})
-                lines = ",\n".join(json.dumps(kept) for kept in runs)
-                write_text(path, f'{{"runs": [\n{lines}\n]}}\n')
+                runs.append({**key, "result": found[0], "library": LIBRARIES[library], **SURROUNDINGS})
+                write_runs(path, runs)
             result = found[0]
             print(
                 f"{contender:36} {result['loss']:7.4f} {result['bytes_sent'] / 1e6:8.1f} {result['seconds']:8.1f}",

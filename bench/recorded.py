@@ -18,13 +18,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import simulated
 from real import train
 
 from farflung.config import Config
 from farflung.files import write_text
 from farflung.outer import Diverged
 from farflung.report.read import read_run
-from farflung.training import launch
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -65,7 +65,7 @@ class Recorded:
     def __init__(self, table: str, common: Settings, results: Path = RESULTS) -> None:
         self.path = results / f"{table}.json"
         self._common = common
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a run that has ended at once is kept while it is being started
         self._pool: ProcessPoolExecutor | None = None
         self._futures: dict[str, Future[Result]] = {}
         kept: dict[str, Any] = json.loads(self.path.read_text()) if self.path.exists() else {}
@@ -92,9 +92,8 @@ class Recorded:
         with self._lock:
             if key not in self._futures:
                 self._pool = self._pool or ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn"))
-                began = time.time()
                 self._futures[key] = self._pool.submit(outcome, everything, seed)
-                self._futures[key].add_done_callback(lambda future: self._keep(everything, seed, future, began))
+                self._futures[key].add_done_callback(lambda future: self._keep(everything, seed, future))
             return self._futures[key]
 
     def chosen_as(self, name: str) -> Settings:
@@ -131,7 +130,7 @@ class Recorded:
             self.chosen[name] = settings
             self._write()
 
-    def _keep(self, settings: Settings, seed: int, future: Future[Result], began: float) -> None:
+    def _keep(self, settings: Settings, seed: int, future: Future[Result]) -> None:
         if future.cancelled() or future.exception():
             return
         result = future.result()
@@ -141,10 +140,14 @@ class Recorded:
         print(f"{time.strftime('%H:%M:%S')} {result['validation_loss']}  seed {seed}  {settings}", flush=True)
 
     def _write(self) -> None:
-        """One run a line, so that what a later bench adds is seen as what it is."""
-        self.path.parent.mkdir(exist_ok=True)
-        runs = ",\n".join(json.dumps(run) for run in self._runs)
-        write_text(self.path, f'{{"chosen": {json.dumps(self.chosen, indent=1)},\n"runs": [\n{runs}\n]}}\n')
+        write_runs(self.path, self._runs, f'"chosen": {json.dumps(self.chosen, indent=1)},\n')
+
+
+def write_runs(path: Path, runs: list[dict[str, Any]], before: str = "") -> None:
+    """Runs as JSON, one a line, so that what a later bench adds is seen as what it is; `before` comes before them."""
+    path.parent.mkdir(exist_ok=True)
+    lines = ",\n".join(json.dumps(run) for run in runs)
+    write_text(path, f'{{{before}"runs": [\n{lines}\n]}}\n')
 
 
 def outcome(settings: Settings, seed: int) -> Result:
@@ -154,14 +157,14 @@ def outcome(settings: Settings, seed: int) -> Result:
     """
     with tempfile.TemporaryDirectory() as name:
         folder, began = Path(name) / "run", time.time()
+        everything = settings | {"seed": seed, "checkpoint_every": 0}
         try:
             if "stages" in settings:
-                train(folder, **settings, seed=seed, checkpoint_every=0)
+                summary = train(folder, **everything).summary
             else:
-                simulate(folder, **settings, seed=seed, checkpoint_every=0)
+                summary = simulated.run(Config(**everything, network="simulated", out=str(folder)))
         except Diverged:
             return {"validation_loss": None}
-        summary = json.loads((folder / "summary.json").read_text())
         evaluations = read_run(folder).by_step("evaluation")
         losses = {
             step: sum(event["validation_loss"] for event in events) / len(events)
@@ -169,13 +172,6 @@ def outcome(settings: Settings, seed: int) -> Result:
         }
         kept = {key: summary[key] for key in KEPT}
         return {**kept, "losses": losses, "wall_seconds": round(time.time() - began, 1)}
-
-
-def simulate(folder: Path, **settings: Any) -> None:
-    """Makes a simulated run, in this process. Raises Diverged."""
-    config = Config(**settings, network="simulated", out=str(folder))
-    launch.prepare(config, folder, resume=False)
-    launch.run_simulated(config, folder, resume=False)
 
 
 def _key(settings: Settings, seed: int) -> str:

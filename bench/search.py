@@ -71,9 +71,11 @@ AXES = (
 )
 
 
-def tune(recorded: Recorded, name: str, settings: Settings, budget: int, seed: int) -> Settings:
+def tune(
+    recorded: Recorded, name: str, settings: Settings, budget: int, seed: int, along: tuple[Axis, ...] = AXES
+) -> Settings:
     """A row's settings with what the search finds, of the axes that its method has; notes it."""
-    axes = [axis for axis in AXES if axis.name == "lr" or axis.name in settings_of(settings["method"])]
+    axes = [axis for axis in along if axis.name == "lr" or axis.name in settings_of(settings["method"])]
     start = {axis.name: START[axis.name] for axis in axes}
     found = compass(lambda point: recorded.loss(settings | point, seed), start, axes, budget)
     recorded.choose(name, settings | found)

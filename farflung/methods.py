@@ -259,20 +259,18 @@ def from_config(config: Config) -> Method:
     """
     known = settings_of(config.method)
     given = {key: value for key in _METHOD_SETTINGS if (value := getattr(config, key)) is not None}
-    for key in given:
-        if key not in known:
-            settings = ", ".join(name for name in _METHOD_SETTINGS if name in known) or "none"
-            raise UserError(f"{config.method} has no setting {key}; remove it (its settings: {settings})")
+    unknown = [key for key in given if key not in known]
+    if config.every_final is not None and "every" not in known:
+        unknown.append("every_final")
+    if unknown:
+        settings = ", ".join(name for name in _METHOD_SETTINGS if name in known) or "none"
+        raise UserError(f"{config.method} has no setting {unknown[0]}; remove it (its settings: {settings})")
     if "codec" in given:
         given["codec"] = codec_named(given["codec"])
     if "seed" in known:
         given["seed"] = config.seed
     method = RECIPES[config.method](**given)
     if config.every_final is not None:
-        if "every" not in known:
-            raise UserError(
-                f"{config.method} has no setting every_final, since its rounds are what they are; remove it"
-            )
         method = replace(method, schedule=replace(method.schedule, final=config.every_final, steps=config.steps))
     if config.inner is None and method.inner is MUON and config.shard > 1:
         return replace(method, inner=ADAMW)  # Muon needs whole matrices

@@ -22,7 +22,7 @@ from farflung.outer.fragments import Fragment, split
 from farflung.outer.fusion import Fusion
 from farflung.outer.gradients import different_start
 from farflung.outer.merges import Keep, Merge
-from farflung.outer.opened import Anchored, Opened, opened, state_tensors, take_state
+from farflung.outer.opened import Anchored, Opened, by_lineage, state_tensors, take_state
 from farflung.outer.optimizers import OuterFactory, OuterOptimizer, gradient_of, message_of, step_with
 from farflung.outer.schedules import Schedule
 from farflung.outer.streams import Flight, Stream
@@ -70,7 +70,7 @@ class OuterLoop(Attached):
         super().__init__(network, deadline, on_round)
         self._opened, fusion = None, None
         if isinstance(network, OpenNetwork):
-            self._opened = opened(network, topology, codec, schedule, adapt, deadline)
+            self._opened = Opened(network, topology.alike, by_lineage(topology, codec), deadline)
             fusion = Fusion(robust, network.blame)
             network.serve(self.state)
         self.schedule = schedule

@@ -17,6 +17,7 @@ from farflung.outer.gradients import GradientLoop
 from farflung.outer.inner import MUON, Inner
 from farflung.outer.loop import OuterLoop
 from farflung.outer.merges import Keep, Merge
+from farflung.outer.opened import by_lineage
 from farflung.outer.optimizers import OuterFactory
 from farflung.outer.schedules import Schedule
 from farflung.outer.topologies import Everyone, Topology
@@ -55,6 +56,23 @@ class Method:
         if self.merge.eager and (self.schedule.delay != self.schedule.every or self.schedule.final is not None):
             raise UserError("eager needs a delay of a whole round; set delay to the same as every, without every_final")
 
+    def check_open(self) -> None:
+        """Refuses what needs replicas to stay, for networks on which they come and go. Raises UserError."""
+        if self.outer is None:
+            raise UserError("this method needs all replicas at every step; on the internet use noloco or diloco")
+        if self.schedule.final is not None:
+            raise UserError("on the internet rounds must be equally far apart; leave out every_final")
+        if self.adapt and self.adapt.steps:
+            raise UserError(
+                "this method adapts the steps between rounds, on which peers that come and go cannot agree; "
+                "add --no-adapt"
+            )
+        if by_lineage(self.topology, self.codec) and self.schedule.delay == self.schedule.every:
+            raise UserError(
+                "this method needs equal anchors everywhere, and its rounds never pause, so that nobody could join; "
+                "on the internet use nolocox, a smaller delay, or --codec float32"
+            )
+
     def attach(
         self,
         model: nn.Module,
@@ -67,11 +85,9 @@ class Method:
         on_round: Callable[[Round], None] | None = None,
     ) -> Attached:
         """Hooks the method to the steps of an inner optimizer, for use in a `with` statement. See OuterLoop."""
-        if isinstance(network, OpenNetwork) and self.schedule.final is not None:
-            raise UserError("on the internet rounds must be equally far apart; leave out every_final")
+        if isinstance(network, OpenNetwork):
+            self.check_open()
         if self.outer is None:
-            if isinstance(network, OpenNetwork):
-                raise UserError("this method needs all replicas at every step; on the internet use noloco or diloco")
             return GradientLoop(
                 model,
                 optimizer,

@@ -14,11 +14,9 @@ from torch import Tensor
 from farflung.codecs import Codec, Dense, finite
 from farflung.config import UserError
 from farflung.networks import Group, OpenNetwork, Party, PeerLost, Pending, State
-from farflung.outer.adaptation import Adapt
 from farflung.outer.averaging import digest
 from farflung.outer.meeting import Meeting, Met
 from farflung.outer.optimizers import OuterOptimizer, descend
-from farflung.outer.schedules import Schedule
 from farflung.outer.streams import Stream
 from farflung.outer.topologies import Topology
 
@@ -106,21 +104,9 @@ class Anchored(OuterOptimizer):
         self.inner.load_state_dict(state_dict)
 
 
-def opened(
-    network: OpenNetwork, topology: Topology, codec: Codec, schedule: Schedule, adapt: Adapt | None, deadline: float
-) -> Opened:
-    """A loop's dealings with an open network. Raises UserError for methods that need replicas to stay."""
-    if adapt and adapt.steps:
-        raise UserError(
-            "this method adapts the steps between rounds, on which peers that come and go cannot agree; add --no-adapt"
-        )
-    by_lineage = topology.alike and codec != Dense()
-    if by_lineage and schedule.every and schedule.delay == schedule.every:
-        raise UserError(
-            "this method needs equal anchors everywhere, and its rounds never pause, so that nobody could join; "
-            "on the internet use nolocox, a smaller delay, or --codec float32"
-        )
-    return Opened(network, topology.alike, by_lineage, deadline)
+def by_lineage(topology: Topology, codec: Codec) -> bool:
+    """Whether only replicas with the same anchors may average; else rounds draw them together."""
+    return topology.alike and codec != Dense()
 
 
 def state_tensors(anchors: list[Tensor], outer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor]]:

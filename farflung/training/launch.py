@@ -48,15 +48,8 @@ STARTED_HERE = "FARFLUNG_STARTED_HERE"
 
 def prepare(config: Config, folder: Path, resume: bool) -> None:
     """Refuses what cannot work before anything is started, and writes config.toml. Raises UserError."""
-    methods.from_config(config)
-    if config.robust != "mean" and config.network != "internet":
-        raise UserError(f"robust is {config.robust!r}, but only peers on the internet need it; leave it out")
-    if config.conditions and config.network != "simulated":
-        raise UserError(f"conditions is {config.conditions!r}, but real links are as they are; add --network simulated")
-    if config.shares == "apart" and config.network == "internet":
-        raise UserError(
-            "shares is 'apart', but on the internet nobody knows how many replicas there will be; leave it out"
-        )
+    settled = methods.settled(config)
+    check_network(config)
     conditions_of(config)
     tokenizer = tokenizers.load(config.tokenizer)
     models.model_config(config, tokenizer)
@@ -67,9 +60,21 @@ def prepare(config: Config, folder: Path, resume: bool) -> None:
         raise holds_a_run(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        write_text(folder / "config.toml", to_toml(methods.settled(config)))
+        write_text(folder / "config.toml", to_toml(settled))
     except OSError as error:
         raise UserError(f"cannot write to {folder}: {error.strerror}; choose another folder with --out") from error
+
+
+def check_network(config: Config) -> None:
+    """Refuses settings that another network is for. Raises UserError."""
+    if config.robust != "mean" and config.network != "internet":
+        raise UserError(f"robust is {config.robust!r}, but only peers on the internet need it; leave it out")
+    if config.conditions and config.network != "simulated":
+        raise UserError(f"conditions is {config.conditions!r}, but real links are as they are; add --network simulated")
+    if config.shares == "apart" and config.network == "internet":
+        raise UserError(
+            "shares is 'apart', but on the internet nobody knows how many replicas there will be; leave it out"
+        )
 
 
 def run_simulated(config: Config, folder: Path, resume: bool) -> None:

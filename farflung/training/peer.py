@@ -96,6 +96,8 @@ def check_for_internet(config: Config) -> None:
         raise UserError("a peer on the internet is one process; leave out --stages, --shard and --offload")
     if config.conditions:
         raise UserError("conditions are for the simulated network; leave them out")
+    launch.check_network(dataclasses.replace(config, network="internet"))
+    methods.from_config(config).check_open()
 
 
 def seat_of(listening: Listening, first: bool) -> Seat:
