@@ -9,6 +9,7 @@ import torch.distributed as dist
 from farflung.networks.base import Finished, Group, Network, OpenNetwork, Party, PeerLost, Pending, State, Traffic
 from farflung.networks.conditions import Conditions
 from farflung.networks.distributed import TorchNetwork
+from farflung.networks.living import among_the_living
 from farflung.networks.presets import conditions_named
 from farflung.networks.simulated import Died, SimulatedNetwork, Simulation
 
@@ -27,6 +28,7 @@ __all__ = [
     "State",
     "TorchNetwork",
     "Traffic",
+    "among_the_living",
     "conditions_named",
     "from_env",
 ]

@@ -123,6 +123,10 @@ class Network(Protocol):
         """The replicas believed alive, sorted, this one among them."""
         ...
 
+    def attachment(self) -> int:
+        """Counts what holds exchanges here: the number, from 0, by which its keys differ from others'."""
+        ...
+
     def exchange(self, packet: Tensor, group: Group, key: str) -> Pending[dict[int, Tensor]]:
         """Sends a packet (flat uint8, any length) to the others of the group; yields every member's, own included."""
         ...

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 import zlib
@@ -58,6 +59,7 @@ class TorchNetwork:
         self._members = tuple(range(len(self._processes)))
         self._addresses = addresses or {}
         self.store = store or _get_default_store()
+        self._attachments = itertools.count()
 
     @classmethod
     def from_env(cls, deadline: float = 120.0) -> TorchNetwork:
@@ -69,11 +71,17 @@ class TorchNetwork:
 
     def among(self, processes: Sequence[int]) -> TorchNetwork:
         """The network of some of the processes, this one among them; the first is replica 0 there."""
-        return TorchNetwork(self._addresses, self.store, processes)
+        network = TorchNetwork(self._addresses, self.store, processes)
+        network._attachments = self._attachments  # both send under the same process group's keys
+        return network
 
     def members(self) -> Group:
         """Every rank, dead or alive: all must agree on the groups, and a dead partner fails at once."""
         return self._members
+
+    def attachment(self) -> int:
+        """See Network."""
+        return next(self._attachments)
 
     def exchange(self, packet: Tensor, group: Group, key: str) -> Pending[dict[int, Tensor]]:
         """See Network. Lengths travel first, then all packets at once, both directions of each link together."""

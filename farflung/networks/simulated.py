@@ -7,6 +7,7 @@ depends on thread timing, and the replicas' code is the same as on a real networ
 
 from __future__ import annotations
 
+import itertools
 import math
 import threading
 from collections import deque
@@ -143,6 +144,7 @@ class SimulatedNetwork:
         self.seat = _Seat()
         self._world = simulation.world
         self._computation = Computation(simulation.conditions, rank)
+        self._attachments = itertools.count()
 
     @classmethod
     def alone(cls, conditions: Conditions | None = None) -> SimulatedNetwork:
@@ -152,6 +154,10 @@ class SimulatedNetwork:
     def members(self) -> Group:
         """The living whom this replica can reach, also those that have finished: these fail at once."""
         return self._world.members(self.rank)
+
+    def attachment(self) -> int:
+        """See Network."""
+        return next(self._attachments)
 
     def exchange(self, packet: Tensor, group: Group, key: str) -> Pending[dict[int, Tensor]]:
         """See Network."""

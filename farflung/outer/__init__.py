@@ -1,7 +1,7 @@
 """Floor 3: the rounds between replicas. Read `loop.py` first."""
 
 from farflung.outer.adaptation import Adapt
-from farflung.outer.attached import Attached, Disagreement, Diverged, Round
+from farflung.outer.attached import Attached, Diverged, Options, Round
 from farflung.outer.averaging import parts_sent
 from farflung.outer.gradients import GradientLoop
 from farflung.outer.inner import ADAMW, INNER, MUON, SIGN, Inner, MuonAdamW, SignSGD, names_of
@@ -17,6 +17,7 @@ from farflung.outer.optimizers import (
     OuterOptimizer,
 )
 from farflung.outer.schedules import Schedule
+from farflung.outer.start import Disagreement
 from farflung.outer.topologies import Everyone, RandomGroups, Topology, group_of
 
 __all__ = [
@@ -43,6 +44,7 @@ __all__ = [
     "Method",
     "Mix",
     "MuonAdamW",
+    "Options",
     "OuterFactory",
     "OuterLoop",
     "OuterOptimizer",

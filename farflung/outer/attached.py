@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from farflung.networks import Group, Network
+from farflung.config import UserError
+from farflung.networks import Group, Network, OpenNetwork, among_the_living
+from farflung.outer.averaging import digest
+from farflung.outer.buffers import Buffers, average
+from farflung.outer.start import agree_on_start
+from farflung.outer.trained import Trained
 
 PATIENCE = 3
 """Rounds in a row that a replica may have nothing sound to offer in."""
 
+END_DEADLINES = 10
+"""The end waits this many times the deadline: replicas that never met may be far apart in time."""
+
 
 class Diverged(RuntimeError):
     """Training has gone wrong for several rounds in a row: loss or weights are not finite."""
-
-
-class Disagreement(RuntimeError):
-    """The replicas do not start from the same weights."""
 
 
 @dataclass(frozen=True)
@@ -52,25 +59,71 @@ class Round:
     every: int | None = None
 
 
-class Attached:
-    """A context that does something about an inner optimizer's steps, and undoes its hooks at the end.
+@dataclass(frozen=True)
+class Options:
+    """How a method is attached.
 
     Args:
-        network: the replica's seat.
+        outer_device: where the outer state lives; by default, with the model.
         deadline: the longest that a round is waited for, in seconds.
+        starting: the longest that the others are waited for before the first step, in seconds.
+        robust: how messages become one on an open network; see Fusion.
+        buffers: whether buffers are averaged in every "round", or only at the "end" and by `average_buffers`.
         on_round: told of every round when it has landed.
     """
 
+    outer_device: torch.device | str | None = None
+    deadline: float = 120.0
+    starting: float = 600.0
+    robust: str = "mean"
+    buffers: Literal["end", "round"] = "end"
+    on_round: Callable[[Round], None] | None = None
+
+
+class Attached:
+    """A context that does something about inner optimizers' steps, and undoes its hooks at the end.
+
+    Public besides the methods: `step`, the inner steps so far, and `rounds`, the rounds that this replica took part in.
+
+    Args:
+        model: what the user trains.
+        optimizers: that step it, in this order.
+        network: the replica's seat.
+        options: see Options.
+        start: what must be equal on all replicas, besides the weights, by what it is called in a Disagreement; None for
+            what never exchanges anything.
+    """
+
     def __init__(
-        self, network: Network, deadline: float = 120.0, on_round: Callable[[Round], None] | None = None
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        network: Network,
+        options: Options,
+        start: dict[str, str] | None,
     ) -> None:
         self.network = network
-        self.deadline = deadline
+        self.deadline = options.deadline
         self.step = 0
-        self._on_round = on_round or (lambda round: None)
+        self.rounds = 0
+        self.trained = Trained(model, optimizers)
+        self._buffers = Buffers(model)
+        self._name = f"attachment {network.attachment()}"
+        self._options = options
+        self._start_facts = start
+        self._begun = False
+        self._ended = False
+        self._exchanges = 0
         self._fault = ""
-        self._bad_rounds = 0
-        self._hook: RemovableHandle | None = None
+        self._bad_rounds: list[int] = []
+        self._hooks: list[RemovableHandle] = [
+            optimizer.register_step_pre_hook(self._before_first_step) for optimizer in optimizers
+        ]
+        if isinstance(network, OpenNetwork) and (floating := self._buffers.floating()):
+            raise UserError(
+                f"the model keeps {floating[0]} besides its weights, which peers on the internet cannot average; "
+                "replace BatchNorm by LayerNorm or GroupNorm, or register such buffers with persistent=False"
+            )
 
     def __enter__(self) -> Self:
         return self
@@ -78,13 +131,38 @@ class Attached:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._hook is not None:
-            self._hook.remove()
         if error is None:
-            self.land()
+            self.finish()
+        self._unhook()
 
     def land(self) -> None:
         """Lands what is pending."""
+
+    @torch.no_grad()
+    def finish(self, average_weights: bool = False) -> None:
+        """Ends the rounds: lands what is pending, averages the buffers, and the weights where asked.
+
+        Every replica must call it alike. The end of the `with` statement does, if the loop has not. With
+        `average_weights` all replicas end with the same ones. Raises PeerLost when somebody does not come to that
+        within ten deadlines.
+        """
+        if self._ended:
+            return
+        self._ended = True
+        self.land()
+        self._unhook()
+        if not self._begun:
+            return
+        self.average_buffers()
+        if average_weights:
+            self._average_among_all("weights", self.trained.parameters)
+
+    def average_buffers(self) -> None:
+        """Averages the model's buffers over all replicas, for an evaluation; every replica must call it alike.
+
+        Floating ones get their mean, whole numbers their largest. Raises PeerLost.
+        """
+        self._average_among_all("buffers", self._buffers.named().values())
 
     def catch_up(self, wait: float) -> bool:
         """Takes the state of others before training, where it can be had within `wait` seconds; whether it was."""
@@ -96,19 +174,75 @@ class Attached:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that a later `load_state_dict` needs to go on bit for bit."""
-        return {"step": self.step, "fault": self._fault, "bad_rounds": self._bad_rounds}
+        return {"step": self.step, "rounds": self.rounds, "fault": self._fault, "bad_rounds": self._bad_rounds}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on from a `state_dict`."""
-        self.step, self._fault, self._bad_rounds = state["step"], state["fault"], state["bad_rounds"]
+        self.step, self.rounds = state["step"], state["rounds"]
+        self._fault, self._bad_rounds = state["fault"], list(state["bad_rounds"])
+        self._begun = self.step > 0
+        self.trained.begin()
 
-    def _judge(self) -> str:
-        """Ends the account of a round: returns what was wrong in it, or "". Raises Diverged at the third in a row."""
+    def _key(self, what: str) -> str:
+        """The key of an exchange: no two attachments on a network share one."""
+        return f"{self._name}, {what}"
+
+    @torch.no_grad()
+    def _before_first_step(self, *_: Any) -> None:
+        if self._begun:
+            return
+        self._begun = True
+        self._begin()
+        self.trained.begin()
+        if self._start_facts is not None and not isinstance(self.network, OpenNetwork):
+            others = [*(p for _, p in self.trained.others()), *self._buffers.named().values()]
+            facts = {
+                **self._start_facts,
+                "shapes": str([tuple(parameter.shape) for parameter in self.trained.parameters]),
+                "weights": _told(self.trained.parameters),
+                "buffers or frozen weights": _told(others),
+            }
+            agree_on_start(self.network, self._key("start"), facts, self._options.starting)
+
+    def _begin(self) -> None:
+        """Takes note of the weights that training starts from, which may have been loaded since attach."""
+
+    def _judge(self, round: int) -> str:
+        """Ends the account of a round: what was wrong in it, or "". Raises Diverged at the third in a row."""
         fault, self._fault = self._fault, ""
-        self._bad_rounds = self._bad_rounds + 1 if fault else 0
-        if self._bad_rounds >= PATIENCE:
+        if not fault:
+            return ""
+        if round not in self._bad_rounds:
+            follows = self._bad_rounds[-1:] == [round - 1]
+            self._bad_rounds = [*(self._bad_rounds if follows else []), round]
+        if len(self._bad_rounds) >= PATIENCE:
             raise Diverged(
                 f"replica {self.network.rank} had nothing sound to offer in {PATIENCE} rounds in a row; the last time: "
                 f"{fault}, at step {self.step}; lower the learning rate, lengthen the warm-up, or look at the data"
             )
         return fault
+
+    def _report(self, round: Round) -> None:
+        self.rounds += bool(round.group)
+        if self._options.on_round:
+            self._options.on_round(round)
+
+    def _average_among_all(self, what: str, tensors: Iterable[Tensor]) -> None:
+        if self._start_facts is None or isinstance(self.network, OpenNetwork):
+            return  # who comes and goes has nobody to end with
+        self._exchanges += 1
+        key, tensors = self._key(f"{what} {self._exchanges}"), list(tensors)
+
+        def exchange(group: Group) -> None:
+            average(tensors, self.network, group, f"{key} of {group}", END_DEADLINES * self.deadline)
+
+        among_the_living(self.network, exchange)
+
+    def _unhook(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self.trained.end()
+
+
+def _told(tensors: Iterable[Tensor]) -> str:
+    return str(digest(tensors).tolist())

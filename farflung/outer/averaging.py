@@ -64,7 +64,7 @@ class Averaging:
         self._name = name
         self._fusion = fusion
         self._codecs: dict[str, Codec] = {}
-        self._share = 1.0
+        self.share = 1.0
 
     def start(
         self, message: Tensor, group: Group, key: str, weights: Mapping[int, float] | None = None
@@ -93,17 +93,17 @@ class Averaging:
 
     def shrink_to(self, share: float) -> None:
         """See Codec."""
-        self._share = share
+        self.share = share
         for codec in self._codecs.values():
             codec.shrink_to(share)
 
     def state_dict(self) -> dict[str, Any]:
         """What the codecs remember."""
-        return {"share": self._share, "codecs": {use: codec.state_dict() for use, codec in self._codecs.items()}}
+        return {"share": self.share, "codecs": {use: codec.state_dict() for use, codec in self._codecs.items()}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on from a `state_dict`."""
-        self._share = state["share"]
+        self.share = state["share"]
         self._codecs = {}
         for use, saved in state["codecs"].items():
             self._codec(use).load_state_dict(saved)
@@ -112,7 +112,7 @@ class Averaging:
         if use not in self._codecs:
             codec = copy.deepcopy(self._prototype)
             codec.seed(zlib.crc32(f"{self._network.rank} {self._name} {use}".encode()))
-            codec.shrink_to(self._share)
+            codec.shrink_to(self.share)
             self._codecs[use] = codec
         return self._codecs[use]
 
@@ -225,10 +225,3 @@ def digest(tensors: Iterable[Tensor]) -> Tensor:
         total[0] = total[0] * 31 + tensor.numel()
         total[1] = total[1] * 31 + words.sum(dtype=torch.int64).cpu()
     return total
-
-
-def agree(network: Network, tensors: Iterable[Tensor], deadline: float) -> bool:
-    """Whether all members hold the same bits in these tensors, by a checksum of a few bytes."""
-    own = digest(tensors).view(torch.uint8)
-    packets = network.exchange(own, network.members(), "agree").wait(deadline)
-    return all(torch.equal(packet.cpu(), own) for packet in packets.values())

@@ -165,3 +165,6 @@ _TOTALS: dict[str, Callable[[Sequence[Tensor]], Mean | Robust]] = {
     "median": partial(Robust, median),
     "clipped": partial(Robust, clipped),
 }
+
+ROBUST = tuple(_TOTALS)
+"""How messages can become one."""

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from farflung.codecs import Codec, finite
+from farflung.codecs import finite
 from farflung.networks import Network
-from farflung.outer.attached import Attached, Disagreement, Round
-from farflung.outer.averaging import Averaging, agree
+from farflung.outer.attached import Attached, Options, Round
+from farflung.outer.averaging import Averaging
 from farflung.outer.fragments import Fragment
-from farflung.outer.streams import on_device
-from farflung.outer.topologies import Topology, group_of
+from farflung.outer.streams import copied
+from farflung.outer.topologies import group_of
+
+if TYPE_CHECKING:
+    from farflung.outer.method import Method
 
 
 class GradientLoop(Attached):
@@ -26,43 +29,40 @@ class GradientLoop(Attached):
 
     def __init__(
         self,
+        method: Method,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizers: Sequence[torch.optim.Optimizer],
         network: Network,
-        *,
-        topology: Topology,
-        codec: Codec,
-        gather_up_to: int = 2,
-        deadline: float = 120.0,
-        on_round: Callable[[Round], None] | None = None,
+        options: Options,
     ) -> None:
-        super().__init__(network, deadline, on_round)
-        self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self._topology = topology
+        super().__init__(model, optimizers, network, options, {"method": "gradients"})
+        self._parameters = self.trained.parameters
+        self._topology = method.topology
         self._fragment = Fragment(self._parameters)
-        self._averaging = Averaging(network, codec, self._fragment.views, gather_up_to, topology.alike, "gradients")
-        self._hook = optimizer.register_step_pre_hook(self._before_inner_step)
+        self._averaging = Averaging(
+            network, method.codec, self._fragment.views, method.gather_up_to, method.topology.alike, "gradients"
+        )
+        self._hooks.append(optimizers[-1].register_step_pre_hook(self._before_inner_step))
 
     @torch.no_grad()
     def _before_inner_step(self, *_: Any) -> None:
         network = self.network
         network.computed()
-        if self.step == 0 and not agree(network, self._parameters, self.deadline):
-            raise Disagreement(different_start(network.rank))
+        self.trained.check()
         self.step += 1
 
         gradient = self._gather()
         if not finite(gradient):
             self.spoil("the gradient is not finite")
-        fault = self._judge()
+        fault = self._judge(self.step)
         if fault:
             gradient.zero_()
         group = group_of(network.rank, self._topology.groups(network.members(), str(self.step)))
         started = network.now()
-        pending, error = self._averaging.start(gradient, group, f"gradient {self.step}")
+        pending, error = self._averaging.start(gradient, group, self._key(f"gradient {self.step}"))
         self._scatter(pending.wait(self.deadline))
         outcome = "no progress offered" if fault else "averaged"
-        self._on_round(
+        self._report(
             Round(
                 round=self.step,
                 fragment=0,
@@ -87,7 +87,7 @@ class GradientLoop(Attached):
         """Goes on from a `state_dict`."""
         super().load_state_dict(state)
         device = self._parameters[0].device if self._parameters else torch.device("cpu")
-        self._averaging.load_state_dict(on_device(state["averaging"], device))
+        self._averaging.load_state_dict(copied(state["averaging"], device))
 
     def _gather(self) -> Tensor:
         """All gradients as one flat float32 tensor; where there is none, zeros."""
@@ -102,11 +102,3 @@ class GradientLoop(Attached):
             if parameter.grad is None:
                 parameter.grad = torch.empty_like(parameter)
             parameter.grad.copy_(part)
-
-
-def different_start(rank: int) -> str:
-    """The message of a Disagreement."""
-    return (
-        f"replica {rank} starts from other weights than the rest; seed every replica alike before making the model, "
-        "or load the same weights into all"
-    )

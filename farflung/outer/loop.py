@@ -7,109 +7,90 @@ anchor φ ──┴─▶ message ─▶ average with the group ─▶ outer opt
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from farflung.codecs import Codec, Dense, finite
-from farflung.networks import Finished, Network, OpenNetwork, Pending, State
-from farflung.outer.adaptation import Adapt, Adaptation
-from farflung.outer.attached import Attached, Disagreement, Round
-from farflung.outer.averaging import Averaging, agree
+from farflung.codecs import Dense
+from farflung.networks import Finished, Group, Network, OpenNetwork, PeerLost, Pending, State
+from farflung.outer.attached import Attached, Options
+from farflung.outer.buffers import average
 from farflung.outer.fragments import Fragment, split
 from farflung.outer.fusion import Fusion
-from farflung.outer.gradients import different_start
-from farflung.outer.merges import Keep, Merge
-from farflung.outer.opened import Anchored, Opened, by_lineage, state_tensors, take_state
-from farflung.outer.optimizers import OuterFactory, OuterOptimizer, gradient_of, message_of, step_with
-from farflung.outer.schedules import Schedule
-from farflung.outer.streams import Flight, Stream
-from farflung.outer.topologies import Topology, group_of
+from farflung.outer.healing import Compared, draw_together, sketch
+from farflung.outer.opened import Anchored, Opened, by_lineage, state_of, state_tensors, take_state
+from farflung.outer.optimizers import OuterOptimizer, gradient_of
+from farflung.outer.replica import Replica
+from farflung.outer.streams import Flight, Offer, Stream, copied, streams_of
+from farflung.outer.topologies import group_of
+
+if TYPE_CHECKING:
+    from farflung.outer.method import Method
 
 
 class OuterLoop(Attached):
-    """Holds rounds with other replicas while the user trains, hooked to the inner optimizer's step.
+    """Holds rounds with other replicas while the user trains, hooked to the inner optimizers' steps.
 
-    Keeps, for the trainable parameters, one anchor in float32, whatever the outer optimizer and the codec keep, plus
-    one message for each fragment in flight, and with a delay what the merge needs: the fragment's weights at the
-    round's start, or its own message.
+    A step of the last optimizer is an inner step. Keeps, for the parameters that the optimizers train, one anchor in
+    float32, whatever the outer optimizer and the codec keep, plus one message for each fragment in flight, and with a
+    delay what the merge needs: the fragment's weights at the round's start, or its own message.
 
     Args:
-        model, optimizer: what the user trains; the weights must start equal on all replicas.
+        method: the choices that its rounds are made of.
+        model, optimizers: what the user trains; the weights must start equal on all replicas.
         network: the replica's seat among the others.
-        schedule, topology, codec, outer, merge, adapt, gather_up_to: the choices that make a method.
-        outer_device: where the outer state lives; by default, with the model.
-        deadline: the longest that a round is waited for, in seconds.
-        on_round: told of every round when it has landed.
+        options: how it is attached.
 
     Raises, out of `optimizer.step()`:
         Disagreement: at the first step, if replicas start from different weights.
         Diverged: after three rounds in a row in which this replica's weights or losses were not finite.
+        UserError: when what is trained changes, or an optimizer puts back what rounds have changed.
     """
 
     def __init__(
         self,
+        method: Method,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizers: Sequence[torch.optim.Optimizer],
         network: Network,
-        *,
-        schedule: Schedule,
-        topology: Topology,
-        codec: Codec,
-        outer: OuterFactory,
-        merge: Merge | None = None,
-        adapt: Adapt | None = None,
-        gather_up_to: int = 2,
-        robust: str = "mean",
-        outer_device: torch.device | str | None = None,
-        deadline: float = 120.0,
-        on_round: Callable[[Round], None] | None = None,
+        options: Options,
     ) -> None:
-        super().__init__(network, deadline, on_round)
+        schedule, topology, codec = method.schedule, method.topology, method.codec
+        start = {"method": str(schedule)} if schedule.every else None
+        super().__init__(model, optimizers, network, options, start)
+        self.method = method
         self._opened, fusion = None, None
         if isinstance(network, OpenNetwork):
-            self._opened = Opened(network, topology.alike, by_lineage(topology, codec), deadline)
-            fusion = Fusion(robust, network.blame)
+            self._opened = Opened(network, topology.alike, by_lineage(topology, codec), self.deadline)
+            fusion = Fusion(options.robust, network.blame)
             network.serve(self.state)
-        self.schedule = schedule
-        self._merge = merge or Keep()
-        self._device = torch.device(outer_device) if outer_device else None
-        fragments = split(model, schedule.fragments) if schedule.every else [Fragment([])]
-        self.anchors = [fragment.read(self._device) for fragment in fragments]
-        self.outer = outer(self.anchors)
+        device = torch.device(options.outer_device) if options.outer_device else None
+        trained = self.trained.parameters
+        fragments = split(model, schedule.fragments, trained) if schedule.every else [Fragment([])]
+        self.anchors = [fragment.read(device) for fragment in fragments]
+        assert method.outer is not None
+        self.outer = method.outer(self.anchors)
         if self._opened and topology.alike and not isinstance(self.outer, OuterOptimizer) and codec == Dense():
             self.outer = Anchored(self.outer)
-        self._streams = [
-            Stream(
-                index=index,
-                fragment=fragment,
-                anchor=anchor,
-                averaging=Averaging(
-                    network, codec, fragment.views, gather_up_to, topology.alike, f"fragment {index}", fusion
-                ),
-                adaptation=Adaptation(adapt) if adapt else None,
-                every=schedule.every or 0,
-                delay=schedule.delay,
-                next_start=schedule.first(index),
-                rounds=schedule.first(index) // (schedule.every or 1),
-            )
-            for index, (fragment, anchor) in enumerate(zip(fragments, self.anchors, strict=True))
-        ]
-        self._inner = optimizer
-        self._topology = topology
+        self._streams = streams_of(method, network, fragments, self.anchors, fusion)
+        self._replica = Replica(self.trained, model, self._streams, self.outer, method.merge, device)
         self._flights: list[Flight] = []
-        self._hook = optimizer.register_step_post_hook(self._after_inner_step)
+        self._spoilt: tuple[int, str] = (-1, "")
+        self._everyone = network.members()
+        self._hooks.append(optimizers[-1].register_step_post_hook(self._after_inner_step))
+
+    def _begin(self) -> None:
+        self._replica.begin()
 
     @torch.no_grad()
     def _after_inner_step(self, *_: Any) -> None:
         self.network.computed()
+        self._replica.copies.check()
         if self._opened:
             self._follow(self._opened)
         else:
-            if self.step == 0 and self.schedule.every and not agree(self.network, self.anchors, self.deadline):
-                raise Disagreement(different_start(self.network.rank))
             self.step += 1
         fresh = self._land_those_due()
         for stream in self._streams:
@@ -117,148 +98,151 @@ class OuterLoop(Attached):
             if stream.due(self.step):
                 self._flights.append(self._start(stream, fresh.get(stream.index)))
         self._land_those_due()
-        if not self.schedule.every:
-            self._judge()  # without rounds, each step answers for itself
+        if not self.method.schedule.every:
+            self._judge(self.step)  # without rounds, each step answers for itself
 
     def _follow(self, opened: Opened) -> None:
         """Counts a step as the others do, and takes their state once it has come for one that was behind."""
-        self.step = opened.network.paced(self.step + 1, self.schedule.every or 1)
+        self.step = opened.network.paced(self.step + 1, self.method.schedule.every or 1)
         if state := opened.fetched():
             self.take(state)
         for stream in self._streams:
             stream.skip_to(self.step - stream.every + 1)  # to the latest that has started, which it may yet come to
 
-    def _start(self, stream: Stream, fresh: Tensor | None) -> Flight:
-        """Puts a fragment's message on its way to the group; `fresh` is the message if a landing has made it."""
-        network = self.network
-        key = f"round {stream.rounds} of fragment {stream.index}"
-        group = group_of(network.rank, self._topology.groups(network.members(), key))
+    def _start(self, stream: Stream, fresh: Offer | None) -> Flight:
+        """Puts a fragment's message on its way to the group; a landing may have made a `fresh` one already."""
+        network, method = self.network, self.method
+        self.trained.check()
+        group = group_of(network.rank, method.topology.groups(network.members(), stream.label))
         if not self._opened and stream.averaging.wants_expectation(group):
-            stream.averaging.expect(message_of(self.outer, stream.anchor, stream.anchor.clone()))
-        weights, fault = self._weights_to_offer(stream)
-        at_start = weights.clone() if self._merge.needs_start and stream.delay else None
-        message = message_of(self.outer, stream.anchor, weights) if fresh is None else fresh
-        own = message.clone() if self._merge.eager else None
-        if self._merge.eager and fresh is None and group:
-            self._step_alone(stream, message, len(group))
-        started, error, outcome = network.now(), 0.0, "sat out"
-        pending: Pending[Tensor] = Finished(message, started)
-        if self._opened:
-            weight = 0.0 if fault else float(stream.trained)
-            pending = self._opened.start(stream, message, group, key, self.step, weight)
-        elif group:
-            pending, error = stream.averaging.start(message, group, key)
-        if group:
-            outcome = "no progress offered" if fault else "averaged"
-        stream.trained = 0
+            stream.averaging.expect(self._replica.nothing(stream.anchor))
+        offer = fresh or self._offer(stream)
+        message = offer.message
+        at_start, own = self._replica.kept_until_landing(stream, message)
+        if method.merge.eager and fresh is None and group:
+            self._replica.step_alone(stream, message, len(group))
         flight = Flight(
             fragment=stream.index,
             round=stream.rounds,
             group=group,
             started_step=self.step,
             lands_at=self.step + stream.delay,
-            started=started,
+            started=network.now(),
             message=message,
-            pending=pending,
+            pending=Finished(message, network.now()),
             own=own,
+            anchor=offer.anchor,
             at_start=at_start,
-            compression_error=error,
-            outcome=outcome,
-            reason=fault,
+            compression_error=0.0,
+            outcome="no progress offered" if offer.fault else "averaged" if group else "sat out",
+            reason=offer.fault,
         )
-        stream.rounds += 1
-        if self.schedule.final is not None:
-            stream.every = self.schedule.every_at(self.step)
-        stream.next_start += stream.every
+        if self._opened:
+            weight = 0.0 if offer.fault else float(stream.trained)
+            flight.pending = self._opened.start(stream, message, group, stream.key(self._name), self.step, weight)
+        elif group:
+            flight.pending, flight.compression_error = self._exchange(stream, message, group)
+        stream.began(self.step, method.schedule, group)
         return flight
 
-    def _weights_to_offer(self, stream: Stream) -> tuple[Tensor, str]:
-        """A fragment's weights; or its anchor and what was wrong, when training has spoilt them since the last round.
+    def _exchange(self, stream: Stream, message: Tensor, group: Group) -> tuple[Pending[Tensor], float]:
+        """Starts averaging a message, and where all anchors should be equal, comparing them."""
+        key = stream.key(self._name)
+        if not self.method.topology.alike or len(group) < 2:
+            return stream.averaging.start(message, group, key)
+        # In an eager merge each anchor has the own last part in it; then only rounds that were lost count.
+        anchor = stream.anchor[:0] if self.method.merge.eager else stream.anchor
+        sketches = self.network.exchange(
+            sketch(anchor, stream.lost or stream.met not in ((), group)), group, f"{key}, anchors"
+        )
+        pending, error = stream.averaging.start(message, group, key)
+        return Compared(pending, sketches), error
 
-        The anchor stands for no progress. So what is not finite never travels, and no partner waits in vain.
+    def _offer(self, stream: Stream) -> Offer:
+        """What to send of a fragment in its next round: its progress, or none where training has been spoilt.
+
+        Then the whole replica goes back to its anchors, and all fragments of the round offer nothing. So what is not
+        finite never travels, and no partner waits in vain.
         """
-        weights = stream.fragment.read(self._device)
-        if not finite(weights):
+        if not self._replica.sound():
             self.spoil("the weights are not finite")
-        fault = self._judge()
-        if fault:
-            weights.copy_(stream.anchor)
-            stream.fragment.write(weights)
-            for parameter in stream.fragment.parameters:
-                self._inner.state.pop(parameter, None)  # the inner optimizer's moments may be spoilt, too
-        return weights, fault
+        if fault := self._judge(stream.rounds):
+            self._replica.restore(self._flights)
+            self._spoilt = (stream.rounds, fault)
+        return self._replica.offer(stream, self._spoilt[1] if stream.rounds <= self._spoilt[0] else "")
 
-    def _land(self, flight: Flight) -> Tensor | None:
+    def _land(self, flight: Flight) -> Offer | None:
         """Gives a round's mean to the outer optimizer, and its new anchor to the weights.
 
-        An eager merge returns the message that it has made of the weights before that.
+        An eager merge returns what it has made of the weights before that, to offer in the next round.
         """
         waited_from = self.network.now()
         mean = flight.wait(self.deadline)
-        landed = self.network.now()
+        stream = self._streams[flight.fragment]
         if self._opened and flight.outcome == "behind":
             self._opened.fetch()
-        stream = self._streams[flight.fragment]
-        effective_rank, share = self._adapt(stream, mean) if flight.group else (None, None)
+        if flight.apart:
+            self._heal(stream, flight, mean)
+        landed = self.network.now()
+        effective_rank, share = self._adapt(stream, flight, mean)
         fresh = None
         if flight.group:
-            if flight.own is not None:
-                fresh = message_of(self.outer, stream.anchor, stream.fragment.read(self._device))
-                mean.add_(fresh - flight.own, alpha=1 / len(flight.group))
-            step_with(self.outer, stream.anchor, mean)
-            overlapped = flight.lands_at > flight.started_step
-            # The mean has done its work: its memory serves for the weights.
-            merged = stream.anchor
-            if overlapped:
-                now = stream.fragment.read(out=mean[: stream.fragment.numel])
-                merged = self._merge.merge(now, flight.at_start, stream.anchor)
-            stream.fragment.write(merged)
-        self._on_round(
-            Round(
-                round=flight.round,
-                fragment=flight.fragment,
-                group=flight.group,
-                started_step=flight.started_step,
-                step=self.step,
-                started=flight.started,
-                finished=flight.pending.finished_at,
-                waited_from=waited_from,
-                landed=landed,
-                outcome=flight.outcome,
-                reason=flight.reason,
-                compression_error=flight.compression_error,
-                effective_rank=effective_rank,
-                share=share,
-                every=stream.every if stream.adaptation else None,
-            )
-        )
+            fresh = self._offer(stream) if flight.own is not None else None
+            self._replica.absorb(stream, flight, mean, fresh)
+            if self._options.buffers == "round":
+                self._average_buffers_of(flight)
+        stream.lost |= flight.outcome == "peer lost"
+        every = stream.every if stream.adaptation else None
+        self._report(flight.told(self.step, waited_from, landed, effective_rank, share, every))
         return fresh
 
-    def _step_alone(self, stream: Stream, message: Tensor, group_size: int) -> None:
-        """The first step of an eager merge, when nobody has been heard yet: the others count as without progress."""
-        nothing = message_of(self.outer, stream.anchor, stream.anchor.clone())
-        step_with(self.outer, stream.anchor, nothing.lerp_(message, 1 / group_size))
-        stream.fragment.write(stream.anchor)
+    def _heal(self, stream: Stream, flight: Flight, mean: Tensor) -> None:
+        """Makes anchors, outer momentum and schedule equal again in a group that was found to hold different ones."""
+        key = f"{stream.key(self._name, flight.round)}, healed"
+        state = state_of(self.outer, stream.anchor)
+        try:
+            pace = draw_together(stream.anchor, state, stream.pace(), self.network, flight.group, key, self.deadline)
+        except PeerLost as lost:
+            flight.note("peer lost", str(lost))  # the next round tries again
+        else:
+            stream.keep_pace(pace)
+            stream.lost = False
+            if flight.own is not None:
+                flight.own.copy_(mean)  # what is left of the own part in the anchors' mean
 
-    def _adapt(self, stream: Stream, mean: Tensor) -> tuple[float | None, float | None]:
-        """Follows the effective rank: how much the codec may send, and how many steps the next round is away."""
-        if stream.adaptation is None:
+    def _adapt(self, stream: Stream, flight: Flight, mean: Tensor) -> tuple[float | None, float | None]:
+        """Follows the effective rank: how much the codec may send, and how many steps the next round is away.
+
+        Where steps adapt all must see the same means, so a round that somebody may have missed counts for nobody.
+        """
+        adaptation = stream.adaptation
+        if adaptation is None or not flight.group:
             return None, None
-        rank, share = stream.adaptation.observe(stream.fragment.views(gradient_of(self.outer, stream.anchor, mean)))
+        if adaptation.settings.steps and (flight.outcome == "peer lost" or flight.group != self._everyone):
+            return None, None
+        rank, share = adaptation.observe(stream.fragment.views(gradient_of(self.outer, stream.anchor, mean)))
         stream.averaging.shrink_to(share)
-        if stream.adaptation.settings.steps:
-            stream.every, stream.delay = self.schedule.shortened(share)
+        if adaptation.settings.steps:
+            stream.every, stream.delay = self.method.schedule.shortened(share)
         return rank, share
 
-    def _land_those_due(self) -> dict[int, Tensor]:
-        """Lands the rounds whose time has come; an eager merge's fresh messages, by fragment."""
+    def _average_buffers_of(self, flight: Flight) -> None:
+        if flight.fragment == 0:
+            key = self._key(f"buffers of round {flight.round}")
+            try:
+                average(list(self._buffers.named().values()), self.network, flight.group, key, self.deadline)
+            except PeerLost as lost:
+                flight.note("peer lost", str(lost))
+
+    def _land_those_due(self) -> dict[int, Offer]:
+        """Lands the rounds whose time has come; an eager merge's fresh offers, by fragment."""
         due = [flight for flight in self._flights if flight.lands_at <= self.step]
         fresh = {}
         for flight in due:
             self._flights.remove(flight)
-            message = self._land(flight)
-            if message is not None:
-                fresh[flight.fragment] = message
+            offer = self._land(flight)
+            if offer is not None:
+                fresh[flight.fragment] = offer
         return fresh
 
     @torch.no_grad()
@@ -281,6 +265,7 @@ class OuterLoop(Attached):
         take_state(self.anchors, self.outer, state.tensors)
         self._flights.clear()
         self.step = max(self.step, int(state.facts["step"]))
+        self._begun = True
         for stream in self._streams:
             stream.fragment.write(stream.anchor)
             stream.skip_to(self.step + 1)
@@ -303,6 +288,7 @@ class OuterLoop(Attached):
         """
         return {
             **super().state_dict(),
+            "spoilt": self._spoilt,
             "outer": self.outer.state_dict(),
             "flights": [flight.packed(flight.wait(self.deadline), self.network.now()) for flight in self._flights],
             "streams": [stream.state_dict() for stream in self._streams],
@@ -312,7 +298,8 @@ class OuterLoop(Attached):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on from a `state_dict` of a loop with the same model and schedule."""
         super().load_state_dict(state)
-        self.outer.load_state_dict(state["outer"])
+        self._spoilt = state["spoilt"]
+        self.outer.load_state_dict(copied(state["outer"], self.anchors[0].device))
         for stream, saved in zip(self._streams, state["streams"], strict=True):
             stream.load_state_dict(saved)
         self._flights = [

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch import nn
@@ -12,7 +13,8 @@ from farflung.codecs import Codec, Dense
 from farflung.config import UserError
 from farflung.networks import Network, OpenNetwork
 from farflung.outer.adaptation import Adapt
-from farflung.outer.attached import Attached, Round
+from farflung.outer.attached import Attached, Options, Round
+from farflung.outer.fusion import ROBUST
 from farflung.outer.gradients import GradientLoop
 from farflung.outer.inner import MUON, Inner
 from farflung.outer.loop import OuterLoop
@@ -76,41 +78,38 @@ class Method:
     def attach(
         self,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         network: Network,
         *,
         outer_device: torch.device | str | None = None,
         deadline: float = 120.0,
+        starting: float = 600.0,
         robust: str = "mean",
+        buffers: Literal["end", "round"] = "end",
         on_round: Callable[[Round], None] | None = None,
     ) -> Attached:
-        """Hooks the method to the steps of an inner optimizer, for use in a `with` statement. See OuterLoop."""
+        """Hooks the method to the steps of the model's optimizers, for use in a `with` statement. Raises UserError.
+
+        Args:
+            model: what is trained.
+            optimizer: the inner optimizer, or several; then a step of the last one is an inner step.
+            network: the replica's seat.
+            outer_device, deadline, starting, robust, buffers, on_round: see Options.
+        """
+        optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+        options = Options(outer_device, deadline, starting, robust, buffers, on_round)
+        self._check(optimizers, network, options)
+        loop = GradientLoop if self.outer is None else OuterLoop
+        return loop(self, model, optimizers, network, options)
+
+    def _check(self, optimizers: list[torch.optim.Optimizer], network: Network, options: Options) -> None:
+        if not optimizers:
+            raise UserError("attach was given no optimizer; give the model's")
+        if options.buffers not in ("end", "round"):
+            raise UserError(f"buffers is {options.buffers!r}; choose 'end' or 'round'")
+        if options.robust not in ROBUST:
+            raise UserError(f"robust is {options.robust!r}; choose one of {', '.join(ROBUST)}")
         if isinstance(network, OpenNetwork):
             self.check_open()
-        if self.outer is None:
-            return GradientLoop(
-                model,
-                optimizer,
-                network,
-                topology=self.topology,
-                codec=self.codec,
-                gather_up_to=self.gather_up_to,
-                deadline=deadline,
-                on_round=on_round,
-            )
-        return OuterLoop(
-            model,
-            optimizer,
-            network,
-            schedule=self.schedule,
-            topology=self.topology,
-            codec=self.codec,
-            outer=self.outer,
-            merge=self.merge,
-            adapt=self.adapt,
-            gather_up_to=self.gather_up_to,
-            robust=robust,
-            outer_device=outer_device,
-            deadline=deadline,
-            on_round=on_round,
-        )
+        elif options.robust != "mean":
+            raise UserError(f"robust is {options.robust!r}, but only peers on the internet need it; leave it out")

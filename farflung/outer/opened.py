@@ -109,12 +109,17 @@ def by_lineage(topology: Topology, codec: Codec) -> bool:
     return topology.alike and codec != Dense()
 
 
+def state_of(outer: torch.optim.Optimizer, anchor: Tensor) -> dict[str, Any]:
+    """What an outer optimizer keeps of an anchor."""
+    state: dict[str, Any] = (outer.inner if isinstance(outer, Anchored) else outer).state.get(anchor, {})
+    return state
+
+
 def state_tensors(anchors: list[Tensor], outer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor]]:
     """The anchors and what the outer optimizer keeps of each, by name."""
-    state = (outer.inner if isinstance(outer, Anchored) else outer).state
     for index, anchor in enumerate(anchors):
         yield f"anchor {index}", anchor
-        for name, value in sorted(state.get(anchor, {}).items()):
+        for name, value in sorted(state_of(outer, anchor).items()):
             if isinstance(value, Tensor) and value.shape == anchor.shape:
                 yield f"{name} {index}", value
 

@@ -9,10 +9,10 @@ import torch
 
 from farflung.config import Config
 from farflung.files import write_text
-from farflung.networks import Network, Traffic
+from farflung.networks import Network, Traffic, among_the_living
 from farflung.outer.fragments import split
 from farflung.training import checkpoint
-from farflung.training.gather import among_the_living, gather
+from farflung.training.gather import gather
 from farflung.training.trainer import Trainer
 
 PATIENCE = 10

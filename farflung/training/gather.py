@@ -3,28 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
-from farflung.networks import Group, Network, PeerLost
-
-T = TypeVar("T")
-
-
-def among_the_living(network: Network, exchange: Callable[[Group], T]) -> T:
-    """What an exchange among all members yields, which is tried again when some of them have died or come meanwhile.
-
-    Raises PeerLost.
-    """
-    while True:
-        group = network.members()
-        try:
-            return exchange(group)
-        except PeerLost:
-            if network.members() == group:
-                raise
+from farflung.networks import Network, among_the_living
 
 
 def gather(network: Network, value: Any, key: str, deadline: float) -> list[Any]:

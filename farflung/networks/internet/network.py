@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -92,6 +93,7 @@ class InternetNetwork:
         self.background = threading.local()
         self._fetching: Transfer[State] | None = None
         self._pace = Pace()
+        self._attachments = itertools.count()
         self.swarm.start(deadline)
 
     @property
@@ -102,6 +104,10 @@ class InternetNetwork:
     def members(self) -> Group:
         """Those that train and were heard of lately, and this one."""
         return tuple(sorted({self.rank, *(member.rank for member in self.swarm.members.training())}))
+
+    def attachment(self) -> int:
+        """See Network."""
+        return next(self._attachments)
 
     def exchange(self, packet: Tensor, group: Group, key: str) -> Pending[dict[int, Tensor]]:
         """See Network."""

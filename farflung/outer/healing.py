@@ -1,0 +1,85 @@
+"""Anchors that should be equal and are not: noticed by a few numbers that go with each round, and drawn together.
+
+A round that one replica has lost, or a partition that has healed, leaves replicas with unlike anchors and outer
+momentum; from then on their pseudo-gradients would be taken from unlike points.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from farflung.networks import Group, Network, Pending
+
+STRETCHES = 8
+"""Parts of an anchor that are summed up one by one."""
+
+TOLERANCE = 1e-6
+"""Sums may differ by this part of the stretch's norm: machines of different kinds round differently."""
+
+
+class Compared:
+    """A pending mean; once it is there, `apart` says whether the group's anchors must be drawn together."""
+
+    def __init__(self, mean: Pending[Tensor], sketches: Pending[dict[int, Tensor]]) -> None:
+        self.apart = False
+        self._mean = mean
+        self._sketches = sketches
+
+    def done(self) -> bool:
+        """See Pending."""
+        return self._mean.done() and self._sketches.done()
+
+    @property
+    def finished_at(self) -> float:
+        """See Pending."""
+        return self._mean.finished_at
+
+    def wait(self, timeout: float) -> Tensor:
+        """See Pending."""
+        mean = self._mean.wait(timeout)
+        self.apart = _differ([packet.cpu().view(torch.float64) for packet in self._sketches.wait(timeout).values()])
+        return mean
+
+
+def sketch(anchor: Tensor, lost: bool) -> Tensor:
+    """The sums and norms of an anchor's stretches, and whether its last round was lost: a packet of 136 bytes."""
+    parts = anchor.tensor_split(STRETCHES)
+    sums = [part.sum(dtype=torch.float64) for part in parts]
+    norms = [torch.linalg.vector_norm(part, dtype=torch.float64) for part in parts]
+    flag = torch.tensor([float(lost)], dtype=torch.float64)
+    return torch.cat([torch.stack([*sums, *norms]).cpu(), flag]).view(torch.uint8)
+
+
+def _differ(sketches: list[Tensor]) -> bool:
+    """Whether anchors must be drawn together. All members have the same sketches, and so find the same."""
+    first = sketches[0]
+    allowed = TOLERANCE * first[STRETCHES:-1]
+    apart = any(bool(((other - first)[:STRETCHES].abs() > allowed).any()) for other in sketches)
+    return apart or any(bool(other[-1]) for other in sketches)
+
+
+def draw_together(
+    anchor: Tensor, outer_state: dict[str, Any], facts: Any, network: Network, group: Group, key: str, seconds: float
+) -> Any:
+    """Gives all members the mean of their anchors and of what their outer optimizers keep of them.
+
+    Returns the facts (anything that JSON holds) of the member with the lowest rank, for all to go by. Raises PeerLost.
+    """
+    kept = {name: value for name, value in outer_state.items() if _is_like(value, anchor)}
+    packet = torch.frombuffer(bytearray(json.dumps([sorted(kept), facts]).encode()), dtype=torch.uint8)
+    packets = network.exchange(packet, group, f"{key}, facts").wait(seconds)
+    told = {rank: json.loads(packet.cpu().numpy().tobytes()) for rank, packet in packets.items()}
+    common = sorted(set.intersection(*(set(names) for names, _ in told.values())))
+    flat = [anchor, *(kept[name] for name in common)]
+    means = network.all_reduce(torch.cat(flat), group, f"{key}, drawn together").wait(seconds)
+    for tensor, mean in zip(flat, torch.split(means, anchor.numel()), strict=True):
+        tensor.copy_(mean)
+    return told[min(group)][1]
+
+
+def _is_like(value: Any, anchor: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.shape == anchor.shape

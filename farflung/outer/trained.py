@@ -1,0 +1,95 @@
+"""What an attachment trains: the model's parameters that its optimizers hold, and what it leaves alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from farflung.config import UserError
+from farflung.outer.averaging import digest
+
+_ATTACHED: WeakSet[Trained] = WeakSet()
+"""Those that are in use: what one leaves alone, another may train."""
+
+
+class Trained:
+    """The parameters of a model that some optimizers train.
+
+    Args:
+        model: as the user's loop has it.
+        optimizers: that step it.
+
+    Raises UserError: an optimizer has parameters that are not the model's.
+    """
+
+    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        self._model = model
+        self.optimizers = tuple(optimizers)
+        self._names = {parameter: name for name, parameter in model.named_parameters()}
+        for optimizer in self.optimizers:
+            self._check_owner(optimizer)
+        self.parameters = self._held()
+        self._left_alone: dict[nn.Parameter, Tensor] = {}
+        _ATTACHED.add(self)
+
+    def _check_owner(self, optimizer: Optimizer) -> None:
+        for parameter in held_by(optimizer):
+            if parameter not in self._names:
+                raise UserError(
+                    f"{type(optimizer).__name__} trains parameters that the model does not have (copies in another "
+                    "precision?); make the optimizer of model.parameters(), or attach a module that has them all"
+                )
+            if parameter.is_complex():
+                raise UserError(f"{self._names[parameter]} is complex, which no round can carry; use two real ones")
+
+    def _held(self) -> list[nn.Parameter]:
+        held = {parameter for optimizer in self.optimizers for parameter in held_by(optimizer)}
+        return [parameter for parameter in self._names if parameter in held and parameter.requires_grad]
+
+    def others(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The model's parameters that these optimizers do not train, by name."""
+        own = set(self.parameters)
+        return ((name, parameter) for parameter, name in self._names.items() if parameter not in own)
+
+    def begin(self) -> None:
+        """Takes note of what is left alone, for `check`."""
+        self._left_alone = {parameter: digest([parameter]) for parameter in self._not_attached()}
+
+    def check(self) -> None:
+        """Sees that still the same parameters are trained, and nothing else is.
+
+        Raises UserError: a parameter has been unfrozen or added, or one that nobody averages has changed.
+        """
+        known = set(self.parameters)
+        for optimizer in self.optimizers:
+            for parameter in held_by(optimizer):
+                if parameter.requires_grad and parameter not in known:
+                    raise UserError(
+                        f"{self._names.get(parameter, 'a parameter')} has come to be trained since attach; "
+                        "leave the with statement and attach again, on all replicas"
+                    )
+        self._left_alone = {p: self._left_alone[p] for p in self._not_attached() if p in self._left_alone}
+        for parameter, before in self._left_alone.items():
+            if not torch.equal(digest([parameter]), before):
+                raise UserError(
+                    f"{self._names[parameter]} has changed, but none of the attached optimizers holds it; "
+                    "give attach all of the model's optimizers, as a list"
+                )
+
+    def end(self) -> None:
+        """Says that these parameters are no longer averaged."""
+        _ATTACHED.discard(self)
+
+    def _not_attached(self) -> list[nn.Parameter]:
+        """Trainable parameters that no attachment averages."""
+        averaged = {parameter for trained in _ATTACHED for parameter in trained.parameters}
+        return [parameter for _, parameter in self.others() if parameter.requires_grad and parameter not in averaged]
+
+
+def held_by(optimizer: Optimizer) -> list[nn.Parameter]:
+    """The parameters of an optimizer's groups."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
