@@ -73,7 +73,7 @@ def test_nan_stays_at_home_whatever_the_merge(make: Callable[[], Method], at: in
 
 @pytest.mark.parametrize("harm", ["weights", "spoil"])
 def test_a_spoilt_replica_is_restored_whole_and_all_fragments_of_the_round_say_so(harm: str) -> None:
-    """Fragments start at steps 8, 10 (round 2 of the second is at 14): all is back before any other fragment's round."""
+    """All is back before any other fragment's round, and so is the state of both optimizers."""
     back: list[bool] = []
 
     def work(network: SimulatedNetwork) -> list[Round]:
@@ -188,7 +188,7 @@ def lose_one(network: SimulatedNetwork, rank: int, round: str) -> None:
 
 @pytest.mark.parametrize("name", ALIKE)
 def test_a_round_that_one_replica_lost_is_healed_in_the_next(name: str) -> None:
-    """Replica 1 waits in vain in round 3; anchors are then apart, and equal again to the bit once round 4 has landed."""
+    """Replica 1 misses round 3: anchors are then apart, and equal to the bit once round 4 has landed."""
     spread: dict[int, list[Tensor]] = {}
 
     def work(network: SimulatedNetwork) -> list[Round]:
