@@ -111,6 +111,8 @@ class Attached:
         self._name = f"attachment {network.attachment()}"
         self._options = options
         self._start_facts = start
+        # Now, since the first batch moves some of them before the first step.
+        self._others = _told([*(p for _, p in self.trained.others()), *self._buffers.named().values()])
         self._begun = False
         self._ended = False
         self._exchanges = 0
@@ -195,12 +197,11 @@ class Attached:
         self._begin()
         self.trained.begin()
         if self._start_facts is not None and not isinstance(self.network, OpenNetwork):
-            others = [*(p for _, p in self.trained.others()), *self._buffers.named().values()]
             facts = {
                 **self._start_facts,
                 "shapes": str([tuple(parameter.shape) for parameter in self.trained.parameters]),
                 "weights": _told(self.trained.parameters),
-                "buffers or frozen weights": _told(others),
+                "buffers or frozen weights": self._others,
             }
             agree_on_start(self.network, self._key("start"), facts, self._options.starting)
 

@@ -20,11 +20,14 @@ from farflung.outer.trained import held_by
 NEAR = 0.25
 """State is a copy of the weights if the square of its distance from them is less than this part of their square."""
 
-PUT_BACK = 0.1
-"""Weights were put back if they are so much nearer to where they were than to what a round has made of them."""
+PUT_BACK, KEPT = 0.3, 0.7
+"""A step after a round less of its change is left where weights were put back, and more where they stayed."""
+
+CERTAIN = 0.1
+"""The largest standard error of that share at which it is judged."""
 
 SAMPLED = 256
-"""Values of each parameter by which that is judged."""
+"""Values of each parameter by which it is judged."""
 
 Values = dict[nn.Parameter, Tensor]
 
@@ -77,15 +80,14 @@ class Copies:
     def check(self) -> None:
         """Sees, a step later, whether weights stayed where a round has put them. Raises UserError."""
         for optimizer, before, after in self._written:
-            now = {parameter: _sample(parameter) for parameter in after}
-            from_old, from_new, apart = _distance(now, before), _distance(now, after), _distance(before, after)
-            if from_old < PUT_BACK * from_new:
+            share, error = _left(before, after)
+            if error < CERTAIN and share < PUT_BACK:
                 raise UserError(
                     f"{type(optimizer).__name__} keeps weights of its own and puts them back over what a round has "
                     "made of the model's; use an optimizer that works on the model's parameters, or that keeps its "
                     "copies in its state"
                 )
-            if from_new < apart / 2:
+            if error < CERTAIN and share > KEPT:
                 self._unproven.discard(optimizer)
         self._written.clear()
 
@@ -111,5 +113,15 @@ def _sample(tensor: Tensor) -> Tensor:
     return tensor.detach().reshape(-1)[:SAMPLED].clone().double()
 
 
-def _distance(one: Values, other: Values) -> float:
-    return math.hypot(*(float((one[parameter] - other[parameter]).norm()) for parameter in one))
+def _left(before: Values, after: Values) -> tuple[float, float]:
+    """The share of a change that is still in the parameters a step later, and its standard error.
+
+    The slope of where they are now on where they were moved; steps of training are the noise.
+    """
+    moved = torch.cat([after[parameter] - before[parameter] for parameter in after])
+    found = torch.cat([_sample(parameter) - before[parameter] for parameter in after])
+    square = float(moved.square().sum())
+    if not square:
+        return 1.0, math.inf
+    share = float((found * moved).sum()) / square
+    return share, float((found - share * moved).norm()) / math.sqrt(square * len(moved))

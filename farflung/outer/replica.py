@@ -43,6 +43,7 @@ class Replica:
         self._merge = merge
         self._device = device
         self._buffers = Buffers(model)
+        self._buffers.keep()
         self.copies = Copies(trained.optimizers)
 
     def begin(self) -> None:

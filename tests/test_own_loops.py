@@ -1,0 +1,466 @@
+"""Loops, models and optimizers other than our own: each is right, or refused in a line that says what to do."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from problem import flat, inner_steps, small_model
+from torch import Tensor, nn
+
+from farflung import methods
+from farflung.codecs import ErrorFeedback, Quantize
+from farflung.config import UserError
+from farflung.methods import Method
+from farflung.networks import PeerLost, SimulatedNetwork, Simulation
+from farflung.outer import Disagreement
+
+
+def sgd(model: nn.Module, lr: float = 0.05) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=lr)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int, width: int = 4) -> None:
+    inputs = torch.randn(8, width, generator=torch.Generator().manual_seed(seed))
+    (model(inputs) - inputs.sum(1, keepdim=True)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+# Several attachments on one network.
+
+
+@pytest.mark.parametrize("delay", [0, 3])
+def test_two_attachments_do_not_mix_their_messages(delay: int) -> None:
+    """A GAN's two models, whose rounds overlap: each ends as it would alone."""
+
+    def work(network: SimulatedNetwork, which: tuple[int, ...]) -> list[Tensor]:
+        torch.manual_seed(5)
+        models = [nn.Linear(4, 1), nn.Sequential(nn.Linear(4, 1))]
+        with torch.no_grad():
+            models[1][0].weight.mul_(3)  # type: ignore[index]
+        optimizers = [sgd(model) for model in models]
+        method = methods.diloco(every=3, delay=delay)
+        attached = [method.attach(models[n], optimizers[n], network) for n in which]
+        for number in range(12):
+            for n in which:
+                step(models[n], optimizers[n], 100 * network.rank + number)
+        for outer in attached:
+            outer.finish()
+        return [flat(models[n]) for n in which]
+
+    both = Simulation(2).run(lambda network: work(network, (0, 1)))
+    for n in (0, 1):
+        alone = Simulation(2).run(lambda network, n=n: work(network, (n,)))  # type: ignore[misc]
+        for rank in (0, 1):
+            assert torch.equal(both[rank][n], alone[rank][0])
+
+
+def test_attaching_in_another_order_is_noticed() -> None:
+    def work(network: SimulatedNetwork) -> None:
+        torch.manual_seed(0)
+        models: list[nn.Module] = [nn.Linear(4, 1), nn.Linear(4, 2)]
+        for model in models if network.rank else reversed(models):
+            optimizer = sgd(model)
+            methods.diloco(every=2).attach(model, optimizer, network)
+            step(model, optimizer, 0)
+
+    with pytest.raises(Disagreement, match=r"starts from other shapes than \d.* attach in the same order"):
+        Simulation(2).run(work)
+
+
+def test_a_second_attach_goes_on_after_the_first_has_ended() -> None:
+    def work(network: SimulatedNetwork) -> tuple[Tensor, int]:
+        model = small_model()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        with methods.diloco(every=3).attach(model, optimizer, network) as first:
+            inner_steps(model, optimizer, network.rank, range(6))
+        assert first.rounds == 2
+        with methods.noloco(every=2).attach(model, optimizer, network) as second:
+            inner_steps(model, optimizer, network.rank, range(6, 12))
+            second.finish(average_weights=True)
+        ended = flat(model)
+        inner_steps(model, optimizer, 0, range(12, 14))
+        assert second.step == 6  # nothing is hooked any more
+        return ended, second.rounds
+
+    seen = Simulation(2).run(work)
+    assert torch.equal(seen[0][0], seen[1][0]) and seen[0][1] == 3
+
+
+# The end.
+
+
+def test_finish_leaves_all_with_the_mean_of_their_weights() -> None:
+    ends: dict[int, Tensor] = {}
+
+    def work(network: SimulatedNetwork) -> Tensor:
+        model = small_model()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        with methods.noloco(every=4).attach(model, optimizer, network) as outer:
+            inner_steps(model, optimizer, network.rank, range(10))
+            ends[network.rank] = flat(model)
+            outer.finish(average_weights=True)
+        return flat(model)
+
+    seen = Simulation(3).run(work)
+    mean = torch.stack([ends[rank] for rank in range(3)]).mean(0)
+    for weights in seen:
+        assert torch.equal(weights, seen[0])
+        torch.testing.assert_close(weights, mean, rtol=0, atol=1e-6)
+
+
+def test_loops_of_unequal_length_end_together() -> None:
+    """Replica 1 has a batch fewer, so that its partner's last round is lost; they still end with equal weights."""
+
+    def work(network: SimulatedNetwork) -> tuple[Tensor, list[str]]:
+        model = small_model()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        outcomes: list[str] = []
+        method = methods.noloco(every=4)
+        with method.attach(
+            model, optimizer, network, deadline=5, on_round=lambda round: outcomes.append(round.outcome)
+        ) as outer:
+            inner_steps(model, optimizer, network.rank, range(12 - network.rank))
+            outer.finish(average_weights=True)
+        return flat(model), outcomes
+
+    one, other = Simulation(2).run(work)
+    assert torch.equal(one[0], other[0])
+    assert (one[1], other[1]) == (["averaged", "averaged", "peer lost"], ["averaged", "averaged"])
+
+
+# Buffers.
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.first, self.norm, self.last = nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)
+        self.register_buffer("seen", torch.tensor(True))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.last(torch.tanh(self.norm(self.first(x))))
+        return out
+
+
+@pytest.mark.parametrize("make", [lambda: methods.diloco(every=4), methods.ddp, lambda: methods.noloco(every=4)])
+@pytest.mark.parametrize("buffers", ["end", "round"])
+def test_statistics_are_averaged_at_the_end_and_on_demand(make: Callable[[], Method], buffers: Any) -> None:
+    middle: list[list[Tensor]] = [[], []]
+
+    def work(network: SimulatedNetwork) -> dict[str, Tensor]:
+        model = Normed()
+        optimizer = sgd(model)
+        with make().attach(model, optimizer, network, buffers=buffers) as outer:
+            for number in range(8 + 4 * network.rank):
+                model.norm.running_mean.add_(network.rank) if number == 1 else None  # type: ignore[operator]
+                if number < 8:
+                    step(model, optimizer, 100 * network.rank + number)
+                if number == 7:
+                    if buffers == "end":
+                        outer.average_buffers()
+                    middle[network.rank] = [model.norm.running_mean.clone(), model.norm.running_var.clone()]  # type: ignore
+                    model.eval()
+                    model.norm.num_batches_tracked.add_(network.rank)  # type: ignore[operator]
+                    model.train()
+        return model.state_dict()
+
+    one, other = Simulation(2).run(work)
+    for here, there in zip(*middle, strict=True):
+        assert torch.equal(here, there)
+    for name in one:
+        if "norm" in name and "weight" not in name and "bias" not in name:
+            assert torch.equal(one[name], other[name]), name
+    assert int(one["norm.num_batches_tracked"]) == 9  # the largest of 8 and 9
+
+
+def test_means_of_statistics_are_means_and_what_is_not_finite_counts_for_nothing() -> None:
+    def work(network: SimulatedNetwork) -> Tensor:
+        model = Normed()
+        optimizer = sgd(model)
+        with methods.diloco(every=1).attach(model, optimizer, network):
+            step(model, optimizer, 0)
+            values = [1.0, 4.0, float("nan")]
+            nn.init.constant_(model.norm.running_mean, values[network.rank])  # type: ignore[arg-type]
+        assert isinstance(model.norm.running_mean, Tensor)
+        return model.norm.running_mean
+
+    for mean in Simulation(3).run(work):
+        torch.testing.assert_close(mean, torch.full((8,), 2.5))
+
+
+@pytest.mark.parametrize("what", ["norm.running_mean", "frozen", "seen"])
+def test_buffers_and_frozen_weights_that_start_unequal_are_noticed(what: str) -> None:
+    def work(network: SimulatedNetwork) -> None:
+        model = Normed()
+        model.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
+        if network.rank == 1:
+            value = model.get_parameter(what) if what == "frozen" else model.get_buffer(what)
+            value.data.copy_(~value if value.dtype == torch.bool else value + 1)
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+        methods.diloco(every=2).attach(model, optimizer, network)
+        step(model, optimizer, 0)
+
+    with pytest.raises(Disagreement, match="starts from other buffers or frozen weights than"):
+        Simulation(2).run(work)
+
+
+# What is trained changes.
+
+
+@pytest.mark.parametrize("make", [lambda: methods.diloco(every=2), methods.ddp])
+@pytest.mark.parametrize("how", ["unfrozen", "added"])
+def test_parameters_that_come_to_be_trained_later_are_told(make: Callable[[], Method], how: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    first = model[0].weight
+    first.requires_grad_(how == "added")
+    own = [p for p in model.parameters() if how == "unfrozen" or p is not first]
+    optimizer = torch.optim.SGD(own, lr=0.1)
+    with pytest.raises(UserError, match=r"0\.weight has come to be trained since attach; leave the with statement"):  # noqa: SIM117
+        with make().attach(model, optimizer, SimulatedNetwork.alone()):
+            for number in range(6):
+                if number == 3:
+                    first.requires_grad_(True)
+                    if how == "added":
+                        optimizer.add_param_group({"params": [first]})
+                step(model, optimizer, number)
+    with make().attach(model, optimizer, SimulatedNetwork.alone()) as outer:
+        for number in range(4):
+            step(model, optimizer, number)
+    assert outer.step == 4
+
+
+def test_parameters_of_an_optimizer_that_was_not_given_are_told() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    optimizers = [torch.optim.SGD(model[0].parameters(), lr=0.1), torch.optim.Adam(model[1].parameters())]
+
+    def train(given: Any) -> None:
+        with methods.diloco(every=2).attach(model, given, SimulatedNetwork.alone()):
+            for number in range(6):
+                model(torch.randn(8, 4, generator=torch.Generator().manual_seed(number))).square().mean().backward()
+                for optimizer in optimizers:
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+    with pytest.raises(UserError, match=r"0\.weight has changed, but none of the attached.*as a list"):
+        train(optimizers[1])
+    train(optimizers)
+
+
+def test_an_optimizer_of_other_weights_than_the_models_is_refused() -> None:
+    model = nn.Linear(4, 1).bfloat16()
+    masters = [nn.Parameter(p.detach().float()) for p in model.parameters()]
+    with pytest.raises(UserError, match="AdamW trains parameters that the model does not have"):
+        methods.diloco().attach(model, torch.optim.AdamW(masters), SimulatedNetwork.alone())
+
+
+# Optimizers with weights of their own.
+
+
+class Masters(torch.optim.Optimizer):
+    """Plain descent of float32 copies, in its state or out of sight; the parameters are what they round to."""
+
+    def __init__(self, parameters: Any, lr: float, hidden: bool) -> None:
+        super().__init__(parameters, {"lr": lr})
+        self.hidden = hidden
+        self.secret: dict[Any, Tensor] = {}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            home = self.secret if self.hidden else self.state[p]
+            key = p if self.hidden else "master"
+            master = home.setdefault(key, p.detach().float().clone())
+            master.sub_(p.grad.float(), alpha=self.param_groups[0]["lr"])
+            p.copy_(master)
+
+
+class ScheduleFree(torch.optim.Optimizer):
+    """Schedule-free descent (arXiv 2405.15682): y = (1 - β)·z + β·x is what the model holds, z lies in the state."""
+
+    def __init__(self, parameters: Any, lr: float, beta: float = 0.9) -> None:
+        super().__init__(parameters, {"lr": lr, "beta": beta, "k": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        group = self.param_groups[0]
+        weight = 1 / (group["k"] + 1)
+        for y in group["params"]:
+            z = self.state[y].setdefault("z", y.detach().clone())
+            x = (y - (1 - group["beta"]) * z) / group["beta"]
+            z.sub_(y.grad, alpha=group["lr"])
+            x.lerp_(z, weight)
+            y.copy_((1 - group["beta"]) * z + group["beta"] * x)
+        group["k"] += 1
+
+
+class Quadratic(nn.Module):
+    """300 weights, drawn towards another point on each replica and in each step."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.weights = nn.Parameter(torch.linspace(-1, 1, 300).to(dtype))
+
+    def differentiate(self, rank: int, number: int) -> None:
+        target = torch.randn(300, generator=torch.Generator().manual_seed(rank)) + 0.1 * number
+        self.weights.grad = (self.weights.float() - target).to(self.weights.dtype)
+
+
+def quadratic(
+    make: Callable[[nn.Module], torch.optim.Optimizer], delay: int = 0, dtype: torch.dtype = torch.float32
+) -> list[Tensor]:
+    """Where two replicas come in 25 steps, with weights averaged every 8."""
+
+    def work(network: SimulatedNetwork) -> Tensor:
+        model = Quadratic(dtype)
+        optimizer = make(model)
+        method = methods.diloco(every=8, delay=delay, outer_lr=1.0, outer_momentum=0.0)
+        with method.attach(model, optimizer, network):
+            for number in range(25):
+                model.differentiate(network.rank, number)
+                optimizer.step()
+        return model.weights.detach().float()
+
+    return Simulation(2).run(work)
+
+
+@pytest.mark.parametrize("delay", [0, 3])
+def test_float32_masters_in_an_optimizers_state_are_as_good_as_none(delay: int) -> None:
+    plain = quadratic(lambda model: sgd(model), delay)
+    masters = quadratic(lambda model: Masters(model.parameters(), 0.05, hidden=False), delay)
+    half = quadratic(lambda model: Masters(model.parameters(), 0.05, hidden=False), delay, torch.bfloat16)
+    for one, other, rounded in zip(plain, masters, half, strict=True):
+        torch.testing.assert_close(other, one, rtol=0, atol=1e-5)
+        torch.testing.assert_close(rounded, one, rtol=0.01, atol=0.02)
+
+
+def test_a_schedule_free_optimizers_other_point_goes_along() -> None:
+    """A round adds the same to y and z, of each replica."""
+    y = [torch.linspace(-1, 1, 300)] * 2
+    z = list(y)
+    for number in range(24):
+        for rank in range(2):
+            target = torch.randn(300, generator=torch.Generator().manual_seed(rank)) + 0.1 * number
+            x = (y[rank] - 0.1 * z[rank]) / 0.9
+            z[rank] = z[rank] - 0.05 * (y[rank] - target)
+            x = x + (z[rank] - x) / (number + 1)
+            y[rank] = 0.1 * z[rank] + 0.9 * x
+        if number % 8 == 7:
+            mean = (y[0] + y[1]) / 2
+            y, z = [mean, mean], [z[rank] + mean - y[rank] for rank in range(2)]
+    seen = quadratic(lambda model: ScheduleFree(model.parameters(), 0.05))
+    for rank in range(2):
+        target = torch.randn(300, generator=torch.Generator().manual_seed(rank)) + 2.4
+        x = (y[rank] - 0.1 * z[rank]) / 0.9
+        last = z[rank] - 0.05 * (y[rank] - target)
+        torch.testing.assert_close(seen[rank], 0.1 * last + 0.9 * (x + (last - x) / 25), rtol=0, atol=1e-4)
+
+
+def test_copies_out_of_sight_are_found_out_and_refused_by_name() -> None:
+    with pytest.raises(UserError, match="Masters keeps weights of its own and puts them back"):
+        quadratic(lambda model: Masters(model.parameters(), 0.05, hidden=True))
+
+
+# Starting.
+
+
+def test_a_late_start_is_waited_for_and_who_is_missing_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    def work(network: SimulatedNetwork, late: float) -> str:
+        model = small_model()
+        optimizer = sgd(model)
+        if network.rank == 2:
+            pending = network.exchange(torch.zeros(1, dtype=torch.uint8), (0, 2), "nobody comes")
+            with pytest.raises(PeerLost):
+                pending.wait(late)
+        try:
+            with methods.noloco(every=2).attach(model, optimizer, network, deadline=5, starting=100):
+                inner_steps(model, optimizer, network.rank, range(2))
+        except PeerLost as lost:
+            return f"{lost.ranks} {lost}"
+        return "trained"
+
+    with caplog.at_level(logging.WARNING, "farflung"):
+        assert Simulation(3).run(lambda network: work(network, 60)) == ["trained"] * 3
+    assert "replica 0 waits for replica 2 to start: 15 of 100 s" in caplog.text
+    assert (
+        Simulation(3)
+        .run(lambda network: work(network, 150))[0]
+        .startswith("(2,) replica 2 has not started within 100 s; see whether it is running")
+    )
+
+
+def test_weights_loaded_after_attach_are_where_training_starts_from() -> None:
+    def work(network: SimulatedNetwork) -> Tensor:
+        model, loaded = small_model(), small_model()
+        with torch.no_grad():
+            for parameter in loaded.parameters():
+                parameter.add_(1)
+        optimizer = sgd(model, lr=0.0)
+        with methods.diloco(every=2, outer_momentum=0.0, outer_lr=0.5).attach(model, optimizer, network):
+            model.load_state_dict(loaded.state_dict())
+            inner_steps(model, optimizer, network.rank, range(4))
+        return flat(model) - flat(loaded)
+
+    for moved in Simulation(2).run(work):
+        assert float(moved.abs().max()) < 1e-6
+
+
+# States.
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: methods.diloco(every=6, delay=4),
+        lambda: methods.noloco(every=6, delay=4),
+        lambda: methods.diloco(every=6, delay=4, codec=ErrorFeedback(Quantize(bits=4))),
+    ],
+)
+def test_one_state_can_be_loaded_twice(make: Callable[[], Method]) -> None:
+    """Saved in mid-delay; gone on from, and then gone on from again: the same bits."""
+
+    def work(network: SimulatedNetwork) -> list[Tensor]:
+        model = small_model()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        with make().attach(model, optimizer, network) as outer:
+            inner_steps(model, optimizer, network.rank, range(14))
+            saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), outer.state_dict()))
+        ends = []
+        for _ in range(2):
+            model = small_model()
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+            with make().attach(model, optimizer, network) as outer:
+                model.load_state_dict(saved[0])
+                optimizer.load_state_dict(copy.deepcopy(saved[1]))
+                outer.load_state_dict(saved[2])
+                inner_steps(model, optimizer, network.rank, range(14, 30))
+            ends.append(flat(model))
+        return ends
+
+    for once, again in Simulation(2).run(work):
+        assert torch.equal(once, again)
+
+
+# Refusals.
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"robust": "median"}, "only peers on the internet need it"),
+        ({"robust": "medain"}, "robust is 'medain'; choose one of mean, median, clipped"),
+        ({"buffers": "sometimes"}, "buffers is 'sometimes'; choose 'end' or 'round'"),
+    ],
+)
+def test_options_that_have_no_effect_are_refused(options: dict[str, Any], complaint: str) -> None:
+    model = small_model()
+    with pytest.raises(UserError, match=complaint):
+        methods.diloco().attach(model, sgd(model), SimulatedNetwork.alone(), **options)
+    with pytest.raises(UserError, match="no optimizer"):
+        methods.diloco().attach(model, [], SimulatedNetwork.alone())
