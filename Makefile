@@ -10,7 +10,7 @@ demo: .venv/ready
 	$(BIN)/farflung train
 
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --dist loadgroup
 
 lint: .venv/ready
 	$(BIN)/ruff check .

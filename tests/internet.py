@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from patience import patience
 from processes import HERE, free_port
 
 from farflung.networks.internet import Identity, Ticket
@@ -40,7 +41,7 @@ def run_peers(peers: int, case: str, argument: str, out: Path, script: str = "in
     processes = [start_peer(script, case, argument, out, number, peers, port) for number in range(peers)]
     try:
         for process in processes:
-            _, errors = process.communicate(timeout=120)
+            _, errors = process.communicate(timeout=patience(60))
             assert process.returncode == 0, errors
     finally:
         for process in processes:

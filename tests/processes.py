@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from patience import patience
+from patience import until as until
 
 from farflung import cli
 from farflung.training import checkpoint
@@ -21,9 +23,12 @@ HERE = Path(__file__).parent
 
 
 def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
+    """A port that no other process gets by chance: those from 32768 on go to whoever asks for any."""
+    while True:
+        port = random.SystemRandom().randrange(10_000, 32_768)
+        with socket.socket() as listener, contextlib.suppress(OSError):
+            listener.bind(("127.0.0.1", port))
+            return port
 
 
 def run_replicas(
@@ -47,7 +52,7 @@ def run_replicas(
     ]
     try:
         for rank, process in enumerate(processes):
-            _, errors = process.communicate(timeout=120)
+            _, errors = process.communicate(timeout=patience(60))
             assert rank in may_die or process.returncode == 0, errors
     finally:
         for process in processes:
@@ -57,21 +62,13 @@ def run_replicas(
     return [torch.load(path, weights_only=False) if path.exists() else None for path in paths]
 
 
-def until(holds: Callable[[], Any], seconds: float = 90.0) -> None:
-    """Waits for something to hold."""
-    ends = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < ends, "it never came to hold"
-        time.sleep(0.05)
-
-
-def farflung(*arguments: object, timeout: float = 200, **environment: str) -> subprocess.CompletedProcess[str]:
+def farflung(*arguments: object, timeout: float = 100, **environment: str) -> subprocess.CompletedProcess[str]:
     """Runs the command line as a user would."""
     return subprocess.run(
         [sys.executable, "-m", "farflung", *map(str, arguments)],
         capture_output=True,
         text=True,
-        timeout=timeout,
+        timeout=patience(timeout),
         env={**os.environ, **environment},
     )
 

@@ -5,11 +5,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
+from patience import patience, until
 from processes import farflung, free_port, run_here, saved
 
 from farflung.cli import training as cli_training
@@ -117,18 +117,13 @@ def start(folder: Path) -> tuple[subprocess.Popen[str], list[int]]:
     """A run in the background, once it is past its first checkpoint; and its replicas' process ids."""
     command = [sys.executable, "-m", "farflung", "train", *map(str, QUICK), "--steps", "40", "--out", str(folder)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    ends = time.monotonic() + 120
-    while not checkpoint.whole_steps(folder):
-        assert time.monotonic() < ends and process.poll() is None, process.communicate()
-        time.sleep(0.05)
+    until(lambda: checkpoint.whole_steps(folder) or process.poll() is not None)
+    assert process.poll() is None, process.communicate()
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     return process, [int(child) for child in children]
 
 
-def gone(pids: list[int], seconds: float = 40) -> bool:
-    ends = time.monotonic() + seconds
-    while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < ends:
-        time.sleep(0.1)
+def gone(pids: list[int]) -> bool:
     return not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
@@ -138,8 +133,8 @@ def test_after_kill_9_resume_goes_on_bit_for_bit(undisturbed: Path, tmp_path: Pa
     process, replicas = start(folder)
     assert len(replicas) == 2
     os.kill(replicas[1] if who == "a replica" else process.pid, signal.SIGKILL)
-    _, complaint = process.communicate(timeout=100)
-    assert gone(replicas), "no orphan process"
+    _, complaint = process.communicate(timeout=patience(100))
+    until(lambda: gone(replicas))  # no orphan process
     if who == "a replica":
         assert process.returncode == 1 and "replica 1 failed: it died of signal 9" in complaint
         assert "Traceback" not in complaint and f"--resume {folder}" in complaint
@@ -154,9 +149,10 @@ def test_a_signal_leaves_a_checkpoint_and_no_process(undisturbed: Path, tmp_path
     folder = tmp_path / "stopped"
     process, replicas = start(folder)
     process.send_signal(number)
-    _, complaint = process.communicate(timeout=100)
+    _, complaint = process.communicate(timeout=patience(100))
     assert process.returncode == 130 and f"go on with: farflung train --resume {folder}" in complaint
-    assert "Traceback" not in complaint and gone(replicas, 5)
+    assert "Traceback" not in complaint
+    until(lambda: gone(replicas))
     ends = [json.loads(f.read_text().splitlines()[-1]) for f in sorted(folder.glob("events/*.jsonl"))]
     assert {end["event"] for end in ends} == {"end"} and len({end["step"] for end in ends}) == 1
     assert checkpoint.whole_steps(folder)[0] == ends[0]["step"] < 40
@@ -185,7 +181,7 @@ def test_two_machines_with_torchrun_give_the_same_run(undisturbed: Path, tmp_pat
     machines = [torchrun(rank, port, tmp_path / f"machine-{rank}") for rank in (0, 1)]
     try:
         for machine in machines:
-            _, complaint = machine.communicate(timeout=120)
+            _, complaint = machine.communicate(timeout=patience(100))
             assert machine.returncode == 0, complaint
     finally:
         for machine in machines:

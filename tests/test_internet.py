@@ -17,7 +17,8 @@ import torch
 from attacks import Liar, Stranger, as_a_stranger
 from hypothesis import given
 from hypothesis import strategies as st
-from processes import free_port, until
+from patience import patience, until
+from processes import free_port
 
 from farflung.config import UserError
 from farflung.networks import Party, PeerLost, State
@@ -43,9 +44,7 @@ class Run:
         self.ticket = Ticket.new("test", {}).at((f"/ip4/127.0.0.1/tcp/{self.port}/p2p/{first}",))
         self.peers: list[InternetNetwork] = []
 
-    def join(
-        self, ticket: Ticket | None = None, key: str = "", deadline: float = 20.0, **about: Any
-    ) -> InternetNetwork:
+    def join(self, **about: Any) -> InternetNetwork:
         number = len(self.peers)
         seat = Seat("127.0.0.1", 0 if number else self.port, first=not number)
         identity = Identity(self.folder / f"{number}.key")
@@ -57,7 +56,7 @@ class Run:
                 seat,
                 about,
                 largest=1 << 24,
-                deadline=deadline,
+                deadline=patience(60),
                 tell=self.told.append,
             )
         )
@@ -196,7 +195,7 @@ def test_a_hundred_thousand_garbled_requests_of_a_member_change_nothing(pair: Ru
                 refused += 1
         return refused
 
-    assert one.swarm.run(bombard(), 300) == 75_000
+    assert one.swarm.run(bombard(), patience(60)) == 75_000
     one.swarm.members.by_rank[other.rank].step = 0  # it was said to be anywhere
     assert dict(one.swarm.guard.refused) == kept
     assert one.exchange(torch.ones(3, dtype=torch.uint8), (one.rank,), "still there").wait(1)
@@ -226,7 +225,9 @@ def test_random_messages_of_strangers_are_refused_and_the_run_goes_on(pair: Run)
     assert as_a_stranger(pair.ticket, lambda stranger: stranger.bombard(2000)) == 0
     assert one.refused["stranger"] >= 1000
     group = tuple(sorted((one.rank, other.rank)))
-    mean = both(pair, lambda peer: peer.all_reduce(torch.tensor([float(peer is one)]), group, "after").wait(20))
+    mean = both(
+        pair, lambda peer: peer.all_reduce(torch.tensor([float(peer is one)]), group, "after").wait(patience(20))
+    )
     assert [m.tolist() for m in mean] == [[0.5], [0.5]]
 
 
@@ -259,13 +260,13 @@ def test_nobody_at_the_addresses_is_said_with_what_to_do(tmp_path: Path) -> None
     first = Identity(tmp_path / "first").peer
     ticket = Ticket.new("test", {}).at((f"/ip4/127.0.0.1/tcp/{free_port()}/p2p/{first}",))
     with pytest.raises(UserError, match=r"none of the ticket's 1 addresses answers.*--first"):
-        InternetNetwork(ticket, Identity(tmp_path / "k"), Seat("127.0.0.1"), ABOUT, largest=1000, deadline=10)
+        InternetNetwork(ticket, Identity(tmp_path / "k"), Seat("127.0.0.1"), ABOUT, largest=1000, deadline=patience(10))
 
 
 def test_a_port_in_use_is_named(pair: Run, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="choose another with --port"):
         seat = Seat("127.0.0.1", pair.port, first=True)
-        InternetNetwork(pair.ticket, Identity(tmp_path / "k"), seat, ABOUT, largest=1000, deadline=10)
+        InternetNetwork(pair.ticket, Identity(tmp_path / "k"), seat, ABOUT, largest=1000, deadline=patience(10))
 
 
 @pytest.mark.parametrize(("off", "word"), [(3600.0, "ahead of"), (-3600.0, "behind")])
@@ -315,7 +316,7 @@ def test_a_replayed_packet_is_dropped(pair: Run, liar: Liar) -> None:
     header = liar.header(key="replayed")
     taken = []
     for _ in range(2):
-        awaited = victim.swarm.run(expectation(victim, liar, "replayed"), 5)
+        awaited = victim.swarm.run(expectation(victim, liar, "replayed"), patience(5))
         answer = liar.tells(header, bytes(8))
         taken.append((answer, awaited.done() and not awaited.exception()))
     assert taken[0][0] == {"taken": True} and taken[0][1]
@@ -324,15 +325,13 @@ def test_a_replayed_packet_is_dropped(pair: Run, liar: Liar) -> None:
 
 def test_altered_bytes_and_a_slow_drip_are_no_packet(pair: Run, liar: Liar, monkeypatch: pytest.MonkeyPatch) -> None:
     victim = pair.peers[0]
-    awaited = victim.swarm.run(expectation(victim, liar, "altered"), 5)
+    awaited = victim.swarm.run(expectation(victim, liar, "altered"), patience(5))
     assert "not those that were announced" in liar.tells(liar.header(key="altered"), b"12345678")["refused"]
     assert awaited.exception()
     monkeypatch.setattr("farflung.networks.internet.post.SLOWEST", 1e4)
     monkeypatch.setattr(victim._post, "_stall", 0.5)
-    awaited = victim.swarm.run(expectation(victim, liar, "dripped"), 5)
-    began = time.monotonic()
-    answer = liar.tells(liar.header(key="dripped", size=1000, digest=""), bytes(1000), drip=0.05)
-    assert "refused" in answer and time.monotonic() - began < 10
+    awaited = victim.swarm.run(expectation(victim, liar, "dripped"), patience(5))
+    assert "refused" in liar.tells(liar.header(key="dripped", size=1000, digest=""), bytes(1000), drip=0.05)
     assert awaited.exception()
 
 
@@ -342,10 +341,9 @@ async def expectation(victim: InternetNetwork, liar: Liar, key: str) -> Any:
 
 def test_a_silent_partner_costs_one_deadline_and_names_itself(pair: Run) -> None:
     one, other = pair.peers
-    began = time.monotonic()
-    with pytest.raises(PeerLost, match=f"replica {other.rank}") as lost:
+    with pytest.raises(PeerLost, match=rf"replica {other.rank}.* did not deliver within 1 s") as lost:
         one.exchange(torch.ones(5, dtype=torch.uint8), tuple(sorted((one.rank, other.rank))), "alone").wait(1.0)
-    assert lost.value.ranks == (other.rank,) and time.monotonic() - began < 3
+    assert lost.value.ranks == (other.rank,)
 
 
 # Meeting
@@ -361,7 +359,7 @@ def test_a_pair_meets_and_each_knows_what_the_other_weighs(pair: Run) -> None:
 
     def meet(peer: InternetNetwork) -> Party:
         key = "round 3 of fragment 0"
-        return peer.meet(group, key, 5, weights[peer.rank], "", lambda party: party).wait(20)
+        return peer.meet(group, key, 5, weights[peer.rank], "", lambda party: party).wait(patience(20))
 
     assert [(p.group, p.weights) for p in both(pair, meet)] == [(group, weights)] * 2
 
@@ -371,7 +369,9 @@ def test_one_with_other_anchors_is_told_that_it_is_behind(pair: Run) -> None:
     lineages = {pair.peers[0].rank: "1", pair.peers[1].rank: "2"}
 
     def meet(peer: InternetNetwork) -> Party:
-        return peer.meet(group, "round 9 of fragment 0", 5, 1.0, lineages[peer.rank], lambda party: party).wait(20)
+        return peer.meet(group, "round 9 of fragment 0", 5, 1.0, lineages[peer.rank], lambda party: party).wait(
+            patience(20)
+        )
 
     parties = {peer.rank: party for peer, party in zip(pair.peers, both(pair, meet), strict=True)}
     assert met(parties[pair.peers[1].rank]) == ((pair.peers[1].rank,), False)
@@ -379,12 +379,11 @@ def test_one_with_other_anchors_is_told_that_it_is_behind(pair: Run) -> None:
 
 
 def test_one_whose_partner_does_not_come_is_not_kept_waiting(pair: Run) -> None:
+    """It comes alone before the half of the deadline that a meeting may take at most has passed."""
     one, other = pair.peers
-    began = time.monotonic()
     for round in (20, 21):
         party = one.meet((one.rank, other.rank), f"round {round} of fragment 7", 5, 1.0, "", lambda party: party)
-        assert party.wait(20).group == (one.rank,)
-    assert time.monotonic() - began < 10
+        assert party.wait(one.deadline / 3).group == (one.rank,)
 
 
 @pytest.mark.parametrize(
@@ -485,7 +484,7 @@ def test_a_peer_that_cannot_be_greeted_is_refused_and_ends_nothing(pair: Run, mo
 
     monkeypatch.setattr("farflung.networks.internet.swarm.check_clock", off_by_an_hour)
     with pytest.raises(Refused, match="the clock is off"):
-        one.swarm.run(one.swarm.ask(known, {"kind": "probe", "size": 0}), 20)
+        one.swarm.run(one.swarm.ask(known, {"kind": "probe", "size": 0}), patience(20))
     one.swarm._proven[other.swarm.identity.peer] = known
 
 
@@ -538,7 +537,7 @@ def test_a_state_comes_in_pieces_from_several_and_survives_one_that_sends_other_
     for thread in threads:
         thread.start()
     try:
-        state = run.peers[2].fetch(alike=False).wait(30)
+        state = run.peers[2].fetch(alike=False).wait(patience(30))
     finally:
         stop.set()
         for thread in threads:
@@ -551,7 +550,7 @@ def test_a_state_that_nobody_has_is_not_waited_for(pair: Run) -> None:
     lonely = pair.peers[0]
     lonely.swarm.members.by_rank[pair.peers[1].rank].failed = True
     with pytest.raises(PeerLost, match="no peer has the run's state"):
-        lonely.fetch(alike=False).wait(30)
+        lonely.fetch(alike=False).wait(patience(30))
     lonely.swarm.members.by_rank[pair.peers[1].rank].failed = False
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from patience import patience, until
 from problem import Result, flat, inner_steps, small_model
 from test_internet import Run
 
@@ -23,11 +24,13 @@ from farflung.codecs import Dense, ErrorFeedback, PacketError, Quantize
 from farflung.config import UserError
 from farflung.methods import Method
 from farflung.networks.internet import InternetNetwork
-from farflung.outer import Anchored
+from farflung.outer import Anchored, Attached, Round
 from farflung.outer.fusion import LARGEST_RATIO, Fusion, clipped, median
 from farflung.outer.opened import state_tensors, take_state
 
 STEP_SECONDS = 0.03
+
+GoesOn = Callable[[Attached, list[Round]], bool]
 
 
 @dataclass
@@ -44,16 +47,18 @@ def run(tmp_path: Path) -> Iterator[Run]:
     made.close()
 
 
-def train(network: InternetNetwork, method: Method, steps: int, pace: float = 1.0, join: bool = False) -> Trained:
-    """The small problem at a pace; one that joins late takes the others' state first."""
+def train(network: InternetNetwork, method: Method, goes_on: GoesOn, pace: float = 1.0, join: bool = False) -> Trained:
+    """The small problem at a pace, while it goes on; one that joins late takes the others' state first."""
+    ends = time.monotonic() + patience(60)
     model = small_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    rounds: list[Any] = []
-    with method.attach(model, optimizer, network, deadline=10, on_round=rounds.append) as outer:
+    rounds: list[Round] = []
+    with method.attach(model, optimizer, network, deadline=patience(10), on_round=rounds.append) as outer:
         if join:
-            assert outer.catch_up(20)
+            assert outer.catch_up(patience(20))
         trained = 0
-        while outer.step < steps:
+        while goes_on(outer, rounds):
+            assert time.monotonic() < ends, rounds
             time.sleep(STEP_SECONDS * pace)
             inner_steps(model, optimizer, network.rank % 1000, range(trained, trained + 1))
             trained += 1
@@ -61,9 +66,12 @@ def train(network: InternetNetwork, method: Method, steps: int, pace: float = 1.
 
 
 def together(run: Run, method: Method, steps: int, **paces: float) -> list[Trained]:
+    def goes_on(outer: Attached, _: list[Round]) -> bool:
+        return outer.step < steps
+
     with ThreadPoolExecutor(len(run.peers)) as pool:
-        work = [pool.submit(train, p, method, steps, paces.get(f"peer{n}", 1.0)) for n, p in enumerate(run.peers)]
-        return [w.result(120) for w in work]
+        work = [pool.submit(train, p, method, goes_on, paces.get(f"peer{n}", 1.0)) for n, p in enumerate(run.peers)]
+        return [w.result() for w in work]
 
 
 def test_noloco_averages_in_pairs(run: Run) -> None:
@@ -82,12 +90,12 @@ def test_diloco_averages_all_who_come(run: Run) -> None:
         run.join()
     run.all_know_each_other()
     everyone = tuple(sorted(peer.rank for peer in run.peers))
+
+    def met(peer: InternetNetwork) -> tuple[int, ...]:
+        return peer.meet(everyone, "all of it", 1, 1.0, "", lambda party: party.group).wait(patience(20))
+
     with ThreadPoolExecutor(3) as pool:
-        met = [
-            pool.submit(lambda p: p.meet(everyone, "all of it", 1, 1.0, "", lambda party: party.group).wait(20), peer)
-            for peer in run.peers
-        ]
-        assert [group.result() for group in met] == [everyone] * 3
+        assert list(pool.map(met, run.peers)) == [everyone] * 3
     results = together(run, methods.diloco(every=30), steps=120)
     groups = [round.group for result in results for round in result.rounds if round.outcome == "averaged"]
     assert groups and all(set(group) <= set(everyone) for group in groups)
@@ -120,17 +128,24 @@ def test_anchored_is_the_plain_optimizer_where_anchors_are_equal() -> None:
 
 def test_one_that_comes_late_to_equal_anchors_gets_them_bit_for_bit(run: Run) -> None:
     method = methods.diloco(every=20, codec=ErrorFeedback(Quantize(bits=8)))
-    run.join()
-    first = threading.Thread(target=train, args=(run.peers[0], method, 150))
-    first.start()
-    try:
-        time.sleep(0.5)
-        late = run.join()
-        result = train(late, method, 150, join=True)
-    finally:
-        first.join(60)
-    assert result.rounds[0].step > 1
-    assert [round.outcome for round in result.rounds].count("averaged") >= 2, result.rounds
+    first, done, steps = run.join(), threading.Event(), []
+
+    def until_done(outer: Attached, _: list[Round]) -> bool:
+        steps.append(outer.step)
+        return not done.is_set()
+
+    def until_two_are_averaged(_: Attached, rounds: list[Round]) -> bool:
+        return [round.outcome for round in rounds].count("averaged") < 2
+
+    with ThreadPoolExecutor(1) as pool:
+        training = pool.submit(train, first, method, until_done)
+        try:
+            until(lambda: steps and steps[-1] > 5)
+            result = train(run.join(), method, until_two_are_averaged, join=True)
+        finally:
+            done.set()
+        training.result()
+    assert result.rounds[0].step > 5
 
 
 def test_a_slow_peer_trains_fewer_steps_of_its_own(run: Run) -> None:
@@ -140,7 +155,8 @@ def test_a_slow_peer_trains_fewer_steps_of_its_own(run: Run) -> None:
     run.all_know_each_other()
     results = together(run, methods.noloco(every=20), 100, peer2=6.0)
     assert all(result.outer.step >= 100 for result in results)
-    assert results[2].trained < 70 <= results[0].trained, [result.trained for result in results]
+    trained = [result.trained for result in results]
+    assert trained[2] < 70 <= max(trained), trained
 
 
 def test_a_delayed_round_lands_late_and_waits_for_nothing(run: Run) -> None:
@@ -151,7 +167,7 @@ def test_a_delayed_round_lands_late_and_waits_for_nothing(run: Run) -> None:
     for result in results:
         met = [round for round in result.rounds if round.outcome == "averaged" and round.step < 100]
         assert met and all(round.step >= round.started_step + 15 for round in met)
-        assert min(round.landed - round.waited_from for round in met) < 0.05
+        assert any(round.finished < round.waited_from for round in met)
 
 
 @pytest.mark.parametrize(

@@ -7,13 +7,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from families import FAMILIES, gpt2
+from patience import patience, until
 from processes import farflung, run_replicas
 from torch import Tensor
 from torch_island import STEPS, observed
@@ -175,7 +175,7 @@ def test_random_routes_mix_the_replicas_gradients(islands: list[Any], folders: d
 
 
 TRAIN = ("train", "--model", "micro", "--sequence-length", "32", "--batch-size", "8", "--eval-sequences", "8")
-TRAIN += ("--log-every", "1", "--max-tokens", "200000", "--deadline", "20")
+TRAIN += ("--log-every", "1", "--max-tokens", "200000", "--deadline", str(patience(20)))
 
 
 def losses_of(folder: Path) -> list[float]:
@@ -248,14 +248,11 @@ def test_a_stage_that_dies_stops_its_island_and_is_named(tmp_path: Path) -> None
         command, env=environment, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
     ) as run:
         try:
-            ends = time.monotonic() + 60
-            while not list(folder.glob("checkpoints/step-000005/replica-0-part-1-of-2.pt")):
-                assert time.monotonic() < ends and run.poll() is None
-                time.sleep(0.1)
+            until(lambda: list(folder.glob("checkpoints/step-000005/replica-0-part-1-of-2.pt")) or run.poll())
             children = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
             (stage_1,) = [p for p in children if b"\0LOCAL_RANK=1\0" in Path(f"/proc/{p}/environ").read_bytes()]
             os.kill(int(stage_1), signal.SIGKILL)
-            _, complaint = run.communicate(timeout=60)
+            _, complaint = run.communicate(timeout=patience(60))
         finally:
             run.kill()
     assert "stage 1 of replica 0 failed: it died of signal 9" in complaint and f"--resume {folder}" in complaint

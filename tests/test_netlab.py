@@ -3,6 +3,7 @@ import subprocess
 
 import netlab
 import pytest
+from patience import patience
 
 pytestmark = pytest.mark.skipif(netlab.unavailable() is not None, reason=str(netlab.unavailable()))
 
@@ -22,5 +23,5 @@ def test_the_link_is_as_slow_as_it_should_be_and_nothing_is_left_behind() -> Non
 
 def test_a_failing_host_is_reported_and_nothing_is_left_behind() -> None:
     with pytest.raises(RuntimeError, match="ZeroDivisionError"), netlab.NetLab(hosts=2, rate_mbit=100) as lab:
-        lab.torch_everywhere(["-c", "1 / 0"], timeout=30)
+        lab.torch_everywhere(["-c", "1 / 0"], timeout=patience(30))
     assert own_namespaces() == []

@@ -7,14 +7,14 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import farflung, free_port, until
+from patience import patience, until
+from processes import farflung, free_port
 
 from farflung.networks.internet import read_ticket
 from farflung.report.read import Run
@@ -22,7 +22,18 @@ from farflung.training import checkpoint
 
 SETTINGS = [
     *("--model", "micro", "--every", 10, "--batch-size", 2, "--sequence-length", 32, "--eval-sequences", 4),
-    *("--eval-every", 50, "--log-every", 1, "--checkpoint-every", 20, "--max-tokens", 200_000, "--deadline", 15),
+    *(
+        "--eval-every",
+        50,
+        "--log-every",
+        1,
+        "--checkpoint-every",
+        20,
+        "--max-tokens",
+        200_000,
+        "--deadline",
+        patience(15),
+    ),
 ]
 
 
@@ -99,11 +110,11 @@ def test_a_beacon_invites_peers_meet_leave_and_come_back_and_onlookers_see_it(sw
     assert found.returncode == 0 and found.stdout.count("there and back") == 3, found
 
     one.send_signal(signal.SIGINT)
-    assert one.wait(60) == 130
+    assert one.wait(patience(60)) == 130
     assert "come back with: farflung join one/run.ticket --out one" in swarm.said("one")
     left_at = swarm.step("one")
     beacon.send_signal(signal.SIGINT)
-    assert beacon.wait(30) == 0
+    assert beacon.wait(patience(30)) == 0
     swarm.join("one", ticket="two/run.ticket")  # the beacon is gone
     until(lambda: swarm.step("one") > left_at + 20)
 
@@ -119,8 +130,6 @@ def test_the_first_peer_is_killed_and_the_run_goes_on(swarm: Swarm) -> None:
     until(lambda: swarm.averaged("four") > 0)
     assert all(swarm.step(name) > step for name, step in began.items())
     for name in ("two", "three"):
-        for event in swarm.events(name, "round"):
-            assert event["landed"] - event["waited_from"] < 15 + 1, event
         counted = [event["tokens"] for event in swarm.events(name, "step")]
         assert all(b - a >= 64 for a, b in pairwise(counted)), "no step of a survivor is lost or repeated"
 
@@ -137,8 +146,7 @@ def test_a_peer_that_stood_still_comes_back_by_itself(swarm: Swarm) -> None:
     until(lambda: swarm.averaged("two") > 0 and swarm.averaged("three") > 0)
     two.send_signal(signal.SIGSTOP)
     before = swarm.step("three")
-    time.sleep(8)
-    until(lambda: swarm.step("three") > before + 20)
+    until(lambda: swarm.step("three") > before + 40)  # four rounds, to which it did not come
     stood_at, met = swarm.step("two"), swarm.averaged("two")
     two.send_signal(signal.SIGCONT)
     until(lambda: swarm.averaged("two") > met)
@@ -149,7 +157,7 @@ def test_a_peer_that_stood_still_comes_back_by_itself(swarm: Swarm) -> None:
 def test_a_finished_run_has_a_summary_a_report_and_weights_to_export(swarm: Swarm) -> None:
     first = swarm.invite("--eval-every", 500, "--checkpoint-every", 500, steps=1500)
     two = swarm.join("two")
-    assert first.wait(120) == 0 and two.wait(120) == 0, swarm.said("two")
+    assert first.wait(patience(60)) == 0 and two.wait(patience(60)) == 0, swarm.said("two")
     for name in ("first", "two"):
         summary = json.loads((swarm.folder / name / "summary.json").read_text())
         assert summary["steps"] == 1500 and summary["validation_loss"] < 5
@@ -221,7 +229,7 @@ def test_a_mistake_gets_one_line(tmp_path: Path, arguments: list[object], words:
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=patience(60),
     )
     assert done.returncode == 2, done
     lines = [line for line in done.stderr.splitlines() if line.startswith("farflung: ")]

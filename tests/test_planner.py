@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from patience import patience
 from problem import replica
 from processes import run_here
 from transformers import GPT2Config, LlamaConfig
@@ -379,7 +380,7 @@ def test_a_file_that_is_not_there_is_told(tmp_path: Path) -> None:
 def farflung(*arguments: str, folder: Path, threads: int = 1) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "farflung", *arguments]
     env = {**os.environ, "OMP_NUM_THREADS": str(threads)}
-    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=patience(100))
 
 
 def test_simulate_prints_plots_and_writes_the_same_events_whatever_the_threads(

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from patience import patience
 from processes import saved
 
 from farflung.config import Config, UserError
@@ -147,7 +148,7 @@ def killed(folder: Path, at: str, resume: bool) -> None:
         [sys.executable, "-c", KILLER, at, str(folder), "resume" if resume else "start"],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=patience(60),
     )
     assert process.returncode == -signal.SIGKILL, process.stderr
 
@@ -180,7 +181,10 @@ def test_a_stop_leaves_a_whole_checkpoint_of_one_step(undisturbed: Path, tmp_pat
         "except Stopped as stopped: print(stopped); sys.exit(7)",
     )
     process = subprocess.run(
-        [sys.executable, "-c", script, "step16", str(folder), "start"], capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", script, "step16", str(folder), "start"],
+        capture_output=True,
+        text=True,
+        timeout=patience(60),
     )
     assert process.returncode == 7, process.stderr
     (newest, *_) = checkpoint.whole_steps(folder)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from patience import patience
 
 from farflung import methods
 from farflung.config import Config
@@ -28,7 +29,7 @@ def observed(network: Network, config: Config, text: data.Data) -> dict[str, Any
     island, rounds = assemble(config, tokenizer, text, network, torch.device("cpu"))
     optimizer = torch.optim.AdamW(island.model.parameters(), lr=config.lr, fused=True)
     losses = []
-    with methods.from_config(config).attach(island.model, optimizer, rounds, deadline=60):
+    with methods.from_config(config).attach(island.model, optimizer, rounds, deadline=patience(60)):
         for step in range(STEPS):
             loss, fault = island.gradients(step)
             assert not fault
@@ -67,7 +68,7 @@ def poisoned(network: Network, config: Config, text: data.Data) -> list[tuple[st
 if __name__ == "__main__":
     cases, _, out = sys.argv[1:4]
     torch.set_num_threads(1)
-    network = TorchNetwork.from_env(deadline=60)
+    network = TorchNetwork.from_env(deadline=patience(60))
     results: dict[str, Any] = {}
     text: data.Data | None = None
     for name, settings in json.loads(cases).items():
