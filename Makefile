@@ -10,7 +10,7 @@ demo: .venv/ready
 	$(BIN)/farflung train
 
 test: lint
-	$(BIN)/python -m pytest -n auto --dist loadgroup
+	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 
 lint: .venv/ready
 	$(BIN)/ruff check .
