@@ -44,6 +44,7 @@ from farflung.outer import (
     OuterFactory,
     RandomGroups,
     Schedule,
+    Way,
 )
 
 
@@ -81,7 +82,7 @@ def diloco(
     return Method(
         schedule=Schedule(every, fragments, delay),
         topology=RandomGroups(group_size, seed) if group_size else Everyone(),
-        gather_up_to=group_size or 2,
+        averaging="whole" if group_size else "parts",
         codec=codec or Dense(),
         outer=_nesterov(outer_lr, outer_momentum),
         merge=MERGES[merge],
@@ -136,7 +137,7 @@ def dilocox(
     )
 
 
-def sparseloco(every: int = 50, outer_lr: float = 1.0, codec: Codec | None = None) -> Method:
+def sparseloco(every: int = 50, outer_lr: float = 1.0, codec: Codec | None = None, averaging: Way = "whole") -> Method:
     """DiLoCo without outer momentum: the largest 2 % of the pseudo-gradient in 2 bits, the rest fed back.
 
     Paper: Sarfi and others 2025, arXiv 2508.15706
@@ -145,25 +146,25 @@ def sparseloco(every: int = 50, outer_lr: float = 1.0, codec: Codec | None = Non
         schedule=Schedule(every),
         codec=codec or ErrorFeedback(TopK(share=0.02) | Quantize(bits=2), decay=0.95),
         outer=_nesterov(outer_lr, momentum=0.0),
-        gather_up_to=16,
+        averaging=averaging,
     )
 
 
-def demo() -> Method:
+def demo(averaging: Way = "whole") -> Method:
     """The fast-moving part of a momentum, by its largest frequencies, before every step; then only signs count.
 
     Paper: Peng and others 2024, arXiv 2411.19870
     """
     codec = ErrorFeedback(Frequency(chunk=64) | TopK(share=32 / 4096, chunk=4096), decay=0.999)
-    return Method(Schedule(every=1), codec=codec, gather_up_to=16, inner=SIGN)
+    return Method(Schedule(every=1), codec=codec, averaging=averaging, inner=SIGN)
 
 
-def dct(codec: Codec | None = None) -> Method:
+def dct(codec: Codec | None = None, averaging: Way = "whole") -> Method:
     """Synchronous training with the largest 1 % of the gradient, by a threshold that is set now and then.
 
     Paper: Gupta and others 2020, arXiv 2010.08899
     """
-    return Method(Schedule(every=1), codec=codec or ErrorFeedback(Threshold(share=0.01)), gather_up_to=16)
+    return Method(Schedule(every=1), codec=codec or ErrorFeedback(Threshold(share=0.01)), averaging=averaging)
 
 
 def noloco(
@@ -183,14 +184,15 @@ def noloco(
     Paper: Kolehmainen and others 2025, arXiv 2506.10911
     """
     codec = codec or Dense()
-    together = isinstance(codec, Dense | Modulo)
+    # Rounding must be in proportion to what is new, and whole anchors are not: modulo sends what differs of them.
+    together = codec.lossless or codec.needs_receiver
     return Method(
         schedule=Schedule(every, fragments, delay),
         topology=RandomGroups(group_size, seed),
         codec=codec if together else Apart(codec, Modulo(bits=4, turns=2)),
         outer=partial(GossipNesterov if together else GossipApart, lr=outer_lr, momentum=outer_momentum, gamma=gamma),
         merge=MERGES[merge],
-        gather_up_to=group_size,
+        averaging="whole",
     )
 
 
@@ -224,6 +226,7 @@ RECIPES: dict[str, Callable[..., Method]] = {recipe.__name__.replace("_", "-"): 
 
 _METHOD_SETTINGS = (
     *("every", "delay", "fragments", "outer_lr", "outer_momentum", "codec", "merge", "adapt", "gamma", "group_size"),
+    *("averaging",),
 )
 
 

@@ -29,6 +29,16 @@ class Apart(Codec):
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Apart) and self.halves == other.halves
 
+    @property
+    def lossless(self) -> bool:
+        """See Codec."""
+        return all(codec.lossless for codec in self.halves)
+
+    @property
+    def needs_receiver(self) -> bool:
+        """See Codec."""
+        return any(codec.needs_receiver for codec in self.halves)
+
     def encode(self, tensors: Sequence[Tensor]) -> Packet:
         """Two packets in one."""
         packets = [codec.encode(half) for codec, half in zip(self.halves, _halves(tensors), strict=True)]

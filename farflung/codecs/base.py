@@ -42,8 +42,22 @@ class Codec:
     """Turns the tensors of a message into a packet and back.
 
     A codec may remember things between its messages: every stream of messages needs a copy of its own, and what it
-    remembers is in `state_dict`. Those that remember nothing leave the last five methods as they are.
+    remembers is in `state_dict`. Those that remember nothing leave the last five methods as they are. Who puts codecs
+    to use asks what they can do (`lossless`, `needs_receiver`), never what they are.
     """
+
+    @property
+    def lossless(self) -> bool:
+        """Whether each float32 value comes back as it was sent; such messages may be averaged without a codec."""
+        return False
+
+    @property
+    def needs_receiver(self) -> bool:
+        """Whether `decode` reads a packet by the receiver's own values, so that no two receivers read quite the same.
+
+        Then `like` must hold them, and members of a group cannot end a round alike.
+        """
+        return False
 
     def encode(self, tensors: Sequence[Tensor]) -> Packet:
         """The tensors as one packet, on their device. Raises NotFinite."""
@@ -123,6 +137,16 @@ class Chain(Codec):
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Chain) and self.stages == other.stages
+
+    @property
+    def lossless(self) -> bool:
+        """See Codec."""
+        return all(stage.lossless for stage in self.stages)
+
+    @property
+    def needs_receiver(self) -> bool:
+        """See Codec."""
+        return any(stage.needs_receiver for stage in self.stages)
 
     def encode(self, tensors: Sequence[Tensor]) -> Packet:
         """See Codec."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from farflung.codecs.flat import FlatStage, count_of, expected
+from farflung.config import UserError
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,15 @@ class Dense(FlatStage):
     """
 
     dtype: torch.dtype = torch.float32
+
+    def __post_init__(self) -> None:
+        if self.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise UserError(f"Dense has dtype={self.dtype}; choose torch.float32, torch.bfloat16 or torch.float16")
+
+    @property
+    def lossless(self) -> bool:
+        """See Codec."""
+        return self.dtype == torch.float32
 
     def compress(self, flat: Tensor) -> list[Tensor]:
         """One part, in `dtype`."""

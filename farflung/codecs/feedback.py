@@ -36,6 +36,16 @@ class ErrorFeedback(Codec):
     def __eq__(self, other: object) -> bool:
         return isinstance(other, ErrorFeedback) and (self.codec, self.decay) == (other.codec, other.decay)
 
+    @property
+    def lossless(self) -> bool:
+        """See Codec."""
+        return self.codec.lossless
+
+    @property
+    def needs_receiver(self) -> bool:
+        """See Codec."""
+        return self.codec.needs_receiver
+
     def encode(self, tensors: Sequence[Tensor]) -> Packet:
         """See Codec."""
         owed = self._error or [torch.zeros_like(t.detach(), memory_format=torch.contiguous_format) for t in tensors]

@@ -61,6 +61,11 @@ class Modulo(FlatStage):
             raise UserError(f"Modulo has turns={self.turns}; choose at least 1")
         self._turns_now = self.turns
 
+    @property
+    def needs_receiver(self) -> bool:
+        """See Codec."""
+        return True
+
     def compress(self, flat: Tensor) -> list[Tensor]:
         """Packed codes, ranges and checks of this turn's blocks; turn and turns, and what dither was taken."""
         matrix = self._blocks(flat)

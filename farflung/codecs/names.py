@@ -48,7 +48,7 @@ def codec_named(name: str) -> Codec:
     stages = [_stage(word, name) for word in words[feedback:]]
     if not stages:
         raise UserError(f"there is no codec {name!r}; there are: {CODEC_NAMES}")
-    if any(isinstance(stage, Modulo) for stage in stages) and (len(stages) > 1 or feedback):
+    if any(stage.needs_receiver for stage in stages) and (len(stages) > 1 or feedback):
         raise UserError(f"codec {name!r} joins modulo to others; it only works alone")
     codec = stages[0] if len(stages) == 1 else Chain(tuple(stages))
     return ErrorFeedback(codec) if feedback else codec

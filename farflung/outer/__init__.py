@@ -2,7 +2,7 @@
 
 from farflung.outer.adaptation import Adapt
 from farflung.outer.attached import Attached, Diverged, Options, Round
-from farflung.outer.averaging import parts_sent
+from farflung.outer.averaging import Way, parts_sent
 from farflung.outer.gradients import GradientLoop
 from farflung.outer.inner import ADAMW, INNER, MUON, SIGN, Inner, MuonAdamW, SignSGD, names_of
 from farflung.outer.loop import OuterLoop
@@ -53,6 +53,7 @@ __all__ = [
     "Schedule",
     "SignSGD",
     "Topology",
+    "Way",
     "group_of",
     "names_of",
     "parts_sent",

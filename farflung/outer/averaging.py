@@ -5,42 +5,50 @@ from __future__ import annotations
 import copy
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from farflung.codecs import Codec, Dense, Packet, PacketError
+from farflung.codecs import Codec, Packet, PacketError
 from farflung.networks import Group, Network, PeerLost, Pending
 from farflung.outer.fusion import Fuse, Fusion
 
 Views = Callable[[Tensor], list[Tensor]]
 """A flat message as the tensors that it consists of."""
 
+Way = Literal["whole", "parts"]
+"""How packets are averaged among more than two members. `whole`: each goes to everyone, n - 1 times its bytes, and is
+encoded once. `parts`: each member averages one part of the message and sends it round, 2 (n - 1) / n times the bytes,
+encoded twice."""
 
-def parts_sent(codec: Codec, gather_up_to: int, members: int) -> tuple[float, ...]:
+
+def parts_sent(codec: Codec, way: Way, members: int) -> tuple[float, ...]:
     """What part of a message goes from each member of a group to each other, hop after hop.
 
-    What a codec need not encode is averaged in the network, and packets of large groups part by part: each member
-    averages one part and sends it round. Packets of groups of up to `gather_up_to` go from everyone to everyone.
+    What a codec need not encode is averaged in the network, part by part.
     """
-    if codec != Dense() and members <= gather_up_to:
+    if not codec.lossless and _goes_whole(way, members):
         return (1.0,)
     return (1 / members, 1 / members)
+
+
+def _goes_whole(way: Way, members: int) -> bool:
+    """Whether packets go to everyone; a pair's do anyhow, since that is no more bytes."""
+    return way == "whole" or members <= 2
 
 
 class Averaging:
     """Averages one stream of messages, round after round, and keeps what its codecs remember between them.
 
-    What a codec need not encode is averaged in the network, 2 (n - 1) / n times its bytes from each member. Packets of
-    groups of up to `gather_up_to` go from everyone to everyone, n - 1 times their bytes. In larger groups each member
-    averages a part of the message and sends it round, encoded again: 2 (n - 1) / n times again, and two encodings.
+    What a codec need not encode is averaged in the network, 2 (n - 1) / n times its bytes from each member; for the
+    packets of others, see Way.
 
     Args:
         network: the replica's seat.
         codec: each use of it works with a copy of its own.
         views: a flat message as tensors of the parameters' shapes.
-        gather_up_to: the largest group in which packets go to everyone.
+        way: how packets are averaged among more than two.
         alike: whether all members must get the same mean; else each takes its own message as it is, not as decoded.
         name: tells this stream's random numbers from others'.
         fusion: how messages are made one; on an open network no message goes without its looking at it.
@@ -51,7 +59,7 @@ class Averaging:
         network: Network,
         codec: Codec,
         views: Views,
-        gather_up_to: int,
+        way: Way,
         alike: bool,
         name: str,
         fusion: Fusion | None = None,
@@ -59,7 +67,7 @@ class Averaging:
         self._network = network
         self._prototype = codec
         self._views = views
-        self._gather_up_to = gather_up_to
+        self._way = way
         self._alike = alike
         self._name = name
         self._fusion = fusion
@@ -76,10 +84,10 @@ class Averaging:
         `wait` of the result raises PeerLost when somebody's part is missing or unreadable. The message then holds the
         mean of the others', or where that cannot be, this replica's own values.
         """
-        if self._fusion is None and self._prototype == Dense(message.dtype):
+        if self._fusion is None and self._prototype.lossless and message.dtype == torch.float32:
             return self._network.all_reduce(message, group, key), 0.0
         fuse = (self._fusion or Fusion()).of(self._network.rank, weights or {})
-        if len(group) <= self._gather_up_to or (self._fusion and self._fusion.whole):
+        if _goes_whole(self._way, len(group)) or (self._fusion and self._fusion.whole):
             return self._gather(message, group, key, fuse)
         return self._share_out(message, group, key, fuse)
 
@@ -89,7 +97,8 @@ class Averaging:
 
     def wants_expectation(self, group: Group) -> bool:
         """Whether a codec could make use of `expect` now: before the first round, in which whole messages travel."""
-        return 0 < len(group) <= self._gather_up_to and not self._codecs and not isinstance(self._prototype, Dense)
+        first = bool(group) and not self._codecs
+        return first and self._prototype.needs_receiver and _goes_whole(self._way, len(group))
 
     def shrink_to(self, share: float) -> None:
         """See Codec."""

@@ -40,7 +40,7 @@ class GradientLoop(Attached):
         self._topology = method.topology
         self._fragment = Fragment(self._parameters)
         self._averaging = Averaging(
-            network, method.codec, self._fragment.views, method.gather_up_to, method.topology.alike, "gradients"
+            network, method.codec, self._fragment.views, method.averaging, method.topology.alike, "gradients"
         )
         self._hooks.append(optimizers[-1].register_step_pre_hook(self._before_inner_step))
 

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from farflung.codecs import Dense
 from farflung.networks import Finished, Group, Network, OpenNetwork, PeerLost, Pending, State
 from farflung.outer.attached import Attached, Options
 from farflung.outer.buffers import average
@@ -72,7 +71,7 @@ class OuterLoop(Attached):
         self.anchors = [fragment.read(device) for fragment in fragments]
         assert method.outer is not None
         self.outer = method.outer(self.anchors)
-        if self._opened and topology.alike and not isinstance(self.outer, OuterOptimizer) and codec == Dense():
+        if self._opened and topology.alike and not isinstance(self.outer, OuterOptimizer) and codec.lossless:
             self.outer = Anchored(self.outer)
         self._streams = streams_of(method, network, fragments, self.anchors, fusion)
         self._replica = Replica(self.trained, model, self._streams, self.outer, method.merge, device)

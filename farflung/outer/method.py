@@ -14,6 +14,7 @@ from farflung.config import UserError
 from farflung.networks import Network, OpenNetwork
 from farflung.outer.adaptation import Adapt
 from farflung.outer.attached import Attached, Options, Round
+from farflung.outer.averaging import Way
 from farflung.outer.fusion import ROBUST
 from farflung.outer.gradients import GradientLoop
 from farflung.outer.inner import MUON, Inner
@@ -37,8 +38,9 @@ class Method:
             inner step instead.
         merge: what becomes of the steps that are trained while a round is under way.
         adapt: whether the codec's rank and the steps between rounds follow the effective rank of what is exchanged.
-        gather_up_to: in groups of up to so many, packets go from everyone to everyone; in larger ones, each member
-            averages a part and sends it round.
+        averaging: how groups of more than two average packets: "whole" ones that go from everyone to everyone, or in
+            "parts": each member averages one and sends it round, encoded again, so that bytes do not grow with the
+            group.
         inner: the inner optimizer that goes with it. Muon lowered the loss under every method (docs/evidence.md).
     """
 
@@ -48,7 +50,7 @@ class Method:
     outer: OuterFactory | None = None
     merge: Merge = field(default_factory=Keep)
     adapt: Adapt | None = None
-    gather_up_to: int = 2
+    averaging: Way = "parts"
     inner: Inner = MUON
 
     def __post_init__(self) -> None:
@@ -57,6 +59,11 @@ class Method:
             raise UserError("adapt changes the steps between rounds itself; leave out every_final, or add --no-adapt")
         if self.merge.eager and (self.schedule.delay != self.schedule.every or self.schedule.final is not None):
             raise UserError("eager needs a delay of a whole round; set delay to the same as every, without every_final")
+        if self.topology.alike and self.codec.needs_receiver:
+            raise UserError(
+                f"codec {self.codec!r} reads messages by the receiver's own values, so that replicas which must end "
+                "alike would drift apart; use it with noloco or in groups, or choose another codec, such as int4"
+            )
 
     def check_open(self) -> None:
         """Refuses what needs replicas to stay, for networks on which they come and go. Raises UserError."""

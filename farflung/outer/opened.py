@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from farflung.codecs import Codec, Dense, finite
+from farflung.codecs import Codec, finite
 from farflung.config import UserError
 from farflung.networks import Group, OpenNetwork, Party, PeerLost, Pending, State
 from farflung.outer.averaging import digest
@@ -106,7 +106,7 @@ class Anchored(OuterOptimizer):
 
 def by_lineage(topology: Topology, codec: Codec) -> bool:
     """Whether only replicas with the same anchors may average; else rounds draw them together."""
-    return topology.alike and codec != Dense()
+    return topology.alike and not codec.lossless
 
 
 def state_of(outer: torch.optim.Optimizer, anchor: Tensor) -> dict[str, Any]:

@@ -130,7 +130,7 @@ def streams_of(
             fragment=fragment,
             anchor=anchor,
             averaging=Averaging(
-                network, method.codec, fragment.views, method.gather_up_to, alike, f"fragment {index}", fusion
+                network, method.codec, fragment.views, method.averaging, alike, f"fragment {index}", fusion
             ),
             adaptation=Adaptation(method.adapt) if method.adapt else None,
             every=schedule.every or 0,

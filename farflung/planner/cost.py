@@ -165,7 +165,7 @@ def _exchange(
 ) -> Exchange:
     traffic = _Traffic(cluster)
     for group in groups:
-        parts = parts_sent(method.codec, method.gather_up_to, len(group))
+        parts = parts_sent(method.codec, method.averaging, len(group))
         for place in range(layout.stages * layout.shards):
             workers = [layout.islands[replica][place] for replica in group]
             traffic.all_to_all(workers, sum(parts) * sizes[place // layout.shards], len(parts))

@@ -223,7 +223,7 @@ class Timer:
 
     def _hops(self, group: Group) -> Callable[[dict[int, None]], Iterator[Demand]]:
         def hops(brought: dict[int, None]) -> Iterator[Demand]:
-            for part in parts_sent(self._method.codec, self._method.gather_up_to, len(group)):
+            for part in parts_sent(self._method.codec, self._method.averaging, len(group)):
                 demand = Demand.alike(group, part * self._message_bytes)
                 self._result.bytes_sent += sum(demand.sent)
                 yield demand
