@@ -28,8 +28,8 @@ from farflung.codecs import (
     TopK,
     codec_named,
 )
-from farflung.codecs.base import _HEADER, MAGIC, VERSION
 from farflung.codecs.bits import pack_bits, unpack_bits
+from farflung.codecs.packets import _HEADER, MAGIC, VERSION
 from farflung.config import UserError
 
 CODECS: dict[str, Callable[[], Codec]] = {
@@ -382,11 +382,23 @@ def test_random_bytes_are_refused(name: str, noise: bytes, signed: bool) -> None
 
 
 def test_a_table_that_promises_more_than_there_is_is_refused_without_memory_for_it() -> None:
-    words = struct.pack("<4Q", 1, 1, 1 << 48 | (1 << 47), 0)
+    words = struct.pack("<4Q", 1, 1, 1 << 60 | (1 << 39), 0)
     right = _HEADER.unpack(Dense().encode(MESSAGE)[: _HEADER.size].numpy().tobytes())
     header = _HEADER.pack(MAGIC, VERSION, right[2], right[3], len(words), zlib.crc32(words))
     with pytest.raises(PacketError, match="shorter than its table"):
         Dense().decode(torch.frombuffer(bytearray(header + words), dtype=torch.uint8), MESSAGE)
+
+
+@pytest.mark.parametrize("word", [1 << 60 | 1 << 38, 1 << 60 | 1 << 58 | 1 << 20, 4 << 60 | (1 << 60) - 1])
+def test_a_table_whose_first_stage_made_more_than_it_can_is_refused_without_memory_for_it(word: int) -> None:
+    codec = Frequency() | TopK()
+    packet = codec.encode(MESSAGE)
+    payload = bytearray(packet[_HEADER.size :].numpy().tobytes())
+    struct.pack_into("<Q", payload, 16, word)  # behind the number of stages and that of the first one's parts
+    header = packet[: _HEADER.size].numpy().tobytes()
+    altered = torch.frombuffer(bytearray(header) + payload, dtype=torch.uint8)
+    with pytest.raises(PacketError, match="more values than its codec makes"):
+        codec.decode(resigned(altered), MESSAGE)
 
 
 def test_a_packet_of_another_codec_setting_or_shape_is_refused() -> None:

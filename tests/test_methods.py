@@ -17,13 +17,11 @@ from farflung.codecs import (
     Codec,
     Dense,
     ErrorFeedback,
-    Frequency,
     LowRank,
     Modulo,
     Packet,
     Quantize,
     Threshold,
-    TopK,
 )
 from farflung.config import Config, UserError
 from farflung.methods import RECIPES, bytes_per_parameter, from_config
@@ -41,7 +39,6 @@ from farflung.outer import (
     OuterLoop,
     Round,
     Schedule,
-    SignSGD,
 )
 from farflung.outer.adaptation import Adaptation, effective_rank
 from farflung.outer.averaging import cut
@@ -78,27 +75,6 @@ def test_every_recipe_trains_and_those_among_all_keep_replicas_equal(name: str) 
     assert all(round.outcome == "averaged" for result in seen for round in result.rounds)
 
 
-def test_sparseloco_is_error_feedback_of_the_largest_and_a_plain_step() -> None:
-    """e ← 0.95·e + Δ; the largest 2 % of 4096 (here the 82 largest of all) travel; φ ← φ - mean."""
-    codec = ErrorFeedback(TopK(share=0.02), decay=0.95)
-    seen = run(lambda: methods.sparseloco(every=4, codec=codec), 3, 16)
-    anchor = flat(small_model(DOUBLE)).numpy()
-    owed, states = [np.zeros_like(anchor) for _ in range(3)], [{} for _ in range(3)]
-    for round in range(4):
-        sent = []
-        for rank in range(3):
-            weights = trained(anchor, rank, range(4 * round, 4 * round + 4), states[rank])
-            total = 0.95 * owed[rank] + anchor - weights
-            largest = np.argsort(-np.abs(total))[:82]
-            message = np.zeros_like(total)
-            message[largest] = total[largest]
-            owed[rank] = total - message
-            sent.append(message)
-        anchor = anchor - np.mean(sent, axis=0)
-    for result in seen:
-        np.testing.assert_allclose(result.weights.numpy(), anchor, rtol=0, atol=1e-6)
-
-
 def test_eager_diloco_uses_its_own_fresh_part_and_the_others_last_one() -> None:
     """Δ used = own now / M + (mean - own / M) of last round; Nesterov; θ = φ'. Nobody's progress at first."""
     seen = run(lambda: methods.eager_diloco(every=4, outer_lr=0.7, outer_momentum=0.6, codec=Dense()), 3, 18)
@@ -130,37 +106,6 @@ def test_a_landing_mixes_own_weights_with_the_new_anchor(merge: Merge, own: floa
     at_start = trained(flat(small_model(DOUBLE)).numpy(), 0, range(5), state)
     now = trained(at_start, 0, range(5, 7), state)
     np.testing.assert_allclose(result.weights.numpy(), own * now + (1 - own) * at_start, rtol=0, atol=1e-7)
-
-
-def test_demo_descends_along_the_sign_of_the_largest_frequencies() -> None:
-    codec = Frequency(chunk=64) | TopK(share=32 / 4096)
-
-    def work(network: SimulatedNetwork) -> Tensor:
-        model = small_model(DOUBLE)
-        optimizer = SignSGD(model.parameters(), lr=1e-3, weight_decay=0.1)
-        with methods.demo().attach(model, optimizer, network):
-            inner_steps(model, optimizer, network.rank, range(6))
-        return flat(model)
-
-    seen = Simulation(3).run(work)
-    model = small_model(DOUBLE)
-    parameters = list(model.parameters())
-    momenta = [[torch.zeros_like(p, dtype=torch.float32) for p in parameters] for _ in range(3)]
-    for step in range(6):
-        total = [torch.zeros_like(p, dtype=torch.float32) for p in parameters]
-        for rank in range(3):
-            inputs = torch.randn(4, 6, generator=torch.Generator().manual_seed(1000 * rank + step)).double()
-            loss = (model(inputs) - inputs.sum(1, keepdim=True)).square().mean()
-            gradients = torch.autograd.grad(loss, parameters)
-            momenta[rank] = [0.999 * m + g.float() for m, g in zip(momenta[rank], gradients, strict=True)]
-            fast = codec.decode(codec.encode(momenta[rank]), momenta[rank])
-            momenta[rank] = [m - q for m, q in zip(momenta[rank], fast, strict=True)]
-            total = [t + q for t, q in zip(total, fast, strict=True)]
-        with torch.no_grad():
-            for parameter, q in zip(parameters, total, strict=True):
-                parameter.mul_(1 - 1e-3 * 0.1).sub_(1e-3 * q.sign())
-    for weights in seen:
-        torch.testing.assert_close(weights, flat(model), rtol=0, atol=1e-9)
 
 
 def test_dct_sends_a_hundredth_and_owes_the_rest() -> None:

@@ -1,7 +1,7 @@
-"""Floor 2: how a message becomes bytes, and back. One idea a file; `base.py` first."""
+"""Floor 2: how a message becomes bytes, and back. One idea a file; `base.py` and `packets.py` first."""
 
 from farflung.codecs.apart import Apart
-from farflung.codecs.base import Chain, Codec, NotFinite, Packet, PacketError, Stage, finite
+from farflung.codecs.base import Chain, Codec, NotFinite, Stage, finite
 from farflung.codecs.dense import Dense
 from farflung.codecs.feedback import ErrorFeedback
 from farflung.codecs.floats import Float
@@ -9,6 +9,7 @@ from farflung.codecs.frequency import Frequency
 from farflung.codecs.lowrank import LowRank
 from farflung.codecs.modulo import Modulo
 from farflung.codecs.names import CODEC_NAMES, codec_named
+from farflung.codecs.packets import Packet, PacketError
 from farflung.codecs.quantize import Quantize
 from farflung.codecs.threshold import Threshold
 from farflung.codecs.topk import TopK

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from farflung.codecs.base import Codec, Packet, PacketError, pack, unpack
+from farflung.codecs.base import Codec
+from farflung.codecs.packets import Packet, PacketError, pack, unpack
 
 
 class Apart(Codec):

@@ -1,37 +1,27 @@
-"""What a codec is, and the packet it makes: a message as one self-describing buffer of bytes.
+"""What a codec is: stages that make a packet of a message, and a message of a packet.
 
 A codec is a chain of stages. Each stage makes smaller tensors of those it is given: floating ones, which the next
 stage may make smaller still, and uint8 ones, which are finished. What is left at the end is the packet's payload.
+Stages are given each tensor of a message as one row; between them, a matrix holds a chunk of a tensor in each row.
 """
 
 from __future__ import annotations
 
 import math
 import os
-import struct
-import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from farflung.codecs.packets import Packet, PacketError, pack, unpack
+
 # Messages and packets are new memory each time; torch then takes it in huge pages, which costs a tenth.
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
-Packet = Tensor
-"""One contiguous uint8 tensor: a header of 24 bytes, a table of the parts of each stage, then the last one's parts."""
-
-MAGIC = b"FARF"
-VERSION = 1
-_HEADER = struct.Struct("<4sHHIQI")  # magic, version, codec id, shapes hash, payload length, checksum
-_WORD = 8
-_DTYPES = (torch.uint8, torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_NUMEL_BITS = 48
-
-
-class PacketError(ValueError):
-    """A packet cannot be read: truncated, altered, or made by another version, codec or model."""
+_EXCESS = 16, 1 << 16
+"""No stage makes more of a message than so many times its values, and so many; who says so lies."""
 
 
 class NotFinite(ValueError):
@@ -98,8 +88,16 @@ def norm(tensors: Sequence[Tensor]) -> float:
 class Stage(Codec):
     """One step of compression: a codec by itself, or joined to another with `|`."""
 
+    @property
+    def sees_shapes(self) -> bool:
+        """Whether a message's tensors must come in their shapes; else each comes as one row."""
+        return False
+
     def shrink(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Smaller flat tensors: floating ones that a later stage may shrink, and finished ones of bytes."""
+        """Smaller tensors: floating ones that a later stage may shrink, and finished ones of bytes.
+
+        Flat ones; or contiguous matrices, of floating numbers with a chunk in each row, which later stages keep apart.
+        """
         raise NotImplementedError
 
     def restore(self, parts: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
@@ -185,9 +183,9 @@ def encode(stages: Sequence[Stage], tensors: Sequence[Tensor]) -> Packet:
     if not all(finite(tensor) for tensor in tensors):
         raise NotFinite("the message holds NaN or infinity; it was not sent")
     table: list[list[Tensor]] = []
-    parts = list(tensors)
+    parts = _given(stages, tensors)
     for stage in stages:
-        parts = [part.detach().reshape(-1) for part in stage.shrink(parts)]
+        parts = [part.detach() for part in stage.shrink(parts)]
         table.append(parts)
     return pack(stages, tensors, table)
 
@@ -195,8 +193,12 @@ def encode(stages: Sequence[Stage], tensors: Sequence[Tensor]) -> Packet:
 def decode(stages: Sequence[Stage], packet: Packet, like: Sequence[Tensor]) -> list[Tensor]:
     """Unpacks, and runs the stages backwards."""
     parts, table = unpack(stages, packet, like)
+    times, more = _EXCESS
+    most = times * sum(tensor.numel() for tensor in like) + more
+    if any(sum(part.numel() for part in made) > most for made in table[:-1]):
+        raise PacketError("packet has a table of more values than its codec makes of such tensors")
     try:
-        for stage, wanted in zip(reversed(stages), [*reversed(table[:-1]), like], strict=True):
+        for stage, wanted in zip(reversed(stages), [*reversed(table[:-1]), _given(stages, like)], strict=True):
             parts = stage.restore(parts, wanted)
     except PacketError:
         raise
@@ -205,7 +207,12 @@ def decode(stages: Sequence[Stage], packet: Packet, like: Sequence[Tensor]) -> l
         raise PacketError(f"packet cannot be read: {error}") from error
     if not all(finite(part) for part in parts):
         raise PacketError("packet holds values that are not finite")
-    return [_fit(part, tensor.dtype) for part, tensor in zip(parts, like, strict=True)]
+    return [_fit(part.view(tensor.shape), tensor.dtype) for part, tensor in zip(parts, like, strict=True)]
+
+
+def _given(stages: Sequence[Stage], tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The message as the first stage wants to see it."""
+    return [tensor.detach() if stages[0].sees_shapes else tensor.detach().reshape(-1) for tensor in tensors]
 
 
 def _fit(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -219,95 +226,3 @@ def _fit(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 def finite(tensor: Tensor) -> bool:
     """Whether no value is infinite or NaN, in one pass and without a temporary of the tensor's size."""
     return tensor.numel() == 0 or bool(torch.isfinite(torch.stack(tensor.aminmax())).all())
-
-
-def shapes_hash(tensors: Sequence[Tensor]) -> int:
-    """A 32-bit checksum of the shapes, by which two replicas notice that their models differ."""
-    return zlib.crc32(repr([tuple(tensor.shape) for tensor in tensors]).encode())
-
-
-def codec_id(stages: Sequence[object]) -> int:
-    """16 bits that stand for a codec and its settings."""
-    return zlib.crc32(" | ".join(map(repr, stages)).encode()) & 0xFFFF
-
-
-def pack(stages: Sequence[object], tensors: Sequence[Tensor], table: Sequence[Sequence[Tensor]]) -> Packet:
-    """The last stage's parts behind a header; all begin at multiples of 8 bytes, so that they can be read in place."""
-    words = [len(table)]
-    for parts in table:
-        words += [len(parts), *(_DTYPES.index(part.dtype) << _NUMEL_BITS | part.numel() for part in parts)]
-    device = table[-1][0].device
-    pieces = [_bytes(struct.pack(f"<{len(words)}Q", *words)).to(device)]
-    for part in table[-1]:
-        pieces += [part.view(torch.uint8), torch.zeros(-part.nbytes % _WORD, dtype=torch.uint8, device=device)]
-    packet = torch.cat([torch.empty(_HEADER.size, dtype=torch.uint8, device=device), *pieces])
-    payload = packet[_HEADER.size :]
-    fields = MAGIC, VERSION, codec_id(stages), shapes_hash(tensors), payload.numel(), _checksum(payload)
-    packet[: _HEADER.size] = _bytes(_HEADER.pack(*fields)).to(device)
-    return packet
-
-
-def unpack(stages: Sequence[object], packet: Packet, like: Sequence[Tensor]) -> tuple[list[Tensor], list[list[Tensor]]]:
-    """The last stage's parts, and what the parts of every stage are like. Raises PacketError, saying what is wrong."""
-    if packet.numel() < _HEADER.size:
-        raise PacketError(f"packet of {packet.numel()} bytes is shorter than its header ({_HEADER.size})")
-    header = packet[: _HEADER.size].cpu().numpy().tobytes()
-    payload = packet[_HEADER.size :]
-    magic, version, codec, shapes, length, checksum = _HEADER.unpack(header)
-    expected = (
-        ("magic", magic, MAGIC),
-        ("version", version, VERSION),
-        ("codec", codec, codec_id(stages)),
-        ("shapes hash", shapes, shapes_hash(like)),
-        ("payload length", payload.numel(), length),
-        ("checksum", _checksum(payload), checksum),
-    )
-    for what, found, wanted in expected:
-        if found != wanted:
-            raise PacketError(f"packet has {what} {found!r} where {wanted!r} was expected")
-    table, begin = _read_table(payload, len(stages))
-    parts = []
-    for part in table[-1]:
-        end = begin + part.numel() * part.element_size()
-        if end > payload.numel():
-            raise PacketError("packet is shorter than its table says")
-        # A view of other numbers must begin at a multiple of their size in memory, which a slice of a buffer may not.
-        raw = payload[begin:end]
-        aligned = raw.storage_offset() % _WORD == 0
-        parts.append((raw if aligned else raw.clone()).view(part.dtype))
-        begin = end + -end % _WORD
-    if begin != payload.numel():
-        raise PacketError("packet is longer than its table says")
-    return parts, table
-
-
-def _read_table(payload: Tensor, stages: int) -> tuple[list[list[Tensor]], int]:
-    """The parts of each stage as tensors without storage, and where the table ends."""
-    words = _words(payload)
-    try:
-        if next(words) != stages:
-            raise PacketError("packet has another number of stages")
-        table = [[_like(next(words)) for _ in range(next(words))] for _ in range(stages)]
-    except StopIteration:
-        raise PacketError("packet ends within its table") from None
-    return table, _WORD * (1 + sum(1 + len(parts) for parts in table))
-
-
-def _words(payload: Tensor) -> Iterator[int]:
-    for begin in range(0, payload.numel() - _WORD + 1, _WORD):
-        yield struct.unpack("<Q", payload[begin : begin + _WORD].cpu().numpy().tobytes())[0]
-
-
-def _like(word: int) -> Tensor:
-    code = word >> _NUMEL_BITS
-    if code >= len(_DTYPES):
-        raise PacketError(f"packet has numbers of an unknown kind ({code})")
-    return torch.empty(word & ((1 << _NUMEL_BITS) - 1), dtype=_DTYPES[code], device="meta")
-
-
-def _bytes(raw: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(raw), dtype=torch.uint8)
-
-
-def _checksum(payload: Tensor) -> int:
-    return zlib.crc32(payload.cpu().numpy().data)

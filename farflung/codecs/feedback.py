@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from farflung.codecs.base import Codec, Packet, norm
+from farflung.codecs.base import Codec, norm
+from farflung.codecs.packets import Packet
 
 
 class ErrorFeedback(Codec):

@@ -8,14 +8,15 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from farflung.codecs.base import PacketError, Stage
+from farflung.codecs.base import Stage
+from farflung.codecs.packets import PacketError
 
 PIECE = 1 << 18
 """Elements that are worked on at a time: the few temporaries of one piece fit a CPU's cache together."""
 
 
 class FlatStage(Stage):
-    """A stage that neither shapes nor borders between tensors matter to."""
+    """A stage that neither shapes nor borders between tensors or chunks matter to."""
 
     def compress(self, flat: Tensor) -> list[Tensor]:
         """The parts that a flat float32 tensor becomes."""
@@ -37,16 +38,19 @@ class FlatStage(Stage):
         if own < 0:
             raise PacketError("packet has too few parts")
         flat = self.expand(parts[:own], floating)
-        sizes = [tensor.numel() for tensor in floating]
-        pieces = (p.view(t.shape) for p, t in zip(torch.split(flat, sizes), floating, strict=True))
-        bytes_left = iter(parts[own:])
-        return [next(pieces) if tensor.is_floating_point() else next(bytes_left) for tensor in like]
+        return in_order(list(torch.split(flat, [tensor.numel() for tensor in floating])), parts[own:], like)
 
 
 def by_kind(tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     """The floating tensors, and those of finished bytes."""
     floating = [tensor for tensor in tensors if tensor.is_floating_point()]
     return floating, [tensor for tensor in tensors if not tensor.is_floating_point()]
+
+
+def in_order(floating: Sequence[Tensor], finished: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
+    """What `by_kind` took apart, in the shapes and the order of `like`."""
+    numbers, rest = iter(floating), iter(finished)
+    return [next(numbers).reshape(t.shape) if t.is_floating_point() else next(rest) for t in like]
 
 
 def flatten(tensors: Sequence[Tensor]) -> Tensor:
@@ -61,6 +65,11 @@ def flatten(tensors: Sequence[Tensor]) -> Tensor:
             return torch.cat([tensor.detach().reshape(-1).float() for tensor in tensors])
         end += tensor.nbytes
     return first.detach().as_strided((sum(tensor.numel() for tensor in tensors),), (1,))
+
+
+def joined(parts: Sequence[Tensor]) -> Tensor:
+    """One part of several; without a copy where there is only one."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
 def count_of(like: Sequence[Tensor]) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -10,14 +9,15 @@ import torch
 from torch import Tensor
 
 from farflung.codecs.bits import pack_bits, unpack_bits
-from farflung.codecs.flat import FlatStage, count_of, expected, row_pieces, rows
+from farflung.codecs.blocks import BlockStage
+from farflung.codecs.flat import row_pieces, rows
 
 _SMALLEST = 2.0**-119
 """Blocks of which nothing is larger are sent as zeros: their scales would leave float32's normal range."""
 
 
 @dataclass(frozen=True)
-class Float(FlatStage):
+class Float(BlockStage):
     """Rounds to a float of few bits, after dividing by a power of two for each block.
 
     e3m0: a sign and an exponent of 3 bits: 0 and ±2^-6 … ±1 of the block's scale (Streaming DiLoCo, arXiv 2501.18512);
@@ -36,13 +36,17 @@ class Float(FlatStage):
     def _bits(self) -> int:
         return 4 if self.format == "e3m0" else 8
 
-    def compress(self, flat: Tensor) -> list[Tensor]:
+    def bytes_of(self, block: int) -> tuple[int, int]:
+        """See BlockStage; a scale is its exponent."""
+        return block * self._bits // 8, 1
+
+    def compress(self, flat: Tensor, block: int) -> tuple[Tensor, Tensor]:
         """The packed values, and one byte a block: its scale's exponent."""
-        count = -(-flat.numel() // self.block)
-        codes = torch.empty(count, self.block * self._bits // 8, dtype=torch.uint8, device=flat.device)
+        count = -(-flat.numel() // block)
+        codes = torch.empty(count, block * self._bits // 8, dtype=torch.uint8, device=flat.device)
         exponents = torch.empty(count, dtype=torch.uint8, device=flat.device)
         for x, code, exponent in zip(
-            rows(flat, self.block), row_pieces(codes, self.block), row_pieces(exponents, self.block), strict=True
+            rows(flat, block), row_pieces(codes, block), row_pieces(exponents, block), strict=True
         ):
             largest = x.abs().amax(1)
             # The power of two nearest to the largest, biased like float32's own exponents; 0 for a block of zeros.
@@ -50,19 +54,16 @@ class Float(FlatStage):
             exponent.copy_(biased)
             scaled = x * _inverse_scale(biased)[:, None]
             code.copy_(_to_e3m0(scaled) if self.format == "e3m0" else _to_e4m3(scaled))
-        return [codes, exponents]
+        return codes.view(-1), exponents
 
-    def expand(self, parts: Sequence[Tensor], like: Sequence[Tensor]) -> Tensor:
-        """See FlatStage."""
-        numel = count_of(like)
-        count = -(-numel // self.block)
-        width = self.block * self._bits // 8
-        packed, exponents = expected(parts, (torch.uint8, count * width), (torch.uint8, count))
-        out = torch.empty(count, self.block, device=packed.device)
+    def expand(self, codes: Tensor, common: Tensor, numel: int, block: int) -> Tensor:
+        """See BlockStage."""
+        count = -(-numel // block)
+        out = torch.empty(count, block, device=codes.device)
         for code, exponent, x in zip(
-            row_pieces(packed.view(count, width), self.block),
-            row_pieces(exponents, self.block),
-            row_pieces(out, self.block),
+            row_pieces(codes.view(count, block * self._bits // 8), block),
+            row_pieces(common, block),
+            row_pieces(out, block),
             strict=True,
         ):
             x.copy_(_from_e3m0(code) if self.format == "e3m0" else _from_e4m3(code))

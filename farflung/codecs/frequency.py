@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from farflung.codecs.base import Stage
+from farflung.codecs.chunks import separate, together, totals
 from farflung.codecs.flat import expected, rescaled, unscaled
+from farflung.config import UserError
 
 
 @dataclass(frozen=True)
@@ -20,47 +22,60 @@ class Frequency(Stage):
 
         F = C · X · Cᵀ,   C[i, j] = sqrt(2 / chunk) · cos(π (2j + 1) i / (2 chunk)),   C[0, j] / sqrt(2)
 
-    A stage before one that keeps the largest coefficients (DeMo, arXiv 2411.19870). What does not fill a chunk is
-    filled up with zeros. Tensors of more than two dimensions count as matrices of their first one.
+    A stage before one that keeps the largest coefficients of each chunk (DeMo, arXiv 2411.19870). A chunk's side is no
+    longer than its tensor's; what else does not fill a chunk is filled up with zeros. Tensors of more than two
+    dimensions count as matrices of their first one.
 
     Args:
-        chunk: values along one side.
+        chunk: values along one side, at most 256.
     """
 
     chunk: int = 64
 
+    def __post_init__(self) -> None:
+        if not 1 <= self.chunk <= 256:
+            raise UserError(f"Frequency has chunk={self.chunk}; choose 1 to 256")
+
+    @property
+    def sees_shapes(self) -> bool:
+        """See Stage."""
+        return True
+
     def shrink(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """One part: the coefficients, chunk after chunk, and tensor after tensor."""
-        chunks = [self._forward(tensor.detach().float()).reshape(-1) for tensor in tensors]
-        return [torch.cat(chunks) if chunks else torch.empty(0)]
+        """The coefficients: a row for a chunk, and a matrix for all chunks of one size."""
+        return together(self._forward(tensor.detach().float()) for tensor in tensors if tensor.numel())
 
     def restore(self, parts: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
         """See Stage."""
-        sizes = [math.prod(self._grid(tensor)) for tensor in like]
-        (flat,) = expected(parts, (torch.float32, sum(sizes)))
-        return [self._backward(part, tensor) for part, tensor in zip(torch.split(flat, sizes), like, strict=True)]
+        shapes = []
+        for tensor in like:
+            if tensor.numel():
+                down, height, across, width = self._grid(tensor)
+                shapes.append((down * across, height * width))
+        sizes = totals(shapes)
+        matrices = expected(parts, *((torch.float32, count * size) for count, size in sizes))
+        chunks = separate([m.view(size) for m, size in zip(matrices, sizes, strict=True)], shapes)
+        rest = iter(chunks)
+        return [self._backward(next(rest), t) if t.numel() else torch.zeros(t.shape, device=t.device) for t in like]
 
     def _grid(self, tensor: Tensor) -> tuple[int, int, int, int]:
         """Chunks down, height of one, chunks across, width of one; a vector is one row."""
         rows = tensor.shape[0] if tensor.dim() > 1 else 1
-        columns = tensor.numel() // max(rows, 1)
-        height = self.chunk if tensor.dim() > 1 else 1
-        return -(-rows // height), height, -(-columns // self.chunk), self.chunk
+        columns = tensor.numel() // rows
+        height, width = min(self.chunk, rows), min(self.chunk, columns)
+        return -(-rows // height), height, -(-columns // width), width
 
     def _forward(self, tensor: Tensor) -> Tensor:
         down, height, across, width = self._grid(tensor)
-        if tensor.numel() == 0:
-            return tensor.reshape(-1)
         rows = tensor.shape[0] if tensor.dim() > 1 else 1
         matrix, scale = unscaled(tensor.reshape(rows, -1))
         padded = torch.nn.functional.pad(matrix, (0, across * width - matrix.shape[1], 0, down * height - rows))
         chunks = padded.view(down, height, across, width).transpose(1, 2)
-        return rescaled(_cosines(height, tensor.device) @ chunks @ _cosines(width, tensor.device).mT, scale)
+        found = rescaled(_cosines(height, tensor.device) @ chunks @ _cosines(width, tensor.device).mT, scale)
+        return found.reshape(down * across, height * width)
 
     def _backward(self, coefficients: Tensor, like: Tensor) -> Tensor:
         down, height, across, width = self._grid(like)
-        if like.numel() == 0:
-            return coefficients.new_zeros(like.shape)
         small, scale = unscaled(coefficients)
         chunks = small.view(down, across, height, width)
         values = rescaled(_cosines(height, chunks.device).mT @ chunks @ _cosines(width, chunks.device), scale)

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from farflung.codecs.base import PacketError, Stage
+from farflung.codecs.base import Stage
 from farflung.codecs.flat import rescaled, unscaled
+from farflung.codecs.packets import PacketError
 from farflung.config import UserError
 
 
@@ -36,6 +37,11 @@ class LowRank(Stage):
     def __post_init__(self) -> None:
         if self.rank < 1:
             raise UserError(f"LowRank has rank={self.rank}; choose at least 1")
+
+    @property
+    def sees_shapes(self) -> bool:
+        """See Stage."""
+        return True
 
     @property
     def rank_now(self) -> int:

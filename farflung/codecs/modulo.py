@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from farflung.codecs.base import Packet, PacketError, norm
+from farflung.codecs.base import norm
 from farflung.codecs.bits import pack_bits, unpack_bits
 from farflung.codecs.dither import Dither
 from farflung.codecs.flat import FlatStage, flatten, row_pieces
+from farflung.codecs.packets import Packet, PacketError
 from farflung.config import UserError
 
 _PRECISION = 2.0**-20

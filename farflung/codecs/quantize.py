@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,8 +9,9 @@ import torch
 from torch import Tensor
 
 from farflung.codecs.bits import pack_bits, unpack_bits
+from farflung.codecs.blocks import BlockStage
 from farflung.codecs.dither import Dither
-from farflung.codecs.flat import FlatStage, count_of, expected, rescaled, row_pieces, rows
+from farflung.codecs.flat import rescaled, row_pieces, rows
 from farflung.config import UserError
 
 _TO_SIGNED = 128
@@ -19,7 +19,7 @@ _TO_SIGNED = 128
 
 
 @dataclass
-class Quantize(FlatStage):
+class Quantize(BlockStage):
     """Each value x of a block becomes a whole number of `bits` bits.
 
         step = max|x| / L;   code = round(x / step) + L;   x' = (code - L) · step;   L = 2^(bits - 1) - 1
@@ -53,16 +53,18 @@ class Quantize(FlatStage):
         levels = (1 << (self.bits - 1)) - 1
         return 1, levels, 2 * levels
 
-    def compress(self, flat: Tensor) -> list[Tensor]:
+    def bytes_of(self, block: int) -> tuple[int, int]:
+        """See BlockStage; a step is a float32."""
+        return block * self.bits // 8, 4
+
+    def compress(self, flat: Tensor, block: int) -> tuple[Tensor, Tensor]:
         """The packed codes, and one float32 step a block, as bytes."""
-        count = -(-flat.numel() // self.block)
-        codes = torch.empty(count, self.block * self.bits // 8, dtype=torch.uint8, device=flat.device)
+        count = -(-flat.numel() // block)
+        codes = torch.empty(count, block * self.bits // 8, dtype=torch.uint8, device=flat.device)
         steps = torch.empty(count, device=flat.device)
-        for x, code, step in zip(
-            rows(flat, self.block), row_pieces(codes, self.block), row_pieces(steps, self.block), strict=True
-        ):
+        for x, code, step in zip(rows(flat, block), row_pieces(codes, block), row_pieces(steps, block), strict=True):
             self._quantize(x, code, step)
-        return [codes, steps.view(torch.uint8)]
+        return codes.view(-1), steps.view(torch.uint8)
 
     def _quantize(self, x: Tensor, codes: Tensor, steps: Tensor) -> None:
         distance, zero, last = self._grid
@@ -81,18 +83,15 @@ class Quantize(FlatStage):
             grid.sub_(_TO_SIGNED)
         codes.copy_(pack_bits(grid.to(torch.int8).view(torch.uint8), self.bits))
 
-    def expand(self, parts: Sequence[Tensor], like: Sequence[Tensor]) -> Tensor:
-        """See FlatStage."""
-        numel = count_of(like)
-        count = -(-numel // self.block)
-        width = self.block * self.bits // 8
-        packed, steps = expected(parts, (torch.uint8, count * width), (torch.uint8, 4 * count))
+    def expand(self, codes: Tensor, common: Tensor, numel: int, block: int) -> Tensor:
+        """See BlockStage."""
+        count = -(-numel // block)
         distance, zero, _ = self._grid
-        out = torch.empty(count, self.block, device=packed.device)
+        out = torch.empty(count, block, device=codes.device)
         pieces = zip(
-            row_pieces(packed.view(count, width), self.block),
-            row_pieces(steps.view(torch.float32), self.block),
-            row_pieces(out, self.block),
+            row_pieces(codes.view(count, block * self.bits // 8), block),
+            row_pieces(common.view(torch.float32), block),
+            row_pieces(out, block),
             strict=True,
         )
         for code, step, x in pieces:

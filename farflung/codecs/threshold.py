@@ -9,21 +9,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from farflung.codecs.base import PacketError
-from farflung.codecs.flat import FlatStage, count_of, expected
+from farflung.codecs.base import Stage
+from farflung.codecs.flat import by_kind, count_of, expected, flatten, in_order
+from farflung.codecs.packets import PacketError
 from farflung.codecs.topk import pack_places, packed_size, unpack_places
 from farflung.config import UserError
 
 _CHUNK = 4096
 _COUNT_BYTES = 2
+_OFF = 2.0
+"""A threshold that lets through so many times more or fewer values than it should is set anew at once."""
 
 
 @dataclass
-class Threshold(FlatStage):
+class Threshold(Stage):
     """Keeps the values of at least a threshold in magnitude; the others become 0 (DCT, arXiv 2010.08899).
 
-    The threshold is the one that keeps `share` of the values of the message it was computed from; it serves for
-    `refresh` messages. A kept value costs itself and 12 bits for its place, each 4096 values two bytes for a count.
+    Each tensor has a threshold of its own: the one that keeps `share` of the values, at least one, of the message it
+    was computed from; of equal values the first ones. It is computed for messages 0, 1, 2, 4, 8 … and then for each
+    `refresh`-th, since what error feedback adds grows at first. Where the last one would let through more than twice
+    the share of a message, or less than half of it, it is computed for that message, too: every message keeps about
+    its share, whatever came before. All of this depends on the sender's messages alone.
+
+    A kept value costs itself and 12 bits for its place, each 4096 values two bytes for a count.
 
     Args:
         share: of the values, more than 0 and at most 1.
@@ -32,7 +40,7 @@ class Threshold(FlatStage):
 
     share: float = 0.01
     refresh: int = 1000
-    _threshold: float = field(default=0.0, init=False, repr=False, compare=False)
+    _thresholds: list[float] = field(default_factory=list, init=False, repr=False, compare=False)
     _age: int = field(default=0, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -41,27 +49,59 @@ class Threshold(FlatStage):
         if self.refresh < 1:
             raise UserError(f"Threshold has refresh={self.refresh}; choose at least 1")
 
-    def compress(self, flat: Tensor) -> list[Tensor]:
+    def shrink(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The kept values, their packed places in chunks, and how many each chunk has."""
-        magnitudes = flat.abs()
-        if self._age % self.refresh == 0 and flat.numel():
-            rank = max(flat.numel() - round(self.share * flat.numel()), 0) + 1
-            self._threshold = float(magnitudes.kthvalue(min(rank, flat.numel())).values)
-        self._age += 1
-        # A message of zeros has the threshold 0, which nothing need be sent for.
-        kept = ((magnitudes >= self._threshold) & (magnitudes > 0)).nonzero().view(-1)
+        floating, finished = by_kind(tensors)
+        flat = flatten(floating)
+        kept = self._kept(torch.split(flat, [tensor.numel() for tensor in floating]))
         counts = torch.bincount(kept // _CHUNK, minlength=-(-flat.numel() // _CHUNK))
-        return [flat[kept], pack_places(kept % _CHUNK, _CHUNK), counts.to(torch.int16).view(torch.uint8)]
+        counts_bytes = counts.to(torch.int16).view(torch.uint8)
+        return [flat[kept], pack_places(kept % _CHUNK, _CHUNK), counts_bytes, *finished]
 
-    def expand(self, parts: Sequence[Tensor], like: Sequence[Tensor]) -> Tensor:
-        """See FlatStage."""
-        numel = count_of(like)
+    def _kept(self, rows: Sequence[Tensor]) -> Tensor:
+        """The places of the values that travel, in the row of all tensors; renews thresholds where they are due."""
+        if len(self._thresholds) != len(rows):
+            self._thresholds, self._age = [0.0] * len(rows), 0
+        due = self._age % self.refresh == 0 or (self._age < self.refresh and self._age & (self._age - 1) == 0)
+        self._age += 1
+        kept, begin = [torch.empty(0, dtype=torch.int64, device=rows[0].device if rows else None)], 0
+        for number, row in enumerate(rows):
+            places = None if due else self._above(row.abs(), self._thresholds[number])
+            if places is None:
+                self._thresholds[number], places = self._largest(row.abs())
+            kept.append(places + begin)
+            begin += row.numel()
+        return torch.cat(kept)
+
+    def _above(self, magnitudes: Tensor, threshold: float) -> Tensor | None:
+        """The places of what a threshold lets through; None if that is too many or too few."""
+        # A threshold of 0 lets through all that there is, and need not be set lower.
+        places = ((magnitudes >= threshold) & (magnitudes > 0)).nonzero().view(-1)
+        asked = self.share * magnitudes.numel()
+        too_few = threshold > 0 and places.numel() < asked / _OFF
+        too_many = places.numel() > max(asked * _OFF, 1)
+        return None if too_few or too_many else places
+
+    def _largest(self, magnitudes: Tensor) -> tuple[float, Tensor]:
+        """The threshold that fits a tensor, and the places of what it lets through."""
+        wanted = min(max(round(self.share * magnitudes.numel()), 1), magnitudes.numel())
+        if not wanted:
+            return 0.0, magnitudes.nonzero().view(-1)
+        threshold = magnitudes.kthvalue(magnitudes.numel() - wanted + 1).values
+        above = (magnitudes > threshold).nonzero().view(-1)
+        equal = ((magnitudes == threshold) & (magnitudes > 0)).nonzero().view(-1)[: wanted - above.numel()]
+        return float(threshold), torch.cat([above, equal]).sort().values
+
+    def restore(self, parts: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
+        """See Stage."""
+        floating, finished = by_kind(like)
+        numel = count_of(floating)
         chunks = -(-numel // _CHUNK)
-        if len(parts) != 3:
+        if len(parts) != 3 + len(finished):
             raise PacketError("packet does not hold values, places and a count for each chunk")
         kept = parts[0].numel()
         values, packed, counts = expected(
-            parts,
+            parts[:3],
             (torch.float32, kept),
             (torch.uint8, packed_size(kept, _CHUNK)),
             (torch.uint8, _COUNT_BYTES * chunks),
@@ -71,12 +111,13 @@ class Threshold(FlatStage):
             raise PacketError("packet holds another number of values than its chunks count")
         begins = torch.arange(chunks, device=values.device).repeat_interleave(per_chunk) * _CHUNK
         places = begins + unpack_places(packed, values.numel(), _CHUNK)
-        return torch.zeros(chunks * _CHUNK, device=values.device).index_copy_(0, places, values)[:numel]
+        flat = torch.zeros(chunks * _CHUNK, device=values.device).index_copy_(0, places, values)[:numel]
+        return in_order(torch.split(flat, [tensor.numel() for tensor in floating]), parts[3:], like)
 
     def state_dict(self) -> dict[str, Any]:
-        """The threshold and its age in messages."""
-        return {"threshold": self._threshold, "age": self._age}
+        """The thresholds, and how many messages there have been."""
+        return {"thresholds": self._thresholds, "age": self._age}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See Codec."""
-        self._threshold, self._age = state["threshold"], state["age"]
+        self._thresholds, self._age = list(state["thresholds"]), state["age"]

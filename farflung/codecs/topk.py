@@ -8,21 +8,25 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from farflung.codecs.base import PacketError
+from farflung.codecs.base import Stage
 from farflung.codecs.bits import pack_bits, unpack_bits
-from farflung.codecs.flat import FlatStage, count_of, expected
+from farflung.codecs.chunks import chunks_of, cut, separate, together, totals
+from farflung.codecs.flat import by_kind, expected, in_order, joined
+from farflung.codecs.packets import PacketError
 from farflung.config import UserError
 
 
 @dataclass(frozen=True)
-class TopK(FlatStage):
+class TopK(Stage):
     """Keeps the k = share · chunk values of each chunk that are largest in magnitude; the others become 0.
 
-    A kept value costs itself, which a later stage may quantize, and log2(chunk) bits for its place
-    (SparseLoCo, arXiv 2508.15706).
+    Each tensor is cut into chunks by itself; what an earlier stage has cut (Frequency) stays as it is. A chunk that is
+    shorter (a vector, a tensor's last one) keeps k values as well, or all where it has no more. A kept value costs
+    itself, which a later stage may quantize, and log2 of the chunk's size in bits for its place (SparseLoCo,
+    arXiv 2508.15706); where a chunk keeps all, places cost nothing.
 
     Args:
-        share: of the values, more than 0 and at most 1.
+        share: of the values of a full chunk, more than 0 and at most 1.
         chunk: values that are chosen among, a power of two of at most 65536.
     """
 
@@ -35,25 +39,48 @@ class TopK(FlatStage):
         if not 8 <= self.chunk <= 1 << 16 or self.chunk & (self.chunk - 1):
             raise UserError(f"TopK has chunk={self.chunk}; choose a power of two from 8 to 65536")
 
-    @property
-    def _kept(self) -> int:
-        return max(1, round(self.share * self.chunk))
+    def _kept(self, size: int) -> int:
+        """Values kept of a chunk of this size."""
+        return min(max(1, round(self.share * self.chunk)), size)
 
-    def compress(self, flat: Tensor) -> list[Tensor]:
-        """The kept values, and their packed places."""
-        chunks = torch.nn.functional.pad(flat, (0, -flat.numel() % self.chunk)).view(-1, self.chunk)
-        places = chunks.abs().topk(self._kept, dim=1, sorted=False).indices.sort(dim=1).values
-        return [chunks.gather(1, places).view(-1), pack_places(places.view(-1), self.chunk)]
+    def shrink(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The kept values of chunks of each size, a row for a chunk; then all packed places."""
+        floating, finished = by_kind(tensors)
+        values, packed = [], [torch.empty(0, dtype=torch.uint8, device=floating[0].device if floating else None)]
+        for chunks in together(matrix for tensor in floating for matrix in chunks_of(tensor, self.chunk)):
+            size = chunks.shape[1]
+            if (kept := self._kept(size)) < size:
+                places = chunks.abs().topk(kept, dim=1, sorted=False).indices.sort(dim=1).values
+                packed.append(pack_places(places.view(-1), size))
+                chunks = chunks.gather(1, places)
+            values.append(chunks)
+        return [*values, torch.cat(packed), *finished]
 
-    def expand(self, parts: Sequence[Tensor], like: Sequence[Tensor]) -> Tensor:
-        """See FlatStage."""
-        numel = count_of(like)
-        count = -(-numel // self.chunk)
-        kept = count * self._kept
-        values, packed = expected(parts, (torch.float32, kept), (torch.uint8, packed_size(kept, self.chunk)))
-        places = unpack_places(packed, kept, self.chunk).view(count, self._kept)
-        out = torch.zeros(count, self.chunk, device=values.device)
-        return out.scatter_(1, places, values.view(count, self._kept)).view(-1)[:numel]
+    def restore(self, parts: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
+        """See Stage."""
+        floating, finished = by_kind(like)
+        shapes = [cut(tensor.shape, self.chunk) for tensor in floating]
+        sizes = totals(shape for those in shapes for shape in those)
+        places = [self._places_size(count, size) for count, size in sizes]
+        values = [(torch.float32, count * self._kept(size)) for count, size in sizes]
+        own = len(values) + 1
+        *kept, packed = expected(parts[: len(parts) - len(finished)], *values, (torch.uint8, sum(places)))
+        spread = map(self._spread, kept, torch.split(packed, places), sizes)
+        chunks = iter(separate(spread, [shape for those in shapes for shape in those]))
+        whole = [[next(chunks).view(-1) for _ in those] or [packed.new_empty(0).float()] for those in shapes]
+        return in_order([joined(matrices) for matrices in whole], parts[own:], like)
+
+    def _places_size(self, count: int, size: int) -> int:
+        kept = self._kept(size)
+        return packed_size(count * kept, size) if kept < size else 0
+
+    def _spread(self, values: Tensor, packed: Tensor, shape: tuple[int, int]) -> Tensor:
+        """Chunks with values at their places and zeros elsewhere."""
+        count, size = shape
+        if (kept := self._kept(size)) == size:
+            return values.view(shape)
+        places = unpack_places(packed, count * kept, size).view(count, kept)
+        return values.new_zeros(shape).scatter_(1, places, values.view(count, kept))
 
 
 def pack_places(places: Tensor, chunk: int) -> Tensor:

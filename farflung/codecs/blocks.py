@@ -1,0 +1,83 @@
+"""What codecs share whose values have a scale in common, block by block."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from farflung.codecs.base import Stage
+from farflung.codecs.flat import by_kind, count_of, expected, flatten, in_order, joined
+
+_ROUND = 8
+"""Blocks are of a multiple of so many values, so that they end with a byte."""
+
+
+class BlockStage(Stage):
+    """A stage that works on blocks of values.
+
+    A message is one long row of blocks. Those of chunks that an earlier stage has cut end where a chunk ends: what is
+    large in one tensor would drown what is small in the next.
+    """
+
+    block: int
+
+    def compress(self, flat: Tensor, block: int) -> tuple[Tensor, Tensor]:
+        """The bytes that a flat float32 tensor becomes: codes, and what each block has in common."""
+        raise NotImplementedError
+
+    def expand(self, codes: Tensor, common: Tensor, numel: int, block: int) -> Tensor:
+        """The flat tensor again."""
+        raise NotImplementedError
+
+    def bytes_of(self, block: int) -> tuple[int, int]:
+        """What one block takes: its codes, and what it has in common."""
+        raise NotImplementedError
+
+    def shrink(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """See Stage. Bytes that an earlier stage has finished are handed on."""
+        floating, finished = by_kind(tensors)
+        flat = flatten([tensor for tensor in floating if tensor.dim() < 2])
+        rows = [(flat, self.block), *(self._padded(tensor) for tensor in floating if tensor.dim() == 2)]
+        codes, common = zip(*(self.compress(values, block) for values, block in rows), strict=True)
+        return [joined(codes), joined(common), *finished]
+
+    def restore(self, parts: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
+        """See Stage."""
+        floating, finished = by_kind(like)
+        flat = [tensor for tensor in floating if tensor.dim() < 2]
+        chunks = [tensor for tensor in floating if tensor.dim() == 2]
+        blocks = [self.block, *(self._block_of(tensor) for tensor in chunks)]
+        sizes = [count_of(flat), *(len(tensor) * self._width_of(tensor) for tensor in chunks)]
+        taken = [
+            [-(-n // block) * size for size in self.bytes_of(block)] for n, block in zip(sizes, blocks, strict=True)
+        ]
+        codes_sizes, common_sizes = map(list, zip(*taken, strict=True))
+        wanted = (torch.uint8, sum(codes_sizes)), (torch.uint8, sum(common_sizes))
+        codes, common = expected(parts[: len(parts) - len(finished)], *wanted)
+        pieces = torch.split(codes, codes_sizes), torch.split(common, common_sizes), sizes, blocks
+        values, *padded = [self.expand(*row) for row in zip(*pieces, strict=True)]
+        in_flat = iter(torch.split(values, [tensor.numel() for tensor in flat]))
+        in_chunks = iter(zip(padded, chunks, strict=True))
+        found = [_cut_off(*next(in_chunks)) if tensor.dim() == 2 else next(in_flat) for tensor in floating]
+        return in_order(found, parts[2:], like)
+
+    def _block_of(self, chunks: Tensor) -> int:
+        """The values of a block where a chunk is cut into equally large ones, of at most `block` values."""
+        width = chunks.shape[1]
+        return -(-width // (_ROUND * -(-width // self.block))) * _ROUND
+
+    def _width_of(self, chunks: Tensor) -> int:
+        """The values of a chunk that is filled up to whole blocks."""
+        return -(-chunks.shape[1] // self._block_of(chunks)) * self._block_of(chunks)
+
+    def _padded(self, chunks: Tensor) -> tuple[Tensor, int]:
+        """Chunks filled up with zeros, in one row; and the values of a block."""
+        missing = self._width_of(chunks) - chunks.shape[1]
+        return torch.nn.functional.pad(chunks, (0, missing)).view(-1), self._block_of(chunks)
+
+
+def _cut_off(padded: Tensor, chunks: Tensor) -> Tensor:
+    """A matrix of chunks without what filled them up."""
+    return padded.view(len(chunks), -1)[:, : chunks.shape[1]].contiguous()

@@ -1,0 +1,125 @@
+"""Packets: a message as one self-describing buffer of bytes, and how it is read by those who trust nobody."""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+Packet = Tensor
+"""One contiguous uint8 tensor: a header of 24 bytes, a table of the parts of each stage, then the last one's parts."""
+
+MAGIC = b"FARF"
+VERSION = 2
+_HEADER = struct.Struct("<4sHHIQI")  # magic, version, codec id, shapes hash, payload length, checksum
+_WORD = 8
+_DTYPES = (torch.uint8, torch.float32, torch.bfloat16, torch.float16, torch.float64)
+# A part in the table: what its numbers are, the values of a chunk (0 where there are none), and how many of either.
+_KIND_SHIFT, _WIDTH_SHIFT = 60, 40
+
+
+class PacketError(ValueError):
+    """A packet cannot be read: truncated, altered, or made by another version, codec or model."""
+
+
+def shapes_hash(tensors: Sequence[Tensor]) -> int:
+    """A 32-bit checksum of the shapes, by which two replicas notice that their models differ."""
+    return zlib.crc32(repr([tuple(tensor.shape) for tensor in tensors]).encode())
+
+
+def codec_id(stages: Sequence[object]) -> int:
+    """16 bits that stand for a codec and its settings."""
+    return zlib.crc32(" | ".join(map(repr, stages)).encode()) & 0xFFFF
+
+
+def pack(stages: Sequence[object], tensors: Sequence[Tensor], table: Sequence[Sequence[Tensor]]) -> Packet:
+    """The last stage's parts behind a header; all begin at multiples of 8 bytes, so that they can be read in place."""
+    words = [len(table)]
+    for parts in table:
+        words += [len(parts), *map(_word, parts)]
+    device = next((tensor.device for tensor in (*table[-1], *tensors)), torch.device("cpu"))
+    pieces = [_bytes(struct.pack(f"<{len(words)}Q", *words)).to(device)]
+    for part in table[-1]:
+        rest = torch.zeros(-part.nbytes % _WORD, dtype=torch.uint8, device=device)
+        pieces += [part.reshape(-1).view(torch.uint8), rest]
+    packet = torch.cat([torch.empty(_HEADER.size, dtype=torch.uint8, device=device), *pieces])
+    payload = packet[_HEADER.size :]
+    fields = MAGIC, VERSION, codec_id(stages), shapes_hash(tensors), payload.numel(), _checksum(payload)
+    packet[: _HEADER.size] = _bytes(_HEADER.pack(*fields)).to(device)
+    return packet
+
+
+def unpack(stages: Sequence[object], packet: Packet, like: Sequence[Tensor]) -> tuple[list[Tensor], list[list[Tensor]]]:
+    """The last stage's parts, and what the parts of every stage are like. Raises PacketError, saying what is wrong."""
+    if packet.numel() < _HEADER.size:
+        raise PacketError(f"packet of {packet.numel()} bytes is shorter than its header ({_HEADER.size})")
+    header = packet[: _HEADER.size].cpu().numpy().tobytes()
+    payload = packet[_HEADER.size :]
+    magic, version, codec, shapes, length, checksum = _HEADER.unpack(header)
+    expected = (
+        ("magic", magic, MAGIC),
+        ("version", version, VERSION),
+        ("codec", codec, codec_id(stages)),
+        ("shapes hash", shapes, shapes_hash(like)),
+        ("payload length", payload.numel(), length),
+        ("checksum", _checksum(payload), checksum),
+    )
+    for what, found, wanted in expected:
+        if found != wanted:
+            raise PacketError(f"packet has {what} {found!r} where {wanted!r} was expected")
+    table, begin = _read_table(payload, len(stages))
+    parts = []
+    for part in table[-1]:
+        end = begin + part.numel() * part.element_size()
+        if end > payload.numel():
+            raise PacketError("packet is shorter than its table says")
+        # A view of other numbers must begin at a multiple of their size in memory, which a slice of a buffer may not.
+        raw = payload[begin:end]
+        aligned = raw.storage_offset() % _WORD == 0
+        parts.append((raw if aligned else raw.clone()).view(part.dtype).view(part.shape))
+        begin = end + -end % _WORD
+    if begin != payload.numel():
+        raise PacketError("packet is longer than its table says")
+    return parts, table
+
+
+def _read_table(payload: Tensor, stages: int) -> tuple[list[list[Tensor]], int]:
+    """The parts of each stage as tensors without storage, and where the table ends."""
+    words = _words(payload)
+    try:
+        if next(words) != stages:
+            raise PacketError("packet has another number of stages")
+        table = [[_like(next(words)) for _ in range(next(words))] for _ in range(stages)]
+    except StopIteration:
+        raise PacketError("packet ends within its table") from None
+    return table, _WORD * (1 + sum(1 + len(parts) for parts in table))
+
+
+def _words(payload: Tensor) -> Iterator[int]:
+    for begin in range(0, payload.numel() - _WORD + 1, _WORD):
+        yield struct.unpack("<Q", payload[begin : begin + _WORD].cpu().numpy().tobytes())[0]
+
+
+def _word(part: Tensor) -> int:
+    """A part's place in the table."""
+    count, width = (part.numel(), 0) if part.dim() < 2 else part.shape
+    return _DTYPES.index(part.dtype) << _KIND_SHIFT | width << _WIDTH_SHIFT | count
+
+
+def _like(word: int) -> Tensor:
+    code, width = word >> _KIND_SHIFT, word >> _WIDTH_SHIFT & ((1 << (_KIND_SHIFT - _WIDTH_SHIFT)) - 1)
+    count = word & ((1 << _WIDTH_SHIFT) - 1)
+    if code >= len(_DTYPES):
+        raise PacketError(f"packet has numbers of an unknown kind ({code})")
+    return torch.empty((count, width) if width else (count,), dtype=_DTYPES[code], device="meta")
+
+
+def _bytes(raw: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+
+
+def _checksum(payload: Tensor) -> int:
+    return zlib.crc32(payload.cpu().numpy().data)

@@ -1,0 +1,175 @@
+"""The sparse methods: DeMo and SparseLoCo against plain numpy from the papers' equations alone; thresholds."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from farflung import methods
+from farflung.codecs import ErrorFeedback, Frequency, Quantize, TopK
+from farflung.networks import SimulatedNetwork, Simulation
+from farflung.outer import SignSGD
+
+Array = NDArray[np.float64]
+SHAPES = [(64,), (64, 64), (64, 64), (128,), (64, 128)]
+MANY = 18
+"""More replicas than any group that once had all packets."""
+
+
+def cosines(size: int) -> Array:
+    """The orthonormal DCT-II: row i is frequency i."""
+    i, j = np.mgrid[:size, :size]
+    return np.where(i == 0, np.sqrt(1 / size), np.sqrt(2 / size)) * np.cos(np.pi * i * (j + 0.5) / size)
+
+
+def chunks_of(shape: tuple[int, ...]) -> list[tuple[slice, ...]]:
+    """Squares of 64 of a matrix, runs of 64 of a vector."""
+    return [tuple(slice(64 * n, 64 * n + 64) for n in place) for place in np.ndindex(*(size // 64 for size in shape))]
+
+
+def largest(values: Array, count: int) -> Array:
+    """The values of the largest magnitudes; 0 elsewhere."""
+    kept = np.zeros_like(values)
+    places = np.argsort(-np.abs(values), axis=None)[:count]
+    kept.flat[places] = values.flat[places]
+    return kept
+
+
+def spectrum(chunk: Array) -> Array:
+    c = cosines(64)
+    return c @ chunk @ c.T if chunk.ndim == 2 else c @ chunk
+
+
+def fast_part(momentum: Array) -> Array:
+    """DeMo's q: the inverse transform of the 32 largest coefficients of each chunk."""
+    q, c = np.zeros_like(momentum), cosines(64)
+    for chunk in chunks_of(momentum.shape):
+        kept = largest(spectrum(momentum[chunk]), 32)
+        q[chunk] = c.T @ kept @ c if kept.ndim == 2 else c.T @ kept
+    return q
+
+
+def sparse(values: Array, chunk: int, kept: int) -> Array:
+    """The `kept` largest of each run of `chunk` values of a tensor."""
+    flat = values.reshape(-1)
+    runs = [largest(flat[begin : begin + chunk], kept) for begin in range(0, len(flat), chunk)]
+    return np.concatenate(runs).reshape(values.shape)
+
+
+def progress(rank: int, step: int) -> list[Array]:
+    """What is fed to a replica in place of gradients: tensors of very different sizes."""
+    draws = np.random.default_rng([rank, step])
+    return [10.0 ** -(n % 3) * draws.standard_normal(shape) for n, shape in enumerate(SHAPES)]
+
+
+def descended(
+    method: methods.Method, replicas: int, steps: int, make: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
+) -> list[list[Tensor]]:
+    """Where each replica's parameters end that begin at 0 and have `progress` for gradients."""
+
+    def work(network: SimulatedNetwork) -> list[Tensor]:
+        model = torch.nn.ParameterList([torch.zeros(shape) for shape in SHAPES])
+        with method.attach(model, (optimizer := make(list(model))), network):
+            for step in range(steps):
+                for parameter, gradient in zip(model, progress(network.rank, step), strict=True):
+                    parameter.grad = torch.from_numpy(gradient).float()
+                optimizer.step()
+        return [parameter.detach() for parameter in model]
+
+    return Simulation(replicas).run(work)
+
+
+@pytest.mark.parametrize("replicas", [2, MANY])
+def test_demo_is_the_papers_equations_at_any_number_of_replicas(replicas: int) -> None:
+    """m ← 0.999·m + g; q the 32 largest frequencies of each chunk; m ← m - q; θ ← (1 - η·λ)·θ - η·sign(mean q)."""
+    steps = 4
+    seen = descended(methods.demo(), replicas, steps, lambda p: SignSGD(p, lr=0.5, weight_decay=0.1))
+    momenta = [[np.zeros(shape) for shape in SHAPES] for _ in range(replicas)]
+    weights, clear = [np.zeros(shape) for shape in SHAPES], [np.ones(shape, dtype=bool) for shape in SHAPES]
+    for step in range(steps):
+        total = [np.zeros(shape) for shape in SHAPES]
+        for rank in range(replicas):
+            momenta[rank] = [0.999 * m + g for m, g in zip(momenta[rank], progress(rank, step), strict=True)]
+            fast = [fast_part(m) for m in momenta[rank]]
+            momenta[rank] = [m - q for m, q in zip(momenta[rank], fast, strict=True)]
+            total = [t + q for t, q in zip(total, fast, strict=True)]
+        for weight, sure, q in zip(weights, clear, total, strict=True):
+            weight[:] = (1 - 0.5 * 0.1) * weight - 0.5 * np.sign(q)
+            sure &= np.abs(q) > 1e-4 * np.abs(q).max()  # float32 may see another sign of what is all but 0
+    for parameters in seen:
+        for parameter, weight, sure in zip(parameters, weights, clear, strict=True):
+            assert sure.mean() > 0.99
+            np.testing.assert_allclose(parameter.numpy()[sure], weight[sure], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("replicas", [3, MANY])
+def test_sparseloco_is_the_papers_equations_at_any_number_of_replicas(replicas: int) -> None:
+    """e ← 0.95·e + Δ; the largest of each chunk of a tensor travel; φ ← φ - mean."""
+    rounds, every = 4, 3
+    codec = ErrorFeedback(TopK(share=8 / 512, chunk=512), decay=0.95)
+    method = methods.sparseloco(every=every, codec=codec)
+    seen = descended(method, replicas, rounds * every, lambda p: torch.optim.SGD(p, lr=1.0))
+    anchors = [np.zeros(shape) for shape in SHAPES]
+    owed = [[np.zeros(shape) for shape in SHAPES] for _ in range(replicas)]
+    for round in range(rounds):
+        total = [np.zeros(shape) for shape in SHAPES]
+        for rank in range(replicas):
+            deltas = [progress(rank, round * every + step) for step in range(every)]
+            message = [0.95 * e + sum(d[n] for d in deltas) for n, e in enumerate(owed[rank])]
+            sent = [sparse(m, 512, 8) for m in message]
+            owed[rank] = [m - s for m, s in zip(message, sent, strict=True)]
+            total = [t + s for t, s in zip(total, sent, strict=True)]
+        anchors = [a - t / replicas for a, t in zip(anchors, total, strict=True)]
+    for parameters in seen:
+        for parameter, anchor in zip(parameters, anchors, strict=True):
+            np.testing.assert_allclose(parameter.numpy(), anchor, rtol=0, atol=1e-4)
+
+
+def test_demo_keeps_so_many_frequencies_of_each_chunk_of_each_tensor() -> None:
+    """Whatever the tensors beside it: 32 of a vector's 64 and 32 of a matrix's 4096."""
+    message = [torch.from_numpy(gradient).float() for gradient in progress(0, 0)]
+    codec = Frequency(chunk=64) | TopK(share=32 / 4096, chunk=4096)
+    packet = codec.encode(message)
+    for tensor in codec.decode(packet, message):
+        for chunk in chunks_of(tuple(tensor.shape)):
+            found = spectrum(tensor.numpy()[chunk].astype(np.float64))
+            assert (np.abs(found) > 1e-5 * np.abs(found).max()).sum() == 32
+    chunks = sum(len(chunks_of(shape)) for shape in SHAPES)
+    assert packet.nbytes <= chunks * 32 * (4 + 12 / 8) + 256  # a place takes at most 12 bits
+
+
+def test_small_tensors_go_whole_and_take_no_places() -> None:
+    """k of each chunk, or all of one that holds no more."""
+    generator = torch.Generator().manual_seed(0)
+    message = [torch.randn(size, generator=generator) for size in (5, 1, 82, 81, 30)] + [torch.tensor(3.0)]
+    codec = TopK(share=0.02, chunk=4096)
+    packet = codec.encode(message)
+    for tensor, back in zip(message, codec.decode(packet, message), strict=True):
+        assert torch.equal(tensor, back)
+    values = sum(tensor.numel() for tensor in message)
+    assert packet.nbytes <= 4 * values + 250
+    many = [torch.randn(64, generator=generator) for _ in range(300)]
+    assert codec.encode(many).nbytes <= 300 * 64 * 4 + 250
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_what_is_large_in_one_chunk_does_not_drown_what_is_small_in_the_next(bits: int) -> None:
+    """Blocks of a later stage end where chunks do, so that each tensor errs in proportion to itself."""
+    generator = torch.Generator().manual_seed(1)
+    message = [torch.randn(size, generator=generator) * 10.0**-n for n, size in enumerate((100, 7, 100, 100, 7, 1))]
+    for codec in (TopK(share=0.02) | Quantize(bits), Frequency() | TopK(share=32 / 4096) | Quantize(bits)):
+        for tensor, back in zip(message, codec.decode(codec.encode(message), message), strict=True):
+            assert (tensor - back).norm() < tensor.norm()
+
+
+def test_tensors_smaller_than_a_chunk_are_transformed_by_themselves() -> None:
+    """A chunk is no larger than its tensor, so nothing is spent on what fills it up."""
+    message = [torch.randn(5), torch.tensor(2.0), torch.randn(3, 4), torch.randn(0, 4), torch.randn(8, 4)]
+    codec = Frequency(chunk=64) | TopK(share=32 / 4096, chunk=4096)
+    packet = codec.encode(message)
+    assert packet.nbytes < 4 * (5 + 1 + 12 + 32) + 200
+    for tensor, back in zip(message, codec.decode(packet, message), strict=True):
+        torch.testing.assert_close(tensor, back)
