@@ -164,18 +164,26 @@ def test_topk_keeps_the_largest_of_each_chunk(seed: int, numel: int) -> None:
     assert torch.equal(codec.decode(codec.encode([x]), [x])[0], expected)
 
 
-def test_a_threshold_keeps_what_is_above_it_and_is_renewed_only_so_often() -> None:
-    codec = Threshold(share=0.1, refresh=2)
+def test_a_threshold_keeps_what_is_above_it_and_is_renewed_when_due() -> None:
+    codec = Threshold(share=0.1, refresh=100)
     generator = torch.Generator().manual_seed(1)
-    first = torch.randn(10_000, generator=generator)
-    kept = codec.decode(codec.encode([first]), [first])[0]
-    threshold = float(first.abs().sort(descending=True).values[999])
-    assert torch.equal(kept, torch.where(first.abs() >= threshold, first, 0.0))
-    second = 3 * torch.randn(10_000, generator=generator)
-    kept = codec.decode(codec.encode([second]), [second])[0]
-    assert torch.equal(kept, torch.where(second.abs() >= threshold, second, 0.0))
-    third = 3 * torch.randn(10_000, generator=generator)
-    assert int((codec.decode(codec.encode([third]), [third])[0] != 0).sum()) == 1000
+    threshold = 0.0
+    for number in range(20):
+        message = torch.randn(10_000, generator=generator)
+        kept = codec.decode(codec.encode([message]), [message])[0]
+        if number in (0, 1, 2, 4, 8, 16):
+            threshold = float(message.abs().sort(descending=True).values[999])
+        assert torch.equal(kept, torch.where(message.abs() >= threshold, message, 0.0))
+
+
+@pytest.mark.parametrize("scale", [3.0, 0.3, 1e30, 1e-30])
+def test_a_threshold_that_fits_no_longer_is_renewed_at_once(scale: float) -> None:
+    codec = Threshold(share=0.1, refresh=100)
+    generator = torch.Generator().manual_seed(1)
+    for size in (1.0, 1.0, 1.0, scale):
+        message = size * torch.randn(10_000, generator=generator)
+        kept = codec.decode(codec.encode([message]), [message])[0]
+    assert int((kept != 0).sum()) == 1000
 
 
 def test_low_rank_is_exact_where_it_can_be_and_comes_near_the_best_with_time() -> None:
@@ -338,11 +346,11 @@ def test_a_packet_with_a_right_checksum_and_wrong_content_is_refused_or_harmless
 
 def test_parts_of_another_kind_are_refused() -> None:
     stage = Threshold(share=0.1)
-    parts = stage.compress(torch.arange(-50.0, 50.0))
+    parts = stage.shrink([torch.arange(-50.0, 50.0)])
     for number in range(3):
         wrong = [part.double() if place == number else part for place, part in enumerate(parts)]
         with pytest.raises(PacketError):
-            stage.expand(wrong, [torch.zeros(100)])
+            stage.restore(wrong, [torch.zeros(100)])
 
 
 def test_neighbours_in_memory_that_are_not_one_tensor_are_sent_alike() -> None:

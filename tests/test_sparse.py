@@ -1,6 +1,7 @@
 """The sparse methods: DeMo and SparseLoCo against plain numpy from the papers' equations alone; thresholds."""
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from farflung import methods
-from farflung.codecs import ErrorFeedback, Frequency, Quantize, TopK
+from farflung.codecs import ErrorFeedback, Frequency, Quantize, Threshold, TopK
 from farflung.networks import SimulatedNetwork, Simulation
 from farflung.outer import SignSGD
 
@@ -173,3 +174,51 @@ def test_tensors_smaller_than_a_chunk_are_transformed_by_themselves() -> None:
     assert packet.nbytes < 4 * (5 + 1 + 12 + 32) + 200
     for tensor, back in zip(message, codec.decode(packet, message), strict=True):
         torch.testing.assert_close(tensor, back)
+
+
+def gradients(messages: int) -> Iterator[list[Tensor]]:
+    """Noisy and decaying, with rows of different sizes and a jump; a vector that is 0 at first; small ones; ties."""
+    generator = torch.Generator().manual_seed(2)
+    rows = torch.rand(80, 1, generator=generator) ** 4
+    mean = torch.randn(80, 50, generator=generator)
+    for number in range(messages):
+        scale = (30.0 if number >= 250 else 1.0) / (1 + number / 20)
+        matrix = scale * rows * (0.2 * mean + torch.randn(80, 50, generator=generator))
+        late = scale * torch.randn(900, generator=generator) if number >= 5 else torch.zeros(900)
+        small = scale * torch.randn(30, generator=generator)
+        yield [matrix, late, small, torch.tensor(scale), torch.zeros(500), torch.full((400,), scale), torch.empty(0, 3)]
+
+
+@pytest.mark.parametrize("decay", [1.0, 0.95])
+def test_a_threshold_keeps_about_its_share_of_every_message(decay: float) -> None:
+    """Under error feedback, which adds up what was left out; a tensor sends at least one value, and never a zero."""
+    share, refresh, checked = 0.02, 60, 0
+    codec = ErrorFeedback(Threshold(share=share, refresh=refresh), decay=decay)
+    owed = [torch.zeros_like(tensor) for tensor in next(gradients(1))]
+    for message in gradients(400):
+        total = [decay * e + m for e, m in zip(owed, message, strict=True)]
+        sent = codec.decode(codec.encode(message), message)
+        owed = [t - s for t, s in zip(total, sent, strict=True)]
+        for t, s in zip(total, sent, strict=True):
+            there, kept, asked = int((t != 0).sum()), int((s != 0).sum()), max(share * t.numel(), 1)
+            assert min(there, asked / 2.2) <= kept <= 2.2 * asked
+            checked += kept > 0
+    assert checked > 400 * 4
+
+
+def test_values_that_are_all_equal_take_turns() -> None:
+    """None is above the others, so the first go first; error feedback brings all of them in time."""
+    codec = ErrorFeedback(Threshold(share=0.1))
+    message = torch.ones(100)
+    total = sum(codec.decode(codec.encode([message]), [message])[0] for _ in range(200))
+    assert isinstance(total, Tensor) and total.min() >= 180 and total.max() <= 200
+
+
+@pytest.mark.parametrize("interruption", [1, 3, 130])
+def test_thresholds_go_on_from_their_state_deep_in_a_run(interruption: int) -> None:
+    codec, resumed = ErrorFeedback(Threshold(share=0.02, refresh=60)), ErrorFeedback(Threshold(share=0.02, refresh=60))
+    for number, message in enumerate(gradients(200)):
+        if number == interruption:
+            resumed.load_state_dict(copy.deepcopy(codec.state_dict()))
+        packet = codec.encode(message)
+        assert number < interruption or torch.equal(packet, resumed.encode(message))

@@ -116,7 +116,7 @@ class Threshold(Stage):
 
     def state_dict(self) -> dict[str, Any]:
         """The thresholds, and how many messages there have been."""
-        return {"thresholds": self._thresholds, "age": self._age}
+        return {"thresholds": list(self._thresholds), "age": self._age}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See Codec."""
