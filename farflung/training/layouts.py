@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -148,31 +149,66 @@ def _outer_state(parts: list[State], fragments: list[list[str]], cut: Callable[[
     if not any(stream["every"] for stream in first["streams"]):
         return dict(first)  # a method without rounds keeps nothing
 
-    def regroup(of: Callable[[State, int], Tensor]) -> list[Tensor]:
-        named = merged(
-            (part["shard"], _unflattened(of(part["outer"], n), names, part["model"]))
-            for part in parts
-            for n, names in enumerate(part["fragments"])
-        )
-        return [torch.cat([cut(named[name]).flatten() for name in names]) for names in fragments]
+    anchors = _of_parameters(parts, lambda outer, n: outer["streams"][n]["anchor"])
 
-    anchors = regroup(lambda outer, n: outer["streams"][n]["anchor"])
+    def flat(named: Named, names: list[str]) -> Tensor:
+        whole = [named[name] if name in named else torch.zeros_like(anchors[name]) for name in names]
+        return torch.cat([cut(tensor).flatten() for tensor in whole])
+
     streams = [
-        {**stream, "anchor": anchor, "averaging": {"share": stream["averaging"]["share"], "codecs": {}}}
-        for stream, anchor in zip(first["streams"], anchors, strict=True)
+        {**stream, "anchor": flat(anchors, names), "averaging": {"share": stream["averaging"]["share"], "codecs": {}}}
+        for stream, names in zip(first["streams"], fragments, strict=True)
     ]
-    optimizer = first["outer"]
-    lengths = {n: stream["anchor"].numel() for n, stream in enumerate(first["streams"])}
-    state: dict[int, State] = {n: dict(values) for n, values in optimizer["state"].items()}
-    for key in {key for n, values in state.items() for key, v in values.items() if _is_flat(v, lengths[n])}:
-        flats = regroup(lambda outer, n, key=key: outer["outer"]["state"][n][key])  # type: ignore[misc]
-        for n, flat in enumerate(flats):
-            state[n][key] = flat
-    return {**first, "streams": streams, "outer": {**optimizer, "state": state}, "flights": []}
+    state: dict[int, State] = defaultdict(dict)
+    for key, named in _outer_tensors(parts).items():
+        for n, names in enumerate(fragments):
+            # A fragment that has not landed yet has nothing, and parameters that come from there begin with noughts.
+            if any(name in named for name in names):
+                state[n][key] = flat(named, names)
+    for key, numbers in _outer_numbers(parts).items():
+        for n, names in enumerate(fragments):
+            if found := [numbers[name] for name in names if name in numbers]:
+                state[n][key] = max(found)
+    return {**first, "streams": streams, "outer": {**first["outer"], "state": dict(state)}, "flights": []}
 
 
-def _is_flat(value: Any, length: int) -> bool:
-    return isinstance(value, Tensor) and value.shape == (length,)
+def _of_parameters(parts: list[State], of: Callable[[State, int], Tensor | None]) -> Named:
+    """Whole tensors by parameter, from flat ones by fragment; what is None is left out."""
+    return merged(
+        (part["shard"], _unflattened(flat, names, part["model"]))
+        for part in parts
+        for n, names in enumerate(part["fragments"])
+        if (flat := of(part["outer"], n)) is not None
+    )
+
+
+def _outer_kept(parts: list[State]) -> Iterator[tuple[list[str], str, Any, bool]]:
+    """Everything that outer optimizers keep: the parameters' names, the key, the value, and whether it is flat."""
+    for part in parts:
+        for n, values in part["outer"]["outer"]["state"].items():
+            length = part["outer"]["streams"][n]["anchor"].numel()
+            for key, value in values.items():
+                yield part["fragments"][n], key, value, isinstance(value, Tensor) and value.shape == (length,)
+
+
+def _outer_tensors(parts: list[State]) -> dict[str, Named]:
+    """What outer optimizers keep of each parameter, whole, by key and the parameter's name."""
+    keys = sorted({key for _, key, _, flat in _outer_kept(parts) if flat})
+    return {key: _of_parameters(parts, partial(_outer_tensor, key)) for key in keys}
+
+
+def _outer_tensor(key: str, outer: State, n: int) -> Tensor | None:
+    flat: Tensor | None = outer["outer"]["state"].get(n, {}).get(key)
+    return flat
+
+
+def _outer_numbers(parts: list[State]) -> dict[str, State]:
+    """The single numbers that outer optimizers keep, such as steps, by key and parameter."""
+    numbers: dict[str, State] = defaultdict(dict)
+    for names, key, value, flat in _outer_kept(parts):
+        if not flat:
+            numbers[key].update(dict.fromkeys(names, value))
+    return numbers
 
 
 def _unflattened(flat: Tensor, names: list[str], model: Named) -> Named:
