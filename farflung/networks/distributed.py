@@ -51,12 +51,12 @@ class TorchNetwork:
         store: Store | None = None,
         processes: Sequence[int] | None = None,
     ) -> None:
-        self._processes = tuple(range(dist.get_world_size()) if processes is None else processes)
+        self.processes = tuple(range(dist.get_world_size()) if processes is None else processes)
         self.process = dist.get_rank()
-        self.rank = self._processes.index(self.process)
+        self.rank = self.processes.index(self.process)
         self.traffic = Traffic()
         self.device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
-        self._members = tuple(range(len(self._processes)))
+        self._members = tuple(range(len(self.processes)))
         self._addresses = addresses or {}
         self.store = store or _get_default_store()
         self._attachments = itertools.count()
@@ -108,7 +108,7 @@ class TorchNetwork:
 
     def address(self, rank: int) -> str:
         """How to call a replica in a message."""
-        return f"replica {rank} ({self.address_of(self._processes[rank])})"
+        return f"replica {rank} ({self.address_of(self.processes[rank])})"
 
     def address_of(self, process: int) -> str:
         """The host of a process, and its number there."""
@@ -185,7 +185,7 @@ class TorchNetwork:
         ways = ((dist.irecv, incoming), (dist.isend, outgoing))
         peers = [peer for _, tensors in ways for peer, tensor in tensors.items() if tensor.numel()]
         posts = [
-            dist.P2POp(op, tensor, self._processes[peer], tag=tag)
+            dist.P2POp(op, tensor, self.processes[peer], tag=tag)
             for op, tensors in ways
             for peer, tensor in tensors.items()
             if tensor.numel()

@@ -16,6 +16,7 @@ from farflung.config import UserError
 from farflung.networks import Group, Network, OpenNetwork, among_the_living
 from farflung.outer.averaging import digest
 from farflung.outer.buffers import Buffers, average
+from farflung.outer.shards import own_of
 from farflung.outer.start import agree_on_start
 from farflung.outer.trained import Trained
 
@@ -157,7 +158,7 @@ class Attached:
             return
         self.average_buffers()
         if average_weights:
-            self._average_among_all("weights", self.trained.parameters)
+            self._average_among_all("weights", [own_of(p.detach()) for p in self.trained.parameters])
 
     def average_buffers(self) -> None:
         """Averages the model's buffers over all replicas, for an evaluation; every replica must call it alike.
@@ -199,7 +200,7 @@ class Attached:
         if self._start_facts is not None and not isinstance(self.network, OpenNetwork):
             facts = {
                 **self._start_facts,
-                "shapes": str([tuple(parameter.shape) for parameter in self.trained.parameters]),
+                "shapes": str([tuple(own_of(parameter).shape) for parameter in self.trained.parameters]),
                 "weights": _told(self.trained.parameters),
                 "buffers or frozen weights": self._others,
             }
@@ -246,4 +247,4 @@ class Attached:
 
 
 def _told(tensors: Iterable[Tensor]) -> str:
-    return str(digest(tensors).tolist())
+    return str(digest(map(own_of, tensors)).tolist())

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from farflung.config import UserError
+from farflung.outer.shards import own_of
 
 LARGEST = torch.finfo(torch.float32).max
 
@@ -19,13 +20,15 @@ class Fragment:
 
     The flat tensor is float32, or float64 where a parameter is. What parameters of half precision cannot hold of what
     is written to them is kept beside them and comes back with `read`, so that small steps add up, and rounding is not
-    taken for progress. `names` are those of the parameters in their model.
+    taken for progress. `names` are those of the parameters in their model. Of parameters that FSDP2 has sharded, it is
+    this process's shards.
     """
 
     def __init__(self, parameters: list[nn.Parameter], names: Sequence[str] = ()) -> None:
         self.parameters = parameters
         self.names = list(names)
-        self.sizes = [parameter.numel() for parameter in parameters]
+        self._shapes = [own_of(parameter).shape for parameter in parameters]
+        self.sizes = [shape.numel() for shape in self._shapes]
         self.numel = sum(self.sizes)
         dtypes = {parameter.dtype for parameter in parameters}
         self.dtype = functools.reduce(torch.promote_types, dtypes, torch.float32)
@@ -40,20 +43,22 @@ class Fragment:
             device = device or (self.parameters[0].device if self.parameters else None)
             out = torch.empty(self.numel, dtype=self.dtype, device=device)
         for parameter, part in zip(self.parameters, torch.split(out, self.sizes), strict=True):
-            part.view(parameter.shape).copy_(parameter)
+            own = own_of(parameter)
+            part.view(own.shape).copy_(own)
         return out if self.rounded_off is None else out.add_(self.rounded_off)
 
     def views(self, message: Tensor) -> list[Tensor]:
         """A flat message as tensors of the parameters' shapes; one twice as long holds two of each."""
         copies = message.numel() // max(self.numel, 1)
         parts = torch.split(message, self.sizes * copies)
-        return [part.view(p.shape) for part, p in zip(parts, self.parameters * copies, strict=True)]
+        return [part.view(shape) for part, shape in zip(parts, self._shapes * copies, strict=True)]
 
     @torch.no_grad()
     def write(self, flat: Tensor) -> None:
         """Gives the parameters the values of `flat`, rounded to their own dtypes."""
         for parameter, part in zip(self.parameters, torch.split(flat, self.sizes), strict=True):
-            parameter.copy_(part.view(parameter.shape))
+            own = own_of(parameter)
+            own.copy_(part.view(own.shape))
         if self._inexact:
             self.rounded_off = None
             written = self.read(flat.device)
@@ -61,7 +66,7 @@ class Fragment:
 
     def sound(self) -> bool:
         """Whether all values can be sent."""
-        return all(sendable(parameter.detach()) for parameter in self.parameters)
+        return all(sendable(own_of(parameter.detach())) for parameter in self.parameters)
 
 
 def sendable(tensor: Tensor) -> bool:
@@ -78,7 +83,8 @@ def split(model: nn.Module, fragments: int, among: Collection[nn.Parameter] | No
     With `among`, only those of these parameters.
 
     A layer is what one number in a parameter's name counts (`model.layers.3.…`); what lies outside of layers
-    (embeddings, norms, head) counts as one each. Tied parameters appear once, frozen ones not at all.
+    (embeddings, norms, head) counts as one each. Tied parameters appear once, frozen ones not at all, nor those of
+    which this process has no rows.
 
     Raises UserError when there are fewer layers than fragments.
     """
@@ -92,7 +98,8 @@ def split(model: nn.Module, fragments: int, among: Collection[nn.Parameter] | No
             f"fragments is {fragments}, but the model has only {len(layers)} layers to divide; choose at most that"
         )
     groups = list(layers.values())
-    parts = [[named for layer in groups[p::fragments] for named in layer] for p in range(fragments)]
+    chosen = [[named for layer in groups[p::fragments] for named in layer] for p in range(fragments)]
+    parts = [[(name, parameter) for name, parameter in part if own_of(parameter).numel()] for part in chosen]
     return [Fragment([parameter for _, parameter in part], [name for name, _ in part]) for part in parts]
 
 

@@ -12,7 +12,8 @@ from farflung.codecs import finite
 from farflung.networks import Network
 from farflung.outer.attached import Attached, Options, Round
 from farflung.outer.averaging import Averaging
-from farflung.outer.fragments import Fragment
+from farflung.outer.fragments import split
+from farflung.outer.shards import own_of
 from farflung.outer.streams import copied
 from farflung.outer.topologies import group_of
 
@@ -36,9 +37,9 @@ class GradientLoop(Attached):
         options: Options,
     ) -> None:
         super().__init__(model, optimizers, network, options, {"method": "gradients"})
-        self._parameters = self.trained.parameters
+        (self._fragment,) = split(model, 1, self.trained.parameters)
+        self._parameters = self._fragment.parameters
         self._topology = method.topology
-        self._fragment = Fragment(self._parameters)
         self._averaging = Averaging(
             network, method.codec, self._fragment.views, method.averaging, method.topology.alike, "gradients"
         )
@@ -92,7 +93,9 @@ class GradientLoop(Attached):
     def _gather(self) -> Tensor:
         """All gradients as one flat float32 tensor; where there is none, zeros."""
         parts = [
-            torch.zeros_like(p, dtype=torch.float32).flatten() if p.grad is None else p.grad.float().flatten()
+            torch.zeros_like(own_of(p), dtype=torch.float32).flatten()
+            if p.grad is None
+            else own_of(p.grad).float().flatten()
             for p in self._parameters
         ]
         return torch.cat(parts) if parts else torch.empty(0)
@@ -101,4 +104,4 @@ class GradientLoop(Attached):
         for parameter, part in zip(self._parameters, self._fragment.views(gradient), strict=True):
             if parameter.grad is None:
                 parameter.grad = torch.empty_like(parameter)
-            parameter.grad.copy_(part)
+            own_of(parameter.grad).copy_(part)

@@ -23,6 +23,7 @@ from farflung.outer.merges import Keep, Merge
 from farflung.outer.opened import by_lineage
 from farflung.outer.optimizers import OuterFactory
 from farflung.outer.schedules import Schedule
+from farflung.outer.shards import check_shards
 from farflung.outer.topologies import Everyone, Topology
 
 
@@ -106,6 +107,7 @@ class Method:
         optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
         options = Options(outer_device, deadline, starting, robust, buffers, on_round)
         self._check(optimizers, network, options)
+        check_shards(model, network)
         loop = GradientLoop if self.outer is None else OuterLoop
         return loop(self, model, optimizers, network, options)
 

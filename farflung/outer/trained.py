@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from farflung.config import UserError
 from farflung.outer.averaging import digest
+from farflung.outer.shards import own_of
 
 _ATTACHED: WeakSet[Trained] = WeakSet()
 """Those that are in use: what one leaves alone, another may train."""
@@ -57,7 +58,7 @@ class Trained:
 
     def begin(self) -> None:
         """Takes note of what is left alone, for `check`."""
-        self._left_alone = {parameter: digest([parameter]) for parameter in self._not_attached()}
+        self._left_alone = {parameter: digest([own_of(parameter)]) for parameter in self._not_attached()}
 
     def check(self) -> None:
         """Sees that still the same parameters are trained, and nothing else is.
@@ -74,7 +75,7 @@ class Trained:
                     )
         self._left_alone = {p: self._left_alone[p] for p in self._not_attached() if p in self._left_alone}
         for parameter, before in self._left_alone.items():
-            if not torch.equal(digest([parameter]), before):
+            if not torch.equal(digest([own_of(parameter)]), before):
                 raise UserError(
                     f"{self._names[parameter]} has changed, but none of the attached optimizers holds it; "
                     "give attach all of the model's optimizers, as a list"

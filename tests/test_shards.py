@@ -1,0 +1,47 @@
+"""Models that users have wrapped with FSDP2 in loops of their own: two islands of two shards are two whole replicas."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from processes import run_replicas
+from torch_shard import METHODS, Model, trained
+
+from farflung.networks import Conditions, Network, Simulation
+
+NAMES = list(METHODS)
+
+
+@pytest.fixture(scope="module")
+def processes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each of four processes came to, under every method."""
+    return run_replicas(4, ";".join(NAMES), "", tmp_path_factory.mktemp("shards"), script="torch_shard.py")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_shards_train_as_whole_replicas_do(name: str, processes: list[dict[str, Any]]) -> None:
+    def whole(network: Network) -> dict[str, torch.Tensor]:
+        model = Model()
+        trained(name, network, model, network.rank, lambda batch: batch)
+        return {key: parameter.detach() for key, parameter in model.named_parameters()}
+
+    tolerance = 2e-3 if name == "8 bits" else 1e-5  # blocks of 8 bits are cut otherwise in shards than in the whole
+    replicas = Simulation(2, Conditions()).run(whole)
+    apart = max(float((replicas[0][key] - replicas[1][key]).abs().max()) for key in replicas[0])
+    assert name == "ddp" or apart > 10 * tolerance  # the last round is some steps ago, or the pair draws near slowly
+    for process, seen in enumerate(processes):
+        for key, weight in seen[name]["weights"].items():
+            torch.testing.assert_close(weight, replicas[process // 2][key], atol=tolerance, rtol=tolerance)
+        assert name == "ddp" or seen[name]["anchors"] == seen[name]["own"]
+    assert processes[0][name]["own"] > processes[1][name]["own"] > 0
+
+
+def test_rounds_between_different_shards_are_refused(processes: list[dict[str, Any]]) -> None:
+    for process, seen in enumerate(processes):
+        island = [0, 1] if process < 2 else [2, 3]
+        assert seen["refusal"] == (
+            f"the model is sharded over processes {island[0]} and {island[1]}, which are replicas of this network, "
+            f"too; hold rounds between equal shards: network.among([{process % 2}, {process % 2 + 2}])"
+        )

@@ -1,0 +1,120 @@
+"""One shard of a replica, wrapped by its user with FSDP2, in a process of its own: `torch_shard.py METHODS _ OUT`.
+
+Four processes are two islands of two shards. The user's loop knows no pipeline of ours.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from farflung import methods
+from farflung.codecs import Quantize
+from farflung.config import UserError
+from farflung.networks import Network, TorchNetwork
+
+METHODS: dict[str, Callable[[], methods.Method]] = {
+    "ddp": methods.ddp,
+    "diloco": lambda: methods.diloco(every=3),
+    "noloco, fragments, delay": lambda: methods.noloco(every=4, fragments=2, delay=1),
+    "eager": lambda: methods.eager_diloco(every=3),
+    "8 bits": lambda: methods.diloco(every=3, codec=Quantize(8)),
+}
+STEPS = 8
+
+
+class Model(nn.Module):
+    """Matrices of rows that two shards do not divide evenly, and one of a single row, of which one shard has none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.layers = nn.ModuleList([nn.Linear(6, 7), nn.Linear(7, 6), nn.Linear(6, 1)])
+
+    def forward(self, entering: Tensor) -> Tensor:
+        """(n, 6) to (n, 1)."""
+        for layer in self.layers[:-1]:
+            entering = torch.tanh(layer(entering))
+        out: Tensor = self.layers[-1](entering)
+        return out
+
+
+def batch(replica: int, step: int) -> Tensor:
+    """(4, 6) numbers that a replica trains on in a step."""
+    return torch.randn(4, 6, generator=torch.Generator().manual_seed(1000 * replica + step))
+
+
+def trained(
+    name: str, network: Network, model: nn.Module, replica: int, share: Callable[[Tensor], Tensor]
+) -> list[dict[str, Any]]:
+    """What the attachment would keep in a checkpoint half-way; leaves the trained weights in the model.
+
+    Half-way the user goes on from that checkpoint.
+    """
+    states: list[dict[str, Any]] = []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    step = 0
+    for end in (STEPS // 2 + 1, STEPS):
+        with METHODS[name]().attach(model, optimizer, network, deadline=60) as outer:
+            if states:
+                outer.load_state_dict(states[-1])
+            while step < end:
+                model(share(batch(replica, step))).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                step += 1
+            states.append(copy.deepcopy(outer.state_dict()))
+            weights = {key: parameter.detach().clone() for key, parameter in model.named_parameters()}
+        if end < STEPS:  # leaving lands what is under way, which the checkpoint still has in flight
+            with torch.no_grad():
+                for key, parameter in model.named_parameters():
+                    parameter.copy_(weights[key])
+    return states
+
+
+def refusal(network: Network, model: nn.Module) -> str:
+    """What attaching to a network is refused with."""
+    try:
+        methods.diloco(every=3).attach(model, torch.optim.SGD(model.parameters(), lr=0.1), network)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def main() -> None:
+    """Trains with each method, and leaves the whole weights that came out."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    names, _, out = sys.argv[1:4]
+    torch.set_num_threads(1)
+    everyone = TorchNetwork.from_env(deadline=60)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("island", "shard"))
+    replica, shard = divmod(everyone.process, 2)
+    results: dict[str, Any] = {}
+    for name in names.split(";"):
+        model = Model()
+        for layer in model.layers:
+            fully_shard(layer, mesh=mesh["shard"])
+        fully_shard(model, mesh=mesh["shard"])
+        if not results:
+            results["refusal"] = refusal(everyone, model)
+        network = everyone.among([shard, shard + 2])
+        states = trained(name, network, model, replica, lambda whole: whole.chunk(2)[shard])
+        streams = states[-1].get("streams", [])
+        results[name] = {
+            "weights": {key: p.full_tensor().detach() for key, p in model.named_parameters()},  # type: ignore[attr-defined]
+            "own": sum(p.to_local().numel() for p in model.parameters()),  # type: ignore[attr-defined]
+            "anchors": sum(stream["anchor"].numel() for stream in streams),
+        }
+    torch.save(results, Path(out) / f"{everyone.process}.pt")
+
+
+if __name__ == "__main__":
+    main()
