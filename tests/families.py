@@ -6,12 +6,14 @@ from typing import Any
 
 from transformers import (
     GPT2Config,
+    GraniteMoeConfig,
     LlamaConfig,
     MixtralConfig,
     OPTConfig,
     PretrainedConfig,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 COMMON: dict[str, Any] = {
@@ -51,3 +53,20 @@ FAMILIES: dict[str, PretrainedConfig] = {
     "gpt2": gpt2(),
     "mixtral": MixtralConfig(**COMMON, num_key_value_heads=2, num_local_experts=2),
 }
+BALANCED: dict[str, Any] = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
+ROUTED: dict[str, PretrainedConfig] = {
+    "mixtral": MixtralConfig(**COMMON, **BALANCED, num_key_value_heads=2, num_local_experts=4),
+    "qwen3, first and last dense": Qwen3MoeConfig(
+        **COMMON,
+        **HEADS,
+        **BALANCED,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        mlp_only_layers=[0, 4],
+    ),
+    "granite": GraniteMoeConfig(
+        **COMMON, **BALANCED, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2, logits_scaling=2.0
+    ),
+}
+"""Mixtures of experts whose routers are trained to use all experts alike."""

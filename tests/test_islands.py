@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import FAMILIES, gpt2
+from families import FAMILIES, ROUTED, gpt2
 from patience import patience, until
 from processes import farflung, run_replicas
 from torch import Tensor
@@ -20,7 +20,7 @@ from torch_island import STEPS, observed
 
 from farflung.config import Config
 from farflung.networks import Conditions, Simulation
-from farflung.pipeline.division import division_of
+from farflung.pipeline.division import division_of, microbatches_of
 from farflung.pipeline.routes import random_routes
 from farflung.pipeline.split import keep
 from farflung.report.read import read_run
@@ -50,6 +50,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "dilocox": {"replicas": 2, "stages": 2, "method": "dilocox", "every": 2, "codec": "ef-lowrank8-int8"},
     "random routes": {"replicas": 2, "stages": 2, "routes": "random"},
     "8 bits": {"stages": 4, "boundary": "int8"},
+    "routers, interleaved": {"stages": 4, "schedule": "interleaved", "microbatches": 4},
+    "routers, zero-bubble": {"stages": 4, "schedule": "zero-bubble", "microbatches": 4},
+    "routers, shards, recompute": {"stages": 2, "shard": 2, "microbatches": 2, "recompute": True},
     "subspace": {"stages": 4, "boundary": "subspace8"},
     "poisoned": {"stages": 4},
     "poisoned, 8 bits": {"stages": 4, "boundary": "int8"},
@@ -60,7 +63,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Models of eight layers, saved as a user would have them."""
     found = {}
-    for name, config in {"plain": FAMILIES["llama"], "tied": gpt2()}.items():
+    for name, config in {"plain": FAMILIES["llama"], "tied": gpt2(), "routers": ROUTED["mixtral"]}.items():
         config.num_hidden_layers = 8
         folder = tmp_path_factory.mktemp(name)
         config.save_pretrained(folder)
@@ -69,7 +72,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def settings_of(name: str, folders: dict[str, str]) -> dict[str, Any]:
-    return {**COMMON, "model": folders["tied" if "tied" in name else "plain"], **LAYOUTS[name]}
+    kind = next((kind for kind in ("tied", "routers") if kind in name), "plain")
+    return {**COMMON, "model": folders[kind], **LAYOUTS[name]}
 
 
 @pytest.fixture(scope="module")
@@ -81,8 +85,10 @@ def islands(folders: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -
 
 
 def undivided(settings: dict[str, Any]) -> list[dict[str, Any]]:
-    """What the replicas observe when one process has all of each."""
-    config = Config(**{**settings, **{key: getattr(Config, key) for key in ("stages", "shard", "schedule", "offload")}})
+    """What the replicas observe when one process has all of each, and computes as many sequences at a time."""
+    divided = Config(**settings)
+    usual = {key: getattr(Config, key) for key in ("stages", "shard", "schedule", "offload")}
+    config = Config(**{**settings, **usual, "microbatches": divided.shard * microbatches_of(divided)})
     text = data.load(config, tokenizers.load("bytes"))
     torch.set_num_threads(1)
     return Simulation(config.replicas, Conditions()).run(lambda network: observed(network, config, text))

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from families import COMMON, FAMILIES, gpt2, opt
+from families import COMMON, FAMILIES, ROUTED, gpt2, opt
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import BloomConfig, GraniteConfig, LlamaConfig, PretrainedConfig
+from transformers import BambaConfig, BloomConfig, DogeConfig, GraniteConfig, LlamaConfig, PretrainedConfig
 
 from farflung.config import Config, Resume, UserError
 from farflung.pipeline import Layout, check
@@ -59,10 +59,44 @@ def test_pieces_in_a_row_are_the_whole_model(name: str) -> None:
         torch.testing.assert_close(gradient, expected[key].grad, atol=1e-6, rtol=1e-5)
 
 
+@pytest.mark.parametrize("name", ROUTED)
+def test_pieces_in_a_row_train_their_routers_as_the_whole_model_does(name: str) -> None:
+    """The family's own loss pools what routers choose over all layers, so it is no sum over pieces."""
+    whole = models.outline(ROUTED[name])
+    models.materialise(whole, seed=3)
+    tokens = torch.randint(256, (2, 12), generator=torch.Generator().manual_seed(1))
+    expected = whole.train()(input_ids=tokens, labels=tokens).loss
+    expected.backward()
+
+    parts = pieces(ROUTED[name], 5)
+    passing: tuple[torch.Tensor, ...] = (tokens,)
+    for part in parts:
+        passing = part(*passing)
+    loss = parts[-1].loss(passing, tokens)
+    loss.backward()
+    torch.testing.assert_close(loss, expected)
+    for part in parts:
+        for key, parameter in part.model.named_parameters():
+            torch.testing.assert_close(parameter.grad, whole.get_parameter(key).grad, atol=1e-6, rtol=1e-5)
+
+    passing = (tokens,)
+    with torch.no_grad():
+        plain = whole.eval()(input_ids=tokens).logits
+        for part in parts:
+            passing = (part.eval()(*passing),)
+    entropy = torch.nn.functional.cross_entropy(plain[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+    for loss in (parts[-1].loss(passing[0], tokens), models.sequence_loss(whole, tokens)):
+        torch.testing.assert_close(loss, entropy)
+
+
 def test_a_piece_holds_its_share_only() -> None:
     sizes = [sum(p.numel() for p in piece.model.parameters()) for piece in pieces(FAMILIES["llama"], 3)]
     whole = sum(p.numel() for p in models.outline(FAMILIES["llama"]).parameters())
     assert sum(sizes) == whole and max(sizes) < 0.5 * whole
+
+
+ROUTED_OTHERWISE = DogeConfig(**COMMON, is_moe=True, num_experts=16, num_experts_per_tok=4, output_router_logits=True)
+OTHER_LAYERS = BambaConfig(**COMMON | {"num_hidden_layers": 3}, attn_layer_indices=[0, 1, 2], mamba_n_heads=4)
 
 
 @pytest.mark.parametrize(
@@ -72,6 +106,8 @@ def test_a_piece_holds_its_share_only() -> None:
         (GraniteConfig(**COMMON, embedding_multiplier=3.0), "GraniteForCausalLM .* it changes what passes between"),
         (BloomConfig(hidden_size=32, n_layer=4, n_head=4, vocab_size=256), "word_embeddings_layernorm belongs before"),
         (LlamaConfig(**COMMON | {"num_hidden_layers": 2}), "3 pieces of a model that has only 2 layers"),
+        (ROUTED_OTHERWISE, "DogeForCausalLM has a router loss that is not known to be the same in stages"),
+        (OTHER_LAYERS, "BambaForCausalLM cannot be split .* its decoder cannot do without its layers"),
     ],
 )
 def test_a_model_that_cannot_be_split_says_why(config: PretrainedConfig, reason: str) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from farflung.config import UserError
 from farflung.pipeline.balance import Load, Span, load_of, spans
+from farflung.pipeline.routers import router_loss_of
 from farflung.workloads import models
 
 POSITIONS = ("embed_positions", "wpe")
@@ -52,6 +53,8 @@ class NoPositions(nn.Module):
 class Piece(nn.Module):
     """What a stage computes: token ids (first) or hidden numbers to hidden numbers, or to logits (last).
 
+    While it trains a mixture of experts whose routers have a loss of their own, their sums come and go beside these.
+
     Args:
         model: the causal language model, of which only the span is there.
         span: which part it is.
@@ -63,16 +66,46 @@ class Piece(nn.Module):
         self.model = model
         self.span = span
         self._half = half
+        self.routers = router_loss_of(model)
+        self._router_logits: tuple[Tensor, ...] = ()
+        if self.routers:
+            model.get_decoder().register_forward_pre_hook(self._ask_routers, with_kwargs=True)
+            model.get_decoder().register_forward_hook(self._note_routers)
 
-    def forward(self, entering: Tensor) -> Tensor:
-        """(n, length) ids or (n, length, width) numbers to (n, length, width) numbers or (n, length, tokens) logits."""
-        given = {"input_ids" if self.span.first else "inputs_embeds": entering, "use_cache": False}
+    def forward(self, entering: Tensor, sums: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        """(n, length) ids or (n, length, width) numbers to (n, length, width) numbers or (n, length, tokens) logits.
+
+        `sums` are those of the routers before, see RouterLoss; with routers in training, they come out, too.
+        """
+        given: dict[str, Any] = {"input_ids" if self.span.first else "inputs_embeds": entering, "use_cache": False}
+        if self.routers:
+            given["output_router_logits"] = False  # the family would make a loss of this piece's alone
         with torch.autocast(entering.device.type, torch.bfloat16, enabled=self._half):
             if self.span.last:
-                return self.model(**given).logits.float()  # type: ignore[no-any-return]
-            hidden: Tensor = self.model.get_decoder()(**given).last_hidden_state.float()
-        # Schedules that compute weights' gradients later detach it in place, which views do not allow.
-        return hidden.clone() if hidden._is_view() else hidden
+                leaving: Tensor = self.model(**given).logits.float()
+            else:
+                leaving = self.model.get_decoder()(**given).last_hidden_state.float()
+            # Schedules that compute weights' gradients later detach it in place, which views do not allow.
+            leaving = leaving.clone() if leaving._is_view() else leaving
+            if not (self.routers and self.model.training):
+                return leaving
+            logits, self._router_logits = self._router_logits, ()
+            if sums is None:
+                sums = torch.zeros(self.routers.numbers, device=entering.device, requires_grad=True)
+            return leaving, sums + self.routers.sums(logits).to(entering.device)
+
+    def loss(self, leaving: Tensor | tuple[Tensor, Tensor], labels: Tensor) -> Tensor:
+        """What training minimises, of what leaves the last piece; in evaluation mode, the cross-entropy alone."""
+        logits, *sums = leaving if isinstance(leaving, tuple) else (leaving,)
+        entropy = models.cross_entropy(self.model, logits, labels)
+        return entropy + self.routers.loss(*sums) if self.routers and sums else entropy
+
+    def _ask_routers(self, decoder: nn.Module, args: Any, given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        return args, {**given, "output_router_logits": decoder.training}
+
+    def _note_routers(self, decoder: nn.Module, args: Any, output: Any) -> None:
+        if decoder.training:
+            self._router_logits = output.router_logits
 
 
 def is_tied(model: Any) -> bool:
@@ -156,8 +189,12 @@ def check_split(settings: Any, pieces: int) -> list[Span]:
     keep(model, Span(0, 0, first=False, last=False))
     models.materialise(model, seed=0)
     entering = torch.randn(1, 4, settings.hidden_size, generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        leaving = Piece(model.eval(), Span(0, 0, first=False, last=False))(entering)
+    piece = Piece(model.eval(), Span(0, 0, first=False, last=False))
+    try:
+        with torch.no_grad():
+            leaving = piece(entering)
+    except Exception as error:  # whatever a family does with what its layers return
+        raise _cannot_split(family, f"its decoder cannot do without its layers ({error})") from error
     if leaving.shape != entering.shape or not torch.equal(leaving, entering):
         raise _cannot_split(family, "it changes what passes between its layers")
     return cut

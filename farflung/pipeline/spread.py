@@ -30,6 +30,7 @@ from farflung.pipeline.parts import Part, own_of
 from farflung.pipeline.routes import Routes, fixed_routes, random_routes
 from farflung.pipeline.split import Piece
 from farflung.pipeline.stages import RoutedStage
+from farflung.workloads import models
 from farflung.workloads.data import Data
 
 SCHEDULES = {
@@ -74,7 +75,7 @@ class Spread:
         self._schedule: Any = SCHEDULES[config.schedule](
             self._stages if config.schedule in ("interleaved", "zero-bubble") else self._stages[0],
             n_microbatches=self._microbatches,
-            loss_fn=self._loss_of_logits,
+            loss_fn=self._pieces[-1].loss,
         )
 
     def gradients(self, step: int) -> tuple[float, str]:
@@ -131,7 +132,7 @@ class Spread:
                 logits = self._forward(batch)
                 counted = sum(number < len(sequences) for number in wanted)
                 if logits is not None and counted:
-                    loss = self._loss_of_logits(logits[:counted], batch[:counted])
+                    loss = models.cross_entropy(self._pieces[-1].model, logits[:counted], batch[:counted])
                     facts += torch.tensor([float(loss) * counted, counted], dtype=torch.float64)
             total, count = self.total(facts).tolist()
         return float(total / count)
@@ -173,13 +174,14 @@ class Spread:
         hidden = torch.empty(size, self._config.sequence_length, piece.model.config.hidden_size, device="meta")
         logits = torch.empty(size, self._config.sequence_length, piece.model.config.vocab_size, device="meta")
         tokens = torch.empty(size, self._config.sequence_length, dtype=torch.int64, device="meta")
+        sums = [torch.empty(piece.routers.numbers, device="meta", requires_grad=True)] if piece.routers else []
         boundary = partial(Boundary, hidden.shape, division.codec, division.subspace, self._device)
         return RoutedStage(
             piece,
             index,
             self._count,
-            tokens if piece.span.first else hidden.requires_grad_(),
-            logits.requires_grad_() if piece.span.last else hidden.requires_grad_(),
+            (tokens,) if piece.span.first else (hidden.requires_grad_(), *sums),
+            (logits.requires_grad_() if piece.span.last else hidden.requires_grad_(), *sums),
             self._groups.column,
             self._groups.everyone,
             self.place.replica,
@@ -205,11 +207,6 @@ class Spread:
         """This shard's part of a replica's batch, in microbatches."""
         batch = self._data.batch(self._config.seed, replica, step, self._config.batch_size)
         return batch.tensor_split(self.layout.shards)[self.place.shard].tensor_split(self._microbatches)
-
-    def _loss_of_logits(self, logits: Tensor, labels: Tensor) -> Tensor:
-        model = self._pieces[-1].model
-        loss: Tensor = model.loss_function(logits=logits, labels=labels, vocab_size=model.config.vocab_size)
-        return loss
 
     def _fault(self, loss: float, squares: float, spoilt: float) -> str:
         if not math.isfinite(loss):

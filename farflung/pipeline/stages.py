@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -30,6 +30,8 @@ class RoutedStage(PipelineStage):
         replica, process_of: this replica, and who has which piece.
         before, after: the boundaries on both sides.
         traffic: where what is sent and received is counted.
+
+    Where pieces hand on sums of routers beside the hidden numbers, these travel as they are, in packets of their own.
     """
 
     def __init__(
@@ -37,8 +39,8 @@ class RoutedStage(PipelineStage):
         piece: Piece,
         index: int,
         count: int,
-        entering: Tensor,
-        leaving: Tensor,
+        entering: tuple[Tensor, ...],
+        leaving: tuple[Tensor, ...],
         column: dist.ProcessGroup,
         everyone: dist.ProcessGroup,
         replica: int,
@@ -57,7 +59,8 @@ class RoutedStage(PipelineStage):
         self._replica = replica
         self._process_of = process_of
         self._before, self._after = before, after
-        self._inbox: dict[tuple[str, int], Tensor] = {}
+        self._sums = [torch.empty(piece.routers.numbers)] if piece.routers else []
+        self._inbox: dict[tuple[str, int], list[Tensor]] = {}
 
     def begin_step(self, routes: Routes, tokens: list[Tensor]) -> None:
         """Says what the next step's microbatches are, and how they go."""
@@ -72,37 +75,39 @@ class RoutedStage(PipelineStage):
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """Waits for a microbatch from the replica that its route leads through."""
-        return [] if self.is_first else [self._receive("forward", fwd_chunk_id, self._back(fwd_chunk_id), self._before)]
+        return [] if self.is_first else self._receive("forward", fwd_chunk_id, self._back(fwd_chunk_id), self._before)
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """Sends one on."""
         if self.is_last:
             return []
-        (hidden, *_), _ = self.fwd_cache[fwd_chunk_id]
+        (hidden, *sums), _ = self.fwd_cache[fwd_chunk_id]
         packet = self._after.pack(hidden, self.tokens[fwd_chunk_id])
-        return [self._send("forward", fwd_chunk_id, self._onward(fwd_chunk_id), packet)]
+        return self._send("forward", fwd_chunk_id, self._onward(fwd_chunk_id), packet, sums)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         """Waits for the gradient from where the microbatch was sent to."""
         if self.is_last or not self.has_backward:
             return []
-        return [self._receive("backward", bwd_chunk_id, self._onward(bwd_chunk_id), self._after)]
+        return self._receive("backward", bwd_chunk_id, self._onward(bwd_chunk_id), self._after)
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         """Sends the gradient to where the microbatch came from."""
         if self.is_first or not self.has_backward:
             return []
-        (gradient,) = self.bwd_cache.pop(bwd_chunk_id)
+        gradient, *of_sums = self.bwd_cache.pop(bwd_chunk_id)
         assert gradient is not None
-        return [self._send("backward", bwd_chunk_id, self._back(bwd_chunk_id), self._before.pack_gradient(gradient))]
+        packet = self._before.pack_gradient(gradient)
+        return self._send("backward", bwd_chunk_id, self._back(bwd_chunk_id), packet, of_sums)
 
     def _retrieve_recv_activations(self, fwd_chunk_id: int) -> tuple[Tensor, ...]:
-        packet = self._inbox.pop(("forward", fwd_chunk_id))
-        hidden = self._before.unpack(packet, self.tokens[fwd_chunk_id])
-        return (hidden.requires_grad_(self.has_backward),)
+        packet, *sums = self._inbox.pop(("forward", fwd_chunk_id))
+        entering = (self._before.unpack(packet, self.tokens[fwd_chunk_id]), *(s.to(self.device) for s in sums))
+        return tuple(tensor.requires_grad_(self.has_backward) for tensor in entering)
 
     def _retrieve_recv_grads(self, bwd_chunk_id: int) -> tuple[Tensor, ...]:
-        return (self._after.unpack_gradient(self._inbox.pop(("backward", bwd_chunk_id))),)
+        packet, *of_sums = self._inbox.pop(("backward", bwd_chunk_id))
+        return (self._after.unpack_gradient(packet), *(s.to(self.device) for s in of_sums))
 
     def _onward(self, microbatch: int) -> int:
         replica = self.routes.onward(self._replica, microbatch, self.stage_index)
@@ -112,17 +117,20 @@ class RoutedStage(PipelineStage):
         replica = self.routes.back(self._replica, microbatch, self.stage_index - 1)
         return self._process_of(replica, self.stage_index - 1)
 
-    def _receive(self, way: str, microbatch: int, peer: int, boundary: Boundary) -> dist.P2POp:
-        room = self._inbox[way, microbatch] = boundary.room()
-        self.traffic.received(room.nbytes)
-        return self._op(dist.irecv, room, peer, way, microbatch)
+    def _receive(self, way: str, microbatch: int, peer: int, boundary: Boundary) -> list[dist.P2POp]:
+        rooms = self._inbox[way, microbatch] = [boundary.room(), *(torch.empty_like(sums) for sums in self._sums)]
+        for room in rooms:
+            self.traffic.received(room.nbytes)
+        return self._ops(dist.irecv, rooms, peer, way, microbatch)
 
-    def _send(self, way: str, microbatch: int, peer: int, packet: Tensor) -> dist.P2POp:
-        self.traffic.sent(packet.nbytes)
-        return self._op(dist.isend, packet, peer, way, microbatch)
+    def _send(self, way: str, microbatch: int, peer: int, packet: Tensor, sums: Sequence[Any]) -> list[dist.P2POp]:
+        packets = [packet, *(tensor.detach().cpu() for tensor in sums)]
+        for tensor in packets:
+            self.traffic.sent(tensor.nbytes)
+        return self._ops(dist.isend, packets, peer, way, microbatch)
 
-    def _op(self, op: Any, tensor: Tensor, peer: int, way: str, microbatch: int) -> dist.P2POp:
+    def _ops(self, op: Any, tensors: list[Tensor], peer: int, way: str, microbatch: int) -> list[dist.P2POp]:
         # Two boundaries may join the same two processes, so each message says by its tag which it is.
         boundary = self.stage_index - (op is dist.irecv) if way == "forward" else self.stage_index - (op is dist.isend)
-        tag = 2 * (boundary * (self.chunks or 1) + microbatch) + (way == "backward")
-        return dist.P2POp(op, tensor, peer, self._everyone, tag)
+        first = 4 * (boundary * (self.chunks or 1) + microbatch) + 2 * (way == "backward")
+        return [dist.P2POp(op, tensor, peer, self._everyone, first + n) for n, tensor in enumerate(tensors)]

@@ -113,8 +113,19 @@ def model_config(config: Config, tokenizer: Tokenizer) -> Any:
 
 
 def sequence_loss(model: nn.Module, sequences: torch.Tensor) -> torch.Tensor:
-    """The mean cross-entropy, in nats a token, of predicting each token of (n, length) sequences from those before."""
+    """The mean cross-entropy, in nats a token, of predicting each token of (n, length) sequences from those before.
+
+    A model in training mode adds what else its family trains it by, such as the loss of a mixture's routers.
+    """
+    if not model.training:
+        return cross_entropy(model, model(input_ids=sequences, use_cache=False).logits, sequences)
     loss: torch.Tensor = model(input_ids=sequences, labels=sequences, use_cache=False).loss
+    return loss
+
+
+def cross_entropy(model: Any, logits: torch.Tensor, sequences: torch.Tensor) -> torch.Tensor:
+    """The mean cross-entropy, in nats a token, of a model's (n, length, tokens) logits for (n, length) sequences."""
+    loss: torch.Tensor = model.loss_function(logits=logits, labels=sequences, vocab_size=model.config.vocab_size)
     return loss
 
 
