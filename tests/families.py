@@ -8,6 +8,7 @@ from transformers import (
     GPT2Config,
     GraniteMoeConfig,
     LlamaConfig,
+    MiniMaxM2Config,
     MixtralConfig,
     OPTConfig,
     PretrainedConfig,
@@ -55,6 +56,9 @@ FAMILIES: dict[str, PretrainedConfig] = {
 }
 BALANCED: dict[str, Any] = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
 ROUTED: dict[str, PretrainedConfig] = {
+    "minimax, with a buffer": MiniMaxM2Config(
+        **COMMON, **HEADS, **BALANCED, num_local_experts=4, num_experts_per_tok=2
+    ),
     "mixtral": MixtralConfig(**COMMON, **BALANCED, num_key_value_heads=2, num_local_experts=4),
     "qwen3, first and last dense": Qwen3MoeConfig(
         **COMMON,

@@ -63,7 +63,11 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Models of eight layers, saved as a user would have them."""
     found = {}
-    for name, config in {"plain": FAMILIES["llama"], "tied": gpt2(), "routers": ROUTED["mixtral"]}.items():
+    for name, config in {
+        "plain": FAMILIES["llama"],
+        "tied": gpt2(),
+        "routers": ROUTED["minimax, with a buffer"],
+    }.items():
         config.num_hidden_layers = 8
         folder = tmp_path_factory.mktemp(name)
         config.save_pretrained(folder)
@@ -108,6 +112,9 @@ def test_every_layout_trains_the_same_model(name: str, islands: list[Any], folde
             assert process["validation_loss"] == pytest.approx(whole["validation_loss"], abs=1e-5)
             assert process["written"] == seen[0]["written"] and len(process["written"]) == 11
             assert process["peers"] == tuple(range(len(expected)))
+        assert {key for process in seen for key in process["buffers"]} == whole["buffers"].keys()
+        for process in seen:
+            assert all(torch.equal(buffer, whole["buffers"][key]) for key, buffer in process["buffers"].items())
         weights = merged((process["place"].shard, process["weights"]) for process in seen)
         assert weights.keys() == whole["weights"].keys()  # a tied head's copy belongs to nobody's weights
         for key, weight in weights.items():

@@ -19,7 +19,7 @@ from farflung.outer import Everyone, GossipNesterov, Schedule
 from farflung.pipeline import Layout, Place
 from farflung.pipeline.parts import Part
 from farflung.training import checkpoint
-from farflung.training.layouts import load_state, own_names
+from farflung.training.layouts import buffer_names, load_state, own_names, whole_weights
 
 OUTERS: dict[str, Any] = {
     "sgd": partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True),
@@ -30,29 +30,42 @@ LAYERS = 4
 
 
 def part_of(layout: Layout, place: Place) -> Part:
-    """The same made-up model in every layout: four layers of matrices of five rows, dealt out to stages and shards."""
+    """The same made-up model in every layout: four layers of matrices of five rows, dealt out to stages and shards.
+
+    Each layer has a buffer that all of its shards have whole.
+    """
     torch.manual_seed(0)
     whole = {f"layers.{n}.{name}": torch.randn(shape) for n in range(LAYERS) for name, shape in SHAPES.items()}
     own: dict[str, nn.Parameter] = {}
+    buffers: dict[str, Tensor] = {}
     for name, tensor in whole.items():
         if int(name.split(".")[1]) * layout.stages // LAYERS == place.stage:
             rows = tensor.chunk(layout.shards)
             own[name] = nn.Parameter(rows[place.shard].clone() if place.shard < len(rows) else tensor[:0].clone())
-    return Part(own)
+            buffers[f"layers.{name.split('.')[1]}.mean"] = torch.zeros(3)
+    return Part(own, buffers)
 
 
 SHAPES = {"weight": (5, 3), "bias": (2,)}
+
+
+def buffer_of(name: str) -> Tensor:
+    """What training has made of a buffer."""
+    return torch.arange(3.0) + int(name.split(".")[1])
 
 
 def train(network: Network, layout: Layout, place: Place, method: Method, steps: int) -> dict[str, Any]:
     """What a process keeps in its checkpoint after some steps of a gradient that differs between replicas."""
     model = part_of(layout, place)
     optimizer = torch.optim.SGD(model.named_parameters(), lr=0.1, momentum=0.9)
+    for name, buffer in model.named_buffers():
+        buffer.copy_(buffer_of(name))
     with method.attach(model, optimizer, network) as outer:
         for _ in range(steps):
             step(model, optimizer, network.rank)
         return {
             "shard": place.shard,
+            "buffers": buffer_names(model),
             **own_names(model, optimizer, method.schedule.fragments),
             "model": model.state_dict(),
             "optimizer": optimizer.state_dict(),
@@ -101,10 +114,15 @@ def test_what_is_kept_of_a_parameter_goes_with_it(
             state = Simulation(2, Conditions()).run(partial(train, layout=old, place=place, method=method, steps=steps))
             checkpoint.save(folder, steps, old.seat(place), state[0])
             written.append(kept(state[0]))
+        whole = whole_weights(checkpoint.parts_of(folder, steps, 0))
+        assert all(torch.equal(whole[f"layers.{n}.mean"], buffer_of(f"layers.{n}.mean")) for n in range(LAYERS))
         for place in places(new):
             model = part_of(new, place)
             optimizer = torch.optim.SGD(model.named_parameters(), lr=0.1, momentum=0.9)
             state = load_state(folder, steps, new, place, model, optimizer, fragments)
+            model.load_state_dict(state["model"])
+            assert len(dict(model.named_buffers())) == LAYERS // new.stages
+            assert all(torch.equal(buffer, buffer_of(name)) for name, buffer in model.named_buffers())
             now = kept(state)
             for kind, tensors in now.items():
                 for key, tensor in tensors.items():

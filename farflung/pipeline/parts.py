@@ -11,16 +11,18 @@ from torch.distributed.tensor import DTensor
 
 
 class Part(nn.Module):
-    """The parameters that optimizers and rounds of one process see.
+    """The parameters that optimizers and rounds of one process see, and the buffers that are kept with them.
 
     Of those that are sharded it has the local shard, which shares its memory; of the others, themselves. What another
-    process owns, such as the embeddings that a tied head is a copy of, is not among them.
+    process owns, such as the embeddings that a tied head is a copy of, is not among them. Each shard has all of the
+    buffers.
 
     Args:
         parameters: whole or sharded, by their names in the whole model.
+        buffers: those that belong into a checkpoint.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+    def __init__(self, parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, Tensor]) -> None:
         super().__init__()
         self._origins = dict(parameters)
         local = {name: own_of(parameter) for name, parameter in parameters.items()}
@@ -29,6 +31,7 @@ class Part(nn.Module):
             for name, tensor in local.items()
             if tensor.numel()  # of few rows, some shards have none
         }
+        self._kept = dict(buffers)
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -36,15 +39,21 @@ class Part(nn.Module):
         """See Module."""
         yield from self._own.items()
 
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
+        """See Module."""
+        yield from self._kept.items()
+
     def state_dict(self, *_: Any, **__: Any) -> Any:
-        """The parameters' values."""
-        return {name: parameter.detach() for name, parameter in self._own.items()}
+        """The parameters' values, and the buffers'."""
+        return {name: tensor.detach() for name, tensor in (self._own | self._kept).items()}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any], *_: Any, **__: Any) -> Any:
-        """Takes the values of the parameters that it has."""
-        for name, parameter in self._own.items():
-            parameter.copy_(state_dict[name])
+        """Takes the values of the parameters and buffers that it has."""
+        for name, tensor in (self._own | self._kept).items():
+            tensor.copy_(state_dict[name])
 
     def collect_gradients(self) -> None:
         """Gives local shards the gradients that the sharded parameters have got."""
@@ -58,6 +67,12 @@ class Part(nn.Module):
         """Leaves no parameter a gradient."""
         for parameter in (*self._own.values(), *self._origins.values()):
             parameter.grad = None
+
+
+def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """The buffers that belong into a checkpoint."""
+    kept = model.state_dict().keys()
+    return {name: buffer for name, buffer in model.named_buffers() if name in kept}
 
 
 def own_of(tensor: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ from farflung.pipeline.boundaries import Boundary
 from farflung.pipeline.division import Division, microbatches_of
 from farflung.pipeline.groups import Groups
 from farflung.pipeline.island import TEMPERATURE
-from farflung.pipeline.parts import Part, own_of
+from farflung.pipeline.parts import Part, own_of, persistent_buffers
 from farflung.pipeline.routes import Routes, fixed_routes, random_routes
 from farflung.pipeline.split import Piece
 from farflung.pipeline.stages import RoutedStage
@@ -67,7 +67,8 @@ class Spread:
         self._count = len(division.spans)
         self._is_first, self._is_last = self.place.stage == 0, self.place.stage == config.stages - 1
         self._tied = self._embeddings() if division.tied and self._count > 1 else None
-        self._part = Part(self._owned())
+        buffers = {name: buffer for piece in pieces for name, buffer in persistent_buffers(piece.model).items()}
+        self._part = Part(self._owned(), buffers)
         self.model: nn.Module = self._part
         self._stages = [self._stage(piece, division, number) for number, piece in enumerate(pieces)]
         # It would print its whole plan when a process is lost.

@@ -59,7 +59,7 @@ def _write(config: Config, weights: dict[str, Any], target: Path) -> None:
     model = AutoModelForCausalLM.from_config(models.model_config(config, tokenizer), dtype=torch.float32)
     if rank := boundary_named(config.boundary)[0]:
         subspace = subspace_of(model.config, rank, config.seed)
-        shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+        shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
         weights = {name: subspace.plain(name, weight, shapes[name]) for name, weight in weights.items()}
     absent = set(model.load_state_dict(weights, strict=False).missing_keys)
     assert absent <= set(model.all_tied_weights_keys), f"no weights for {absent}"

@@ -13,6 +13,7 @@ from farflung.networks import Network, Traffic, among_the_living
 from farflung.outer.fragments import split
 from farflung.training import checkpoint
 from farflung.training.gather import gather
+from farflung.training.layouts import buffer_names
 from farflung.training.trainer import Trainer
 
 PATIENCE = 10
@@ -79,7 +80,8 @@ def finish(trainer: Trainer, writes: bool, network: Network | None = None) -> di
     }
     if writes:
         summary["sample"] = sample_text(trainer)
-        average = {"shard": island.place.shard, "model": trainer.model.state_dict()}
+        model = trainer.model
+        average = {"shard": island.place.shard, "model": model.state_dict(), "buffers": buffer_names(model)}
         checkpoint.write(checkpoint.average_of(trainer.folder, trainer.seat), average)
     if writes and trainer.speaks:
         write_text(trainer.folder / "summary.json", json.dumps(summary, indent=2) + "\n")

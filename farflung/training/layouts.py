@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from farflung.networks import Traffic
 from farflung.outer import names_of
 from farflung.outer.fragments import split
 from farflung.pipeline import Layout, Place
+from farflung.pipeline.parts import persistent_buffers
 from farflung.training import checkpoint
 
 Named = dict[str, Tensor]
@@ -25,21 +26,34 @@ State = dict[str, Any]
 
 def whole_weights(paths: Sequence[Path]) -> Named:
     """All of a replica's weights, from the files of its parts."""
-    return merged((state["shard"], state["model"]) for state in map(checkpoint.read, paths))
+    return _whole_model([checkpoint.read(path) for path in paths])
 
 
-def merged(parts: Iterable[tuple[int, Named]]) -> Named:
-    """Whole tensors by name, from parts of a model and the shards that they are; single numbers are not divided."""
+def _whole_model(parts: list[State]) -> Named:
+    buffers = {name for part in parts for name in part.get("buffers", ())}
+    return merged(((part["shard"], part["model"]) for part in parts), buffers)
+
+
+def merged(parts: Iterable[tuple[int, Named]], undivided: Collection[str] = ()) -> Named:
+    """Whole tensors by name, from parts of a model and the shards that they are.
+
+    Single numbers and those that are named as `undivided` are whole in every shard.
+    """
     found: dict[str, dict[int, Tensor]] = defaultdict(dict)
     for shard, named in parts:
         for name, tensor in named.items():
             found[name][shard] = tensor
     return {
         name: torch.cat([tensor for _, tensor in sorted(shards.items())])
-        if len(shards) > 1 and shards[min(shards)].dim()
+        if len(shards) > 1 and shards[min(shards)].dim() and name not in undivided
         else shards[min(shards)]
         for name, shards in found.items()
     }
+
+
+def buffer_names(model: nn.Module) -> list[str]:
+    """The names of the buffers in a model's state, which shards have whole."""
+    return sorted(persistent_buffers(model))
 
 
 def own_names(model: nn.Module, optimizer: Optimizer, fragments: int) -> State:
@@ -90,7 +104,8 @@ def _reshaped(
     return {
         **first,
         **wanted,
-        "model": _model_state(model, merged((part["shard"], part["model"]) for part in parts), cut),
+        "model": _model_state(model, _whole_model(parts), cut),
+        "buffers": buffer_names(model),
         "optimizer": {"state": _optimizer_state(parts, wanted["names"], cut), "param_groups": groups},
         "outer": _outer_state(parts, wanted["fragments"], cut),
         "late": {"count": first["late"]["count"], "mean": _late_mean(parts, wanted["names"], cut)},
@@ -115,8 +130,9 @@ def _cutter(layout: Layout, place: Place) -> Callable[[Tensor], Tensor]:
 
 def _model_state(model: nn.Module, whole: Named, cut: Callable[[Tensor], Tensor]) -> Named:
     """The entries of a model's state; those of a tied head are the embeddings'."""
-    tied = getattr(model, "all_tied_weights_keys", {})
-    return {name: cut(whole[name if name in whole else tied[name]]) for name in model.state_dict()}
+    tied, buffers = getattr(model, "all_tied_weights_keys", {}), buffer_names(model)
+    found = {name: whole[name if name in whole else tied[name]] for name in model.state_dict()}
+    return {name: tensor if name in buffers else cut(tensor) for name, tensor in found.items()}
 
 
 def _late_mean(parts: list[State], names: list[str], cut: Callable[[Tensor], Tensor]) -> Named:

@@ -20,7 +20,7 @@ from farflung.pipeline import assemble
 from farflung.training import checkpoint
 from farflung.training.events import EventLog
 from farflung.training.late import LateAverage
-from farflung.training.layouts import load_state, own_names
+from farflung.training.layouts import buffer_names, load_state, own_names
 from farflung.training.learning_rate import left_of_lr
 from farflung.training.measures import Rate, peak_memory, sampled
 from farflung.training.stopping import Stop, Stopped
@@ -172,6 +172,7 @@ class Trainer:
                 "shard": self.island.place.shard,
                 **own_names(self.model, self.optimizer, self.method.schedule.fragments),
                 "model": self.model.state_dict(),
+                "buffers": buffer_names(self.model),
                 "optimizer": self.optimizer.state_dict(),
                 "outer": outer.state_dict(),
                 "random": torch.get_rng_state(),
