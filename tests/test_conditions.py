@@ -321,7 +321,7 @@ def test_the_world_has_the_measured_links() -> None:
     ("text", "complaint"),
     [
         ("bandwith_mbps = 1", "no setting 'bandwith_mbps'; did you mean 'bandwidth_mbps'"),
-        ("bandwidth_mbps = 0", "bandwidth_mbps is 0; it must be more than 0"),
+        ("bandwidth_mbps = 0", "bandwidth_mbps is 0; it must be at least 1e-06"),
         ("latency_ms = -1", "latency_ms is -1"),
         ("loss = 1.0", "loss is 1.0; it is a share"),
         ('preset = "hom"', "did you mean 'home'"),
@@ -330,7 +330,7 @@ def test_the_world_has_the_measured_links() -> None:
         ('[[sites]]\nname = "a"\n[[links]]\nlatency_ms = 1', "links 1: between is missing"),
         ("[[cuts]]\nreplicas = [1]\nfrom_s = 5\nuntil_s = 2", "it must end after it begins"),
         ("[[cuts]]\nreplicas = [1]\nfrom_s = 5\nuntil_s = inf", "it must end after it begins"),
-        ("[[deaths]]\nreplica = 1\nat_s = -1", "dies at -1 s"),
+        ("[[deaths]]\nreplica = 1\nat_s = -1", "death 1, of replica 1: at_s is -1; it must be at least 0"),
         ("sites = 3", "sites is 3; it must be a list"),
         ('links_file = "nowhere.csv"', "links_file is a path beside the conditions"),
         ("loss = ", "is not valid TOML"),
@@ -350,3 +350,70 @@ def test_a_name_that_is_none_and_a_replica_that_is_not_there_are_told() -> None:
         conditions_named("wolrd")
     with pytest.raises(UserError, match="deaths names replica 4; there are 0 to 3"):
         Simulation(4, Conditions(deaths=(Death(4, 1.0),)))
+
+
+WORLD = """bandwidth_mbps = 10.0
+latency_ms = 1.0
+step_ms = 100.0
+up_mbps = 5.0
+bandwidth_sigma = 0.1
+latency_sigma = 0.1
+speed_sigma = 0.1
+step_sigma = 0.1
+slow_share = 0.1
+slow_factor = 2.0
+loss = 0.1
+headers = 0.1
+seed = 3
+links_file = "links.csv"
+[[sites]]
+name = "a"
+weight = 2
+[[sites]]
+name = "b"
+[[links]]
+between = ["a", "a"]
+latency_ms = 1.0
+[[cuts]]
+replicas = [1]
+from_s = 5.0
+until_s = 9.0
+[[deaths]]
+replica = 1
+at_s = 50.0
+"""
+LINKS = "from,to,latency_ms,bandwidth_mbps\na,b,12.0,900.0\n"
+NUMBERS = [line for line in WORLD.splitlines() if line[-1].isdigit()]
+
+
+def refused(folder: Path, world: str, links: str) -> str:
+    (folder / "links.csv").write_text(links)
+    (folder / "net.toml").write_text(world)
+    with pytest.raises(UserError) as error:
+        conditions_named(str(folder / "net.toml"))
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("line", NUMBERS)
+@pytest.mark.parametrize("bad", ["nan", "inf", "-inf", "-1.0", "1e30"])
+def test_each_number_of_a_file_is_finite_and_in_its_range(tmp_path: Path, line: str, bad: str) -> None:
+    name = line.split()[0]
+    told = refused(tmp_path, WORLD.replace(line, f"{name} = {bad}", 1), LINKS)
+    assert f"{name} is {float(bad)}" in told or f"{name} {float(bad)}" in told
+    assert "must be" in told or "must end" in told
+
+
+@pytest.mark.parametrize(("column", "value"), [("latency_ms", "12.0"), ("bandwidth_mbps", "900.0")])
+@pytest.mark.parametrize("bad", ["nan", "-inf", "-1.0", "1e30", "fast", ""])
+def test_each_number_of_a_matrix_of_links_is_finite_and_in_its_range(
+    tmp_path: Path, column: str, value: str, bad: str
+) -> None:
+    told = refused(tmp_path, WORLD, LINKS.replace(value, bad))
+    assert column in told and ("the link between a and b" in told or "links.csv, line 2" in told)
+
+
+def test_a_world_of_proper_numbers_is_taken(tmp_path: Path) -> None:
+    (tmp_path / "links.csv").write_text(LINKS)
+    (tmp_path / "net.toml").write_text(WORLD)
+    assert conditions_named(str(tmp_path / "net.toml")).link(0, 1) == Link(("a", "b"), 12.0, 900.0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,6 +15,22 @@ SEGMENT = 1448
 
 HEADERS = 66 / SEGMENT
 """What Ethernet, IP and TCP add to each byte of payload."""
+
+
+SMALLEST, LARGEST = 1e-6, 1e12
+"""Between these lies whatever a network or a machine could be like, and nothing overflows."""
+
+MOST_WEIGHT = 1_000_000
+"""Turns of a site, each of which is kept."""
+
+WIDEST = 10.0
+"""Log-normal spread at most: of a thousand draws, the largest is some e^30 times the middle one."""
+
+
+def check_number(name: str, value: float, least: float = 0.0, most: float = LARGEST) -> None:
+    """Refuses what is out of its range, or no number. Raises UserError."""
+    if not least <= value <= most:
+        raise UserError(f"{name} is {value}; it must be at least {least:g} and at most {most:g}")
 
 
 @dataclass(frozen=True)
@@ -120,23 +135,30 @@ class Conditions:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, float | int) and not (value >= 0 and math.isfinite(value)):
-                raise UserError(f"{field.name} is {value}; it must be a number of at least 0")
-        for name in ("bandwidth_mbps", "up_mbps", "slow_factor"):
-            if getattr(self, name) == 0:
-                raise UserError(f"{name} is 0; it must be more than 0")
+        for name in ("bandwidth_mbps", "slow_factor"):
+            check_number(name, getattr(self, name), SMALLEST)
+        if self.up_mbps is not None:
+            check_number("up_mbps", self.up_mbps, SMALLEST)
+        for name in ("latency_ms", "step_ms", "headers"):
+            check_number(name, getattr(self, name))
+        for name in ("bandwidth_sigma", "latency_sigma", "speed_sigma", "step_sigma"):
+            check_number(name, getattr(self, name), most=WIDEST)
         for name in ("loss", "slow_share"):
-            if getattr(self, name) >= 1:
-                raise UserError(f"{name} is {getattr(self, name)}; it is a share, and must be less than 1")
+            if not 0 <= getattr(self, name) < 1:
+                raise UserError(f"{name} is {getattr(self, name)}; it is a share, and must be from 0 to less than 1")
+        check_number("seed", self.seed, most=2**64 - 1)
         _check_sites(self.sites, self.links)
-        for cut in self.cuts:
-            if not 0 <= cut.from_s < cut.until_s < math.inf:
-                raise UserError(f"a cut lasts from {cut.from_s} s until {cut.until_s} s; it must end after it begins")
-        for death in self.deaths:
-            if not 0 <= death.at_s < math.inf:
-                raise UserError(f"replica {death.replica} dies at {death.at_s} s; it must be at least 0")
+        for number, cut in enumerate(self.cuts, start=1):
+            if not 0 <= cut.from_s < cut.until_s <= LARGEST:
+                raise UserError(
+                    f"cut {number} is from_s {cut.from_s} until_s {cut.until_s}; it must end after it begins, "
+                    f"and both be at least 0 and at most {LARGEST:g}"
+                )
+            for replica in cut.replicas:
+                check_number(f"cut {number}: replica", replica)
+        for number, death in enumerate(self.deaths, start=1):
+            check_number(f"death {number}: replica", death.replica)
+            check_number(f"death {number}, of replica {death.replica}: at_s", death.at_s)
 
     def site_of(self, rank: int) -> int:
         """The number of the site that a replica is at."""
@@ -211,16 +233,17 @@ def _check_sites(sites: tuple[Site, ...], links: tuple[Link, ...]) -> None:
     if len(joined) < len(links):
         raise UserError("two links join the same sites; give one for each pair")
     for site in sites:
-        if site.weight < 1:
-            raise UserError(f"site {site.name} has weight {site.weight}; it must be at least 1")
+        check_number(f"site {site.name}: weight", site.weight, 1, MOST_WEIGHT)
     for link in links:
         if len(link.between) != 2:
             raise UserError(f"a link is between {link.between}; it needs the names of two sites")
         for name in link.between:
             if name not in names:
                 raise UserError(f"a link names the site {name!r}; there are: {', '.join(names) or 'none'}")
-        if link.latency_ms < 0 or not link.bandwidth_mbps > 0:
-            raise UserError(f"the link between {' and '.join(link.between)} needs a latency_ms and a bandwidth_mbps")
+        called = f"the link between {' and '.join(link.between)}"
+        check_number(f"{called}: latency_ms", link.latency_ms)
+        if link.bandwidth_mbps != math.inf:  # which is what it is where it is left out
+            check_number(f"{called}: bandwidth_mbps", link.bandwidth_mbps, SMALLEST)
     for number, one in enumerate(names):
         for other in names[number + 1 :]:
             if frozenset((one, other)) not in joined:
