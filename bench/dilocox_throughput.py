@@ -20,7 +20,8 @@ from farflung.codecs import Dense, ErrorFeedback, LowRank, Quantize
 from farflung.networks.conditions import Link
 from farflung.outer import Schedule
 from farflung.planner.architecture import Architecture, architecture_of
-from farflung.planner.cost import Layout, blocked_seconds, exchange
+from farflung.planner.cost import blocked_seconds, exchange
+from farflung.planner.layout import Layout
 from farflung.planner.machines import Cluster, Machines
 
 TOKENS = 16_384
@@ -99,10 +100,11 @@ def tokens_per_second(model: Architecture, gpus: int, row: Row) -> float:
     link = Link(("east", "west"), 1.0, 1000 * GBIT, shared=True)
     cluster = Cluster((islands, replace(islands, site="west")), (link,))
     method = row.method()
-    seconds = exchange(model, method, cluster, Layout(2, 1, 1, ((0,), (1,)))).seconds / row.fewer_bytes
+    found = exchange(model, method, cluster, Layout(2, 1, 1, ((0,), (1,))))
+    found = replace(found, wire_seconds=found.wire_seconds / row.fewer_bytes)
     step = FIXED + 6 * model.parameters * TOKENS / (gpus * TFLOPS * 1e12) + row.extra_seconds
     steps = method.schedule.every or 1
-    return steps * TOKENS / (steps * step + blocked_seconds(method, seconds, step))
+    return steps * TOKENS / (steps * step + blocked_seconds(method, found, step))
 
 
 def main() -> None:

@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from statistics import mean, stdev
 from typing import Any
 
@@ -21,7 +22,7 @@ from farflung import methods
 from farflung.config import Config
 from farflung.networks import Conditions
 from farflung.planner.architecture import architecture_of
-from farflung.planner.cost import packet_bytes
+from farflung.planner.sizes import message_bytes
 from farflung.planner.timing import Timer
 
 RATES = (10, 100, 1000)
@@ -133,9 +134,9 @@ def seconds_of(settings: Settings, rate: float) -> float:
     if not method.schedule.every:
         return config.steps * CONDITIONS.step_ms / 1000
     conditions = Conditions(latency_ms=CONDITIONS.latency_ms, step_ms=CONDITIONS.step_ms, bandwidth_mbps=rate)
-    size = packet_bytes(method.codec, architecture_of(config.model, config.sequence_length).shapes)
+    sizes = cache(partial(message_bytes, method, architecture_of(config.model, config.sequence_length).shapes))
     rounds = config.steps // method.schedule.every
-    timing = Timer(method, size, conditions, config.replicas, rounds, math.inf).run()
+    timing = Timer(method, sizes, conditions, config.replicas, rounds, math.inf).run()
     return timing.seconds * config.steps / timing.steps
 
 

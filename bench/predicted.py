@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache, partial
 
 import torch
 import tyro
@@ -22,7 +23,7 @@ import tyro
 from farflung import Method, methods
 from farflung.networks import Conditions, Network, PeerLost, Simulation, TorchNetwork
 from farflung.networks.conditions import HEADERS
-from farflung.planner.sizes import packet_bytes
+from farflung.planner.sizes import message_bytes
 from farflung.planner.timing import Timer
 
 EVERY, SIDE, WARM_UP = 10, 500, 2
@@ -92,8 +93,8 @@ def predicted(name: str, options: Options, rate: float, work: float) -> float:
     conditions = Conditions(bandwidth_mbps=rate, latency_ms=0.1, step_ms=options.step_ms, headers=HEADERS)
 
     def seconds(rounds: int) -> float:
-        size = packet_bytes(method.codec, shapes)
-        return Timer(method, size, conditions, options.replicas, rounds, 120, work).run().seconds
+        sizes = cache(partial(message_bytes, method, shapes))
+        return Timer(method, sizes, conditions, options.replicas, rounds, 120, work).run().seconds
 
     return (seconds(WARM_UP + options.rounds) - seconds(WARM_UP)) / options.rounds
 

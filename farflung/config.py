@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import json
 import tomllib
 import types
@@ -288,6 +289,7 @@ def suggestion(word: str, known: list[str]) -> str:
     return f"; did you mean {close[0]!r}?" if close else f"; there are: {', '.join(known)}"
 
 
+@functools.cache
 def _types() -> dict[str, Any]:
     return typing.get_type_hints(Config)
 

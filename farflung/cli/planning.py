@@ -7,17 +7,22 @@ from farflung.cli.arguments import free_folder, parse
 
 def plan(arguments: list[str]) -> None:
     """Show what training would cost on given machines, method by method and layout by layout; trains nothing."""
-    from farflung.planner.plan import PlanOptions, reasons, shown, table_of, where
+    from farflung.planner.command import commands
+    from farflung.planner.options import PlanOptions
     from farflung.planner.plan import plan as make_plans
+    from farflung.planner.shown import reasons, shown, table_of, where
 
     options = parse(PlanOptions, arguments, "plan", plan.__doc__)
     plans, failures, cluster = make_plans(options)
+    listed = shown(plans, options.show)
     print(f"farflung: {options.model}, {options.tokens:.3g} tokens, {len(cluster.workers)} workers\n")
-    print(table_of(shown(plans, options.show), cluster.currency).text())
-    best = plans[0]
-    if best.placed:
+    print(table_of(listed, cluster.currency).text())
+    if plans[0].placed:
         print("\n* stages placed on the links that suit them; the best:")
-        print("\n".join(f"  {line}" for line in where(best, cluster)))
+        print("\n".join(f"  {line}" for line in where(plans[0], cluster)))
+    print("\nto start them (HOST0 is the address of the machine of node rank 0; add --data):")
+    for number, one in enumerate(listed, start=1):
+        print("\n".join(f"  {number} {line}" for line in commands(one.choice, cluster)))
     if failures:
         lines = reasons(failures)
         print("\nthese cannot be:")

@@ -3,108 +3,193 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 from torch import nn
 
 from farflung.config import Config, UserError
-from farflung.pipeline.balance import load_of, spans
+from farflung.pipeline.balance import Span
+from farflung.pipeline.split import anatomy, is_tied, spans_of
 from farflung.planner.sizes import Shape
 from farflung.workloads import models, tokenizers
 
 VOCABULARY = 32_000
-"""Tokens that the presets of published sizes are counted with; the smaller ones are for bytes."""
+"""Tokens that the presets of published sizes are counted with where no tokenizer is given."""
 
 PUBLISHED_WIDTH = 768
 """Hidden numbers of the smallest preset of a published size."""
 
+EXPERTS = "experts"
+"""What transformers calls a layer's experts: one module, whose parameters hold all of them, or a list of modules."""
+
+CHOSEN = ("num_experts_per_tok", "moe_topk", "top_k_experts")
+"""What their configurations call the number of experts that a token takes."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A layer, or what comes before or after the layers.
+
+    Args:
+        shapes: of its parameters.
+        work: how many of their numbers a token is multiplied with: those of matrices, and of experts only the active
+            ones'.
+    """
+
+    shapes: tuple[Shape, ...]
+    work: float
+
+    @property
+    def parameters(self) -> int:
+        """All of them."""
+        return sum(map(math.prod, self.shapes))
+
 
 @dataclass(frozen=True)
 class Architecture:
-    """A decoder: layers that are alike, and what comes before and after them.
+    """A decoder: its layers, one by one, and what comes before and after them.
 
     Args:
-        layers: how many.
+        first, last: embeddings, and norm and head. A head that is the embeddings again is work, but has no shapes.
         hidden: width of what passes from layer to layer.
-        layer_shapes: of one layer's parameters.
-        first_shapes, last_shapes: of what comes before the layers, and after.
-        vocabulary: tokens that the last layer tells apart.
-        tied: whether the last matrix is the first one again.
+        attention: numbers of a token's queries and values, all heads together.
+        vocabulary: tokens that the head tells apart.
+        tied: the shape of the embeddings, where the head is them again.
+        active: parameters that take part in a token's computation.
+        outline: the model itself, without memory.
     """
 
-    layers: int
+    layers: tuple[Part, ...]
+    first: Part
+    last: Part
     hidden: int
-    layer_shapes: tuple[Shape, ...]
-    first_shapes: tuple[Shape, ...]
-    last_shapes: tuple[Shape, ...]
+    attention: int
     vocabulary: int
-    tied: bool = False
+    tied: Shape | None
+    active: float
+    outline: Any = field(compare=False, repr=False)
+    _spans: dict[int, list[Span]] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     @cached_property
     def parameters(self) -> int:
         """All of them, tied ones once."""
         return sum(map(math.prod, self.shapes))
 
-    @property
+    @cached_property
     def shapes(self) -> tuple[Shape, ...]:
         """Of all parameters, tied ones once."""
-        return (*self.first_shapes, *self.layer_shapes * self.layers, *self.last_shapes)
+        return tuple(shape for part in (self.first, *self.layers, self.last) for shape in part.shapes)
 
-    def stage_layers(self, stages: int) -> list[int]:
-        """How many layers each of so many pipeline stages has, dealt out as training does. Raises UserError."""
-        layer, first, after = map(load_of, (self.layer_shapes, self.first_shapes, self.last_shapes))
-        before = first._replace(work=0.0)
-        if self.tied:
-            after = after.plus(first)
-        return [span.end - span.begin for span in spans([layer] * self.layers, before, after, stages)]
+    def spans(self, stages: int) -> list[Span]:
+        """The layers of each of so many pipeline stages, dealt out as training does. Raises UserError."""
+        if stages == 1:
+            return [Span(0, len(self.layers), first=True, last=True)]
+        if stages not in self._spans:
+            self._spans[stages] = spans_of(self.outline, stages)
+        return self._spans[stages]
+
+    def parts(self, span: Span) -> list[Part]:
+        """What a stage has."""
+        ends = [self.first] * span.first, [self.last] * span.last
+        return [*ends[0], *self.layers[span.begin : span.end], *ends[1]]
 
     def stage_shapes(self, stages: int) -> list[tuple[Shape, ...]]:
-        """The parameters of each of so many pipeline stages. Raises UserError."""
-        shapes = [self.layer_shapes * count for count in self.stage_layers(stages)]
-        shapes[0] = (*self.first_shapes, *shapes[0])
-        shapes[-1] = (*shapes[-1], *self.last_shapes)
-        return shapes
+        """The parameters that each of so many pipeline stages trains. Raises UserError."""
+        return [tuple(s for part in self.parts(span) for s in part.shapes) for span in self.spans(stages)]
 
-    def flops_per_token(self, sequence_length: int) -> float:
-        """Operations of a forward and a backward pass for one token: 6 a matrix parameter, and attention's own."""
-        matrices = self.layers * sum(math.prod(shape) for shape in self.layer_shapes if len(shape) > 1)
-        head = sum(math.prod(shape) for shape in (self.first_shapes if self.tied else self.last_shapes))
-        return 6.0 * (matrices + head) + 12.0 * self.layers * self.hidden * sequence_length
+    def flops_per_token(self, span: Span, sequence_length: int, recompute: bool = False) -> float:
+        """A stage's operations in a forward and a backward pass for one token: 6 a number of `work`, and attention's.
+
+        To `recompute` is one more forward pass through the layers.
+        """
+        layers = sum(layer.work for layer in self.layers[span.begin : span.end])
+        attention = (span.end - span.begin) * self.attention * sequence_length
+        return (8 if recompute else 6) * (layers + attention) + (6 * self.last.work if span.last else 0.0)
 
 
-def architecture_of(name: str, sequence_length: int = 1024) -> Architecture:
+def architecture_of(name: str, sequence_length: int = 1024, tokenizer: str = "") -> Architecture:
     """A preset, or a model that transformers can configure, built without memory for its weights. Raises UserError."""
     config = Config(model=name, sequence_length=sequence_length)
-    settings = models.model_config(config, tokenizers.load("bytes"))
-    if name in models.PRESETS and settings.hidden_size >= PUBLISHED_WIDTH:
+    settings = models.model_config(config, tokenizers.load(tokenizer or "bytes"))
+    if not tokenizer and name in models.PRESETS and settings.hidden_size >= PUBLISHED_WIDTH:
         settings.vocab_size = max(settings.vocab_size, VOCABULARY)
     try:
         model = models.outline(settings)
     except (ValueError, TypeError, RuntimeError, ImportError) as error:
         reason = str(error).partition("\n")[0]
         raise UserError(f"model {name!r} cannot be built as a causal language model: {reason}") from error
-    return _architecture(name, settings, model)
+    return _architecture(name, model)
 
 
-def _architecture(name: str, settings: Any, model: nn.Module) -> Architecture:
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    if not lists:
-        raise UserError(f"model {name!r} has no list of layers; the planner knows decoders of layers that are alike")
-    layers = max(lists, key=lambda module: sum(p.numel() for p in module.parameters()))
-    inside = {id(parameter) for parameter in layers.parameters()}
-    outside = [(key, parameter) for key, parameter in model.named_parameters() if id(parameter) not in inside]
-    embeddings = {id(p) for p in model.get_input_embeddings().parameters()}  # type: ignore[operator]
-    first = [p for key, p in outside if id(p) in embeddings or "embed" in key or "wpe" in key]
-    firsts = {id(parameter) for parameter in first}
-    last = [p for _, p in outside if id(p) not in firsts]
+def _architecture(name: str, model: Any) -> Architecture:
+    layers, before, head = _anatomy(name, model)
+    shares = _active_shares(name, model)
+    inside = {id(p) for layer in layers for p in layer.parameters()}
+    outside = [p for p in model.parameters() if id(p) not in inside]
+    looked_up = {id(p) for module in before for p in module.parameters()}
+    settings = model.config.get_text_config()
+    tied = tuple(head.weight.shape) if is_tied(model) else None
+
+    def part(parameters: Iterable[nn.Parameter], works: bool = True) -> Part:
+        listed = list(parameters)
+        work = sum(shares.get(id(p), 1.0) * p.numel() for p in listed if p.dim() > 1) if works else 0.0
+        return Part(tuple(tuple(p.shape) for p in listed), work)
+
+    last = part(p for p in outside if id(p) not in looked_up)
     return Architecture(
-        layers=len(layers),
+        layers=tuple(part(layer.parameters()) for layer in layers),
+        first=part((p for p in outside if id(p) in looked_up), works=False),
+        last=Part(last.shapes, last.work + (math.prod(tied) if tied else 0)),
         hidden=settings.hidden_size,
-        layer_shapes=tuple(tuple(p.shape) for p in layers[0].parameters()),
-        first_shapes=tuple(tuple(p.shape) for p in first),
-        last_shapes=tuple(tuple(p.shape) for p in last),
+        attention=_attention(settings),
         vocabulary=settings.vocab_size,
-        tied=bool(getattr(settings, "tie_word_embeddings", False)),
+        tied=tied,
+        active=sum(shares.get(id(p), 1.0) * p.numel() for p in model.parameters()),
+        outline=model,
     )
+
+
+def _anatomy(name: str, model: Any) -> tuple[nn.ModuleList, list[nn.Module], Any]:
+    """The layers, what only looks things up before them, and the head; also of models that cannot be split."""
+    try:
+        parts = anatomy(model)
+        return (
+            parts[parts.layers],
+            [parts[n] for n in (parts.embeddings, *parts.positions)],
+            model.get_output_embeddings(),
+        )
+    except UserError:
+        lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+        if not lists:
+            raise UserError(f"model {name!r} has no list of layers; the planner knows decoders that have") from None
+        return max(lists, key=_size), [model.get_input_embeddings()], model.get_output_embeddings()
+
+
+def _size(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
+
+
+def _active_shares(name: str, model: Any) -> dict[int, float]:
+    """For each parameter of experts, the share of its numbers that a token is multiplied with."""
+    shares: dict[int, float] = {}
+    settings = model.config.get_text_config()
+    for key, module in model.named_modules():
+        if key.rpartition(".")[2] == EXPERTS:
+            held = dict(module.named_parameters())
+            count = len(module) if isinstance(module, nn.ModuleList) else next(iter(held.values())).shape[0]
+            chosen = next(filter(None, (getattr(settings, name, None) for name in CHOSEN)), 0)
+            if not chosen:
+                raise UserError(f"model {name!r} has experts, but does not say how many of them a token takes")
+            shares |= {id(p): min(chosen / count, 1.0) for p in held.values()}
+    return shares
+
+
+def _attention(settings: Any) -> int:
+    """Numbers of a token's queries and values; heads of both may be of other widths than hidden / heads."""
+    heads = getattr(settings, "num_attention_heads", 0)
+    usual = getattr(settings, "head_dim", None) or settings.hidden_size // max(heads, 1)
+    widths = (getattr(settings, name, None) or usual for name in ("qk_head_dim", "v_head_dim"))
+    return int(heads * sum(widths))

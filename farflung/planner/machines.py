@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -11,8 +10,11 @@ import numpy as np
 
 from farflung.config import UserError, from_table, toml_table
 from farflung.networks import Conditions, conditions_named
-from farflung.networks.conditions import HEADERS, Link, Site
+from farflung.networks.conditions import HEADERS, SMALLEST, Link, Site, check_number
 from farflung.planner.placement import Matrix
+
+MOST_MACHINES = 10_000
+"""Of one kind, and workers of one machine."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +26,7 @@ class Machines:
         site: where; links are between sites.
         workers: GPUs (or other devices) in each.
         memory_gb: of each worker, gigabytes (10^9 bytes).
-        tflops: of each worker, 10^12 operations a second at best.
+        tflops: of each worker, 10^12 operations a second at best, in the precision that is trained in.
         efficiency: the share of that which training reaches within a stage.
         inside_gbps: between the workers of one machine, gigabits a second.
         network_gbps: of each machine's network, each way, gigabits a second.
@@ -43,16 +45,12 @@ class Machines:
 
     def __post_init__(self) -> None:
         for name in ("count", "workers"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        for name in ("memory_gb", "tflops", "efficiency", "inside_gbps", "network_gbps"):
-            value = getattr(self, name)
-            if not (value > 0 and math.isfinite(value)):
-                raise UserError(f"{name} is {value}; it must be more than 0")
-        if self.efficiency > 1:
-            raise UserError(f"efficiency is {self.efficiency}; it is a share, and must be at most 1")
-        if self.price_per_hour is not None and not self.price_per_hour >= 0:
-            raise UserError(f"price_per_hour is {self.price_per_hour}; it must be at least 0")
+            check_number(name, getattr(self, name), 1, MOST_MACHINES)
+        for name in ("memory_gb", "tflops", "inside_gbps", "network_gbps"):
+            check_number(name, getattr(self, name), SMALLEST)
+        check_number("efficiency", self.efficiency, SMALLEST, 1.0)
+        if self.price_per_hour is not None:
+            check_number("price_per_hour", self.price_per_hour)
 
 
 @dataclass(frozen=True)
@@ -97,6 +95,15 @@ class Cluster:
     def workers(self) -> tuple[int, ...]:
         """The machine of every worker."""
         return tuple(number for number, machine in enumerate(self.each) for _ in range(machine.workers))
+
+    def name(self, machine: int) -> str:
+        """What a machine is called: its site, and its number."""
+        return f"{self.each[machine].site} {machine}"
+
+    def flops(self, worker: int) -> float:
+        """What a worker computes, operations a second."""
+        machine = self.each[self.workers[worker]]
+        return machine.tflops * 1e12 * machine.efficiency
 
     @cached_property
     def network(self) -> Conditions:

@@ -7,15 +7,17 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from pathlib import Path
 
 from farflung.config import UserError
 from farflung.files import write_text
 from farflung.methods import RECIPES, settings_of
 from farflung.networks import Conditions, conditions_named
+from farflung.networks.conditions import SMALLEST, check_number
 from farflung.outer import Method
 from farflung.planner.architecture import architecture_of
-from farflung.planner.sizes import Shape, packet_bytes, square_model
+from farflung.planner.sizes import Shape, message_bytes, square_model
 from farflung.planner.table import Column, Table, figures, percent
 from farflung.planner.timing import Timer, Timing
 
@@ -51,14 +53,13 @@ class SimulateOptions:
 
     def __post_init__(self) -> None:
         """Refuses what cannot be. Raises UserError."""
-        for name in ("replicas", "rounds", "every"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise UserError(f"{name} is {value}; it must be at least 1")
-        for name in ("params", "step_ms", "deadline"):
-            if (value := getattr(self, name)) is not None and not (value > 0 and math.isfinite(value)):
-                raise UserError(f"{name} is {value}; it must be more than 0")
-        if not (self.work_ms >= 0 and math.isfinite(self.work_ms)):
-            raise UserError(f"work_ms is {self.work_ms}; it must be at least 0")
+        for name in ("replicas", "rounds", "every", "params"):
+            if (value := getattr(self, name)) is not None:
+                check_number(name, value, 1)
+        for name in ("step_ms", "deadline"):
+            if (value := getattr(self, name)) is not None:
+                check_number(name, value, SMALLEST)
+        check_number("work_ms", self.work_ms)
         if (self.params is None) == (self.model is None):
             raise UserError("how large is the model? give either --params, such as 1.3e9, or --model")
 
@@ -115,9 +116,9 @@ def time_rounds(
     name: str, method: Method, shapes: Sequence[Shape], conditions: Conditions, options: SimulateOptions
 ) -> Simulated:
     """One method's rounds in virtual time."""
-    size = packet_bytes(method.codec, shapes)
+    sizes = cache(partial(message_bytes, method, shapes))
     deadline = options.deadline or math.inf
-    timer = Timer(method, size, conditions, options.replicas, options.rounds, deadline, options.work_ms / 1000)
+    timer = Timer(method, sizes, conditions, options.replicas, options.rounds, deadline, options.work_ms / 1000)
     timing = timer.run()
     return Simulated(name, method, options.replicas, timing)
 

@@ -5,9 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import torch
+
 from farflung.codecs import Apart, Codec, ErrorFeedback, LowRank, Stage
 from farflung.codecs.base import Chain
 from farflung.methods import bytes_per_value
+from farflung.outer import Method, parts_sent
+from farflung.outer.averaging import cut
 
 Shape = tuple[int, ...]
 
@@ -16,6 +20,25 @@ def square_model(parameters: float) -> list[Shape]:
     """Square matrices of about so many parameters in all, as large as those of a language model of that size."""
     side = max(round((8 * parameters) ** (1 / 3)), 1)
     return [(side, side)] * max(round(parameters / side**2), 1)
+
+
+def shard_shapes(shapes: Sequence[Shape], shards: int, shard: int) -> list[Shape]:
+    """What one of the shards has of parameters of these shapes: rows, dealt out as `torch.chunk` does."""
+    held = []
+    for rows, *rest in filter(None, shapes):
+        most = -(-rows // shards)
+        own = min(most, rows - most * shard)
+        if own > 0:
+            held.append((own, *rest))
+    return held
+
+
+def message_bytes(method: Method, shapes: Sequence[Shape], members: int) -> float:
+    """A whole message as a member of such a group encodes it: in one packet, or in one for each member's part."""
+    if len(parts_sent(method.codec, method.averaging, members)) == 1:
+        return packet_bytes(method.codec, shapes)
+    parts = cut([torch.empty(shape, device="meta") for shape in shapes], members)
+    return sum(packet_bytes(method.codec, [tuple(tensor.shape) for tensor in part]) for part in parts)
 
 
 def packet_bytes(codec: Codec, shapes: Sequence[Shape]) -> float:

@@ -84,7 +84,7 @@ class Timer:
 
     Args:
         method: whose schedule, topology and way of averaging count.
-        message_bytes: what a whole message takes, encoded; fragments share it evenly.
+        message_bytes: what a whole message takes, encoded, in a group of so many; fragments share it evenly.
         conditions: of the network.
         replicas: how many.
         rounds: how many each holds.
@@ -98,7 +98,7 @@ class Timer:
     def __init__(
         self,
         method: Method,
-        message_bytes: float,
+        message_bytes: Callable[[int], float],
         conditions: Conditions,
         replicas: int,
         rounds: int,
@@ -106,7 +106,7 @@ class Timer:
         work: float = 0.0,
     ) -> None:
         self._method = method
-        self._message_bytes = message_bytes / method.schedule.fragments
+        self._message_bytes = message_bytes
         self._deadline = deadline
         self._work = work
         self._world = World(replicas, conditions)
@@ -135,7 +135,7 @@ class Timer:
         result.seconds = max(times.landed for times in result.rounds)
         capacity = sum(world.carrier.links.capacities[2 * rank] for rank in range(self._replicas))
         carried = sum(world.carrier.bytes_sent(rank) for rank in range(self._replicas))
-        result.uplink = carried / capacity / result.seconds
+        result.uplink = carried / capacity / result.seconds if result.seconds else 0.0
         return result
 
     def _resume(self, rank: int) -> None:
@@ -223,8 +223,9 @@ class Timer:
 
     def _hops(self, group: Group) -> Callable[[dict[int, None]], Iterator[Demand]]:
         def hops(brought: dict[int, None]) -> Iterator[Demand]:
+            nbytes = self._message_bytes(len(group)) / self._method.schedule.fragments
             for part in parts_sent(self._method.codec, self._method.averaging, len(group)):
-                demand = Demand.alike(group, part * self._message_bytes)
+                demand = Demand.alike(group, part * nbytes)
                 self._result.bytes_sent += sum(demand.sent)
                 yield demand
 

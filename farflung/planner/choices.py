@@ -1,0 +1,150 @@
+"""Which runs the planner compares: methods, settings and layouts, and why some of them cannot be."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from farflung.config import Config, UserError
+from farflung.methods import from_config, settings_of
+from farflung.outer import Method
+from farflung.pipeline import check
+from farflung.planner.architecture import Architecture
+from farflung.planner.layout import Layout
+from farflung.planner.machines import Cluster
+from farflung.planner.memory import memory_bytes
+from farflung.planner.options import PlanOptions
+from farflung.planner.simulation import names_of
+from farflung.workloads import tokenizers
+
+ALONE = "local"
+"""The method of a single island."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One run: the settings that `farflung train` would have, and the workers."""
+
+    config: Config
+    layout: Layout
+
+    @cached_property
+    def method(self) -> Method:
+        """The settings' method. Raises UserError."""
+        return from_config(self.config)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A method in a layout that cannot be, and why."""
+
+    method: str
+    layout: Layout
+    reason: str
+
+
+def choices(options: PlanOptions, model: Architecture, cluster: Cluster) -> Iterator[Choice | Failure]:
+    """Every method with every setting asked for, in every layout of the machines."""
+    ways = list(_ways(options))
+    for layout in layouts(model, cluster):
+        sequences = int(options.batch_tokens) // options.sequence_length
+        together = layout.replicas * layout.shards * options.micro_batch
+        for method, every, codec in ways if layout.replicas > 1 else [(ALONE, None, None)]:
+            if sequences < together:
+                reason = f"too few sequences: {sequences} a step for {together} that train at the same time"
+                yield Failure(method, layout, reason)
+                continue
+            known = settings_of(method)
+            try:
+                config = Config(
+                    model=options.model,
+                    tokenizer=options.tokenizer,
+                    sequence_length=options.sequence_length,
+                    batch_size=sequences // together * layout.shards * options.micro_batch,
+                    method=method,
+                    every=every if "every" in known else None,
+                    delay=options.delay if "delay" in known else None,
+                    codec=codec if "codec" in known else None,
+                    stages=layout.stages,
+                    shard=layout.shards,
+                    microbatches=sequences // together,
+                    boundary=options.boundary if layout.stages > 1 else "float32",
+                    precision=options.precision,
+                    recompute=options.recompute,
+                    offload=options.offload,
+                    replicas=layout.replicas,
+                    steps=math.ceil(options.tokens / (sequences // together * together * options.sequence_length)),
+                )
+                from_config(config)
+            except UserError as error:
+                yield Failure(method, layout, str(error))
+            else:
+                yield Choice(config, layout)
+
+
+def _ways(options: PlanOptions) -> Iterator[tuple[str, int | None, str | None]]:
+    """Names of methods, steps between rounds, and codecs, each once."""
+    for name in names_of(options.methods):
+        known = settings_of(name)
+        for every in options.everys if "every" in known else [None]:
+            for codec in options.codec_names if "codec" in known else [None]:
+                from_config(Config(method=name, codec=codec))  # what is wrong with a codec is so in every layout
+                yield name, every, codec
+
+
+def layouts(model: Architecture, cluster: Cluster) -> Iterator[Layout]:
+    """Stages and shards in powers of two; as many islands as the workers, taken in order, make."""
+    workers = len(cluster.workers)
+    together = math.gcd(*(machine.workers for machine in cluster.each))
+    for stages in _powers(min(workers, len(model.layers))):
+        for shards in _powers(min(together, workers // stages)):
+            if together % shards:
+                continue
+            size = stages * shards
+            replicas = workers // size
+            islands = tuple(tuple(range(size * number, size * (number + 1))) for number in range(replicas))
+            yield Layout(replicas, stages, shards, islands)
+
+
+def _powers(most: int) -> list[int]:
+    return [2**power for power in range(max(most, 1).bit_length())]
+
+
+class Fitting:
+    """Says why choices cannot be; what does not depend on the method is looked at once for each layout."""
+
+    def __init__(self, model: Architecture, cluster: Cluster) -> None:
+        self._model = model
+        self._cluster = cluster
+        self._refused: dict[tuple[int, int], str] = {}
+
+    def reason(self, choice: Choice) -> str:
+        """Why a choice cannot be; empty if it can."""
+        layout = choice.layout
+        needed = memory_bytes(self._model, choice.config)
+        available = min(self._cluster.each[machine].memory_gb for machine in layout.machines(self._cluster)) * 1e9
+        if needed > available:
+            return f"does not fit: {needed / 1e9:.3g} GB of {available / 1e9:.3g}"
+        place = layout.stages, layout.shards
+        if place not in self._refused:
+            self._refused[place] = self._refusal(choice)
+        return self._refused[place]
+
+    def _refusal(self, choice: Choice) -> str:
+        """What training itself would say."""
+        try:
+            check(choice.config, tokenizers.load(choice.config.tokenizer))
+        except UserError as error:
+            return str(error)
+        return "" if self._aligned(choice.layout) else "its islands would begin and end in the middle of machines"
+
+    def _aligned(self, layout: Layout) -> bool:
+        """Whether all of an island's processes, or none, are among the first so many of their machine.
+
+        Those that are write what a run leaves; an island cannot be of two minds about it.
+        """
+        size, workers = layout.stages * layout.shards, self._cluster.workers
+        numbers = [worker - workers.index(machine) for worker, machine in enumerate(workers)]
+        return all(len({numbers[worker] < size for worker in island}) == 1 for island in layout.islands)

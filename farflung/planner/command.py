@@ -1,0 +1,78 @@
+"""The commands that start a run as it was planned."""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+from dataclasses import dataclass
+from itertools import chain, groupby
+
+from farflung.config import Config
+from farflung.planner.choices import Choice
+from farflung.planner.machines import Cluster
+
+FOLDER = "runs/planned"
+"""Where the run goes; under torchrun every machine has to be told."""
+
+PORT = 29500
+
+
+@dataclass(frozen=True)
+class Start:
+    """Some processes of a run that one machine starts: their first worker's number there, and how many."""
+
+    machine: int
+    first: int
+    count: int
+
+
+def commands(choice: Choice, cluster: Cluster) -> list[str]:
+    """What starts a run: one command, for all machines alike, or else one for each node rank of torchrun's."""
+    train = f"farflung train {flags(choice.config)}"
+    starts = _starts(choice, cluster)
+    if len(starts) == 1:
+        return [train]
+    names = [cluster.name(start.machine) for start in starts]
+    if len(set(names)) < len(names):
+        return [f"on {name}: {_devices(s)}{_torchrun(len(starts), str(rank), s)} -m {train} --out {FOLDER}-{rank}"
+                for rank, (name, s) in enumerate(zip(names, starts, strict=True))]  # fmt: skip
+    if len({start.count for start in starts}) > 1:
+        return [f"on {name}: {_torchrun(len(starts), str(rank), s)} -m {train} --out {FOLDER}"
+                for rank, (name, s) in enumerate(zip(names, starts, strict=True))]  # fmt: skip
+    return [
+        f"{_torchrun(len(starts), 'RANK', starts[0])} -m {train} --out {FOLDER}   # RANK from 0: {', '.join(names)}"
+    ]
+
+
+def _torchrun(nodes: int, rank: str, start: Start) -> str:
+    return (
+        f"torchrun --nnodes {nodes} --node-rank {rank} --nproc-per-node {start.count} "
+        f"--master-addr HOST0 --master-port {PORT}"
+    )
+
+
+def _starts(choice: Choice, cluster: Cluster) -> list[Start]:
+    """The run's processes, in their order, as long as they follow each other on a machine."""
+    workers = list(chain.from_iterable(choice.layout.islands))
+    starts: list[Start] = []
+    for machine, group in groupby(workers, key=lambda worker: cluster.workers[worker]):
+        numbers = [worker - cluster.workers.index(machine) for worker in group]
+        starts.append(Start(machine, numbers[0], len(numbers)))
+    return starts
+
+
+def _devices(start: Start) -> str:
+    """Tells processes that another command's run beside which devices are theirs."""
+    numbers = range(start.first, start.first + start.count)
+    return f"CUDA_VISIBLE_DEVICES={','.join(map(str, numbers))} "
+
+
+def flags(config: Config) -> str:
+    """The method, and the settings that are not left at their defaults, as flags."""
+    words = []
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if value != field.default or field.name == "method":
+            name = "--" + field.name.replace("_", "-")
+            words += [name] if value is True else [name, shlex.quote(str(value))]
+    return " ".join(words)

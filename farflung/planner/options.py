@@ -1,0 +1,75 @@
+"""What `farflung plan` is asked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from farflung.config import UserError
+from farflung.networks.conditions import check_number
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """What is to be trained, on what. Settings that farflung train has, too, mean the same there."""
+
+    model: str
+    """A preset (micro, tiny, small, llama-125m, llama-1.3b, llama-6.8b), or anything that AutoConfig loads."""
+    machines: Path
+    """A TOML file of machines and links (see the README)."""
+    tokens: float
+    """Tokens to train on, such as 100e9."""
+    tokenizer: str = "bytes"
+    """bytes, or anything that AutoTokenizer loads; a preset has as many embeddings as it has tokens."""
+    methods: str = "ddp,diloco,noloco,dilocox,nolocox"
+    """Names, with commas between: see `farflung methods`. A single island trains with local."""
+    every: str = ""
+    """Inner steps between rounds to try, with commas between; unset: each method's own default."""
+    delay: int | None = None
+    """Inner steps between a round's start and its landing; unset: each method's own default."""
+    codecs: str = ""
+    """Codecs to try besides each method's own, with commas between, such as bfloat16,int8."""
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """Number format that the model computes in; weights stay float32."""
+    boundary: str = "float32"
+    """What crosses from stage to stage: float32, bfloat16, int8, int4, topk10, subspace32 ... (see the README)."""
+    recompute: bool = False
+    """Keep no layer's inner activations; compute them once more in the backward pass."""
+    offload: bool = False
+    """Keep weights and the state of both optimizers on the CPU, and only what is computed with on the device."""
+    batch_tokens: float = 524288
+    """Tokens that all replicas together train on in one inner step."""
+    sequence_length: int = 1024
+    """Tokens in one sequence."""
+    micro_batch: int = 1
+    """Sequences that pass through a pipeline together."""
+    place: float = 10.0
+    """Longest search for where the best layouts' stages go on uneven links, seconds; 0 leaves them as they come."""
+    show: int = 10
+    """Layouts to show."""
+
+    def __post_init__(self) -> None:
+        """Refuses what cannot be. Raises UserError."""
+        for name in ("batch_tokens", "micro_batch", "show"):
+            check_number(name, getattr(self, name), 1)
+        check_number("tokens", self.tokens, 1, 1e18)
+        check_number("sequence_length", self.sequence_length, 2)
+        check_number("place", self.place)
+        if self.delay is not None:
+            check_number("delay", self.delay)
+        _ = self.everys  # its own checks
+
+    @property
+    def everys(self) -> list[int | None]:
+        """The steps between rounds to try; None is the method's own."""
+        words = [word.strip() for word in self.every.split(",") if word.strip()]
+        for word in words:
+            if not word.isdigit() or int(word) < 1:
+                raise UserError(f"every is {word!r}; give whole numbers of at least 1, with commas between")
+        return [int(word) for word in words] or [None]
+
+    @property
+    def codec_names(self) -> list[str | None]:
+        """The codecs to try; None is the method's own."""
+        return [None, *(word.strip() for word in self.codecs.split(",") if word.strip())]
