@@ -90,18 +90,26 @@ def rescaled(tensor: Tensor, scale: Tensor) -> Tensor:
     return tensor.mul_(scale).clamp_(-most, most)
 
 
-def rows(flat: Tensor, width: int) -> Iterator[Tensor]:
-    """A flat tensor as pieces of rows of `width`; the last row is filled up with zeros."""
-    piece = max(PIECE // width, 1) * width
-    for part in torch.split(flat, piece):
-        if missing := -part.numel() % width:
-            part = torch.cat([part, part.new_zeros(missing)])
-        yield part.view(-1, width)
+def rows(flat: Tensor, width: int, chosen: slice = slice(None)) -> list[Tensor]:
+    """A flat tensor's rows of `width`, all or those chosen, as pieces; the last row is filled up with zeros."""
+    whole = flat[: flat.numel() // width * width].view(-1, width)
+    pieces = list(row_pieces(whole[chosen], width))
+    rest = flat[whole.numel() :]
+    if rest.numel() and len(whole) in range(len(whole) + 1)[chosen]:
+        last = torch.nn.functional.pad(rest, (0, width - rest.numel())).view(1, width)
+        if len(pieces[-1]) < _rows_of_a_piece(width):
+            last = torch.cat([pieces.pop(), last])
+        pieces.append(last)
+    return pieces
 
 
 def row_pieces(tensor: Tensor, width: int) -> Iterator[Tensor]:
     """A tensor with one entry (or row) for each row of `rows`, cut alike."""
-    return iter(torch.split(tensor, max(PIECE // width, 1)))
+    return iter(torch.split(tensor, _rows_of_a_piece(width)))
+
+
+def _rows_of_a_piece(width: int) -> int:
+    return max(PIECE // width, 1)
 
 
 def expected(parts: Sequence[Tensor], *wanted: tuple[torch.dtype, int]) -> list[Tensor]:

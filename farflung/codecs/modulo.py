@@ -14,7 +14,7 @@ from torch import Tensor
 from farflung.codecs.base import norm
 from farflung.codecs.bits import pack_bits, unpack_bits
 from farflung.codecs.dither import Dither
-from farflung.codecs.flat import FlatStage, flatten, row_pieces
+from farflung.codecs.flat import FlatStage, flatten, row_pieces, rows
 from farflung.codecs.packets import Packet, PacketError
 from farflung.config import UserError
 
@@ -69,20 +69,18 @@ class Modulo(FlatStage):
 
     def compress(self, flat: Tensor) -> list[Tensor]:
         """Packed codes, ranges and checks of this turn's blocks; turn and turns, and what dither was taken."""
-        matrix = self._blocks(flat)
-        ranges = self._ranges_for(matrix)
+        ranges = self._ranges_for(flat)
         turn = slice(self._turn, None, self._turns_now)
-        values = matrix[turn]
         sent_ranges = ranges[turn].bfloat16().clone(memory_format=torch.contiguous_format)
         steps = _steps(sent_ranges, self.bits)
-        codes = torch.empty(len(values), self.block * self.bits // 8, dtype=torch.uint8, device=flat.device)
-        checks = torch.empty(len(values), dtype=torch.uint8, device=flat.device)
+        codes = torch.empty(len(steps), self.block * self.bits // 8, dtype=torch.uint8, device=flat.device)
+        checks = torch.empty(len(steps), dtype=torch.uint8, device=flat.device)
         numbers = torch.tensor([self._turn, self._turns_now, self._dither.seed, self._dither.count])
-        for u, step, code, check in self._pieces(values, steps, codes, checks):
+        for u, step, code, check in self._pieces(flat, turn, steps, codes, checks):
             k = (u / step[:, None]).add_(self._dither.take(u)).floor_().int()
             # Casts to bytes keep the low bits, and bytes are a quarter of the work.
             code.copy_(pack_bits(k.to(torch.int8).view(torch.uint8) & ((1 << self.bits) - 1), self.bits))
-            check.copy_(_check(k >> self.bits))
+            check.copy_(_check(k.bitwise_right_shift_(self.bits)))
         self._ranges, self._farthest = ranges, None
         self._turn = (self._turn + 1) % self._turns_now
         return [codes, sent_ranges.view(torch.uint8), checks, numbers.view(torch.uint8).to(flat.device)]
@@ -90,23 +88,27 @@ class Modulo(FlatStage):
     def expand(self, parts: Sequence[Tensor], like: Sequence[Tensor]) -> Tensor:
         """See FlatStage. `like` are the receiver's own values."""
         flat = flatten(like)
-        out = self._blocks(flat.clone() if flat.numel() % self.block == 0 else flat)
+        out = flat.new_empty(-(-flat.numel() // self.block), self.block)
         rows_now, dither, codes, sent_ranges, checks = self._read(parts, len(out))
+        if rows_now.step > 1:
+            out.view(-1)[: flat.numel()] = flat  # blocks that are not on turn stay as they are
         steps = _steps(sent_ranges, self.bits)
-        values = out[rows_now]  # a view: blocks that are not on turn stay as they are
-        farthest = torch.empty(len(values), device=flat.device)
+        zeros = sent_ranges == 0  # only of blocks of zeros
+        any_zeros = bool(zeros.any())
+        farthest = torch.empty(len(steps), device=flat.device)
         span = 2.0**self.bits
-        for own, given, step, code, check, far in self._pieces(values, sent_ranges, steps, codes, checks, farthest):
-            low = unpack_bits(code, self.bits).float().add_(0.5).sub_(dither.take(own))
-            high = (own / step[:, None]).sub_(low).div_(span).round_()
-            zeros = given == 0  # only of a block of zeros
-            readable = (_check(high.int()) == check) | zeros
-            found = low.add_(high, alpha=span).mul_(step[:, None]).masked_fill_(zeros[:, None], 0.0)
+        pieces = self._pieces(flat, rows_now, zeros, steps, codes, checks, farthest, out[rows_now])
+        for own, zero, step, code, check, far, found in pieces:
+            found.copy_(unpack_bits(code, self.bits)).add_(0.5).sub_(dither.take(own))
+            high = (own / step[:, None]).sub_(found).div_(span).round_()
+            readable = (_check(high.int()) == check) | zero
+            found.add_(high, alpha=span).mul_(step[:, None])
+            if any_zeros:
+                found.masked_fill_(zero[:, None], 0.0)
             if not bool(readable.all()):
                 found[~readable] = own[~readable]
-            distance = own.sub_(found).abs_().amax(1)
+            distance = torch.sub(own, found, out=high).abs_().amax(1)
             far.copy_(torch.where(readable, distance, step * (span / self.margin)))
-            own.copy_(found)
         self._remember(rows_now, farthest, len(out))
         return out.view(-1)[: flat.numel()]
 
@@ -117,35 +119,34 @@ class Modulo(FlatStage):
         turn, turns, seed, count = parts[3].view(torch.int64).tolist()
         if not 0 <= turn < turns:
             raise PacketError(f"packet has turn {turn} of {turns}")
-        rows = len(range(turn, blocks, turns))
+        on_turn = len(range(turn, blocks, turns))
         sizes = [part.numel() for part in parts[:3]]
-        if sizes != [rows * self.block * self.bits // 8, 2 * rows, rows]:
-            raise PacketError(f"packet has parts of {sizes} bytes for {rows} blocks")
+        if sizes != [on_turn * self.block * self.bits // 8, 2 * on_turn, on_turn]:
+            raise PacketError(f"packet has parts of {sizes} bytes for {on_turn} blocks")
         ranges = parts[1].view(torch.bfloat16)
         if not bool(((ranges >= 0) & ~torch.isinf(ranges)).all()):
             raise PacketError("packet has ranges that are not positive numbers")
         return (
             slice(turn, None, turns),
             Dither(seed, count),
-            parts[0].view(rows, self.block * self.bits // 8),
+            parts[0].view(on_turn, self.block * self.bits // 8),
             ranges,
             parts[2],
         )
 
-    def _ranges_for(self, matrix: Tensor) -> Tensor:
+    def _ranges_for(self, flat: Tensor) -> Tensor:
         """R for each block: from the distances seen since the last message, else as it was."""
-        if not len(matrix):
-            return matrix.new_empty(0)
-        if self._ranges is None or len(self._ranges) != len(matrix):
+        largest = self._largest(flat)
+        if self._ranges is None or len(self._ranges) != len(largest):
             # Nobody has been heard yet. Each is as far from what was expected as this replica, at most, it is hoped.
-            news = matrix if self._expected is None else matrix - self._blocks(self._expected)
+            news = largest if self._expected is None else self._largest(flat - self._expected)
             self._expected = None
-            ranges = self._largest(news) * (4 * self.margin)
+            ranges = news * (4 * self.margin)
         elif self._farthest is None:
             ranges = self._ranges
         else:
             ranges = torch.where(self._farthest < 0, self._ranges, 2 * self.margin * self._farthest)
-        ranges = ranges.maximum(self._largest(matrix) * (_PRECISION * 2.0**self.bits))
+        ranges = ranges.maximum(largest * (_PRECISION * 2.0**self.bits))
         return ranges.clamp(max=torch.finfo(torch.bfloat16).max)
 
     def _remember(self, rows_now: slice, distances: Tensor, count: int) -> None:
@@ -154,16 +155,14 @@ class Modulo(FlatStage):
             self._farthest = torch.full((count,), -1.0, device=distances.device)
         self._farthest[rows_now] = self._farthest[rows_now].maximum(distances)
 
-    def _blocks(self, flat: Tensor) -> Tensor:
-        """The values in rows of blocks, the last one filled up with zeros."""
-        return torch.nn.functional.pad(flat, (0, -flat.numel() % self.block)).view(-1, self.block)
-
-    def _largest(self, matrix: Tensor) -> Tensor:
+    def _largest(self, flat: Tensor) -> Tensor:
         """The largest magnitude of each block."""
-        return torch.cat([piece.abs().amax(1) for piece in row_pieces(matrix, self.block)])
+        return torch.cat([piece.abs().amax(1) for piece in rows(flat, self.block)])
 
-    def _pieces(self, *tensors: Tensor) -> Any:
-        return zip(*(row_pieces(tensor, self.block) for tensor in tensors), strict=True)
+    def _pieces(self, flat: Tensor, chosen: slice, *tensors: Tensor) -> Any:
+        """Chosen rows of a flat tensor, and tensors with an entry for each of these, piece by piece."""
+        cut = (row_pieces(tensor, self.block) for tensor in tensors)
+        return zip(rows(flat, self.block, chosen), *cut, strict=True)
 
     def error_of(self, packet: Packet, tensors: Sequence[Tensor]) -> float:
         """See Codec; as if every value erred evenly by up to half a step, which spares a decoding."""
@@ -210,7 +209,9 @@ def _steps(ranges: Tensor, bits: int) -> Tensor:
 
 def _check(high: Tensor) -> Tensor:
     """A byte for each row of what was not sent; neighbours weigh differently, or opposite errors would cancel out."""
-    return ((high * _weights(high.shape[1], high.device)).sum(1, dtype=torch.int32) & 0xFF).to(torch.uint8)
+    # Bytes wrap around, which is all that a sum modulo 256 needs, and are a quarter of the work.
+    low = high.to(torch.int8).view(torch.uint8)
+    return (low * _weights(high.shape[1], high.device)).sum(1, dtype=torch.uint8)
 
 
 @functools.cache
@@ -218,4 +219,4 @@ def _weights(block: int, device: torch.device) -> Tensor:
     """1 to 255 for each place; an odd sum, or a block that is off everywhere by the same would look right."""
     weights = torch.randint(1, 256, (block,), generator=torch.Generator().manual_seed(block), dtype=torch.int32)
     weights[0] += 1 - weights.sum() % 2
-    return weights.to(device)
+    return weights.to(torch.uint8).to(device)
