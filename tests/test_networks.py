@@ -68,6 +68,20 @@ def test_a_late_peer_costs_one_deadline_and_the_network_stays_whole(tmp_path: Pa
     assert after_first == after_second == [0.5]
 
 
+def test_a_wait_in_slices_names_all_who_are_late_and_ends_with_what_came_or_why_it_never_will(tmp_path: Path) -> None:
+    first, second, third, fourth = run_replicas(4, "deadlines", "", tmp_path, may_die=frozenset({3}))
+    assert fourth is None
+    assert "replica 1 (" not in first["late"] and "replica 2 (" in first["late"] and "replica 3 (" in first["late"]
+    assert first["late"].endswith("they are running and can be reached, or raise the deadline")
+    for seen in (first, second, third):
+        assert seen["packets"] == {rank: [rank] * (rank + 1) for rank in range(4)}
+    # Who calls with the same key and something else is no partner; it must not end the process, nor what comes after.
+    for seen, other in ((first, 1), (second, 0)):
+        assert all(f"replica {other} (" in told and "did not deliver" in told for told in seen["unequal"])
+        assert seen["after"] == [1.0] * 3
+    assert first["dead"].startswith("lost replica 3 (")
+
+
 def test_a_partner_that_dies_costs_its_peer_one_average_each_time_and_never_the_run(tmp_path: Path) -> None:
     seen = run_replicas(4, "death", "", tmp_path, may_die=frozenset({2}))
     assert seen[2] is None

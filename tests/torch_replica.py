@@ -15,7 +15,7 @@ from problem import replica
 
 from farflung import methods
 from farflung.codecs import ErrorFeedback, LowRank, Modulo, Quantize
-from farflung.networks import Network, PeerLost, TorchNetwork
+from farflung.networks import Network, PeerLost, Pending, TorchNetwork
 
 METHODS = {
     "ddp": methods.ddp,
@@ -76,6 +76,48 @@ def late(network: TorchNetwork, _: str) -> Any:
         network.store.set("given up", "")
     after = network.all_reduce(torch.tensor([float(network.rank)]), group, "second").wait(patience(20))
     return outcome, after.tolist()
+
+
+def deadlines(network: TorchNetwork, _: str) -> Any:
+    """What replica 0 is told of others that come late, die, or call with another size, while it waits in slices."""
+    seen: dict[str, Any] = {}
+    packet, everyone = torch.full((network.rank + 1,), network.rank, dtype=torch.uint8), network.members()
+    if network.rank < 2:
+        late = network.exchange(packet, everyone, "late")
+    if network.rank == 0:
+        seen["late"] = _told(late, until=(2, 3))
+        network.store.set("go", "on")
+    network.store.wait(["go"])
+    if network.rank > 1:
+        late = network.exchange(packet, everyone, "late")
+    seen["packets"] = {rank: sent.tolist() for rank, sent in late.wait(60).items()}
+    if network.rank < 2:
+        unequal = network.all_reduce(torch.ones(1 << (17 + network.rank)), (0, 1), "unequal")
+        if network.rank == 0:
+            mixed: Pending[Any] = network.all_reduce(torch.ones(100), (0, 1), "kinds")
+        else:
+            mixed = network.exchange(packet, (0, 1), "kinds")
+        seen["unequal"] = [_told(pending, (1 - network.rank,)) for pending in (unequal, mixed)]
+        seen["after"] = network.all_reduce(torch.ones(3), (0, 1), "after").wait(60).tolist()
+    if network.rank == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if network.rank == 0:
+        dead = network.exchange(packet, (0, 3), "dead")
+        seen["dead"] = _told(dead, until=(3,), words="lost replica 3")
+    return seen
+
+
+def _told(pending: Pending[Any], until: tuple[int, ...], words: str = "") -> str:
+    """What a short wait says, again and again until it says that just these are lost, in these words."""
+    ends = time.monotonic() + 60
+    while time.monotonic() < ends:
+        try:
+            return f"delivered {pending.wait(0.2)}"
+        except PeerLost as lost:
+            told = str(lost)
+            if lost.ranks == until and words in told:
+                return told
+    return f"never: {told}"
 
 
 def death(network: TorchNetwork, _: str) -> Any:

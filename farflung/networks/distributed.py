@@ -35,6 +35,9 @@ IN_FLIGHT = 32
 # be what ends a wait: `_Transfer.wait` keeps the deadlines.
 _NEVER = timedelta(days=30)
 
+_GRACE = 0.5
+"""Seconds after a passed deadline in which those who have delivered are told from those who have not."""
+
 
 class TorchNetwork:
     """Processes of the default process group as replicas.
@@ -87,17 +90,19 @@ class TorchNetwork:
         """See Network. Lengths travel first, then all packets at once, both directions of each link together."""
         if group == (self.rank,):
             return Finished({self.rank: packet}, self.now())
-        return _Transfer(self, group, lambda transfer: self._exchange(packet, transfer, _tag(key)))
+        return _Transfer(self, group, lambda transfer: self._exchange(packet, transfer, key))
 
     def relay(self, packets: dict[int, Tensor], group: Group, key: str, combine: Combine) -> Pending[dict[int, Tensor]]:
         """See Network. Combines in the exchange's thread."""
-        return _Transfer(self, group, lambda transfer: self._relay(packets, combine, transfer, _tag(key)))
+        return _Transfer(self, group, lambda transfer: self._relay(packets, combine, transfer, key))
 
     def all_reduce(self, tensor: Tensor, group: Group, key: str) -> Pending[Tensor]:
         """See Network. Each member averages its part of each chunk, and sends it to the others."""
         if group == (self.rank,):
             return Finished(tensor, self.now())
-        return _Transfer(self, group, lambda transfer: self._all_reduce(tensor, transfer, _tag(key)))
+        # Whoever calls with another size or dtype must not be taken for a partner: it would be averaged half.
+        alike = f"{key} of {tensor.numel()} {tensor.dtype}"
+        return _Transfer(self, group, lambda transfer: self._all_reduce(tensor, transfer, alike))
 
     def computed(self) -> None:
         """Nothing: the wall clock has already advanced."""
@@ -119,38 +124,38 @@ class TorchNetwork:
         if dist.is_initialized():
             dist.destroy_process_group()
 
-    def _exchange(self, packet: Tensor, transfer: _Transfer[dict[int, Tensor]], tag: int) -> dict[int, Tensor]:
-        delivered = self._swap_packets(dict.fromkeys(transfer.others, packet), transfer, tag) | {self.rank: packet}
+    def _exchange(self, packet: Tensor, transfer: _Transfer[dict[int, Tensor]], key: str) -> dict[int, Tensor]:
+        delivered = self._swap_packets(dict.fromkeys(transfer.others, packet), transfer, key) | {self.rank: packet}
         transfer.raise_if_lost(delivered)
         return {rank: delivered[rank] for rank in transfer.group}
 
     def _relay(
-        self, packets: dict[int, Tensor], combine: Combine, transfer: _Transfer[dict[int, Tensor]], tag: int
+        self, packets: dict[int, Tensor], combine: Combine, transfer: _Transfer[dict[int, Tensor]], key: str
     ) -> dict[int, Tensor]:
-        received = self._swap_packets(packets, transfer, tag)
+        received = self._swap_packets(packets, transfer, f"{key}: parts")
         combined = combine({rank: received[rank] for rank in sorted(received)})
-        delivered = self._swap_packets(dict.fromkeys(transfer.alive, combined), transfer, tag + 2)
+        delivered = self._swap_packets(dict.fromkeys(transfer.alive, combined), transfer, f"{key}: means")
         delivered[self.rank] = combined
         transfer.raise_if_lost(delivered)
         return {rank: delivered[rank] for rank in transfer.group}
 
-    def _swap_packets(self, packets: dict[int, Tensor], transfer: _Transfer[Any], tag: int) -> dict[int, Tensor]:
+    def _swap_packets(self, packets: dict[int, Tensor], transfer: _Transfer[Any], key: str) -> dict[int, Tensor]:
         """Sends each of the living its packet and receives theirs; lengths travel first."""
         device = next((packet.device for packet in packets.values()), self.device)
         outgoing = {peer: packets[peer].to(self.device).contiguous() for peer in transfer.alive}
         sizes = {peer: torch.tensor([own.numel()], device=self.device) for peer, own in outgoing.items()}
         lengths = {peer: torch.zeros(1, dtype=torch.int64, device=self.device) for peer in transfer.alive}
-        transfer.complete(self._swap(lengths, sizes, tag))
+        transfer.complete(self._swap(lengths, sizes, f"{key}: lengths"))
         inbox = {
             peer: torch.empty(int(lengths[peer]), dtype=torch.uint8, device=self.device) for peer in transfer.alive
         }
-        transfer.complete(self._swap(inbox, {peer: outgoing[peer] for peer in transfer.alive}, tag + 1))
+        transfer.complete(self._swap(inbox, {peer: outgoing[peer] for peer in transfer.alive}, f"{key}: packets"))
         return {peer: inbox[peer].to(device) for peer in transfer.alive}
 
-    def _all_reduce(self, tensor: Tensor, transfer: _Transfer[Tensor], tag: int) -> Tensor:
+    def _all_reduce(self, tensor: Tensor, transfer: _Transfer[Tensor], key: str) -> Tensor:
         buffer = tensor.to(self.device)
-        collected = _ahead(self._collect(chunk, transfer, tag) for chunk in torch.split(buffer, CHUNK))
-        handed_round = _ahead(self._hand_round(*parts, transfer, tag + 1) for parts in collected)
+        collected = _ahead(self._collect(chunk, transfer, f"{key}: parts") for chunk in torch.split(buffer, CHUNK))
+        handed_round = _ahead(self._hand_round(*parts, transfer, f"{key}: means") for parts in collected)
         for parts, averaged, works in handed_round:
             transfer.complete(works)
             for peer in transfer.alive:
@@ -160,15 +165,15 @@ class TorchNetwork:
         transfer.raise_if_lost()
         return tensor
 
-    def _collect(self, chunk: Tensor, transfer: _Transfer[Tensor], tag: int) -> tuple[_Parts, _Parts, list[_Work]]:
+    def _collect(self, chunk: Tensor, transfer: _Transfer[Tensor], key: str) -> tuple[_Parts, _Parts, list[_Work]]:
         """Starts sending each member its part of a chunk, and collecting everyone's values of the own part."""
         parts = dict(zip(transfer.group, chunk.tensor_split(len(transfer.group)), strict=True))
         inbox = {peer: torch.empty_like(parts[self.rank]) for peer in transfer.others}
         outgoing = {peer: parts[peer] for peer in transfer.others}
-        return parts, inbox, self._swap(inbox, outgoing, tag)
+        return parts, inbox, self._swap(inbox, outgoing, key)
 
     def _hand_round(
-        self, parts: _Parts, inbox: _Parts, works: list[_Work], transfer: _Transfer[Tensor], tag: int
+        self, parts: _Parts, inbox: _Parts, works: list[_Work], transfer: _Transfer[Tensor], key: str
     ) -> tuple[_Parts, _Parts, list[_Work]]:
         """Averages the own part, and starts sending it to all for theirs."""
         transfer.complete(works)
@@ -178,14 +183,14 @@ class TorchNetwork:
         own.copy_(mean_in_order([inbox[rank] for rank in transfer.group]))
         # Not received in place: a peer that dies half-way would leave torn numbers among the own values.
         averaged = {peer: torch.empty_like(parts[peer]) for peer in transfer.others}
-        return parts, averaged, self._swap(averaged, dict.fromkeys(transfer.others, own), tag)
+        return parts, averaged, self._swap(averaged, dict.fromkeys(transfer.others, own), key)
 
-    def _swap(self, incoming: dict[int, Tensor], outgoing: dict[int, Tensor], tag: int) -> list[_Work]:
+    def _swap(self, incoming: dict[int, Tensor], outgoing: dict[int, Tensor], key: str) -> list[_Work]:
         """Starts receiving and sending, receives first: Gloo needs them posted to use both directions of a link."""
         ways = ((dist.irecv, incoming), (dist.isend, outgoing))
         peers = [peer for _, tensors in ways for peer, tensor in tensors.items() if tensor.numel()]
         posts = [
-            dist.P2POp(op, tensor, self.processes[peer], tag=tag)
+            dist.P2POp(op, tensor, self.processes[peer], tag=_tag(key, tensor))
             for op, tensors in ways
             for peer, tensor in tensors.items()
             if tensor.numel()
@@ -204,17 +209,28 @@ class _Work:
 
     def __init__(self, peer: int, work: dist.Work | None, error: str = "") -> None:
         self.peer = peer
-        self._work = work
         self.error = error
+        self._work = work
+        self._one_waits = threading.Lock()  # Gloo would let the second of two wait for ever
+        self._watch: threading.Thread | None = None
 
     def failed(self) -> bool:
         """Waits for its end, however long; whether it failed."""
-        if self._work is not None:
-            try:
-                self._work.wait(_NEVER)
-            except RuntimeError as error:
-                self.error = str(error)
+        with self._one_waits:
+            if self._work is not None:
+                try:
+                    self._work.wait(_NEVER)
+                except RuntimeError as error:
+                    self.error = str(error)
+                self._work = None
         return bool(self.error)
+
+    def watch(self) -> threading.Thread:
+        """A thread that lives until its end: Gloo tells it only to those who wait."""
+        if self._watch is None:
+            self._watch = threading.Thread(target=self.failed, daemon=True)
+            self._watch.start()
+        return self._watch
 
 
 def _start(post: dist.P2POp, peer: int) -> _Work:
@@ -234,7 +250,7 @@ class _Transfer(Generic[T]):
         self.finished_at = float("inf")
         self._network = network
         self._lost: dict[int, str] = {}
-        self._awaited: int | None = None
+        self._awaited: list[_Work] = []
         self._result: Future[T] = Future()
         threading.Thread(target=self._run, args=(run,), daemon=True).start()
 
@@ -248,22 +264,34 @@ class _Transfer(Generic[T]):
             return self._result.result(timeout)
         except FutureTimeout:
             self.finished_at = network.now()
-            late = self.others if self._awaited is None else [self._awaited]
+            late = self._late()
+            names = ", ".join(map(network.address, late))
             raise PeerLost(
                 late,
-                f"{network.address(late[0])} did not deliver within {timeout:g} s; "
-                "see whether it is running and can be reached, or raise the deadline",
+                f"{names} did not deliver within {timeout:g} s; "
+                f"see whether {'it is' if len(late) == 1 else 'they are'} running and can be reached, "
+                "or raise the deadline",
             ) from None
         finally:
             network.traffic.seconds_blocked += network.now() - began
 
     def complete(self, works: list[_Work]) -> None:
         """Waits for sends and receives; who fails in one is lost, the rest goes on."""
+        self._awaited = works
         for work in works:
-            self._awaited = work.peer
             if work.failed() and work.peer in self.alive:
                 self.alive.remove(work.peer)
                 self._lost[work.peer] = work.error
+
+    def _late(self) -> list[int]:
+        """Those with whom something is still under way; all others, where the exchange has not come to that."""
+        if len(self.others) == 1:
+            return self.others
+        watches = [(work.peer, work.watch()) for work in self._awaited]
+        ends = time.monotonic() + _GRACE
+        for _, watch in watches:
+            watch.join(max(0.0, ends - time.monotonic()))
+        return sorted({peer for peer, watch in watches if watch.is_alive()}) or self.others
 
     def raise_if_lost(self, delivered: dict[int, Tensor] | None = None) -> None:
         """Raises PeerLost, naming them, if anybody was lost."""
@@ -296,6 +324,6 @@ def _ahead(items: Iterator[T]) -> Iterator[T]:
     yield from made
 
 
-def _tag(key: str) -> int:
-    """A message tag from the name of an exchange; the next three are for its later phases."""
-    return (zlib.crc32(key.encode()) & 0x1FFFFFFF) << 2
+def _tag(key: str, tensor: Tensor) -> int:
+    """A message tag from an exchange, its phase and the length: Gloo would end the process where two lengths differ."""
+    return zlib.crc32(f"{key} {tensor.nbytes}".encode()) & 0x7FFFFFFF
