@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 from patience import patience
 from processes import HERE, free_port
+from warm import Python
 
 from farflung.networks.internet import Identity, Ticket
 
@@ -24,21 +22,11 @@ def new_ticket(folder: Path, port: int, **settings: Any) -> Path:
     return path
 
 
-def start_peer(script: str, *arguments: object, **options: Any) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, str(HERE / script), *map(str, arguments)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stderr=subprocess.PIPE,
-        text=True,
-        **options,
-    )
-
-
 def run_peers(peers: int, case: str, argument: str, out: Path, script: str = "internet_peer.py") -> list[Any]:
     """Runs a script once a peer; what each observed, in order of their ranks."""
     port = free_port()
     new_ticket(out, port)
-    processes = [start_peer(script, case, argument, out, number, peers, port) for number in range(peers)]
+    processes = [Python(HERE / script, case, argument, out, number, peers, port) for number in range(peers)]
     try:
         for process in processes:
             _, errors = process.communicate(timeout=patience(60))
@@ -46,5 +34,4 @@ def run_peers(peers: int, case: str, argument: str, out: Path, script: str = "in
     finally:
         for process in processes:
             process.kill()
-            process.wait()
     return [torch.load(path, weights_only=False) for path in sorted(out.glob("*.pt"), key=lambda path: int(path.stem))]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import random
 import socket
 import subprocess
@@ -15,6 +14,7 @@ import pytest
 import torch
 from patience import patience
 from patience import until as until
+from warm import Python
 
 from farflung import cli
 from farflung.training import checkpoint
@@ -40,14 +40,9 @@ def run_replicas(
     script: str = "torch_replica.py",
 ) -> list[Any]:
     """Runs a script once a replica; what each observed, by rank (None for those that may die)."""
-    common = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo"}
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo"}
     processes = [
-        subprocess.Popen(
-            [sys.executable, str(HERE / script), case, argument, str(out)],
-            env={**common, "RANK": str(rank), "WORLD_SIZE": str(replicas), "OMP_NUM_THREADS": "1"},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        Python(HERE / script, case, argument, out, **common, RANK=str(rank), WORLD_SIZE=str(replicas))
         for rank in range(replicas)
     ]
     try:
@@ -57,20 +52,15 @@ def run_replicas(
     finally:
         for process in processes:
             process.kill()
-            process.wait()
     paths = [out / f"{rank}.pt" for rank in range(replicas)]
     return [torch.load(path, weights_only=False) if path.exists() else None for path in paths]
 
 
 def farflung(*arguments: object, timeout: float = 100, **environment: str) -> subprocess.CompletedProcess[str]:
     """Runs the command line as a user would."""
-    return subprocess.run(
-        [sys.executable, "-m", "farflung", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=patience(timeout),
-        env={**os.environ, **environment},
-    )
+    process = Python("-m", "farflung", *arguments, **environment)
+    out, err = process.communicate(timeout=patience(timeout))
+    return subprocess.CompletedProcess(process.args, process.wait(), out, err)
 
 
 def run_here(monkeypatch: pytest.MonkeyPatch, folder: Path, *arguments: str) -> int:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from patience import patience, until
 from processes import farflung, free_port, run_here, saved
+from warm import Python
 
 from farflung.cli import training as cli_training
 from farflung.training import checkpoint
@@ -66,8 +67,8 @@ def test_a_mistake_gets_one_line_and_exit_code_2(
 
 
 def test_methods_lists_each_with_paper_and_settings() -> None:
-    done = farflung("methods")
-    assert done.returncode == 0
+    """In a process as users start it, where others here are forks."""
+    done = subprocess.run([sys.executable, "-m", "farflung", "methods"], capture_output=True, text=True, check=True)
     for word in ("noloco", "arXiv 2506.10911", "gamma=0.7", "diloco", "outer_momentum=0.5", "ddp", "local"):
         assert word in done.stdout
     for word in (
@@ -113,10 +114,9 @@ def test_simulated_replicas_get_the_weights_of_real_processes(undisturbed: Path,
     assert same_weights(undisturbed, tmp_path / "simulated", 40)
 
 
-def start(folder: Path) -> tuple[subprocess.Popen[str], list[int]]:
+def start(folder: Path) -> tuple[Python, list[int]]:
     """A run in the background, once it is past its first checkpoint; and its replicas' process ids."""
-    command = [sys.executable, "-m", "farflung", "train", *map(str, QUICK), "--steps", "40", "--out", str(folder)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = Python("-m", "farflung", "train", *QUICK, "--steps", 40, "--out", folder)
     until(lambda: checkpoint.whole_steps(folder) or process.poll() is not None)
     assert process.poll() is None, process.communicate()
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
@@ -162,17 +162,14 @@ def test_a_signal_leaves_a_checkpoint_and_no_process(undisturbed: Path, tmp_path
         assert same_weights(undisturbed, folder, 40)
 
 
-def torchrun(rank: int, port: int, folder: Path) -> "subprocess.Popen[str]":
+def torchrun(rank: int, port: int, folder: Path) -> Python:
     """One of two machines: its own torchrun and its own run folder."""
-    command = [
+    return Python(
         *("-m", "torch.distributed.run", "--nnodes", "2", "--node-rank", str(rank), "--nproc-per-node", "1"),
         *("--master-addr", "127.0.0.1", "--master-port", str(port), "-m", "farflung", "train"),
-        *map(str, QUICK),
-        *("--steps", "40", "--out", str(folder)),
-    ]
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        [sys.executable, *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+        *QUICK,
+        *("--steps", 40, "--out", folder),
+        GLOO_SOCKET_IFNAME="lo",
     )
 
 
@@ -186,7 +183,6 @@ def test_two_machines_with_torchrun_give_the_same_run(undisturbed: Path, tmp_pat
     finally:
         for machine in machines:
             machine.kill()
-            machine.wait()
     for rank in (0, 1):
         assert (tmp_path / f"machine-{rank}" / "config.toml").exists()
         mine = saved(tmp_path / f"machine-{rank}", 40, rank)["model"]

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ from patience import patience, until
 from processes import farflung, run_replicas
 from torch import Tensor
 from torch_island import STEPS, observed
+from warm import Python
 
 from farflung.config import Config
 from farflung.networks import Conditions, Simulation
@@ -254,20 +253,16 @@ def test_muon_of_stages_goes_on_in_one_process(tmp_path: Path) -> None:
 
 def test_a_stage_that_dies_stops_its_island_and_is_named(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     arguments = ("--method", "local", "--replicas", "1", "--stages", "2", "--steps", "4000", "--checkpoint-every", "5")
-    command = [sys.executable, "-m", "farflung", *TRAIN, *arguments, "--out", str(folder)]
-    with subprocess.Popen(
-        command, env=environment, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
-    ) as run:
-        try:
-            until(lambda: list(folder.glob("checkpoints/step-000005/replica-0-part-1-of-2.pt")) or run.poll())
-            children = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
-            (stage_1,) = [p for p in children if b"\0LOCAL_RANK=1\0" in Path(f"/proc/{p}/environ").read_bytes()]
-            os.kill(int(stage_1), signal.SIGKILL)
-            _, complaint = run.communicate(timeout=patience(60))
-        finally:
-            run.kill()
+    run = Python("-m", "farflung", *TRAIN, *arguments, "--out", folder)
+    try:
+        until(lambda: list(folder.glob("checkpoints/step-000005/replica-0-part-1-of-2.pt")) or run.poll())
+        children = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
+        (stage_1,) = [p for p in children if b"\0LOCAL_RANK=1\0" in Path(f"/proc/{p}/environ").read_bytes()]
+        os.kill(int(stage_1), signal.SIGKILL)
+        _, complaint = run.communicate(timeout=patience(60))
+    finally:
+        run.kill()
     assert "stage 1 of replica 0 failed: it died of signal 9" in complaint and f"--resume {folder}" in complaint
     told = "".join(path.read_text() for path in folder.rglob("logs/**/stderr.log"))
     assert f"lost stage 1 of replica 0 ({os.uname().nodename}, process {stage_1})" in told

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -14,7 +13,8 @@ from typing import Any
 
 import pytest
 from patience import patience, until
-from processes import farflung, free_port
+from processes import farflung, free_port, run_here
+from warm import Python
 
 from farflung.networks.internet import read_ticket
 from farflung.report.read import Run
@@ -43,21 +43,15 @@ class Swarm:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.port = free_port()
-        self.processes: list[subprocess.Popen[str]] = []
+        self.processes: list[Python] = []
 
-    def start(self, *arguments: object, log: str) -> subprocess.Popen[str]:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "farflung", *map(str, arguments), "--listen", "127.0.0.1"],
-            cwd=self.folder,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            stdout=(self.folder / f"{log}.out").open("a"),
-            stderr=(self.folder / f"{log}.err").open("a"),
-            text=True,
-        )
+    def start(self, *arguments: object, log: str) -> Python:
+        files = {"out": self.folder / f"{log}.out", "err": self.folder / f"{log}.err"}
+        process = Python("-m", "farflung", *arguments, "--listen", "127.0.0.1", cwd=self.folder, **files)
         self.processes.append(process)
         return process
 
-    def invite(self, *settings: object, steps: int = 100_000) -> subprocess.Popen[str]:
+    def invite(self, *settings: object, steps: int = 100_000) -> Python:
         """The first peer, which trains; its ticket comes to run.ticket."""
         arguments = ("invite", "--name", "test", "--train", "--port", self.port, *SETTINGS, "--steps", steps)
         process = self.start(*arguments, "--out", "first", *settings, log="first")
@@ -65,7 +59,7 @@ class Swarm:
         (self.folder / "run.ticket").write_text((self.folder / "first.out").read_text())
         return process
 
-    def join(self, name: str, *arguments: object, ticket: str = "run.ticket") -> subprocess.Popen[str]:
+    def join(self, name: str, *arguments: object, ticket: str = "run.ticket") -> Python:
         return self.start("join", ticket, "--out", name, *arguments, log=name)
 
     def events(self, name: str, kind: str) -> list[dict[str, Any]]:
@@ -89,7 +83,6 @@ def swarm(tmp_path: Path) -> Iterator[Swarm]:
     yield made
     for process in made.processes:
         process.kill()
-        process.wait()
 
 
 def test_a_beacon_invites_peers_meet_leave_and_come_back_and_onlookers_see_it(swarm: Swarm) -> None:
@@ -155,12 +148,12 @@ def test_a_peer_that_stood_still_comes_back_by_itself(swarm: Swarm) -> None:
 
 
 def test_a_finished_run_has_a_summary_a_report_and_weights_to_export(swarm: Swarm) -> None:
-    first = swarm.invite("--eval-every", 500, "--checkpoint-every", 500, steps=1500)
+    first = swarm.invite("--eval-every", 500, "--checkpoint-every", 500, steps=1000)
     two = swarm.join("two")
     assert first.wait(patience(60)) == 0 and two.wait(patience(60)) == 0, swarm.said("two")
     for name in ("first", "two"):
         summary = json.loads((swarm.folder / name / "summary.json").read_text())
-        assert summary["steps"] == 1500 and summary["validation_loss"] < 5
+        assert summary["steps"] == 1000 and summary["validation_loss"] < 5
         assert (swarm.folder / name / "report.html").exists()
     exported = farflung("export", swarm.folder / "two", swarm.folder / "model")
     assert exported.returncode == 0, exported.stderr
@@ -222,19 +215,18 @@ def fill(folder: Path) -> None:
         (["train", "--robust", "median"], ["only peers on the internet need it"]),
     ],
 )
-def test_a_mistake_gets_one_line(tmp_path: Path, arguments: list[object], words: list[str]) -> None:
+def test_a_mistake_gets_one_line(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[object],
+    words: list[str],
+) -> None:
     listen = [] if "--listen" in arguments or arguments[0] == "train" else ["--listen", "127.0.0.1"]
-    done = subprocess.run(
-        [sys.executable, "-m", "farflung", *map(str, arguments), *listen],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=patience(60),
-    )
-    assert done.returncode == 2, done
-    lines = [line for line in done.stderr.splitlines() if line.startswith("farflung: ")]
-    assert all(word in lines[-1] for word in words), done.stderr
-    assert "Traceback" not in done.stderr
+    assert run_here(monkeypatch, tmp_path, *map(str, arguments), *listen) == 2
+    told = capsys.readouterr().err
+    lines = [line for line in told.splitlines() if line.startswith("farflung: ")]
+    assert all(word in lines[-1] for word in words), told
 
 
 def test_a_read_only_folder_and_another_runs_folder_are_refused(swarm: Swarm) -> None:

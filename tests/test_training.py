@@ -3,8 +3,6 @@
 import json
 import math
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ import pytest
 import torch
 from patience import patience
 from processes import saved
+from warm import Python
 
 from farflung.config import Config, UserError
 from farflung.outer import Diverged
@@ -144,13 +143,8 @@ launch.run_simulated(config, folder, resume)
 
 
 def killed(folder: Path, at: str, resume: bool) -> None:
-    process = subprocess.run(
-        [sys.executable, "-c", KILLER, at, str(folder), "resume" if resume else "start"],
-        capture_output=True,
-        text=True,
-        timeout=patience(60),
-    )
-    assert process.returncode == -signal.SIGKILL, process.stderr
+    process = Python("-c", KILLER, at, folder, "resume" if resume else "start")
+    assert process.wait(patience(60)) == -signal.SIGKILL, process.err.read_text()
 
 
 @pytest.mark.parametrize("instants", [["step3"], ["step13", "write2"], ["write2", "rename5"], ["rename8", "step23"]])
@@ -180,15 +174,11 @@ def test_a_stop_leaves_a_whole_checkpoint_of_one_step(undisturbed: Path, tmp_pat
         "try: launch.run_simulated(config, folder, resume)\n"
         "except Stopped as stopped: print(stopped); sys.exit(7)",
     )
-    process = subprocess.run(
-        [sys.executable, "-c", script, "step16", str(folder), "start"],
-        capture_output=True,
-        text=True,
-        timeout=patience(60),
-    )
-    assert process.returncode == 7, process.stderr
+    process = Python("-c", script, "step16", folder, "start")
+    said, complaint = process.communicate(patience(60))
+    assert process.returncode == 7, complaint
     (newest, *_) = checkpoint.whole_steps(folder)
-    assert 16 <= newest <= 18 and f"stopped after step {newest}" in process.stdout
+    assert 16 <= newest <= 18 and f"stopped after step {newest}" in said
     assert not (folder / "summary.json").exists()
     launch.run_simulated(Config(out=str(folder), **SMALL, delay=3), folder, True)
     assert_same_weights(undisturbed, folder)
