@@ -272,16 +272,41 @@ def test_blocks_that_travel_in_turns_are_all_sent_in_time() -> None:
 
 
 @quickly
-@given(seed=st.integers(0, 99), decay=st.sampled_from([1.0, 0.95]))
-def test_error_feedback_owes_exactly_what_was_not_sent(seed: int, decay: float) -> None:
+@given(seed=st.integers(0, 99), decay=st.sampled_from([1.0, 0.95]), dtype=dtypes)
+def test_error_feedback_owes_exactly_what_was_not_sent(seed: int, decay: float, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(seed)
     codec = ErrorFeedback(TopK(share=0.1, chunk=64) | Quantize(bits=2), decay=decay)
     owed = torch.zeros(200, dtype=torch.float64)
     for _ in range(6):
-        message = torch.randn(200, generator=generator)
+        message = torch.randn(200, generator=generator).to(dtype)
         sent = codec.decode(codec.encode([message]), [message])[0]
         owed = decay * owed + message.double() - sent.double()
     assert torch.allclose(codec.state_dict()["error"][0].double(), owed, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_error_feedback_brings_small_steps_beside_large_ones(dtype: torch.dtype) -> None:
+    """What is owed is kept in float32 at least: in bfloat16, 1 and 0.001 make 1."""
+    codec = ErrorFeedback(TopK(share=1 / 8, chunk=8))
+    message = torch.full((8,), 0.001).to(dtype)
+    message[0] = 1.0
+    codec.encode([torch.ones(8, dtype=dtype)])
+    total = sum(codec.decode(codec.encode([message]), [message])[0].double() for _ in range(1200))
+    assert isinstance(total, Tensor) and (total[1:] > 0.99).all()  # 1.2 in all, of which less than 1 is owed
+
+
+@pytest.mark.parametrize("name", ["feedback", "threshold", "lowrank", "modulo4", "apart"])
+def test_a_message_of_other_shapes_begins_anew(name: str) -> None:
+    """What was remembered of tensors of other shapes means nothing for these."""
+    generator = torch.Generator().manual_seed(9)
+    first = [torch.randn(20, 10, generator=generator) for _ in range(2)]
+    for shapes in ([(30, 10)] * 2, [(20, 10)] * 4, [(10, 20)] * 2):
+        other = [torch.randn(shape, generator=generator) for shape in shapes]
+        used = CODECS[name]()
+        used.decode(used.encode(first), first)
+        back = used.decode(used.encode(other), other)
+        for tensor, wanted in zip(back, other, strict=True):
+            assert tensor.shape == wanted.shape and (tensor - wanted).norm() <= 1.1 * wanted.norm()
 
 
 @every_codec

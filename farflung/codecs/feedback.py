@@ -18,7 +18,8 @@ class ErrorFeedback(Codec):
         x = decay · e + message;   packet = encode(x);   e ← x - decode(packet)
 
     (arXiv 1901.09847; with a decay below 1 it is the momentum of SparseLoCo and DeMo.) Packets are those of the codec
-    within, and any receiver that has it can read them.
+    within, and any receiver that has it can read them. e is float32, or float64 where the message is; a message of
+    other shapes than the last begins with nothing owed.
 
     Args:
         codec: makes the packets.
@@ -49,11 +50,12 @@ class ErrorFeedback(Codec):
 
     def encode(self, tensors: Sequence[Tensor]) -> Packet:
         """See Codec."""
-        owed = self._error or [torch.zeros_like(t.detach(), memory_format=torch.contiguous_format) for t in tensors]
+        owed = self._error if [e.shape for e in self._error] == [t.shape for t in tensors] else map(_zeros, tensors)
         total = [torch.add(t.detach(), e, alpha=self.decay) for t, e in zip(tensors, owed, strict=True)]
         packet = self.codec.encode(total)
         size = norm(total)
-        self._error = [t.sub_(sent) for t, sent in zip(total, self.codec.decode(packet, total), strict=True)]
+        # As a receiver decodes it: rounded to the message's dtype.
+        self._error = [t.sub_(sent) for t, sent in zip(total, self.codec.decode(packet, tensors), strict=True)]
         self._relative_error = norm(self._error) / max(size, 1e-30)
         return packet
 
@@ -81,3 +83,8 @@ class ErrorFeedback(Codec):
     def shrink_to(self, share: float) -> None:
         """See Codec."""
         self.codec.shrink_to(share)
+
+
+def _zeros(like: Tensor) -> Tensor:
+    """Nothing owed for a tensor yet."""
+    return torch.zeros(like.shape, dtype=torch.promote_types(like.dtype, torch.float32), device=like.device)
