@@ -116,8 +116,10 @@ class Spread:
                 weight = own_of(self._tied)
                 if self._is_first:
                     dist.send(weight.detach().cpu(), self._process_of(self._count - 1), group=self._groups.column)
+                    self.traffic.sent(weight.nbytes)
                 elif self._is_last:
                     weight.copy_(self._received(weight.shape, 0))
+                    self.traffic.received(weight.nbytes)
 
     @torch.no_grad()
     def loss_of(self, sequences: Tensor) -> float:
@@ -222,10 +224,13 @@ class Spread:
             return
         if self._is_last:
             assert self._tied.grad is not None
-            dist.send(own_of(self._tied.grad).cpu(), self._process_of(0), group=self._groups.column)
+            gradient = own_of(self._tied.grad)
+            dist.send(gradient.cpu(), self._process_of(0), group=self._groups.column)
+            self.traffic.sent(gradient.nbytes)
         elif self._is_first:
             assert self._tied.grad is not None
             gradient = own_of(self._tied.grad)
+            self.traffic.received(gradient.nbytes)
             gradient.add_(self._received(gradient.shape, self._count - 1).to(gradient.device))
 
     def _received(self, shape: torch.Size, piece: int) -> Tensor:

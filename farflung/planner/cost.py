@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import permutations
 from statistics import mean
 
-from farflung.outer import Method, parts_sent
+from farflung.codecs import Dense
+from farflung.networks import Conditions
+from farflung.outer import Everyone, Method, parts_sent
 from farflung.planner.architecture import Architecture
 from farflung.planner.layout import Layout, UnderWay, latency
 from farflung.planner.machines import Cluster
 from farflung.planner.sizes import message_bytes, shard_shapes
+from farflung.planner.timing import Timer
 
 SAMPLES = 3
 """Rounds whose random pairs an exchange's time is the mean of."""
+
+SETTLED, MEASURED = 8, 4
+"""Rounds after which fragments follow each other evenly, and those whose mean is taken then."""
 
 
 @dataclass(frozen=True)
@@ -76,11 +83,18 @@ def _exchange(
 
 
 def blocked_seconds(method: Method, exchanged: Exchange, step: float) -> float:
-    """What a replica waits in each round, all fragments together: what its delay does not hide.
-
-    Each fragment waits by itself; and where they follow each other faster than links carry them, for the links.
-    """
+    """What a replica waits in each round, all fragments together: what its delay does not hide."""
     schedule = method.schedule
-    alone = max(0.0, exchanged.seconds - schedule.delay * step)
-    crowded = schedule.fragments * exchanged.wire_seconds - (schedule.every or 0) * step
-    return max(schedule.fragments * alone, crowded if schedule.delay else 0.0)
+    if schedule.delay * schedule.fragments <= (schedule.every or 0):
+        return schedule.fragments * max(0.0, exchanged.seconds - schedule.delay * step)
+    return _crowded_seconds(method, exchanged, step)
+
+
+def _crowded_seconds(method: Method, exchanged: Exchange, step: float) -> float:
+    """The same where fragments are on their way at the same time, and share links: as two replicas simulate it."""
+    pair = replace(method, topology=Everyone(), codec=Dense(), adapt=None)
+    rate = Conditions(latency_ms=1000 * exchanged.latency_seconds / 2, step_ms=1000 * step)
+    nbytes = method.schedule.fragments * exchanged.wire_seconds * rate.up_bytes(0)
+    timing = Timer(pair, lambda members: nbytes, rate, 2, SETTLED + MEASURED, math.inf).run()
+    landed = [times.landed for times in timing.rounds if times.fragment == 0]
+    return max(0.0, (landed[-1] - landed[SETTLED - 1]) / MEASURED - (method.schedule.every or 0) * step)

@@ -1,0 +1,82 @@
+"""The bytes that the planner counts, against those that real processes of the same layout send."""
+
+import json
+from typing import Any
+
+import pytest
+from families import FAMILIES, gpt2
+from processes import run_replicas
+
+from farflung import methods
+from farflung.config import Config
+from farflung.pipeline.division import microbatches_of
+from farflung.planner.architecture import Architecture, architecture_of
+from farflung.planner.cost import exchange
+from farflung.planner.layout import Layout
+from farflung.planner.machines import Cluster, Machines
+from farflung.planner.step import Gathered, island_bytes
+
+COMMON: dict[str, Any] = {"sequence_length": 16, "batch_size": 8, "max_tokens": 100_000, "every": 2, "replicas": 2}
+RANKED = {"codec": "ef-lowrank4-int8"}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "stages": {"method": "noloco", "stages": 2},
+    "stages, 8 bits": {"method": "noloco", "stages": 2, "boundary": "int8", "microbatches": 2, "codec": "modulo4"},
+    "tied": {"model": "gpt2", "method": "diloco", "stages": 2, "microbatches": 4, **RANKED},
+    "shards": {"model": "gpt2", "method": "diloco", "shard": 2, **RANKED},
+    "shards, microbatches": {"method": "noloco", "shard": 2, "microbatches": 4},
+    "shards of stages": {"model": "gpt2", "method": "local", "replicas": 1, "every": None, "stages": 2, "shard": 2},
+    "groups of four": {"model": "gpt2", "method": "diloco", "replicas": 4, **RANKED},
+    "fragments": {"method": "diloco", "replicas": 4, "fragments": 2, "codec": "int4"},
+    "ddp": {"method": "ddp", "replicas": 4, "every": None},
+}
+
+
+@pytest.fixture(scope="module")
+def models_saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    found = {}
+    for name, config in {"llama": FAMILIES["llama"], "gpt2": gpt2(n_embd=64, n_layer=6)}.items():
+        found[name] = str(tmp_path_factory.mktemp(name))
+        config.save_pretrained(found[name])
+    return found
+
+
+@pytest.fixture(scope="module")
+def processes(models_saved: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each of four processes has sent in every layout."""
+    cases = json.dumps({name: run_of(name, models_saved).__dict__ for name in LAYOUTS})
+    return run_replicas(4, cases, "", tmp_path_factory.mktemp("sent"), script="torch_bytes.py")
+
+
+def run_of(name: str, models_saved: dict[str, str]) -> Config:
+    settings = {"model": "llama", **COMMON, **LAYOUTS[name]}
+    return Config(**{**settings, "model": models_saved[settings["model"]]})
+
+
+def planned(model: Architecture, config: Config) -> dict[str, float]:
+    """Of all processes, in one round and in one step."""
+    size = config.stages * config.shard
+    islands = tuple(tuple(range(size * n, size * (n + 1))) for n in range(config.replicas))
+    layout = Layout(config.replicas, config.stages, config.shard, islands)
+    method = methods.from_config(config)
+    found = exchange(model, method, Cluster((Machines(4, 80, 100),)), layout)
+    parts = microbatches_of(config)
+    gathered = [Gathered.of(model, span, config.shard, parts) for span in model.spans(config.stages)]
+    others = config.replicas * config.shard * (config.shard - 1)
+    return {
+        "rounds": found.bytes_sent * method.schedule.fragments,
+        "stages": config.replicas * island_bytes(model, config),
+        "weights": others * sum(stage.weights for stage in gathered),
+        "gradients": others * sum(stage.gradients for stage in gathered),
+    }
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_planned_bytes_are_those_that_are_sent(
+    name: str, processes: list[dict[str, Any]], models_saved: dict[str, str]
+) -> None:
+    config = run_of(name, models_saved)
+    expected = planned(architecture_of(config.model, config.sequence_length, "bytes"), config)
+    seen = {what: sum(process[name][what] for process in processes) for what in expected}
+    # Packets have headers, which matter for so small a model only.
+    assert seen.pop("rounds") == pytest.approx(expected.pop("rounds"), rel=0.04)
+    assert seen == expected
