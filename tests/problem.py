@@ -31,6 +31,12 @@ def flat(model: nn.Module) -> Tensor:
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
 
+def loss_of(model: nn.Module, rank: int, step: int) -> Tensor:
+    """The loss of float32 data that is a pure function of rank and step."""
+    inputs = torch.randn(4, 6, generator=torch.Generator().manual_seed(1000 * rank + step))
+    return (model(inputs) - inputs.sum(1, keepdim=True)).square().mean()
+
+
 def inner_steps(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: range) -> None:
     """Trains on data that is a pure function of rank and step."""
     dtype = next(model.parameters()).dtype

@@ -209,3 +209,41 @@ def test_the_inner_optimizer_that_is_named_takes_the_methods_own_place() -> None
     assert methods.from_config(Config(method="demo", inner="muon")).inner is MUON
     assert methods.from_config(Config(method="noloco")).inner is MUON
     assert methods.from_config(Config(method="noloco", shard=2)).inner is ADAMW
+
+
+@pytest.mark.parametrize("make", [MUON.make, SIGN.make])
+def test_a_closure_is_called_once_and_its_loss_returned(make: Any) -> None:
+    with_closure, without = Small(), Small()
+    optimizer, plain = (make(list(model.named_parameters()), lr=0.01) for model in (with_closure, without))
+    for step in range(3):
+
+        def closure(step: int = step) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = with_closure.loss(step)
+            loss.backward()
+            return loss
+
+        loss = without.loss(step)
+        trained(without, [plain], range(step, step + 1))
+        assert torch.equal(optimizer.step(closure), loss)
+    assert torch.equal(weights(with_closure), weights(without))
+
+
+def test_what_is_added_to_muon_later_is_trained_as_if_it_had_been_there() -> None:
+    whole, grown = Small(), Small()
+    first = [(name, p) for name, p in grown.named_parameters() if not name.startswith(("layers.1", "head"))]
+    later = [(name, p) for name, p in grown.named_parameters() if name.startswith(("layers.1", "head"))]
+    optimizer = MuonAdamW(first, lr=0.01)
+    optimizer.add_param_group({"params": later, "lr": 0.01})
+    reference = MuonAdamW(whole.named_parameters(), lr=0.01)
+    trained(whole, [reference], range(4))
+    trained(grown, [optimizer], range(4))
+    assert torch.equal(weights(whole), weights(grown))
+    again = MuonAdamW(first, lr=0.5)
+    again.add_param_group({"params": later})
+    again.load_state_dict(optimizer.state_dict())
+    trained(whole, [reference], range(4, 6))
+    trained(grown, [again], range(4, 6))
+    assert torch.equal(weights(whole), weights(grown))
+    with pytest.raises(UserError, match="by their names"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3, 3))]})

@@ -248,7 +248,7 @@ def test_parameters_of_an_optimizer_that_was_not_given_are_told() -> None:
                     optimizer.step()
                     optimizer.zero_grad()
 
-    with pytest.raises(UserError, match=r"0\.weight has changed, but none of the attached.*as a list"):
+    with pytest.raises(UserError, match=r"0\.weight is trained, but none of the attached.*as a list"):
         train(optimizers[1])
     train(optimizers)
 

@@ -1,8 +1,9 @@
 """Floor 3: the rounds between replicas. Read `loop.py` first."""
 
 from farflung.outer.adaptation import Adapt
-from farflung.outer.attached import Attached, Diverged, Options, Round
+from farflung.outer.attached import Attached, Options, Round
 from farflung.outer.averaging import Way, parts_sent
+from farflung.outer.faults import Diverged
 from farflung.outer.gradients import GradientLoop
 from farflung.outer.inner import ADAMW, INNER, MUON, SIGN, Inner, MuonAdamW, SignSGD, names_of
 from farflung.outer.loop import OuterLoop

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -10,25 +11,19 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from farflung.config import UserError
 from farflung.networks import Group, Network, OpenNetwork, among_the_living
 from farflung.outer.averaging import digest
 from farflung.outer.buffers import Buffers, average
+from farflung.outer.faults import Faults
 from farflung.outer.shards import own_of
 from farflung.outer.start import agree_on_start
+from farflung.outer.steps import hook_steps
 from farflung.outer.trained import Trained
-
-PATIENCE = 3
-"""Rounds in a row that a replica may have nothing sound to offer in."""
 
 END_DEADLINES = 10
 """The end waits this many times the deadline: replicas that never met may be far apart in time."""
-
-
-class Diverged(RuntimeError):
-    """Training has gone wrong for several rounds in a row: loss or weights are not finite."""
 
 
 @dataclass(frozen=True)
@@ -117,11 +112,11 @@ class Attached:
         self._begun = False
         self._ended = False
         self._exchanges = 0
-        self._fault = ""
-        self._bad_rounds: list[int] = []
-        self._hooks: list[RemovableHandle] = [
-            optimizer.register_step_pre_hook(self._before_first_step) for optimizer in optimizers
-        ]
+        self._faults = Faults(network.rank)
+        self._undo = ExitStack()
+        self._undo.callback(self.trained.end)
+        for optimizer in optimizers:
+            self._undo.callback(hook_steps(optimizer, before=self._before_first_step))
         if isinstance(network, OpenNetwork) and (floating := self._buffers.floating()):
             raise UserError(
                 f"the model keeps {floating[0]} besides its weights, which peers on the internet cannot average; "
@@ -136,7 +131,7 @@ class Attached:
     ) -> None:
         if error is None:
             self.finish()
-        self._unhook()
+        self._undo.close()
 
     def land(self) -> None:
         """Lands what is pending."""
@@ -153,7 +148,7 @@ class Attached:
             return
         self._ended = True
         self.land()
-        self._unhook()
+        self._undo.close()
         if not self._begun:
             return
         self.average_buffers()
@@ -173,16 +168,16 @@ class Attached:
 
     def spoil(self, reason: str) -> None:
         """Says that training went wrong since the last round: what this replica has is not for the others."""
-        self._fault = self._fault or reason
+        self._faults.spoil(reason)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that a later `load_state_dict` needs to go on bit for bit."""
-        return {"step": self.step, "rounds": self.rounds, "fault": self._fault, "bad_rounds": self._bad_rounds}
+        return {"step": self.step, "rounds": self.rounds, "faults": self._faults.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on from a `state_dict`."""
         self.step, self.rounds = state["step"], state["rounds"]
-        self._fault, self._bad_rounds = state["fault"], list(state["bad_rounds"])
+        self._faults.load_state_dict(state["faults"])
         self._begun = self.step > 0
         self.trained.begin()
 
@@ -209,21 +204,6 @@ class Attached:
     def _begin(self) -> None:
         """Takes note of the weights that training starts from, which may have been loaded since attach."""
 
-    def _judge(self, round: int) -> str:
-        """Ends the account of a round: what was wrong in it, or "". Raises Diverged at the third in a row."""
-        fault, self._fault = self._fault, ""
-        if not fault:
-            return ""
-        if round not in self._bad_rounds:
-            follows = self._bad_rounds[-1:] == [round - 1]
-            self._bad_rounds = [*(self._bad_rounds if follows else []), round]
-        if len(self._bad_rounds) >= PATIENCE:
-            raise Diverged(
-                f"replica {self.network.rank} had nothing sound to offer in {PATIENCE} rounds in a row; the last time: "
-                f"{fault}, at step {self.step}; lower the learning rate, lengthen the warm-up, or look at the data"
-            )
-        return fault
-
     def _report(self, round: Round) -> None:
         self.rounds += bool(round.group)
         if self._options.on_round:
@@ -239,11 +219,6 @@ class Attached:
             average(tensors, self.network, group, f"{key} of {group}", END_DEADLINES * self.deadline)
 
         among_the_living(self.network, exchange)
-
-    def _unhook(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self.trained.end()
 
 
 def _told(tensors: Iterable[Tensor]) -> str:

@@ -6,26 +6,40 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from farflung.codecs import finite
+from farflung.config import UserError
 from farflung.networks import Network
-from farflung.outer.attached import Attached, Options, Round
-from farflung.outer.averaging import Averaging
-from farflung.outer.fragments import split
+from farflung.outer.attached import Attached, Options
+from farflung.outer.averaging import digest
+from farflung.outer.mean_gradient import SPARSE, MeanGradient
 from farflung.outer.shards import own_of
-from farflung.outer.streams import copied
-from farflung.outer.topologies import group_of
+from farflung.outer.steps import hook_steps
 
 if TYPE_CHECKING:
     from farflung.outer.method import Method
 
 
 class GradientLoop(Attached):
-    """Hands the inner optimizer the mean of all replicas' gradients as its own.
+    """Hands each inner optimizer the mean of all replicas' gradients as its own.
 
-    A replica without a sound gradient counts as zero. A peer that is lost ends the run, with PeerLost: replicas that
-    go on from different gradients would no longer be one model.
+    A replica without a sound gradient counts as zero. A parameter that has a gradient nowhere gets none. Where a
+    GradScaler finds an overflow on one replica, all of them skip the step. Each call of a closure is an exchange of
+    its own, and returns the mean loss. A peer that is lost ends the run, with PeerLost: replicas that go on from
+    different gradients would no longer be one model.
+
+    Args:
+        method: the choices that make a method.
+        model: all that the optimizers train.
+        optimizers: whose steps are averaged. They may step in any order that is the same on all replicas; a step of
+            the last one counts.
+        network: the replica's seat among the others.
+        options: how it is attached. A round's fragment is the optimizer's place in the list.
+
+    Raises UserError for what it could not be right with; and out of `optimizer.step()`:
+        Disagreement: at the first step, if replicas start from different weights.
+        Diverged: after three exchanges in a row of one optimizer in which this replica's gradients were not finite.
+        UserError: if others than the given optimizers train the model, or what is trained has changed.
     """
 
     def __init__(
@@ -37,71 +51,58 @@ class GradientLoop(Attached):
         options: Options,
     ) -> None:
         super().__init__(model, optimizers, network, options, {"method": "gradients"})
-        (self._fragment,) = split(model, 1, self.trained.parameters)
-        self._parameters = self._fragment.parameters
-        self._topology = method.topology
-        self._averaging = Averaging(
-            network, method.codec, self._fragment.views, method.averaging, method.topology.alike, "gradients"
-        )
-        self._hooks.append(optimizers[-1].register_step_pre_hook(self._before_inner_step))
-
-    @torch.no_grad()
-    def _before_inner_step(self, *_: Any) -> None:
-        network = self.network
-        network.computed()
-        self.trained.check()
-        self.step += 1
-
-        gradient = self._gather()
-        if not finite(gradient):
-            self.spoil("the gradient is not finite")
-        fault = self._judge(self.step)
-        if fault:
-            gradient.zero_()
-        group = group_of(network.rank, self._topology.groups(network.members(), str(self.step)))
-        started = network.now()
-        pending, error = self._averaging.start(gradient, group, self._key(f"gradient {self.step}"))
-        self._scatter(pending.wait(self.deadline))
-        outcome = "no progress offered" if fault else "averaged"
-        self._report(
-            Round(
-                round=self.step,
-                fragment=0,
-                group=group,
-                started_step=self.step,
-                step=self.step,
-                started=started,
-                finished=pending.finished_at,
-                waited_from=started,
-                landed=network.now(),
-                outcome=outcome,
-                reason=fault,
-                compression_error=error,
+        _refuse_sparse_gradients(model, set(self.trained.parameters))
+        self._means = [
+            MeanGradient(
+                method,
+                self.trained,
+                optimizer,
+                index,
+                network,
+                self._key,
+                self._buffers,
+                self.deadline,
+                self._report,
+                self._undo,
             )
-        )
+            for index, optimizer in enumerate(optimizers)
+        ]
+        self._undo.callback(hook_steps(optimizers[-1], after=self._after_inner_step))
+
+    def _after_inner_step(self) -> None:
+        self.step += 1
+        if self.step & (self.step - 1) == 0:  # at 1, 2, 4, 8 …, since looking takes time
+            self._look_beside()
+        if self._options.buffers == "round":
+            self.average_buffers()
+
+    def _look_beside(self) -> None:
+        """What no optimizer holds may move, as a copy of what is averaged does, but alike on all replicas."""
+        if not (beside := self.trained.left_alone()):
+            return
+        own = digest(map(own_of, beside)).view(torch.uint8)
+        key = self._key(f"beside, step {self.step}")
+        packets = self.network.exchange(own, self.network.members(), key).wait(self.deadline)
+        if any(not torch.equal(packet.cpu(), own) for packet in packets.values()):
+            self.trained.check_left_alone()
+
+    def spoil(self, reason: str) -> None:
+        """See Attached: each optimizer's next gradients are withheld."""
+        for mean in self._means:
+            mean.faults.spoil(reason)
 
     def state_dict(self) -> dict[str, Any]:
-        """What the codec remembers, besides."""
-        return {**super().state_dict(), "averaging": self._averaging.state_dict()}
+        """What each optimizer's codec remembers, besides."""
+        return {**super().state_dict(), "optimizers": [mean.state_dict() for mean in self._means]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on from a `state_dict`."""
         super().load_state_dict(state)
-        device = self._parameters[0].device if self._parameters else torch.device("cpu")
-        self._averaging.load_state_dict(copied(state["averaging"], device))
+        for mean, saved in zip(self._means, state["optimizers"], strict=True):
+            mean.load_state_dict(saved)
 
-    def _gather(self) -> Tensor:
-        """All gradients as one flat float32 tensor; where there is none, zeros."""
-        parts = [
-            torch.zeros_like(own_of(p), dtype=torch.float32).flatten()
-            if p.grad is None
-            else own_of(p.grad).float().flatten()
-            for p in self._parameters
-        ]
-        return torch.cat(parts) if parts else torch.empty(0)
 
-    def _scatter(self, gradient: Tensor) -> None:
-        for parameter, part in zip(self._parameters, self._fragment.views(gradient), strict=True):
-            if parameter.grad is None:
-                parameter.grad = torch.empty_like(parameter)
-            own_of(parameter.grad).copy_(part)
+def _refuse_sparse_gradients(model: nn.Module, held: set[nn.Parameter]) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight in held:
+            raise UserError(SPARSE.format(name or "the model"))

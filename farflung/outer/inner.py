@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from farflung.config import UserError
+
 
 @dataclass(frozen=True)
 class Inner:
@@ -37,13 +39,15 @@ class SignSGD(torch.optim.Optimizer):
         super().__init__(parameters, {"lr": lr, "weight_decay": weight_decay})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """One step; parameters without a gradient stay."""
+    def step(self, closure: Any = None) -> Any:
+        """One step; parameters without a gradient stay. Returns what the closure, if there is one, returns."""
+        loss = _loss_of(closure)
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     parameter.mul_(1 - group["lr"] * group["weight_decay"])
                     parameter.add_(parameter.grad.sign(), alpha=-group["lr"])
+        return loss
 
 
 class MuonAdamW(torch.optim.Optimizer):
@@ -57,13 +61,21 @@ class MuonAdamW(torch.optim.Optimizer):
     """
 
     def __init__(self, named: Iterable[tuple[str, nn.Parameter]], lr: float = 1e-3, weight_decay: float = 0.1) -> None:
-        named = list(named)
-        of_layers = {name for name, p in named if p.ndim == 2 and any(part.isdigit() for part in name.split("."))}
+        self._parts: list[torch.optim.Optimizer] = []
+        super().__init__(named, {"lr": lr, "weight_decay": weight_decay})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds named parameters, as one group for Muon and one for AdamW. Raises UserError where names are missing."""
+        named = list(param_group["params"])
+        if not all(isinstance(entry, tuple) for entry in named):
+            raise UserError("MuonAdamW tells a layer's matrices by their names; give it model.named_parameters()")
+        settings = {**self.defaults, **{key: value for key, value in param_group.items() if key != "params"}}
         muon: Callable[..., torch.optim.Optimizer] = partial(torch.optim.Muon, adjust_lr_fn="match_rms_adamw")
-        kinds = ((muon, True), (ADAMW.make, False))
-        chosen = [(kind, [(name, p) for name, p in named if (name in of_layers) is hidden]) for kind, hidden in kinds]
-        self._parts = [kind(parameters, lr=lr, weight_decay=weight_decay) for kind, parameters in chosen if parameters]
-        super().__init__([group for part in self._parts for group in part.param_groups], {})
+        for kind, of_layers in ((muon, True), (ADAMW.make, False)):
+            if chosen := [(name, p) for name, p in named if _is_matrix_of_layer(name, p) is of_layers]:
+                part = kind(chosen, **settings)
+                super().add_param_group(part.param_groups[0])
+                self._parts.append(part)
         self._share()
 
     def _share(self) -> None:
@@ -76,10 +88,21 @@ class MuonAdamW(torch.optim.Optimizer):
         super().load_state_dict(state_dict)
         self._share()
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """One step; parameters without a gradient stay."""
+    def step(self, closure: Any = None) -> Any:
+        """One step; parameters without a gradient stay. Returns what the closure, if there is one, returns."""
+        loss = _loss_of(closure)
         for part in self._parts:
             part.step()
+        return loss
+
+
+def _is_matrix_of_layer(name: str, parameter: nn.Parameter) -> bool:
+    return parameter.ndim == 2 and any(part.isdigit() for part in name.split("."))
+
+
+def _loss_of(closure: Callable[[], Any] | None) -> Any:
+    with torch.enable_grad():
+        return None if closure is None else closure()
 
 
 MUON = Inner(MuonAdamW, lr=1e-2)

@@ -22,6 +22,8 @@ from farflung.outer.healing import Compared, draw_together, sketch
 from farflung.outer.opened import Anchored, Opened, by_lineage, state_of, state_tensors, take_state
 from farflung.outer.optimizers import OuterOptimizer, gradient_of
 from farflung.outer.replica import Replica
+from farflung.outer.scaling import unscaled_steps
+from farflung.outer.steps import hook_steps
 from farflung.outer.streams import Flight, Offer, Stream, copied, streams_of
 from farflung.outer.topologies import group_of
 
@@ -78,13 +80,15 @@ class OuterLoop(Attached):
         self._flights: list[Flight] = []
         self._spoilt: tuple[int, str] = (-1, "")
         self._everyone = network.members()
-        self._hooks.append(optimizers[-1].register_step_post_hook(self._after_inner_step))
+        for optimizer in optimizers:
+            self._undo.callback(unscaled_steps(optimizer))
+        self._undo.callback(hook_steps(optimizers[-1], after=self._after_inner_step))
 
     def _begin(self) -> None:
         self._replica.begin()
 
     @torch.no_grad()
-    def _after_inner_step(self, *_: Any) -> None:
+    def _after_inner_step(self) -> None:
         self.network.computed()
         self._replica.copies.check()
         if self._opened:
@@ -98,7 +102,7 @@ class OuterLoop(Attached):
                 self._flights.append(self._start(stream, fresh.get(stream.index)))
         self._land_those_due()
         if not self.method.schedule.every:
-            self._judge(self.step)  # without rounds, each step answers for itself
+            self._faults.judge(self.step, self.step)  # without rounds, each step answers for itself
 
     def _follow(self, opened: Opened) -> None:
         """Counts a step as the others do, and takes their state once it has come for one that was behind."""
@@ -112,6 +116,7 @@ class OuterLoop(Attached):
         """Puts a fragment's message on its way to the group; a landing may have made a `fresh` one already."""
         network, method = self.network, self.method
         self.trained.check()
+        self.trained.check_left_alone()
         group = group_of(network.rank, method.topology.groups(network.members(), stream.label))
         if not self._opened and stream.averaging.wants_expectation(group):
             stream.averaging.expect(self._replica.nothing(stream.anchor))
@@ -165,7 +170,7 @@ class OuterLoop(Attached):
         """
         if not self._replica.sound():
             self.spoil("the weights are not finite")
-        if fault := self._judge(stream.rounds):
+        if fault := self._faults.judge(stream.rounds, self.step):
             self._replica.restore(self._flights)
             self._spoilt = (stream.rounds, fault)
         return self._replica.offer(stream, self._spoilt[1] if stream.rounds <= self._spoilt[0] else "")

@@ -57,14 +57,11 @@ class Trained:
         return ((name, parameter) for parameter, name in self._names.items() if parameter not in own)
 
     def begin(self) -> None:
-        """Takes note of what is left alone, for `check`."""
+        """Takes note of what is left alone, for `check_left_alone`."""
         self._left_alone = {parameter: digest([own_of(parameter)]) for parameter in self._not_attached()}
 
     def check(self) -> None:
-        """Sees that still the same parameters are trained, and nothing else is.
-
-        Raises UserError: a parameter has been unfrozen or added, or one that nobody averages has changed.
-        """
+        """Sees that no further parameter has come to be trained. Raises UserError."""
         known = set(self.parameters)
         for optimizer in self.optimizers:
             for parameter in held_by(optimizer):
@@ -73,12 +70,19 @@ class Trained:
                         f"{self._names.get(parameter, 'a parameter')} has come to be trained since attach; "
                         "leave the with statement and attach again, on all replicas"
                     )
+
+    def left_alone(self) -> list[nn.Parameter]:
+        """The trainable parameters that no attachment averages, of those that there were at the beginning."""
         self._left_alone = {p: self._left_alone[p] for p in self._not_attached() if p in self._left_alone}
-        for parameter, before in self._left_alone.items():
-            if not torch.equal(digest([own_of(parameter)]), before):
+        return list(self._left_alone)
+
+    def check_left_alone(self) -> None:
+        """Sees that none of them has changed. Raises UserError."""
+        for parameter in self.left_alone():
+            if not torch.equal(digest([own_of(parameter)]), self._left_alone[parameter]):
                 raise UserError(
-                    f"{self._names[parameter]} has changed, but none of the attached optimizers holds it; "
-                    "give attach all of the model's optimizers, as a list"
+                    f"{self._names[parameter]} is trained, but none of the attached optimizers holds it; "
+                    "give attach all of the model's optimizers, as a list, or freeze what they do not train"
                 )
 
     def end(self) -> None:

@@ -160,7 +160,10 @@ def _outer_state(parts: list[State], fragments: list[list[str]], cut: Callable[[
     """The rounds', whose tensors are whole fragments, flat."""
     first = parts[0]["outer"]
     if "streams" not in first:
-        return {**first, "averaging": {"share": first["averaging"]["share"], "codecs": {}}}
+        optimizers = [
+            {**own, "averaging": {"share": own["averaging"]["share"], "codecs": {}}} for own in first["optimizers"]
+        ]
+        return {**first, "optimizers": optimizers}
 
     if not any(stream["every"] for stream in first["streams"]):
         return dict(first)  # a method without rounds keeps nothing

@@ -1,0 +1,52 @@
+"""What goes wrong in a replica's training, round by round."""
+
+from __future__ import annotations
+
+from typing import Any
+
+PATIENCE = 3
+"""Rounds in a row that a replica may have nothing sound to offer in."""
+
+
+class Diverged(RuntimeError):
+    """Training has gone wrong for several rounds in a row: loss or weights are not finite."""
+
+
+class Faults:
+    """The account of one replica's faults.
+
+    Args:
+        replica: its rank.
+    """
+
+    def __init__(self, replica: int) -> None:
+        self._replica = replica
+        self._fault = ""
+        self._bad_rounds: list[int] = []
+
+    def spoil(self, reason: str) -> None:
+        """Takes note that training went wrong since the last round."""
+        self._fault = self._fault or reason
+
+    def judge(self, round: int, step: int) -> str:
+        """Ends the account of a round: what was wrong in it, or "". Raises Diverged at the third in a row."""
+        fault, self._fault = self._fault, ""
+        if not fault:
+            return ""
+        if round not in self._bad_rounds:
+            follows = self._bad_rounds[-1:] == [round - 1]
+            self._bad_rounds = [*(self._bad_rounds if follows else []), round]
+        if len(self._bad_rounds) >= PATIENCE:
+            raise Diverged(
+                f"replica {self._replica} had nothing sound to offer in {PATIENCE} rounds in a row; the last time: "
+                f"{fault}, at step {step}; lower the learning rate, lengthen the warm-up, or look at the data"
+            )
+        return fault
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is not settled yet."""
+        return {"fault": self._fault, "bad_rounds": self._bad_rounds}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from a `state_dict`."""
+        self._fault, self._bad_rounds = state["fault"], list(state["bad_rounds"])

@@ -1,0 +1,232 @@
+"""The mean gradient of all replicas, for one optimizer's steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from farflung.codecs import ErrorFeedback, finite
+from farflung.config import UserError
+from farflung.networks import Network
+from farflung.outer.attached import Round
+from farflung.outer.averaging import Averaging
+from farflung.outer.buffers import Buffers
+from farflung.outer.faults import Faults
+from farflung.outer.fragments import Fragment
+from farflung.outer.notes import Noted
+from farflung.outer.scaling import is_scaled, step_always, take_gradients, unscale
+from farflung.outer.shards import own_of
+from farflung.outer.steps import Arguments, hook_steps
+from farflung.outer.streams import copied
+from farflung.outer.topologies import group_of
+from farflung.outer.trained import Trained, held_by
+
+if TYPE_CHECKING:
+    from farflung.outer.method import Method
+
+SPARSE = "{} has sparse gradients, which cannot be averaged; make the embedding with sparse=False, or use diloco"
+
+_NOTES = 3
+"""Numbers in a message beside those of each parameter."""
+
+
+class MeanGradient:
+    """Averages one optimizer's gradients before its steps, or whenever it calls its closure. See GradientLoop.
+
+    A message is all gradients as one flat float32 tensor, zeros where there is none, and then notes, a number each:
+    for each parameter whether it has a gradient; the loss, whether it counts, and whether a gradient overflowed.
+
+    Args:
+        method: the choices that make a method.
+        trained: the parameters of the loop, this optimizer's among them.
+        optimizer: whose steps are hooked until `undo` is closed.
+        index: its place among the optimizers.
+        network: the replica's seat.
+        key: makes the keys of exchanges from what they are.
+        buffers: taken back when training was spoilt.
+        deadline: the longest that an exchange is waited for, in seconds.
+        report: told of every exchange.
+        undo: what ends with the attachment.
+    """
+
+    def __init__(
+        self,
+        method: Method,
+        trained: Trained,
+        optimizer: torch.optim.Optimizer,
+        index: int,
+        network: Network,
+        key: Callable[[str], str],
+        buffers: Buffers,
+        deadline: float,
+        report: Callable[[Round], None],
+        undo: ExitStack,
+    ) -> None:
+        held = set(held_by(optimizer))
+        self.step = 0
+        self.faults = Faults(network.rank)
+        self._network = network
+        self._trained = trained
+        self._optimizer = optimizer
+        self._index = index
+        self._key = key
+        self._buffers = buffers
+        self._deadline = deadline
+        self._report = report
+        self._parameters = [p for p in trained.parameters if p in held]
+        self._fragment = Fragment(self._parameters)
+        self._topology = method.topology
+        self._owes = isinstance(method.codec, ErrorFeedback)
+        codec = method.codec if method.codec.lossless else Noted(method.codec)
+        name = f"gradients of optimizer {index}"
+        self._averaging = Averaging(network, codec, self._tensors, method.averaging, method.topology.alike, name)
+        self._exchanges = 0
+        self._exchanges_before_step = 0
+        undo.callback(step_always(optimizer))
+        undo.callback(hook_steps(optimizer, self._before_step, self._after_step))
+
+    def _before_step(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Arguments | None:
+        """Averages the gradients, or sees to it that they are averaged whenever the optimizer calls its closure."""
+        self.step += 1
+        self._exchanges_before_step = self._exchanges
+        _, *rest = args
+        closure: Callable[[], Any] | None = rest[0] if rest else kwargs.get("closure")
+        if kwargs.get("grad_scaler") is not None:
+            raise UserError(f"{self._name} unscales gradients by itself, too late for their mean; use one of torch's")
+        if closure is None:
+            self._average(None)
+            return None
+        if is_scaled(optimizer):
+            raise UserError("a GradScaler cannot take a closure; call backward yourself, and scaler.step(optimizer)")
+
+        def averaged() -> Any:
+            with torch.enable_grad():
+                loss = closure()
+            return self._average(loss)
+
+        if rest:
+            return (optimizer, averaged, *rest[1:]), kwargs
+        return args, {**kwargs, "closure": averaged}
+
+    def _after_step(self) -> None:
+        if self._exchanges == self._exchanges_before_step:
+            raise UserError(f"{self._name} never called its closure, so its gradients were not averaged; leave it out")
+
+    @torch.no_grad()
+    def _average(self, loss: Any) -> Any:
+        """Puts the mean gradients in the place of this replica's; returns the mean of the loss."""
+        network = self._network
+        network.computed()
+        self._trained.check()
+        self._exchanges += 1
+
+        remembered = self._averaging.state_dict() if is_scaled(self._optimizer) else None
+        overflow = unscale(self._optimizer)
+        message, fault = self._message(loss, overflow)
+        number = self._exchanges
+        group = group_of(network.rank, self._topology.groups(network.members(), str(number)))
+        started = network.now()
+        key = self._key(f"gradient {number} of optimizer {self._index}")
+        pending, error = self._averaging.start(message, group, key)
+        mean = pending.wait(self._deadline)
+        *present, total_loss, counted, overflowed = mean[self._fragment.numel :].tolist()
+        if overflowed:
+            take_gradients(self._optimizer)
+            if remembered is not None:
+                self._averaging.load_state_dict(remembered)  # what was sent in vain is still owed
+        else:
+            self._scatter(mean, present)
+        self._report(
+            Round(
+                round=number,
+                fragment=self._index,
+                group=group,
+                started_step=self.step,
+                step=self.step,
+                started=started,
+                finished=pending.finished_at,
+                waited_from=started,
+                landed=network.now(),
+                outcome="no progress offered" if fault else "averaged",
+                reason=fault,
+                compression_error=error,
+            )
+        )
+        return _like(loss, total_loss / counted if counted else float("nan"))
+
+    def _message(self, loss: Any, overflow: bool) -> tuple[Tensor, str]:
+        """What goes to the others, and why it holds no gradients, or ""."""
+        device = self._parameters[0].device if self._parameters else None
+        numel = self._fragment.numel
+        message = torch.zeros(numel + len(self._parameters) + _NOTES, device=device)
+        present = [parameter.grad is not None for parameter in self._parameters]
+        for parameter, part in zip(self._parameters, self._fragment.views(message[:numel]), strict=True):
+            if parameter.grad is not None:
+                if parameter.grad.layout != torch.strided:
+                    raise UserError(SPARSE.format(f"a parameter of {self._name}"))
+                part.copy_(own_of(parameter.grad))
+        if not overflow and not finite(message):
+            self.faults.spoil("the gradient is not finite")
+        fault = self.faults.judge(self._exchanges, self.step)
+        self._buffers.restore() if fault else self._buffers.keep()
+        if overflow:
+            fault = fault or "a gradient overflowed at the GradScaler's scale"
+        if fault:
+            message.zero_()
+            present = [False] * len(present)
+        own_loss = 0.0 if loss is None else float(loss)
+        counts = not fault and abs(own_loss) <= torch.finfo(message.dtype).max
+        notes = [*present, own_loss if counts else 0.0, counts, overflow]
+        message[numel:] = torch.tensor(notes, dtype=message.dtype)
+        return message, fault
+
+    def _scatter(self, mean: Tensor, present: Sequence[float]) -> None:
+        """Gives each parameter its mean gradient, and none where no replica has one.
+
+        What a codec still owed a parameter, from steps in which it had a gradient, is a gradient, too.
+        """
+        gradients = self._fragment.views(mean[: self._fragment.numel])
+        for parameter, gradient, has_one in zip(self._parameters, gradients, present, strict=True):
+            if not has_one and not (self._owes and bool(gradient.any())):
+                parameter.grad = None
+                continue
+            if parameter.grad is None:
+                parameter.grad = torch.empty_like(parameter)
+            own_of(parameter.grad).copy_(gradient)
+
+    def _tensors(self, message: Tensor) -> list[Tensor]:
+        """A message as the gradients and single notes that it consists of."""
+        return [*self._fragment.views(message[: self._fragment.numel]), *message[self._fragment.numel :].unbind()]
+
+    @property
+    def _name(self) -> str:
+        return type(self._optimizer).__name__
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the codec remembers, and how far it has come."""
+        return {
+            "step": self.step,
+            "faults": self.faults.state_dict(),
+            "exchanges": self._exchanges,
+            "averaging": self._averaging.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from a `state_dict`."""
+        self.step, self._exchanges = state["step"], state["exchanges"]
+        self.faults.load_state_dict(state["faults"])
+        device = self._parameters[0].device if self._parameters else torch.device("cpu")
+        self._averaging.load_state_dict(copied(state["averaging"], device))
+
+
+def _like(loss: Any, value: float) -> Any:
+    """A value in the form that a closure gave its loss."""
+    if isinstance(loss, Tensor):
+        return torch.full_like(loss, value, requires_grad=False)
+    return None if loss is None else value

@@ -1,0 +1,77 @@
+"""A few numbers that travel beside a message's tensors, in the same packets, and must arrive as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from farflung.codecs import Codec, Dense, Packet, PacketError
+from farflung.codecs.packets import pack, unpack
+
+
+class Noted(Codec):
+    """Sends tensors without dimensions, which notes are, as they are, and all others by a codec.
+
+    Args:
+        codec: makes the packets of all other tensors.
+    """
+
+    def __init__(self, codec: Codec) -> None:
+        self.codec = codec
+
+    def __repr__(self) -> str:
+        return f"Noted({self.codec!r})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Noted) and self.codec == other.codec
+
+    def encode(self, tensors: Sequence[Tensor]) -> Packet:
+        """See Codec."""
+        packets = [codec.encode([tensors[n] for n in places]) for codec, places in self._parts(tensors)]
+        return pack([self], tensors, [packets])
+
+    def decode(self, packet: Packet, like: Sequence[Tensor]) -> list[Tensor]:
+        """See Codec."""
+        packets, _ = unpack([self], packet, like)
+        parts = self._parts(like)
+        if [part.dtype for part in packets] != [torch.uint8] * len(parts):
+            raise PacketError(f"packet holds {len(packets)} parts where {len(parts)} packets were expected")
+        decoded = {
+            n: tensor
+            for (codec, places), part in zip(parts, packets, strict=True)
+            for n, tensor in zip(places, codec.decode(part, [like[n] for n in places]), strict=True)
+        }
+        return [decoded[n] for n in range(len(like))]
+
+    def error_of(self, packet: Packet, tensors: Sequence[Tensor]) -> float:
+        """See Codec; of what the codec was given."""
+        packets, _ = unpack([self], packet, tensors)
+        for part, (codec, places) in zip(packets, self._parts(tensors), strict=True):
+            if codec is self.codec:
+                return codec.error_of(part, [tensors[n] for n in places])
+        return 0.0
+
+    def state_dict(self) -> dict[str, Any]:
+        """The codec's."""
+        return self.codec.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See Codec."""
+        self.codec.load_state_dict(state)
+
+    def seed(self, seed: int) -> None:
+        """See Codec."""
+        self.codec.seed(seed)
+
+    def shrink_to(self, share: float) -> None:
+        """See Codec."""
+        self.codec.shrink_to(share)
+
+    def _parts(self, tensors: Sequence[Tensor]) -> list[tuple[Codec, list[int]]]:
+        """Which tensors go by which codec; a codec that none goes by is left out."""
+        notes = [n for n, tensor in enumerate(tensors) if tensor.dim() == 0]
+        others = [n for n, tensor in enumerate(tensors) if tensor.dim()]
+        return [(codec, places) for codec, places in ((self.codec, others), (Dense(), notes)) if places]

@@ -1,0 +1,83 @@
+"""GradScaler's steps: gradients get their own size back before anything is done with them, and no step is left out.
+
+A GradScaler calls `step()` of most optimizers only where no gradient overflowed. Replicas would count such steps apart.
+Of an optimizer that says it can bear it, the scaler always calls `step()`, and leaves `grad_scale` and `found_inf`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from farflung.outer.trained import held_by
+
+_BEARS_SCALING = "_step_supports_amp_scaling"
+
+
+def step_always(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+    """Makes GradScalers call `step()` of this optimizer after an overflow, too; returns what undoes that.
+
+    Whoever asks for this must call `unscale` before each step, or the optimizer would see scaled gradients.
+    """
+    own = vars(optimizer).get(_BEARS_SCALING)
+    setattr(optimizer, _BEARS_SCALING, True)
+
+    def undo() -> None:
+        if own is None:
+            delattr(optimizer, _BEARS_SCALING)
+        else:
+            setattr(optimizer, _BEARS_SCALING, own)
+
+    return undo
+
+
+def is_scaled(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it is a GradScaler that calls the step under way."""
+    return getattr(optimizer, "found_inf", None) is not None
+
+
+@torch.no_grad()
+def unscale(optimizer: torch.optim.Optimizer) -> bool:
+    """Divides the gradients by the scale, unless the user has; whether one of them overflowed.
+
+    The optimizer is then left nothing to unscale and nothing to skip by itself.
+    """
+    scale, found = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", 0)
+    if scale is not None:
+        inverse = scale.double().reciprocal().float()  # as GradScaler does it
+        for parameter in held_by(optimizer):
+            if parameter.grad is not None:
+                parameter.grad.mul_(inverse.to(parameter.grad.device))
+    if is_scaled(optimizer):
+        optimizer.grad_scale = optimizer.found_inf = None  # type: ignore[attr-defined]
+    return bool(found)
+
+
+def take_gradients(optimizer: torch.optim.Optimizer) -> None:
+    """Leaves the optimizer no gradients, so that its step changes nothing."""
+    for parameter in held_by(optimizer):
+        parameter.grad = None
+
+
+def unscaled_steps(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+    """Makes each step of a GradScaler a call of `step()`: without gradients after an overflow. Returns what undoes it.
+
+    An optimizer that unscales by itself is called always as it is.
+    """
+    if getattr(optimizer, _BEARS_SCALING, False):
+        return lambda: None
+    undo = step_always(optimizer)
+
+    def before_step(*_: Any) -> None:
+        if unscale(optimizer):
+            take_gradients(optimizer)
+
+    hook = optimizer.register_step_pre_hook(before_step)
+
+    def remove() -> None:
+        hook.remove()
+        undo()
+
+    return remove
