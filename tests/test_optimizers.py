@@ -671,6 +671,17 @@ def test_scalers_that_cannot_be_right_are_refused() -> None:
                 scaler.step(optimizer, *([closure] if closure else []))
 
 
+@pytest.mark.parametrize("make", [methods.ddp, methods.diloco])
+def test_scaled_gradients_in_float16_are_refused_as_torch_does(make: Callable[[], Method]) -> None:
+    model = nn.Linear(2, 1).half()
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu")
+    with make().attach(model, optimizer, SimulatedNetwork.alone()):
+        scaler.scale(model(torch.ones(1, 2).half()).sum().float()).backward()
+        with pytest.raises(UserError, match="gradients in float16 would vanish"):
+            scaler.step(optimizer)
+
+
 def test_copies_beside_the_model_are_refused_by_the_optimizers_name() -> None:
     model = small_model(torch.bfloat16)
     masters = [nn.Parameter(p.detach().float()) for p in model.parameters()]

@@ -2,6 +2,7 @@
 
 A GradScaler calls `step()` of most optimizers only where no gradient overflowed. Replicas would count such steps apart.
 Of an optimizer that says it can bear it, the scaler always calls `step()`, and leaves `grad_scale` and `found_inf`.
+Each replica's scaler keeps a scale of its own; they need not be equal.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 
+from farflung.config import UserError
 from farflung.outer.trained import held_by
 
 _BEARS_SCALING = "_step_supports_amp_scaling"
@@ -42,14 +44,17 @@ def is_scaled(optimizer: torch.optim.Optimizer) -> bool:
 def unscale(optimizer: torch.optim.Optimizer) -> bool:
     """Divides the gradients by the scale, unless the user has; whether one of them overflowed.
 
-    The optimizer is then left nothing to unscale and nothing to skip by itself.
+    The optimizer is then left nothing to unscale and nothing to skip by itself. Raises UserError for float16 ones.
     """
     scale, found = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", 0)
     if scale is not None:
-        inverse = scale.double().reciprocal().float()  # as GradScaler does it
+        inverse = 1 / float(scale)
         for parameter in held_by(optimizer):
-            if parameter.grad is not None:
-                parameter.grad.mul_(inverse.to(parameter.grad.device))
+            if parameter.grad is None:
+                continue
+            if parameter.grad.dtype == torch.float16:
+                raise UserError("a GradScaler is for float32 weights under autocast; gradients in float16 would vanish")
+            parameter.grad.mul_(inverse)
     if is_scaled(optimizer):
         optimizer.grad_scale = optimizer.found_inf = None  # type: ignore[attr-defined]
     return bool(found)
