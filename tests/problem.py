@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +36,43 @@ def loss_of(model: nn.Module, rank: int, step: int) -> Tensor:
     """The loss of float32 data that is a pure function of rank and step."""
     inputs = torch.randn(4, 6, generator=torch.Generator().manual_seed(1000 * rank + step))
     return (model(inputs) - inputs.sum(1, keepdim=True)).square().mean()
+
+
+def step_all(optimizers: list[torch.optim.Optimizer], loss: Callable[[], Any]) -> None:
+    """One iteration of a user's plain loop, with a closure where the optimizer wants one."""
+
+    def closure() -> Any:
+        optimizers[0].zero_grad()
+        value = loss()
+        value.backward()
+        return value
+
+    if isinstance(optimizers[0], torch.optim.LBFGS):
+        optimizers[0].step(closure)
+        return
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+    loss().backward()
+    for optimizer in optimizers:
+        optimizer.step()
+
+
+class MeanLoss:
+    """The mean of the losses of two replicas, whose gradient is the mean of theirs to the bit."""
+
+    def __init__(self, model: nn.Module, step: int) -> None:
+        self.model, self.step = model, step
+
+    def backward(self) -> None:
+        parameters = list(self.model.parameters())
+        losses = [loss_of(self.model, rank, self.step) for rank in range(2)]
+        each = [torch.autograd.grad(loss, parameters) for loss in losses]
+        self.value = (losses[0].detach() + losses[1].detach()) / 2
+        for parameter, one, other in zip(parameters, *each, strict=True):
+            parameter.grad = (one + other) / 2
+
+    def __float__(self) -> float:
+        return float(self.value)
 
 
 def inner_steps(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: range) -> None:
