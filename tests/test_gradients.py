@@ -224,7 +224,9 @@ def test_a_parameter_that_another_optimizer_trains_does_not_stay_silent(given: i
             fight(model, *optimizers, range(6), [network.rank])
 
     other = ("discriminator", "generator")[given]
-    with pytest.raises(UserError, match=rf"{other}.weight is trained, but none of the .* all of the model's optimizers"):
+    with pytest.raises(
+        UserError, match=rf"{other}.weight is trained, but none of the .* all of the model's optimizers"
+    ):
         Simulation(2).run(work)
 
 

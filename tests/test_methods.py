@@ -301,6 +301,25 @@ def test_gossip_loses_no_small_steps_to_rounding(codec: Codec) -> None:
     assert moved(codec) == pytest.approx(exact, rel=0.02)
 
 
+def test_gossip_of_halves_keeps_replicas_near_from_the_first_rounds() -> None:
+    """Anchors begin equal and then move apart; what travels of them must be wide enough to be read at once."""
+
+    def spread(codec: Codec) -> float:
+        def work(network: SimulatedNetwork) -> Tensor:
+            model = torch.nn.Sequential(torch.nn.Linear(6, 256), torch.nn.Tanh(), torch.nn.Linear(256, 1))
+            for parameter in model.parameters():
+                torch.nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(3))
+            torch.nn.init.zeros_(model[0].bias)  # type: ignore[arg-type]
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+            with methods.noloco(every=5, codec=codec).attach(model, optimizer, network):
+                inner_steps(model, optimizer, network.rank, range(40))
+            return flat(model)
+
+        return float(torch.stack(Simulation(4).run(work)).std(0).norm())
+
+    assert spread(Quantize(bits=8)) < 2.5 * spread(Dense())
+
+
 @pytest.mark.parametrize("codec", [Modulo(bits=4), Apart(Quantize(bits=8), Modulo(bits=4))])
 def test_who_must_end_alike_cannot_take_what_depends_on_the_receiver(codec: Codec) -> None:
     for make in (methods.ddp, methods.diloco, methods.streaming_diloco, methods.sparseloco, methods.dct):

@@ -238,7 +238,9 @@ def test_what_is_trained_later_is_refused() -> None:
         with methods.ddp().attach(model, optimizer, network):
             step_all([optimizer], partial(loss_of, model, 0, 0))
             change(model, optimizer)
-            with pytest.raises(UserError, match=r"0.weight has come to be trained .* leave the with statement and attach"):
+            with pytest.raises(
+                UserError, match=r"0.weight has come to be trained .* leave the with statement and attach"
+            ):
                 step_all([optimizer], partial(loss_of, model, 0, 1))
         with methods.ddp().attach(model, optimizer, network) as outer:
             step_all([optimizer], partial(loss_of, model, 0, 2))

@@ -18,7 +18,7 @@ from processes import run_here
 from transformers import GPT2Config, LlamaConfig
 
 from farflung import Method, methods
-from farflung.codecs import Apart, Dense, ErrorFeedback, LowRank, Modulo, Quantize
+from farflung.codecs import Apart, Dense, ErrorFeedback, LowRank, Modulo, Quantize, TopK
 from farflung.config import Config, UserError
 from farflung.networks import Conditions, Simulation
 from farflung.networks.conditions import HEADERS, Cut, Death, Link
@@ -140,6 +140,9 @@ def test_moments_are_the_schedule() -> None:
         LowRank(rank=8) | Quantize(bits=4),
         ErrorFeedback(LowRank(rank=100) | Quantize(bits=8)),
         Modulo(bits=3),
+        TopK(share=0.02) | Quantize(bits=2),
+        methods.demo().codec,
+        methods.dct().codec,
     ],
 )
 def test_sizes_of_packets_are_told_without_making_them(codec: Any) -> None:

@@ -15,7 +15,8 @@ from farflung.codecs.packets import Packet, PacketError, pack, unpack
 class Apart(Codec):
     """Encodes the first half of a message's tensors with one codec and the second half with another.
 
-    For gossip: pseudo-gradients may be compressed like gradients, anchors only by what keeps them near each other.
+    For gossip: pseudo-gradients may be compressed like gradients, anchors only by what keeps them near each other. By
+    about so much as the first half, anchors move apart from message to message: the second codec is told.
 
     Args:
         first, second: the codecs of the halves.
@@ -42,8 +43,10 @@ class Apart(Codec):
 
     def encode(self, tensors: Sequence[Tensor]) -> Packet:
         """Two packets in one."""
-        packets = [codec.encode(half) for codec, half in zip(self.halves, _halves(tensors), strict=True)]
-        return pack([self], tensors, [packets])
+        first, second = _halves(tensors)
+        packet = self.halves[0].encode(first)
+        self.halves[1].expect_change(first)
+        return pack([self], tensors, [[packet, self.halves[1].encode(second)]])
 
     def decode(self, packet: Packet, like: Sequence[Tensor]) -> list[Tensor]:
         """See Codec."""

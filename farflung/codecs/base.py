@@ -79,6 +79,9 @@ class Codec:
     def expect(self, tensors: Sequence[Tensor]) -> None:
         """Says what a message is like that brings no news; all members of the group hold the same."""
 
+    def expect_change(self, tensors: Sequence[Tensor]) -> None:
+        """Says about how much each value of the next message may have moved away from the others' since the last."""
+
 
 def norm(tensors: Sequence[Tensor]) -> float:
     """The Euclidean norm of all values together."""

@@ -31,9 +31,10 @@ class Modulo(FlatStage):
     where d is dither that both know, so that u' errs by at most s / 2, and not always to the same side (Moniqua,
     arXiv 2002.11787). The error is in proportion to R, which need only exceed twice the distance between sender and
     receiver, and not to the values. R is chosen by the sender for each block: `margin` times twice the largest
-    distance that it saw in the last round. Where the two are farther apart, the receiver would take a wrong value. A
-    byte of checksum of the part of k that was not sent tells; it then keeps its own values of the block, and doubles
-    R for it. It must be a codec's only stage, since it needs the receiver's own values.
+    distance that it saw in the last round, or the largest change that it was told of. Where the two are farther apart,
+    the receiver would take a wrong value. A byte of checksum of the part of k that was not sent tells; it then keeps
+    its own values of the block, and doubles R for it. It must be a codec's only stage, since it needs the receiver's
+    own values.
 
     Args:
         bits: 1 to 8.
@@ -49,6 +50,7 @@ class Modulo(FlatStage):
     _ranges: Tensor | None = field(default=None, init=False, repr=False, compare=False)
     _farthest: Tensor | None = field(default=None, init=False, repr=False, compare=False)
     _expected: Tensor | None = field(default=None, init=False, repr=False, compare=False)
+    _change: Tensor | None = field(default=None, init=False, repr=False, compare=False)
     _turns_now: int = field(default=0, init=False, repr=False, compare=False)
     _turn: int = field(default=0, init=False, repr=False, compare=False)
     _dither: Dither = field(default_factory=Dither, init=False, repr=False, compare=False)
@@ -146,6 +148,9 @@ class Modulo(FlatStage):
             ranges = self._ranges
         else:
             ranges = torch.where(self._farthest < 0, self._ranges, 2 * self.margin * self._farthest)
+        if self._change is not None and len(self._change) == len(ranges):
+            ranges = ranges.maximum(2 * self.margin * self._change)
+        self._change = None
         ranges = ranges.maximum(largest * (_PRECISION * 2.0**self.bits))
         return ranges.clamp(max=torch.finfo(torch.bfloat16).max)
 
@@ -200,6 +205,10 @@ class Modulo(FlatStage):
     def expect(self, tensors: Sequence[Tensor]) -> None:
         """See Codec: the first R is four times as far as this replica's message is from it, times `margin`."""
         self._expected = flatten(tensors)
+
+    def expect_change(self, tensors: Sequence[Tensor]) -> None:
+        """See Codec: R is at least `margin` times twice the largest change in a block."""
+        self._change = self._largest(self._blocks(flatten(tensors)))
 
 
 def _steps(ranges: Tensor, bits: int) -> Tensor:
