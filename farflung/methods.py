@@ -6,8 +6,9 @@ rounds and did worse than no exchange at all in shorter ones (docs/evidence.md, 
 
 from __future__ import annotations
 
+import copy
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -250,9 +251,14 @@ def bytes_per_parameter(method: Method) -> float:
 
 def bytes_per_value(codec: Codec) -> float:
     """What a packet takes for each value, measured on a square matrix of 2^20 random numbers; both halves of Apart."""
-    matrix = torch.randn(1024, 1024, generator=torch.Generator().manual_seed(0))
-    tensors = [matrix, matrix] if isinstance(codec, Apart) else [matrix]
-    return codec.encode(tensors).nbytes / matrix.numel()
+    side = 1024
+    return bytes_of_random(codec, [(side, side)] * (2 if isinstance(codec, Apart) else 1)) / side**2
+
+
+def bytes_of_random(codec: Codec, shapes: Sequence[tuple[int, ...]]) -> float:
+    """What a packet takes of tensors of these shapes that hold random numbers; the codec remembers nothing of it."""
+    generator = torch.Generator().manual_seed(0)
+    return copy.deepcopy(codec).encode([torch.randn(shape, generator=generator) for shape in shapes]).nbytes
 
 
 def from_config(config: Config) -> Method:

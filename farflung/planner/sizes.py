@@ -9,7 +9,7 @@ import torch
 
 from farflung.codecs import Apart, Codec, ErrorFeedback, LowRank, Stage
 from farflung.codecs.base import Chain
-from farflung.methods import bytes_per_value
+from farflung.methods import bytes_of_random, bytes_per_value
 from farflung.outer import Method, parts_sent
 from farflung.outer.averaging import cut
 
@@ -44,7 +44,8 @@ def message_bytes(method: Method, shapes: Sequence[Shape], members: int) -> floa
 def packet_bytes(codec: Codec, shapes: Sequence[Shape]) -> float:
     """The size of one packet of tensors of these shapes, headers left out.
 
-    Low rank is counted by the shapes; what follows it, and all else, by what a value of a large random tensor takes.
+    Low rank is counted by the shapes. What follows it, and the matrices of all else, by what a value of a large random
+    one takes; vectors, of which sparse codecs keep a larger part, by what random ones of their shapes take.
     """
     if isinstance(codec, ErrorFeedback):
         return packet_bytes(codec.codec, shapes)
@@ -54,7 +55,8 @@ def packet_bytes(codec: Codec, shapes: Sequence[Shape]) -> float:
     if stages and isinstance(stages[0], LowRank):
         values = sum(_factors(shape, stages[0].rank) for shape in shapes)
         return values * (_measure(Chain(stages[1:])) if len(stages) > 1 else 4.0)
-    return sum(map(math.prod, shapes)) * _measure(codec)
+    matrices, vectors = ([shape for shape in shapes if (len(shape) > 1) == wide] for wide in (True, False))
+    return sum(map(math.prod, matrices)) * _measure(codec) + _measure_vectors(codec, tuple(vectors))
 
 
 def _factors(shape: Shape, rank: int) -> int:
@@ -66,6 +68,7 @@ def _factors(shape: Shape, rank: int) -> int:
 
 
 _measured: dict[str, float] = {}
+_measured_vectors: dict[tuple[str, tuple[Shape, ...]], float] = {}
 
 
 def _measure(codec: Codec) -> float:
@@ -74,3 +77,11 @@ def _measure(codec: Codec) -> float:
     if name not in _measured:
         _measured[name] = bytes_per_value(codec)
     return _measured[name]
+
+
+def _measure_vectors(codec: Codec, shapes: tuple[Shape, ...]) -> float:
+    """Bytes of all vectors of these shapes together, measured once for each codec and model."""
+    name = repr(codec), shapes
+    if name not in _measured_vectors:
+        _measured_vectors[name] = bytes_of_random(codec, shapes) if shapes else 0.0
+    return _measured_vectors[name]
