@@ -201,6 +201,16 @@ def test_bad_models_are_refused(saved_model: str, settings: dict[str, Any], word
     assert "\n" not in str(error.value) and all(word in str(error.value) for word in words), error.value
 
 
+def test_a_family_without_first_values_for_all_weights_is_refused(tmp_path: Path) -> None:
+    """Memory that nobody has written to would be its weights, other ones in each process."""
+    from transformers import ApertusConfig
+
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+    ApertusConfig(**sizes, vocab_size=260, pad_token_id=0).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=r"no first value for its model.layers.0.mlp.act_fn.alpha_p"):
+        models.build(Config(model=str(tmp_path), sequence_length=32), tokenizers.load("bytes"))
+
+
 def test_a_tokenizer_larger_than_the_model_is_refused(saved_model: str) -> None:
     class Large(tokenizers.Bytes):
         size = 257

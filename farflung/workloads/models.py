@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -58,15 +58,30 @@ def outline(settings: Any) -> Any:
 def materialise(model: Any, seed: int) -> None:
     """Gives a model without memory random weights, each module's from the seed and its name.
 
-    Modules with an `initialise` of their own use that, others what transformers has for them.
+    Modules with an `initialise` of their own use that, others what transformers has for them. Raises UserError for a
+    family that has nothing for some: what was in memory before would be their weights.
     """
     model.to_empty(device="cpu")
     model.tie_weights()
+    numbers = {name: tensor for name, tensor in _tensors_of(model) if tensor.is_floating_point()}
+    for tensor in numbers.values():
+        tensor.fill_(float("nan"))
     with torch.random.fork_rng(devices=[]):
         for name, module in reversed(list(model.named_modules())):  # parts first: a whole may change its parts' weights
             torch.manual_seed(zlib.crc32(f"{seed} {name}".encode()))
             initialise = getattr(module, "initialise", None)
             initialise() if initialise else model._init_weights(module)
+    for name, tensor in numbers.items():
+        if tensor.sum().isnan():
+            raise UserError(
+                f"{type(model).__name__} cannot be trained from random weights: transformers has no first value for "
+                f"its {name}; begin with published ones (--pretrained), or choose another model"
+            )
+
+
+def _tensors_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()
 
 
 def _pretrained(kind: type, name: str, reshape: Callable[[Any], None]) -> Any:
