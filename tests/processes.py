@@ -31,6 +31,27 @@ def free_port() -> int:
             return port
 
 
+def run_together(count: int, *arguments: object, may_die: frozenset[int] = frozenset()) -> None:
+    """Runs Python in some processes with the variables that torchrun would give them, without a launcher."""
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo"}
+    processes = [
+        Python(*arguments, **common, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(count))
+        for rank in range(count)
+    ]
+    try:
+        for rank, process in enumerate(processes):
+            _, errors = process.communicate(timeout=patience(60))
+            assert rank in may_die or process.returncode == 0, errors
+    finally:
+        for process in processes:
+            process.kill()
+
+
+def train_together(count: int, *arguments: object) -> None:
+    """`farflung train` of some processes, as under torchrun."""
+    run_together(count, "-m", "farflung", "train", *arguments)
+
+
 def run_replicas(
     replicas: int,
     case: str,
@@ -40,18 +61,7 @@ def run_replicas(
     script: str = "torch_replica.py",
 ) -> list[Any]:
     """Runs a script once a replica; what each observed, by rank (None for those that may die)."""
-    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo"}
-    processes = [
-        Python(HERE / script, case, argument, out, **common, RANK=str(rank), WORLD_SIZE=str(replicas))
-        for rank in range(replicas)
-    ]
-    try:
-        for rank, process in enumerate(processes):
-            _, errors = process.communicate(timeout=patience(60))
-            assert rank in may_die or process.returncode == 0, errors
-    finally:
-        for process in processes:
-            process.kill()
+    run_together(replicas, HERE / script, case, argument, out, may_die=may_die)
     paths = [out / f"{rank}.pt" for rank in range(replicas)]
     return [torch.load(path, weights_only=False) if path.exists() else None for path in paths]
 

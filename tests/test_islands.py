@@ -12,7 +12,7 @@ import pytest
 import torch
 from families import FAMILIES, ROUTED, gpt2
 from patience import patience, until
-from processes import farflung, run_replicas
+from processes import farflung, run_replicas, train_together
 from torch import Tensor
 from torch_island import STEPS, observed
 from warm import Python
@@ -186,7 +186,7 @@ def test_random_routes_mix_the_replicas_gradients(islands: list[Any], folders: d
         assert found["peers"] == (0, 1)
 
 
-TRAIN = ("train", "--model", "micro", "--sequence-length", "32", "--batch-size", "8", "--eval-sequences", "8")
+TRAIN = ("--model", "micro", "--sequence-length", "32", "--batch-size", "8", "--eval-sequences", "8")
 TRAIN += ("--log-every", "1", "--max-tokens", "200000", "--deadline", str(patience(20)))
 
 
@@ -198,8 +198,7 @@ def test_a_run_goes_on_with_other_stages_and_exports(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     arguments = ("--method", "diloco", "--every", "3", "--replicas", "1", "--stages", "2", "--steps", "8")
     arguments += ("--late-average", "1", "--inner", "adamw")
-    done = farflung(*TRAIN, *arguments, "--checkpoint-every", "4", "--out", folder, OMP_NUM_THREADS="1")
-    assert done.returncode == 0, done.stderr
+    train_together(2, *TRAIN, *arguments, "--checkpoint-every", "4", "--out", folder)
     undisturbed = losses_of(folder)
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["stages"] == 2 and summary["boundary_bytes"] == 2 * 8 * 8 * 32 * 64 * 4
@@ -215,8 +214,7 @@ def test_a_run_goes_on_with_other_stages_and_exports(tmp_path: Path) -> None:
         path.unlink()
     for path in folder.glob("checkpoints/averaged*"):
         path.unlink()
-    done = farflung("train", "--resume", folder, "--stages", "1", "--shard", "2", OMP_NUM_THREADS="1")
-    assert done.returncode == 0, done.stderr
+    train_together(2, "--resume", folder, "--stages", "1", "--shard", "2")
     assert losses_of(folder) == pytest.approx(undisturbed, abs=1e-5)
     assert [e["message"] for e in read_run(folder).of(0, "warning")] == [
         "went on from another layout: rounds in flight and what codecs remembered are dropped"
@@ -239,22 +237,20 @@ def test_muon_of_stages_goes_on_in_one_process(tmp_path: Path) -> None:
     """Its momenta, and AdamW's, are numbered in another order by each layout."""
     folder = tmp_path / "run"
     arguments = ("--method", "local", "--replicas", "1", "--stages", "2", "--steps", "8")
-    done = farflung(*TRAIN, *arguments, "--checkpoint-every", "4", "--out", folder, OMP_NUM_THREADS="1")
-    assert done.returncode == 0, done.stderr
+    train_together(2, *TRAIN, *arguments, "--checkpoint-every", "4", "--out", folder)
     undisturbed = losses_of(folder)
     for path in folder.glob("checkpoints/step-000008/*"):
         path.unlink()
     refused = farflung("train", "--resume", folder, "--stages", "1", "--shard", "2")
     assert refused.returncode == 2 and "muon needs whole matrices" in refused.stderr
-    done = farflung("train", "--resume", folder, "--stages", "1", OMP_NUM_THREADS="1")
-    assert done.returncode == 0, done.stderr
+    train_together(1, "--resume", folder, "--stages", "1")
     assert losses_of(folder) == pytest.approx(undisturbed, abs=1e-4)
 
 
 def test_a_stage_that_dies_stops_its_island_and_is_named(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     arguments = ("--method", "local", "--replicas", "1", "--stages", "2", "--steps", "4000", "--checkpoint-every", "5")
-    run = Python("-m", "farflung", *TRAIN, *arguments, "--out", folder)
+    run = Python("-m", "farflung", "train", *TRAIN, *arguments, "--out", folder)
     try:
         until(lambda: list(folder.glob("checkpoints/step-000005/replica-0-part-1-of-2.pt")) or run.poll())
         children = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()

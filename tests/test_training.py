@@ -24,6 +24,7 @@ from farflung.workloads import models
 STEPS = 24
 SMALL: dict[str, Any] = {
     "network": "simulated",
+    "model": "micro",
     "replicas": 3,
     "steps": STEPS,
     "every": 5,
