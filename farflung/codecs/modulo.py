@@ -208,7 +208,7 @@ class Modulo(FlatStage):
 
     def expect_change(self, tensors: Sequence[Tensor]) -> None:
         """See Codec: R is at least `margin` times twice the largest change in a block."""
-        self._change = self._largest(self._blocks(flatten(tensors)))
+        self._change = self._largest(flatten(tensors))
 
 
 def _steps(ranges: Tensor, bits: int) -> Tensor:
