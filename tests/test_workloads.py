@@ -211,6 +211,24 @@ def test_a_family_without_first_values_for_all_weights_is_refused(tmp_path: Path
         models.build(Config(model=str(tmp_path), sequence_length=32), tokenizers.load("bytes"))
 
 
+def test_a_model_that_sees_or_repeats_what_it_is_to_predict_is_refused() -> None:
+    """Their losses fall as if they learned much."""
+    from transformers import BartConfig, BertConfig, PretrainedConfig
+
+    def checked(config: PretrainedConfig) -> None:
+        model = models.outline(config)
+        models.materialise(model, seed=0)
+        models.check_causal(model.train())
+        assert model.training
+
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+    checked(BertConfig(**sizes, vocab_size=260, is_decoder=True))
+    with pytest.raises(UserError, match="BertLMHeadModel sees the tokens that it is to predict"):
+        checked(BertConfig(**sizes, vocab_size=260))
+    with pytest.raises(UserError, match="BartForCausalLM has a loss that is least when it repeats"):
+        checked(BartConfig(vocab_size=260, d_model=32, decoder_layers=2, decoder_attention_heads=4, decoder_ffn_dim=64))
+
+
 def test_a_tokenizer_larger_than_the_model_is_refused(saved_model: str) -> None:
     class Large(tokenizers.Bytes):
         size = 257

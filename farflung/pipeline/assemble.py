@@ -21,8 +21,9 @@ def assemble(
     """This process's part of its replica, and the network on which it holds rounds. Raises UserError."""
     layout = Layout.of(config)
     if not isinstance(network, TorchNetwork) or (layout.island == 1 and not config.offload):
-        model = training(models.build(config, tokenizer), config)
-        return Alone(config, model.to(device), data, network.rank, device), network
+        model = training(models.build(config, tokenizer), config).to(device)
+        models.check_causal(model)
+        return Alone(config, model, data, network.rank, device), network
     from farflung.pipeline.build import part_of_island  # slow to import, and only islands need it
 
     island = part_of_island(config, tokenizer, data, network, device)

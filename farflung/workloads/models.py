@@ -140,8 +140,34 @@ def sequence_loss(model: nn.Module, sequences: torch.Tensor) -> torch.Tensor:
 
 def cross_entropy(model: Any, logits: torch.Tensor, sequences: torch.Tensor) -> torch.Tensor:
     """The mean cross-entropy, in nats a token, of a model's (n, length, tokens) logits for (n, length) sequences."""
-    loss: torch.Tensor = model.loss_function(logits=logits, labels=sequences, vocab_size=model.config.vocab_size)
+    loss: torch.Tensor = model.loss_function(logits=logits, labels=sequences, vocab_size=logits.shape[-1])
     return loss
+
+
+@torch.no_grad()
+def check_causal(model: Any) -> None:
+    """Refuses a model that sees the tokens that it is to predict, or whose loss has it repeat those that it sees.
+
+    Raises UserError.
+    """
+    family, was_training = type(model).__name__, model.training
+    device, seen = next(model.parameters()).device, 4
+    tokens = torch.arange(2, 10, device=device).unsqueeze(0)
+    later = torch.cat([tokens[:, :seen], tokens[:, seen:].flip(1)], dim=1)
+    model.eval()
+    output = model(input_ids=tokens, labels=tokens, use_cache=False)
+    changed = (output.logits - model(input_ids=later, use_cache=False).logits)[:, :seen].abs().max()
+    model.train(was_training)
+    if changed > 1e-5 * output.logits.abs().max():
+        raise UserError(
+            f"{family} sees the tokens that it is to predict; choose a causal model, "
+            'or a folder in whose config.json "is_decoder" is true'
+        )
+    repeating = nn.functional.cross_entropy(output.logits.flatten(0, 1).float(), tokens.flatten())
+    if torch.isclose(output.loss, repeating) and not torch.isclose(
+        repeating, cross_entropy(model, output.logits, tokens)
+    ):
+        raise UserError(f"{family} has a loss that is least when it repeats each token; choose a model that predicts")
 
 
 def _cannot_load(name: str, error: Exception) -> UserError:
