@@ -327,6 +327,7 @@ def test_the_outer_state_is_two_copies_and_one_message_in_flight() -> None:
 
     model = nn.Linear(1000, 1000, bias=False)
     size = 4_000_000
+    gc.collect()  # or what earlier tests have left would vanish meanwhile
     before = tensors_alive()
     outer, _ = alone(model, Method(Schedule(every=2), Everyone(), outer=GossipNesterov))
     seen: list[int] = []
