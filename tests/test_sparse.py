@@ -11,8 +11,9 @@ from torch import Tensor
 
 from farflung import methods
 from farflung.codecs import ErrorFeedback, Frequency, Quantize, Threshold, TopK
+from farflung.methods import bytes_per_parameter
 from farflung.networks import SimulatedNetwork, Simulation
-from farflung.outer import SignSGD
+from farflung.outer import SignSGD, Way
 
 Array = NDArray[np.float64]
 SHAPES = [(64,), (64, 64), (64, 64), (128,), (64, 128)]
@@ -127,6 +128,28 @@ def test_sparseloco_is_the_papers_equations_at_any_number_of_replicas(replicas: 
     for parameters in seen:
         for parameter, anchor in zip(parameters, anchors, strict=True):
             np.testing.assert_allclose(parameter.numpy(), anchor, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["demo", "sparseloco", "dct"])
+def test_sparse_packets_go_to_everyone_unless_parts_are_asked_for(name: str) -> None:
+    """N - 1 times the bytes that are listed; in parts, two messages at most and the headers."""
+
+    def sent(averaging: Way) -> float:
+        recipe = methods.RECIPES[name]
+        method = recipe(averaging=averaging, **({"every": 1} if name == "sparseloco" else {}))
+
+        def work(network: SimulatedNetwork) -> int:
+            model = torch.nn.ParameterList([torch.zeros(512, 128)])
+            generator = torch.Generator().manual_seed(network.rank)
+            with method.attach(model, (optimizer := torch.optim.SGD(model, lr=0.1)), network):
+                model[0].grad = torch.randn(512, 128, generator=generator)
+                optimizer.step()
+            return network.traffic.bytes_sent
+
+        return max(Simulation(MANY).run(work)) / (512 * 128 * bytes_per_parameter(method))
+
+    assert sent("whole") == pytest.approx(MANY - 1, rel=0.06)
+    assert sent("parts") < (MANY - 1) / 3
 
 
 def test_demo_keeps_so_many_frequencies_of_each_chunk_of_each_tensor() -> None:

@@ -85,7 +85,11 @@ class Codec:
 
 def norm(tensors: Sequence[Tensor]) -> float:
     """The Euclidean norm of all values together."""
-    return math.hypot(*(float(torch.linalg.vector_norm(tensor)) for tensor in tensors))
+    size = math.hypot(*(float(torch.linalg.vector_norm(tensor)) for tensor in tensors))
+    if math.isfinite(size):
+        return size
+    # Squares of large values leave float32's range.
+    return math.hypot(*(float(torch.linalg.vector_norm(tensor, dtype=torch.float64)) for tensor in tensors))
 
 
 class Stage(Codec):
