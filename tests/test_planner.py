@@ -15,7 +15,7 @@ import torch
 from patience import patience
 from problem import replica
 from processes import run_here
-from transformers import GPT2Config, LlamaConfig
+from transformers import GPT2Config, LlamaConfig, LlamaForCausalLM
 
 from farflung import Method, methods
 from farflung.codecs import Apart, Dense, ErrorFeedback, LowRank, Modulo, Quantize, TopK
@@ -23,16 +23,18 @@ from farflung.config import Config, UserError
 from farflung.networks import Conditions, Simulation
 from farflung.networks.conditions import HEADERS, Cut, Death, Link
 from farflung.outer import Schedule
-from farflung.planner.architecture import architecture_of
+from farflung.pipeline.assemble import training
+from farflung.planner.architecture import architecture, architecture_of
 from farflung.planner.cost import Exchange, blocked_seconds, exchange
 from farflung.planner.layout import Layout
 from farflung.planner.machines import Cluster, Machines, read_cluster
-from farflung.planner.memory import memory_bytes, outer_bytes
+from farflung.planner.memory import activation_bytes, memory_bytes, outer_bytes
 from farflung.planner.options import PlanOptions
 from farflung.planner.plan import plan
 from farflung.planner.sizes import message_bytes, packet_bytes, square_model
 from farflung.planner.step import step_seconds
 from farflung.planner.timing import Timer, moments
+from farflung.workloads import models
 
 ROUGH = Conditions(
     bandwidth_mbps=0.4, latency_ms=30, step_ms=50, latency_sigma=0.5, bandwidth_sigma=0.3, speed_sigma=0.2,
@@ -281,6 +283,40 @@ def test_memory_counts_the_copies_that_the_outer_loop_really_holds() -> None:
     assert outer_bytes(methods.dilocox()) == outer_bytes(methods.diloco(every=5, delay=5)) + 4
 
 
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_activations_are_those_that_a_real_layer_keeps(precision: Any, recompute: bool) -> None:
+    width, length = 256, 120
+    settings = {"hidden_size": width, "num_attention_heads": 4, "intermediate_size": 688, "vocab_size": 64}
+
+    def kept(layers: int) -> float:
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(LlamaConfig(**settings, num_hidden_layers=layers))
+        training(model, Config(recompute=recompute))
+        own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+        seen: dict[int, torch.Tensor] = {}
+
+        def note(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.untyped_storage().data_ptr() not in own:
+                seen[tensor.untyped_storage().data_ptr()] = tensor
+            return tensor
+
+        tokens = torch.randint(64, (1, length))
+        noting = torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor)
+        with noting, torch.autocast("cpu", torch.bfloat16, enabled=precision == "bfloat16"):
+            loss = models.sequence_loss(model, tokens)
+        assert loss.requires_grad
+        return sum(tensor.untyped_storage().nbytes() for tensor in seen.values())
+
+    def planned(layers: int) -> float:
+        outline = models.outline(LlamaConfig(**settings, num_hidden_layers=layers))
+        run = Config(precision=precision, recompute=recompute, batch_size=1, sequence_length=length)
+        made = architecture("Llama", outline)
+        return activation_bytes(made, run, 0, made.spans(1)[0])
+
+    assert planned(4) - planned(2) == pytest.approx(kept(4) - kept(2), rel=0.05)
+
+
 def test_more_stages_and_shards_need_less_memory_each() -> None:
     model = architecture_of("llama-1.3b")
     run = Config(method="diloco", batch_size=16, microbatches=4, sequence_length=1024)
@@ -376,6 +412,15 @@ def test_stages_are_placed_where_links_suit_them(tmp_path: Path) -> None:
         (('"there"\ncount', '"elsewhere"\ncount'), {}, "names the site 'there'; there are: here, elsewhere"),
         (("[[links]]", "[links]"), {}, "links is {"),
         (("", ""), {"tokens": 0.0}, "tokens is 0.0"),
+        (("", ""), {"tokens": float("nan")}, "tokens is nan"),
+        (("", ""), {"batch_tokens": float("inf")}, "batch_tokens is inf"),
+        (("", ""), {"delay": -1}, "delay is -1"),
+        (("", ""), {"boundary": "int5"}, "choose one of float32, bfloat16"),
+        (("latency_ms = 40", "latency_ms = nan"), {}, "the link between here and there: latency_ms is nan"),
+        (("latency_ms = 40", "latency_ms = inf"), {}, "the link between here and there: latency_ms is inf"),
+        (("bandwidth_mbps = 1000", "bandwidth_mbps = 0"), {}, "bandwidth_mbps is 0; it must be at least 1e-06"),
+        (("price_per_hour = 5.0", "price_per_hour = inf"), {}, "price_per_hour is inf"),
+        (("workers = 4", "workers = 4.5"), {}, "workers is 4.5; it must be of type int"),
         (("", ""), {"model": "llama-6.9b"}, "model 'llama-6.9b'"),
         (("", ""), {"methods": "dilco"}, "did you mean 'diloco'?"),
         (("", ""), {"every": "ten"}, "every is 'ten'; give whole numbers"),
@@ -389,6 +434,50 @@ def test_what_cannot_be_planned_is_told_in_one_line(
     with pytest.raises(UserError) as error:
         plan(options(tmp_path / "m.toml", MACHINES.replace(*change) if change[0] else MACHINES, **settings))
     assert complaint in str(error.value) and "\n" not in str(error.value)
+
+
+NUMBERS = [line for line in MACHINES.splitlines() if line.strip() and line[-1].isdigit()]
+
+
+@pytest.mark.parametrize("line", sorted(set(NUMBERS)))
+@pytest.mark.parametrize("bad", ["nan", "inf", "-inf", "-1", "1e300"])
+def test_each_number_of_machines_is_finite_and_in_its_range(tmp_path: Path, line: str, bad: str) -> None:
+    name = line.split()[0]
+    if (name, bad) == ("bandwidth_mbps", "inf"):
+        return  # as where it is left out: what the machines' own cards allow
+    with pytest.raises(UserError) as error:
+        plan(options(tmp_path / "m.toml", MACHINES.replace(line, f"{name} = {bad}", 1)))
+    told = str(error.value)
+    assert f"{name} is {bad if bad == '-1' else float(bad)}; it must be" in told and "\n" not in told
+
+
+def test_one_island_trains_alone(tmp_path: Path) -> None:
+    text = "[[machines]]\ncount = 1\nmemory_gb = 24\ntflops = 100\n"
+    plans, failures, _ = plan(options(tmp_path / "m.toml", text, model="llama-125m"))
+    assert [found.choice.config.method for found in plans] == ["local"] and not failures
+
+
+def test_what_training_would_refuse_is_not_planned(tmp_path: Path) -> None:
+    """Eight stages of four microbatches."""
+    text = "[[machines]]\ncount = 8\nmemory_gb = 24\ntflops = 100\n"
+    with pytest.raises(UserError, match="8 stages x 1 shards: microbatches is 4, too few to fill 8 stages"):
+        plan(options(tmp_path / "m.toml", text, model="llama-125m", batch_tokens=4096.0))
+
+
+def test_settings_of_training_change_what_a_plan_costs(tmp_path: Path) -> None:
+    def costs(**asked: Any) -> Any:
+        plans, _, _ = plan(options(tmp_path / "m.toml", methods="diloco", **asked))
+        return next(p for p in plans if (p.choice.layout.stages, p.choice.layout.shards) == (8, 1))
+
+    usual = costs()
+    assert costs(boundary="bfloat16").bytes_inside == pytest.approx(usual.bytes_inside / 2, rel=0.001)
+    # Autocast keeps a copy of the matrices for each microbatch, so that only large ones save by it.
+    assert costs(precision="bfloat16", micro_batch=4).memory < costs(micro_batch=4).memory
+    recomputed = costs(recompute=True)
+    assert recomputed.memory < usual.memory and usual.step < recomputed.step < usual.step * 8 / 6
+    assert costs(offload=True).memory < usual.memory
+    assert costs(delay=50).blocked < usual.blocked
+    assert costs(delay=50).choice.config.delay == 50
 
 
 def test_a_file_that_is_not_there_is_told(tmp_path: Path) -> None:

@@ -121,10 +121,11 @@ def architecture_of(name: str, sequence_length: int = 1024, tokenizer: str = "")
     except (ValueError, TypeError, RuntimeError, ImportError) as error:
         reason = str(error).partition("\n")[0]
         raise UserError(f"model {name!r} cannot be built as a causal language model: {reason}") from error
-    return _architecture(name, model)
+    return architecture(name, model)
 
 
-def _architecture(name: str, model: Any) -> Architecture:
+def architecture(name: str, model: Any) -> Architecture:
+    """A model that has no memory yet, by the name it has in messages. Raises UserError."""
     layers, before, head = _anatomy(name, model)
     shares = _active_shares(name, model)
     inside = {id(p) for layer in layers for p in layer.parameters()}

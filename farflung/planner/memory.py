@@ -45,10 +45,10 @@ def _stage_bytes(model: Architecture, config: Config, stage: int, span: Span) ->
         # FSDP gathers a stage's weights and adds up its gradients whole until the last microbatch is through.
         whole = 2.0 * COPY * (parameters + copied)
         kept = 0.0 if config.offload else kept / config.shard
-    return kept + whole + _activations(model, config, stage, span) + RESERVED
+    return kept + whole + activation_bytes(model, config, stage, span) + RESERVED
 
 
-def _activations(model: Architecture, config: Config, stage: int, span: Span) -> float:
+def activation_bytes(model: Architecture, config: Config, stage: int, span: Span) -> float:
     """Of the microbatches that have passed a stage and not yet come back, and the largest tensors of one on its way."""
     parts = microbatches_of(config)
     held = min(config.stages - stage, parts)

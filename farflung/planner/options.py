@@ -8,6 +8,7 @@ from typing import Literal
 
 from farflung.config import UserError
 from farflung.networks.conditions import check_number
+from farflung.pipeline.boundaries import boundary_named
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class PlanOptions:
         check_number("place", self.place)
         if self.delay is not None:
             check_number("delay", self.delay)
-        _ = self.everys  # its own checks
+        _ = self.everys, boundary_named(self.boundary)  # their own checks
 
     @property
     def everys(self) -> list[int | None]:

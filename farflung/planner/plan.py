@@ -74,7 +74,7 @@ def _nothing_fits(options: PlanOptions, failures: Sequence[Failure]) -> UserErro
     nearest = max(failures, key=lambda failure: failure.layout.stages * failure.layout.shards)
     return UserError(
         f"{options.model} cannot be trained on {options.machines}: {nearest.method} on {nearest.layout.describe()}: "
-        f"{nearest.reason}; give more workers or memory, or other methods"
+        f"{nearest.reason}; give more workers or memory, other methods, or another --batch-tokens"
     )
 
 

@@ -1,0 +1,124 @@
+"""The commands that `farflung plan` prints: training takes all of them, and a few are run as they are printed."""
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from processes import free_port, run_here
+
+from farflung import methods
+from farflung.cli.arguments import parse
+from farflung.config import Config
+from farflung.training import launch
+
+
+def kind(site: str, count: int, workers: int, memory_gb: float) -> str:
+    return (
+        f'[[machines]]\nsite = "{site}"\ncount = {count}\nworkers = {workers}\nmemory_gb = {memory_gb}\n'
+        "tflops = 0.05\nnetwork_gbps = 1\n"
+    )
+
+
+LINK = '[[links]]\nbetween = ["a", "b"]\nlatency_ms = 20\nbandwidth_mbps = 50\nshared = true\n'
+
+FILES = {
+    "one worker": kind("a", 1, 1, 4),
+    "two machines": kind("a", 2, 1, 4),
+    "two sites": kind("a", 1, 4, 4) + kind("b", 1, 4, 4) + LINK,
+    "little memory": kind("a", 2, 4, 1.0061),
+    "two pairs": kind("a", 2, 2, 1.003),
+    "many small": kind("a", 8, 1, 1.0061),
+    "uneven": kind("a", 1, 3, 4) + kind("b", 1, 2, 4) + LINK,
+}
+SMALL = ["--model", "micro", "--sequence-length", "32", "--batch-tokens", "512", "--tokens", "1024"]
+ASKED = {
+    "": [],
+    "lean": ["--precision", "bfloat16", "--boundary", "int8", "--recompute"],
+    "late": ["--every", "2", "--delay", "1", "--codecs", "int8,ef-lowrank4-int4", "--methods", "diloco,noloco"],
+}
+
+
+def printed(folder: Path, text: str, asked: list[str], capsys: Any, monkeypatch: Any) -> list[str]:
+    """The commands that `farflung plan` prints."""
+    (folder / "m.toml").write_text(text)
+    arguments = ["plan", *SMALL, "--machines", "m.toml", "--place", "1", "--show", "100", *asked]
+    assert run_here(monkeypatch, folder, *arguments) == 0
+    lines = capsys.readouterr().out.splitlines()
+    return [re.sub(r"^ *\d+ ", "", line) for line in lines if "farflung train" in line]
+
+
+def settings_in(command: str) -> Config:
+    """What training is told."""
+    words = shlex.split(command, comments=True)
+    return parse(Config, words[words.index("train") + 1 :], "train", None)
+
+
+@pytest.mark.parametrize(
+    ("name", "asked"), [*((name, "") for name in FILES), ("many small", "lean"), ("two sites", "late")]
+)
+def test_training_takes_every_command_that_is_printed(
+    name: str, asked: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = printed(tmp_path, FILES[name], ASKED[asked], capsys, monkeypatch)
+    assert lines
+    taken = set()
+    for number, line in enumerate(lines):
+        config = settings_in(line)
+        methods.settled(config)
+        if (config.stages, config.shard) not in taken:
+            launch.prepare(config, tmp_path / f"run {number}", resume=False)  # all that is refused before a run starts
+        tokens = config.replicas * config.tokens_per_step
+        assert 256 <= tokens <= 512 and config.steps == -(-1024 // tokens)
+        taken.add((config.stages, config.shard))
+        if asked == "lean":
+            assert config.precision == "bfloat16" and config.recompute
+            assert config.boundary == ("int8" if config.stages > 1 else "float32")
+        if asked == "late":
+            assert (config.every, config.delay) == (2, 1) or config.method == "local"
+        started = re.search(r"--nnodes (\d+) .*--nproc-per-node (\d+)", line)
+        if started and "on " not in line:
+            processes = int(started[1]) * int(started[2])
+            assert processes == config.replicas * config.stages * config.shard
+    if name == "one worker":
+        assert [settings_in(line).method for line in lines] == ["local"]
+
+
+def run(command: str, folder: Path) -> None:
+    """A command as it is printed, on as many machines as it says, all of them this one."""
+    words = shlex.split(command.replace("HOST0", "127.0.0.1").replace("29500", str(free_port())), comments=True)
+    module = [sys.executable, "-m"] + (["farflung"] if words[0] == "farflung" else ["torch.distributed.run"])
+    words = [*module, *words[1:], "--eval-sequences", "4", "--max-tokens", "100000", "--deadline", "60"]
+    nodes = int(words[words.index("--nnodes") + 1]) if "--nnodes" in words else 1
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    started = []
+    try:
+        for rank in range(nodes):
+            place = folder / f"machine {rank}"
+            place.mkdir(parents=True)
+            own = [str(rank) if word == "RANK" else word for word in words]
+            started.append(subprocess.Popen(own, cwd=place, env=environment, stderr=subprocess.PIPE, text=True))
+        for process in started:
+            _, errors = process.communicate(timeout=300)
+            assert process.returncode == 0, errors
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+
+
+def test_the_best_command_trains_as_it_was_planned(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    best = printed(tmp_path, FILES["two pairs"], ["--every", "1", "--boundary", "int8"], capsys, monkeypatch)[0]
+    config = settings_in(best)
+    assert (config.replicas, config.stages, config.boundary) == (2, 2, "int8")
+    run(best, tmp_path / "runs")
+    (summary,) = [json.loads(path.read_text()) for path in (tmp_path / "runs").rglob("machine 0/runs/*/summary.json")]
+    assert summary["tokens"] == config.steps * config.replicas * config.tokens_per_step
+    assert (summary["method"], summary["replicas"], summary["stages"]) == (config.method, 2, 2)
