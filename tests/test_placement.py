@@ -8,14 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from farflung.config import UserError
-from farflung.planner.placement import (
-    Problem,
-    bottleneck,
-    every_placement,
-    random_placement,
-    search,
-    shortest_path,
-)
+from farflung.planner.paths import bottleneck, shortest_path
+from farflung.planner.placement import Problem, every_placement, random_placement, search
 
 quickly = settings(max_examples=30, deadline=None)
 

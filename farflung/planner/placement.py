@@ -15,13 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from farflung.config import UserError
+from farflung.planner.paths import Matrix, best_matching, bottleneck, shortest_path
 
-Matrix = NDArray[np.float64]
 Groups = tuple[tuple[int, ...], ...]
 """The devices of each group, sorted within."""
-
-EXACT = 16
-"""Up to so many groups, their best order is found exactly."""
 
 
 @dataclass(frozen=True)
@@ -107,88 +104,15 @@ class Problem:
         return float(inside.sum(1).max())
 
 
-def bottleneck(costs: Matrix) -> float:
-    """The least largest cost among the perfect matchings of rows and columns."""
-    return _best_matching(costs)[0]
-
-
-def _best_matching(costs: Matrix) -> tuple[float, dict[int, int]]:
-    """The perfect matching whose largest cost is least: that cost, and the row of each column."""
-    levels = np.unique(costs)
-    low = int(np.searchsorted(levels, max(costs.min(0).max(), costs.min(1).max())))
-    high = len(levels) - 1
-    while low < high:
-        middle = (low + high) // 2
-        if _matching(costs <= levels[middle]):
-            high = middle
-        else:
-            low = middle + 1
-    return float(levels[low]), _matching(costs <= levels[low])
-
-
-def _matching(allowed: NDArray[np.bool_]) -> dict[int, int]:
-    """The row of each column, if every row finds a column of its own (Kuhn's augmenting paths); else empty."""
-    choices = [np.flatnonzero(row).tolist() for row in allowed]
-    taken: dict[int, int] = {}
-
-    def find(row: int, tried: set[int]) -> bool:
-        for column in choices[row]:
-            if column not in tried:
-                tried.add(column)
-                if column not in taken or find(taken[column], tried):
-                    taken[column] = row
-                    return True
-        return False
-
-    return taken if all(find(row, set()) for row in range(len(choices))) else {}
-
-
 def chains(problem: Problem, placement: Groups) -> list[tuple[int, ...]]:
     """The devices of each replica, group by group in the order given, along the best matchings."""
     replicas: list[tuple[int, ...]] = [(device,) for device in placement[0]]
     for group in placement[1:]:
         last = [replica[-1] for replica in replicas]
-        _, rows = _best_matching(problem.pp_seconds[np.ix_(last, group)])
+        _, rows = best_matching(problem.pp_seconds[np.ix_(last, group)])
         following = {row: group[column] for column, row in rows.items()}
         replicas = [(*replica, following[row]) for row, replica in enumerate(replicas)]
     return replicas
-
-
-def shortest_path(edges: Matrix) -> tuple[float, tuple[int, ...]]:
-    """The shortest open path through all nodes: exact for few (Held and Karp), else the nearest neighbour each time."""
-    return _held_karp(edges) if len(edges) <= EXACT else _nearest(edges)
-
-
-def _held_karp(edges: Matrix) -> tuple[float, tuple[int, ...]]:
-    count = len(edges)
-    best = np.full((1 << count, count), np.inf)
-    best[1 << np.arange(count), np.arange(count)] = 0.0
-    sets = np.arange(1 << count)
-    sizes = sum((sets >> node) & 1 for node in range(count))
-    for size in range(1, count):
-        those = sets[sizes == size]
-        for node in range(count):
-            without = those[(those >> node) & 1 == 0]
-            best[without | 1 << node, node] = (best[without] + edges[:, node]).min(1)
-    order, left = [int(best[-1].argmin())], (1 << count) - 1
-    while len(order) < count:
-        left ^= 1 << order[-1]
-        order.append(int((best[left] + edges[:, order[-1]]).argmin()))
-    return float(best[-1].min()), tuple(reversed(order))
-
-
-def _nearest(edges: Matrix) -> tuple[float, tuple[int, ...]]:
-    paths = []
-    for start in range(len(edges)):
-        order, length = [start], 0.0
-        left = set(range(len(edges))) - {start}
-        while left:
-            node = min(left, key=lambda node: (edges[order[-1], node], node))
-            length += float(edges[order[-1], node])
-            order.append(node)
-            left.remove(node)
-        paths.append((length, tuple(order)))
-    return min(paths)
 
 
 def random_placement(problem: Problem, random: np.random.Generator) -> Groups:

@@ -34,8 +34,8 @@ def table_of(plans: Sequence[Plan], currency: str) -> Table:
         Column("speed", "tokens/s", figures),
         Column("blocked", "% of time", percent),
         Column("time", "hours", figures),
-        Column("rounds", "TB in all", figures),
-        Column("in islands", "TB in all", figures),
+        Column("in rounds", "TB in all", figures),
+        Column("by stages", "TB in all", figures),
         *([Column("cost", currency, figures)] if currency else []),
     )
     rows = [
