@@ -6,6 +6,7 @@ import re
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,12 @@ from processes import free_port, run_here
 from farflung import methods
 from farflung.cli.arguments import parse
 from farflung.config import Config
+from farflung.planner.choices import Choice
+from farflung.planner.command import commands
+from farflung.planner.layout import Layout
+from farflung.planner.machines import Cluster, Machines
+from farflung.planner.options import PlanOptions
+from farflung.planner.plan import plan
 from farflung.training import launch
 
 
@@ -87,6 +94,35 @@ def test_training_takes_every_command_that_is_printed(
             assert processes == config.replicas * config.stages * config.shard
     if name == "one worker":
         assert [settings_in(line).method for line in lines] == ["local"]
+
+
+def test_stages_that_are_placed_anyhow_have_a_command_for_each_stretch_of_processes() -> None:
+    """Torchrun numbers a machine's processes one after the other; islands may go to and fro between machines."""
+    two = Cluster((Machines(2, 80, 100, "a", workers=2),))
+    config = Config(method="diloco", stages=2, replicas=2)
+    apart = commands(Choice(config, Layout(2, 2, 1, ((0, 2), (1, 3)))), two)
+    assert [line.partition(" --master")[0] for line in apart] == [
+        "on a 0: CUDA_VISIBLE_DEVICES=0 torchrun --nnodes 4 --node-rank 0 --nproc-per-node 1",
+        "on a 1: CUDA_VISIBLE_DEVICES=0 torchrun --nnodes 4 --node-rank 1 --nproc-per-node 1",
+        "on a 0: CUDA_VISIBLE_DEVICES=1 torchrun --nnodes 4 --node-rank 2 --nproc-per-node 1",
+        "on a 1: CUDA_VISIBLE_DEVICES=1 torchrun --nnodes 4 --node-rank 3 --nproc-per-node 1",
+    ]
+    assert len({line.split()[-1] for line in apart}) == 4  # a machine's runs have folders of their own
+    (together,) = commands(Choice(config, Layout(2, 2, 1, ((2, 3), (0, 1)))), two)
+    assert together.endswith("--method diloco --stages 2 --replicas 2 --out runs/planned   # RANK from 0: a 1, a 0")
+    uneven = commands(Choice(replace(config, replicas=1, stages=3), Layout(1, 3, 1, ((0, 1, 2),))), two)
+    assert [line.partition(" --master")[0] for line in uneven] == [
+        "on a 0: torchrun --nnodes 2 --node-rank 0 --nproc-per-node 2",
+        "on a 1: torchrun --nnodes 2 --node-rank 1 --nproc-per-node 1",
+    ]
+
+
+def test_islands_that_share_a_machine_with_half_of_another_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "m.toml").write_text(FILES["uneven"])
+    asked = PlanOptions("micro", tmp_path / "m.toml", 1024, sequence_length=32, batch_tokens=512, place=0)
+    plans, failures, _ = plan(asked)
+    assert any(f.layout.stages == 2 and "in the middle of machines" in f.reason for f in failures)
+    assert all(found.choice.layout.stages != 2 for found in plans)
 
 
 def run(command: str, folder: Path) -> None:
