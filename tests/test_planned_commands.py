@@ -47,6 +47,7 @@ SMALL = ["--model", "micro", "--sequence-length", "32", "--batch-tokens", "512",
 ASKED = {
     "": [],
     "lean": ["--precision", "bfloat16", "--boundary", "int8", "--recompute"],
+    "few": ["--boundary", "subspace8"],
     "late": ["--every", "2", "--delay", "1", "--codecs", "int8,ef-lowrank4-int4", "--methods", "diloco,noloco"],
 }
 
@@ -67,7 +68,8 @@ def settings_in(command: str) -> Config:
 
 
 @pytest.mark.parametrize(
-    ("name", "asked"), [*((name, "") for name in FILES), ("many small", "lean"), ("two sites", "late")]
+    ("name", "asked"),
+    [*((name, "") for name in FILES), ("many small", "lean"), ("two sites", "late"), ("two sites", "few")],
 )
 def test_training_takes_every_command_that_is_printed(
     name: str, asked: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

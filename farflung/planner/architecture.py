@@ -12,7 +12,9 @@ from torch import nn
 
 from farflung.config import Config, UserError
 from farflung.pipeline.balance import Span
+from farflung.pipeline.boundaries import boundary_named
 from farflung.pipeline.split import anatomy, is_tied, spans_of
+from farflung.pipeline.subspace import confine, subspace_of
 from farflung.planner.sizes import Shape
 from farflung.workloads import models, tokenizers
 
@@ -72,6 +74,7 @@ class Architecture:
     active: float
     outline: Any = field(compare=False, repr=False)
     _spans: dict[int, list[Span]] = field(default_factory=dict, init=False, compare=False, repr=False)
+    _confined: dict[tuple[str, int], Architecture] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     @cached_property
     def parameters(self) -> int:
@@ -90,6 +93,23 @@ class Architecture:
         if stages not in self._spans:
             self._spans[stages] = spans_of(self.outline, stages)
         return self._spans[stages]
+
+    def confined(self, boundary: str, stages: int, seed: int) -> Architecture:
+        """The model as so many stages train it: with a boundary of a subspace, some matrices are smaller.
+
+        Raises UserError for a model that cannot be confined.
+        """
+        rank, _ = boundary_named(boundary)
+        if not rank or stages == 1:
+            return self
+        if (boundary, stages) not in self._confined:
+            model, spans = models.outline(self.outline.config), self.spans(stages)
+            parts = anatomy(model)
+            confine(model, parts[parts.layers], subspace_of(model.config, rank, seed), spans[-1].begin)
+            made = architecture(type(model).__name__, model)
+            made._spans[stages] = spans  # layers are dealt out before any is confined
+            self._confined[boundary, stages] = made
+        return self._confined[boundary, stages]
 
     def parts(self, span: Span) -> list[Part]:
         """What a stage has."""

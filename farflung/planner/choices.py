@@ -122,15 +122,15 @@ class Fitting:
 
     def reason(self, choice: Choice) -> str:
         """Why a choice cannot be; empty if it can."""
-        layout = choice.layout
-        needed = memory_bytes(self._model, choice.config)
-        available = min(self._cluster.each[machine].memory_gb for machine in layout.machines(self._cluster)) * 1e9
-        if needed > available:
-            return f"does not fit: {needed / 1e9:.3g} GB of {available / 1e9:.3g}"
+        config, layout = choice.config, choice.layout
         place = layout.stages, layout.shards
         if place not in self._refused:
             self._refused[place] = self._refusal(choice)
-        return self._refused[place]
+        if self._refused[place]:
+            return self._refused[place]
+        needed = memory_bytes(self._model.confined(config.boundary, config.stages, config.seed), config)
+        available = min(self._cluster.each[machine].memory_gb for machine in layout.machines(self._cluster)) * 1e9
+        return f"does not fit: {needed / 1e9:.3g} GB of {available / 1e9:.3g}" if needed > available else ""
 
     def _refusal(self, choice: Choice) -> str:
         """What training itself would say."""

@@ -45,7 +45,8 @@ def _stage_bytes(model: Architecture, config: Config, stage: int, span: Span) ->
         # FSDP gathers a stage's weights and adds up its gradients whole until the last microbatch is through.
         whole = 2.0 * COPY * (parameters + copied)
         kept = 0.0 if config.offload else kept / config.shard
-    return kept + whole + activation_bytes(model, config, stage, span) + RESERVED
+    frozen = sum(buffer.numel() for buffer in model.outline.get_input_embeddings().buffers()) if span.first else 0
+    return kept + whole + COPY * frozen + activation_bytes(model, config, stage, span) + RESERVED
 
 
 def activation_bytes(model: Architecture, config: Config, stage: int, span: Span) -> float:

@@ -81,6 +81,7 @@ def _nothing_fits(options: PlanOptions, failures: Sequence[Failure]) -> UserErro
 def priced(choice: Choice, model: Architecture, cluster: Cluster, tokens: float) -> Plan:
     """What a choice costs for so many tokens."""
     config, layout, schedule = choice.config, choice.layout, choice.method.schedule
+    model = model.confined(config.boundary, config.stages, config.seed)
     step = step_seconds(model, cluster, layout, config)
     exchanged = exchange(model, choice.method, cluster, layout)
     steps = schedule.every or 1
@@ -111,10 +112,11 @@ def placed(plan: Plan, model: Architecture, cluster: Cluster, options: PlanOptio
     schedule = choice.method.schedule
     if layout.stages == 1 or layout.replicas == 1:
         return plan
+    trained = model.confined(choice.config.boundary, layout.stages, choice.config.seed)
     # Shards stay together on one machine: a unit is the first of them.
     units = [layout.islands[r][s * layout.shards] for r in range(layout.replicas) for s in range(layout.stages)]
     machines = [cluster.workers[unit] for unit in units]
-    stages = (shard_shapes(shapes, layout.shards, 0) for shapes in model.stage_shapes(layout.stages))
+    stages = (shard_shapes(shapes, layout.shards, 0) for shapes in trained.stage_shapes(layout.stages))
     problem = Problem(
         latency=cluster.latency[np.ix_(machines, machines)],
         bandwidth=cluster.bandwidth[np.ix_(machines, machines)],
