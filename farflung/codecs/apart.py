@@ -41,6 +41,11 @@ class Apart(Codec):
         """See Codec."""
         return any(codec.needs_receiver for codec in self.halves)
 
+    @property
+    def needs_whole(self) -> bool:
+        """See Codec."""
+        return True
+
     def encode(self, tensors: Sequence[Tensor]) -> Packet:
         """Two packets in one."""
         first, second = _halves(tensors)

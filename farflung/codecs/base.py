@@ -33,7 +33,7 @@ class Codec:
 
     A codec may remember things between its messages: every stream of messages needs a copy of its own, and what it
     remembers is in `state_dict`. Those that remember nothing leave the last five methods as they are. Who puts codecs
-    to use asks what they can do (`lossless`, `needs_receiver`), never what they are.
+    to use asks what they can do (`lossless`, `needs_receiver`, `needs_whole`), never what they are.
     """
 
     @property
@@ -47,6 +47,11 @@ class Codec:
 
         Then `like` must hold them, and members of a group cannot end a round alike.
         """
+        return False
+
+    @property
+    def needs_whole(self) -> bool:
+        """Whether a message's tensors must come all together; else some of them may be a packet of their own."""
         return False
 
     def encode(self, tensors: Sequence[Tensor]) -> Packet:

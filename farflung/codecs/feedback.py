@@ -48,6 +48,11 @@ class ErrorFeedback(Codec):
         """See Codec."""
         return self.codec.needs_receiver
 
+    @property
+    def needs_whole(self) -> bool:
+        """See Codec."""
+        return self.codec.needs_whole
+
     def encode(self, tensors: Sequence[Tensor]) -> Packet:
         """See Codec."""
         owed = self._error if [e.shape for e in self._error] == [t.shape for t in tensors] else map(_zeros, tensors)

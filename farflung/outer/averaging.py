@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import copy
+import math
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from farflung.codecs import Codec, Packet, PacketError
+from farflung.codecs.base import norm
 from farflung.networks import Group, Network, PeerLost, Pending
 from farflung.outer.fusion import Fuse, Fusion
 
@@ -21,6 +24,13 @@ Way = Literal["whole", "parts"]
 """How packets are averaged among more than two members. `whole`: each goes to everyone, n - 1 times its bytes, and is
 encoded once. `parts`: each member averages one part of the message and sends it round, 2 (n - 1) / n times the bytes,
 encoded twice."""
+
+
+STRIP = 1 << 19
+"""Values of a message that make a packet of their own: some are encoded and decoded while others are on the wire."""
+
+MOST_STRIPS = 16
+"""In how many packets a message goes at most."""
 
 
 def parts_sent(codec: Codec, way: Way, members: int) -> tuple[float, ...]:
@@ -93,7 +103,8 @@ class Averaging:
 
     def expect(self, message: Tensor) -> None:
         """Says what a message is like that brings no news, before the first."""
-        self._codec("whole").expect(self._views(message))
+        for codec, strip in self._strips(message):
+            codec.expect(strip)
 
     def wants_expectation(self, group: Group) -> bool:
         """Whether a codec could make use of `expect` now: before the first round, in which whole messages travel."""
@@ -126,18 +137,33 @@ class Averaging:
         return self._codecs[use]
 
     def _gather(self, message: Tensor, group: Group, key: str, fuse: Fuse) -> tuple[Pending[Tensor], float]:
-        codec, tensors = self._codec("whole"), self._views(message)
-        packet = codec.encode(tensors)
-        pending = self._network.exchange(packet, group, key)
+        strips, packets, pendings = self._strips(message), [], []
+        for number, (codec, strip) in enumerate(strips):
+            packets.append(codec.encode(strip))
+            pending = self._network.exchange(packets[-1], group, f"{key}, strip {number}")
+            pendings.append(_Averaged(pending, message, partial(self._fuse_strip, fuse, codec, strip)))
+        # What follows is computed while the packets are on the wire.
+        errors = [codec.error_of(packet, strip) for (codec, strip), packet in zip(strips, packets, strict=True)]
+        if len(strips) == 1:
+            return pendings[0], errors[0]
+        norms = [norm(strip) for _, strip in strips]
+        error = math.hypot(*(e * size for e, size in zip(errors, norms, strict=True))) / max(math.hypot(*norms), 1e-30)
+        return _Strips(pendings, message, self._network.now), error
 
-        def finish(packets: dict[int, Packet]) -> dict[int, str]:
-            own = None if self._alike else tensors
-            others = {rank: p for rank, p in packets.items() if self._alike or rank != self._network.rank}
-            mean, unreadable = fuse(codec, others, tensors, own)
-            _copy(mean, tensors)
-            return unreadable
+    def _strips(self, message: Tensor) -> list[tuple[Codec, list[Tensor]]]:
+        """A message's tensors in runs of neighbours, each with its own codec; all together if need be."""
+        tensors = self._views(message)
+        runs = [tensors] if self._prototype.needs_whole or self._fusion else strips(tensors)
+        if len(runs) == 1:
+            return [(self._codec("whole"), tensors)]
+        return [(self._codec(f"strip {number} of {len(runs)}"), run) for number, run in enumerate(runs)]
 
-        return _Averaged(pending, message, finish), codec.error_of(packet, tensors)
+    def _fuse_strip(self, fuse: Fuse, codec: Codec, strip: list[Tensor], packets: dict[int, Packet]) -> dict[int, str]:
+        own = None if self._alike else strip
+        others = {rank: p for rank, p in packets.items() if self._alike or rank != self._network.rank}
+        mean, unreadable = fuse(codec, others, strip, own)
+        _copy(mean, strip)
+        return unreadable
 
     def _share_out(self, message: Tensor, group: Group, key: str, fuse: Fuse) -> tuple[Pending[Tensor], float]:
         tensors, own = self._views(message), self._network.rank
@@ -197,6 +223,47 @@ class _Averaged:
             ranks = tuple(sorted(unreadable))
             raise PeerLost(ranks, f"replica {ranks[0]} sent what cannot be read: {unreadable[ranks[0]]}")
         return self._message
+
+
+class _Strips:
+    """A message whose strips are pending; each is decoded while later ones are on the wire."""
+
+    def __init__(self, strips: Sequence[Pending[Tensor]], message: Tensor, now: Callable[[], float]) -> None:
+        self._strips = strips
+        self._pending = list(strips)
+        self._message = message
+        self._now = now
+
+    def done(self) -> bool:
+        return all(strip.done() for strip in self._pending)
+
+    @property
+    def finished_at(self) -> float:
+        return max(strip.finished_at for strip in self._strips)
+
+    def wait(self, timeout: float) -> Tensor:
+        ends, late, lost = self._now() + timeout, [], []
+        for strip in self._pending:
+            try:
+                strip.wait(max(0.0, ends - self._now()))
+            except PeerLost as error:
+                late.append(strip)
+                lost.append(error)
+        self._pending = late  # what has been averaged must not be again, if this is called again
+        if lost:
+            raise PeerLost(sorted({rank for error in lost for rank in error.ranks}), str(lost[0]))
+        return self._message
+
+
+def strips(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Tensors in runs of neighbours of at least STRIP values (the last may have fewer), MOST_STRIPS at most."""
+    size = max(STRIP, -(-sum(tensor.numel() for tensor in tensors) // MOST_STRIPS))
+    runs: list[list[Tensor]] = [[]]
+    for tensor in tensors:
+        if sum(t.numel() for t in runs[-1]) >= size:
+            runs.append([])
+        runs[-1].append(tensor)
+    return runs
 
 
 def _copy(source: Iterable[Tensor], target: Iterable[Tensor]) -> None:

@@ -1,0 +1,91 @@
+"""Messages that go as several packets, so that some are decoded while others are on the wire."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from problem import replica
+from torch import Tensor
+
+from farflung import methods
+from farflung.codecs import Apart, Codec, Dense, ErrorFeedback, Modulo, Quantize, TopK
+from farflung.networks import PeerLost, SimulatedNetwork, Simulation
+from farflung.outer import averaging
+from farflung.outer.averaging import Averaging, strips
+
+
+@given(st.lists(st.integers(0, 40), max_size=60), st.integers(1, 50))
+def test_strips_are_all_tensors_in_order_few_and_none_but_the_last_short(sizes: list[int], strip: int) -> None:
+    tensors = [torch.zeros(size) for size in sizes]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(averaging, "STRIP", strip)
+        runs = strips(tensors)
+    assert [id(tensor) for run in runs for tensor in run] == [id(tensor) for tensor in tensors]
+    assert len(runs) <= averaging.MOST_STRIPS
+    assert all(sum(tensor.numel() for tensor in run) >= strip for run in runs[:-1])
+
+
+@pytest.mark.parametrize("codec", [Dense(torch.bfloat16), TopK(share=0.3, chunk=8), ErrorFeedback(TopK(share=0.3))])
+def test_what_a_codec_makes_of_single_tensors_is_the_same_in_strips(
+    codec: Codec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def work(network: SimulatedNetwork) -> tuple[Tensor, int, list[float]]:
+        result = replica(lambda: methods.diloco(every=3, codec=codec), steps=12)(network)
+        return result.weights, network.traffic.packets_sent, [round.compression_error for round in result.rounds]
+
+    whole = Simulation(2).run(work)
+    monkeypatch.setattr(averaging, "STRIP", 50)
+    cut = Simulation(2).run(work)
+    for (weights, packets, errors), (expected, fewer, whole_errors) in zip(cut, whole, strict=True):
+        assert torch.equal(weights, expected)
+        assert packets == fewer + 4 * 2  # three packets a round where there was one
+        assert errors == pytest.approx(whole_errors, rel=0.2)
+
+
+@pytest.mark.parametrize("codec", [Modulo(bits=8, block=8), ErrorFeedback(Quantize(bits=8, block=8))])
+def test_blocks_are_averaged_as_finely_in_strips(codec: Codec, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(averaging, "STRIP", 50)
+    messages = [torch.randn(300, generator=torch.Generator().manual_seed(1)) + 0.01 * rank for rank in range(2)]
+
+    def work(network: SimulatedNetwork) -> Tensor:
+        average = averaged(network, codec)
+        for number in range(3):
+            mean = average(messages[network.rank].clone(), f"round {number}").wait(5)
+        return mean
+
+    for mean in Simulation(2).run(work):
+        assert (mean - (messages[0] + messages[1]) / 2).abs().max() < 0.02
+
+
+def test_a_partner_who_never_comes_leaves_the_own_values() -> None:
+    def work(network: SimulatedNetwork) -> Tensor:
+        message = torch.arange(300.0)
+        pending = averaged(network, Dense(torch.bfloat16))(message, f"only {network.rank}")
+        for _ in range(2):  # also of one who waits in slices
+            with pytest.raises(PeerLost) as lost:
+                pending.wait(3.0)
+            assert lost.value.ranks == (1 - network.rank,)
+        return message
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(averaging, "STRIP", 50)
+        for message in Simulation(2).run(work):
+            assert torch.equal(message, torch.arange(300.0))
+
+
+def test_halves_that_are_coded_apart_stay_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(averaging, "STRIP", 50)
+
+    def work(network: SimulatedNetwork) -> int:
+        averaged(network, Apart(Quantize(bits=8), Modulo(bits=8)))(torch.randn(300), "x").wait(5)
+        return network.traffic.packets_sent
+
+    assert Simulation(2).run(work) == [1, 1]
+
+
+def averaged(network: SimulatedNetwork, codec: Codec) -> Callable[[Tensor, str], averaging.Pending[Tensor]]:
+    """Averages messages of 300 values in six tensors among two."""
+    split = Averaging(network, codec, lambda message: list(message.split(50)), "whole", alike=False, name="x")
+    return lambda message, key: split.start(message, (0, 1), key)[0]
