@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from farflung.config import Config
-from farflung.training import launch
+from farflung.training import checkpoint, launch
 
 Summary = dict[str, Any]
 
@@ -80,8 +80,9 @@ def run(config: Config) -> Summary:
     folder = Path(config.out)
     summary = folder / "summary.json"
     if not summary.exists():
-        launch.prepare(config, folder, resume=folder.exists())
-        launch.run_simulated(config, folder, resume=folder.exists())
+        goes_on = bool(checkpoint.whole_steps(folder))
+        launch.prepare(config, folder, resume=goes_on, restart=not goes_on)
+        launch.run_simulated(config, folder, resume=goes_on)
     result: Summary = json.loads(summary.read_text())
     return result
 

@@ -190,6 +190,8 @@ class Resume:
 
     resume: Path
     """The run folder."""
+    restart: bool = False
+    """Begin the run anew, from its settings alone; its events and checkpoints are removed."""
     stages: int | None = None
     """Processes that the layers of one replica are divided among; unset, as all below: as before."""
     shard: int | None = None
@@ -207,7 +209,9 @@ class Resume:
 
     def applied(self, config: Config) -> Config:
         """The settings with those that are given here. Raises UserError."""
-        given = {key: value for key, value in vars(self).items() if key != "resume" and value is not None}
+        given = {
+            key: value for key, value in vars(self).items() if key not in ("resume", "restart") and value is not None
+        }
         changed = dataclasses.replace(config, **given)
         fixed = ("stages", "schedule", "boundary")
         if any(getattr(config, key) != getattr(changed, key) for key in fixed):

@@ -19,6 +19,10 @@ def write_text(path: Path, text: str, private: bool = False) -> None:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     new = beside(path)
-    new.touch(mode=0o600 if private else 0o666)
-    new.write_text(text, encoding="utf-8")
-    new.replace(path)
+    try:
+        new.touch(mode=0o600 if private else 0o666)
+        new.write_text(text, encoding="utf-8")
+        new.replace(path)
+    except BaseException:
+        new.unlink(missing_ok=True)  # on a full disk, what there is of it only takes up room
+        raise

@@ -13,7 +13,6 @@ from patience import patience, until
 from processes import farflung, free_port, run_here, saved, train_together
 from warm import Python
 
-from farflung.cli import training as cli_training
 from farflung.training import checkpoint
 
 QUICK = [
@@ -164,33 +163,41 @@ def test_a_signal_leaves_a_checkpoint_and_no_process(undisturbed: Path, tmp_path
         assert same_weights(undisturbed, folder, 40)
 
 
-def torchrun(rank: int, port: int, folder: Path) -> Python:
+def torchrun(rank: int, port: int, folder: Path, resume: bool) -> Python:
     """One of two machines: its own torchrun and its own run folder."""
     return Python(
         *("-m", "torch.distributed.run", "--nnodes", "2", "--node-rank", str(rank), "--nproc-per-node", "1"),
         *("--master-addr", "127.0.0.1", "--master-port", str(port), "-m", "farflung", "train"),
-        *QUICK,
-        *("--steps", 40, "--out", folder),
+        *(("--resume", folder) if resume else (*QUICK, "--steps", 40, "--out", folder)),
         GLOO_SOCKET_IFNAME="lo",
     )
 
 
-def test_two_machines_with_torchrun_give_the_same_run(undisturbed: Path, tmp_path: Path) -> None:
-    port = free_port()
-    machines = [torchrun(rank, port, tmp_path / f"machine-{rank}") for rank in (0, 1)]
-    try:
-        for machine in machines:
-            _, complaint = machine.communicate(timeout=patience(100))
-            assert machine.returncode == 0, complaint
-    finally:
-        for machine in machines:
-            machine.kill()
+def test_two_machines_with_torchrun_stop_together_and_give_the_same_run(undisturbed: Path, tmp_path: Path) -> None:
+    """Only one of them is told to stop, as when a queue wants one machine back."""
+    folders = [tmp_path / f"machine-{rank}" for rank in (0, 1)]
+    for resume in (False, True):
+        port = free_port()
+        machines = [torchrun(rank, port, folders[rank], resume) for rank in (0, 1)]
+        try:
+            if not resume:
+                until(lambda: checkpoint.steps_of(folders[1], 1))
+                machines[1].send_signal(signal.SIGTERM)
+            for rank, machine in enumerate(machines):
+                _, complaint = machine.communicate(timeout=patience(100))
+                assert machine.returncode == 0 or (rank and not resume), complaint
+        finally:
+            for machine in machines:
+                machine.kill()
+                machine.wait()
+        if not resume:
+            stopped = [max(checkpoint.steps_of(folders[rank], rank)) for rank in (0, 1)]
+            assert stopped[0] == stopped[1] < 40
     for rank in (0, 1):
-        assert (tmp_path / f"machine-{rank}" / "config.toml").exists()
-        mine = saved(tmp_path / f"machine-{rank}", 40, rank)["model"]
+        assert (folders[rank] / "config.toml").exists() and (folders[rank] / "summary.json").exists()
+        mine = saved(folders[rank], 40, rank)["model"]
         theirs = saved(undisturbed, 40, rank)["model"]
         assert all(torch.equal(mine[name], theirs[name]) for name in mine)
-        assert (tmp_path / f"machine-{rank}" / "summary.json").exists()
 
 
 def test_a_port_in_use_is_named(tmp_path: Path) -> None:
@@ -219,11 +226,3 @@ def test_a_replica_that_never_comes_is_named(tmp_path: Path) -> None:
     )
     assert done.returncode == 2
     assert "replica 1 of 2 has not come within 2 s" in done.stderr
-
-
-def test_what_torchrun_starts_again_goes_on_from_its_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "3")
-    for count, resumes in (("0", False), ("1", True)):
-        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", count)
-        config, folder, resume = cli_training._train_settings(["--out", "runs/x", "--every", "9"])
-        assert (config.replicas, config.every, folder, resume) == (3, 9, Path("runs/x"), resumes)

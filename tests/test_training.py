@@ -16,6 +16,7 @@ from warm import Python
 from farflung.config import Config, UserError
 from farflung.outer import Diverged
 from farflung.training import checkpoint, launch
+from farflung.training.beginning import clear
 from farflung.training.events import EventLog
 from farflung.training.export import export
 from farflung.training.learning_rate import left_of_lr
@@ -23,6 +24,7 @@ from farflung.workloads import models
 
 STEPS = 24
 SMALL: dict[str, Any] = {
+    "model": "micro",
     "network": "simulated",
     "model": "micro",
     "replicas": 3,
@@ -143,6 +145,14 @@ launch.run_simulated(config, folder, resume)
 """
 
 
+def resumes(folder: Path) -> bool:
+    """Whether a run can go on; one that has no whole checkpoint yet begins anew."""
+    if checkpoint.whole_steps(folder):
+        return True
+    clear(folder)
+    return False
+
+
 def killed(folder: Path, at: str, resume: bool) -> None:
     process = Python("-c", KILLER, at, folder, "resume" if resume else "start")
     assert process.wait(patience(60)) == -signal.SIGKILL, process.err.read_text()
@@ -153,10 +163,10 @@ def test_killed_at_any_instant_it_goes_on_bit_for_bit(undisturbed: Path, tmp_pat
     """Before the first checkpoint, between two, in the middle of a round, while a file is written or just renamed."""
     folder = tmp_path / "killed"
     launch.prepare(Config(out=str(folder), **SMALL, delay=3), folder, False)
-    for number, instant in enumerate(instants):
-        killed(folder, instant, resume=number > 0)
+    for instant in instants:
+        killed(folder, instant, resumes(folder))
     config = Config(out=str(folder), **SMALL, delay=3)
-    launch.run_simulated(config, folder, True)
+    launch.run_simulated(config, folder, resumes(folder))
     assert_same_weights(undisturbed, folder)
     one, other = (json.loads((f / "summary.json").read_text()) for f in (undisturbed, folder))
     for key in ("validation_loss", "validation_loss_averaged", "bytes_sent", "rounds", "weight_spread", "sample"):
@@ -281,14 +291,14 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path) -> None:
     assert torch.equal(saved(tmp_path, 5, 0)["x"], torch.ones(3))
 
 
-def test_only_old_whole_checkpoints_are_pruned(tmp_path: Path) -> None:
+def test_pruning_removes_a_replicas_own_files(tmp_path: Path) -> None:
     for replica in (0, 1):
         (tmp_path / "events").mkdir(exist_ok=True)
         (tmp_path / "events" / f"replica-{replica}.jsonl").touch()
         for step in (10, 20, 30):
             checkpoint.save(tmp_path, step, f"replica-{replica}", {})
     checkpoint.save(tmp_path, 40, "replica-0", {})
-    checkpoint.prune(tmp_path, 0, keep=2)
+    checkpoint.prune(tmp_path, 0, before=20)
     assert checkpoint.steps_of(tmp_path, 0) == {20, 30, 40} and checkpoint.steps_of(tmp_path, 1) == {10, 20, 30}
     assert checkpoint.whole_steps(tmp_path) == [30, 20]
     assert (tmp_path / "checkpoints" / "step-000010").is_dir()

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TextIO
@@ -22,37 +23,41 @@ def train(arguments: list[str]) -> None:
     """Train a model with several replicas, or go on with a run."""
     from farflung.training import launch
     from farflung.training.stopping import Stopped
+    from farflung.training.terminal import STARTED_HERE
 
-    config, folder, resume = _train_settings(arguments)
-    start = _start_of(config)
-    shows = "LOCAL_RANK" not in os.environ or (
-        os.environ["LOCAL_RANK"] == "0" and launch.STARTED_HERE not in os.environ
-    )
+    config, folder, resume, restart = _train_settings(arguments)
+    under_torchrun = "WORLD_SIZE" in os.environ
+    shows = "LOCAL_RANK" not in os.environ or (os.environ["LOCAL_RANK"] == "0" and STARTED_HERE not in os.environ)
     try:
         if config.network == "internet":
             raise UserError(
                 "a run on the internet begins with farflung invite; peers join, and come back, with farflung join"
             )
-        if start is not launch.run_torch_replica:
-            launch.prepare(config, folder, resume)
+        if not under_torchrun:
+            launch.prepare(config, folder, resume, restart)
         if shows:
             island = f" of {config.stages} stages × {config.shard} shards" if config.stages * config.shard > 1 else ""
             what = f"{config.replicas} replicas{island}, {config.method}, {config.steps} steps"
             print(f"farflung: {what}; run folder {folder}")
         with watched(folder) if shows else contextlib.nullcontext():
-            start(config, folder, resume)
-        if shows:
+            if under_torchrun:
+                tells = launch.run_torch_replica(config, folder, resume, restart) and STARTED_HERE not in os.environ
+            else:
+                tells = True
+                start = launch.run_simulated if config.network == "simulated" else launch.launch_torch
+                start(config, folder, resume)
+        if tells:
             tell_result(folder)
     except Stopped as stopped:
         print(f"farflung: {stopped}; go on with: farflung train --resume {folder}", file=sys.stderr)
-        sys.exit(0 if start is launch.run_torch_replica else INTERRUPTED)
+        sys.exit(0 if under_torchrun else INTERRUPTED)
     except launch.RUN_ERRORS as error:
         print(f"farflung: {error}; go on with: farflung train --resume {folder}", file=sys.stderr)
         sys.exit(FAILURE)
 
 
-def _train_settings(arguments: list[str]) -> tuple[Config, Path, bool]:
-    """The settings, the run folder, and whether its run goes on. Flags win over the file."""
+def _train_settings(arguments: list[str]) -> tuple[Config, Path, bool, bool]:
+    """The settings, the run folder, whether its run goes on, and whether it begins anew. Flags win over the file."""
     if any(argument.split("=")[0] == "--resume" for argument in arguments):
         options = parse(Resume, arguments, "train", train.__doc__)
         folder = options.resume
@@ -60,15 +65,15 @@ def _train_settings(arguments: list[str]) -> tuple[Config, Path, bool]:
             raise UserError(
                 f"{folder} holds no run to go on with: there is no config.toml; start one with --out {folder}"
             )
-        return _with_replicas(options.applied(read_toml(folder / "config.toml"))), folder, True
+        config = _with_replicas(options.applied(read_toml(folder / "config.toml")))
+        return config, folder, not options.restart, options.restart
     defaults = Config()
     if arguments and not arguments[0].startswith("-"):
         defaults = read_toml(Path(arguments[0]))
         arguments = arguments[1:]
     config = _with_replicas(parse(Config, arguments, "train", HELP, defaults))
     folder = Path(config.out) if config.out else free_folder(config.method)
-    started_again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
-    return replace(config, out=str(folder)), folder, started_again
+    return replace(config, out=str(folder)), folder, False, False
 
 
 def _with_replicas(config: Config) -> Config:
@@ -80,16 +85,8 @@ def _with_replicas(config: Config) -> Config:
     return replace(config, replicas=replicas_of(int(os.environ["WORLD_SIZE"]), config))
 
 
-def _start_of(config: Config) -> Callable[[Config, Path, bool], None]:
-    from farflung.training import launch
-
-    if "WORLD_SIZE" in os.environ:
-        return launch.run_torch_replica
-    return launch.run_simulated if config.network == "simulated" else launch.launch_torch
-
-
 @contextlib.contextmanager
-def watched(folder: Path, to: TextIO = sys.stdout) -> Iterator[None]:
+def watched(folder: Path, to: TextIO | None = None) -> Iterator[None]:
     """Shows the run folder's live view meanwhile."""
     from farflung.report import watch
 
@@ -103,14 +100,11 @@ def watched(folder: Path, to: TextIO = sys.stdout) -> Iterator[None]:
         view.join(timeout=10)
 
 
-def tell_result(folder: Path, to: TextIO = sys.stdout) -> None:
+def tell_result(folder: Path, to: TextIO | None = None) -> None:
     """What a finished run came to, and where to read more."""
-    from farflung.report import read_run, write_report
-
-    write_report([folder], folder / "report.html")
-    summary = read_run(folder).summary
-    if summary is None:
-        return
+    if not (folder / "summary.json").exists():
+        return  # all replicas have died
+    summary = json.loads((folder / "summary.json").read_text("utf-8"))
     sent, ddp = summary["bytes_sent"], summary["ddp_bytes"]
     fewer = f", {ddp / sent:.0f} times fewer than ddp's {ddp / 1e6:,.1f} MB" if sent and ddp else ""
     print(
@@ -118,9 +112,22 @@ def tell_result(folder: Path, to: TextIO = sys.stdout) -> None:
         f"{summary['validation_loss_averaged']:.4f} with their weights averaged\n"
         f"sent {sent / 1e6:,.1f} MB{fewer}\n\n"
         f"the trained model writes:\n{_indented(summary['sample'])}\n\n"
-        f"run folder {folder}\nreport     {folder / 'report.html'}",
+        f"run folder {folder}\nreport     {_report_of(folder)}",
         file=to,
     )
+
+
+def _report_of(folder: Path) -> str:
+    """Where a finished run's report is, or why there is none."""
+    from farflung.report import write_report
+
+    if not any(re.fullmatch(r"replica-\d+", path.stem) for path in folder.glob("events/*.jsonl")):
+        return "of the folders of all machines, copied together; here are only parts of replicas"
+    try:
+        write_report([folder], folder / "report.html")
+    except OSError as error:
+        return f"cannot be written: {error.strerror}; see to it, then: farflung report {folder}"
+    return str(folder / "report.html")
 
 
 def _indented(text: str) -> str:
@@ -131,6 +138,7 @@ def _indented(text: str) -> str:
 HELP = f"{train.__doc__}" + (
     "\n\nfarflung train [CONFIG.toml] [flags] starts a run: every flag is also a key of the file, and flags win. "
     "farflung train --resume RUN goes on with one from its last whole checkpoint, if need be with other --stages, "
-    "--shard, --schedule, --microbatches, --boundary, --device and --deadline. "
+    "--shard, --schedule, --microbatches, --boundary, --device and --deadline. It is refused where replicas have no "
+    "checkpoint in common; with --restart, the run begins anew from its settings, and what is in the folder is lost. "
     "Under torchrun, this process becomes one of the replicas, or a part of one."
 )

@@ -6,7 +6,18 @@ import os
 
 import torch.distributed as dist
 
-from farflung.networks.base import Finished, Group, Network, OpenNetwork, Party, PeerLost, Pending, State, Traffic
+from farflung.networks.base import (
+    Finished,
+    Group,
+    Network,
+    OpenNetwork,
+    Party,
+    PeerLost,
+    Pending,
+    State,
+    TimedNetwork,
+    Traffic,
+)
 from farflung.networks.conditions import Conditions
 from farflung.networks.distributed import TorchNetwork
 from farflung.networks.living import among_the_living
@@ -26,6 +37,7 @@ __all__ = [
     "SimulatedNetwork",
     "Simulation",
     "State",
+    "TimedNetwork",
     "TorchNetwork",
     "Traffic",
     "among_the_living",

@@ -158,6 +158,19 @@ class Network(Protocol):
 
 
 @runtime_checkable
+class TimedNetwork(Network, Protocol):
+    """A network whose clock is a part of the run: it goes on where it stood in an earlier part."""
+
+    def clock(self) -> dict[str, float]:
+        """Where this replica stands in the network's time."""
+        ...
+
+    def resume(self, clock: Mapping[str, float]) -> None:
+        """Waits until what `clock` said; called once, before anything else."""
+        ...
+
+
+@runtime_checkable
 class OpenNetwork(Network, Protocol):
     """A network whose replicas come and go, train at speeds of their own, and cannot all be trusted."""
 

@@ -133,7 +133,8 @@ class World:
             if rank in meeting.group and rank not in meeting.brought:
                 self._give_up_on(meeting, {rank})
 
-    def _die(self, rank: int) -> None:
+    def die(self, rank: int) -> None:
+        """A replica's machine stops: it is no member any more, and what it takes part in is lost."""
         self._dead.add(rank)
         self._sort_members()
         self.leave(rank)
@@ -174,7 +175,7 @@ class World:
     def _ask_for_faults(self) -> None:
         for death in self.conditions.deaths:
             self._check_rank(death.replica, "deaths")
-            self.clock.at(death.at_s, lambda rank=death.replica: self._die(rank))  # type: ignore[misc]
+            self.clock.at(death.at_s, lambda rank=death.replica: self.die(rank))  # type: ignore[misc]
         for cut in self.conditions.cuts:
             for rank in cut.replicas:
                 self._check_rank(rank, "cuts")

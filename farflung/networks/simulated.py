@@ -11,9 +11,9 @@ import itertools
 import math
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -145,6 +145,7 @@ class SimulatedNetwork:
         self._world = simulation.world
         self._computation = Computation(simulation.conditions, rank)
         self._attachments = itertools.count()
+        self._computed = 0
 
     @classmethod
     def alone(cls, conditions: Conditions | None = None) -> SimulatedNetwork:
@@ -230,13 +231,35 @@ class SimulatedNetwork:
 
     def computed(self) -> None:
         """One inner step takes its time; others go on meanwhile."""
-        clock = self._world.clock
-        clock.at(clock.now + self._computation.seconds(1), lambda: self.simulation.make_ready(self))
-        self.simulation.block(self)
+        self._computed += 1
+        self._sleep_until(self.now() + self._computation.seconds(1))
 
     def now(self) -> float:
         """The virtual clock, seconds."""
         return self._world.clock.now
+
+    def clock(self) -> dict[str, float]:
+        """See TimedNetwork."""
+        return {"now": self.now(), "computed": self._computed}
+
+    def resume(self, clock: Mapping[str, float]) -> None:
+        """See TimedNetwork. Faults of before happen in passing, when nobody is there whom they could concern."""
+        self._computed = int(clock["computed"])
+        for _ in range(self._computed):
+            self._computation.seconds(1)
+        self._sleep_until(clock["now"])
+
+    def stay_dead(self) -> NoReturn:
+        """Comes to no meeting until the moment of this replica's death, which an earlier part of the run has seen."""
+        if all(death.replica != self.rank for death in self.simulation.conditions.deaths):
+            self._world.die(self.rank)
+        else:
+            self.simulation.block(self)
+        raise Died
+
+    def _sleep_until(self, moment: float) -> None:
+        self._world.clock.at(moment, lambda: self.simulation.make_ready(self))
+        self.simulation.block(self)
 
     def _meet(
         self, group: Group, key: str, brings: Any, hops: Hops, collect: Callable[[Meeting], T]

@@ -16,6 +16,7 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 
 from farflung.files import beside
+from farflung.training.events import died
 
 
 def save(folder: Path, step: int, seat: str, state: dict[str, Any]) -> None:
@@ -100,30 +101,34 @@ def parts_of(folder: Path, step: int, replica: int) -> list[Path]:
     return []
 
 
+def complete(folder: Path, step: int, replica: int) -> list[Path]:
+    """The files of a replica's checkpoint, if all of its parts are in this folder, from whatever machine."""
+    parts = parts_of(folder, step, replica)
+    return parts if parts and len(parts) == _part(parts[0].stem).of else []
+
+
 def steps_of(folder: Path, replica: int) -> set[int]:
     """The steps at which a replica's checkpoint is whole."""
     return {step for step in _steps(folder) if parts_of(folder, step, replica)}
 
 
 def whole_steps(folder: Path) -> list[int]:
-    """The steps whose checkpoints are whole, as far as this folder knows of replicas; newest first."""
+    """The steps whose checkpoints are whole, as far as this folder knows of living replicas; newest first."""
     steps = [steps_of(folder, replica) for replica in replicas_of(folder)]
     return sorted(set.intersection(*steps), reverse=True) if steps else []
 
 
 def replicas_of(folder: Path) -> list[int]:
-    """The replicas that this folder knows of."""
+    """The living replicas that this folder knows of."""
     names = [re.match(r"replica-(\d+)", path.stem) for path in (folder / "events").glob("replica-*.jsonl")]
-    return sorted({int(found[1]) for found in names if found})
+    return sorted({int(found[1]) for found in names if found} - died(folder))
 
 
-def prune(folder: Path, replica: int, keep: int) -> None:
-    """Removes a replica's files that are older than the newest `keep` whole checkpoints."""
-    whole = whole_steps(folder)
-    if len(whole) >= keep:
-        for step in _steps(folder):
-            if step < whole[keep - 1]:
-                _remove(folder, step, replica)
+def prune(folder: Path, replica: int, before: int) -> None:
+    """Removes a replica's files of earlier steps."""
+    for step in _steps(folder):
+        if step < before:
+            _remove(folder, step, replica)
 
 
 def forget_after(folder: Path, replica: int, step: int) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import math
 import os
 from collections.abc import Callable
+from io import FileIO
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from farflung.config import UserError
 
@@ -41,19 +43,25 @@ class EventLog:
         path.parent.mkdir(parents=True, exist_ok=True)
         if keep is None and path.exists():
             raise holds_a_run(folder)
-        self._file = _locked(path)
+        self._file = locked(path)
         if keep is not None:
             self._file = _begun_again(path, keep)
+        self._unwritten = b""
         self._replica = replica
         self._clock = clock
         self._origin = clock() - elapsed
 
     def write(self, event: str, step: int, **values: Any) -> None:
-        """Appends one event; values that JSON cannot hold (NaN, infinity) become null."""
+        """Appends one event; values that JSON cannot hold (NaN, infinity) become null.
+
+        On a full disk, it is kept in memory until there is room.
+        """
         line = {"event": event, "replica": self._replica, "at": round(self.elapsed(), 6), "step": step, **values}
         plain = {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in line.items()}
-        self._file.write(json.dumps(plain).encode() + b"\n")
-        self._file.flush()
+        self._unwritten += json.dumps(plain).encode() + b"\n"
+        with contextlib.suppress(OSError):
+            while self._unwritten:
+                self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
 
     def elapsed(self) -> float:
         """Seconds since the run began, on the network's clock."""
@@ -73,9 +81,9 @@ class EventLog:
         self._file.close()
 
 
-def _locked(path: Path) -> BinaryIO:
-    """The file, to append to, for this process alone."""
-    file = path.open("ab")
+def locked(path: Path) -> FileIO:
+    """The file, to append to, for this process alone. Raises UserError."""
+    file = FileIO(path, "a")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -84,15 +92,15 @@ def _locked(path: Path) -> BinaryIO:
     return file
 
 
-def _begun_again(path: Path, keep: int) -> BinaryIO:
+def _begun_again(path: Path, keep: int) -> FileIO:
     """The file with its first `keep` bytes only, as a new file: whoever reads the old one notices."""
     with path.open("rb") as old:
         kept = old.read(keep)
     beside = path.with_suffix(".tmp")
     beside.unlink(missing_ok=True)
-    file = _locked(beside)
-    file.write(kept)
-    file.flush()
+    file = locked(beside)
+    while kept:
+        kept = kept[file.write(kept) :]
     beside.replace(path)
     return file
 
@@ -103,3 +111,18 @@ def holds_a_run(folder: Path) -> UserError:
         f"{folder} already holds a run; choose another folder with --out, "
         f"or go on with: farflung train --resume {folder}"
     )
+
+
+def tell_of_training(folder: Path) -> bool:
+    """Whether the events in a run folder tell of any inner step."""
+    return any(event["step"] > 0 for path in folder.glob("events/*.jsonl") for event in _whole_lines(path))
+
+
+def died(folder: Path) -> set[int]:
+    """The simulated replicas whose machines have stopped for good."""
+    ends = [event for path in folder.glob("events/replica-*.jsonl") for event in _whole_lines(path)[-1:]]
+    return {event["replica"] for event in ends if event["event"] == "end" and event["reason"] == "died"}
+
+
+def _whole_lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_bytes().rpartition(b"\n")[0].splitlines()]

@@ -26,7 +26,7 @@ def export(folder: Path, target: Path) -> str:
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UserError(f"{target} exists already; give a folder that does not, or an empty one")
     config = read_toml(folder / "config.toml")
-    weights, origin = _averaged(folder)
+    weights, origin = _averaged(folder, config)
     beside = target.with_name(f"{target.name}.tmp")
     _write(config, weights, beside)
     if target.exists():
@@ -35,19 +35,25 @@ def export(folder: Path, target: Path) -> str:
     return origin
 
 
-def _averaged(folder: Path) -> tuple[dict[str, Any], str]:
+def _averaged(folder: Path, config: Config) -> tuple[dict[str, Any], str]:
     if averaged := checkpoint.averages(folder):
         return whole_weights(averaged), "the replicas' weights averaged at the end"
     steps = checkpoint.whole_steps(folder)
     if not steps:
         raise UserError(f"{folder} has no whole checkpoint yet; let the run go on, or set a smaller checkpoint_every")
-    replicas = checkpoint.replicas_of(folder)
+    found = {replica: checkpoint.complete(folder, steps[0], replica) for replica in checkpoint.replicas_of(folder)}
+    complete = [paths for paths in found.values() if paths]
+    if not complete:
+        raise UserError(
+            f"{folder} has only parts of replicas; copy the folders of all machines together, and export that"
+        )
     mean: dict[str, Any] = {}
-    for replica in replicas:
-        for name, value in whole_weights(checkpoint.parts_of(folder, steps[0], replica)).items():
-            share = value.double() / len(replicas) if value.is_floating_point() else value
+    for paths in complete:
+        for name, value in whole_weights(paths).items():
+            share = value.double() / len(complete) if value.is_floating_point() else value
             mean[name] = mean[name] + share if name in mean and value.is_floating_point() else share
-    return mean, f"the mean of {len(replicas)} replicas' checkpoints at step {steps[0]}"
+    of = f" of {config.replicas}" if len(complete) < config.replicas else ""
+    return mean, f"the mean of {len(complete)}{of} replicas' checkpoints at step {steps[0]}"
 
 
 def _write(config: Config, weights: dict[str, Any], target: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,7 +16,17 @@ from farflung.outer.fragments import split
 from farflung.training import checkpoint
 from farflung.training.gather import gather
 from farflung.training.layouts import buffer_names
+from farflung.training.terminal import say
 from farflung.training.trainer import Trainer
+
+
+class NoRoom(RuntimeError):
+    """What came out of a run could not be written, for as long as it was tried."""
+
+
+TRY_EVERY_SECONDS = 5.0
+TRY_FOR_SECONDS = 3600.0
+"""What cannot be written at the end is tried again, every so often, and for so long."""
 
 PATIENCE = 10
 """The end waits this many times the deadline: replicas that never met may be far apart in time."""
@@ -23,12 +35,12 @@ PROMPT_TOKENS = 16
 SAMPLE_TOKENS = 256
 
 
-def finish(trainer: Trainer, writes: bool, network: Network | None = None) -> dict[str, Any]:
+def finish(trainer: Trainer, writes: bool, tells: bool, network: Network | None = None) -> dict[str, Any]:
     """Averages the replicas' weights, or late averages of them, once, evaluates them, and returns the run's summary.
 
     Leaves the averaged weights in the trainer's model. With `writes`, which all processes of a replica are told alike,
-    the summary and the averaged weights go to the run folder. `network` is that of the replicas that end together, if
-    it is not the one they trained on.
+    the averaged weights go to the run folder; the summary does from the process that `tells`. `network` is that of the
+    replicas that end together, if it is not the one they trained on. Raises NoRoom, when the disk stays full.
     """
     config, network = trainer.config, network or trainer.network
     deadline = PATIENCE * config.deadline
@@ -58,7 +70,7 @@ def finish(trainer: Trainer, writes: bool, network: Network | None = None) -> di
         "seconds": seconds,
     }
     all_facts = gather(network, facts, "summary", deadline)
-    checkpoint.prune(trainer.folder, island.place.replica, config.keep_checkpoints)
+    trainer.prune()
     summary = {
         "method": config.method,
         "replicas": config.replicas,
@@ -82,10 +94,34 @@ def finish(trainer: Trainer, writes: bool, network: Network | None = None) -> di
         summary["sample"] = sample_text(trainer)
         model = trainer.model
         average = {"shard": island.place.shard, "model": model.state_dict(), "buffers": buffer_names(model)}
-        checkpoint.write(checkpoint.average_of(trainer.folder, trainer.seat), average)
-    if writes and trainer.speaks:
-        write_text(trainer.folder / "summary.json", json.dumps(summary, indent=2) + "\n")
+
+        def write() -> None:
+            if tells:
+                write_text(trainer.folder / "summary.json", json.dumps(summary, indent=2) + "\n")
+            checkpoint.write(checkpoint.average_of(trainer.folder, trainer.seat), average)
+
+        _keep_trying(write, trainer, summary)
     return summary
+
+
+def _keep_trying(write: Callable[[], None], trainer: Trainer, summary: dict[str, Any]) -> None:
+    """Writes, if need be once there is room on the disk; the user, who may make some, is told the summary meanwhile."""
+    ends = time.monotonic() + TRY_FOR_SECONDS
+    told = False
+    while True:
+        try:
+            return write()
+        except OSError as error:
+            fault = f"cannot write to {trainer.folder}: {error.strerror}"
+            if time.monotonic() > ends or trainer.stop.requested:
+                raise NoRoom(f"{fault}; the summary is: {json.dumps(summary)}") from error
+        if not told:
+            say(
+                f"{fault}; make room: it is tried again for {TRY_FOR_SECONDS / 60:g} minutes, unless you press Ctrl-C. "
+                f"The summary is: {json.dumps(summary)}"
+            )
+            told = True
+        time.sleep(TRY_EVERY_SECONDS)
 
 
 def ddp_bytes(parameters: int, config: Config) -> int:

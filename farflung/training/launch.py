@@ -7,8 +7,8 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,14 +22,30 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from farflung import methods
 from farflung.config import Config, UserError, to_toml
 from farflung.files import write_text
-from farflung.networks import Conditions, Died, Network, PeerLost, Simulation, TorchNetwork, conditions_named
+from farflung.networks import Conditions, Died, PeerLost, SimulatedNetwork, Simulation, TorchNetwork, conditions_named
 from farflung.outer import Disagreement, Diverged
 from farflung.pipeline import Layout, check
 from farflung.training import checkpoint
+from farflung.training.beginning import (
+    AGAIN,
+    NEW,
+    RESUMED,
+    Standing,
+    begun_by_this_launch,
+    clear,
+    first_step,
+    local_step,
+    note_launch,
+    refuse_other_replicas,
+    telling,
+    writing,
+)
 from farflung.training.events import holds_a_run
-from farflung.training.finish import finish
+from farflung.training.finish import NoRoom, finish
 from farflung.training.gather import gather
+from farflung.training.kept import Kept
 from farflung.training.stopping import Stop, Stopped
+from farflung.training.terminal import STARTED_HERE
 from farflung.training.trainer import Trainer
 from farflung.workloads import data, models, tokenizers
 from farflung.workloads.text import documents
@@ -39,16 +55,30 @@ class RunFailed(Exception):
     """A replica's process failed; the message says which, and why."""
 
 
-RUN_ERRORS = (RunFailed, Diverged, Disagreement, PeerLost)
+RUN_ERRORS = (RunFailed, Diverged, Disagreement, PeerLost, NoRoom)
 """What ends a run for reasons other than a mistake in its settings."""
 
-STARTED_HERE = "FARFLUNG_STARTED_HERE"
-"""Set in the environment of replicas that this machine's launcher watches itself."""
+
+def prepare(config: Config, folder: Path, resume: bool, restart: bool = False) -> None:
+    """Refuses what cannot work before anything is started, and writes config.toml. Raises UserError.
+
+    To `restart` removes the run that is in the folder; the settings are found to be good before that.
+    """
+    check_settings(config)
+    if restart:
+        clear(folder)
+    elif resume:
+        refuse_other_replicas(config, folder)
+        if config.network != "internet":
+            local_step(config, folder)
+    elif any(folder.glob("events/*.jsonl")):
+        raise holds_a_run(folder)
+    write_settings(config, folder)
 
 
-def prepare(config: Config, folder: Path, resume: bool) -> None:
-    """Refuses what cannot work before anything is started, and writes config.toml. Raises UserError."""
-    settled = methods.settled(config)
+def check_settings(config: Config) -> None:
+    """Refuses what cannot work, as far as can be seen before anything is started. Raises UserError."""
+    methods.settled(config)
     check_network(config)
     conditions_of(config)
     tokenizer = tokenizers.load(config.tokenizer)
@@ -56,11 +86,13 @@ def prepare(config: Config, folder: Path, resume: bool) -> None:
     check(config, tokenizer)
     pick_device(config.device, 0)
     next(documents(config.data, config.text_column), None)
-    if not resume and any(folder.glob("events/*.jsonl")):
-        raise holds_a_run(folder)
+
+
+def write_settings(config: Config, folder: Path) -> None:
+    """Writes config.toml. Raises UserError."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        write_text(folder / "config.toml", to_toml(settled))
+        write_text(folder / "config.toml", to_toml(methods.settled(config)))
     except OSError as error:
         raise UserError(f"cannot write to {folder}: {error.strerror}; choose another folder with --out") from error
 
@@ -81,15 +113,25 @@ def run_simulated(config: Config, folder: Path, resume: bool) -> None:
     """All replicas in this process, under a virtual clock. Raises Stopped, UserError and whatever training raises."""
     torch.set_num_threads(1)  # with another number, sums may differ in their last bits
     simulation = Simulation(config.replicas, conditions_of(config))
-    stop = Stop(HashStore(), range(config.replicas), range(config.replicas))
-    step = next(iter(checkpoint.whole_steps(folder)), 0) if resume else None
+    store = HashStore()
+    stop = Stop(store, range(config.replicas), range(config.replicas))
+    kept = Kept(store, lambda: simulation.world.living)
+    step = local_step(config, folder) if resume else None
     text = data.load(config, tokenizers.load(config.tokenizer))
 
-    def replica(network: Network) -> None:
-        def writes() -> bool:
-            return network.rank == simulation.world.living[0]
-
-        _run_replica(config, network, network.rank, folder, stop, step, writes, text)
+    def replica(network: SimulatedNetwork) -> None:
+        if step and step not in (steps := checkpoint.steps_of(folder, network.rank)):
+            kept.tell(network.rank, steps)
+            network.stay_dead()
+        trainer = Trainer(config, network, folder, stop, kept, pick_device(config.device, network.rank), step, text)
+        with closing(trainer.events):
+            try:
+                trainer.train()
+                first = network.rank == simulation.world.living[0]
+                finish(trainer, writes=first, tells=first)
+            except Died:
+                trainer.events.write("end", trainer.step, reason="died")
+                raise
 
     with stopping_on_signals(stop):
         simulation.run(replica)
@@ -103,23 +145,51 @@ def conditions_of(config: Config) -> Conditions:
 
 
 @record
-def run_torch_replica(config: Config, folder: Path, resume: bool) -> None:
-    """This process's replica, under torchrun. Raises as `run_simulated` does."""
+def run_torch_replica(config: Config, folder: Path, resume: bool, restart: bool = False) -> bool:
+    """This process's part of a replica, under torchrun. Raises as `run_simulated` does.
+
+    Returns whether it has written the summary for its machine.
+    """
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    if local_rank == 0 and STARTED_HERE not in os.environ:
-        prepare(config, folder, resume)  # the others come no further meanwhile than joining
+    way = ""
+    if local_rank == 0:
+        way = RESUMED if resume else NEW
+        if STARTED_HERE not in os.environ:
+            way = _prepare_machine(config, folder, way, restart)  # the others come no further meanwhile than joining
     use_cores_of(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     network = TorchNetwork.from_env(config.deadline)
     layout = Layout.of(config)
-    replica = layout.place(network.process).replica
-    stop = Stop(network.store, range(layout.processes), [network.process])
+    place = layout.place(network.process)
+    everyone = range(layout.processes)
+    stop = Stop(network.store, everyone, [network.process])
     with stopping_on_signals(stop):
-        step = None
-        if resume:
-            steps = gather(network, sorted(checkpoint.steps_of(folder, replica)), "steps", config.deadline)
-            step = max(set.intersection(*map(set, steps)), default=0)
-        _run_replica(config, network, local_rank, folder, stop, step, lambda: local_rank < layout.island)
+        own = Standing.of(folder, place.replica, layout.seat(place), way)
+        standings = [Standing(**told) for told in gather(network, vars(own), "standings", config.deadline)]
+        step = first_step(standings, folder)
+        if way == RESUMED:
+            write_settings(config, folder)  # which may be other ones, in what may change
+        kept = Kept(network.store, lambda: everyone)
+        trainer = Trainer(config, network, folder, stop, kept, pick_device(config.device, local_rank), step)
+        machines = [standing.machine for standing in standings]
+        tells = network.process in telling(layout, machines)
+        with closing(trainer.events):
+            trainer.train()
+            finish(trainer, writes=place.replica in writing(layout, machines).values(), tells=tells)
     network.close()
+    return tells
+
+
+def _prepare_machine(config: Config, folder: Path, way: str, restart: bool) -> str:
+    """What is to be done once on each machine before its processes join. Returns how it begins. Raises UserError."""
+    if way == NEW and begun_by_this_launch(folder):
+        way = AGAIN
+    if way == NEW:
+        prepare(config, folder, resume=False, restart=restart)
+        note_launch(folder)
+    else:
+        check_settings(config)
+        refuse_other_replicas(config, folder)
+    return way
 
 
 def launch_torch(config: Config, folder: Path, resume: bool) -> None:
@@ -150,26 +220,6 @@ def launch_torch(config: Config, folder: Path, resume: bool) -> None:
         raise _failure(error, folder, Layout.of(config)) from error
 
 
-def _run_replica(
-    config: Config,
-    network: Network,
-    local_rank: int,
-    folder: Path,
-    stop: Stop,
-    step: int | None,
-    writes: Callable[[], bool],
-    text: data.Data | None = None,
-) -> None:
-    """One replica from beginning to end; the one that `writes` then says so for writes what they have in common."""
-    trainer = Trainer(config, network, folder, stop, pick_device(config.device, local_rank), step, text)
-    try:
-        trainer.train()
-        finish(trainer, writes=writes())
-    except Died:
-        trainer.events.write("end", trainer.step, reason="died")
-        raise
-
-
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -178,7 +228,8 @@ def stopping_on_signals(stop: Stop) -> Iterator[None]:
     """Ctrl-C and its kin ask for a stop; a second one while stopping is the same wish."""
     before = {number: signal.signal(number, stop.request) for number in _STOP_SIGNALS}
     try:
-        yield
+        with stop.listening():
+            yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -21,6 +21,7 @@ from farflung.config import Config, UserError, from_table
 from farflung.networks import SimulatedNetwork
 from farflung.training import checkpoint, launch
 from farflung.training.finish import finish
+from farflung.training.kept import Kept
 from farflung.training.stopping import Stop
 from farflung.training.trainer import Trainer
 from farflung.workloads import models, tokenizers
@@ -139,10 +140,11 @@ def run_peer(ticket: Ticket, config: Config, seat: Seat, joined: Callable[[Inter
         network.expect(*_shapes_of(config))
         stop = Stop(HashStore(), [identity.rank], [identity.rank])
         with launch.stopping_on_signals(stop), _ticket_kept(network, folder / "run.ticket"):
-            trainer = Trainer(config, network, folder, stop, launch.pick_device(config.device, 0), step)
+            kept = Kept(HashStore(), lambda: [identity.rank])
+            trainer = Trainer(config, network, folder, stop, kept, launch.pick_device(config.device, 0), step)
             told.append(trainer)
             trainer.train(catch_up=away)
-            finish(trainer, writes=True, network=SimulatedNetwork.alone())
+            finish(trainer, writes=True, tells=True, network=SimulatedNetwork.alone())
     finally:
         network.close()
 

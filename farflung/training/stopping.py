@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+import queue
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-AGREEMENT_SECONDS = 10.0
-"""How long a replica that was told to stop waits for the others' word of being told, too."""
+POLL_SECONDS = 1.0
+"""How often a process looks whether somebody wants the run to stop."""
+AGREEMENT_SECONDS = 20.0
+"""How long a process that is to stop waits for the others' word of it."""
 
 
 class Stopped(Exception):
@@ -19,50 +24,89 @@ class Stopped(Exception):
 
 
 class Stop:
-    """The wish to stop, from a signal, and the replicas' agreement on the step.
+    """The wish to stop, from a signal to any process, and all processes' agreement on the step.
 
-    Every replica says in the store which step it is in; the run stops after the furthest of these, which nobody
-    has passed. Until then all train on, so no exchange is left without its partner.
+    Whoever gets the signal says so in the store; the others look there now and then, in a thread of their own, so that
+    no step waits for the store. Each process then says which step it is in, and begins no other before it knows the
+    same of all. The run stops after the furthest of these steps, which nobody has passed. Until then all train on, so
+    no exchange is left without its partner.
 
     Args:
-        store: shared by all replicas.
-        everyone: all replicas.
-        mine: those of this process.
+        store: shared by all processes; this one gets a connection of its own.
+        everyone: all processes, or replicas where one process has several.
+        mine: those that this one answers for.
     """
 
     def __init__(self, store: Store, everyone: Iterable[int], mine: Iterable[int]) -> None:
-        self._store = store
+        self._store: Store = store.clone()  # type: ignore[attr-defined]
         self._everyone = list(everyone)
         self._steps = dict.fromkeys(mine, 0)
-        self._requested = False
-        self._last_step: int | None = None
         self._parent = os.getppid()
+        self._calls: queue.SimpleQueue[str] = queue.SimpleQueue()  # may be put to out of a signal handler
+        self.requested = False
+        """Whether this process was asked to stop."""
+        self._lock = threading.Lock()
+        self._answered = False
+        self._settled = threading.Event()
+        self._last_step: int | None = None
 
     def request(self, *_: Any) -> None:
         """Asks to stop; a signal handler."""
-        if not self._requested:
-            self._requested = True
-            for replica, step in self._steps.items():
-                self._store.set(f"stop/{replica}", str(step))
+        self.requested = True
+        self._calls.put("stop")
 
-    def begin_step(self, replica: int, step: int) -> None:
-        """Says which step a replica is in."""
-        self._steps[replica] = step
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Hears the others' wish meanwhile."""
+        listener = threading.Thread(target=self._listen, daemon=True)
+        listener.start()
+        try:
+            yield
+        finally:
+            self._calls.put("end")
+            listener.join(POLL_SECONDS)
 
-    def due_after(self, step: int) -> bool:
+    def due_after(self, process: int, step: int) -> bool:
         """Whether this was the last step. Raises Stopped if the others cannot be asked: there is no checkpoint then."""
         if os.getppid() != self._parent:
             raise Stopped("the process that started this replica is gone")
-        if not self._requested:
-            return False
+        with self._lock:
+            if not (self.requested or self._answered):
+                self._steps[process] = step + 1
+                return False
+        self._settled.wait(AGREEMENT_SECONDS)
         if self._last_step is None:
-            self._last_step = self._agree()
+            raise Stopped("not every replica answered, so the last checkpoint is the one before")
         return step >= self._last_step
 
-    def _agree(self) -> int:
-        keys = [f"stop/{replica}" for replica in self._everyone]
+    def _listen(self) -> None:
         try:
-            self._store.wait(keys, timedelta(seconds=AGREEMENT_SECONDS))
-        except (dist.DistError, RuntimeError) as error:
-            raise Stopped("not every replica answered, so the last checkpoint is the one before") from error
-        return max(int(self._store.get(key)) for key in keys)
+            heard = ""
+            while not heard:
+                heard = self._heard()
+            if heard == "stop":
+                self._last_step = self._agree()
+        except (dist.DistError, RuntimeError):
+            pass  # without the store there is no agreement; who is asked to stop says so
+        finally:
+            self._settled.set()
+
+    def _heard(self) -> str:
+        """What has been asked for in the last while, here or elsewhere."""
+        try:
+            call = self._calls.get(timeout=POLL_SECONDS)
+        except queue.Empty:
+            return "stop" if self._store.check(["stop"]) else ""
+        if call == "stop":
+            self._store.set("stop", "")
+        return call
+
+    def _agree(self) -> int:
+        with self._lock:
+            self._answered = True
+            steps = dict(self._steps)
+        for process, step in steps.items():
+            self._store.set(f"stop/{process}", str(step))
+        keys = [f"stop/{process}" for process in self._everyone]
+        self._store.wait(keys, timedelta(seconds=AGREEMENT_SECONDS))
+        return max(int(step) for step in self._store.multi_get(keys))

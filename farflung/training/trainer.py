@@ -14,11 +14,12 @@ import torch
 
 from farflung import methods
 from farflung.config import Config
-from farflung.networks import Network, OpenNetwork
+from farflung.networks import Network, OpenNetwork, TimedNetwork
 from farflung.outer import Attached, Round
 from farflung.pipeline import assemble
 from farflung.training import checkpoint
 from farflung.training.events import EventLog
+from farflung.training.kept import Kept
 from farflung.training.late import LateAverage
 from farflung.training.layouts import buffer_names, load_state, own_names
 from farflung.training.learning_rate import left_of_lr
@@ -41,6 +42,7 @@ class Trainer:
         network: the seat of all of the run's processes.
         folder: the run folder; events and checkpoints go there.
         stop: asked after each step whether it was the last.
+        kept: told of each checkpoint, and asked which can go.
         device: what the model trains on.
         resume_step: the checkpoint to go on from; 0 for the beginning of a run that has none, None for a new run.
         text: what to train on, where other replicas in this process have read it already.
@@ -55,6 +57,7 @@ class Trainer:
         network: Network,
         folder: Path,
         stop: Stop,
+        kept: Kept,
         device: torch.device,
         resume_step: int | None = None,
         text: data.Data | None = None,
@@ -62,6 +65,7 @@ class Trainer:
         self.config = config
         self.folder = folder
         self.stop = stop
+        self.kept = kept
         self.device = device
         self.method = methods.from_config(config)
         self.tokenizer = tokenizers.load(config.tokenizer)
@@ -87,6 +91,10 @@ class Trainer:
         self._bytes_told = 0
         parts = (self.model, self.optimizer, self.method.schedule.fragments)
         state = load_state(folder, self.step, layout, place, *parts) if self.step else None
+        self._checkpoints = {step for step in checkpoint.steps_of(folder, place.replica) if step <= self.step}
+        kept.tell(self.process, self._checkpoints)
+        if state and isinstance(network, TimedNetwork):
+            network.resume(state["clock"])
         self.events = EventLog(
             folder,
             place.replica,
@@ -104,6 +112,7 @@ class Trainer:
 
         To `catch_up` is to take the others' state first, on an open network where this replica was away.
         """
+        checkpoint.forget_after(self.folder, self.island.place.replica, self.step)
         self._describe()
         attached = self.method.attach(
             self.model,
@@ -129,7 +138,6 @@ class Trainer:
     def _train_step(self, outer: Attached) -> None:
         config = self.config
         before = self.step
-        self.stop.begin_step(self.process, before + 1)
         for group in self.optimizer.param_groups:
             group["lr"] = self.lr * left_of_lr(config, self.step)
         loss, fault = self.island.gradients(self.trained)
@@ -155,7 +163,7 @@ class Trainer:
             self._evaluate()
         if config.checkpoint_every and comes(config.checkpoint_every) and not last:
             self.save(outer)
-        if self.stop.due_after(self.step) and not last:
+        if self.stop.due_after(self.process, self.step) and not last:
             self.save(outer)
             self.events.write("end", self.step, reason="stopped")
             raise Stopped(f"stopped after step {self.step}")
@@ -182,6 +190,7 @@ class Trainer:
                 "late": self.late.state_dict(),
                 "traffic": dataclasses.asdict(self.network.traffic),
                 "boundary_traffic": dataclasses.asdict(self.island.traffic),
+                "clock": self.network.clock() if isinstance(self.network, TimedNetwork) else None,
                 "elapsed": self.events.elapsed(),
                 "events_size": self.events.size(),
             }
@@ -192,11 +201,20 @@ class Trainer:
                     f"no checkpoint of step {self.step}: {error.strerror}; see to {self.folder}; the last one stays"
                 )
                 return
-            checkpoint.prune(self.folder, self.island.place.replica, self.config.keep_checkpoints)
+            self._checkpoints.add(self.step)
+            self.kept.tell(self.process, self._checkpoints)
+            self.prune()
             self.events.write("checkpoint", self.step, seconds=self.network.now() - began)
 
+    def prune(self) -> None:
+        """Removes old checkpoints, once all are known to have as many newer ones as are to be kept."""
+        whole = self.kept.whole()
+        if len(whole) >= self.config.keep_checkpoints:
+            oldest = whole[self.config.keep_checkpoints - 1]
+            checkpoint.prune(self.folder, self.island.place.replica, before=oldest)
+            self._checkpoints = {step for step in self._checkpoints if step >= oldest}
+
     def _restore(self, state: dict[str, Any], outer: Attached) -> None:
-        checkpoint.forget_after(self.folder, self.island.place.replica, self.step)
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         outer.load_state_dict(state["outer"])

@@ -1,0 +1,37 @@
+"""Which checkpoints the processes of a run have, so that none goes that others may have to go on from."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterable
+
+import torch.distributed as dist
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+
+class Kept:
+    """What each process has told of its checkpoints, in a store that all share. What is known may lag behind.
+
+    Args:
+        store: shared by all processes.
+        everyone: those that have to have a checkpoint for it to be whole; the dead are not among them.
+    """
+
+    def __init__(self, store: Store, everyone: Callable[[], Iterable[int]]) -> None:
+        self._store = store
+        self._everyone = everyone
+
+    def tell(self, process: int, steps: Iterable[int]) -> None:
+        """Says at which steps a process has its part of a checkpoint; once before it trains, and at each change."""
+        with contextlib.suppress(dist.DistError, RuntimeError):  # others then keep their files for longer
+            self._store.set(f"kept/{process}", json.dumps(sorted(steps)))
+
+    def whole(self) -> list[int]:
+        """The steps at which everyone has said to have a checkpoint, newest first; none while that is not known."""
+        keys = [f"kept/{process}" for process in self._everyone()]
+        try:
+            told = self._store.multi_get(keys) if self._store.check(keys) else [b"[]"]
+        except (dist.DistError, RuntimeError):
+            return []
+        return sorted(set.intersection(*(set(json.loads(steps)) for steps in told)), reverse=True)

@@ -1,0 +1,22 @@
+"""What the user must be told at once, also by a process whose own output goes to a file."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from pathlib import Path
+
+STARTED_HERE = "FARFLUNG_STARTED_HERE"
+"""Set in the environment of replicas that this machine's launcher watches itself."""
+
+
+def say(line: str) -> None:
+    """Writes a line to the user's terminal: the launcher's, where there is one and the system lets us."""
+    if STARTED_HERE in os.environ:
+        with contextlib.suppress(OSError), Path(f"/proc/{os.getppid()}/fd/2").open("a") as terminal:
+            terminal.write(f"farflung: {line}\n")
+            return
+    with contextlib.suppress(OSError):  # it may lie on the very disk that is full
+        sys.stderr.write(f"farflung: {line}\n")
+        sys.stderr.flush()

@@ -1,0 +1,401 @@
+"""Going on with a run, stopping it and beginning it anew: nothing is lost without a word, whoever fell behind."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from processes import free_port, run_here, saved
+from torch.distributed import HashStore
+
+from farflung.config import UserError
+from farflung.pipeline import Layout
+from farflung.training import checkpoint, finish
+from farflung.training.beginning import telling, writing
+from farflung.training.events import EventLog
+from farflung.training.export import export
+from farflung.training.kept import Kept
+from farflung.training.stopping import Stop
+from farflung.training.trainer import Trainer
+
+STEPS = 25
+SMALL = [
+    "--model",
+    "micro",
+    "--batch-size",
+    "2",
+    "--sequence-length",
+    "16",
+    "--eval-sequences",
+    "2",
+    "--eval-every",
+    "10",
+]
+SMALL += [
+    "--log-every",
+    "5",
+    "--checkpoint-every",
+    "5",
+    "--warmup",
+    "2",
+    "--max-tokens",
+    "100000",
+    "--steps",
+    str(STEPS),
+]
+
+SIMULATED = [*SMALL, "--every", "5", "--network", "simulated", "--replicas", "2"]
+
+
+PIPELINE = ["--method", "local", "--stages", "2", "--microbatches", "2"]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two replicas that keeps all of its checkpoints."""
+    folder = tmp_path_factory.mktemp("runs")
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        assert run_here(monkeypatch, folder, "train", *SIMULATED, "--keep-checkpoints", "9", "--out", "run") == 0
+    return folder / "run"
+
+
+def copy(run: Path, to: Path, steps: dict[int, set[int]]) -> Path:
+    """A run's folder, in which each replica has its checkpoints of these steps only."""
+    subprocess.run(["cp", "-r", run, to], check=True)
+    for path in to.glob("checkpoints/step-*/*"):
+        if int(path.parent.name[5:]) not in steps[int(path.stem[8:])]:
+            path.unlink()
+    (to / "summary.json").unlink()
+    return to
+
+
+def everything_in(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def same_end(one: Path, other: Path) -> bool:
+    pairs = [[saved(folder, STEPS, replica)["model"] for folder in (one, other)] for replica in (0, 1)]
+    return all(torch.equal(a[name], b[name]) for a, b in pairs for name in a)
+
+
+def one_line(capsys: pytest.CaptureFixture[str]) -> str:
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    return line
+
+
+@pytest.mark.parametrize("steps", [{0: {20, 25}, 1: {5, 10}}, {0: {5}, 1: set()}, {0: set(), 1: set()}])
+def test_without_a_common_checkpoint_only_a_restart_begins_anew(
+    undisturbed: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    steps: dict[int, set[int]],
+) -> None:
+    folder = copy(undisturbed, tmp_path / "run", steps)
+    before = everything_in(folder)
+    assert run_here(monkeypatch, tmp_path, "train", "--resume", "run") == 2
+    line = one_line(capsys)
+    assert "no checkpoint is there of all replicas" in line and "farflung train --resume run --restart" in line
+    if steps[1]:
+        assert "steps 20, 25" in line and "steps 5, 10" in line
+    assert everything_in(folder) == before
+    if steps[1]:
+        return
+    assert run_here(monkeypatch, tmp_path, "train", "--resume", "run", "--restart") == 0
+    assert same_end(undisturbed, folder)
+    first = json.loads((folder / "events" / "replica-0.jsonl").read_text().splitlines()[0])
+    assert not first["resumed"]
+
+
+def test_a_restart_leaves_a_run_alone_that_is_being_trained(
+    undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = copy(undisturbed, tmp_path / "run", {0: {5}, 1: {5}})
+    log = EventLog(folder, 1, "replica-1", time.monotonic, keep=0)
+    before = everything_in(folder)
+    assert run_here(monkeypatch, tmp_path, "train", "--resume", "run", "--restart") == 2
+    assert "being trained by another process" in one_line(capsys) and everything_in(folder) == before
+    log.close()
+
+
+@pytest.mark.parametrize(
+    ("processes", "arguments", "words"),
+    [
+        (3, [], ["a run of 2 replicas, and 3 are started", "start 2 processes", "--resume run --restart"]),
+        (1, [], ["a run of 2 replicas, and 1 are started"]),
+        (4, ["--stages", "1"], ["a run of 2 replicas, and 4 are started"]),
+        (6, ["--stages", "4"], ["6 processes cannot be replicas of 4 stages", "start a multiple of 4"]),
+    ],
+)
+def test_torchrun_with_another_number_of_replicas_is_refused(
+    undisturbed: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    processes: int,
+    arguments: list[str],
+    words: list[str],
+) -> None:
+    folder = copy(undisturbed, tmp_path / "run", {0: {5}, 1: {5}})
+    before = everything_in(folder)
+    monkeypatch.setenv("WORLD_SIZE", str(processes))
+    assert run_here(monkeypatch, tmp_path, "train", "--resume", "run", *arguments) == 2
+    line = one_line(capsys)
+    assert all(word in line for word in words), line
+    assert everything_in(folder) == before
+
+
+def as_torchrun(monkeypatch: pytest.MonkeyPatch, attempt: int) -> None:
+    """This process becomes the only one of a torchrun's, in one of its attempts."""
+    here = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    here |= {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": attempt, "GLOO_SOCKET_IFNAME": "lo"}
+    for name, value in here.items():
+        monkeypatch.setenv(name, str(value))
+
+
+@pytest.mark.parametrize("crash", [3, 12])
+def test_what_torchrun_starts_again_goes_on_with_what_it_began_and_nothing_else(
+    undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], crash: int
+) -> None:
+    """A crash before the first checkpoint, and one after; then the same command in a launch that did not begin it."""
+    command = ["train", *SMALL, "--method", "local", "--log-every", "1", "--out", "run"]
+    original = Trainer._train_step
+
+    def step(trainer: Trainer, outer: Any) -> None:
+        original(trainer, outer)
+        if trainer.step == crash:
+            raise RuntimeError("crash")
+
+    with monkeypatch.context() as first:
+        as_torchrun(first, 0)
+        first.setattr(Trainer, "_train_step", step)
+        with pytest.raises(RuntimeError, match="crash"):
+            run_here(first, tmp_path, *command)
+        torch.distributed.destroy_process_group()
+    with monkeypatch.context() as second:
+        as_torchrun(second, 1)
+        assert run_here(second, tmp_path, *command) == 0
+    lines = (tmp_path / "run" / "events" / "replica-0.jsonl").read_text().splitlines()
+    steps = [event["step"] for event in map(json.loads, lines) if event["event"] == "step"]
+    assert steps == list(range(1, STEPS + 1))
+
+    capsys.readouterr()
+    before = everything_in(tmp_path / "run")
+    for attempt in (0, 1):
+        as_torchrun(monkeypatch, attempt)
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "another")
+        assert run_here(monkeypatch, tmp_path, *command, "--seed", "7") == 2
+        assert "already holds a run" in one_line(capsys) and everything_in(tmp_path / "run") == before
+
+
+def test_a_wish_to_stop_reaches_all_and_nobody_passes_the_step() -> None:
+    """Processes that train at paces of their own; one of them is told to stop, once it has gone some way."""
+    store, paces = HashStore(), (0.01, 0.015, 0.02)
+    stops = [Stop(store, range(3), [process]) for process in range(3)]
+    ended: dict[int, int] = {}
+
+    def train(process: int) -> None:
+        step = 0
+        with stops[process].listening():
+            while process not in ended:
+                step += 1
+                time.sleep(paces[process] * random.random())
+                if process == 1 and step == 30:
+                    stops[1].request()
+                if stops[process].due_after(process, step):
+                    ended[process] = step
+
+    threads = [threading.Thread(target=train, args=(process,)) for process in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(100)
+    assert len(ended) == 3 and len(set(ended.values())) == 1 and ended[1] >= 30
+
+
+def test_only_what_everyone_has_counts_as_whole() -> None:
+    living = [0, 1, 2]
+    kept = Kept(HashStore(), lambda: living)
+    for process, steps in enumerate([{10, 20, 30, 40}, {10, 20}, {10}]):
+        kept.tell(process, steps)
+    assert kept.whole() == [10]
+    living.remove(2)
+    assert kept.whole() == [20, 10]
+    living.append(3)  # who has said nothing yet
+    assert kept.whole() == []
+
+
+def test_on_each_machine_one_replica_writes_and_one_process_tells() -> None:
+    for layout, machines, replicas, processes in [
+        (Layout(3, stages=2), "aaabbb", {"a": 0, "b": 2}, {0, 4}),
+        (Layout(3, stages=4), "aaaaaabbbbbb", {"a": 0, "b": 2}, {0, 8}),
+        (Layout(1, stages=4), "aabb", {"a": 0, "b": 0}, {0, 2}),
+        (Layout(2, shards=2), "abbb", {"a": 0, "b": 1}, {0, 2}),
+        (Layout(4), "abab", {"a": 0, "b": 1}, {0, 1}),
+    ]:
+        assert writing(layout, machines) == replicas and telling(layout, machines) == processes
+
+
+CONDITIONS = """
+step_ms = 100
+speed_sigma = 0.1
+step_sigma = 0.2
+latency_sigma = 0.3
+[[deaths]]
+replica = 2
+at_s = {first}
+[[deaths]]
+replica = 3
+at_s = {second}
+[[cuts]]
+replicas = [0]
+from_s = {cut}
+until_s = {until}
+"""
+
+
+def events(folder: Path, replica: int) -> list[dict[str, Any]]:
+    """What happened to a replica in its world; but for the rates, which are counted anew."""
+    lines = map(json.loads, (folder / "events" / f"replica-{replica}.jsonl").read_text().splitlines())
+    kept = [event for event in lines if event["event"] in ("step", "round", "evaluation", "end")]
+    return [{key: value for key, value in event.items() if key != "tokens_per_second"} for event in kept]
+
+
+def test_a_simulated_world_goes_on_where_it_stood(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replica 2 dies and replica 0 is cut off before the crash, replica 3 dies after it; none of it happens twice."""
+    (tmp_path / "world.toml").write_text(CONDITIONS.format(first=0.75, second=2.35, cut=1.0, until=1.3))
+    command = [
+        "train",
+        *SMALL,
+        "--every",
+        "5",
+        "--network",
+        "simulated",
+        "--replicas",
+        "4",
+        "--conditions",
+        "world.toml",
+    ]
+    assert run_here(monkeypatch, tmp_path, *command, "--out", "undisturbed") == 0
+    original = Trainer._train_step
+
+    def step(trainer: Trainer, outer: Any) -> None:
+        if trainer.step == 19:
+            raise RuntimeError("power cut")
+        original(trainer, outer)
+
+    with monkeypatch.context() as crashing:
+        crashing.setattr(Trainer, "_train_step", step)
+        with pytest.raises(RuntimeError, match="power cut"):
+            run_here(crashing, tmp_path, *command, "--out", "crashed")
+    assert checkpoint.whole_steps(tmp_path / "crashed")[0] == 15
+    assert run_here(monkeypatch, tmp_path, "train", "--resume", "crashed") == 0
+    for replica in range(4):
+        assert events(tmp_path / "crashed", replica) == events(tmp_path / "undisturbed", replica)
+    ends = {replica: events(tmp_path / "crashed", replica)[-1] for replica in range(4)}
+    assert [ends[replica]["reason"] for replica in range(4)] == ["finished", "finished", "died", "died"]
+    assert ends[2]["step"] < 10 and 15 < ends[3]["step"] < STEPS
+    assert same_end(tmp_path / "undisturbed", tmp_path / "crashed")
+    for folder in ("undisturbed", "crashed"):  # the dead keep their own files, and no others
+        living = [path for replica in (0, 1) for path in tmp_path.glob(f"{folder}/checkpoints/*/replica-{replica}.pt")]
+        assert {path.parent.name for path in living} == {"step-000020", "step-000025"}
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="a small disk can only be mounted by root")
+def test_a_disk_that_is_full_at_the_end_loses_no_result(
+    undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """First somebody makes room after a while; then nobody does."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=20m", "tmpfs", str(disk)], capture_output=True).returncode:
+        pytest.skip("mounting is not allowed here")
+    original, filled, trials = Trainer.prune, [False], 0
+
+    def fill(trainer: Trainer) -> None:
+        original(trainer)
+        if trainer.step == STEPS and not filled[0]:
+            filled[0] = True
+            with (disk / "filler").open("ab", 0) as file, pytest.raises(OSError, match="No space"):
+                while file.write(bytes(4096)):
+                    pass
+
+    def wait(seconds: float) -> None:
+        nonlocal trials
+        trials += 1
+        if trials == 3:
+            (disk / "filler").unlink()
+
+    try:
+        monkeypatch.setattr(Trainer, "prune", fill)
+        monkeypatch.setattr(finish, "time", SimpleNamespace(monotonic=time.monotonic, sleep=wait))
+        assert run_here(monkeypatch, tmp_path, "train", *SIMULATED, "--out", "disk/run") == 0
+        said = capfd.readouterr()
+        assert "No space left on device; make room" in said.err and '"validation_loss_averaged": ' in said.err
+        assert "the trained model writes" in said.out
+        averaged, expected = (
+            checkpoint.read(checkpoint.average_of(run))["model"] for run in (disk / "run", undisturbed)
+        )
+        assert all(torch.equal(averaged[name], expected[name]) for name in expected)
+
+        filled[0] = False
+        monkeypatch.setattr(finish, "TRY_FOR_SECONDS", 0.0)
+        assert run_here(monkeypatch, tmp_path, "train", "--resume", "disk/run", "--restart") == 1
+        said = capfd.readouterr()
+        assert '"validation_loss_averaged": ' in said.err and "Traceback" not in said.err
+        (disk / "filler").unlink()
+        assert run_here(monkeypatch, tmp_path, "train", "--resume", "disk/run") == 0
+        assert (disk / "run" / "summary.json").exists()
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_an_island_on_two_machines_ends_well_and_is_exported_from_both_folders_together(tmp_path: Path) -> None:
+    port = free_port()
+    common = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "MASTER_ADDR": "127.0.0.1"}
+    common |= {"MASTER_PORT": str(port), "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
+    machines = [
+        subprocess.Popen(
+            [
+                sys.executable,
+                "-m",
+                "farflung",
+                "train",
+                *SMALL,
+                *PIPELINE,
+                "--out",
+                str(tmp_path / f"machine-{n}"),
+            ],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**common, "RANK": str(n), "GROUP_RANK": str(n)},
+        )
+        for n in (0, 1)
+    ]
+    try:
+        for machine in machines:
+            said, complaint = machine.communicate(timeout=500)
+            assert machine.returncode == 0, complaint
+            assert "the trained model writes" in said
+    finally:
+        for machine in machines:
+            machine.kill()
+            machine.wait()
+    for n in (0, 1):
+        assert (tmp_path / f"machine-{n}" / "summary.json").exists()
+        with pytest.raises(UserError, match="copy the folders of all machines together"):
+            export(tmp_path / f"machine-{n}", tmp_path / "model")
+    subprocess.run(["cp", "-r", f"{tmp_path}/machine-1/.", f"{tmp_path}/machine-0"], check=True)
+    assert "averaged at the end" in export(tmp_path / "machine-0", tmp_path / "model")
+    for path in tmp_path.glob("machine-0/checkpoints/averaged*"):
+        path.unlink()
+    assert "checkpoints at step 25" in export(tmp_path / "machine-0", tmp_path / "other")
