@@ -1,10 +1,12 @@
 """The command line as a user meets it: real processes, real mistakes, real signals."""
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -173,26 +175,36 @@ def torchrun(rank: int, port: int, folder: Path, resume: bool) -> Python:
     )
 
 
+@contextlib.contextmanager
+def two_machines(folders: list[Path], resume: bool) -> Iterator[list[Python]]:
+    port = free_port()
+    machines = [torchrun(rank, port, folders[rank], resume) for rank in (0, 1)]
+    try:
+        yield machines
+    finally:
+        for machine in machines:
+            machine.kill()
+            machine.communicate()
+
+
 def test_two_machines_with_torchrun_stop_together_and_give_the_same_run(undisturbed: Path, tmp_path: Path) -> None:
     """Only one of them is told to stop, as when a queue wants one machine back."""
     folders = [tmp_path / f"machine-{rank}" for rank in (0, 1)]
-    for resume in (False, True):
-        port = free_port()
-        machines = [torchrun(rank, port, folders[rank], resume) for rank in (0, 1)]
-        try:
-            if not resume:
-                until(lambda: checkpoint.steps_of(folders[1], 1))
-                machines[1].send_signal(signal.SIGTERM)
-            for rank, machine in enumerate(machines):
-                _, complaint = machine.communicate(timeout=patience(100))
-                assert machine.returncode == 0 or (rank and not resume), complaint
-        finally:
-            for machine in machines:
-                machine.kill()
-                machine.wait()
-        if not resume:
-            stopped = [max(checkpoint.steps_of(folders[rank], rank)) for rank in (0, 1)]
-            assert stopped[0] == stopped[1] < 40
+
+    def ends() -> list[bytes]:
+        paths = [folders[rank] / "events" / f"replica-{rank}.jsonl" for rank in (0, 1)]
+        return [line for path in paths for line in path.read_bytes().splitlines() if b'"event": "end"' in line]
+
+    with two_machines(folders, resume=False) as machines:
+        until(lambda: checkpoint.steps_of(folders[1], 1))
+        machines[1].send_signal(signal.SIGTERM)
+        until(lambda: len(ends()) == 2)  # torchrun itself waits for minutes for the other machine's
+    stopped = [max(checkpoint.steps_of(folders[rank], rank)) for rank in (0, 1)]
+    assert stopped[0] == stopped[1] < 40
+    with two_machines(folders, resume=True) as machines:
+        for machine in machines:
+            _, complaint = machine.communicate(timeout=patience(100))
+            assert machine.returncode == 0, complaint
     for rank in (0, 1):
         assert (folders[rank] / "config.toml").exists() and (folders[rank] / "summary.json").exists()
         mine = saved(folders[rank], 40, rank)["model"]

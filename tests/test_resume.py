@@ -355,7 +355,7 @@ def test_a_disk_that_is_full_at_the_end_loses_no_result(
         assert run_here(monkeypatch, tmp_path, "train", "--resume", "disk/run") == 0
         assert (disk / "run" / "summary.json").exists()
     finally:
-        subprocess.run(["umount", str(disk)], check=True)
+        subprocess.run(["umount", "-l", str(disk)], check=True)
 
 
 def test_an_island_on_two_machines_ends_well_and_is_exported_from_both_folders_together(tmp_path: Path) -> None:

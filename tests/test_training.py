@@ -26,7 +26,6 @@ STEPS = 24
 SMALL: dict[str, Any] = {
     "model": "micro",
     "network": "simulated",
-    "model": "micro",
     "replicas": 3,
     "steps": STEPS,
     "every": 5,
