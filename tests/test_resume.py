@@ -226,9 +226,10 @@ def test_only_what_everyone_has_counts_as_whole() -> None:
     kept = Kept(HashStore(), lambda: living)
     for process, steps in enumerate([{10, 20, 30, 40}, {10, 20}, {10}]):
         kept.tell(process, steps)
-    assert kept.whole() == [10]
+    assert kept.whole() == [10] and kept.oldest_needed(0, keep=1) == 10 and kept.oldest_needed(0, keep=2) == 0
+    kept.add(1, 30)
     living.remove(2)
-    assert kept.whole() == [20, 10]
+    assert kept.whole() == [30, 20, 10] and kept.oldest_needed(0, keep=2) == 20
     living.append(3)  # who has said nothing yet
     assert kept.whole() == []
 

@@ -21,11 +21,24 @@ class Kept:
     def __init__(self, store: Store, everyone: Callable[[], Iterable[int]]) -> None:
         self._store = store
         self._everyone = everyone
+        self._own: dict[int, set[int]] = {}
 
     def tell(self, process: int, steps: Iterable[int]) -> None:
-        """Says at which steps a process has its part of a checkpoint; once before it trains, and at each change."""
+        """Says at which steps a process has its part of a checkpoint, before it trains."""
+        self._own[process] = set(steps)
         with contextlib.suppress(dist.DistError, RuntimeError):  # others then keep their files for longer
-            self._store.set(f"kept/{process}", json.dumps(sorted(steps)))
+            self._store.set(f"kept/{process}", json.dumps(sorted(self._own[process])))
+
+    def add(self, process: int, step: int) -> None:
+        """Says that a process has written one more."""
+        self.tell(process, {*self._own[process], step})
+
+    def oldest_needed(self, process: int, keep: int) -> int:
+        """The step before which a process may remove its own: all are known to have `keep` newer ones."""
+        whole = self.whole()
+        oldest = whole[keep - 1] if len(whole) >= keep else 0
+        self._own[process] = {step for step in self._own[process] if step >= oldest}
+        return oldest
 
     def whole(self) -> list[int]:
         """The steps at which everyone has said to have a checkpoint, newest first; none while that is not known."""

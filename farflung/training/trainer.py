@@ -91,8 +91,7 @@ class Trainer:
         self._bytes_told = 0
         parts = (self.model, self.optimizer, self.method.schedule.fragments)
         state = load_state(folder, self.step, layout, place, *parts) if self.step else None
-        self._checkpoints = {step for step in checkpoint.steps_of(folder, place.replica) if step <= self.step}
-        kept.tell(self.process, self._checkpoints)
+        kept.tell(self.process, (step for step in checkpoint.steps_of(folder, place.replica) if step <= self.step))
         if state and isinstance(network, TimedNetwork):
             network.resume(state["clock"])
         self.events = EventLog(
@@ -201,18 +200,14 @@ class Trainer:
                     f"no checkpoint of step {self.step}: {error.strerror}; see to {self.folder}; the last one stays"
                 )
                 return
-            self._checkpoints.add(self.step)
-            self.kept.tell(self.process, self._checkpoints)
+            self.kept.add(self.process, self.step)
             self.prune()
             self.events.write("checkpoint", self.step, seconds=self.network.now() - began)
 
     def prune(self) -> None:
         """Removes old checkpoints, once all are known to have as many newer ones as are to be kept."""
-        whole = self.kept.whole()
-        if len(whole) >= self.config.keep_checkpoints:
-            oldest = whole[self.config.keep_checkpoints - 1]
-            checkpoint.prune(self.folder, self.island.place.replica, before=oldest)
-            self._checkpoints = {step for step in self._checkpoints if step >= oldest}
+        oldest = self.kept.oldest_needed(self.process, self.config.keep_checkpoints)
+        checkpoint.prune(self.folder, self.island.place.replica, before=oldest)
 
     def _restore(self, state: dict[str, Any], outer: Attached) -> None:
         self.model.load_state_dict(state["model"])
