@@ -84,7 +84,7 @@ def farflung_rounds(replica: Replica, method: Any) -> Iterator[Step]:
 
     from farflung.networks import TorchNetwork
 
-    network = TorchNetwork.from_env(deadline=120)
+    network = TorchNetwork.from_env(starting=120)
     with method.attach(replica.model, replica.optimizer, network):
         yield lambda: local_step(replica, replica.optimizer)
     dist.barrier()

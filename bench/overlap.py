@@ -54,7 +54,7 @@ def replica(name: str, parameters: int, step_seconds: float) -> None:
     Without steps there is no delay.
     """
     torch.set_num_threads(1)
-    network = TorchNetwork.from_env(deadline=60)
+    network = TorchNetwork.from_env(starting=60)
     torch.manual_seed(0)
     side = 500
     model = torch.nn.ParameterList([torch.nn.Parameter(torch.randn(side, side)) for _ in range(parameters // side**2)])

@@ -53,7 +53,7 @@ class Options:
 def replica(name: str, parameters: int, step_ms: float, rounds: int) -> None:
     """Prints the mean seconds of a round; replicas that only meet in pairs end at different times."""
     torch.set_num_threads(1)
-    network = TorchNetwork.from_env(deadline=120)
+    network = TorchNetwork.from_env(starting=120)
     print(rounds_on(network, name, parameters, step_ms, rounds))
     with contextlib.suppress(PeerLost):
         network.exchange(torch.zeros(1, dtype=torch.uint8), network.members(), "leaving").wait(60)

@@ -61,7 +61,7 @@ def carried() -> int:
 def replica(method: str, parameters: int, pause: float) -> None:
     """Holds rounds in which little is computed; prints the median of their seconds, and the bytes of the last one."""
     torch.set_num_threads(1)
-    network = TorchNetwork.from_env(deadline=60)
+    network = TorchNetwork.from_env(starting=60)
     torch.manual_seed(0)
     side = 500
     model = torch.nn.ParameterList([torch.nn.Parameter(torch.randn(side, side)) for _ in range(parameters // side**2)])

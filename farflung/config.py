@@ -126,6 +126,8 @@ class Config:
     """torch: real processes over torch.distributed; simulated: one process, a virtual clock; internet: see invite."""
     device: str = "auto"
     """auto, cpu, cuda, cuda:N or mps."""
+    starting: float = 600.0
+    """Longest wait for the other replicas to start, in seconds."""
     deadline: float = 120.0
     """Longest wait for other replicas, in seconds."""
     conditions: str = ""
@@ -162,7 +164,7 @@ class Config:
         for name in ("lr_final", "late_average"):
             if getattr(self, name) > 1:
                 raise UserError(f"{name} is {getattr(self, name)}; it is a share, and can be at most 1")
-        for name in ("lr", "deadline", "bandwidth_mbps"):
+        for name in ("lr", "deadline", "starting", "bandwidth_mbps"):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise UserError(f"{name} is {getattr(self, name)}; it must be more than 0")

@@ -62,7 +62,7 @@ def sent(network: TorchNetwork, config: Config, text: data.Data) -> dict[str, in
 if __name__ == "__main__":
     cases, _, out = sys.argv[1:4]
     torch.set_num_threads(1)
-    network = TorchNetwork.from_env(deadline=60)
+    network = TorchNetwork.from_env(starting=60)
     results: dict[str, Any] = {}
     text: data.Data | None = None
     for name, settings in json.loads(cases).items():

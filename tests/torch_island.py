@@ -73,7 +73,7 @@ def poisoned(network: Network, config: Config, text: data.Data) -> list[tuple[st
 if __name__ == "__main__":
     cases, _, out = sys.argv[1:4]
     torch.set_num_threads(1)
-    network = TorchNetwork.from_env(deadline=patience(60))
+    network = TorchNetwork.from_env(starting=patience(60))
     results: dict[str, Any] = {}
     text: data.Data | None = None
     for name, settings in json.loads(cases).items():

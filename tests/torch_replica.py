@@ -145,7 +145,7 @@ def death(network: TorchNetwork, _: str) -> Any:
 if __name__ == "__main__":
     case, argument, out = sys.argv[1:4]
     torch.set_num_threads(1)
-    network = TorchNetwork.from_env(deadline=patience(20))
+    network = TorchNetwork.from_env(starting=patience(20))
     observed = globals()[case](network, argument)
     torch.save(observed, Path(out) / f"{network.rank}.pt")
     os._exit(0)  # a process group that others may still be using is not taken apart

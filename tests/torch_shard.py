@@ -94,7 +94,7 @@ def main() -> None:
 
     names, _, out = sys.argv[1:4]
     torch.set_num_threads(1)
-    everyone = TorchNetwork.from_env(deadline=60)
+    everyone = TorchNetwork.from_env(starting=60)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("island", "shard"))
     replica, shard = divmod(everyone.process, 2)
     results: dict[str, Any] = {}

@@ -46,10 +46,15 @@ __all__ = [
 ]
 
 
-def from_env(deadline: float = 120.0) -> Network:
-    """The network this process was started for: torchrun's, a ticket's, or else one simulated replica alone."""
+def from_env(starting: float = 600.0, deadline: float = 120.0) -> Network:
+    """The network this process was started for: torchrun's, a ticket's, or else one simulated replica alone.
+
+    Args:
+        starting: the longest that torchrun's other processes are waited for, in seconds.
+        deadline: the longest that peers on the internet are waited for, in seconds.
+    """
     if dist.is_initialized() or "WORLD_SIZE" in os.environ:
-        return TorchNetwork.from_env(deadline)
+        return TorchNetwork.from_env(starting)
     if "FARFLUNG_TICKET" in os.environ:
         from farflung.networks.internet.environment import from_ticket  # an extra
 

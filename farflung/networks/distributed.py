@@ -65,12 +65,12 @@ class TorchNetwork:
         self._attachments = itertools.count()
 
     @classmethod
-    def from_env(cls, deadline: float = 120.0) -> TorchNetwork:
+    def from_env(cls, starting: float = 600.0) -> TorchNetwork:
         """Joins the process group that torchrun's environment variables describe, unless already in one.
 
-        Raises UserError when the others do not come within `deadline` seconds, or the port is in use.
+        Raises UserError when the others do not come within `starting` seconds, or the port is in use.
         """
-        return cls() if dist.is_initialized() else cls(*join(deadline))
+        return cls() if dist.is_initialized() else cls(*join(starting))
 
     def among(self, processes: Sequence[int]) -> TorchNetwork:
         """The network of some of the processes, this one among them; the first is replica 0 there."""

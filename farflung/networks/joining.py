@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 import socket
 import time
@@ -12,20 +14,25 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 
 from farflung.config import UserError
 
+log = logging.getLogger("farflung")
 
-def join(deadline: float) -> tuple[dict[int, str], Store]:
+WORD_SECONDS = 15.0
+"""Between two words about who is being waited for."""
+
+
+def join(starting: float) -> tuple[dict[int, str], Store]:
     """Joins the process group that torchrun's environment variables describe.
 
     Returns how each process is called in messages, and a store where they can leave each other word. Raises UserError.
     """
-    limit = timedelta(seconds=deadline)
+    limit = timedelta(seconds=starting)
     try:
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         store = _meeting_place(rank, limit)
-        addresses = _check_in(store, rank, size, deadline)
+        addresses = _check_in(store, rank, size, starting)
         dist.init_process_group("gloo", store=PrefixStore("gloo", store), rank=rank, world_size=size, timeout=limit)
     except (dist.DistError, RuntimeError, ValueError, LookupError, TimeoutError) as error:
-        raise UserError(_explain(error, deadline)) from error
+        raise UserError(_explain(error)) from error
     return addresses, store
 
 
@@ -42,20 +49,24 @@ def _meeting_place(rank: int, limit: timedelta) -> Store:
     return PrefixStore(f"farflung/attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
 
 
-def _check_in(store: Store, rank: int, size: int, deadline: float) -> dict[int, str]:
+def _check_in(store: Store, rank: int, size: int, starting: float) -> dict[int, str]:
     """Says where this replica is, and waits for everyone's word; without it, joining hangs for who is missing."""
     host = socket.gethostname()
     store.set(f"address/{rank}", f"{host}, process {os.getpid()}")
-    ends = time.monotonic() + deadline
+    began = time.monotonic()
     for other in range(size):
-        try:
-            store.wait([f"address/{other}"], timedelta(seconds=max(1.0, ends - time.monotonic())))
-        except (dist.DistError, RuntimeError):
-            raise TimeoutError(f"replica {other} of {size} has not come within {deadline:g} s") from None
+        while not store.check([f"address/{other}"]):
+            waited = time.monotonic() - began
+            if waited >= starting:
+                raise TimeoutError(f"replica {other} of {size} has not come within {starting:g} s (--starting)")
+            if waited >= WORD_SECONDS:
+                log.warning("replica %d waits for replica %d to start: %.0f of %g s", rank, other, waited, starting)
+            with contextlib.suppress(dist.DistError, RuntimeError):  # that is the next turn's question
+                store.wait([f"address/{other}"], timedelta(seconds=max(0.1, min(WORD_SECONDS, starting - waited))))
     return {other: store.get(f"address/{other}").decode() for other in range(size)}
 
 
-def _explain(error: Exception, deadline: float) -> str:
+def _explain(error: Exception) -> str:
     where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     text = str(error)
     if "EADDRINUSE" in text or "address already in use" in text.lower():

@@ -21,12 +21,12 @@ class Buffers:
 
     def named(self) -> dict[str, Tensor]:
         """The buffers as they are now, by name; a module may have put another tensor in a buffer's place."""
-        return {
-            f"{prefix}.{name}".lstrip("."): buffer
+        passing = {
+            f"{prefix}.{name}".lstrip(".")
             for prefix, module in self._model.named_modules()
-            for name, buffer in module._buffers.items()
-            if buffer is not None and name not in module._non_persistent_buffers_set
+            for name in module._non_persistent_buffers_set
         }
+        return {name: buffer for name, buffer in self._model.named_buffers() if name not in passing}
 
     def floating(self) -> list[str]:
         """The names of those that training may move by less than one."""

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-import logging
 from typing import TypeVar
 
 import torch
 
 from farflung.networks import Network, PeerLost, Pending
+from farflung.networks.joining import WORD_SECONDS, log
 
 T = TypeVar("T")
 
 BYTES = 4
 """Of each fact's hash travel so many."""
-
-WORD_SECONDS = 15.0
-"""Between two words about who is being waited for."""
 
 
 class Disagreement(RuntimeError):
@@ -66,6 +63,6 @@ def all_there(network: Network, pending: Pending[T], seconds: float) -> T:
                     f"replica {missing} has not started within {seconds:g} s; see whether it is running and can be "
                     "reached, or give it longer with starting=",
                 ) from None
-            logging.getLogger("farflung").warning(
+            log.warning(
                 "replica %d waits for replica %s to start: %.0f of %g s", network.rank, missing, waited, seconds
             )

@@ -157,7 +157,7 @@ def run_torch_replica(config: Config, folder: Path, resume: bool, restart: bool 
         if STARTED_HERE not in os.environ:
             way = _prepare_machine(config, folder, way, restart)  # the others come no further meanwhile than joining
     use_cores_of(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    network = TorchNetwork.from_env(config.deadline)
+    network = TorchNetwork.from_env(config.starting)
     layout = Layout.of(config)
     place = layout.place(network.process)
     everyone = range(layout.processes)

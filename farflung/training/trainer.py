@@ -119,6 +119,7 @@ class Trainer:
             self.network,
             outer_device=None if self.config.outer_device == "model" else self.config.outer_device,
             deadline=self.config.deadline,
+            starting=self.config.starting,
             robust=self.config.robust,
             on_round=self._log_round,
         )
@@ -159,6 +160,7 @@ class Trainer:
         if self.trained % config.log_every == 0 or last:
             self._log_step(loss)
         if comes(config.eval_every) and not last:
+            outer.average_buffers()
             self._evaluate()
         if config.checkpoint_every and comes(config.checkpoint_every) and not last:
             self.save(outer)
