@@ -127,11 +127,15 @@ def train(
 @law
 @given(case=cases())
 def test_equal_replicas_stay_equal(case: Case) -> None:
-    """On equal data: bit for bit where the method says so or nothing is rounded, else within rounding."""
+    """On equal data: bit for bit where the method says so or nothing is rounded, else within rounding.
+
+    Who sits out in a round makes no outer step, and so is not equal: then the number of replicas is even.
+    """
+    assume(case.kind == "diloco" or case.replicas % 2 == 0)
     seen = Simulation(case.replicas).run(lambda network: train(network, case, 5 * EVERY, data=lambda rank: 7))
     moved = float((seen[0].weights - flat(case.model())).norm())
     for other in seen[1:]:
-        if case.kind == "diloco" or (case.codec == "float32" and case.replicas % 2 == 0):
+        if case.kind == "diloco" or case.codec == "float32":
             assert torch.equal(other.weights, seen[0].weights)
         else:
             assert float((other.weights - seen[0].weights).norm()) < 0.3 * moved
@@ -151,7 +155,8 @@ def test_anchors_are_equal_bit_for_bit_whatever_replicas_see(case: Case) -> None
 def test_constant_progress_arrives_whole(case: Case, step: float) -> None:
     """An equal step each time, on all replicas: the outer optimizer with rate 1 must come as far, but for what is owed.
 
-    At most two rounds' progress may still be under way or owed by error feedback.
+    At most two rounds' progress may still be under way or owed by error feedback; without it, a codec's own rounding is
+    lost, which is a 16th for e4m3.
     """
     assume(case.merge in ("kept", "eager") and (case.replicas % 2 == 0 or case.kind == "diloco"))
     exact = torch.finfo(DTYPES[case.dtype]).eps < 1e-3
@@ -171,7 +176,8 @@ def test_constant_progress_arrives_whole(case: Case, step: float) -> None:
 
     rounds = 40 if "topk" in case.codec or "int2" in case.codec else 12
     rounded = float(torch.tensor(step, dtype=DTYPES[case.dtype])) / step
-    owed = (20 if "topk" in case.codec else 2) * EVERY if case.codec.startswith("ef-") else 0.02 * rounds * EVERY
+    rounding = (1 / 16 if case.codec == "e4m3" else 0.02) * rounds * EVERY
+    owed = (20 if "topk" in case.codec else 2) * EVERY if case.codec.startswith("ef-") else rounding
     inner = 0 if exact else 0.3 * rounds * EVERY  # bfloat16 weights lose small steps in the inner optimizer
     for moved in Simulation(case.replicas).run(work):
         assert float((moved - rounded * rounds * EVERY).abs().mean()) <= owed + inner + 0.01 * rounds * EVERY

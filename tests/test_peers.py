@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -17,6 +18,7 @@ from processes import farflung, free_port, run_here
 from warm import Python
 
 from farflung.networks.internet import read_ticket
+from farflung.networks.internet.members import BEAT_SECONDS
 from farflung.report.read import Run
 from farflung.training import checkpoint
 
@@ -93,6 +95,7 @@ def test_a_beacon_invites_peers_meet_leave_and_come_back_and_onlookers_see_it(sw
     assert read_ticket(ticket).settings["model"] == "micro"
     one = swarm.join("one", ticket=ticket.name)
     until(lambda: swarm.step("one") > 5)
+    time.sleep(patience(2 * BEAT_SECONDS))  # until its record at the beacon says so
     swarm.join("two", ticket=ticket.name)
     until(lambda: swarm.averaged("one") > 1 and swarm.averaged("two") > 1)
     assert swarm.events("two", "joined"), "it has fetched the state of the other"

@@ -139,14 +139,14 @@ def test_sparse_packets_go_to_everyone_unless_parts_are_asked_for(name: str) -> 
         method = recipe(averaging=averaging, **({"every": 1} if name == "sparseloco" else {}))
 
         def work(network: SimulatedNetwork) -> int:
-            model = torch.nn.ParameterList([torch.zeros(512, 128)])
+            model = torch.nn.ParameterList([torch.zeros(1024, 256)])
             generator = torch.Generator().manual_seed(network.rank)
             with method.attach(model, (optimizer := torch.optim.SGD(model, lr=0.1)), network):
-                model[0].grad = torch.randn(512, 128, generator=generator)
+                model[0].grad = torch.randn(1024, 256, generator=generator)
                 optimizer.step()
             return network.traffic.bytes_sent
 
-        return max(Simulation(MANY).run(work)) / (512 * 128 * bytes_per_parameter(method))
+        return max(Simulation(MANY).run(work)) / (1024 * 256 * bytes_per_parameter(method))
 
     assert sent("whole") == pytest.approx(MANY - 1, rel=0.06)
     assert sent("parts") < (MANY - 1) / 3

@@ -205,7 +205,7 @@ def test_a_finished_run_resumes_to_the_same_end(undisturbed: Path, tmp_path: Pat
 def test_other_methods_run_too(method: str, tmp_path: Path) -> None:
     summary = run(tmp_path / method, method=method, every=None if method in ("ddp", "local") else 5)
     if method == "ddp":
-        assert summary["bytes_sent"] == pytest.approx(summary["ddp_bytes"], rel=1e-4)
+        assert summary["bytes_sent"] == pytest.approx(summary["ddp_bytes"], rel=1e-3)
     if method == "local":
         assert summary["bytes_sent"] == 0 and summary["rounds"] == 0
     assert (summary["weight_spread"] < 1e-6) == (method == "ddp")
