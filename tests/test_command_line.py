@@ -230,7 +230,7 @@ def test_a_port_in_use_is_named(tmp_path: Path) -> None:
 
 def test_a_replica_that_never_comes_is_named(tmp_path: Path) -> None:
     done = farflung(
-        *("train", *QUICK, "--deadline", 2, "--out", tmp_path / "run"),
+        *("train", *QUICK, "--starting", 2, "--out", tmp_path / "run"),
         RANK="0",
         WORLD_SIZE="2",
         MASTER_ADDR="127.0.0.1",
