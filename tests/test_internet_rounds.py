@@ -185,6 +185,15 @@ def test_methods_that_need_replicas_to_stay_are_refused(run: Run, method: Method
         method.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), network)
 
 
+def test_a_second_attachment_is_refused(run: Run) -> None:
+    """Its rounds would share the first one's pace and state."""
+    network = run.join()
+    first, second = small_model(), small_model()
+    methods.noloco().attach(first, torch.optim.SGD(first.parameters(), lr=0.1), network)
+    with pytest.raises(UserError, match=r"rounds of one attachment, .* give attach all optimizers in a list"):
+        methods.noloco().attach(second, torch.optim.SGD(second.parameters(), lr=0.1), network)
+
+
 def test_a_state_that_is_spoilt_or_another_models_is_refused() -> None:
     anchors = [torch.zeros(4)]
     outer = torch.optim.SGD(anchors, lr=1.0, momentum=0.9)

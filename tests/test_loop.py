@@ -4,6 +4,7 @@ import gc
 import io
 import itertools
 import re
+from functools import partial
 from typing import Any
 
 import pytest
@@ -238,7 +239,7 @@ def test_any_torch_optimizer_can_be_the_outer_one() -> None:
 def test_a_codec_halves_the_bytes() -> None:
     def traffic(codec: Dense) -> tuple[Traffic, Tensor]:
         def work(network: SimulatedNetwork) -> tuple[Traffic, Tensor]:
-            method = Method(Schedule(every=5), RandomGroups(2), codec, outer=GossipNesterov)
+            method = Method(Schedule(every=5), RandomGroups(2), codec, outer=partial(torch.optim.SGD, lr=0.7))
             return network.traffic, replica(lambda: method, steps=20)(network).weights
 
         return Simulation(4).run(work)[0]
@@ -248,6 +249,18 @@ def test_a_codec_halves_the_bytes() -> None:
     assert half.bytes_sent - headers == pytest.approx(full.bytes_sent / 2, rel=0.05)
     torch.testing.assert_close(exact, rounded, rtol=0, atol=0.02)
     assert not torch.equal(exact, rounded)
+
+
+@pytest.mark.parametrize("outer", [GossipNesterov, Average])
+def test_whole_weights_are_not_rounded_and_a_refusal_leaves_no_hook(outer: Any) -> None:
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for codec in (Dense(torch.bfloat16), ErrorFeedback(Quantize(bits=8))):
+        method = Method(Schedule(every=5), RandomGroups(2), codec, outer=outer)
+        with pytest.raises(UserError, match=r"sends whole weights, in which .* would round small steps away"):
+            method.attach(model, optimizer, SimulatedNetwork.alone())
+    inner_steps(model, optimizer, 0, range(2))
+    assert not optimizer._optimizer_step_pre_hooks and not optimizer._optimizer_step_post_hooks
 
 
 def test_an_odd_replica_sits_out() -> None:

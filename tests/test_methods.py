@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -183,7 +184,13 @@ class Altering(Codec):
 @pytest.mark.parametrize("averaging", ["parts", "whole"])
 def test_a_round_goes_on_without_a_peer_whose_packets_cannot_be_read(averaging: Any) -> None:
     def work(network: SimulatedNetwork) -> Result:
-        method = Method(Schedule(every=4), Everyone(), Altering(network), outer=Average, averaging=averaging)
+        method = Method(
+            Schedule(every=4),
+            Everyone(),
+            Altering(network),
+            outer=partial(torch.optim.SGD, lr=1.0),
+            averaging=averaging,
+        )
         return replica(lambda: method, 8)(network)
 
     seen = Simulation(3).run(work)

@@ -86,6 +86,7 @@ class Attached:
         optimizers: that step it, in this order.
         network: the replica's seat.
         options: see Options.
+        undo: takes what undoes the hooks; whoever makes this closes it if that fails.
         start: what must be equal on all replicas, besides the weights, by what it is called in a Disagreement; None for
             what never exchanges anything.
     """
@@ -96,6 +97,7 @@ class Attached:
         optimizers: Sequence[Optimizer],
         network: Network,
         options: Options,
+        undo: ExitStack,
         start: dict[str, str] | None,
     ) -> None:
         self.network = network
@@ -104,7 +106,8 @@ class Attached:
         self.rounds = 0
         self.trained = Trained(model, optimizers)
         self._buffers = Buffers(model)
-        self._name = f"attachment {network.attachment()}"
+        number = network.attachment()
+        self._name = f"attachment {number}"
         self._options = options
         self._start_facts = start
         # Now, since the first batch moves some of them before the first step.
@@ -113,15 +116,12 @@ class Attached:
         self._ended = False
         self._exchanges = 0
         self._faults = Faults(network.rank)
-        self._undo = ExitStack()
+        self._undo = undo
         self._undo.callback(self.trained.end)
         for optimizer in optimizers:
             self._undo.callback(hook_steps(optimizer, before=self._before_first_step))
-        if isinstance(network, OpenNetwork) and (floating := self._buffers.floating()):
-            raise UserError(
-                f"the model keeps {floating[0]} besides its weights, which peers on the internet cannot average; "
-                "replace BatchNorm by LayerNorm or GroupNorm, or register such buffers with persistent=False"
-            )
+        if isinstance(network, OpenNetwork):
+            _check_open(number, self._buffers)
 
     def __enter__(self) -> Self:
         return self
@@ -223,3 +223,16 @@ class Attached:
 
 def _told(tensors: Iterable[Tensor]) -> str:
     return str(digest(map(own_of, tensors)).tolist())
+
+
+def _check_open(number: int, buffers: Buffers) -> None:
+    if number:
+        raise UserError(
+            "peers on the internet hold the rounds of one attachment, and this network has had one; give attach all "
+            "optimizers in a list, or open another network with a ticket of its own"
+        )
+    if floating := buffers.floating():
+        raise UserError(
+            f"the model keeps {floating[0]} besides its weights, which peers on the internet cannot average; "
+            "replace BatchNorm by LayerNorm or GroupNorm, or register such buffers with persistent=False"
+        )

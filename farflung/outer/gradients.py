@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,6 +36,7 @@ class GradientLoop(Attached):
             the last one counts.
         network: the replica's seat among the others.
         options: how it is attached. A round's fragment is the optimizer's place in the list.
+        undo: takes what undoes the hooks.
 
     Raises UserError for what it could not be right with; and out of `optimizer.step()`:
         Disagreement: at the first step, if replicas start from different weights.
@@ -49,8 +51,9 @@ class GradientLoop(Attached):
         optimizers: Sequence[torch.optim.Optimizer],
         network: Network,
         options: Options,
+        undo: ExitStack,
     ) -> None:
-        super().__init__(model, optimizers, network, options, {"method": "gradients"})
+        super().__init__(model, optimizers, network, options, undo, {"method": "gradients"})
         _refuse_sparse_gradients(model, set(self.trained.parameters))
         self._means = [
             MeanGradient(

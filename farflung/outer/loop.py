@@ -8,11 +8,14 @@ anchor φ ──┴─▶ message ─▶ average with the group ─▶ outer opt
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from farflung.codecs import Codec
+from farflung.config import UserError
 from farflung.networks import Finished, Group, Network, OpenNetwork, PeerLost, Pending, State
 from farflung.outer.attached import Attached, Options
 from farflung.outer.buffers import average
@@ -43,6 +46,7 @@ class OuterLoop(Attached):
         model, optimizers: what the user trains; the weights must start equal on all replicas.
         network: the replica's seat among the others.
         options: how it is attached.
+        undo: takes what undoes the hooks.
 
     Raises, out of `optimizer.step()`:
         Disagreement: at the first step, if replicas start from different weights.
@@ -57,10 +61,11 @@ class OuterLoop(Attached):
         optimizers: Sequence[torch.optim.Optimizer],
         network: Network,
         options: Options,
+        undo: ExitStack,
     ) -> None:
         schedule, topology, codec = method.schedule, method.topology, method.codec
         start = {"method": str(schedule)} if schedule.every else None
-        super().__init__(model, optimizers, network, options, start)
+        super().__init__(model, optimizers, network, options, undo, start)
         self.method = method
         self._opened, fusion = None, None
         if isinstance(network, OpenNetwork):
@@ -73,6 +78,7 @@ class OuterLoop(Attached):
         self.anchors = [fragment.read(device) for fragment in fragments]
         assert method.outer is not None
         self.outer = method.outer(self.anchors)
+        _refuse_rounded_weights(self.outer, codec)
         if self._opened and topology.alike and not isinstance(self.outer, OuterOptimizer) and codec.lossless:
             self.outer = Anchored(self.outer)
         self._streams = streams_of(method, network, fragments, self.anchors, fusion)
@@ -310,3 +316,12 @@ class OuterLoop(Attached):
             Flight.unpacked(saved, self.anchors[saved["fragment"]].device, self.network.now())
             for saved in state["flights"]
         ]
+
+
+def _refuse_rounded_weights(outer: torch.optim.Optimizer, codec: Codec) -> None:
+    sends_weights = isinstance(outer, OuterOptimizer) and outer.sends_weights
+    if sends_weights and not (codec.lossless or codec.needs_receiver):
+        raise UserError(
+            f"the outer optimizer {type(outer).__name__} sends whole weights, in which {codec!r} would round "
+            "small steps away; use methods.noloco, or an outer optimizer that sends pseudo-gradients, such as torch's SGD"
+        )

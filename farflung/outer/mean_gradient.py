@@ -86,6 +86,7 @@ class MeanGradient:
         self._averaging = Averaging(network, codec, self._tensors, method.averaging, method.topology.alike, name)
         self._exchanges = 0
         self._exchanges_before_step = 0
+        self._ever_present = [False] * len(self._parameters)
         undo.callback(step_always(optimizer))
         undo.callback(hook_steps(optimizer, self._before_step, self._after_step))
 
@@ -192,8 +193,10 @@ class MeanGradient:
         What a codec still owed a parameter, from steps in which it had a gradient, is a gradient, too.
         """
         gradients = self._fragment.views(mean[: self._fragment.numel])
-        for parameter, gradient, has_one in zip(self._parameters, gradients, present, strict=True):
-            if not has_one and not (self._owes and bool(gradient.any())):
+        self._ever_present = [bool(now) or before for now, before in zip(present, self._ever_present, strict=True)]
+        owed = [self._owes and ever for ever in self._ever_present]
+        for parameter, gradient, has_one, is_owed in zip(self._parameters, gradients, present, owed, strict=True):
+            if not has_one and not (is_owed and bool(gradient.any())):
                 parameter.grad = None
                 continue
             if parameter.grad is None:
@@ -214,12 +217,14 @@ class MeanGradient:
             "step": self.step,
             "faults": self.faults.state_dict(),
             "exchanges": self._exchanges,
+            "ever_present": self._ever_present,
             "averaging": self._averaging.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on from a `state_dict`."""
         self.step, self._exchanges = state["step"], state["exchanges"]
+        self._ever_present = list(state["ever_present"])
         self.faults.load_state_dict(state["faults"])
         device = self._parameters[0].device if self._parameters else torch.device("cpu")
         self._averaging.load_state_dict(copied(state["averaging"], device))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -109,7 +110,12 @@ class Method:
         self._check(optimizers, network, options)
         check_shards(model, network)
         loop = GradientLoop if self.outer is None else OuterLoop
-        return loop(self, model, optimizers, network, options)
+        undo = ExitStack()
+        try:
+            return loop(self, model, optimizers, network, options, undo)
+        except BaseException:
+            undo.close()
+            raise
 
     def _check(self, optimizers: list[torch.optim.Optimizer], network: Network, options: Options) -> None:
         if not optimizers:

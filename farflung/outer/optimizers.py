@@ -21,6 +21,9 @@ class OuterOptimizer(torch.optim.Optimizer):
     Both methods may overwrite their last argument, so that they need no memory of their own.
     """
 
+    sends_weights = False
+    """Whether messages are as large as the weights. Rounding them would lose the small steps between rounds."""
+
     def message(self, anchor: Tensor, weights: Tensor) -> Tensor:
         """What this replica puts on the wire, for the anchor φ and the weights θ, both flat: by default Δ = φ - θ.
 
@@ -81,6 +84,8 @@ class GossipNesterov(OuterOptimizer):
         gamma: γ.
     """
 
+    sends_weights = True
+
     def __init__(self, anchors: Iterable[Tensor], lr: float = 0.7, momentum: float = 0.5, gamma: float = 0.7) -> None:
         super().__init__(anchors, {"lr": lr, "momentum": momentum, "gamma": gamma})
 
@@ -119,6 +124,8 @@ class GossipApart(GossipNesterov):
     Twice the numbers travel, so it is for codecs that make much less of them.
     """
 
+    sends_weights = False
+
     def message(self, anchor: Tensor, weights: Tensor) -> Tensor:
         """β·(φ - θ), then -γ·φ: twice the anchor's length."""
         delta = pseudo_gradient(anchor, weights).mul_(self._settings["lr"])
@@ -135,6 +142,8 @@ class GossipApart(GossipNesterov):
 
 class Average(OuterOptimizer):
     """The anchor becomes the mean of the weights: local SGD, exact to the bit for a group of one."""
+
+    sends_weights = True
 
     def __init__(self, anchors: Iterable[Tensor]) -> None:
         super().__init__(anchors, {})
