@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from patience import patience
 from processes import free_port, run_here
 
 from farflung import methods
@@ -119,35 +120,46 @@ def test_stages_that_are_placed_anyhow_have_a_command_for_each_stretch_of_proces
     ]
 
 
-def test_islands_that_share_a_machine_with_half_of_another_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "m.toml").write_text(FILES["uneven"])
-    asked = PlanOptions("micro", tmp_path / "m.toml", 1024, sequence_length=32, batch_tokens=512, place=0)
-    plans, failures, _ = plan(asked)
-    assert any(f.layout.stages == 2 and "in the middle of machines" in f.reason for f in failures)
-    assert all(found.choice.layout.stages != 2 for found in plans)
-
-
-def run(command: str, folder: Path) -> None:
-    """A command as it is printed, on as many machines as it says, all of them this one."""
-    words = shlex.split(command.replace("HOST0", "127.0.0.1").replace("29500", str(free_port())), comments=True)
-    module = [sys.executable, "-m"] + (["farflung"] if words[0] == "farflung" else ["torch.distributed.run"])
-    words = [*module, *words[1:], "--eval-sequences", "4", "--max-tokens", "100000", "--deadline", "60"]
-    nodes = int(words[words.index("--nnodes") + 1]) if "--nnodes" in words else 1
+def run(commands: list[str], folder: Path) -> list[dict[str, Any]]:
+    """Commands as they are printed, all machines being this one; the summaries that they leave."""
+    port = str(free_port())
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    nodes = int((re.search(r"--nnodes (\d+)", commands[0]) or ["", "1"])[1])
     started = []
     try:
-        for rank in range(nodes):
+        for rank, command in enumerate(commands if len(commands) == nodes else commands * nodes):
+            printed = command.partition(": ")[2] if command.startswith("on ") else command
+            words = shlex.split(printed.replace("HOST0", "127.0.0.1").replace("29500", port), comments=True)
+            module = [sys.executable, "-m"] + (["farflung"] if words[0] == "farflung" else ["torch.distributed.run"])
+            words = [str(rank) if word == "RANK" else word for word in words[1:]]
+            words = [*module, *words, "--eval-sequences", "4", "--max-tokens", "100000", "--deadline", "60"]
             place = folder / f"machine {rank}"
             place.mkdir(parents=True)
-            own = [str(rank) if word == "RANK" else word for word in words]
-            started.append(subprocess.Popen(own, cwd=place, env=environment, stderr=subprocess.PIPE, text=True))
+            started.append(subprocess.Popen(words, cwd=place, env=environment, stderr=subprocess.PIPE, text=True))
         for process in started:
-            _, errors = process.communicate(timeout=300)
+            _, errors = process.communicate(timeout=patience(120))
             assert process.returncode == 0, errors
     finally:
         for process in started:
             process.kill()
             process.wait()
+    return [json.loads(path.read_text()) for path in folder.rglob("machine 0/runs/*/summary.json")]
+
+
+def test_islands_that_share_a_machine_with_half_of_another_train_as_planned(tmp_path: Path) -> None:
+    (tmp_path / "m.toml").write_text(FILES["uneven"])
+    asked = PlanOptions("micro", tmp_path / "m.toml", 1024, sequence_length=32, batch_tokens=512, place=0)
+    plans, _, cluster = plan(asked)
+    choice = next(
+        found.choice for found in plans if (found.choice.layout.stages, found.choice.layout.replicas) == (2, 2)
+    )
+    lines = commands(choice, cluster)
+    assert [line.partition(" --master")[0] for line in lines] == [
+        "on a 0: torchrun --nnodes 2 --node-rank 0 --nproc-per-node 3",
+        "on b 1: torchrun --nnodes 2 --node-rank 1 --nproc-per-node 1",
+    ]
+    (summary,) = run(lines, tmp_path / "runs")
+    assert summary["tokens"] == choice.config.steps * choice.config.replicas * choice.config.tokens_per_step
 
 
 def test_the_best_command_trains_as_it_was_planned(
@@ -156,7 +168,6 @@ def test_the_best_command_trains_as_it_was_planned(
     best = printed(tmp_path, FILES["two pairs"], ["--every", "1", "--boundary", "int8"], capsys, monkeypatch)[0]
     config = settings_in(best)
     assert (config.replicas, config.stages, config.boundary) == (2, 2, "int8")
-    run(best, tmp_path / "runs")
-    (summary,) = [json.loads(path.read_text()) for path in (tmp_path / "runs").rglob("machine 0/runs/*/summary.json")]
+    (summary,) = run([best], tmp_path / "runs")
     assert summary["tokens"] == config.steps * config.replicas * config.tokens_per_step
     assert (summary["method"], summary["replicas"], summary["stages"]) == (config.method, 2, 2)

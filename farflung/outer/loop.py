@@ -323,5 +323,5 @@ def _refuse_rounded_weights(outer: torch.optim.Optimizer, codec: Codec) -> None:
     if sends_weights and not (codec.lossless or codec.needs_receiver):
         raise UserError(
             f"the outer optimizer {type(outer).__name__} sends whole weights, in which {codec!r} would round "
-            "small steps away; use methods.noloco, or an outer optimizer that sends pseudo-gradients, such as torch's SGD"
+            "small steps away; use methods.noloco, or an outer optimizer of pseudo-gradients, such as torch's SGD"
         )
