@@ -25,13 +25,17 @@ def poison(model: nn.Module) -> None:
 
 
 def trained(
-    network: SimulatedNetwork, method: Method, steps: int, before: Callable[[int, nn.Module, OuterLoop], None]
+    network: SimulatedNetwork,
+    method: Method,
+    steps: int,
+    before: Callable[[int, nn.Module, OuterLoop], None],
+    deadline: float = 60,
 ) -> tuple[Tensor, list[Round], OuterLoop]:
     """The small problem, with something done before each step."""
     model = small_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     rounds: list[Round] = []
-    with method.attach(model, optimizer, network, on_round=rounds.append, deadline=60) as outer:
+    with method.attach(model, optimizer, network, on_round=rounds.append, deadline=deadline) as outer:
         assert isinstance(outer, OuterLoop)
         for step in range(steps):
             before(step, model, outer)
@@ -229,6 +233,26 @@ def test_after_a_cut_has_healed_anchors_are_equal_again(name: str) -> None:
         assert float((anchors.amax(0) - anchors.amin(0)).max()) < 0.02
     else:
         assert all(torch.equal(anchor, anchors[0]) for anchor in anchors)
+
+
+@pytest.mark.parametrize("name", ["diloco", "int8", "dilocox", "eager"])
+def test_one_that_was_late_by_several_deadlines_catches_up(name: str) -> None:
+    """It must not wait for those who gave its rounds up, or it would stay as late as it is."""
+
+    def work(network: SimulatedNetwork) -> tuple[Tensor, list[Round]]:
+        def before(step: int, model: nn.Module, outer: OuterLoop) -> None:
+            if step == 9 and network.rank == 1:
+                for _ in range(90):
+                    network.computed()
+
+        _, rounds, outer = trained(network, ALIKE[name](), 60, before, deadline=3.0)
+        return torch.cat(outer.anchors), rounds
+
+    seen = Simulation(3, Conditions(step_ms=100)).run(work)
+    anchors = torch.stack([anchor for anchor, _ in seen])
+    for _, rounds in seen:
+        assert {round.outcome for round in rounds[-6:]} == {"averaged"}
+    assert name == "eager" or all(torch.equal(anchor, anchors[0]) for anchor in anchors)
 
 
 def test_schedules_that_adapt_come_together_again() -> None:

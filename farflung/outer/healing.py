@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from farflung.networks import Group, Network, Pending
+from farflung.networks import Group, Network, PeerLost, Pending
 
 STRETCHES = 8
 """Parts of an anchor that are summed up one by one."""
@@ -67,18 +67,33 @@ def draw_together(
 ) -> Any:
     """Gives all members the mean of their anchors and of what their outer optimizers keep of them.
 
-    Returns the facts (anything that JSON holds) of the member with the lowest rank, for all to go by. Raises PeerLost.
+    Returns the facts (anything that JSON holds) of the member with the lowest rank, for all to go by. Raises PeerLost,
+    also when a member says that it has stayed away.
     """
     kept = {name: value for name, value in outer_state.items() if _is_like(value, anchor)}
-    packet = torch.frombuffer(bytearray(json.dumps([sorted(kept), facts]).encode()), dtype=torch.uint8)
-    packets = network.exchange(packet, group, f"{key}, facts").wait(seconds)
+    packets = _tell([sorted(kept), facts], network, group, key).wait(seconds)
     told = {rank: json.loads(packet.cpu().numpy().tobytes()) for rank, packet in packets.items()}
+    if away := [rank for rank, facts in told.items() if facts is None]:
+        raise PeerLost(away, f"anchors differ, but replica {away[0]} has lost this round; the next one tries again")
     common = sorted(set.intersection(*(set(names) for names, _ in told.values())))
     flat = [anchor, *(kept[name] for name in common)]
     means = network.all_reduce(torch.cat(flat), group, f"{key}, drawn together").wait(seconds)
     for tensor, mean in zip(flat, torch.split(means, anchor.numel()), strict=True):
         tensor.copy_(mean)
     return told[min(group)][1]
+
+
+def stay_away(network: Network, group: Group, key: str) -> None:
+    """Says that this member has lost the round and will not come to `draw_together`, so that nobody waits for it.
+
+    One that is late finds all others' packets, and would wait for them until it is as late again.
+    """
+    _tell(None, network, group, key)
+
+
+def _tell(facts: Any, network: Network, group: Group, key: str) -> Pending[dict[int, Tensor]]:
+    packet = torch.frombuffer(bytearray(json.dumps(facts).encode()), dtype=torch.uint8)
+    return network.exchange(packet, group, f"{key}, facts")
 
 
 def _is_like(value: Any, anchor: Tensor) -> bool:

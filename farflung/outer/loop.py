@@ -21,7 +21,7 @@ from farflung.outer.attached import Attached, Options
 from farflung.outer.buffers import average
 from farflung.outer.fragments import Fragment, split
 from farflung.outer.fusion import Fusion
-from farflung.outer.healing import Compared, draw_together, sketch
+from farflung.outer.healing import Compared, draw_together, sketch, stay_away
 from farflung.outer.opened import Anchored, Opened, by_lineage, state_of, state_tensors, take_state
 from farflung.outer.optimizers import OuterOptimizer, gradient_of
 from farflung.outer.replica import Replica
@@ -193,6 +193,8 @@ class OuterLoop(Attached):
             self._opened.fetch()
         if flight.apart:
             self._heal(stream, flight, mean)
+        elif flight.outcome == "peer lost" and isinstance(flight.pending, Compared):
+            stay_away(self.network, flight.group, self._healing_key(stream, flight))
         landed = self.network.now()
         effective_rank, share = self._adapt(stream, flight, mean)
         fresh = None
@@ -208,7 +210,7 @@ class OuterLoop(Attached):
 
     def _heal(self, stream: Stream, flight: Flight, mean: Tensor) -> None:
         """Makes anchors, outer momentum and schedule equal again in a group that was found to hold different ones."""
-        key = f"{stream.key(self._name, flight.round)}, healed"
+        key = self._healing_key(stream, flight)
         state = state_of(self.outer, stream.anchor)
         try:
             pace = draw_together(stream.anchor, state, stream.pace(), self.network, flight.group, key, self.deadline)
@@ -219,6 +221,9 @@ class OuterLoop(Attached):
             stream.lost = False
             if flight.own is not None:
                 flight.own.copy_(mean)  # what is left of the own part in the anchors' mean
+
+    def _healing_key(self, stream: Stream, flight: Flight) -> str:
+        return f"{stream.key(self._name, flight.round)}, healed"
 
     def _adapt(self, stream: Stream, flight: Flight, mean: Tensor) -> tuple[float | None, float | None]:
         """Follows the effective rank: how much the codec may send, and how many steps the next round is away.
