@@ -200,6 +200,21 @@ def test_low_rank_is_exact_where_it_can_be_and_comes_near_the_best_with_time() -
     assert errors[0] > errors[5] > best and errors[-1] < 1.02 * best
 
 
+@pytest.mark.parametrize(("rank", "bits", "late"), [(1, 4, 0.6), (2, 4, 0.35), (3, 8, 0.25), (8, 4, 0.1)])
+@pytest.mark.parametrize("size", [1e-6, 1.0, 1e6])
+def test_feedback_sends_all_of_a_message_in_time(rank: int, bits: int, late: float, size: float) -> None:
+    """Whatever is small in it: left factors beside right ones, one direction beside another, vectors beside all."""
+    generator = torch.Generator().manual_seed(rank)
+    message = [size * torch.randn(shape, generator=generator) for shape in [(40, 60), (30,), (64, 64)]]
+    message[1] *= 1e-3
+    codec = ErrorFeedback(LowRank(rank) | Quantize(bits))
+    sent = [torch.zeros_like(tensor) for tensor in message]
+    for _ in range(60):
+        sent = [total + now for total, now in zip(sent, codec.decode(codec.encode(message), message), strict=True)]
+    for tensor, total in zip(message, sent, strict=True):
+        assert float((total / 60 - tensor).norm() / tensor.norm()) < late
+
+
 def test_a_lower_rank_sends_less_and_any_receiver_can_read_it() -> None:
     matrix, vector = torch.randn(50, 50), torch.randn(50)
     codec = LowRank(rank=10)

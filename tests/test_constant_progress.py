@@ -81,3 +81,26 @@ def test_pairs_of_equal_replicas_move_as_far_as_one_alone_would() -> None:
         velocity = 0.5 * velocity + 0.7 * 2.0
         position += velocity
     assert moved(method, 2, 200, lambda rank, step: 0.5, torch.float64) == pytest.approx([position] * 2, rel=1e-6)
+
+
+@pytest.mark.parametrize("merge", ["kept", "eager"])
+@pytest.mark.parametrize(("replicas", "size"), [(3, 2), (5, 3), (9, 4)])
+@pytest.mark.parametrize("steps", [40, 43])
+def test_a_step_counts_once_whoever_sits_out(merge: str, replicas: int, size: int, steps: int) -> None:
+    """One replica makes one step of 1, at some time: all weights together have moved by 1 at the end."""
+    for walker in range(0, steps, 3):
+
+        def work(network: SimulatedNetwork, walker: int = walker) -> float:
+            model = nn.Linear(1, 1, bias=False).double()
+            nn.init.zeros_(model.weight)
+            method = methods.noloco(
+                every=4, delay=4, outer_lr=1.0, outer_momentum=0.0, gamma=0.5, group_size=size, merge=merge
+            )
+            with method.attach(model, optimizer := torch.optim.SGD(model.parameters(), lr=1.0), network):
+                for step in range(steps):
+                    walks = step == walker and network.rank == 1
+                    model.weight.grad = torch.full_like(model.weight, -1.0 if walks else 0.0)
+                    optimizer.step()
+            return float(model.weight.detach())
+
+        assert sum(Simulation(replicas).run(work)) == pytest.approx(1.0, abs=1e-5)

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from farflung.codecs.base import Stage
-from farflung.codecs.flat import rescaled, unscaled
+from farflung.codecs.chunks import separate, together, totals
+from farflung.codecs.flat import expected, rescaled, unscaled
 from farflung.codecs.packets import PacketError
 from farflung.config import UserError
 
@@ -23,7 +24,8 @@ class LowRank(Stage):
 
     (PowerSGD, arXiv 1905.13727; DiLoCoX, arXiv 2506.21263). The first Q is random. Tensors of more dimensions count as
     matrices of their first one; vectors, and matrices that r (m + k) numbers would not make smaller, are sent whole.
-    The transposed P and Q travel, so that what a block of a later stage holds belongs to one direction.
+    The transposed P and Q travel as matrices of chunks, so that what a block of a later stage holds belongs to one
+    direction: P's numbers are at most 1, Q's are as large as M's, and would drown them.
 
     Args:
         rank: r.
@@ -49,7 +51,7 @@ class LowRank(Stage):
         return max(1, round(self.rank * self._share))
 
     def shrink(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """All Pᵀ in one part, all Qᵀ in another, what is sent whole in a third; and the rank, in 4 bytes."""
+        """All Pᵀ and Qᵀ, a matrix for each width; what is sent whole; and the rank, in 4 bytes."""
         rank = self.rank_now
         matrices = [_matrix(t).float() for t in tensors if _is_low_rank(t, rank)]
         whole = [t.detach().reshape(-1).float() for t in tensors if not _is_low_rank(t, rank)]
@@ -59,13 +61,13 @@ class LowRank(Stage):
             small, scale = unscaled(matrix)
             left = torch.linalg.qr(small @ basis).Q
             right = rescaled(small.mT @ left, scale)
-            lefts.append(left.mT.reshape(-1))
-            rights.append(right.mT.reshape(-1))
+            lefts.append(left.mT.contiguous())
+            rights.append(right.mT.contiguous())
             basis.copy_(right)
         self._bases = bases
-        empty = [torch.empty(0, device=tensors[0].device if tensors else None)]
-        rank_bytes = torch.tensor([rank], dtype=torch.int32).view(torch.uint8).to(empty[0].device)
-        return [torch.cat(lefts or empty), torch.cat(rights or empty), torch.cat(whole or empty), rank_bytes]
+        device = tensors[0].device if tensors else None
+        rank_bytes = torch.tensor([rank], dtype=torch.int32).view(torch.uint8).to(device)
+        return [*together(lefts + rights), torch.cat(whole or [torch.empty(0, device=device)]), rank_bytes]
 
     def _warm_starts(self, matrices: list[Tensor], rank: int) -> list[Tensor]:
         """The last Q of each matrix with `rank` columns: cut, or filled up with random ones."""
@@ -82,24 +84,21 @@ class LowRank(Stage):
 
     def restore(self, parts: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
         """See Stage."""
-        kinds = [part.dtype for part in parts]
-        if kinds != [torch.float32] * 3 + [torch.uint8] or parts[3].numel() != 4:
-            raise PacketError("packet does not hold two factors, the rest and a rank")
-        left, right, whole = parts[:3]
-        rank = int(parts[3].view(torch.int32))
+        if not parts or parts[-1].dtype != torch.uint8 or parts[-1].numel() != 4:
+            raise PacketError("packet does not say its rank")
+        rank = int(parts[-1].view(torch.int32))
         if rank < 1:
             raise PacketError(f"packet has rank {rank}")
         shapes = [_matrix_shape(t) for t in like if _is_low_rank(t, rank)]
-        sizes = [rank * m for m, _ in shapes], [rank * k for _, k in shapes]
+        factors = [(rank, m) for m, _ in shapes] + [(rank, k) for _, k in shapes]
+        sizes = [(torch.float32, count * width) for count, width in totals(factors)]
         rest = [t.numel() for t in like if not _is_low_rank(t, rank)]
-        if (left.numel(), right.numel(), whole.numel()) != (sum(sizes[0]), sum(sizes[1]), sum(rest)):
-            raise PacketError("packet's factors are of other sizes than the model's")
-        factors = zip(torch.split(left, sizes[0]), torch.split(right, sizes[1]), strict=True)
+        *joint, whole = expected(parts[:-1], *sizes, (torch.float32, sum(rest)))
+        wide = [part.view(-1, width) for part, (_, width) in zip(joint, totals(factors), strict=True)]
+        found = separate(wide, factors)
+        products = map(_product, found[: len(shapes)], found[len(shapes) :])
         wholes = iter(torch.split(whole, rest))
-        return [
-            _product(*next(factors), rank).view(t.shape) if _is_low_rank(t, rank) else next(wholes).view(t.shape)
-            for t in like
-        ]
+        return [next(products).view(t.shape) if _is_low_rank(t, rank) else next(wholes).view(t.shape) for t in like]
 
     def state_dict(self) -> dict[str, Any]:
         """The warm starts, and the share of the rank."""
@@ -132,6 +131,6 @@ def _is_low_rank(tensor: Tensor, rank: int) -> bool:
     return tensor.dim() > 1 and rank * (rows + columns) < rows * columns
 
 
-def _product(left: Tensor, right: Tensor, rank: int) -> Tensor:
+def _product(left: Tensor, right: Tensor) -> Tensor:
     small, scale = unscaled(right)
-    return rescaled(left.view(rank, -1).mT @ small.view(rank, -1), scale)
+    return rescaled(left.mT @ small, scale)

@@ -123,14 +123,14 @@ class OuterLoop(Attached):
         network, method = self.network, self.method
         self.trained.check()
         self.trained.check_left_alone()
-        group = group_of(network.rank, method.topology.groups(network.members(), stream.label))
+        group = self._next_group(stream)
         if not self._opened and stream.averaging.wants_expectation(group):
             stream.averaging.expect(self._replica.nothing(stream.anchor))
         offer = fresh or self._offer(stream)
         message = offer.message
         at_start, own = self._replica.kept_until_landing(stream, message)
         if method.merge.eager and fresh is None and group:
-            self._replica.step_alone(stream, message, len(group))
+            self._replica.step_alone(stream, offer, len(group))
         flight = Flight(
             fragment=stream.index,
             round=stream.rounds,
@@ -142,6 +142,7 @@ class OuterLoop(Attached):
             pending=Finished(message, network.now()),
             own=own,
             anchor=offer.anchor,
+            applied=offer.applied,
             at_start=at_start,
             compression_error=0.0,
             outcome="no progress offered" if offer.fault else "averaged" if group else "sat out",
@@ -154,6 +155,10 @@ class OuterLoop(Attached):
             flight.pending, flight.compression_error = self._exchange(stream, message, group)
         stream.began(self.step, method.schedule, group)
         return flight
+
+    def _next_group(self, stream: Stream) -> Group:
+        """With whom this replica averages a fragment in its next round."""
+        return group_of(self.network.rank, self.method.topology.groups(self.network.members(), stream.label))
 
     def _exchange(self, stream: Stream, message: Tensor, group: Group) -> tuple[Pending[Tensor], float]:
         """Starts averaging a message, and where all anchors should be equal, comparing them."""
@@ -181,10 +186,11 @@ class OuterLoop(Attached):
             self._spoilt = (stream.rounds, fault)
         return self._replica.offer(stream, self._spoilt[1] if stream.rounds <= self._spoilt[0] else "")
 
-    def _land(self, flight: Flight) -> Offer | None:
+    def _land(self, flight: Flight, starts: bool) -> Offer | None:
         """Gives a round's mean to the outer optimizer, and its new anchor to the weights.
 
-        An eager merge returns what it has made of the weights before that, to offer in the next round.
+        Where the fragment's next round starts now, an eager merge returns what it has made of the weights before that,
+        to offer there.
         """
         waited_from = self.network.now()
         mean = flight.wait(self.deadline)
@@ -198,8 +204,10 @@ class OuterLoop(Attached):
         landed = self.network.now()
         effective_rank, share = self._adapt(stream, flight, mean)
         fresh = None
-        if flight.group:
-            fresh = self._offer(stream) if flight.own is not None else None
+        if flight.group or flight.applied:
+            if flight.own is not None and starts and (group := self._next_group(stream)):
+                fresh = self._offer(stream)
+                fresh.applied = 1 / len(group)
             self._replica.absorb(stream, flight, mean, fresh)
             if self._options.buffers == "round":
                 self._average_buffers_of(flight)
@@ -255,7 +263,7 @@ class OuterLoop(Attached):
         fresh = {}
         for flight in due:
             self._flights.remove(flight)
-            offer = self._land(flight)
+            offer = self._land(flight, starts=self._streams[flight.fragment].due(self.step))
             if offer is not None:
                 fresh[flight.fragment] = offer
         return fresh
@@ -264,7 +272,7 @@ class OuterLoop(Attached):
     def land(self) -> None:
         """Lands all rounds in flight now, however much of their delay is left."""
         while self._flights:
-            self._land(self._flights.pop(0))
+            self._land(self._flights.pop(0), starts=False)
 
     def state(self) -> State:
         """Where the run stands, for a replica that comes late: anchors, what the outer optimizer keeps, and the step.

@@ -75,15 +75,16 @@ class Eager:
 
         Δ used = Δ own (now) / M + mean over the M of Δ (last round) - Δ own (last round) / M
 
-    (arXiv 2502.12996.) For a delay of a whole round: a round lands when the next one starts.
+    (arXiv 2502.12996.) For a delay of a whole round: a round lands when the next one starts. Where none does, there is
+    nothing to offer the fresh one in; it is left out, and what was trained stays in the weights.
     """
 
     needs_start = False
     eager = True
 
     def merge(self, now: Tensor, at_start: Tensor | None, anchor: Tensor) -> Tensor:
-        """See Merge."""
-        return anchor
+        """See Merge; with the weights at the round's start, as Keep."""
+        return anchor if at_start is None else now.sub_(at_start).add_(anchor)
 
 
 MERGES: dict[str, Merge] = {"kept": Keep(), "dropped": Drop(), "mixed": Mix(), "eager": Eager()}

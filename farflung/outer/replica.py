@@ -75,18 +75,22 @@ class Replica:
         at_start = stream.fragment.read(self._device) if self._merge.needs_start and stream.delay else None
         return at_start, message.clone() if self._merge.eager else None
 
-    def step_alone(self, stream: Stream, message: Tensor, members: int) -> None:
+    def step_alone(self, stream: Stream, offer: Offer, members: int) -> None:
         """The first step of an eager merge, before any exchange: the others count as without progress."""
-        step_with(self._outer, stream.anchor, self.nothing(stream.anchor).lerp_(message, 1 / members))
+        offer.applied = 1 / members
+        step_with(self._outer, stream.anchor, self.nothing(stream.anchor).lerp_(offer.message, offer.applied))
         self._write(stream, stream.anchor)
 
     def absorb(self, stream: Stream, flight: Flight, mean: Tensor, fresh: Offer | None) -> None:
         """Gives a mean to the outer optimizer, and the new anchor to the weights. The mean's memory is used up.
 
-        `fresh` is what an eager merge has made of the weights just before.
+        `fresh` is what an eager merge has made of the weights just before, if another round starts now. Without it,
+        they keep what was trained meanwhile.
         """
-        if fresh:
+        at_start = flight.at_start
+        if flight.own is not None:
             self._refresh(mean, flight, fresh, stream.anchor)
+            at_start = None if fresh else stream.anchor.clone()
         if sendable(mean):
             step_with(self._outer, stream.anchor, mean)
         else:
@@ -94,7 +98,7 @@ class Replica:
         merged = stream.anchor
         if flight.lands_at > flight.started_step:
             now = stream.fragment.read(out=mean[: stream.fragment.numel])
-            merged = self._merge.merge(now, flight.at_start, stream.anchor)
+            merged = self._merge.merge(now, at_start, stream.anchor)
         self._write(stream, merged)
 
     def restore(self, flights: Sequence[Flight]) -> None:
@@ -109,13 +113,19 @@ class Replica:
                 optimizer.state.pop(parameter, None)
         self._buffers.restore()
 
-    def _refresh(self, mean: Tensor, flight: Flight, fresh: Offer, anchor: Tensor) -> None:
-        """In an eager merge's mean: what is this replica's own now, and the others' as if from the anchor of now."""
+    def _refresh(self, mean: Tensor, flight: Flight, fresh: Offer | None, anchor: Tensor) -> None:
+        """Makes of a round's mean what an eager merge steps with: the group's last messages, but its own fresh one.
+
+        Of the last own one, what was applied is taken back; of the fresh one, what the next group will make of it is
+        applied. The others' count as if from the anchor of now.
+        """
         assert flight.own is not None
-        share = 1 / len(flight.group)
-        mean.add_(fresh.message - flight.own, alpha=share)
+        mean.sub_(flight.own, alpha=flight.applied)
+        if fresh:
+            mean.add_(fresh.message, alpha=fresh.applied)
         if flight.anchor is not None:
-            mean.add_(self.nothing(anchor) - self.nothing(flight.anchor), alpha=1 - share)
+            mean.add_(self.nothing(anchor), alpha=1 - (fresh.applied if fresh else 0.0))
+            mean.sub_(self.nothing(flight.anchor), alpha=1 - flight.applied)
 
     def _write(self, stream: Stream, weights: Tensor) -> None:
         before = self.copies.before_writing(stream.fragment.parameters)

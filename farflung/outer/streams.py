@@ -150,19 +150,22 @@ class Offer:
         message: flat; its memory belongs to the round.
         fault: why it holds no progress, or "".
         anchor: a copy of the anchor that it was made with, where the merge needs it.
+        applied: what part of it the anchor has been moved by already, before any exchange; an eager merge does.
     """
 
     message: Tensor
     fault: str
     anchor: Tensor | None
+    applied: float = 0.0
 
 
 @dataclass
 class Flight:
     """A round between its start and its landing.
 
-    `own` is a copy of the own message, `anchor` of the anchor that it was made with, and `at_start` of the weights,
-    where the merge needs them. `apart` says, once it has landed, whether the group's anchors differed.
+    `own` is a copy of the own message, `anchor` of the anchor that it was made with, `applied` the part of it that has
+    moved the anchor already, and `at_start` a copy of the weights at its start, where the merge needs them. `apart`
+    says, once it has landed, whether the group's anchors differed.
     """
 
     fragment: int
@@ -175,6 +178,7 @@ class Flight:
     pending: Pending[Tensor]
     own: Tensor | None
     anchor: Tensor | None
+    applied: float
     at_start: Tensor | None
     compression_error: float
     outcome: str

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Sequence
 
@@ -53,20 +54,32 @@ def packet_bytes(codec: Codec, shapes: Sequence[Shape]) -> float:
         return sum(packet_bytes(half, shapes) for half in codec.halves)
     stages = codec.stages if isinstance(codec, Stage | Chain) else ()
     if stages and isinstance(stages[0], LowRank):
-        values = sum(_factors(shape, stages[0].rank) for shape in shapes)
-        return values * (_measure(Chain(stages[1:])) if len(stages) > 1 else 4.0)
+        return sum(_factors(shape, stages[0].rank, stages[1:]) for shape in shapes)
     matrices, vectors = ([shape for shape in shapes if (len(shape) > 1) == wide] for wide in (True, False))
     return sum(map(math.prod, matrices)) * _measure(codec) + _measure_vectors(codec, tuple(vectors))
 
 
-def _factors(shape: Shape, rank: int) -> int:
-    """The numbers in a tensor's two factors of this rank, or in itself where it has fewer."""
+def _factors(shape: Shape, rank: int, rest: tuple[Stage, ...]) -> float:
+    """Bytes of a tensor's two factors of this rank, or of itself where it has fewer numbers, after the other stages."""
     size = math.prod(shape)
-    if len(shape) < 2:
-        return size
-    return min(rank * (shape[0] + size // shape[0]), size)
+    rows, columns = shape[0] if shape else 1, size // (shape[0] if shape else 1)
+    if len(shape) < 2 or rank * (rows + columns) >= size:
+        return size * (_measure(Chain(rest)) if rest else 4.0)
+    return rank * (_direction(rest, rows) + _direction(rest, columns))
 
 
+def _direction(rest: tuple[Stage, ...], width: int) -> float:
+    """Bytes of one direction of a factor: stages keep them apart, so that narrow ones take more a number."""
+    key = repr(rest), width
+    if key not in _measured_directions:
+        parts = [torch.randn(1, width, generator=torch.Generator().manual_seed(0))]
+        for stage in copy.deepcopy(rest):
+            parts = stage.shrink(parts)
+        _measured_directions[key] = sum(part.nbytes for part in parts)
+    return _measured_directions[key]
+
+
+_measured_directions: dict[tuple[str, int], float] = {}
 _measured: dict[str, float] = {}
 _measured_vectors: dict[tuple[str, tuple[Shape, ...]], float] = {}
 
