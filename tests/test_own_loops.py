@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ from problem import flat, inner_steps, small_model
 from torch import Tensor, nn
 
 from farflung import methods
-from farflung.codecs import ErrorFeedback, Quantize
+from farflung.codecs import Codec, Dense, ErrorFeedback, Quantize
 from farflung.config import UserError
 from farflung.methods import Method
 from farflung.networks import PeerLost, SimulatedNetwork, Simulation
@@ -464,3 +465,162 @@ def test_options_that_have_no_effect_are_refused(options: dict[str, Any], compla
         methods.diloco().attach(model, sgd(model), SimulatedNetwork.alone(), **options)
     with pytest.raises(UserError, match="no optimizer"):
         methods.diloco().attach(model, [], SimulatedNetwork.alone())
+
+
+# How an attachment begins and ends.
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "words"),
+    [
+        (methods.diloco(every=5), methods.diloco(every=5, outer_lr=0.3), "outer optimizer"),
+        (methods.noloco(every=5), methods.noloco(every=5, gamma=0.3), "outer optimizer"),
+        (methods.noloco(every=5), methods.diloco(every=5), "topology"),
+        (methods.noloco(every=5), methods.noloco(every=5, seed=1), "topology"),
+        (methods.diloco(every=5), methods.diloco(every=5, codec=Quantize(bits=8)), "codec"),
+        (methods.diloco(every=5), methods.diloco(every=4), "schedule"),
+        (methods.diloco(every=5, delay=2), methods.diloco(every=5, delay=2, merge="mixed"), "merge"),
+        (methods.ddp(), methods.dct(), "codec"),
+        (methods.ddp(), methods.diloco(every=1), "outer optimizer"),
+    ],
+)
+def test_replicas_of_other_methods_do_not_start_together(one: Method, other: Method, words: str) -> None:
+    def work(network: SimulatedNetwork) -> None:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 4)
+        optimizer = sgd(model)
+        with (other if network.rank else one).attach(model, optimizer, network):
+            step(model, optimizer, network.rank)
+
+    with pytest.raises(Disagreement, match=rf"starts from other {words} than \d: .*, and replica \d from .*; give all"):
+        Simulation(2).run(work)
+
+
+def test_a_users_own_codec_is_the_same_on_all_replicas() -> None:
+    """Where an object lies in memory says nothing about it."""
+
+    class Own(Codec):
+        encode, decode = Dense(torch.bfloat16).encode, Dense(torch.bfloat16).decode
+
+    def work(network: SimulatedNetwork) -> Tensor:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 4)
+        optimizer = sgd(model)
+        with methods.diloco(every=1, codec=Own()).attach(model, optimizer, network):
+            step(model, optimizer, network.rank)
+        return flat(model)
+
+    first, second = Simulation(2).run(work)
+    assert torch.equal(first, second)
+
+
+def test_a_second_attachment_of_the_same_parameters_is_refused_while_the_first_holds_rounds() -> None:
+    model = nn.Linear(4, 4)
+    optimizer = sgd(model)
+    network, site = SimulatedNetwork.alone(), SimulatedNetwork.alone()
+    first = methods.diloco(every=5).attach(model, optimizer, network)
+    with pytest.raises(UserError, match=r"attached to this network already, .* call finish\(\) of the first"):
+        methods.noloco(every=5).attach(model, optimizer, network)
+    with methods.ddp().attach(model, optimizer, site):  # within a site, beside rounds between sites
+        step(model, optimizer, 0)
+    first.finish()
+    with methods.noloco(every=5).attach(model, optimizer, network):
+        step(model, optimizer, 0)
+
+
+def test_steps_after_the_end_and_an_end_without_steps_do_not_stay_silent() -> None:
+    model = nn.Linear(4, 4)
+    optimizer = sgd(model)
+    network = SimulatedNetwork.alone()
+    with pytest.warns(
+        UserWarning, match=r"no step of the attached optimizers was seen; call optimizer.step\(\) itself"
+    ):
+        methods.diloco(every=5).attach(model, optimizer, network).finish()
+    with methods.diloco(every=5).attach(model, optimizer, network) as outer:
+        step(model, optimizer, 0)
+        outer.finish()
+        with pytest.warns(UserWarning, match=r"rounds have ended with finish\(\), .* attach again"):
+            step(model, optimizer, 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step(model, optimizer, 2)  # after the with statement, training alone is what a user wants
+
+
+@pytest.mark.parametrize("method", [methods.local(), methods.diloco(every=5), methods.noloco(every=5), methods.ddp()])
+def test_weights_are_averaged_at_the_end_whenever_it_is_asked(method: Method) -> None:
+    def work(network: SimulatedNetwork) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 4)
+        optimizer = sgd(model)
+        seen = []
+        with method.attach(model, optimizer, network) as outer:
+            for number in range(7):
+                step(model, optimizer, 100 * network.rank + number)
+            outer.finish()
+            outer.finish(average_weights=True)
+            seen.append(flat(model))
+        return seen
+
+    first, second = Simulation(2).run(work)
+    assert torch.equal(first[0], second[0])
+
+
+def test_what_was_unfrozen_is_not_left_out_of_an_average() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with methods.diloco(every=5).attach(model, optimizer, SimulatedNetwork.alone()) as outer:
+        step(model, optimizer, 0)
+        model[0].requires_grad_(True)
+        with pytest.raises(UserError, match=r"0.weight has come to be trained since attach"):
+            outer.finish(average_weights=True)
+
+
+@pytest.mark.parametrize("delay", [0, 4])
+@pytest.mark.parametrize("how", ["spoil", "nan"])
+def test_what_is_spoilt_after_the_last_round_does_not_end_a_run(how: str, delay: int) -> None:
+    def work(network: SimulatedNetwork) -> Tensor:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 4)
+        optimizer = sgd(model)
+        with methods.diloco(every=5, delay=delay).attach(model, optimizer, network) as outer:
+            for number in range(13):
+                step(model, optimizer, 100 * network.rank + number)
+            if network.rank == 1:
+                with torch.no_grad():
+                    model.weight.fill_(1e4 if how == "spoil" else float("nan"))
+                if how == "spoil":
+                    outer.spoil("a user's own check")
+            outer.finish(average_weights=True)
+        return flat(model)
+
+    for weights in Simulation(2).run(work):
+        assert torch.isfinite(weights).all() and float(weights.abs().max()) < 100
+
+
+@pytest.mark.parametrize("name", ["ddp", "dct", "sparseloco", "dilocox", "demo", "streaming-diloco", "nolocox"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_torchs_default_dtype_does_not_matter(name: str, dtype: torch.dtype) -> None:
+    def work(network: SimulatedNetwork) -> Tensor:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(64, 64, dtype=torch.float32) for _ in range(3)))
+        optimizer = sgd(model)
+        every = {} if name in ("ddp", "dct", "demo") else {"every": 3}
+        with methods.RECIPES[name](**every).attach(model, optimizer, network):
+            for number in range(9):
+                generator = torch.Generator().manual_seed(100 * network.rank + number)
+                inputs = torch.randn(8, 64, generator=generator, dtype=torch.float32)
+                model(inputs).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return flat(model)
+
+    usual = Simulation(2).run(work)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        other = Simulation(2).run(work)
+    finally:
+        torch.set_default_dtype(before)
+    for one, another in zip(usual, other, strict=True):
+        torch.testing.assert_close(one, another, rtol=1e-6, atol=1e-7)

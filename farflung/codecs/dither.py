@@ -31,4 +31,6 @@ class Dither:
 @functools.cache
 def _table(device: torch.device) -> Tensor:
     # Wide rows (see `rows`) may make a piece a little larger than PIECE, never twice as large.
-    return torch.rand(2 * PIECE + _OFFSETS, generator=torch.Generator().manual_seed(20250611)).to(device)
+    return torch.rand(2 * PIECE + _OFFSETS, dtype=torch.float32, generator=torch.Generator().manual_seed(20250611)).to(
+        device
+    )

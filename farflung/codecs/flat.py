@@ -56,7 +56,7 @@ def in_order(floating: Sequence[Tensor], finished: Sequence[Tensor], like: Seque
 def flatten(tensors: Sequence[Tensor]) -> Tensor:
     """All values as one flat float32 tensor; without a copy where they lie one after the other in memory."""
     if not tensors:
-        return torch.empty(0)
+        return torch.empty(0, dtype=torch.float32)
     first, end = tensors[0], tensors[0].data_ptr()
     memory = first.untyped_storage().data_ptr()
     for tensor in tensors:

@@ -59,7 +59,7 @@ class Float(BlockStage):
     def expand(self, codes: Tensor, common: Tensor, numel: int, block: int) -> Tensor:
         """See BlockStage."""
         count = -(-numel // block)
-        out = torch.empty(count, block, device=codes.device)
+        out = torch.empty(count, block, dtype=torch.float32, device=codes.device)
         for code, exponent, x in zip(
             row_pieces(codes.view(count, block * self._bits // 8), block),
             row_pieces(common, block),

@@ -56,7 +56,10 @@ class Frequency(Stage):
         matrices = expected(parts, *((torch.float32, count * size) for count, size in sizes))
         chunks = separate([m.view(size) for m, size in zip(matrices, sizes, strict=True)], shapes)
         rest = iter(chunks)
-        return [self._backward(next(rest), t) if t.numel() else torch.zeros(t.shape, device=t.device) for t in like]
+        return [
+            self._backward(next(rest), t) if t.numel() else torch.zeros(t.shape, dtype=torch.float32, device=t.device)
+            for t in like
+        ]
 
     def _grid(self, tensor: Tensor) -> tuple[int, int, int, int]:
         """Chunks down, height of one, chunks across, width of one; a vector is one row."""

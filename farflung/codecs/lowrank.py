@@ -67,7 +67,11 @@ class LowRank(Stage):
         self._bases = bases
         device = tensors[0].device if tensors else None
         rank_bytes = torch.tensor([rank], dtype=torch.int32).view(torch.uint8).to(device)
-        return [*together(lefts + rights), torch.cat(whole or [torch.empty(0, device=device)]), rank_bytes]
+        return [
+            *together(lefts + rights),
+            torch.cat(whole or [torch.empty(0, dtype=torch.float32, device=device)]),
+            rank_bytes,
+        ]
 
     def _warm_starts(self, matrices: list[Tensor], rank: int) -> list[Tensor]:
         """The last Q of each matrix with `rank` columns: cut, or filled up with random ones."""
@@ -75,7 +79,7 @@ class LowRank(Stage):
         generator = torch.Generator().manual_seed(self._seed)
         bases = []
         for number, matrix in enumerate(matrices):
-            basis = torch.randn(matrix.shape[1], rank, generator=generator).to(matrix.device)
+            basis = torch.randn(matrix.shape[1], rank, dtype=torch.float32, generator=generator).to(matrix.device)
             if fitting and len(self._bases[number]) == matrix.shape[1]:
                 known = self._bases[number][:, :rank]
                 basis[:, : known.shape[1]] = unscaled(known)[0]

@@ -97,7 +97,7 @@ class Modulo(FlatStage):
         steps = _steps(sent_ranges, self.bits)
         zeros = sent_ranges == 0  # only of blocks of zeros
         any_zeros = bool(zeros.any())
-        farthest = torch.empty(len(steps), device=flat.device)
+        farthest = torch.empty(len(steps), dtype=torch.float32, device=flat.device)
         span = 2.0**self.bits
         pieces = self._pieces(flat, rows_now, zeros, steps, codes, checks, farthest, out[rows_now])
         for own, zero, step, code, check, far, found in pieces:
@@ -157,7 +157,7 @@ class Modulo(FlatStage):
     def _remember(self, rows_now: slice, distances: Tensor, count: int) -> None:
         """Keeps the largest distance of each block for the next message; below 0 for what has not been heard."""
         if self._farthest is None or len(self._farthest) != count:
-            self._farthest = torch.full((count,), -1.0, device=distances.device)
+            self._farthest = torch.full((count,), -1.0, dtype=torch.float32, device=distances.device)
         self._farthest[rows_now] = self._farthest[rows_now].maximum(distances)
 
     def _largest(self, flat: Tensor) -> Tensor:

@@ -61,7 +61,7 @@ class Quantize(BlockStage):
         """The packed codes, and one float32 step a block, as bytes."""
         count = -(-flat.numel() // block)
         codes = torch.empty(count, block * self.bits // 8, dtype=torch.uint8, device=flat.device)
-        steps = torch.empty(count, device=flat.device)
+        steps = torch.empty(count, dtype=torch.float32, device=flat.device)
         for x, code, step in zip(rows(flat, block), row_pieces(codes, block), row_pieces(steps, block), strict=True):
             self._quantize(x, code, step)
         return codes.view(-1), steps.view(torch.uint8)
@@ -87,7 +87,7 @@ class Quantize(BlockStage):
         """See BlockStage."""
         count = -(-numel // block)
         distance, zero, _ = self._grid
-        out = torch.empty(count, block, device=codes.device)
+        out = torch.empty(count, block, dtype=torch.float32, device=codes.device)
         pieces = zip(
             row_pieces(codes.view(count, block * self.bits // 8), block),
             row_pieces(common.view(torch.float32), block),

@@ -111,7 +111,9 @@ class Threshold(Stage):
             raise PacketError("packet holds another number of values than its chunks count")
         begins = torch.arange(chunks, device=values.device).repeat_interleave(per_chunk) * _CHUNK
         places = begins + unpack_places(packed, values.numel(), _CHUNK)
-        flat = torch.zeros(chunks * _CHUNK, device=values.device).index_copy_(0, places, values)[:numel]
+        flat = torch.zeros(chunks * _CHUNK, dtype=torch.float32, device=values.device).index_copy_(0, places, values)[
+            :numel
+        ]
         return in_order(torch.split(flat, [tensor.numel() for tensor in floating]), parts[3:], like)
 
     def state_dict(self) -> dict[str, Any]:

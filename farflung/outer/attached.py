@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -18,9 +19,21 @@ from farflung.outer.averaging import digest
 from farflung.outer.buffers import Buffers, average
 from farflung.outer.faults import Faults
 from farflung.outer.shards import own_of
-from farflung.outer.start import agree_on_start
+from farflung.outer.start import STATE, Fact, agree_on_start, method_facts
 from farflung.outer.steps import hook_steps
 from farflung.outer.trained import Trained
+
+if TYPE_CHECKING:
+    from farflung.outer.method import Method
+
+UNSEEN = (
+    "the rounds end, but no step of the attached optimizers was seen; call optimizer.step() itself, not the step of "
+    "what wraps it"
+)
+ENDED = (
+    "the rounds have ended with finish(), so this step is this replica's alone; attach again to hold more, or call "
+    "average_buffers() where only an evaluation is due"
+)
 
 END_DEADLINES = 10
 """The end waits this many times the deadline: replicas that never met may be far apart in time."""
@@ -82,42 +95,42 @@ class Attached:
     Public besides the methods: `step`, the inner steps so far, and `rounds`, the rounds that this replica took part in.
 
     Args:
+        method: the choices that its exchanges are made of.
         model: what the user trains.
         optimizers: that step it, in this order.
         network: the replica's seat.
         options: see Options.
         undo: takes what undoes the hooks; whoever makes this closes it if that fails.
-        start: what must be equal on all replicas, besides the weights, by what it is called in a Disagreement; None for
-            what never exchanges anything.
     """
 
     def __init__(
         self,
+        method: Method,
         model: nn.Module,
         optimizers: Sequence[Optimizer],
         network: Network,
         options: Options,
         undo: ExitStack,
-        start: dict[str, str] | None,
     ) -> None:
+        self.method = method
         self.network = network
         self.deadline = options.deadline
         self.step = 0
         self.rounds = 0
-        self.trained = Trained(model, optimizers)
+        self.trained = Trained(model, optimizers, network)
+        undo.callback(self.trained.end)
         self._buffers = Buffers(model)
         number = network.attachment()
         self._name = f"attachment {number}"
         self._options = options
-        self._start_facts = start
         # Now, since the first batch moves some of them before the first step.
         self._others = _told([*(p for _, p in self.trained.others()), *self._buffers.named().values()])
         self._begun = False
         self._ended = False
+        self._warned = False
         self._exchanges = 0
         self._faults = Faults(network.rank)
         self._undo = undo
-        self._undo.callback(self.trained.end)
         for optimizer in optimizers:
             self._undo.callback(hook_steps(optimizer, before=self._before_first_step))
         if isinstance(network, OpenNetwork):
@@ -141,19 +154,36 @@ class Attached:
         """Ends the rounds: lands what is pending, averages the buffers, and the weights where asked.
 
         Every replica must call it alike. The end of the `with` statement does, if the loop has not. With
-        `average_weights` all replicas end with the same ones. Raises PeerLost when somebody does not come to that
-        within ten deadlines.
+        `average_weights` all replicas end with the same ones. Steps after it are this replica's alone. Raises PeerLost
+        when somebody does not come to that within ten deadlines, and UserError when what is trained has changed.
         """
-        if self._ended:
-            return
-        self._ended = True
-        self.land()
-        self._undo.close()
-        if not self._begun:
-            return
-        self.average_buffers()
+        if average_weights:
+            self.trained.check()
+        if not self._ended:
+            self._end()
         if average_weights:
             self._average_among_all("weights", [own_of(p.detach()) for p in self.trained.parameters])
+
+    def _end(self) -> None:
+        self._ended = True
+        if not self._begun and self.method.exchanges:
+            warnings.warn(UNSEEN, stacklevel=4)
+        self.land()
+        self._settle()
+        self._undo.close()
+        self._undo.callback(hook_steps(self.trained.optimizers[-1], after=self._warn_of_steps_alone))
+        if self._begun and self.method.exchanges:
+            self.average_buffers()
+
+    def _settle(self) -> None:
+        """Takes back what is not sound in the weights when the rounds end."""
+
+    def _warn_of_steps_alone(self) -> None:
+        if self.trained.again():
+            return
+        if not self._warned:
+            self._warned = True
+            warnings.warn(ENDED, stacklevel=6)
 
     def average_buffers(self) -> None:
         """Averages the model's buffers over all replicas, for an evaluation; every replica must call it alike.
@@ -192,14 +222,18 @@ class Attached:
         self._begun = True
         self._begin()
         self.trained.begin()
-        if self._start_facts is not None and not isinstance(self.network, OpenNetwork):
-            facts = {
-                **self._start_facts,
+        if self.method.exchanges and not isinstance(self.network, OpenNetwork):
+            state = {
                 "shapes": str([tuple(own_of(parameter).shape) for parameter in self.trained.parameters]),
                 "weights": _told(self.trained.parameters),
                 "buffers or frozen weights": self._others,
             }
+            facts = {**self._facts(), **{what: Fact(value, STATE) for what, value in state.items()}}
             agree_on_start(self.network, self._key("start"), facts, self._options.starting)
+
+    def _facts(self) -> dict[str, Fact]:
+        """What must be equal on all replicas, besides the weights."""
+        return method_facts(self.method, None)
 
     def _begin(self) -> None:
         """Takes note of the weights that training starts from, which may have been loaded since attach."""
@@ -209,8 +243,12 @@ class Attached:
         if self._options.on_round:
             self._options.on_round(round)
 
+    def _average_buffers_in(self, round: int, group: Group) -> None:
+        key = self._key(f"buffers of round {round}")
+        average(list(self._buffers.named().values()), self.network, group, key, self.deadline)
+
     def _average_among_all(self, what: str, tensors: Iterable[Tensor]) -> None:
-        if self._start_facts is None or isinstance(self.network, OpenNetwork):
+        if isinstance(self.network, OpenNetwork):
             return  # who comes and goes has nobody to end with
         self._exchanges += 1
         key, tensors = self._key(f"{what} {self._exchanges}"), list(tensors)

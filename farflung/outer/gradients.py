@@ -53,7 +53,7 @@ class GradientLoop(Attached):
         options: Options,
         undo: ExitStack,
     ) -> None:
-        super().__init__(model, optimizers, network, options, undo, {"method": "gradients"})
+        super().__init__(method, model, optimizers, network, options, undo)
         _refuse_sparse_gradients(model, set(self.trained.parameters))
         self._means = [
             MeanGradient(

@@ -77,7 +77,7 @@ def draw_together(
         raise PeerLost(away, f"anchors differ, but replica {away[0]} has lost this round; the next one tries again")
     common = sorted(set.intersection(*(set(names) for names, _ in told.values())))
     flat = [anchor, *(kept[name] for name in common)]
-    means = network.all_reduce(torch.cat(flat), group, f"{key}, drawn together").wait(seconds)
+    means = network.all_reduce(torch.cat(flat), group, f"{key}, healed").wait(seconds)
     for tensor, mean in zip(flat, torch.split(means, anchor.numel()), strict=True):
         tensor.copy_(mean)
     return told[min(group)][1]
@@ -93,7 +93,7 @@ def stay_away(network: Network, group: Group, key: str) -> None:
 
 def _tell(facts: Any, network: Network, group: Group, key: str) -> Pending[dict[int, Tensor]]:
     packet = torch.frombuffer(bytearray(json.dumps(facts).encode()), dtype=torch.uint8)
-    return network.exchange(packet, group, f"{key}, facts")
+    return network.exchange(packet, group, f"{key}, healed, facts")
 
 
 def _is_like(value: Any, anchor: Tensor) -> bool:

@@ -14,18 +14,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from farflung.codecs import Codec
-from farflung.config import UserError
 from farflung.networks import Finished, Group, Network, OpenNetwork, PeerLost, Pending, State
+from farflung.networks.joining import log
 from farflung.outer.attached import Attached, Options
-from farflung.outer.buffers import average
 from farflung.outer.fragments import Fragment, split
 from farflung.outer.fusion import Fusion
 from farflung.outer.healing import Compared, draw_together, sketch, stay_away
 from farflung.outer.opened import Anchored, Opened, by_lineage, state_of, state_tensors, take_state
-from farflung.outer.optimizers import OuterOptimizer, gradient_of
+from farflung.outer.optimizers import OuterOptimizer, gradient_of, refuse_rounded_weights
 from farflung.outer.replica import Replica
 from farflung.outer.scaling import unscaled_steps
+from farflung.outer.start import Fact, method_facts
 from farflung.outer.steps import hook_steps
 from farflung.outer.streams import Flight, Offer, Stream, copied, streams_of
 from farflung.outer.topologies import group_of
@@ -64,9 +63,7 @@ class OuterLoop(Attached):
         undo: ExitStack,
     ) -> None:
         schedule, topology, codec = method.schedule, method.topology, method.codec
-        start = {"method": str(schedule)} if schedule.every else None
-        super().__init__(model, optimizers, network, options, undo, start)
-        self.method = method
+        super().__init__(method, model, optimizers, network, options, undo)
         self._opened, fusion = None, None
         if isinstance(network, OpenNetwork):
             self._opened = Opened(network, topology.alike, by_lineage(topology, codec), self.deadline)
@@ -78,7 +75,7 @@ class OuterLoop(Attached):
         self.anchors = [fragment.read(device) for fragment in fragments]
         assert method.outer is not None
         self.outer = method.outer(self.anchors)
-        _refuse_rounded_weights(self.outer, codec)
+        refuse_rounded_weights(self.outer, codec)
         if self._opened and topology.alike and not isinstance(self.outer, OuterOptimizer) and codec.lossless:
             self.outer = Anchored(self.outer)
         self._streams = streams_of(method, network, fragments, self.anchors, fusion)
@@ -90,8 +87,18 @@ class OuterLoop(Attached):
             self._undo.callback(unscaled_steps(optimizer))
         self._undo.callback(hook_steps(optimizers[-1], after=self._after_inner_step))
 
+    def _facts(self) -> dict[str, Fact]:
+        return method_facts(self.method, self.outer)
+
     def _begin(self) -> None:
         self._replica.begin()
+
+    def _settle(self) -> None:
+        if not self._replica.sound():
+            self.spoil("the weights are not finite")
+        if fault := self._faults.judge(self.step, self.step):
+            log.warning("replica %d ends with the weights of its last round: %s", self.network.rank, fault)
+            self._replica.restore(self._flights)
 
     @torch.no_grad()
     def _after_inner_step(self) -> None:
@@ -200,7 +207,7 @@ class OuterLoop(Attached):
         if flight.apart:
             self._heal(stream, flight, mean)
         elif flight.outcome == "peer lost" and isinstance(flight.pending, Compared):
-            stay_away(self.network, flight.group, self._healing_key(stream, flight))
+            stay_away(self.network, flight.group, stream.key(self._name, flight.round))
         landed = self.network.now()
         effective_rank, share = self._adapt(stream, flight, mean)
         fresh = None
@@ -209,8 +216,11 @@ class OuterLoop(Attached):
                 fresh = self._offer(stream)
                 fresh.applied = 1 / len(group)
             self._replica.absorb(stream, flight, mean, fresh)
-            if self._options.buffers == "round":
-                self._average_buffers_of(flight)
+            if self._options.buffers == "round" and flight.fragment == 0:
+                try:
+                    self._average_buffers_in(flight.round, flight.group)
+                except PeerLost as lost:
+                    flight.note("peer lost", str(lost))
         stream.lost |= flight.outcome == "peer lost"
         every = stream.every if stream.adaptation else None
         self._report(flight.told(self.step, waited_from, landed, effective_rank, share, every))
@@ -218,20 +228,17 @@ class OuterLoop(Attached):
 
     def _heal(self, stream: Stream, flight: Flight, mean: Tensor) -> None:
         """Makes anchors, outer momentum and schedule equal again in a group that was found to hold different ones."""
-        key = self._healing_key(stream, flight)
+        key = stream.key(self._name, flight.round)
         state = state_of(self.outer, stream.anchor)
         try:
             pace = draw_together(stream.anchor, state, stream.pace(), self.network, flight.group, key, self.deadline)
         except PeerLost as lost:
             flight.note("peer lost", str(lost))  # the next round tries again
-        else:
-            stream.keep_pace(pace)
-            stream.lost = False
-            if flight.own is not None:
-                flight.own.copy_(mean)  # what is left of the own part in the anchors' mean
-
-    def _healing_key(self, stream: Stream, flight: Flight) -> str:
-        return f"{stream.key(self._name, flight.round)}, healed"
+            return
+        stream.keep_pace(pace)
+        stream.lost = False
+        if flight.own is not None:
+            flight.own.copy_(mean)  # what is left of the own part in the anchors' mean
 
     def _adapt(self, stream: Stream, flight: Flight, mean: Tensor) -> tuple[float | None, float | None]:
         """Follows the effective rank: how much the codec may send, and how many steps the next round is away.
@@ -248,14 +255,6 @@ class OuterLoop(Attached):
         if adaptation.settings.steps:
             stream.every, stream.delay = self.method.schedule.shortened(share)
         return rank, share
-
-    def _average_buffers_of(self, flight: Flight) -> None:
-        if flight.fragment == 0:
-            key = self._key(f"buffers of round {flight.round}")
-            try:
-                average(list(self._buffers.named().values()), self.network, flight.group, key, self.deadline)
-            except PeerLost as lost:
-                flight.note("peer lost", str(lost))
 
     def _land_those_due(self) -> dict[int, Offer]:
         """Lands the rounds whose time has come; an eager merge's fresh offers, by fragment."""
@@ -279,8 +278,8 @@ class OuterLoop(Attached):
 
         It stays good until the next round starts.
         """
-        starts = [stream.next_start for stream in self._streams]
-        return State(dict(state_tensors(self.anchors, self.outer)), {"step": self.step, "until": min(starts)})
+        facts = {"step": self.step, "until": min(stream.next_start for stream in self._streams)}
+        return State(dict(state_tensors(self.anchors, self.outer)), facts)
 
     @torch.no_grad()
     def take(self, state: State) -> None:
@@ -329,12 +328,3 @@ class OuterLoop(Attached):
             Flight.unpacked(saved, self.anchors[saved["fragment"]].device, self.network.now())
             for saved in state["flights"]
         ]
-
-
-def _refuse_rounded_weights(outer: torch.optim.Optimizer, codec: Codec) -> None:
-    sends_weights = isinstance(outer, OuterOptimizer) and outer.sends_weights
-    if sends_weights and not (codec.lossless or codec.needs_receiver):
-        raise UserError(
-            f"the outer optimizer {type(outer).__name__} sends whole weights, in which {codec!r} would round "
-            "small steps away; use methods.noloco, or an outer optimizer of pseudo-gradients, such as torch's SGD"
-        )

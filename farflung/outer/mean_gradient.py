@@ -165,7 +165,7 @@ class MeanGradient:
         """What goes to the others, and why it holds no gradients, or ""."""
         device = self._parameters[0].device if self._parameters else None
         numel = self._fragment.numel
-        message = torch.zeros(numel + len(self._parameters) + _NOTES, device=device)
+        message = torch.zeros(numel + len(self._parameters) + _NOTES, dtype=torch.float32, device=device)
         present = [parameter.grad is not None for parameter in self._parameters]
         for parameter, part in zip(self._parameters, self._fragment.views(message[:numel]), strict=True):
             if parameter.grad is not None:

@@ -67,6 +67,11 @@ class Method:
                 "alike would drift apart; use it with noloco or in groups, or choose another codec, such as int4"
             )
 
+    @property
+    def exchanges(self) -> bool:
+        """Whether replicas ever exchange anything."""
+        return self.outer is None or self.schedule.every is not None
+
     def check_open(self) -> None:
         """Refuses what needs replicas to stay, for networks on which they come and go. Raises UserError."""
         if self.outer is None:

@@ -8,6 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from farflung.codecs import Codec
+from farflung.config import UserError
+
 OuterFactory = Callable[[list[Tensor]], torch.optim.Optimizer]
 """Makes an outer optimizer for the anchors (flat float32 tensors, one a fragment)."""
 
@@ -68,6 +71,16 @@ def step_with(outer: torch.optim.Optimizer, anchor: Tensor, mean: Tensor) -> Non
 def gradient_of(outer: torch.optim.Optimizer, anchor: Tensor, mean: Tensor) -> Tensor:
     """What any torch optimizer is told to descend along by a mean of messages."""
     return outer.gradient(anchor, mean) if isinstance(outer, OuterOptimizer) else mean
+
+
+def refuse_rounded_weights(outer: torch.optim.Optimizer, codec: Codec) -> None:
+    """Refuses a codec that rounds what an outer optimizer sends. Raises UserError."""
+    sends_weights = isinstance(outer, OuterOptimizer) and outer.sends_weights
+    if sends_weights and not (codec.lossless or codec.needs_receiver):
+        raise UserError(
+            f"the outer optimizer {type(outer).__name__} sends whole weights, in which {codec!r} would round "
+            "small steps away; use methods.noloco, or an outer optimizer of pseudo-gradients, such as torch's SGD"
+        )
 
 
 class GossipNesterov(OuterOptimizer):

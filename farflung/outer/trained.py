@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from farflung.config import UserError
+from farflung.networks import Network
 from farflung.outer.averaging import digest
 from farflung.outer.shards import own_of
 
@@ -23,18 +24,25 @@ class Trained:
     Args:
         model: as the user's loop has it.
         optimizers: that step it.
+        network: the one that they are averaged over. Another may average the same parameters, within a site, say.
 
-    Raises UserError: an optimizer has parameters that are not the model's.
+    Raises UserError: an optimizer has parameters that are not the model's, or that are attached already.
     """
 
-    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer], network: Network) -> None:
         self._model = model
+        self._network = network
         self.optimizers = tuple(optimizers)
         self._names = {parameter: name for name, parameter in model.named_parameters()}
         for optimizer in self.optimizers:
             self._check_owner(optimizer)
         self.parameters = self._held()
         self._left_alone: dict[nn.Parameter, Tensor] = {}
+        if self.again():
+            raise UserError(
+                "these parameters are attached to this network already, so that each round would count twice; call "
+                "finish() of the first attachment, or leave its with statement"
+            )
         _ATTACHED.add(self)
 
     def _check_owner(self, optimizer: Optimizer) -> None:
@@ -84,6 +92,12 @@ class Trained:
                     f"{self._names[parameter]} is trained, but none of the attached optimizers holds it; "
                     "give attach all of the model's optimizers, as a list, or freeze what they do not train"
                 )
+
+    def again(self) -> bool:
+        """Whether another attachment averages some of these parameters over the same network."""
+        own = set(self.parameters)
+        others = (trained for trained in _ATTACHED if trained is not self and trained._network is self._network)
+        return any(not own.isdisjoint(trained.parameters) for trained in others)
 
     def end(self) -> None:
         """Says that these parameters are no longer averaged."""
