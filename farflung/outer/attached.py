@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from types import TracebackType
@@ -14,13 +14,14 @@ from torch.optim import Optimizer
 
 from farflung.config import UserError
 from farflung.networks import Group, Network, OpenNetwork, among_the_living
-from farflung.outer.averaging import digest
-from farflung.outer.buffers import Buffers, average
+from farflung.outer.buffers import average
+from farflung.outer.digests import digest
 from farflung.outer.faults import Faults
 from farflung.outer.shards import own_of
-from farflung.outer.start import agree_on_start
+from farflung.outer.start import Fact, agree_on_start
 from farflung.outer.steps import hook_steps
 from farflung.outer.trained import Trained
+from farflung.outer.untrained import Untrained
 
 END_DEADLINES = 10
 """The end waits this many times the deadline: replicas that never met may be far apart in time."""
@@ -105,23 +106,22 @@ class Attached:
         self.step = 0
         self.rounds = 0
         self.trained = Trained(model, optimizers)
-        self._buffers = Buffers(model)
         number = network.attachment()
         self._name = f"attachment {number}"
         self._options = options
         self._start_facts = start
-        # Now, since the first batch moves some of them before the first step.
-        self._others = _told([*(p for _, p in self.trained.others()), *self._buffers.named().values()])
         self._begun = False
+        self._noted = False
         self._ended = False
         self._exchanges = 0
         self._faults = Faults(network.rank)
         self._undo = undo
         self._undo.callback(self.trained.end)
+        self._untrained = Untrained(model, self.trained, undo)
         for optimizer in optimizers:
             self._undo.callback(hook_steps(optimizer, before=self._before_first_step))
         if isinstance(network, OpenNetwork):
-            _check_open(number, self._buffers)
+            _check_open(number, self._untrained)
 
     def __enter__(self) -> Self:
         return self
@@ -153,14 +153,17 @@ class Attached:
             return
         self.average_buffers()
         if average_weights:
-            self._average_among_all("weights", [own_of(p.detach()) for p in self.trained.parameters])
+            weights = {str(number): p.detach() for number, p in enumerate(self.trained.parameters)}
+            self._average_among_all("weights", weights, directions=False)
 
     def average_buffers(self) -> None:
         """Averages the model's buffers over all replicas, for an evaluation; every replica must call it alike.
 
-        Floating ones get their mean, whole numbers their largest. Raises PeerLost.
+        So it does with frozen weights that differ, since the loop moves them itself. Floating ones get their mean,
+        whole numbers their largest, and unit vectors, such as spectral norm's, are taken from the lowest rank.
+        Raises PeerLost, and UserError where sizes differ.
         """
-        self._average_among_all("buffers", self._buffers.named().values())
+        self._average_among_all("buffers", self._untrained.named(), directions=True)
 
     def catch_up(self, wait: float) -> bool:
         """Takes the state of others before training, where it can be had within `wait` seconds; whether it was."""
@@ -179,7 +182,7 @@ class Attached:
         self.step, self.rounds = state["step"], state["rounds"]
         self._faults.load_state_dict(state["faults"])
         self._begun = self.step > 0
-        self.trained.begin()
+        self._noted = False
 
     def _key(self, what: str) -> str:
         """The key of an exchange: no two attachments on a network share one."""
@@ -187,19 +190,34 @@ class Attached:
 
     @torch.no_grad()
     def _before_first_step(self, *_: Any) -> None:
+        if self._noted:
+            return
+        self._noted = True
+        self.trained.begin()
+        untrained = self._untrained.begin()
         if self._begun:
             return
         self._begun = True
         self._begin()
-        self.trained.begin()
         if self._start_facts is not None and not isinstance(self.network, OpenNetwork):
-            facts = {
-                **self._start_facts,
-                "shapes": str([tuple(own_of(parameter).shape) for parameter in self.trained.parameters]),
-                "weights": _told(self.trained.parameters),
-                "buffers or frozen weights": self._others,
-            }
+            weights = [own_of(parameter) for parameter in self.trained.parameters]
+            shapes = [tuple(tensor.shape) for tensor in (*weights, *self._untrained.named().values())]
+            facts = [
+                *(Fact(what, (told,)) for what, told in self._start_facts.items()),
+                Fact("shapes", (str(shapes),)),
+                Fact("weights", (str(digest(weights).tolist()),)),
+                *untrained,
+            ]
             agree_on_start(self.network, self._key("start"), facts, self._options.starting)
+
+    def _look(self) -> None:
+        """Finds frozen weights that the loop moves itself. Raises UserError where they cannot go along."""
+        moving = self._untrained.look()
+        if moving and isinstance(self.network, OpenNetwork):
+            raise UserError(
+                f"{moving[0]} is frozen, and yet it moves, which peers on the internet cannot average; "
+                "keep it outside of the model that is attached"
+            )
 
     def _begin(self) -> None:
         """Takes note of the weights that training starts from, which may have been loaded since attach."""
@@ -209,29 +227,25 @@ class Attached:
         if self._options.on_round:
             self._options.on_round(round)
 
-    def _average_among_all(self, what: str, tensors: Iterable[Tensor]) -> None:
+    def _average_among_all(self, what: str, tensors: Mapping[str, Tensor], directions: bool) -> None:
         if self._start_facts is None or isinstance(self.network, OpenNetwork):
             return  # who comes and goes has nobody to end with
         self._exchanges += 1
-        key, tensors = self._key(f"{what} {self._exchanges}"), list(tensors)
+        key = self._key(f"{what} {self._exchanges}")
 
         def exchange(group: Group) -> None:
-            average(tensors, self.network, group, f"{key} of {group}", END_DEADLINES * self.deadline)
+            average(tensors, self.network, group, f"{key} of {group}", END_DEADLINES * self.deadline, directions)
 
         among_the_living(self.network, exchange)
 
 
-def _told(tensors: Iterable[Tensor]) -> str:
-    return str(digest(map(own_of, tensors)).tolist())
-
-
-def _check_open(number: int, buffers: Buffers) -> None:
+def _check_open(number: int, untrained: Untrained) -> None:
     if number:
         raise UserError(
             "peers on the internet hold the rounds of one attachment, and this network has had one; give attach all "
             "optimizers in a list, or open another network with a ticket of its own"
         )
-    if floating := buffers.floating():
+    if floating := untrained.floating():
         raise UserError(
             f"the model keeps {floating[0]} besides its weights, which peers on the internet cannot average; "
             "replace BatchNorm by LayerNorm or GroupNorm, or register such buffers with persistent=False"

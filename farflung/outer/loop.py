@@ -82,7 +82,7 @@ class OuterLoop(Attached):
         if self._opened and topology.alike and not isinstance(self.outer, OuterOptimizer) and codec.lossless:
             self.outer = Anchored(self.outer)
         self._streams = streams_of(method, network, fragments, self.anchors, fusion)
-        self._replica = Replica(self.trained, model, self._streams, self.outer, method.merge, device)
+        self._replica = Replica(self.trained, self._untrained, self._streams, self.outer, method.merge, device)
         self._flights: list[Flight] = []
         self._spoilt: tuple[int, str] = (-1, "")
         self._everyone = network.members()
@@ -101,6 +101,8 @@ class OuterLoop(Attached):
             self._follow(self._opened)
         else:
             self.step += 1
+        if self.step & (self.step - 1) == 0:  # from the start, since a first round may be long
+            self._look()
         fresh = self._land_those_due()
         for stream in self._streams:
             stream.trained += 1
@@ -123,6 +125,7 @@ class OuterLoop(Attached):
         network, method = self.network, self.method
         self.trained.check()
         self.trained.check_left_alone()
+        self._look()
         group = group_of(network.rank, method.topology.groups(network.members(), stream.label))
         if not self._opened and stream.averaging.wants_expectation(group):
             stream.averaging.expect(self._replica.nothing(stream.anchor))
@@ -240,7 +243,7 @@ class OuterLoop(Attached):
         if flight.fragment == 0:
             key = self._key(f"buffers of round {flight.round}")
             try:
-                average(list(self._buffers.named().values()), self.network, flight.group, key, self.deadline)
+                average(self._untrained.named(), self.network, flight.group, key, self.deadline, directions=True)
             except PeerLost as lost:
                 flight.note("peer lost", str(lost))
 

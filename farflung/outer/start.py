@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from typing import TypeVar
+from collections.abc import Sequence
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -20,25 +21,41 @@ class Disagreement(RuntimeError):
     """The replicas do not start alike."""
 
 
-def agree_on_start(network: Network, key: str, facts: dict[str, str], seconds: float) -> None:
+class Fact(NamedTuple):
+    """Something that must be equal on all replicas.
+
+    Args:
+        what: how it is called in a Disagreement.
+        told: what is told of it; it is enough that all tell the same in one of these places.
+    """
+
+    what: str
+    told: tuple[str, ...]
+
+
+def agree_on_start(network: Network, key: str, facts: Sequence[Fact], seconds: float) -> None:
     """Waits for all replicas, at most so many seconds, and compares what they begin with.
 
     Args:
         network: the replica's seat.
         key: of the exchange.
-        facts: what must be equal, by what it is called in a Disagreement.
+        facts: what must be equal; how many there are may depend on those before.
         seconds: the longest that starting may take.
 
     Raises Disagreement, and PeerLost when somebody does not come.
     """
-    own = [hashlib.sha256(value.encode()).digest()[:BYTES] for value in facts.values()]
-    packet = torch.frombuffer(bytearray(b"".join(own)), dtype=torch.uint8)
+    hashes = (hashlib.sha256(value.encode()).digest()[:BYTES] for fact in facts for value in fact.told)
+    packet = torch.frombuffer(bytearray(b"".join(hashes)), dtype=torch.uint8)
     packets = all_there(network, network.exchange(packet, network.members(), key), seconds)
-    for place, what in enumerate(facts):
-        begin = place * BYTES
-        told = {rank: packet.cpu().numpy().tobytes()[begin : begin + BYTES] for rank, packet in packets.items()}
-        others = [str(rank) for rank, theirs in told.items() if theirs != own[place]]
-        if others:
+    told = {rank: packet.cpu().numpy().tobytes() for rank, packet in packets.items()}
+    end = 0
+    for what, ways in facts:
+        places = [slice(end + way * BYTES, end + (way + 1) * BYTES) for way in range(len(ways))]
+        end += len(ways) * BYTES
+        agreed = any(len({words[place] for words in told.values()}) == 1 for place in places)
+        if not agreed:
+            own = told[network.rank]
+            others = [str(rank) for rank, words in told.items() if any(words[p] != own[p] for p in places)]
             raise Disagreement(
                 f"replica {network.rank} starts from other {what} than {', '.join(others)}; seed every replica alike "
                 "before making the model, or load the same weights into all, and attach in the same order everywhere"
