@@ -20,7 +20,7 @@ from farflung import methods
 from farflung.config import UserError
 from farflung.methods import Method
 from farflung.networks import SimulatedNetwork, Simulation
-from farflung.outer import Disagreement
+from farflung.outer import Disagreement, digests
 from farflung.outer.digests import BLOCK, ROW, digest
 
 LOOPS = [lambda: methods.diloco(every=4), lambda: methods.noloco(every=4), methods.ddp]
@@ -95,7 +95,6 @@ def test_spectral_norm_evaluates_as_well_as_before(make: Callable[[], Method], f
 
     (losses, one), (_, other) = seen = Simulation(2).run(work)
     for losses, _ in seen:
-        print(losses)
         assert losses[1] < 1.2 * losses[0] + 0.05
     for name in one:
         assert torch.equal(one[name], other[name])
@@ -180,6 +179,33 @@ def test_buffers_that_cannot_be_compared_are_refused_by_name(kind: str) -> None:
     methods.diloco().attach(model, sgd(model), network)
 
 
+@pytest.mark.parametrize(
+    "model",
+    [
+        nn.Sequential(nn.Linear(6, 2), nn.LazyBatchNorm1d()),
+        nn.Sequential(nn.LazyLinear(2)),
+        with_buffer(torch.ones(2, device="meta")),
+    ],
+)
+def test_what_has_no_values_yet_is_refused_by_name(model: nn.Module) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(UserError, match=r"(1\.weight|0\.weight|extra) has no values yet; run the model on a batch"):
+        methods.diloco().attach(model, optimizer, SimulatedNetwork.alone())
+
+
+def test_a_scripted_model_with_statistics_is_trained() -> None:
+    def work(network: SimulatedNetwork) -> Tensor:
+        torch.manual_seed(0)
+        model = torch.jit.script(nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)))
+        optimizer = sgd(model)
+        with methods.diloco(every=2).attach(model, optimizer, network):
+            inner_steps(model, optimizer, network.rank, range(3))
+        return dict(model.named_buffers())["1.running_mean"]
+
+    one, other = Simulation(2).run(work)
+    assert torch.equal(one, other)
+
+
 @pytest.mark.parametrize("replicas", [2, 3])
 def test_buffers_that_grow_apart_are_told_by_name_at_once(replicas: int) -> None:
     def change(model: Any, rank: int) -> None:
@@ -246,6 +272,18 @@ def test_the_digest_sees_rows_blocks_tensors_and_shapes_in_another_order() -> No
     # The same values, however they lie in memory.
     assert torch.equal(digest([big.double().repeat_interleave(2)[::2]]), digest([big.double()]))
     assert torch.equal(digest([a.view(2, 3).t().contiguous().t()]), digest([a.view(2, 3)]))
+
+
+@pytest.mark.parametrize("device_block", [ROW, 2 * ROW, 1024 * ROW])
+def test_the_digest_is_the_same_however_much_is_looked_at_in_one_go(
+    device_block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = [ROW - 1, ROW, ROW + 1, BLOCK, 2 * BLOCK, 2 * BLOCK + 7]
+    tensors = [torch.randn(size, generator=torch.Generator().manual_seed(size)) for size in sizes]
+    expected = [digest([tensor]) for tensor in tensors]
+    monkeypatch.setattr(digests, "BLOCK", device_block)
+    with torch.device("meta"):  # a user's default device is no matter
+        assert all(torch.equal(digest([t]), told) for t, told in zip(tensors, expected, strict=True))
 
 
 @pytest.mark.parametrize("kind", ["permuted rows", "randperm", "pruning"])

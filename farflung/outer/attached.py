@@ -121,7 +121,7 @@ class Attached:
         for optimizer in optimizers:
             self._undo.callback(hook_steps(optimizer, before=self._before_first_step))
         if isinstance(network, OpenNetwork):
-            _check_open(number, self._untrained)
+            _check_open(number, self._untrained, options.buffers)
 
     def __enter__(self) -> Self:
         return self
@@ -239,12 +239,14 @@ class Attached:
         among_the_living(self.network, exchange)
 
 
-def _check_open(number: int, untrained: Untrained) -> None:
+def _check_open(number: int, untrained: Untrained, buffers: str) -> None:
     if number:
         raise UserError(
             "peers on the internet hold the rounds of one attachment, and this network has had one; give attach all "
             "optimizers in a list, or open another network with a ticket of its own"
         )
+    if buffers != "end":
+        raise UserError(f"buffers is {buffers!r}, but peers on the internet average none; leave it out")
     if floating := untrained.floating():
         raise UserError(
             f"the model keeps {floating[0]} besides its weights, which peers on the internet cannot average; "

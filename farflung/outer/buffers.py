@@ -81,7 +81,7 @@ def _of_unit_vectors(view: Tensor) -> bool:
 
 
 def _check_sizes(names: list[str], told: dict[int, Tensor], own: int) -> None:
-    """All find the same of what all were told, so that nobody waits for those who go no further. Raises UserError."""
+    """Raises UserError where sizes differ: then on all members alike, so that nobody waits for one that has left."""
     remedy = "; keep it equally large everywhere, or register it with persistent=False"
     for rank, theirs in told.items():
         if len(theirs) != len(told[own]):
@@ -89,16 +89,13 @@ def _check_sizes(names: list[str], told: dict[int, Tensor], own: int) -> None:
         for name, here, there in zip(names, told[own][:, 0].tolist(), theirs[:, 0].tolist(), strict=True):
             if here != there:
                 raise UserError(f"{name} has other sizes on replica {rank} than here{remedy}")
-    first = next(iter(told.values()))
-    for rank, theirs in told.items():
-        if len(theirs) != len(first) or not torch.equal(theirs[:, 0], first[:, 0]):
-            raise UserError(f"replica {rank} has buffers of other sizes than its fellows{remedy}")
 
 
 def _average_floating(
     views: list[Tensor], network: Network, group: Group, key: str, seconds: float, directions: bool
 ) -> None:
-    own = torch.tensor([sound(view) + (directions and _of_unit_vectors(view)) for view in views], dtype=torch.uint8)
+    words = [sound(view) + (directions and _of_unit_vectors(view)) for view in views]
+    own = torch.tensor(words, dtype=torch.uint8, device="cpu")
     packets = network.exchange(own, group, f"{key}, judged").wait(seconds)
     judged = {rank: packet.cpu() for rank, packet in sorted(packets.items())}
     able = [rank for rank, words in judged.items() if bool(words.all())]

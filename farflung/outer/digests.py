@@ -23,10 +23,10 @@ def digest(tensors: Iterable[Tensor]) -> Tensor:
     They are the same on every device. A word in row r and column c of a tensor counts by weight(c) · weight(ROW + r),
     modulo 2⁶⁴; words are 32 bits, or whole values where these are smaller.
     """
-    total = torch.zeros(2, dtype=torch.int64)
+    total = torch.zeros(2, dtype=torch.int64, device="cpu")
     for tensor in tensors:
         size = functools.reduce(lambda sizes, length: (sizes * 31 + length) % (1 << 61), tensor.shape, tensor.dim())
-        total = total * 31 + torch.tensor([size, 0])
+        total = total * 31 + torch.tensor([size, 0], device="cpu")
         total[1] += _summed(_words(tensor.detach())).cpu()
     return total
 

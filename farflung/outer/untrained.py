@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -27,7 +27,7 @@ class Untrained:
         trained: what is trained of it.
         undo: takes what undoes the hooks.
 
-    Raises UserError: a tensor is of a kind that cannot be compared.
+    Raises UserError: a tensor has no values yet, or is of a kind that cannot be compared.
     """
 
     def __init__(self, model: nn.Module, trained: Trained, undo: ExitStack) -> None:
@@ -35,17 +35,13 @@ class Untrained:
         self._trained = trained
         self._kept: dict[str, Tensor] = {}
         self._moving: list[str] = []
-        for name, tensor in self.named().items():
-            if tensor.layout != torch.strided or tensor.is_quantized:
-                kind = str(tensor.dtype if tensor.is_quantized else tensor.layout).removeprefix("torch.")
-                raise UserError(
-                    f"{name} is {kind}, which replicas cannot compare or average; "
-                    "register it as a buffer with persistent=False"
-                )
+        _refuse_without_values(dict(model.named_parameters()) | self.buffers())
+        _refuse_odd(self.named())
         self._noted = {name: _told(tensor) for name, tensor in self._compared().items()}
         self.keep()
         for prefix, module in model.named_modules():
-            if module._buffers or module._parameters:
+            scripted = isinstance(module, torch.jit.ScriptModule)  # takes no such hooks
+            if (module._buffers or module._parameters) and not scripted:
                 undo.callback(module.register_load_state_dict_post_hook(_WhenLoaded(self, prefix)).remove)
 
     def buffers(self) -> dict[str, Tensor]:
@@ -61,7 +57,7 @@ class Untrained:
         """The parameters that nobody trains, by name."""
         averaged = self._trained.averaged()
         named = self._model.named_parameters()
-        return {name: p.detach() for name, p in named if not p.requires_grad and p not in averaged}
+        return {name: p for name, p in named if not p.requires_grad and p not in averaged}
 
     def named(self) -> dict[str, Tensor]:
         """Both, by name."""
@@ -69,7 +65,7 @@ class Untrained:
 
     def _compared(self) -> dict[str, Tensor]:
         """What must be equal at the start: these, and what others train of the model."""
-        return self.named() | {name: p.detach() for name, p in self._trained.others()}
+        return self.named() | dict(self._trained.others())
 
     def floating(self) -> list[str]:
         """The names of the buffers that training may move by less than one."""
@@ -97,7 +93,10 @@ class Untrained:
     def look(self) -> list[str]:
         """Finds frozen weights that move; the names of all that have."""
         for name, tensor in self.frozen().items():
-            if name not in self._moving and _told(tensor) != self._noted.setdefault(name, _told(tensor)):
+            if name in self._moving:
+                continue
+            now = _told(tensor)
+            if now != self._noted.setdefault(name, now):
                 self._moving.append(name)
                 self._keep(name, tensor)
         return self._moving
@@ -134,6 +133,22 @@ class Untrained:
         view = real_view(tensor)
         if sound(view):
             self._kept[name] = view.clone()
+
+
+def _refuse_without_values(tensors: Mapping[str, Tensor]) -> None:
+    for name, tensor in tensors.items():
+        if nn.parameter.is_lazy(tensor) or tensor.is_meta:
+            raise UserError(f"{name} has no values yet; run the model on a batch, or load its weights, before attach")
+
+
+def _refuse_odd(tensors: Mapping[str, Tensor]) -> None:
+    for name, tensor in tensors.items():
+        if tensor.layout != torch.strided or tensor.is_quantized:
+            kind = str(tensor.dtype if tensor.is_quantized else tensor.layout).removeprefix("torch.")
+            raise UserError(
+                f"{name} is {kind}, which replicas cannot compare or average; "
+                "register it as a buffer with persistent=False"
+            )
 
 
 class _WhenLoaded:
