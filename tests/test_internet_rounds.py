@@ -194,6 +194,23 @@ def test_a_second_attachment_is_refused(run: Run) -> None:
         methods.noloco().attach(second, torch.optim.SGD(second.parameters(), lr=0.1), network)
 
 
+def test_frozen_weights_are_taken_as_long_as_they_stay(run: Run) -> None:
+    network = run.join()
+    model = small_model()
+    optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
+    model[2:].requires_grad_(False)
+    with pytest.raises(UserError, match="buffers is 'round', but peers on the internet average none"):
+        methods.noloco().attach(model, optimizer, network, buffers="round")
+    network = run.join()
+    with methods.noloco(every=50).attach(model, optimizer, network) as outer:
+        inner_steps(model, optimizer, 0, range(3))
+        assert outer.step == 3
+        with torch.no_grad():
+            model[2].bias.add_(1e-3)
+        with pytest.raises(UserError, match=r"2\.bias is frozen, and yet it moves, which peers .* keep it outside"):
+            inner_steps(model, optimizer, 0, range(3, 9))
+
+
 def test_a_state_that_is_spoilt_or_another_models_is_refused() -> None:
     anchors = [torch.zeros(4)]
     outer = torch.optim.SGD(anchors, lr=1.0, momentum=0.9)

@@ -208,7 +208,7 @@ def test_buffers_and_frozen_weights_that_start_unequal_are_noticed(what: str) ->
         methods.diloco(every=2).attach(model, optimizer, network)
         step(model, optimizer, 0)
 
-    with pytest.raises(Disagreement, match="starts from other buffers or frozen weights than"):
+    with pytest.raises(Disagreement, match=f"starts from other values of {what} than"):
         Simulation(2).run(work)
 
 

@@ -74,8 +74,8 @@ def test_a_run_leaves_what_it_promises(undisturbed: Path) -> None:
     parameters = summary["parameters"]
     assert summary["tokens"] == STEPS * 3 * 2 * 32 and summary["method"] == "noloco" and summary["replicas"] == 3
     assert summary["ddp_bytes"] == 4 * parameters * 2 * 2 * STEPS
-    # Rounds at steps 5, 10, 15 and 20, one pair each; and 16 bytes to two others before the first.
-    assert summary["bytes_sent"] == 4 * 2 * 4 * parameters + 3 * 2 * 16
+    # Rounds at steps 5, 10, 15 and 20, one pair each; and 12 bytes to two others before the first.
+    assert summary["bytes_sent"] == 4 * 2 * 4 * parameters + 3 * 2 * 12
     assert summary["validation_loss"] == pytest.approx(sum(summary["validation_loss_per_replica"]) / 3)
     assert 2 < summary["validation_loss_averaged"] < math.log(256)
     weights = final_weights(undisturbed)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from types import TracebackType
@@ -15,13 +15,14 @@ from torch.optim import Optimizer
 
 from farflung.config import UserError
 from farflung.networks import Group, Network, OpenNetwork, among_the_living
-from farflung.outer.averaging import digest
-from farflung.outer.buffers import Buffers, average
+from farflung.outer.buffers import average
+from farflung.outer.digests import digest
 from farflung.outer.faults import Faults
 from farflung.outer.shards import own_of
-from farflung.outer.start import STATE, Fact, agree_on_start, method_facts
+from farflung.outer.start import Fact, agree_on_start, method_facts
 from farflung.outer.steps import hook_steps
 from farflung.outer.trained import Trained
+from farflung.outer.untrained import Untrained
 
 if TYPE_CHECKING:
     from farflung.outer.method import Method
@@ -119,22 +120,21 @@ class Attached:
         self.rounds = 0
         self.trained = Trained(model, optimizers, network)
         undo.callback(self.trained.end)
-        self._buffers = Buffers(model)
         number = network.attachment()
         self._name = f"attachment {number}"
         self._options = options
-        # Now, since the first batch moves some of them before the first step.
-        self._others = _told([*(p for _, p in self.trained.others()), *self._buffers.named().values()])
         self._begun = False
+        self._noted = False
         self._ended = False
         self._warned = False
         self._exchanges = 0
         self._faults = Faults(network.rank)
         self._undo = undo
+        self._untrained = Untrained(model, self.trained, undo)
         for optimizer in optimizers:
             self._undo.callback(hook_steps(optimizer, before=self._before_first_step))
         if isinstance(network, OpenNetwork):
-            _check_open(number, self._buffers)
+            _check_open(number, self._untrained, options.buffers)
 
     def __enter__(self) -> Self:
         return self
@@ -162,7 +162,8 @@ class Attached:
         if not self._ended:
             self._end()
         if average_weights:
-            self._average_among_all("weights", [own_of(p.detach()) for p in self.trained.parameters])
+            weights = {str(number): p.detach() for number, p in enumerate(self.trained.parameters)}
+            self._average_among_all("weights", weights, directions=False)
 
     def _end(self) -> None:
         self._ended = True
@@ -188,9 +189,11 @@ class Attached:
     def average_buffers(self) -> None:
         """Averages the model's buffers over all replicas, for an evaluation; every replica must call it alike.
 
-        Floating ones get their mean, whole numbers their largest. Raises PeerLost.
+        So it does with frozen weights that differ, since the loop moves them itself. Floating ones get their mean,
+        whole numbers their largest, and unit vectors, such as spectral norm's, are taken from the lowest rank.
+        Raises PeerLost, and UserError where sizes differ.
         """
-        self._average_among_all("buffers", self._buffers.named().values())
+        self._average_among_all("buffers", self._untrained.named(), directions=True)
 
     def catch_up(self, wait: float) -> bool:
         """Takes the state of others before training, where it can be had within `wait` seconds; whether it was."""
@@ -209,7 +212,7 @@ class Attached:
         self.step, self.rounds = state["step"], state["rounds"]
         self._faults.load_state_dict(state["faults"])
         self._begun = self.step > 0
-        self.trained.begin()
+        self._noted = False
 
     def _key(self, what: str) -> str:
         """The key of an exchange: no two attachments on a network share one."""
@@ -217,23 +220,38 @@ class Attached:
 
     @torch.no_grad()
     def _before_first_step(self, *_: Any) -> None:
+        if self._noted:
+            return
+        self._noted = True
+        self.trained.begin()
+        untrained = self._untrained.begin()
         if self._begun:
             return
         self._begun = True
         self._begin()
-        self.trained.begin()
         if self.method.exchanges and not isinstance(self.network, OpenNetwork):
-            state = {
-                "shapes": str([tuple(own_of(parameter).shape) for parameter in self.trained.parameters]),
-                "weights": _told(self.trained.parameters),
-                "buffers or frozen weights": self._others,
-            }
-            facts = {**self._facts(), **{what: Fact(value, STATE) for what, value in state.items()}}
+            weights = [own_of(parameter) for parameter in self.trained.parameters]
+            shapes = [tuple(tensor.shape) for tensor in (*weights, *self._untrained.named().values())]
+            facts = [
+                *self._facts(),
+                Fact("shapes", (str(shapes),)),
+                Fact("weights", (str(digest(weights).tolist()),)),
+                *untrained,
+            ]
             agree_on_start(self.network, self._key("start"), facts, self._options.starting)
 
-    def _facts(self) -> dict[str, Fact]:
+    def _facts(self) -> list[Fact]:
         """What must be equal on all replicas, besides the weights."""
         return method_facts(self.method, None)
+
+    def _look(self) -> None:
+        """Finds frozen weights that the loop moves itself. Raises UserError where they cannot go along."""
+        moving = self._untrained.look()
+        if moving and isinstance(self.network, OpenNetwork):
+            raise UserError(
+                f"{moving[0]} is frozen, and yet it moves, which peers on the internet cannot average; "
+                "keep it outside of the model that is attached"
+            )
 
     def _begin(self) -> None:
         """Takes note of the weights that training starts from, which may have been loaded since attach."""
@@ -245,31 +263,29 @@ class Attached:
 
     def _average_buffers_in(self, round: int, group: Group) -> None:
         key = self._key(f"buffers of round {round}")
-        average(list(self._buffers.named().values()), self.network, group, key, self.deadline)
+        average(self._untrained.named(), self.network, group, key, self.deadline, directions=True)
 
-    def _average_among_all(self, what: str, tensors: Iterable[Tensor]) -> None:
+    def _average_among_all(self, what: str, tensors: Mapping[str, Tensor], directions: bool) -> None:
         if isinstance(self.network, OpenNetwork):
             return  # who comes and goes has nobody to end with
         self._exchanges += 1
-        key, tensors = self._key(f"{what} {self._exchanges}"), list(tensors)
+        key = self._key(f"{what} {self._exchanges}")
 
         def exchange(group: Group) -> None:
-            average(tensors, self.network, group, f"{key} of {group}", END_DEADLINES * self.deadline)
+            average(tensors, self.network, group, f"{key} of {group}", END_DEADLINES * self.deadline, directions)
 
         among_the_living(self.network, exchange)
 
 
-def _told(tensors: Iterable[Tensor]) -> str:
-    return str(digest(map(own_of, tensors)).tolist())
-
-
-def _check_open(number: int, buffers: Buffers) -> None:
+def _check_open(number: int, untrained: Untrained, buffers: str) -> None:
     if number:
         raise UserError(
             "peers on the internet hold the rounds of one attachment, and this network has had one; give attach all "
             "optimizers in a list, or open another network with a ticket of its own"
         )
-    if floating := buffers.floating():
+    if buffers != "end":
+        raise UserError(f"buffers is {buffers!r}, but peers on the internet average none; leave it out")
+    if floating := untrained.floating():
         raise UserError(
             f"the model keeps {floating[0]} besides its weights, which peers on the internet cannot average; "
             "replace BatchNorm by LayerNorm or GroupNorm, or register such buffers with persistent=False"

@@ -290,14 +290,3 @@ def cut(tensors: Sequence[Tensor], parts: int) -> list[list[Tensor]]:
             position += (end - begin) * width
             begin = end
     return lists
-
-
-def digest(tensors: Iterable[Tensor]) -> Tensor:
-    """Two int64 numbers that differ, all but surely, when a bit of the tensors does."""
-    total = torch.zeros(2, dtype=torch.int64)
-    for tensor in tensors:
-        words = tensor.detach().flatten().view(torch.uint8 if tensor.element_size() < 4 else torch.int32)
-        # 64-bit sums wrap around without an error, and the order of additions does not matter.
-        total[0] = total[0] * 31 + tensor.numel()
-        total[1] = total[1] * 31 + words.sum(dtype=torch.int64).cpu()
-    return total

@@ -12,7 +12,7 @@ from torch import nn
 from farflung.config import UserError
 from farflung.networks import Network
 from farflung.outer.attached import Attached, Options
-from farflung.outer.averaging import digest
+from farflung.outer.digests import digest
 from farflung.outer.mean_gradient import SPARSE, MeanGradient
 from farflung.outer.shards import own_of
 from farflung.outer.steps import hook_steps
@@ -63,7 +63,7 @@ class GradientLoop(Attached):
                 index,
                 network,
                 self._key,
-                self._buffers,
+                self._untrained,
                 self.deadline,
                 self._report,
                 self._undo,
@@ -75,6 +75,7 @@ class GradientLoop(Attached):
     def _after_inner_step(self) -> None:
         self.step += 1
         if self.step & (self.step - 1) == 0:  # at 1, 2, 4, 8 …, since looking takes time
+            self._untrained.look()
             self._look_beside()
         if self._options.buffers == "round":
             self.average_buffers()

@@ -43,9 +43,7 @@ class OuterLoop(Attached):
     Args:
         method: the choices that its rounds are made of.
         model, optimizers: what the user trains; the weights must start equal on all replicas.
-        network: the replica's seat among the others.
-        options: how it is attached.
-        undo: takes what undoes the hooks.
+        network, options, undo: see Attached.
 
     Raises, out of `optimizer.step()`:
         Disagreement: at the first step, if replicas start from different weights.
@@ -70,8 +68,7 @@ class OuterLoop(Attached):
             fusion = Fusion(options.robust, network.blame)
             network.serve(self.state)
         device = torch.device(options.outer_device) if options.outer_device else None
-        trained = self.trained.parameters
-        fragments = split(model, schedule.fragments, trained) if schedule.every else [Fragment([])]
+        fragments = split(model, schedule.fragments, self.trained.parameters) if schedule.every else [Fragment([])]
         self.anchors = [fragment.read(device) for fragment in fragments]
         assert method.outer is not None
         self.outer = method.outer(self.anchors)
@@ -79,7 +76,7 @@ class OuterLoop(Attached):
         if self._opened and topology.alike and not isinstance(self.outer, OuterOptimizer) and codec.lossless:
             self.outer = Anchored(self.outer)
         self._streams = streams_of(method, network, fragments, self.anchors, fusion)
-        self._replica = Replica(self.trained, model, self._streams, self.outer, method.merge, device)
+        self._replica = Replica(self.trained, self._untrained, self._streams, self.outer, method.merge, device)
         self._flights: list[Flight] = []
         self._spoilt: tuple[int, str] = (-1, "")
         self._everyone = network.members()
@@ -87,7 +84,7 @@ class OuterLoop(Attached):
             self._undo.callback(unscaled_steps(optimizer))
         self._undo.callback(hook_steps(optimizers[-1], after=self._after_inner_step))
 
-    def _facts(self) -> dict[str, Fact]:
+    def _facts(self) -> list[Fact]:
         return method_facts(self.method, self.outer)
 
     def _begin(self) -> None:
@@ -108,6 +105,8 @@ class OuterLoop(Attached):
             self._follow(self._opened)
         else:
             self.step += 1
+        if self.step & (self.step - 1) == 0:  # from the start, since a first round may be long
+            self._look()
         fresh = self._land_those_due()
         for stream in self._streams:
             stream.trained += 1
@@ -130,6 +129,7 @@ class OuterLoop(Attached):
         network, method = self.network, self.method
         self.trained.check()
         self.trained.check_left_alone()
+        self._look()
         group = self._next_group(stream)
         if not self._opened and stream.averaging.wants_expectation(group):
             stream.averaging.expect(self._replica.nothing(stream.anchor))

@@ -14,7 +14,6 @@ from farflung.config import UserError
 from farflung.networks import Network
 from farflung.outer.attached import Round
 from farflung.outer.averaging import Averaging
-from farflung.outer.buffers import Buffers
 from farflung.outer.faults import Faults
 from farflung.outer.fragments import Fragment
 from farflung.outer.notes import Noted
@@ -24,6 +23,7 @@ from farflung.outer.steps import Arguments, hook_steps
 from farflung.outer.streams import copied
 from farflung.outer.topologies import group_of
 from farflung.outer.trained import Trained, held_by
+from farflung.outer.untrained import Untrained
 
 if TYPE_CHECKING:
     from farflung.outer.method import Method
@@ -47,7 +47,7 @@ class MeanGradient:
         index: its place among the optimizers.
         network: the replica's seat.
         key: makes the keys of exchanges from what they are.
-        buffers: taken back when training was spoilt.
+        untrained: taken back when training was spoilt.
         deadline: the longest that an exchange is waited for, in seconds.
         report: told of every exchange.
         undo: what ends with the attachment.
@@ -61,7 +61,7 @@ class MeanGradient:
         index: int,
         network: Network,
         key: Callable[[str], str],
-        buffers: Buffers,
+        untrained: Untrained,
         deadline: float,
         report: Callable[[Round], None],
         undo: ExitStack,
@@ -74,7 +74,7 @@ class MeanGradient:
         self._optimizer = optimizer
         self._index = index
         self._key = key
-        self._buffers = buffers
+        self._untrained = untrained
         self._deadline = deadline
         self._report = report
         self._parameters = [p for p in trained.parameters if p in held]
@@ -175,7 +175,7 @@ class MeanGradient:
         if not overflow and not finite(message):
             self.faults.spoil("the gradient is not finite")
         fault = self.faults.judge(self._exchanges, self.step)
-        self._buffers.restore() if fault else self._buffers.keep()
+        self._untrained.restore() if fault else self._untrained.keep()
         if overflow:
             fault = fault or "a gradient overflowed at the GradScaler's scale"
         if fault:

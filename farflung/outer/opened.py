@@ -14,7 +14,7 @@ from torch import Tensor
 from farflung.codecs import Codec, finite
 from farflung.config import UserError
 from farflung.networks import Group, OpenNetwork, Party, PeerLost, Pending, State
-from farflung.outer.averaging import digest
+from farflung.outer.digests import digest
 from farflung.outer.meeting import Meeting, Met
 from farflung.outer.optimizers import OuterOptimizer, descend
 from farflung.outer.streams import Stream

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from farflung.outer.buffers import Buffers
 from farflung.outer.copies import Copies
 from farflung.outer.fragments import sendable
 from farflung.outer.merges import Merge
 from farflung.outer.optimizers import OuterOptimizer, message_of, step_with
 from farflung.outer.streams import Flight, Offer, Stream
 from farflung.outer.trained import Trained
+from farflung.outer.untrained import Untrained
 
 
 class Replica:
@@ -21,7 +21,7 @@ class Replica:
 
     Args:
         trained: the parameters, and the inner optimizers that step them.
-        model: whose they are; its buffers are taken back with the weights when training was spoilt.
+        untrained: what is taken back with the weights when training was spoilt.
         streams: the fragments.
         outer: the outer optimizer of their anchors.
         merge: what becomes of the steps that are trained while a round is under way.
@@ -31,7 +31,7 @@ class Replica:
     def __init__(
         self,
         trained: Trained,
-        model: nn.Module,
+        untrained: Untrained,
         streams: Sequence[Stream],
         outer: torch.optim.Optimizer,
         merge: Merge,
@@ -42,8 +42,7 @@ class Replica:
         self._outer = outer
         self._merge = merge
         self._device = device
-        self._buffers = Buffers(model)
-        self._buffers.keep()
+        self._untrained = untrained
         self.copies = Copies(trained.optimizers)
 
     def begin(self) -> None:
@@ -60,7 +59,7 @@ class Replica:
         if fault:
             stream.fragment.write(stream.anchor)
         else:
-            self._buffers.keep()
+            self._untrained.keep()
         weights = stream.anchor.clone() if fault else stream.fragment.read(self._device)
         keeps_anchor = self._merge.eager and isinstance(self._outer, OuterOptimizer)
         anchor = stream.anchor.clone() if keeps_anchor else None
@@ -111,7 +110,7 @@ class Replica:
         for optimizer in self._trained.optimizers:
             for parameter in self._trained.parameters:
                 optimizer.state.pop(parameter, None)
-        self._buffers.restore()
+        self._untrained.restore()
 
     def _refresh(self, mean: Tensor, flight: Flight, fresh: Offer | None, anchor: Tensor) -> None:
         """Makes of a round's mean what an eager merge steps with: the group's last messages, but its own fresh one.

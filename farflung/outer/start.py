@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import re
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 
@@ -26,19 +25,6 @@ class Disagreement(RuntimeError):
     """The replicas do not start alike."""
 
 
-@dataclass(frozen=True)
-class Fact:
-    """Something that must be equal on all replicas.
-
-    Args:
-        value: in words or as a digest.
-        remedy: what to do where it is not.
-    """
-
-    value: str
-    remedy: str
-
-
 SETTING = "give all replicas the same method and settings"
 STATE = (
     "seed every replica alike before making the model, or load the same weights into all, and attach in the same order "
@@ -46,8 +32,22 @@ STATE = (
 )
 
 
-def method_facts(method: Method, outer: torch.optim.Optimizer | None) -> dict[str, Fact]:
-    """What a method's replicas must have alike, by what it is called in a Disagreement."""
+class Fact(NamedTuple):
+    """Something that must be equal on all replicas.
+
+    Args:
+        what: how it is called in a Disagreement.
+        told: what is told of it; it is enough that all tell the same in one of these places.
+        remedy: what to do where they do not.
+    """
+
+    what: str
+    told: tuple[str, ...]
+    remedy: str = STATE
+
+
+def method_facts(method: Method, outer: torch.optim.Optimizer | None) -> list[Fact]:
+    """What a method's replicas must have alike."""
     group = outer.param_groups[0] if outer else {}
     settings = {name: value for name, value in group.items() if name != "params"}
     parts: dict[str, object] = {
@@ -60,43 +60,48 @@ def method_facts(method: Method, outer: torch.optim.Optimizer | None) -> dict[st
         "outer optimizer": f"{type(outer).__name__} {settings}" if outer else "none",
     }
     # Where an object lies in memory is not a setting.
-    return {name: Fact(re.sub(r" at 0x[0-9a-f]+", "", str(part)), SETTING) for name, part in parts.items()}
+    return [Fact(what, (re.sub(r" at 0x[0-9a-f]+", "", str(part)),), SETTING) for what, part in parts.items()]
 
 
-def agree_on_start(network: Network, key: str, facts: dict[str, Fact], seconds: float) -> None:
+def agree_on_start(network: Network, key: str, facts: Sequence[Fact], seconds: float) -> None:
     """Waits for all replicas, at most so many seconds, and compares what they begin with.
 
     Args:
         network: the replica's seat.
         key: of the exchange.
-        facts: what must be equal, by what it is called in a Disagreement.
+        facts: what must be equal; how many there are may depend on those before.
         seconds: the longest that starting may take.
 
     Raises Disagreement, and PeerLost when somebody does not come.
     """
-    hashes = b"".join(hashlib.sha256(fact.value.encode()).digest()[:BYTES] for fact in facts.values())
+    hashes = b"".join(hashlib.sha256(value.encode()).digest()[:BYTES] for fact in facts for value in fact.told)
     packets = all_there(network, network.exchange(_packet(hashes), network.members(), key), seconds)
-    if all(packet.cpu().numpy().tobytes() == hashes for packet in packets.values()):
-        return
-    told = json.dumps({what: fact.value for what, fact in facts.items()}).encode()
-    packets = network.exchange(_packet(told), network.members(), f"{key}, in words").wait(seconds)
-    values = {rank: json.loads(packet.cpu().numpy().tobytes()) for rank, packet in packets.items()}
-    for what, fact in facts.items():
-        if others := {rank: theirs[what] for rank, theirs in values.items() if theirs[what] != fact.value}:
-            raise Disagreement(f"replica {network.rank} starts from other {what} than {_told(fact, others)}")
+    told = {rank: packet.cpu().numpy().tobytes() for rank, packet in packets.items()}
+    end = 0
+    for fact in facts:
+        places = [slice(end + way * BYTES, end + (way + 1) * BYTES) for way in range(len(fact.told))]
+        end += len(fact.told) * BYTES
+        if all(len({words[place] for words in told.values()}) > 1 for place in places):
+            others = [rank for rank, words in told.items() if any(words[p] != told[network.rank][p] for p in places)]
+            values = _values(network, f"{key}, in words", fact, seconds) if fact.remedy == SETTING else {}
+            raise Disagreement(_described(network.rank, fact, others, values))
+
+
+def _values(network: Network, key: str, fact: Fact, seconds: float) -> dict[int, str]:
+    """What each replica has in the place of a fact that differs; all have found that it does."""
+    packets = network.exchange(_packet(fact.told[0].encode()), network.members(), key).wait(seconds)
+    return {rank: packet.cpu().numpy().tobytes().decode() for rank, packet in packets.items()}
 
 
 def _packet(words: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(words), dtype=torch.uint8)
 
 
-def _told(fact: Fact, others: dict[int, str]) -> str:
-    """Who has another value, both values where they are short, and the remedy."""
-    rank, value = next(iter(others.items()))
-    ranks = ", ".join(map(str, others))
-    known = len(fact.value) + len(value) < 500 and fact.remedy == SETTING
-    values = f": {fact.value}, and replica {rank} from {value}" if known else ""
-    return f"{ranks}{values}; {fact.remedy}"
+def _described(own: int, fact: Fact, others: Sequence[int], values: Mapping[int, str]) -> str:
+    """Who starts from something else than this replica, from what if that can be said, and the remedy."""
+    unlike = next((rank for rank in others if values and values[rank] != values[own]), None)
+    said = "" if unlike is None else f": {values[own]}, and replica {unlike} from {values[unlike]}"
+    return f"replica {own} starts from other {fact.what} than {', '.join(map(str, others))}{said}; {fact.remedy}"
 
 
 def all_there(network: Network, pending: Pending[T], seconds: float) -> T:

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from farflung.config import UserError
 from farflung.networks import Network
-from farflung.outer.averaging import digest
+from farflung.outer.digests import digest
 from farflung.outer.shards import own_of
 
 _ATTACHED: WeakSet[Trained] = WeakSet()
@@ -64,9 +64,13 @@ class Trained:
         own = set(self.parameters)
         return ((name, parameter) for parameter, name in self._names.items() if parameter not in own)
 
+    def averaged(self) -> set[nn.Parameter]:
+        """The parameters that some attachment trains, of this model or another."""
+        return {parameter for trained in _ATTACHED for parameter in trained.parameters}
+
     def begin(self) -> None:
         """Takes note of what is left alone, for `check_left_alone`."""
-        self._left_alone = {parameter: digest([own_of(parameter)]) for parameter in self._not_attached()}
+        self._left_alone = {p: digest([own_of(p)]) for p in self._not_attached()}
 
     def check(self) -> None:
         """Sees that no further parameter has come to be trained. Raises UserError."""
@@ -105,7 +109,7 @@ class Trained:
 
     def _not_attached(self) -> list[nn.Parameter]:
         """Trainable parameters that no attachment averages."""
-        averaged = {parameter for trained in _ATTACHED for parameter in trained.parameters}
+        averaged = self.averaged()
         return [parameter for _, parameter in self.others() if parameter.requires_grad and parameter not in averaged]
 
 
