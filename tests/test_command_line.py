@@ -228,6 +228,41 @@ def test_a_port_in_use_is_named(tmp_path: Path) -> None:
     assert done.stderr.strip().splitlines()[-1].startswith(f"farflung: port 127.0.0.1:{port} is in use")
 
 
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        (["--lr", 0.1], "--lr is 0.01 for process 0 and 0.1 for process 1; start all machines with the same settings"),
+        (["--method", "diloco"], "--method is noloco for process 0 and diloco for process 1; start all"),
+        (["--eval-sequences", 3], "--eval-sequences is 4 for process 0 and 3 for process 1; start all"),
+        (["--data", "{other}", "--log-every", 7], ""),
+    ],
+)
+def test_machines_with_other_settings_or_text_do_not_train_together_in_silence(
+    other: list[object], said: str, tmp_path: Path
+) -> None:
+    (tmp_path / "other.txt").write_text("another text than the standard library's\n" * 500)
+    other = [str(word).replace("{other}", str(tmp_path / "other.txt")) for word in other]
+    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "LOCAL_RANK": "0"}
+    common |= {"GLOO_SOCKET_IFNAME": "lo"}
+    words = [[], other]
+    machines = [
+        Python(
+            *("-m", "farflung", "train", *QUICK, "--steps", 5, *words[rank], "--out", tmp_path / f"run-{rank}"),
+            **common,
+            RANK=str(rank),
+        )
+        for rank in (0, 1)
+    ]
+    told = [machine.communicate(timeout=patience(60)) for machine in machines]
+    complaints = [complaint for _, complaint in told]
+    if said:
+        for machine, complaint in zip(machines, complaints, strict=True):
+            assert machine.returncode == 2 and said in complaint.strip().splitlines()[-1], complaint
+    else:
+        assert [machine.returncode for machine in machines] == [0, 0], complaints
+        assert "machines hold other text than each other" in "".join(told[0])
+
+
 def test_a_replica_that_never_comes_is_named(tmp_path: Path) -> None:
     done = farflung(
         *("train", *QUICK, "--starting", 2, "--out", tmp_path / "run"),

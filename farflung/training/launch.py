@@ -26,6 +26,7 @@ from farflung.networks import Conditions, Died, PeerLost, SimulatedNetwork, Simu
 from farflung.outer import Disagreement, Diverged
 from farflung.pipeline import Layout, check
 from farflung.training import checkpoint
+from farflung.training.alike import other_text, refuse_other_settings
 from farflung.training.beginning import (
     AGAIN,
     NEW,
@@ -163,6 +164,7 @@ def run_torch_replica(config: Config, folder: Path, resume: bool, restart: bool 
     everyone = range(layout.processes)
     stop = Stop(network.store, everyone, [network.process])
     with stopping_on_signals(stop):
+        refuse_other_settings(network, config)
         own = Standing.of(folder, place.replica, layout.seat(place), way)
         standings = [Standing(**told) for told in gather(network, vars(own), "standings", config.deadline)]
         step = first_step(standings, folder)
@@ -173,6 +175,8 @@ def run_torch_replica(config: Config, folder: Path, resume: bool, restart: bool 
         machines = [standing.machine for standing in standings]
         tells = network.process in telling(layout, machines)
         with closing(trainer.events):
+            if other_text(network, trainer.held_out, config.deadline) and tells:
+                trainer.warn("machines hold other text than each other; validation losses are not of the same text")
             trainer.train()
             finish(trainer, writes=place.replica in writing(layout, machines).values(), tells=tells)
     network.close()
