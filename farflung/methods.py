@@ -33,7 +33,6 @@ from farflung.config import Config, UserError, suggestion
 from farflung.outer import (
     ADAMW,
     INNER,
-    MERGES,
     MUON,
     SIGN,
     Adapt,
@@ -46,15 +45,16 @@ from farflung.outer import (
     RandomGroups,
     Schedule,
     Way,
+    merge_named,
 )
 
 
-def ddp(codec: Codec | None = None) -> Method:
+def ddp(codec: Codec | str | None = None) -> Method:
     """Synchronous training: gradients averaged among all before every inner step; the yardstick.
 
     Paper: Li and others 2020, arXiv 2006.15704
     """
-    return Method(Schedule(every=1), codec=codec or Dense())
+    return Method(Schedule(every=1), codec=_codec(codec, Dense()))
 
 
 def local() -> Method:
@@ -72,7 +72,7 @@ def diloco(
     delay: int = 0,
     fragments: int = 1,
     group_size: int | None = None,
-    codec: Codec | None = None,
+    codec: Codec | str | None = None,
     merge: str = "kept",
     seed: int = 0,
 ) -> Method:
@@ -84,9 +84,9 @@ def diloco(
         schedule=Schedule(every, fragments, delay),
         topology=RandomGroups(group_size, seed) if group_size else Everyone(),
         averaging="whole" if group_size else "parts",
-        codec=codec or Dense(),
+        codec=_codec(codec, Dense()),
         outer=_nesterov(outer_lr, outer_momentum),
-        merge=MERGES[merge],
+        merge=merge_named(merge),
     )
 
 
@@ -96,19 +96,19 @@ def streaming_diloco(
     outer_momentum: float = 0.5,
     delay: int = 2,
     fragments: int = 3,
-    codec: Codec | None = None,
+    codec: Codec | str | None = None,
     merge: str = "kept",
 ) -> Method:
     """DiLoCo in fragments with rounds of their own, 4 bits a value, which land some steps after they start.
 
     Paper: Douillard and others 2025, arXiv 2501.18512
     """
-    codec = codec or Float("e3m0")
+    codec = _codec(codec, Float("e3m0"))
     return diloco(every, outer_lr, outer_momentum, delay, fragments, codec=codec, merge=merge)
 
 
 def eager_diloco(
-    every: int = 50, outer_lr: float = 0.7, outer_momentum: float = 0.5, codec: Codec | None = None
+    every: int = 50, outer_lr: float = 0.7, outer_momentum: float = 0.5, codec: Codec | str | None = None
 ) -> Method:
     """DiLoCo with exchanges that take a whole round; a replica's own part of the mean is always fresh.
 
@@ -121,7 +121,7 @@ def dilocox(
     every: int = 125,
     outer_lr: float = 0.7,
     outer_momentum: float = 0.5,
-    codec: Codec | None = None,
+    codec: Codec | str | None = None,
     merge: str = "kept",
     adapt: bool = True,
 ) -> Method:
@@ -131,21 +131,23 @@ def dilocox(
     """
     return Method(
         schedule=Schedule(every, delay=every),
-        codec=codec or ErrorFeedback(LowRank(rank=64) | Quantize(bits=4)),
+        codec=_codec(codec, ErrorFeedback(LowRank(rank=64) | Quantize(bits=4))),
         outer=_nesterov(outer_lr, outer_momentum),
-        merge=MERGES[merge],
+        merge=merge_named(merge),
         adapt=Adapt() if adapt else None,
     )
 
 
-def sparseloco(every: int = 50, outer_lr: float = 1.0, codec: Codec | None = None, averaging: Way = "whole") -> Method:
+def sparseloco(
+    every: int = 50, outer_lr: float = 1.0, codec: Codec | str | None = None, averaging: Way = "whole"
+) -> Method:
     """DiLoCo without outer momentum: the largest 2 % of the pseudo-gradient in 2 bits, the rest fed back.
 
     Paper: Sarfi and others 2025, arXiv 2508.15706
     """
     return Method(
         schedule=Schedule(every),
-        codec=codec or ErrorFeedback(TopK(share=0.02) | Quantize(bits=2), decay=0.95),
+        codec=_codec(codec, ErrorFeedback(TopK(share=0.02) | Quantize(bits=2), decay=0.95)),
         outer=_nesterov(outer_lr, momentum=0.0),
         averaging=averaging,
     )
@@ -160,12 +162,12 @@ def demo(averaging: Way = "whole") -> Method:
     return Method(Schedule(every=1), codec=codec, averaging=averaging, inner=SIGN)
 
 
-def dct(codec: Codec | None = None, averaging: Way = "whole") -> Method:
+def dct(codec: Codec | str | None = None, averaging: Way = "whole") -> Method:
     """Synchronous training with the largest 1 % of the gradient, by a threshold that is set now and then.
 
     Paper: Gupta and others 2020, arXiv 2010.08899
     """
-    return Method(Schedule(every=1), codec=codec or ErrorFeedback(Threshold(share=0.01)), averaging=averaging)
+    return Method(Schedule(every=1), codec=_codec(codec, ErrorFeedback(Threshold(share=0.01))), averaging=averaging)
 
 
 def noloco(
@@ -176,7 +178,7 @@ def noloco(
     group_size: int = 2,
     delay: int = 0,
     fragments: int = 1,
-    codec: Codec | None = None,
+    codec: Codec | str | None = None,
     merge: str = "kept",
     seed: int = 0,
 ) -> Method:
@@ -184,7 +186,7 @@ def noloco(
 
     Paper: Kolehmainen and others 2025, arXiv 2506.10911
     """
-    codec = codec or Dense()
+    codec = _codec(codec, Dense())
     # Rounding must be in proportion to what is new, and whole anchors are not: modulo sends what differs of them.
     together = codec.lossless or codec.needs_receiver
     return Method(
@@ -192,7 +194,7 @@ def noloco(
         topology=RandomGroups(group_size, seed),
         codec=codec if together else Apart(codec, Modulo(bits=4, turns=2)),
         outer=partial(GossipNesterov if together else GossipApart, lr=outer_lr, momentum=outer_momentum, gamma=gamma),
-        merge=MERGES[merge],
+        merge=merge_named(merge),
         averaging="whole",
     )
 
@@ -202,7 +204,7 @@ def nolocox(
     outer_lr: float = 0.7,
     outer_momentum: float = 0.5,
     gamma: float = 0.7,
-    codec: Codec | None = None,
+    codec: Codec | str | None = None,
     merge: str = "kept",
     adapt: bool = True,
     seed: int = 0,
@@ -211,9 +213,14 @@ def nolocox(
 
     Paper: none; both arXiv 2506.10911 and arXiv 2506.21263
     """
-    codec = codec or Modulo(bits=3, turns=2)
+    codec = _codec(codec, Modulo(bits=3, turns=2))
     method = noloco(every, outer_lr, outer_momentum, gamma, delay=every, codec=codec, merge=merge, seed=seed)
     return replace(method, adapt=Adapt(steps=False) if adapt else None)
+
+
+def _codec(given: Codec | str | None, usual: Codec) -> Codec:
+    """A codec, or the one of a name; the usual one where none is given. Raises UserError."""
+    return codec_named(given) if isinstance(given, str) else given or usual
 
 
 def _nesterov(lr: float, momentum: float) -> OuterFactory:
@@ -258,7 +265,11 @@ def bytes_per_value(codec: Codec) -> float:
 def bytes_of_random(codec: Codec, shapes: Sequence[tuple[int, ...]]) -> float:
     """What a packet takes of tensors of these shapes that hold random numbers; the codec remembers nothing of it."""
     generator = torch.Generator().manual_seed(0)
-    return copy.deepcopy(codec).encode([torch.randn(shape, generator=generator) for shape in shapes]).nbytes
+    return (
+        copy.deepcopy(codec)
+        .encode([torch.randn(shape, dtype=torch.float32, generator=generator) for shape in shapes])
+        .nbytes
+    )
 
 
 def from_config(config: Config) -> Method:

@@ -104,3 +104,11 @@ def test_a_step_counts_once_whoever_sits_out(merge: str, replicas: int, size: in
             return float(model.weight.detach())
 
         assert sum(Simulation(replicas).run(work)) == pytest.approx(1.0, abs=1e-5)
+
+
+@pytest.mark.parametrize("step", [1e-7, 1e-9, 1e-11])
+@pytest.mark.parametrize("size", [2, 4])
+def test_steps_far_below_float32_count_where_weights_are_float64(step: float, size: int) -> None:
+    method = lambda: methods.noloco(every=5, outer_lr=1.0, outer_momentum=0.0, group_size=size)  # noqa: E731
+    for distance in moved(method, 4, 40, lambda rank, number: step, torch.float64):
+        assert distance / step == pytest.approx(40, rel=1e-3)

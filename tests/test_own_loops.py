@@ -14,7 +14,7 @@ from problem import flat, inner_steps, small_model
 from torch import Tensor, nn
 
 from farflung import methods
-from farflung.codecs import Codec, Dense, ErrorFeedback, Quantize
+from farflung.codecs import Codec, Dense, ErrorFeedback, Quantize, codec_named
 from farflung.config import UserError
 from farflung.methods import Method
 from farflung.networks import PeerLost, SimulatedNetwork, Simulation
@@ -624,3 +624,71 @@ def test_torchs_default_dtype_does_not_matter(name: str, dtype: torch.dtype) -> 
         torch.set_default_dtype(before)
     for one, another in zip(usual, other, strict=True):
         torch.testing.assert_close(one, another, rtol=1e-6, atol=1e-7)
+
+
+# What a user may get wrong, or write in words.
+
+
+def test_a_codec_may_be_given_by_name() -> None:
+    assert methods.noloco(codec="modulo4").codec == methods.noloco(codec=codec_named("modulo4")).codec
+    assert methods.ddp(codec="ef-int4").codec == codec_named("ef-int4")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (lambda: methods.noloco(codec="modulo"), "there is no codec 'modulo'"),
+        (lambda: methods.noloco(merge="kep"), "there is no merge 'kep'; there are: kept, dropped, mixed, eager"),
+        (lambda: methods.diloco(every=2.5), "every is 2.5; it must be a whole number"),
+    ],
+)
+def test_a_wrong_setting_is_told_in_a_line(wrong: Callable[[], Method], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        wrong()
+
+
+def test_what_attach_is_given_is_looked_at() -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(UserError, match="was given a SGD for the model; give the model first"):
+        methods.ddp().attach(sgd(model), model, SimulatedNetwork.alone())  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="was given a Linear for an optimizer"):
+        methods.ddp().attach(model, model, SimulatedNetwork.alone())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (methods.noloco(), methods.diloco()),
+        (methods.diloco(), methods.noloco()),
+        (methods.diloco(), methods.ddp()),
+        (methods.ddp(), methods.diloco()),
+        (methods.diloco(fragments=2), methods.diloco()),
+    ],
+)
+def test_a_state_of_another_method_is_refused(one: Method, other: Method) -> None:
+    model = small_model()
+    with one.attach(model, sgd(model), SimulatedNetwork.alone()) as outer:
+        state = outer.state_dict()
+        outer._begun = True
+    with other.attach(model, sgd(model), SimulatedNetwork.alone()) as outer:
+        with pytest.raises(UserError, match=r"this state is of another method or model .*; attach what it was of"):
+            outer.load_state_dict(state)
+        outer._begun = True
+
+
+def test_a_state_may_be_loaded_in_inference_mode_with_a_round_under_way() -> None:
+    def work(network: SimulatedNetwork, load: bool) -> Tensor:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 4)
+        optimizer = sgd(model)
+        with methods.diloco(every=4, delay=4).attach(model, optimizer, network) as outer:
+            for number in range(14):
+                step(model, optimizer, 100 * network.rank + number)
+                if number == 6 and load:
+                    with torch.inference_mode():
+                        outer.load_state_dict(outer.state_dict())
+        return flat(model)
+
+    plain = Simulation(2).run(lambda network: work(network, False))
+    loaded = Simulation(2).run(lambda network: work(network, True))
+    assert all(torch.equal(one, other) for one, other in zip(plain, loaded, strict=True))

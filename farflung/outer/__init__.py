@@ -7,7 +7,7 @@ from farflung.outer.faults import Diverged
 from farflung.outer.gradients import GradientLoop
 from farflung.outer.inner import ADAMW, INNER, MUON, SIGN, Inner, MuonAdamW, SignSGD, names_of
 from farflung.outer.loop import OuterLoop
-from farflung.outer.merges import MERGES, Drop, Eager, Keep, Merge, Mix
+from farflung.outer.merges import Drop, Eager, Keep, Merge, Mix, merge_named
 from farflung.outer.method import Method
 from farflung.outer.opened import Anchored
 from farflung.outer.optimizers import (
@@ -24,7 +24,6 @@ from farflung.outer.topologies import Everyone, RandomGroups, Topology, group_of
 __all__ = [
     "ADAMW",
     "INNER",
-    "MERGES",
     "MUON",
     "SIGN",
     "Adapt",
@@ -56,6 +55,7 @@ __all__ = [
     "Topology",
     "Way",
     "group_of",
+    "merge_named",
     "names_of",
     "parts_sent",
 ]

@@ -204,11 +204,22 @@ class Attached:
         self._faults.spoil(reason)
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that a later `load_state_dict` needs to go on bit for bit."""
+        """Everything that a later `load_state_dict` needs to go on bit for bit; not to be called in `on_round`."""
         return {"step": self.step, "rounds": self.rounds, "faults": self._faults.state_dict()}
 
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from a `state_dict`."""
+        """Goes on from a `state_dict` of the same method, model and optimizers. Raises UserError for another's."""
+        try:
+            self._load(state)
+        except (KeyError, ValueError, TypeError, AttributeError, RuntimeError) as error:
+            reason = str(error).partition("\n")[0]
+            raise UserError(
+                f"this state is of another method or model ({type(error).__name__}: {reason}); attach what it was of"
+            ) from error
+
+    def _load(self, state: dict[str, Any]) -> None:
         self.step, self.rounds = state["step"], state["rounds"]
         self._faults.load_state_dict(state["faults"])
         self._begun = self.step > 0

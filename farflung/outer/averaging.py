@@ -61,6 +61,7 @@ class Averaging:
         way: how packets are averaged among more than two.
         alike: whether all members must get the same mean; else each takes its own message as it is, not as decoded.
         name: tells this stream's random numbers from others'.
+        exact: whether messages of float64 must not be rounded to float32, by a codec that loses nothing else.
         fusion: how messages are made one; on an open network no message goes without its looking at it.
     """
 
@@ -72,6 +73,7 @@ class Averaging:
         way: Way,
         alike: bool,
         name: str,
+        exact: bool = False,
         fusion: Fusion | None = None,
     ) -> None:
         self._network = network
@@ -80,6 +82,7 @@ class Averaging:
         self._way = way
         self._alike = alike
         self._name = name
+        self._exact = exact
         self._fusion = fusion
         self._codecs: dict[str, Codec] = {}
         self.share = 1.0
@@ -94,7 +97,7 @@ class Averaging:
         `wait` of the result raises PeerLost when somebody's part is missing or unreadable. The message then holds the
         mean of the others', or where that cannot be, this replica's own values.
         """
-        if self._fusion is None and self._prototype.lossless and message.dtype == torch.float32:
+        if self._fusion is None and self._prototype.lossless and (self._exact or message.dtype == torch.float32):
             return self._network.all_reduce(message, group, key), 0.0
         fuse = (self._fusion or Fusion()).of(self._network.rank, weights or {})
         if _goes_whole(self._way, len(group)) or (self._fusion and self._fusion.whole):

@@ -99,9 +99,8 @@ class GradientLoop(Attached):
         """What each optimizer's codec remembers, besides."""
         return {**super().state_dict(), "optimizers": [mean.state_dict() for mean in self._means]}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from a `state_dict`."""
-        super().load_state_dict(state)
+    def _load(self, state: dict[str, Any]) -> None:
+        super()._load(state)
         for mean, saved in zip(self._means, state["optimizers"], strict=True):
             mean.load_state_dict(saved)
 

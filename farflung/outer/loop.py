@@ -21,7 +21,7 @@ from farflung.outer.fragments import Fragment, split
 from farflung.outer.fusion import Fusion
 from farflung.outer.healing import Compared, draw_together, sketch, stay_away
 from farflung.outer.opened import Anchored, Opened, by_lineage, state_of, state_tensors, take_state
-from farflung.outer.optimizers import OuterOptimizer, gradient_of, refuse_rounded_weights
+from farflung.outer.optimizers import OuterOptimizer, gradient_of, load_into, refuse_rounded_weights, sends_weights
 from farflung.outer.replica import Replica
 from farflung.outer.scaling import unscaled_steps
 from farflung.outer.start import Fact, method_facts
@@ -72,10 +72,10 @@ class OuterLoop(Attached):
         self.anchors = [fragment.read(device) for fragment in fragments]
         assert method.outer is not None
         self.outer = method.outer(self.anchors)
-        refuse_rounded_weights(self.outer, codec)
+        refuse_rounded_weights(self.outer, codec, self.anchors if self._opened else ())
         if self._opened and topology.alike and not isinstance(self.outer, OuterOptimizer) and codec.lossless:
             self.outer = Anchored(self.outer)
-        self._streams = streams_of(method, network, fragments, self.anchors, fusion)
+        self._streams = streams_of(method, network, fragments, self.anchors, sends_weights(self.outer), fusion)
         self._replica = Replica(self.trained, self._untrained, self._streams, self.outer, method.merge, device)
         self._flights: list[Flight] = []
         self._spoilt: tuple[int, str] = (-1, "")
@@ -316,12 +316,10 @@ class OuterLoop(Attached):
             "streams": [stream.state_dict() for stream in self._streams],
         }
 
-    @torch.no_grad()
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from a `state_dict` of a loop with the same model and schedule."""
-        super().load_state_dict(state)
+    def _load(self, state: dict[str, Any]) -> None:
+        super()._load(state)
         self._spoilt = state["spoilt"]
-        self.outer.load_state_dict(copied(state["outer"], self.anchors[0].device))
+        load_into(self.outer, copied(state["outer"], self.anchors[0].device))
         for stream, saved in zip(self._streams, state["streams"], strict=True):
             stream.load_state_dict(saved)
         self._flights = [

@@ -87,5 +87,12 @@ class Eager:
         return anchor if at_start is None else now.sub_(at_start).add_(anchor)
 
 
-MERGES: dict[str, Merge] = {"kept": Keep(), "dropped": Drop(), "mixed": Mix(), "eager": Eager()}
+_MERGES: dict[str, Merge] = {"kept": Keep(), "dropped": Drop(), "mixed": Mix(), "eager": Eager()}
 """By the names that settings use for what was trained meanwhile."""
+
+
+def merge_named(name: str) -> Merge:
+    """The merge of a name. Raises UserError."""
+    if name not in _MERGES:
+        raise UserError(f"there is no merge {name!r}; there are: {', '.join(_MERGES)}")
+    return _MERGES[name]

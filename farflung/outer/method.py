@@ -106,13 +106,14 @@ class Method:
 
         Args:
             model: what is trained.
-            optimizer: the inner optimizer, or several; then a step of the last one is an inner step.
+            optimizer: the inner optimizer, or several, in the order in which they step; a step of the last one is an
+                inner step. Those that step within backward step from the last layer to the first.
             network: the replica's seat.
             outer_device, deadline, starting, robust, buffers, on_round: see Options.
         """
-        optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+        optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
         options = Options(outer_device, deadline, starting, robust, buffers, on_round)
-        self._check(optimizers, network, options)
+        self._check(model, optimizers, network, options)
         check_shards(model, network)
         loop = GradientLoop if self.outer is None else OuterLoop
         undo = ExitStack()
@@ -122,7 +123,16 @@ class Method:
             undo.close()
             raise
 
-    def _check(self, optimizers: list[torch.optim.Optimizer], network: Network, options: Options) -> None:
+    def _check(
+        self, model: nn.Module, optimizers: list[torch.optim.Optimizer], network: Network, options: Options
+    ) -> None:
+        if not isinstance(model, nn.Module):
+            raise UserError(f"attach was given a {type(model).__name__} for the model; give the model first")
+        for optimizer in optimizers:
+            if not isinstance(optimizer, torch.optim.Optimizer):
+                raise UserError(
+                    f"attach was given a {type(optimizer).__name__} for an optimizer; give one of torch's kind"
+                )
         if not optimizers:
             raise UserError("attach was given no optimizer; give the model's")
         if options.buffers not in ("end", "round"):

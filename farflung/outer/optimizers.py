@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -73,13 +73,35 @@ def gradient_of(outer: torch.optim.Optimizer, anchor: Tensor, mean: Tensor) -> T
     return outer.gradient(anchor, mean) if isinstance(outer, OuterOptimizer) else mean
 
 
-def refuse_rounded_weights(outer: torch.optim.Optimizer, codec: Codec) -> None:
-    """Refuses a codec that rounds what an outer optimizer sends. Raises UserError."""
-    sends_weights = isinstance(outer, OuterOptimizer) and outer.sends_weights
-    if sends_weights and not (codec.lossless or codec.needs_receiver):
+def load_into(outer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Gives an outer optimizer a state. Raises ValueError where it is of another kind."""
+    settings, own = ([set(group) for group in one["param_groups"]] for one in (state, outer.state_dict()))
+    if settings != own:
+        raise ValueError(f"its outer optimizer is no {type(outer).__name__}")
+    outer.load_state_dict(state)
+
+
+def sends_weights(outer: torch.optim.Optimizer) -> bool:
+    """Whether the messages of any torch optimizer are as large as the weights."""
+    return isinstance(outer, OuterOptimizer) and outer.sends_weights
+
+
+def refuse_rounded_weights(outer: torch.optim.Optimizer, codec: Codec, encoded: Sequence[Tensor]) -> None:
+    """Refuses what would round an outer optimizer's whole weights: a codec, or float32 those that are always encoded.
+
+    Raises UserError.
+    """
+    if not sends_weights(outer):
+        return
+    if not (codec.lossless or codec.needs_receiver):
         raise UserError(
             f"the outer optimizer {type(outer).__name__} sends whole weights, in which {codec!r} would round "
             "small steps away; use methods.noloco, or an outer optimizer of pseudo-gradients, such as torch's SGD"
+        )
+    if any(anchor.dtype == torch.float64 for anchor in encoded):
+        raise UserError(
+            f"the outer optimizer {type(outer).__name__} sends whole weights, and on the internet those of float64 "
+            "would be rounded to float32; train in float32, or use diloco"
         )
 
 

@@ -34,6 +34,10 @@ class Schedule:
     def __post_init__(self) -> None:
         if self.every is None:
             return
+        numbers = {"every": self.every, "fragments": self.fragments, "delay": self.delay}
+        for name, value in numbers.items():
+            if not isinstance(value, int):
+                raise UserError(f"{name} is {value!r}; it must be a whole number")
         if self.every < 1 or self.fragments < 1 or self.delay < 0:
             raise UserError(f"{self} cannot be: every and fragments are at least 1, delay at least 0")
         if self.delay > self.every:

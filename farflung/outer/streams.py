@@ -120,7 +120,12 @@ class Stream:
 
 
 def streams_of(
-    method: Method, network: Network, fragments: Sequence[Fragment], anchors: Sequence[Tensor], fusion: Fusion | None
+    method: Method,
+    network: Network,
+    fragments: Sequence[Fragment],
+    anchors: Sequence[Tensor],
+    exact: bool,
+    fusion: Fusion | None,
 ) -> list[Stream]:
     """The streams of a method's fragments, before their first rounds."""
     schedule, alike = method.schedule, method.topology.alike
@@ -130,7 +135,7 @@ def streams_of(
             fragment=fragment,
             anchor=anchor,
             averaging=Averaging(
-                network, method.codec, fragment.views, method.averaging, alike, f"fragment {index}", fusion
+                network, method.codec, fragment.views, method.averaging, alike, f"fragment {index}", exact, fusion
             ),
             adaptation=Adaptation(method.adapt) if method.adapt else None,
             every=schedule.every or 0,
