@@ -353,6 +353,21 @@ def test_masters_out_of_sight_are_found_out_where_weights_are_rounded() -> None:
         train(HIDDEN["masters"], methods.diloco(every=5), 50, dtype=torch.bfloat16)
 
 
+def test_each_of_several_optimizers_is_looked_at() -> None:
+    """Two of one kind, of which only the first hides its slow weights."""
+
+    def work(network: SimulatedNetwork) -> None:
+        model = wide_model()
+        parts = [list(layer.parameters()) for layer in model if isinstance(layer, nn.Linear)]
+        optimizers = [Lookahead(parts[0], 0.1, 3, ""), Lookahead(parts[1] + parts[2], 0.1, 3, "state")]
+        with methods.diloco(every=5).attach(model, optimizers, network):
+            for number in range(60):
+                step_all([*optimizers], partial(loss_of, model, network.rank, number))
+
+    with pytest.raises(UserError, match="Lookahead keeps weights of its own"):
+        Simulation(2).run(work)
+
+
 def foreign(kind: Any, **settings: Any) -> Make:
     """One of torch's own as a class of a user's."""
     return lambda model: type(f"My{kind.__name__}", (kind,), {})(model.parameters(), **settings)

@@ -15,7 +15,6 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from farflung.config import UserError
 from farflung.outer.hidden import Watch
 from farflung.outer.kept import Kept
 from farflung.outer.shards import own_of
@@ -34,12 +33,13 @@ class Copies:
         self._fragments = fragments
         self._plain = [optimizer for optimizer in optimizers if _known(optimizer)]
         self._kept = [Kept(optimizer) for optimizer in optimizers if optimizer not in self._plain]
-        self._watches: list[dict[str, Watch]] = [{} for _ in fragments]
+        self._watches: list[list[Watch]] = [[] for _ in fragments]
         for kept in self._kept:
             held = set(held_by(kept.optimizer))
             for watches, parameters in zip(self._watches, fragments, strict=True):
                 if own := [parameter for parameter in parameters if parameter in held]:
-                    watches[type(kept.optimizer).__name__] = Watch(own, partial(kept.in_sight, own))
+                    name = type(kept.optimizer).__name__
+                    watches.append(Watch(name, own, partial(kept.in_sight, own)))
 
     def begin(self) -> None:
         """Takes note of optimizers and weights as they are before the first step."""
@@ -53,7 +53,7 @@ class Copies:
         for kept in self._kept:
             kept.stepped()
         for watches in self._watches:
-            for watch in watches.values():
+            for watch in watches:
                 watch.stepped()
 
     @contextmanager
@@ -69,16 +69,9 @@ class Copies:
         yield
         for kept in self._kept:
             kept.follow(before)
-        watches = self._watches[fragment]
-        for name, watch in list(watches.items()):
+        for watch in self._watches[fragment]:
             watch.written()
-            if watch.refuses:
-                raise UserError(
-                    f"{name} keeps weights of its own and puts them back over what rounds have made of the model's; "
-                    "use an optimizer that works on the model's parameters, or that keeps its copies in its state"
-                )
-            if watch.trusts:
-                del watches[name]
+        self._watches[fragment] = [watch for watch in self._watches[fragment] if not watch.trusts]
 
     def put_back(self) -> None:
         """Gives all state its first values again, or those of the weights where it holds copies of them."""
@@ -91,7 +84,7 @@ class Copies:
 
     def _restart(self) -> None:
         for watches in self._watches:
-            for watch in watches.values():
+            for watch in watches:
                 watch.restart()
 
     def state_dict(self) -> list[dict[str, Any]]:

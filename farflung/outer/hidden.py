@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
+from farflung.config import UserError
 from farflung.outer.shards import own_of
 
 SAMPLED = 256
@@ -43,11 +44,15 @@ class Watch:
     The columns' products are noted in each step, and looked at once a round.
 
     Args:
+        name: the optimizer's, for the error.
         parameters: those.
         in_sight: tells what there is of weights in sight, each as tensors for all parameters.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], in_sight: Callable[[], Sequence[Sequence[Tensor]]]) -> None:
+    def __init__(
+        self, name: str, parameters: Sequence[nn.Parameter], in_sight: Callable[[], Sequence[Sequence[Tensor]]]
+    ) -> None:
+        self._name = name
         self._parameters = parameters
         self._in_sight = in_sight
         self._put_back = self._stayed = self._judged = 0
@@ -57,7 +62,7 @@ class Watch:
         """Forgets the last round, since the weights are where no training has brought them."""
         self._products: list[Tensor] = []
         self._look(sample(self._parameters))
-        self._step = self._since = self._before = self._written = torch.zeros_like(self._now)
+        self._gradients = self._step = self._since = self._before = self._written = torch.zeros_like(self._now)
         self._moved = torch.zeros_like(self._now[:1])
 
     @property
@@ -65,25 +70,21 @@ class Watch:
         """Whether enough rounds have stayed."""
         return self._stayed >= TRUSTED * (1 + self._put_back)
 
-    @property
-    def refuses(self) -> bool:
-        """Whether enough rounds were put back."""
-        return self._put_back >= max(ENOUGH, self._judged / 5)
-
     def stepped(self) -> None:
         """An inner step was made."""
         now = sample(self._parameters)
         step = now - self._now
-        gradients = sample([_gradient_of(parameter) for parameter in self._parameters])
-        columns = [gradients, self._since, self._step, self._before, *self._pulls, self._written, step]
+        self._gradients = self._gradients + sample([_gradient_of(parameter) for parameter in self._parameters])
+        columns = [self._gradients, self._since, self._step, self._before, *self._pulls, self._written, step]
         self._note(torch.stack(columns))
-        moves = step.any()  # an optimizer that gathers gradients by itself moves seldom
+        moves = step.any()  # not always, where an optimizer gathers gradients by itself
         self._moved = self._moved.logical_or(moves).to(now.dtype)
+        self._gradients = torch.where(moves, torch.zeros_like(now), self._gradients)
         self._step, self._since = torch.where(moves, step, self._step), self._since + step
         self._look(now)
 
     def written(self) -> None:
-        """A round has written the parameters since the last step."""
+        """A round has written the parameters since the last step. Raises UserError once enough were put back."""
         self._judge()
         now = sample(self._parameters)
         pending = self._written * (1 - self._moved)
@@ -110,6 +111,12 @@ class Watch:
         self._judged += any(error < CERTAIN for _, error, _ in found)
         if any(share < -PUT_BACK and error < CERTAIN and fit < -EXPLAINED for share, error, fit in found):
             self._put_back += 1
+            if self._put_back >= max(ENOUGH, self._judged / 5):
+                raise UserError(
+                    f"{self._name} keeps weights of its own and puts them back over what rounds have made of the "
+                    "model's; use an optimizer that works on the model's parameters, or that keeps its copies in its "
+                    "state"
+                )
         elif found and all(share > -STAYED and error < CERTAIN for share, error, _ in found):
             self._stayed += 1
 

@@ -58,6 +58,7 @@ class Kept:
         self._weights: Tensor | None = None
         self._moves: Tensor | int = 0
         self._first: dict[int, dict[str, Any]] = {}
+        self._like_weights: list[str] = []
 
     @property
     def followers(self) -> list[str]:
@@ -66,18 +67,15 @@ class Kept:
 
     @torch.no_grad()
     def begin(self) -> None:
-        """Takes note of what the optimizer has made before its first step. Copies of the weights are noted as None."""
+        """Takes note of what the optimizer has made before its first step."""
+        state, held = self.optimizer.state, held_by(self.optimizer)
+        each = {name: self._values(name) for parameter in held for name in state.get(parameter, {})}
+        self._like_weights = [name for name, values in each.items() if values and _equal(values)]
         self._first = {
-            number: {name: _noted(value) for name, value in self.optimizer.state[parameter].items()}
-            for number, parameter in enumerate(held_by(self.optimizer))
-            if self.optimizer.state.get(parameter)
+            number: {name: _noted(v) for name, v in state[parameter].items() if name not in self._like_weights}
+            for number, parameter in enumerate(held)
+            if state.get(parameter)
         }
-        for name in {name for noted in self._first.values() for name in noted}:
-            values = self._values(name)
-            if values and all(torch.equal(value, _like(parameter, value)) for parameter, value in values.items()):
-                for number, parameter in enumerate(held_by(self.optimizer)):
-                    if parameter in values:
-                        self._first[number][name] = None
 
     @torch.no_grad()
     def put_back(self) -> None:
@@ -87,26 +85,28 @@ class Kept:
                 self.optimizer.state.pop(parameter, None)
                 continue
             state, first = self.optimizer.state[parameter], self._first[number]
-            for name in [name for name in state if name not in first]:
+            for name in [name for name in state if name not in (*first, *self._like_weights)]:
                 del state[name]
             for name, value in first.items():
-                if value is None:
-                    self._equal_weights(name, parameter)
-                elif isinstance(value, Tensor) and isinstance(state.get(name), Tensor):
+                if isinstance(value, Tensor) and isinstance(state.get(name), Tensor):
                     own_of(state[name]).copy_(value)  # in place, since the optimizer may hold it elsewhere, too
                 else:
                     state[name] = copy.deepcopy(value)
+        for name in self._like_weights:
+            self._equal_weights(name)
         self._still = {name: still for name, still in self._still.items() if self._values(name)}
 
-    def _equal_weights(self, name: str, parameter: nn.Parameter) -> None:
-        value, still = self._values(name)[parameter], self._still.get(name)
+    def _equal_weights(self, name: str) -> None:
+        """Gives state the values of the weights, unless it is known to stand still."""
+        still = self._still.get(name)
         if still and still.settled:
             return
-        if still:
-            still.originals.setdefault(parameter, value.clone())
-        value.copy_(own_of(parameter.detach()))
-        if still:
-            still.seen[parameter] = sample([value])
+        for parameter, value in self._values(name).items():
+            if still:
+                still.originals.setdefault(parameter, value.clone())
+            value.copy_(own_of(parameter.detach()))
+            if still:
+                still.seen[parameter] = sample([value])
 
     @torch.no_grad()
     def stepped(self) -> None:
@@ -189,13 +189,15 @@ class Kept:
             for name, still in self._still.items()
         }
         known = {"copies": list(self._copies), "others": list(self._others), "still": still}
-        return {**known, "looked": self._looked, "moves": int(self._moves), "first": self._first}
+        first = {"first": self._first, "like_weights": list(self._like_weights)}
+        return {**known, **first, "looked": self._looked, "moves": int(self._moves)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on from a `state_dict`."""
         held = held_by(self.optimizer)
         self._copies, self._others = list(state["copies"]), list(state["others"])
-        self._looked, self._moves, self._first = state["looked"], state["moves"], state["first"]
+        self._first, self._like_weights = state["first"], list(state["like_weights"])
+        self._looked, self._moves = state["looked"], state["moves"]
         self._still = {
             name: _Still(
                 {held[number]: value.clone() for number, value in still["seen"].items()},
@@ -219,6 +221,10 @@ def _moved(seen: Values, values: Values) -> bool:
     common = [parameter for parameter in values if parameter in seen]
     now = sample([values[parameter] for parameter in common])
     return not torch.equal(now, torch.cat([seen[parameter].to(now) for parameter in common]))
+
+
+def _equal(values: Values) -> bool:
+    return all(torch.equal(value, _like(parameter, value)) for parameter, value in values.items())
 
 
 def _near(values: Values) -> bool | None:
