@@ -462,3 +462,19 @@ def test_a_spoilt_replica_goes_back_whatever_its_optimizer_made_at_once(kind: An
     for before, after in zip(fresh, back, strict=True):
         assert set(after) == (set() if kind is torch.optim.Adagrad else set(before) - {"master", "p0"})
         assert all(torch.equal(torch.as_tensor(after[name]), torch.as_tensor(before[name])) for name in after)
+
+
+def test_a_newcomers_masters_begin_where_the_others_stand() -> None:
+    model, network = small_model(), SimulatedNetwork.alone()
+    optimizer = FromTheStart(model.parameters(), lr=0.05)
+    with methods.diloco(every=5).attach(model, optimizer, network) as outer:
+        for number in range(10):
+            step_all([optimizer], partial(loss_of, model, 0, number))
+        state, there = outer.state(), flat(model)
+    newcomer = small_model()
+    optimizer = FromTheStart(newcomer.parameters(), lr=0.0)
+    with methods.diloco(every=5).attach(newcomer, optimizer, SimulatedNetwork.alone()) as outer:
+        outer.take(state)
+        step_all([optimizer], partial(loss_of, newcomer, 0, 10))
+        torch.testing.assert_close(flat(newcomer), there, rtol=0, atol=1e-6)
+    assert not torch.allclose(there, flat(small_model()), atol=1e-2)

@@ -73,8 +73,7 @@ class OuterLoop(Attached):
             fusion = Fusion(options.robust, network.blame)
             network.serve(self.state)
         device = torch.device(options.outer_device) if options.outer_device else None
-        trained = self.trained.parameters
-        fragments = split(model, schedule.fragments, trained) if schedule.every else [Fragment([])]
+        fragments = split(model, schedule.fragments, self.trained.parameters) if schedule.every else [Fragment([])]
         self.anchors = [fragment.read(device) for fragment in fragments]
         assert method.outer is not None
         self.outer = method.outer(self.anchors)
