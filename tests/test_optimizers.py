@@ -217,6 +217,27 @@ def test_a_step_that_raised_does_not_silence_the_hooks() -> None:
     assert len(rounds) == 2
 
 
+@pytest.mark.parametrize("make", [methods.ddp, partial(methods.diloco, every=2), partial(methods.noloco, every=2)])
+@pytest.mark.parametrize("kind", [partial(optim.SGD, momentum=0.9), Mine])
+def test_a_compiled_step_is_one_step_and_the_same(make: Callable[[], Method], kind: Any) -> None:
+    def work(network: SimulatedNetwork, compiled: bool) -> tuple[list[int], int, Tensor]:
+        model = small_model()
+        optimizer = kind(model.parameters(), lr=0.05)
+        step = torch.compile(optimizer.step, backend="eager") if compiled else optimizer.step
+        rounds: list[Round] = []
+        with make().attach(model, optimizer, network, on_round=rounds.append) as outer:
+            for number in range(5):
+                optimizer.zero_grad()
+                loss_of(model, network.rank, number).backward()
+                step()
+        return [round.step for round in rounds], outer.step, flat(model)
+
+    plain, compiled = (Simulation(2).run(partial(work, compiled=compiled)) for compiled in (False, True))
+    assert plain[0][:2] == compiled[0][:2] and compiled[0][1] == 5
+    for (*_, one), (*_, other) in zip(plain, compiled, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
+
+
 # What cannot be right is refused
 
 

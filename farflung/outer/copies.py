@@ -6,38 +6,19 @@ An optimizer that keeps copies out of sight puts the old weights back, and is fo
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
-from farflung.config import UserError
+from farflung.outer.hidden import Watch
+from farflung.outer.kept import Kept
+from farflung.outer.shards import own_of
 from farflung.outer.trained import held_by
-
-NEAR = 0.25
-"""State is a copy of the weights if the square of its distance from them is less than this part of their square."""
-
-PUT_BACK, KEPT = 0.3, 0.7
-"""A step after a round less of its change is left where weights were put back, and more where they stayed."""
-
-CERTAIN = 0.1
-"""The largest standard error of that share at which it is judged."""
-
-SAMPLED = 256
-"""Values of each parameter by which it is judged."""
-
-Values = dict[nn.Parameter, Tensor]
-
-
-class _Written(NamedTuple):
-    """Samples of an optimizer's parameters, before and after a round has written them."""
-
-    optimizer: Optimizer
-    before: Values
-    after: Values
 
 
 class Copies:
@@ -45,83 +26,76 @@ class Copies:
 
     Args:
         optimizers: the inner ones.
+        fragments: the parameters that rounds write together.
     """
 
-    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
-        self._strange = [optimizer for optimizer in optimizers if not _known(optimizer)]
-        self._unproven = set(self._strange)
-        self._names: dict[Optimizer, list[str]] = {}
-        self._written: list[_Written] = []
+    def __init__(self, optimizers: Sequence[Optimizer], fragments: Sequence[Sequence[nn.Parameter]]) -> None:
+        self._fragments = fragments
+        self._plain = [optimizer for optimizer in optimizers if _known(optimizer)]
+        self._kept = [Kept(optimizer) for optimizer in optimizers if optimizer not in self._plain]
+        self._watches: list[list[Watch]] = [[] for _ in fragments]
+        for kept in self._kept:
+            held = set(held_by(kept.optimizer))
+            for watches, parameters in zip(self._watches, fragments, strict=True):
+                if own := [parameter for parameter in parameters if parameter in held]:
+                    name = type(kept.optimizer).__name__
+                    watches.append(Watch(name, own, partial(kept.in_sight, own)))
+
+    def begin(self) -> None:
+        """Takes note of optimizers and weights as they are before the first step."""
+        for kept in self._kept:
+            kept.begin()
+        self._restart()
 
     @torch.no_grad()
-    def before_writing(self, parameters: Sequence[nn.Parameter]) -> Values:
-        """What is needed of parameters that a round is about to write: their values, where copies must follow."""
-        if not self._strange:
-            return {}
-        for optimizer in self._strange:
-            if optimizer not in self._names:
-                self._names[optimizer] = _copies_in(optimizer)
-        return {parameter: parameter.detach().clone() for parameter in parameters}
+    def stepped(self) -> None:
+        """Takes note of an inner step."""
+        for kept in self._kept:
+            kept.stepped()
+        for watches in self._watches:
+            for watch in watches:
+                watch.stepped()
 
-    @torch.no_grad()
-    def after_writing(self, before: Values) -> None:
-        """Moves copies as far as the parameters were moved."""
-        for optimizer in self._strange:
-            own = [parameter for parameter in held_by(optimizer) if parameter in before]
-            for parameter in own:
-                for name in self._names[optimizer]:
-                    if (copy := optimizer.state.get(parameter, {}).get(name)) is not None:
-                        copy.add_(parameter.to(copy.dtype) - before[parameter].to(copy.dtype))
-            if optimizer in self._unproven:
-                was = {parameter: _sample(before[parameter]) for parameter in own}
-                self._written.append(_Written(optimizer, was, {parameter: _sample(parameter) for parameter in own}))
+    @contextmanager
+    def following(self, fragment: int) -> Iterator[None]:
+        """Within, a round writes a fragment's parameters; then copies move as far.
 
-    @torch.no_grad()
-    def check(self) -> None:
-        """Sees, a step later, whether weights stayed where a round has put them. Raises UserError."""
-        for optimizer, before, after in self._written:
-            share, error = _left(before, after)
-            if error < CERTAIN and share < PUT_BACK:
-                raise UserError(
-                    f"{type(optimizer).__name__} keeps weights of its own and puts them back over what a round has "
-                    "made of the model's; use an optimizer that works on the model's parameters, or that keeps its "
-                    "copies in its state"
-                )
-            if error < CERTAIN and share > KEPT:
-                self._unproven.discard(optimizer)
-        self._written.clear()
+        Raises UserError when an optimizer has been seen to put back what rounds have written.
+        """
+        for kept in self._kept:
+            kept.look()
+        wanted = self._fragments[fragment] if any(kept.followers for kept in self._kept) else []
+        before = {parameter: own_of(parameter.detach()).clone() for parameter in wanted}
+        yield
+        for kept in self._kept:
+            kept.follow(before)
+        for watch in self._watches[fragment]:
+            watch.written()
+        self._watches[fragment] = [watch for watch in self._watches[fragment] if not watch.trusts]
+
+    def put_back(self) -> None:
+        """Gives all state its first values again, or those of the weights where it holds copies of them."""
+        for optimizer in self._plain:
+            for parameter in held_by(optimizer):
+                optimizer.state.pop(parameter, None)
+        for kept in self._kept:
+            kept.put_back()
+        self._restart()
+
+    def _restart(self) -> None:
+        for watches in self._watches:
+            for watch in watches:
+                watch.restart()
+
+    def state_dict(self) -> list[dict[str, Any]]:
+        """What is known of each optimizer's copies."""
+        return [kept.state_dict() for kept in self._kept]
+
+    def load_state_dict(self, state: list[dict[str, Any]]) -> None:
+        """Goes on from a `state_dict`."""
+        for kept, saved in zip(self._kept, state, strict=True):
+            kept.load_state_dict(saved)
 
 
 def _known(optimizer: Optimizer) -> bool:
     return type(optimizer).__module__.startswith(("torch.optim.", "farflung."))
-
-
-def _copies_in(optimizer: Optimizer) -> list[str]:
-    """The names under which the optimizer's state holds copies of its parameters."""
-    square: dict[str, float] = {}
-    distance: dict[str, float] = {}
-    for parameter in held_by(optimizer):
-        for name, value in optimizer.state.get(parameter, {}).items():
-            if isinstance(value, Tensor) and value.shape == parameter.shape and value.is_floating_point():
-                weights = parameter.detach().float()
-                square[name] = square.get(name, 0.0) + float(weights.square().sum())
-                distance[name] = distance.get(name, 0.0) + float((value.float() - weights).square().sum())
-    return [name for name in square if distance[name] < NEAR * square[name]]
-
-
-def _sample(tensor: Tensor) -> Tensor:
-    return tensor.detach().reshape(-1)[:SAMPLED].clone().double()
-
-
-def _left(before: Values, after: Values) -> tuple[float, float]:
-    """The share of a change that is still in the parameters a step later, and its standard error.
-
-    The slope of where they are now on where they were moved; steps of training are the noise.
-    """
-    moved = torch.cat([after[parameter] - before[parameter] for parameter in after])
-    found = torch.cat([_sample(parameter) - before[parameter] for parameter in after])
-    square = float(moved.square().sum())
-    if not square:
-        return 1.0, math.inf
-    share = float((found * moved).sum()) / square
-    return share, float((found - share * moved).norm()) / math.sqrt(square * len(moved))

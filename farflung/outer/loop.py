@@ -100,7 +100,7 @@ class OuterLoop(Attached):
     @torch.no_grad()
     def _after_inner_step(self) -> None:
         self.network.computed()
-        self._replica.copies.check()
+        self._replica.copies.stepped()
         if self._opened:
             self._follow(self._opened)
         else:
@@ -274,22 +274,21 @@ class OuterLoop(Attached):
             self._land(self._flights.pop(0), starts=False)
 
     def state(self) -> State:
-        """Where the run stands, for a replica that comes late: anchors, what the outer optimizer keeps, and the step.
-
-        It stays good until the next round starts.
-        """
+        """What a late replica takes: anchors, outer optimizer's state and step; good until the next round starts."""
         facts = {"step": self.step, "until": min(stream.next_start for stream in self._streams)}
         return State(dict(state_tensors(self.anchors, self.outer)), facts)
 
     @torch.no_grad()
     def take(self, state: State) -> None:
         """Goes on from where other replicas stand; what was under way here is dropped. Raises UserError."""
+        if not self._begun:
+            self._begin()
         take_state(self.anchors, self.outer, state.tensors)
         self._flights.clear()
         self.step = max(self.step, int(state.facts["step"]))
         self._begun = True
         for stream in self._streams:
-            stream.fragment.write(stream.anchor)
+            self._replica.take_anchor(stream)
             stream.skip_to(self.step + 1)
 
     @torch.no_grad()
@@ -312,6 +311,7 @@ class OuterLoop(Attached):
             **super().state_dict(),
             "spoilt": self._spoilt,
             "outer": self.outer.state_dict(),
+            "copies": self._replica.copies.state_dict(),
             "flights": [flight.packed(flight.wait(self.deadline), self.network.now()) for flight in self._flights],
             "streams": [stream.state_dict() for stream in self._streams],
         }
@@ -320,6 +320,7 @@ class OuterLoop(Attached):
         super()._load(state)
         self._spoilt = state["spoilt"]
         load_into(self.outer, copied(state["outer"], self.anchors[0].device))
+        self._replica.copies.load_state_dict(state["copies"])
         for stream, saved in zip(self._streams, state["streams"], strict=True):
             stream.load_state_dict(saved)
         self._flights = [

@@ -37,27 +37,31 @@ class Replica:
         merge: Merge,
         device: torch.device | None,
     ) -> None:
-        self._trained = trained
         self._streams = streams
         self._outer = outer
         self._merge = merge
         self._device = device
         self._untrained = untrained
-        self.copies = Copies(trained.optimizers)
+        self.copies = Copies(trained.optimizers, [stream.fragment.parameters for stream in streams])
 
     def begin(self) -> None:
         """Takes the weights, as they are now, for anchors."""
         for stream in self._streams:
             stream.anchor.copy_(stream.fragment.read())
+        self.copies.begin()
 
     def sound(self) -> bool:
         """Whether no weight is NaN or infinite, of any fragment."""
         return all(stream.fragment.sound() for stream in self._streams)
 
+    def take_anchor(self, stream: Stream) -> None:
+        """Gives a fragment's weights the values of its anchor."""
+        self._write(stream, stream.anchor)
+
     def offer(self, stream: Stream, fault: str) -> Offer:
         """What to send of a fragment: its progress; with a fault, its anchor, which stands for none."""
         if fault:
-            stream.fragment.write(stream.anchor)
+            self.take_anchor(stream)
         else:
             self._untrained.keep()
         weights = stream.anchor.clone() if fault else stream.fragment.read(self._device)
@@ -107,9 +111,7 @@ class Replica:
         for flight in flights:
             if flight.at_start is not None:
                 flight.at_start.copy_(self._streams[flight.fragment].anchor)
-        for optimizer in self._trained.optimizers:
-            for parameter in self._trained.parameters:
-                optimizer.state.pop(parameter, None)
+        self.copies.put_back()
         self._untrained.restore()
 
     def _refresh(self, mean: Tensor, flight: Flight, fresh: Offer | None, anchor: Tensor) -> None:
@@ -127,6 +129,5 @@ class Replica:
             mean.sub_(self.nothing(flight.anchor), alpha=1 - flight.applied)
 
     def _write(self, stream: Stream, weights: Tensor) -> None:
-        before = self.copies.before_writing(stream.fragment.parameters)
-        stream.fragment.write(weights)
-        self.copies.after_writing(before)
+        with self.copies.following(stream.index):
+            stream.fragment.write(weights)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from farflung.config import UserError
+from farflung.outer.steps import hook_steps
 from farflung.outer.trained import held_by
 
 _BEARS_SCALING = "_step_supports_amp_scaling"
@@ -79,10 +80,10 @@ def unscaled_steps(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
         if unscale(optimizer):
             take_gradients(optimizer)
 
-    hook = optimizer.register_step_pre_hook(before_step)
+    unhook = hook_steps(optimizer, before=before_step)
 
     def remove() -> None:
-        hook.remove()
+        unhook()
         undo()
 
     return remove

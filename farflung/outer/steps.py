@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -19,36 +19,51 @@ def hook_steps(
     """Calls `before` and `after` once for each step; returns what undoes that.
 
     Torch calls hooks for each class whose `step()` takes part, so twice where one calls `super().step()`. Only the
-    outermost call counts: that whose frame is on the stack. A flag would be left standing by a step that raised.
+    outermost call counts: that of whose callers none is a call, too. A flag would be left standing by a step that
+    raised, so it is frames on the stack that are looked for. A compiled step goes on in other frames after each hook,
+    but those are called from the first.
 
     Args:
         before: as `register_step_pre_hook` wants it: given the step's arguments, it may return others.
         after: called when the step has been made.
     """
-    under_way: FrameType | None = None
+    under_way: list[FrameType] = []
+
+    def drop_ended() -> FrameType:
+        """Forgets calls that have ended without an after-hook; returns the hook's caller."""
+        stack = [frame for frame in _stack(sys._getframe(2)) if not _of_compiler(frame)]
+        under_way[:] = [frame for frame in under_way if frame in stack]
+        return stack[0]
 
     def pre_hook(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
-        nonlocal under_way
-        caller: FrameType | None = sys._getframe(1)
-        frame = caller
-        while frame is not None and under_way is not None:
-            if frame is under_way:
-                return None
-            frame = frame.f_back
-        under_way = caller
-        return before(optimizer, args, kwargs) if before else None
+        under_way.append(drop_ended())
+        return before(optimizer, args, kwargs) if before and len(under_way) == 1 else None
 
     def post_hook(*_: Any) -> None:
-        nonlocal under_way
-        if sys._getframe(1) is under_way:
-            under_way = None
-            if after:
-                after()
+        drop_ended()
+        under_way.pop()
+        if after and not under_way:
+            after()
 
-    hooks = optimizer.register_step_pre_hook(pre_hook), optimizer.register_step_post_hook(post_hook)
+    # Exchanges are nothing that a compiled step could have in it.
+    untraced: Callable[[Callable[..., Any]], Callable[..., Any]] = torch.compiler.disable
+    hooks = (
+        optimizer.register_step_pre_hook(untraced(pre_hook)),
+        optimizer.register_step_post_hook(untraced(post_hook)),
+    )
 
     def undo() -> None:
         for hook in hooks:
             hook.remove()
 
     return undo
+
+
+def _stack(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _of_compiler(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__")).startswith("torch._dynamo")
