@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +21,9 @@ from farflung.config import UserError
 _PRECISION = 2.0**-20
 """The finest step, relative to a block's largest value: beyond it float32 cannot count in steps."""
 
+_KEPT = 0.9
+"""How much of a distance is still expected a round later: who has sat out is far away, and one partner in a few has."""
+
 
 @dataclass
 class Modulo(FlatStage):
@@ -31,16 +34,20 @@ class Modulo(FlatStage):
     where d is dither that both know, so that u' errs by at most s / 2, and not always to the same side (Moniqua,
     arXiv 2002.11787). The error is in proportion to R, which need only exceed twice the distance between sender and
     receiver, and not to the values. R is chosen by the sender for each block: `margin` times twice the largest
-    distance that it saw in the last round, or the largest change that it was told of. Where the two are farther apart,
-    the receiver would take a wrong value. A byte of checksum of the part of k that was not sent tells; it then keeps
-    its own values of the block, and doubles R for it. It must be a codec's only stage, since it needs the receiver's
-    own values.
+    distance that it saw in the last round, or the largest change that it was told of, or a little less than R was.
+    Where the two are farther apart, the receiver would take a wrong value. A byte of checksum of the part of k that
+    was not sent tells; it then keeps its own values of the block, and doubles R for it.
+
+    No block counts for one of two alone, or one would be drawn to the other and not the other to it, and the mean
+    of both would move. So the receiver takes the value that is nearest its own last message, u' of its own: both know
+    both of these, and where they are too far apart for one R, both see it and both keep their own values. It must be a
+    codec's only stage, since it needs the receiver's own values.
 
     Args:
-        bits: 1 to 8.
+        bits: 2 to 8. With 1, what both know of each other's values would be coarser than R allows.
         block: values that share R, a multiple of 8.
         margin: room for distances to grow within a round.
-        turns: only every so many-th block travels in a round, others the next time; receivers keep their own.
+        turns: only every so many-th block travels in a round, others in the next; receivers keep their own.
     """
 
     bits: int = 4
@@ -49,15 +56,17 @@ class Modulo(FlatStage):
     turns: int = 1
     _ranges: Tensor | None = field(default=None, init=False, repr=False, compare=False)
     _farthest: Tensor | None = field(default=None, init=False, repr=False, compare=False)
+    _lately: Tensor | None = field(default=None, init=False, repr=False, compare=False)
     _expected: Tensor | None = field(default=None, init=False, repr=False, compare=False)
     _change: Tensor | None = field(default=None, init=False, repr=False, compare=False)
     _turns_now: int = field(default=0, init=False, repr=False, compare=False)
-    _turn: int = field(default=0, init=False, repr=False, compare=False)
+    _round: int = field(default=0, init=False, repr=False, compare=False)
+    _sent: tuple[int, int, int] | None = field(default=None, init=False, repr=False, compare=False)
     _dither: Dither = field(default_factory=Dither, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if not 1 <= self.bits <= 8:
-            raise UserError(f"Modulo has bits={self.bits}; choose 1 to 8")
+        if not 2 <= self.bits <= 8:
+            raise UserError(f"Modulo has bits={self.bits}; choose 2 to 8")
         if self.block < 8 or self.block % 8:
             raise UserError(f"Modulo has block={self.block}; choose a multiple of 8")
         if self.turns < 1:
@@ -72,23 +81,24 @@ class Modulo(FlatStage):
     def compress(self, flat: Tensor) -> list[Tensor]:
         """Packed codes, ranges and checks of this turn's blocks; turn and turns, and what dither was taken."""
         ranges = self._ranges_for(flat)
-        turn = slice(self._turn, None, self._turns_now)
+        self._sent = self._round % self._turns_now, self._turns_now, self._dither.count
+        turn = slice(self._sent[0], None, self._turns_now)
         sent_ranges = ranges[turn].bfloat16().clone(memory_format=torch.contiguous_format)
         steps = _steps(sent_ranges, self.bits)
         codes = torch.empty(len(steps), self.block * self.bits // 8, dtype=torch.uint8, device=flat.device)
         checks = torch.empty(len(steps), dtype=torch.uint8, device=flat.device)
-        numbers = torch.tensor([self._turn, self._turns_now, self._dither.seed, self._dither.count])
+        numbers = torch.tensor([self._sent[0], self._turns_now, self._dither.seed, self._dither.count])
         for u, step, code, check in self._pieces(flat, turn, steps, codes, checks):
-            k = (u / step[:, None]).add_(self._dither.take(u)).floor_().int()
+            k = _counts(u, step, self._dither.take(u)).int()
             # Casts to bytes keep the low bits, and bytes are a quarter of the work.
             code.copy_(pack_bits(k.to(torch.int8).view(torch.uint8) & ((1 << self.bits) - 1), self.bits))
             check.copy_(_check(k.bitwise_right_shift_(self.bits)))
         self._ranges, self._farthest = ranges, None
-        self._turn = (self._turn + 1) % self._turns_now
+        self._round += 1
         return [codes, sent_ranges.view(torch.uint8), checks, numbers.view(torch.uint8).to(flat.device)]
 
     def expand(self, parts: Sequence[Tensor], like: Sequence[Tensor]) -> Tensor:
-        """See FlatStage. `like` are the receiver's own values."""
+        """See FlatStage. `like` are the receiver's own values, of which its last message was."""
         flat = flatten(like)
         out = flat.new_empty(-(-flat.numel() // self.block), self.block)
         rows_now, dither, codes, sent_ranges, checks = self._read(parts, len(out))
@@ -97,22 +107,53 @@ class Modulo(FlatStage):
         steps = _steps(sent_ranges, self.bits)
         zeros = sent_ranges == 0  # only of blocks of zeros
         any_zeros = bool(zeros.any())
-        farthest = torch.empty(len(steps), device=flat.device)
+        farthest, surely = torch.empty(2, len(steps), device=flat.device)
         span = 2.0**self.bits
-        pieces = self._pieces(flat, rows_now, zeros, steps, codes, checks, farthest, out[rows_now])
-        for own, zero, step, code, check, far, found in pieces:
-            found.copy_(unpack_bits(code, self.bits)).add_(0.5).sub_(dither.take(own))
-            high = (own / step[:, None]).sub_(found).div_(span).round_()
+        said, blur, reach = self._said(flat, rows_now, len(out))
+        reach = reach.minimum(_reach(sent_ranges, self.bits))
+        pieces = self._pieces(flat, rows_now, zeros, steps, codes, checks, blur, reach, farthest, surely, out[rows_now])
+        for here, (own, zero, step, code, check, off, most, far, sure, found) in zip(said, pieces, strict=True):
+            noise = dither.take(own)
+            found.copy_(unpack_bits(code, self.bits))
+            high = (here / step[:, None]).add_(noise).sub_(found).sub_(0.5).div_(span).round_()
             readable = (_check(high.int()) == check) | zero
-            found.add_(high, alpha=span).mul_(step[:, None])
+            _values(found.add_(high, alpha=span), step, noise)
             if any_zeros:
                 found.masked_fill_(zero[:, None], 0.0)
-            if not bool(readable.all()):
-                found[~readable] = own[~readable]
-            distance = torch.sub(own, found, out=high).abs_().amax(1)
-            far.copy_(torch.where(readable, distance, step * (span / self.margin)))
-        self._remember(rows_now, farthest, len(out))
+            distance = torch.sub(here, found, out=high).abs_().amax(1)
+            far.copy_(torch.where(readable, distance - off, step * (span / self.margin)))
+            sure.copy_(torch.where(readable & (far < step), far - step / 2, far))
+            taken = readable & (distance < most)
+            if not bool(taken.all()):
+                found[~taken] = own[~taken]
+        self._remember(rows_now, farthest, surely, len(out))
         return out.view(-1)[: flat.numel()]
+
+    def _said(self, flat: Tensor, chosen: slice, count: int) -> tuple[Iterable[Tensor], Tensor, Tensor]:
+        """Own values of the chosen blocks as the last message says them, by how much these err, and how far they reach.
+
+        What was not in the message reaches nobody. Who has sent none is in step with all.
+        """
+        none = torch.zeros(count, device=flat.device)
+        if self._sent is None or self._ranges is None or len(self._ranges) != count:
+            return rows(flat, self.block, chosen), none[chosen], none[chosen] + math.inf
+        turn, turns, taken = self._sent
+        mine, dither = slice(turn, None, turns), Dither(self._dither.seed, taken)
+        ranges = self._ranges[mine].bfloat16()
+        steps = _steps(ranges, self.bits)
+        said = (
+            _values(_counts(u, step, noise), step, noise).masked_fill_(zero[:, None], 0.0)
+            for u, step, zero in self._pieces(flat, mine, steps, ranges == 0)
+            for noise in [dither.take(u)]
+        )
+        off, reach = steps / 2, _reach(ranges, self.bits)
+        if mine == chosen:
+            return said, off, reach
+        # Each has turns of its own, as where adaptation has gone different ways.
+        values = torch.cat(list(rows(flat, self.block)))
+        values[mine], errors, reaches = torch.cat(list(said)), none.clone(), none
+        errors[mine], reaches[mine] = off, reach
+        return row_pieces(values[chosen], self.block), errors[chosen], reaches[chosen]
 
     def _read(self, parts: Sequence[Tensor], blocks: int) -> tuple[slice, Dither, Tensor, Tensor, Tensor]:
         """Which blocks are on turn, the dither, and the blocks' codes, ranges and checks."""
@@ -147,18 +188,25 @@ class Modulo(FlatStage):
         elif self._farthest is None:
             ranges = self._ranges
         else:
-            ranges = torch.where(self._farthest < 0, self._ranges, 2 * self.margin * self._farthest)
+            assert self._lately is not None
+            distances = self._farthest.maximum(self._lately)
+            heard = self._farthest >= 0
+            ranges = torch.where(heard, 2 * self.margin * distances, self._ranges)
+            self._lately = torch.where(heard, _KEPT * self._lately, self._lately)
         if self._change is not None and len(self._change) == len(ranges):
             ranges = ranges.maximum(2 * self.margin * self._change)
         self._change = None
         ranges = ranges.maximum(largest * (_PRECISION * 2.0**self.bits))
         return ranges.clamp(max=torch.finfo(torch.bfloat16).max)
 
-    def _remember(self, rows_now: slice, distances: Tensor, count: int) -> None:
+    def _remember(self, rows_now: slice, distances: Tensor, surely: Tensor, count: int) -> None:
         """Keeps the largest distance of each block for the next message; below 0 for what has not been heard."""
         if self._farthest is None or len(self._farthest) != count:
             self._farthest = torch.full((count,), -1.0, device=distances.device)
+        if self._lately is None or len(self._lately) != count:
+            self._lately = torch.zeros(count, device=distances.device)
         self._farthest[rows_now] = self._farthest[rows_now].maximum(distances)
+        self._lately[rows_now] = self._lately[rows_now].maximum(surely)
 
     def _largest(self, flat: Tensor) -> Tensor:
         """The largest magnitude of each block."""
@@ -182,25 +230,32 @@ class Modulo(FlatStage):
         return {
             "ranges": self._ranges,
             "farthest": self._farthest,
+            "lately": self._lately,
             "expected": self._expected,
-            "turn": self._turn,
+            "round": self._round,
+            "sent": self._sent,
             "turns": self._turns_now,
             "count": self._dither.count,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See Codec."""
-        self._ranges, self._farthest, self._expected = state["ranges"], state["farthest"], state["expected"]
-        self._turn, self._turns_now, self._dither.count = state["turn"], state["turns"], state["count"]
+        self._ranges, self._farthest, self._lately = state["ranges"], state["farthest"], state["lately"]
+        self._expected = state["expected"]
+        self._round, self._sent = state["round"], state["sent"]
+        self._turns_now, self._dither.count = state["turns"], state["count"]
 
     def seed(self, seed: int) -> None:
         """See Codec."""
         self._dither.seed = seed
 
     def shrink_to(self, share: float) -> None:
-        """See Codec: fewer blocks a round."""
-        self._turns_now = max(self.turns, round(self.turns / share))
-        self._turn %= self._turns_now
+        """See Codec: fewer blocks a round, by halves: so all that one sends is among what another sends more of."""
+        self._turns_now = self.turns * 2 ** max(0, round(-math.log2(share)))
+
+    def turn_to(self, round: int) -> None:
+        """See Codec: it says which blocks are on turn, so that a pair that has not met for long sends the same."""
+        self._round = round
 
     def expect(self, tensors: Sequence[Tensor]) -> None:
         """See Codec: the first R is four times as far as this replica's message is from it, times `margin`."""
@@ -214,6 +269,21 @@ class Modulo(FlatStage):
 def _steps(ranges: Tensor, bits: int) -> Tensor:
     steps = ranges.float() / 2.0**bits
     return torch.where(steps > 0, steps, 1.0)
+
+
+def _reach(ranges: Tensor, bits: int) -> Tensor:
+    """How far values may be from a message's, to be read for sure: half of R, less what float32 may round."""
+    return torch.where(ranges > 0, ranges.float() * (0.5 - 0.125 / 2.0**bits), math.inf)
+
+
+def _counts(u: Tensor, step: Tensor, noise: Tensor) -> Tensor:
+    """k = floor(u / s + d)."""
+    return (u / step[:, None]).add_(noise).floor_()
+
+
+def _values(k: Tensor, step: Tensor, noise: Tensor) -> Tensor:
+    """u' = s · (k + 1/2 - d), in the memory of k; to the bit the same for sender and receiver."""
+    return k.add_(0.5).sub_(noise).mul_(step[:, None])
 
 
 def _check(high: Tensor) -> Tensor:

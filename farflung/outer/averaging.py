@@ -82,20 +82,22 @@ class Averaging:
         self._name = name
         self._fusion = fusion
         self._codecs: dict[str, Codec] = {}
+        self._round = 0
         self.share = 1.0
 
     def start(
-        self, message: Tensor, group: Group, key: str, weights: Mapping[int, float] | None = None
+        self, message: Tensor, group: Group, key: str, round: int, weights: Mapping[int, float] | None = None
     ) -> tuple[Pending[Tensor], float]:
         """Starts averaging a flat message, whose memory belongs to the exchange from then on; and its encoding's error.
 
-        `weights` say what each member's message counts, where they do not all count alike.
+        `key` and the number of the `round` are the same for all of the group. `weights` say what each member's message counts, where they do not all count alike.
 
         `wait` of the result raises PeerLost when somebody's part is missing or unreadable. The message then holds the
         mean of the others', or where that cannot be, this replica's own values.
         """
         if self._fusion is None and self._prototype.lossless and message.dtype == torch.float32:
             return self._network.all_reduce(message, group, key), 0.0
+        self._round = round
         fuse = (self._fusion or Fusion()).of(self._network.rank, weights or {})
         if _goes_whole(self._way, len(group)) or (self._fusion and self._fusion.whole):
             return self._gather(message, group, key, fuse)
@@ -134,6 +136,7 @@ class Averaging:
             codec.seed(zlib.crc32(f"{self._network.rank} {self._name} {use}".encode()))
             codec.shrink_to(self.share)
             self._codecs[use] = codec
+        self._codecs[use].turn_to(self._round)
         return self._codecs[use]
 
     def _gather(self, message: Tensor, group: Group, key: str, fuse: Fuse) -> tuple[Pending[Tensor], float]:
