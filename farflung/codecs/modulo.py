@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +14,7 @@ from farflung.codecs.base import norm
 from farflung.codecs.bits import pack_bits, unpack_bits
 from farflung.codecs.dither import Dither
 from farflung.codecs.flat import FlatStage, flatten, row_pieces, rows
+from farflung.codecs.grid import Grid, checked, counted, valued
 from farflung.codecs.packets import Packet, PacketError
 from farflung.config import UserError
 
@@ -22,7 +22,7 @@ _PRECISION = 2.0**-20
 """The finest step, relative to a block's largest value: beyond it float32 cannot count in steps."""
 
 _KEPT = 0.9
-"""How much of a distance is still expected a round later: who has sat out is far away, and one partner in a few has."""
+"""How much of a distance is still expected a message later: who has sat out is far away, and now and then one has."""
 
 
 @dataclass
@@ -34,17 +34,18 @@ class Modulo(FlatStage):
     where d is dither that both know, so that u' errs by at most s / 2, and not always to the same side (Moniqua,
     arXiv 2002.11787). The error is in proportion to R, which need only exceed twice the distance between sender and
     receiver, and not to the values. R is chosen by the sender for each block: `margin` times twice the largest
-    distance that it saw in the last round, or the largest change that it was told of, or a little less than R was.
-    Where the two are farther apart, the receiver would take a wrong value. A byte of checksum of the part of k that
-    was not sent tells; it then keeps its own values of the block, and doubles R for it.
+    distance that it has seen lately, or the largest change that it was told of. Where the two are farther apart, the
+    receiver would take a wrong value. A byte of checksum of the part of k that was not sent tells; it then keeps its
+    own values of the block, and doubles R for it.
 
-    No block counts for one of two alone, or one would be drawn to the other and not the other to it, and the mean
-    of both would move. So the receiver takes the value that is nearest its own last message, u' of its own: both know
-    both of these, and where they are too far apart for one R, both see it and both keep their own values. It must be a
-    codec's only stage, since it needs the receiver's own values.
+    No block counts for one of two alone: one would be drawn to the other, not the other to it, and their mean would
+    move. So a receiver takes the value that is nearest u' of its own last message. Either of the two then knows both
+    u', and where they are too far apart for one of both R, each sees it, and both keep their own values.
+
+    It must be a codec's only stage, since it needs the receiver's own values.
 
     Args:
-        bits: 2 to 8. With 1, what both know of each other's values would be coarser than R allows.
+        bits: 2 to 8. With 1, equal values could be R / 2 apart as sent.
         block: values that share R, a multiple of 8.
         margin: room for distances to grow within a round.
         turns: only every so many-th block travels in a round, others in the next; receivers keep their own.
@@ -84,15 +85,15 @@ class Modulo(FlatStage):
         self._sent = self._round % self._turns_now, self._turns_now, self._dither.count
         turn = slice(self._sent[0], None, self._turns_now)
         sent_ranges = ranges[turn].bfloat16().clone(memory_format=torch.contiguous_format)
-        steps = _steps(sent_ranges, self.bits)
+        steps = Grid(sent_ranges, self.bits).steps
         codes = torch.empty(len(steps), self.block * self.bits // 8, dtype=torch.uint8, device=flat.device)
         checks = torch.empty(len(steps), dtype=torch.uint8, device=flat.device)
         numbers = torch.tensor([self._sent[0], self._turns_now, self._dither.seed, self._dither.count])
         for u, step, code, check in self._pieces(flat, turn, steps, codes, checks):
-            k = _counts(u, step, self._dither.take(u)).int()
+            k = counted(u, step, self._dither.take(u)).int()
             # Casts to bytes keep the low bits, and bytes are a quarter of the work.
             code.copy_(pack_bits(k.to(torch.int8).view(torch.uint8) & ((1 << self.bits) - 1), self.bits))
-            check.copy_(_check(k.bitwise_right_shift_(self.bits)))
+            check.copy_(checked(k.bitwise_right_shift_(self.bits)))
         self._ranges, self._farthest = ranges, None
         self._round += 1
         return [codes, sent_ranges.view(torch.uint8), checks, numbers.view(torch.uint8).to(flat.device)]
@@ -104,56 +105,56 @@ class Modulo(FlatStage):
         rows_now, dither, codes, sent_ranges, checks = self._read(parts, len(out))
         if rows_now.step > 1:
             out.view(-1)[: flat.numel()] = flat  # blocks that are not on turn stay as they are
-        steps = _steps(sent_ranges, self.bits)
-        zeros = sent_ranges == 0  # only of blocks of zeros
-        any_zeros = bool(zeros.any())
-        farthest, surely = torch.empty(2, len(steps), device=flat.device)
+        grid = Grid(sent_ranges, self.bits)
+        said, own_errors, reach = self._said(flat, rows_now, len(out))
+        farthest, surely = torch.empty(2, len(sent_ranges), device=flat.device)
+        numbers = grid.zeros, grid.steps, grid.errors, own_errors, reach.minimum(grid.reach), farthest, surely
+        pieces = self._pieces(flat, rows_now, codes, checks, *numbers, out[rows_now])
         span = 2.0**self.bits
-        said, blur, reach = self._said(flat, rows_now, len(out))
-        reach = reach.minimum(_reach(sent_ranges, self.bits))
-        pieces = self._pieces(flat, rows_now, zeros, steps, codes, checks, blur, reach, farthest, surely, out[rows_now])
-        for here, (own, zero, step, code, check, off, most, far, sure, found) in zip(said, pieces, strict=True):
+        for here, piece in zip(said, pieces, strict=True):
+            own, code, check, zero, step, error, own_error, near, far, sure, found = piece
             noise = dither.take(own)
             found.copy_(unpack_bits(code, self.bits))
             high = (here / step[:, None]).add_(noise).sub_(found).sub_(0.5).div_(span).round_()
-            readable = (_check(high.int()) == check) | zero
-            _values(found.add_(high, alpha=span), step, noise)
-            if any_zeros:
+            readable = (checked(high.int()) == check) | zero
+            valued(found.add_(high, alpha=span), step, noise)
+            if grid.any_zeros:
                 found.masked_fill_(zero[:, None], 0.0)
             distance = torch.sub(here, found, out=high).abs_().amax(1)
-            far.copy_(torch.where(readable, distance - off, step * (span / self.margin)))
-            sure.copy_(torch.where(readable & (far < step), far - step / 2, far))
-            taken = readable & (distance < most)
+            far.copy_(torch.where(readable, (distance - own_error).maximum(error), step * (span / self.margin)))
+            # The coarse steps of one who has just come look like a distance, which is gone the next time.
+            sure.copy_(torch.where(readable & (far < 2 * error), far - error, far))
+            taken = readable & (distance < near)
             if not bool(taken.all()):
                 found[~taken] = own[~taken]
         self._remember(rows_now, farthest, surely, len(out))
         return out.view(-1)[: flat.numel()]
 
     def _said(self, flat: Tensor, chosen: slice, count: int) -> tuple[Iterable[Tensor], Tensor, Tensor]:
-        """Own values of the chosen blocks as the last message says them, by how much these err, and how far they reach.
+        """The chosen blocks as the last message says them, piece by piece; by how much that errs; how far it is read.
 
-        What was not in the message reaches nobody. Who has sent none is in step with all.
+        What was not in the message is read nowhere. Who has sent none need not keep in step with anybody.
         """
         none = torch.zeros(count, device=flat.device)
         if self._sent is None or self._ranges is None or len(self._ranges) != count:
             return rows(flat, self.block, chosen), none[chosen], none[chosen] + math.inf
         turn, turns, taken = self._sent
-        mine, dither = slice(turn, None, turns), Dither(self._dither.seed, taken)
-        ranges = self._ranges[mine].bfloat16()
-        steps = _steps(ranges, self.bits)
-        said = (
-            _values(_counts(u, step, noise), step, noise).masked_fill_(zero[:, None], 0.0)
-            for u, step, zero in self._pieces(flat, mine, steps, ranges == 0)
-            for noise in [dither.take(u)]
-        )
-        off, reach = steps / 2, _reach(ranges, self.bits)
+        mine = slice(turn, None, turns)
+        grid = Grid(self._ranges[mine].bfloat16(), self.bits)
+        said = self._read_back(flat, mine, grid, Dither(self._dither.seed, taken))
         if mine == chosen:
-            return said, off, reach
+            return said, grid.errors, grid.reach
         # Each has turns of its own, as where adaptation has gone different ways.
-        values = torch.cat(list(rows(flat, self.block)))
-        values[mine], errors, reaches = torch.cat(list(said)), none.clone(), none
-        errors[mine], reaches[mine] = off, reach
-        return row_pieces(values[chosen], self.block), errors[chosen], reaches[chosen]
+        values, errors, reach = torch.cat(rows(flat, self.block)), none.clone(), none.clone()
+        values[mine], errors[mine], reach[mine] = torch.cat(list(said)), grid.errors, grid.reach
+        return row_pieces(values[chosen], self.block), errors[chosen], reach[chosen]
+
+    def _read_back(self, flat: Tensor, chosen: slice, grid: Grid, dither: Dither) -> Iterator[Tensor]:
+        """Values as a message says them, piece by piece."""
+        for u, step, zero in self._pieces(flat, chosen, grid.steps, grid.zeros):
+            noise = dither.take(u)
+            said = valued(counted(u, step, noise), step, noise)
+            yield said.masked_fill_(zero[:, None], 0.0) if grid.any_zeros else said
 
     def _read(self, parts: Sequence[Tensor], blocks: int) -> tuple[slice, Dither, Tensor, Tensor, Tensor]:
         """Which blocks are on turn, the dither, and the blocks' codes, ranges and checks."""
@@ -200,7 +201,10 @@ class Modulo(FlatStage):
         return ranges.clamp(max=torch.finfo(torch.bfloat16).max)
 
     def _remember(self, rows_now: slice, distances: Tensor, surely: Tensor, count: int) -> None:
-        """Keeps the largest distance of each block for the next message; below 0 for what has not been heard."""
+        """Keeps the largest distance of each block for the next message; below 0 for what has not been heard.
+
+        `surely` is what is also kept for later ones.
+        """
         if self._farthest is None or len(self._farthest) != count:
             self._farthest = torch.full((count,), -1.0, device=distances.device)
         if self._lately is None or len(self._lately) != count:
@@ -264,38 +268,3 @@ class Modulo(FlatStage):
     def expect_change(self, tensors: Sequence[Tensor]) -> None:
         """See Codec: R is at least `margin` times twice the largest change in a block."""
         self._change = self._largest(flatten(tensors))
-
-
-def _steps(ranges: Tensor, bits: int) -> Tensor:
-    steps = ranges.float() / 2.0**bits
-    return torch.where(steps > 0, steps, 1.0)
-
-
-def _reach(ranges: Tensor, bits: int) -> Tensor:
-    """How far values may be from a message's, to be read for sure: half of R, less what float32 may round."""
-    return torch.where(ranges > 0, ranges.float() * (0.5 - 0.125 / 2.0**bits), math.inf)
-
-
-def _counts(u: Tensor, step: Tensor, noise: Tensor) -> Tensor:
-    """k = floor(u / s + d)."""
-    return (u / step[:, None]).add_(noise).floor_()
-
-
-def _values(k: Tensor, step: Tensor, noise: Tensor) -> Tensor:
-    """u' = s · (k + 1/2 - d), in the memory of k; to the bit the same for sender and receiver."""
-    return k.add_(0.5).sub_(noise).mul_(step[:, None])
-
-
-def _check(high: Tensor) -> Tensor:
-    """A byte for each row of what was not sent; neighbours weigh differently, or opposite errors would cancel out."""
-    # Bytes wrap around, which is all that a sum modulo 256 needs, and are a quarter of the work.
-    low = high.to(torch.int8).view(torch.uint8)
-    return (low * _weights(high.shape[1], high.device)).sum(1, dtype=torch.uint8)
-
-
-@functools.cache
-def _weights(block: int, device: torch.device) -> Tensor:
-    """1 to 255 for each place; an odd sum, or a block that is off everywhere by the same would look right."""
-    weights = torch.randint(1, 256, (block,), generator=torch.Generator().manual_seed(block), dtype=torch.int32)
-    weights[0] += 1 - weights.sum() % 2
-    return weights.to(torch.uint8).to(device)

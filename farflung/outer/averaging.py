@@ -90,7 +90,8 @@ class Averaging:
     ) -> tuple[Pending[Tensor], float]:
         """Starts averaging a flat message, whose memory belongs to the exchange from then on; and its encoding's error.
 
-        `key` and the number of the `round` are the same for all of the group. `weights` say what each member's message counts, where they do not all count alike.
+        `key` and the round's number are the same for all of the group. `weights` say what each member's message counts,
+        where they do not all count alike.
 
         `wait` of the result raises PeerLost when somebody's part is missing or unreadable. The message then holds the
         mean of the others', or where that cannot be, this replica's own values.
