@@ -238,7 +238,7 @@ def test_frequencies_are_the_cosine_transform_and_give_everything_back() -> None
         assert torch.allclose(tensor, back, atol=1e-5)
 
 
-@pytest.mark.parametrize("bits", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
 def test_modulo_errs_by_half_a_step_of_twice_the_distance(bits: int) -> None:
     generator = torch.Generator().manual_seed(4)
     common = 100 * torch.randn(1000, generator=generator)
@@ -267,6 +267,36 @@ def test_modulo_keeps_a_block_of_its_own_when_the_sender_is_too_far_away() -> No
         receiver.decode(sender.encode([theirs]), [own])
         found = sender.decode(receiver.encode([own]), [theirs])[0]
     assert ((found - own).abs() < 0.2).float().mean() > 0.99
+
+
+@pytest.mark.parametrize(("bits", "turns", "shares"), [(2, 1, (1, 1, 1)), (4, 2, (1, 1, 1)), (8, 2, (1, 0.6, 0.25))])
+def test_two_take_a_block_of_each_other_or_neither_does(bits: int, turns: int, shares: tuple[float, ...]) -> None:
+    """Of three one sits out: it is far away then, has chosen other ranges, and has fallen out of step with turns."""
+    generator = torch.Generator().manual_seed(11)
+    codecs = [Modulo(bits=bits, block=16, turns=turns) for _ in shares]
+    for number, (codec, share) in enumerate(zip(codecs, shares, strict=True)):
+        codec.seed(number)
+        codec.shrink_to(share)
+    taken = kept = 0
+    for round in range(60):
+        pair = torch.randperm(3, generator=generator)[:2].tolist()
+        common = 100 * torch.randn(50, 16, generator=generator)
+        far = 0.01 * 3 ** torch.randn(2, 50, 1, generator=generator)
+        values = [common + distance * torch.randn(50, 16, generator=generator) for distance in far]
+        values[0][round % 50] = values[1][round * 7 % 50] = 0  # nothing to send: no range either
+        met = [codecs[number] for number in pair]
+        for codec in met:
+            codec.turn_to(round)
+        packets = [codec.encode([own]) for codec, own in zip(met, values, strict=True)]
+        found = [codec.decode(packets[1 - n], [values[n]])[0] for n, codec in enumerate(met)]
+        # What is not right is off by R, which a checksum of a byte lets through now and then.
+        most = [codec.state_dict()["ranges"] / 2 for codec in met]
+        right = [(found[n] - values[1 - n]).abs().amax(1) <= most[1 - n] for n in range(2)]
+        took = [(found[n] != values[n]).any(1) & right[n] for n in range(2)]
+        same = (values[0] == values[1]).all(1)
+        assert torch.equal(took[0] | same, took[1] | same)
+        taken, kept = taken + int(took[0].sum()), kept + int((~took[0]).sum())
+    assert taken > 300 and kept > 300
 
 
 def test_a_block_of_zeros_comes_back_as_zeros_whatever_the_receiver_has() -> None:
@@ -528,7 +558,8 @@ def test_names_make_the_codecs_that_they_say() -> None:
         ("topk0", "share=0.0; choose more than 0"),
         ("topk1.2.3", "topk1.2.3"),
         ("lowrank0", "rank=0; choose at least 1"),
-        ("modulo9", "bits=9; choose 1 to 8"),
+        ("modulo9", "bits=9; choose 2 to 8"),
+        ("modulo1", "bits=1; choose 2 to 8"),
     ],
 )
 def test_names_that_are_none_are_told(name: str, complaint: str) -> None:

@@ -363,3 +363,10 @@ def test_the_listed_bytes_are_those_of_the_codec() -> None:
     assert bytes_per_parameter(methods.local()) == 0
     assert bytes_per_parameter(methods.streaming_diloco()) == pytest.approx(0.5, abs=0.01)
     assert bytes_per_parameter(methods.noloco(codec=LowRank(64) | Quantize(bits=4))) > 2 / 8
+
+
+def test_what_receivers_read_by_their_own_values_is_never_averaged_in_parts() -> None:
+    whole = methods.noloco(every=4, group_size=4, codec=Modulo(bits=4))
+    seen = [run(lambda way=way: replace(whole, averaging=way), 4, 16) for way in ("whole", "parts")]
+    for one, other in zip(*seen, strict=True):
+        assert torch.equal(one.weights, other.weights)

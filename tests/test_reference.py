@@ -1,5 +1,6 @@
 """NoLoCo and DiLoCo against an implementation of the papers' equations that shares no code with farflung."""
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ from problem import flat, inner_steps, small_model
 from stability import noise_spread
 
 from farflung import methods
+from farflung.codecs import codec_named
 from farflung.methods import Method
 from farflung.networks import SimulatedNetwork, Simulation
 
@@ -55,6 +57,55 @@ def test_noloco_is_the_papers_equations(replicas: int, size: int, settings: tupl
         anchors, momenta = reference.noloco_round(anchors, momenta, weights, groups, lr, momentum, gamma)
         for rank, (before, after, group) in enumerate(seen):
             np.testing.assert_allclose(after, anchors[rank] if group else before, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("replicas", "codec", "seed"),
+    [
+        (2, "bfloat16", 0),
+        (3, "bfloat16", 0),
+        (3, "float16", 1),
+        (3, "modulo4", 4),
+        (3, "modulo4x2", 2),
+        (4, "int8", 1),
+        (5, "int8", 4),
+        (5, "modulo4", 4),
+        (6, "bfloat16", 0),
+        (7, "bfloat16", 0),
+        (7, "ef-int4", 2),
+    ],
+)
+def test_what_is_rounded_in_gossip_takes_nothing_from_the_progress_of_any_number(
+    replicas: int, codec: str, seed: int
+) -> None:
+    """Of an odd number one sits out, and its anchor stays behind: it must not only draw others back to it."""
+    steps, every, lr = 200, 5, 2e-5
+
+    def gradient(rank: int, step: int) -> np.ndarray:
+        return 1 + 0.3 * np.random.default_rng([rank, step]).standard_normal(600)
+
+    def work(network: SimulatedNetwork) -> tuple[float, list[tuple[int, ...]]]:
+        weights = torch.nn.Parameter(torch.ones(600))
+        model = torch.nn.ParameterList([weights])
+        optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+        groups: list[tuple[int, ...]] = []
+        method = methods.noloco(every, codec=codec_named(codec), seed=seed)
+        with method.attach(model, optimizer, network, on_round=lambda round: groups.append(round.group)):
+            for step in range(steps):
+                weights.grad = torch.from_numpy(gradient(network.rank, step)).float()
+                optimizer.step()
+        return 1 - float(weights.detach().double().mean()), groups
+
+    moved, groups = zip(*Simulation(replicas).run(work), strict=True)
+    anchors, momenta, weights = ([np.full(600, x) for _ in range(replicas)] for x in (1.0, 0.0, 1.0))
+    for step in range(steps):
+        weights = [before - lr * gradient(rank, step) for rank, before in enumerate(weights)]
+        if (step + 1) % every == 0:
+            met = sorted({of_replica[step // every] for of_replica in groups} - {()})
+            anchors, momenta = reference.noloco_round(anchors, momenta, weights, met, 0.7, 0.5, 0.7)
+            for rank in itertools.chain(*met):
+                weights[rank] = anchors[rank].copy()
+    assert np.mean(moved) == pytest.approx(1 - np.mean(weights), rel=0.01)
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 4])

@@ -88,4 +88,4 @@ def test_halves_that_are_coded_apart_stay_together(monkeypatch: pytest.MonkeyPat
 def averaged(network: SimulatedNetwork, codec: Codec) -> Callable[[Tensor, str], averaging.Pending[Tensor]]:
     """Averages messages of 300 values in six tensors among two."""
     split = Averaging(network, codec, lambda message: list(message.split(50)), "whole", alike=False, name="x")
-    return lambda message, key: split.start(message, (0, 1), key)[0]
+    return lambda message, key: split.start(message, (0, 1), key, 0)[0]

@@ -85,6 +85,11 @@ class Apart(Codec):
         for codec in self.halves:
             codec.shrink_to(share)
 
+    def turn_to(self, round: int) -> None:
+        """See Codec."""
+        for codec in self.halves:
+            codec.turn_to(round)
+
     def expect(self, tensors: Sequence[Tensor]) -> None:
         """See Codec."""
         for codec, half in zip(self.halves, _halves(tensors), strict=True):

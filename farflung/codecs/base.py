@@ -32,7 +32,7 @@ class Codec:
     """Turns the tensors of a message into a packet and back.
 
     A codec may remember things between its messages: every stream of messages needs a copy of its own, and what it
-    remembers is in `state_dict`. Those that remember nothing leave the last five methods as they are. Who puts codecs
+    remembers is in `state_dict`. Those that remember nothing leave the last six methods as they are. Who puts codecs
     to use asks what they can do (`lossless`, `needs_receiver`, `needs_whole`), never what they are.
     """
 
@@ -80,6 +80,9 @@ class Codec:
 
     def shrink_to(self, share: float) -> None:
         """Sends less from now on: `share` (0 to 1) of what the codec was made for, where it can."""
+
+    def turn_to(self, round: int) -> None:
+        """Says which round the next message is of; all members of its group say the same."""
 
     def expect(self, tensors: Sequence[Tensor]) -> None:
         """Says what a message is like that brings no news; all members of the group hold the same."""
@@ -184,6 +187,11 @@ class Chain(Codec):
         """See Codec."""
         for stage in self.stages:
             stage.shrink_to(share)
+
+    def turn_to(self, round: int) -> None:
+        """See Codec."""
+        for stage in self.stages:
+            stage.turn_to(round)
 
     def expect(self, tensors: Sequence[Tensor]) -> None:
         """See Codec: only the first stage sees messages."""

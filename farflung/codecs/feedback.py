@@ -89,6 +89,10 @@ class ErrorFeedback(Codec):
         """See Codec."""
         self.codec.shrink_to(share)
 
+    def turn_to(self, round: int) -> None:
+        """See Codec."""
+        self.codec.turn_to(round)
+
 
 def _zeros(like: Tensor) -> Tensor:
     """Nothing owed for a tensor yet."""

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,11 +14,15 @@ from farflung.codecs.base import norm
 from farflung.codecs.bits import pack_bits, unpack_bits
 from farflung.codecs.dither import Dither
 from farflung.codecs.flat import FlatStage, flatten, row_pieces, rows
+from farflung.codecs.grid import Grid, checked, counted, valued
 from farflung.codecs.packets import Packet, PacketError
 from farflung.config import UserError
 
 _PRECISION = 2.0**-20
 """The finest step, relative to a block's largest value: beyond it float32 cannot count in steps."""
+
+_KEPT = 0.9
+"""How much of a distance is still expected a message later: who has sat out is far away, and now and then one has."""
 
 
 @dataclass
@@ -31,16 +34,21 @@ class Modulo(FlatStage):
     where d is dither that both know, so that u' errs by at most s / 2, and not always to the same side (Moniqua,
     arXiv 2002.11787). The error is in proportion to R, which need only exceed twice the distance between sender and
     receiver, and not to the values. R is chosen by the sender for each block: `margin` times twice the largest
-    distance that it saw in the last round, or the largest change that it was told of. Where the two are farther apart,
-    the receiver would take a wrong value. A byte of checksum of the part of k that was not sent tells; it then keeps
-    its own values of the block, and doubles R for it. It must be a codec's only stage, since it needs the receiver's
-    own values.
+    distance that it has seen lately, or the largest change that it was told of. Where the two are farther apart, the
+    receiver would take a wrong value. A byte of checksum of the part of k that was not sent tells; it then keeps its
+    own values of the block, and doubles R for it.
+
+    No block counts for one of two alone: one would be drawn to the other, not the other to it, and their mean would
+    move. So a receiver takes the value that is nearest u' of its own last message. Either of the two then knows both
+    u', and where they are too far apart for one of both R, each sees it, and both keep their own values.
+
+    It must be a codec's only stage, since it needs the receiver's own values.
 
     Args:
-        bits: 1 to 8.
+        bits: 2 to 8. With 1, equal values could be R / 2 apart as sent.
         block: values that share R, a multiple of 8.
         margin: room for distances to grow within a round.
-        turns: only every so many-th block travels in a round, others the next time; receivers keep their own.
+        turns: only every so many-th block travels in a round, others in the next; receivers keep their own.
     """
 
     bits: int = 4
@@ -49,15 +57,17 @@ class Modulo(FlatStage):
     turns: int = 1
     _ranges: Tensor | None = field(default=None, init=False, repr=False, compare=False)
     _farthest: Tensor | None = field(default=None, init=False, repr=False, compare=False)
+    _lately: Tensor | None = field(default=None, init=False, repr=False, compare=False)
     _expected: Tensor | None = field(default=None, init=False, repr=False, compare=False)
     _change: Tensor | None = field(default=None, init=False, repr=False, compare=False)
     _turns_now: int = field(default=0, init=False, repr=False, compare=False)
-    _turn: int = field(default=0, init=False, repr=False, compare=False)
+    _round: int = field(default=0, init=False, repr=False, compare=False)
+    _sent: tuple[int, int, int] | None = field(default=None, init=False, repr=False, compare=False)
     _dither: Dither = field(default_factory=Dither, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if not 1 <= self.bits <= 8:
-            raise UserError(f"Modulo has bits={self.bits}; choose 1 to 8")
+        if not 2 <= self.bits <= 8:
+            raise UserError(f"Modulo has bits={self.bits}; choose 2 to 8")
         if self.block < 8 or self.block % 8:
             raise UserError(f"Modulo has block={self.block}; choose a multiple of 8")
         if self.turns < 1:
@@ -72,47 +82,79 @@ class Modulo(FlatStage):
     def compress(self, flat: Tensor) -> list[Tensor]:
         """Packed codes, ranges and checks of this turn's blocks; turn and turns, and what dither was taken."""
         ranges = self._ranges_for(flat)
-        turn = slice(self._turn, None, self._turns_now)
+        self._sent = self._round % self._turns_now, self._turns_now, self._dither.count
+        turn = slice(self._sent[0], None, self._turns_now)
         sent_ranges = ranges[turn].bfloat16().clone(memory_format=torch.contiguous_format)
-        steps = _steps(sent_ranges, self.bits)
+        steps = Grid(sent_ranges, self.bits).steps
         codes = torch.empty(len(steps), self.block * self.bits // 8, dtype=torch.uint8, device=flat.device)
         checks = torch.empty(len(steps), dtype=torch.uint8, device=flat.device)
-        numbers = torch.tensor([self._turn, self._turns_now, self._dither.seed, self._dither.count])
+        numbers = torch.tensor([self._sent[0], self._turns_now, self._dither.seed, self._dither.count])
         for u, step, code, check in self._pieces(flat, turn, steps, codes, checks):
-            k = (u / step[:, None]).add_(self._dither.take(u)).floor_().int()
+            k = counted(u, step, self._dither.take(u)).int()
             # Casts to bytes keep the low bits, and bytes are a quarter of the work.
             code.copy_(pack_bits(k.to(torch.int8).view(torch.uint8) & ((1 << self.bits) - 1), self.bits))
-            check.copy_(_check(k.bitwise_right_shift_(self.bits)))
+            check.copy_(checked(k.bitwise_right_shift_(self.bits)))
         self._ranges, self._farthest = ranges, None
-        self._turn = (self._turn + 1) % self._turns_now
+        self._round += 1
         return [codes, sent_ranges.view(torch.uint8), checks, numbers.view(torch.uint8).to(flat.device)]
 
     def expand(self, parts: Sequence[Tensor], like: Sequence[Tensor]) -> Tensor:
-        """See FlatStage. `like` are the receiver's own values."""
+        """See FlatStage. `like` are the receiver's own values, of which its last message was."""
         flat = flatten(like)
         out = flat.new_empty(-(-flat.numel() // self.block), self.block)
         rows_now, dither, codes, sent_ranges, checks = self._read(parts, len(out))
         if rows_now.step > 1:
             out.view(-1)[: flat.numel()] = flat  # blocks that are not on turn stay as they are
-        steps = _steps(sent_ranges, self.bits)
-        zeros = sent_ranges == 0  # only of blocks of zeros
-        any_zeros = bool(zeros.any())
-        farthest = torch.empty(len(steps), dtype=torch.float32, device=flat.device)
+        grid = Grid(sent_ranges, self.bits)
+        said, own_errors, reach = self._said(flat, rows_now, len(out))
+        farthest, surely = torch.empty(2, len(sent_ranges), dtype=torch.float32, device=flat.device)
+        numbers = grid.zeros, grid.steps, grid.errors, own_errors, reach.minimum(grid.reach), farthest, surely
+        pieces = self._pieces(flat, rows_now, codes, checks, *numbers, out[rows_now])
         span = 2.0**self.bits
-        pieces = self._pieces(flat, rows_now, zeros, steps, codes, checks, farthest, out[rows_now])
-        for own, zero, step, code, check, far, found in pieces:
-            found.copy_(unpack_bits(code, self.bits)).add_(0.5).sub_(dither.take(own))
-            high = (own / step[:, None]).sub_(found).div_(span).round_()
-            readable = (_check(high.int()) == check) | zero
-            found.add_(high, alpha=span).mul_(step[:, None])
-            if any_zeros:
+        for here, piece in zip(said, pieces, strict=True):
+            own, code, check, zero, step, error, own_error, near, far, sure, found = piece
+            noise = dither.take(own)
+            found.copy_(unpack_bits(code, self.bits))
+            high = (here / step[:, None]).add_(noise).sub_(found).sub_(0.5).div_(span).round_()
+            readable = (checked(high.int()) == check) | zero
+            valued(found.add_(high, alpha=span), step, noise)
+            if grid.any_zeros:
                 found.masked_fill_(zero[:, None], 0.0)
-            if not bool(readable.all()):
-                found[~readable] = own[~readable]
-            distance = torch.sub(own, found, out=high).abs_().amax(1)
-            far.copy_(torch.where(readable, distance, step * (span / self.margin)))
-        self._remember(rows_now, farthest, len(out))
+            distance = torch.sub(here, found, out=high).abs_().amax(1)
+            far.copy_(torch.where(readable, (distance - own_error).maximum(error), step * (span / self.margin)))
+            # The coarse steps of one who has just come look like a distance, which is gone the next time.
+            sure.copy_(torch.where(readable & (far < 2 * error), far - error, far))
+            taken = readable & (distance < near)
+            if not bool(taken.all()):
+                found[~taken] = own[~taken]
+        self._remember(rows_now, farthest, surely, len(out))
         return out.view(-1)[: flat.numel()]
+
+    def _said(self, flat: Tensor, chosen: slice, count: int) -> tuple[Iterable[Tensor], Tensor, Tensor]:
+        """The chosen blocks as the last message says them, piece by piece; by how much that errs; how far it is read.
+
+        What was not in the message is read nowhere. Who has sent none need not keep in step with anybody.
+        """
+        none = torch.zeros(count, dtype=torch.float32, device=flat.device)
+        if self._sent is None or self._ranges is None or len(self._ranges) != count:
+            return rows(flat, self.block, chosen), none[chosen], none[chosen] + math.inf
+        turn, turns, taken = self._sent
+        mine = slice(turn, None, turns)
+        grid = Grid(self._ranges[mine].bfloat16(), self.bits)
+        said = self._read_back(flat, mine, grid, Dither(self._dither.seed, taken))
+        if mine == chosen:
+            return said, grid.errors, grid.reach
+        # Each has turns of its own, as where adaptation has gone different ways.
+        values, errors, reach = torch.cat(rows(flat, self.block)), none.clone(), none.clone()
+        values[mine], errors[mine], reach[mine] = torch.cat(list(said)), grid.errors, grid.reach
+        return row_pieces(values[chosen], self.block), errors[chosen], reach[chosen]
+
+    def _read_back(self, flat: Tensor, chosen: slice, grid: Grid, dither: Dither) -> Iterator[Tensor]:
+        """Values as a message says them, piece by piece."""
+        for u, step, zero in self._pieces(flat, chosen, grid.steps, grid.zeros):
+            noise = dither.take(u)
+            said = valued(counted(u, step, noise), step, noise)
+            yield said.masked_fill_(zero[:, None], 0.0) if grid.any_zeros else said
 
     def _read(self, parts: Sequence[Tensor], blocks: int) -> tuple[slice, Dither, Tensor, Tensor, Tensor]:
         """Which blocks are on turn, the dither, and the blocks' codes, ranges and checks."""
@@ -147,18 +189,28 @@ class Modulo(FlatStage):
         elif self._farthest is None:
             ranges = self._ranges
         else:
-            ranges = torch.where(self._farthest < 0, self._ranges, 2 * self.margin * self._farthest)
+            assert self._lately is not None
+            distances = self._farthest.maximum(self._lately)
+            heard = self._farthest >= 0
+            ranges = torch.where(heard, 2 * self.margin * distances, self._ranges)
+            self._lately = torch.where(heard, _KEPT * self._lately, self._lately)
         if self._change is not None and len(self._change) == len(ranges):
             ranges = ranges.maximum(2 * self.margin * self._change)
         self._change = None
         ranges = ranges.maximum(largest * (_PRECISION * 2.0**self.bits))
         return ranges.clamp(max=torch.finfo(torch.bfloat16).max)
 
-    def _remember(self, rows_now: slice, distances: Tensor, count: int) -> None:
-        """Keeps the largest distance of each block for the next message; below 0 for what has not been heard."""
+    def _remember(self, rows_now: slice, distances: Tensor, surely: Tensor, count: int) -> None:
+        """Keeps the largest distance of each block for the next message; below 0 for what has not been heard.
+
+        `surely` is what is also kept for later ones.
+        """
         if self._farthest is None or len(self._farthest) != count:
             self._farthest = torch.full((count,), -1.0, dtype=torch.float32, device=distances.device)
+        if self._lately is None or len(self._lately) != count:
+            self._lately = torch.zeros(count, dtype=torch.float32, device=distances.device)
         self._farthest[rows_now] = self._farthest[rows_now].maximum(distances)
+        self._lately[rows_now] = self._lately[rows_now].maximum(surely)
 
     def _largest(self, flat: Tensor) -> Tensor:
         """The largest magnitude of each block."""
@@ -182,25 +234,32 @@ class Modulo(FlatStage):
         return {
             "ranges": self._ranges,
             "farthest": self._farthest,
+            "lately": self._lately,
             "expected": self._expected,
-            "turn": self._turn,
+            "round": self._round,
+            "sent": self._sent,
             "turns": self._turns_now,
             "count": self._dither.count,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See Codec."""
-        self._ranges, self._farthest, self._expected = state["ranges"], state["farthest"], state["expected"]
-        self._turn, self._turns_now, self._dither.count = state["turn"], state["turns"], state["count"]
+        self._ranges, self._farthest, self._lately = state["ranges"], state["farthest"], state["lately"]
+        self._expected = state["expected"]
+        self._round, self._sent = state["round"], state["sent"]
+        self._turns_now, self._dither.count = state["turns"], state["count"]
 
     def seed(self, seed: int) -> None:
         """See Codec."""
         self._dither.seed = seed
 
     def shrink_to(self, share: float) -> None:
-        """See Codec: fewer blocks a round."""
-        self._turns_now = max(self.turns, round(self.turns / share))
-        self._turn %= self._turns_now
+        """See Codec: fewer blocks a round, by halves: so all that one sends is among what another sends more of."""
+        self._turns_now = self.turns * 2 ** max(0, round(-math.log2(share)))
+
+    def turn_to(self, round: int) -> None:
+        """See Codec: it says which blocks are on turn, so that a pair that has not met for long sends the same."""
+        self._round = round
 
     def expect(self, tensors: Sequence[Tensor]) -> None:
         """See Codec: the first R is four times as far as this replica's message is from it, times `margin`."""
@@ -209,23 +268,3 @@ class Modulo(FlatStage):
     def expect_change(self, tensors: Sequence[Tensor]) -> None:
         """See Codec: R is at least `margin` times twice the largest change in a block."""
         self._change = self._largest(flatten(tensors))
-
-
-def _steps(ranges: Tensor, bits: int) -> Tensor:
-    steps = ranges.float() / 2.0**bits
-    return torch.where(steps > 0, steps, 1.0)
-
-
-def _check(high: Tensor) -> Tensor:
-    """A byte for each row of what was not sent; neighbours weigh differently, or opposite errors would cancel out."""
-    # Bytes wrap around, which is all that a sum modulo 256 needs, and are a quarter of the work.
-    low = high.to(torch.int8).view(torch.uint8)
-    return (low * _weights(high.shape[1], high.device)).sum(1, dtype=torch.uint8)
-
-
-@functools.cache
-def _weights(block: int, device: torch.device) -> Tensor:
-    """1 to 255 for each place; an odd sum, or a block that is off everywhere by the same would look right."""
-    weights = torch.randint(1, 256, (block,), generator=torch.Generator().manual_seed(block), dtype=torch.int32)
-    weights[0] += 1 - weights.sum() % 2
-    return weights.to(torch.uint8).to(device)

@@ -38,14 +38,18 @@ def parts_sent(codec: Codec, way: Way, members: int) -> tuple[float, ...]:
 
     What a codec need not encode is averaged in the network, part by part.
     """
-    if not codec.lossless and _goes_whole(way, members):
+    if not codec.lossless and _goes_whole(codec, way, members):
         return (1.0,)
     return (1 / members, 1 / members)
 
 
-def _goes_whole(way: Way, members: int) -> bool:
-    """Whether packets go to everyone; a pair's do anyhow, since that is no more bytes."""
-    return way == "whole" or members <= 2
+def _goes_whole(codec: Codec, way: Way, members: int) -> bool:
+    """Whether packets go to everyone.
+
+    A pair's do anyhow, since that is no more bytes; and those that each receiver reads by its own values, of which a
+    mean in parts has none.
+    """
+    return way == "whole" or members <= 2 or codec.needs_receiver
 
 
 class Averaging:
@@ -85,22 +89,25 @@ class Averaging:
         self._exact = exact
         self._fusion = fusion
         self._codecs: dict[str, Codec] = {}
+        self._round = 0
         self.share = 1.0
 
     def start(
-        self, message: Tensor, group: Group, key: str, weights: Mapping[int, float] | None = None
+        self, message: Tensor, group: Group, key: str, round: int, weights: Mapping[int, float] | None = None
     ) -> tuple[Pending[Tensor], float]:
         """Starts averaging a flat message, whose memory belongs to the exchange from then on; and its encoding's error.
 
-        `weights` say what each member's message counts, where they do not all count alike.
+        `key` and the round's number are the same for all of the group. `weights` say what each member's message counts,
+        where they do not all count alike.
 
         `wait` of the result raises PeerLost when somebody's part is missing or unreadable. The message then holds the
         mean of the others', or where that cannot be, this replica's own values.
         """
         if self._fusion is None and self._prototype.lossless and (self._exact or message.dtype == torch.float32):
             return self._network.all_reduce(message, group, key), 0.0
+        self._round = round
         fuse = (self._fusion or Fusion()).of(self._network.rank, weights or {})
-        if _goes_whole(self._way, len(group)) or (self._fusion and self._fusion.whole):
+        if _goes_whole(self._prototype, self._way, len(group)) or (self._fusion and self._fusion.whole):
             return self._gather(message, group, key, fuse)
         return self._share_out(message, group, key, fuse)
 
@@ -111,8 +118,7 @@ class Averaging:
 
     def wants_expectation(self, group: Group) -> bool:
         """Whether a codec could make use of `expect` now: before the first round, in which whole messages travel."""
-        first = bool(group) and not self._codecs
-        return first and self._prototype.needs_receiver and _goes_whole(self._way, len(group))
+        return bool(group) and not self._codecs and self._prototype.needs_receiver
 
     def shrink_to(self, share: float) -> None:
         """See Codec."""
@@ -137,6 +143,7 @@ class Averaging:
             codec.seed(zlib.crc32(f"{self._network.rank} {self._name} {use}".encode()))
             codec.shrink_to(self.share)
             self._codecs[use] = codec
+        self._codecs[use].turn_to(self._round)
         return self._codecs[use]
 
     def _gather(self, message: Tensor, group: Group, key: str, fuse: Fuse) -> tuple[Pending[Tensor], float]:

@@ -171,13 +171,13 @@ class OuterLoop(Attached):
         """Starts averaging a message, and where all anchors should be equal, comparing them."""
         key = stream.key(self._name)
         if not self.method.topology.alike or len(group) < 2:
-            return stream.averaging.start(message, group, key)
+            return stream.averaging.start(message, group, key, stream.rounds)
         # In an eager merge each anchor has the own last part in it; then only rounds that were lost count.
         anchor = stream.anchor[:0] if self.method.merge.eager else stream.anchor
         sketches = self.network.exchange(
             sketch(anchor, stream.lost or stream.met not in ((), group)), group, f"{key}, anchors"
         )
-        pending, error = stream.averaging.start(message, group, key)
+        pending, error = stream.averaging.start(message, group, key, stream.rounds)
         return Compared(pending, sketches), error
 
     def _offer(self, stream: Stream) -> Offer:

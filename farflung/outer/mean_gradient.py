@@ -134,7 +134,7 @@ class MeanGradient:
         group = group_of(network.rank, self._topology.groups(network.members(), str(number)))
         started = network.now()
         key = self._key(f"gradient {number} of optimizer {self._index}")
-        pending, error = self._averaging.start(message, group, key)
+        pending, error = self._averaging.start(message, group, key, number)
         mean = pending.wait(self._deadline)
         *present, total_loss, counted, overflowed = mean[self._fragment.numel :].tolist()
         if overflowed:

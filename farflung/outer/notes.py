@@ -70,6 +70,10 @@ class Noted(Codec):
         """See Codec."""
         self.codec.shrink_to(share)
 
+    def turn_to(self, round: int) -> None:
+        """See Codec."""
+        self.codec.turn_to(round)
+
     def _parts(self, tensors: Sequence[Tensor]) -> list[tuple[Codec, list[int]]]:
         """Which tensors go by which codec; a codec that none goes by is left out."""
         notes = [n for n, tensor in enumerate(tensors) if tensor.dim() == 0]

@@ -47,12 +47,13 @@ class Opened:
                 return Met(message, (), 0.0, "behind", "its anchors are not the others'; it fetches theirs")
             if len(party.group) < 2:
                 return Met(message, (), 0.0, "sat out", "")
-            pending, error = stream.averaging.start(message, party.group, key, party.weights)
+            pending, error = stream.averaging.start(message, party.group, key, number, party.weights)
             try:
                 return Met(pending.wait(self._deadline), party.group, error, "averaged", "")
             except PeerLost as lost:
                 return Met(message, party.group, error, "peer lost", str(lost))
 
+        number = stream.rounds
         lineage = str(digest([stream.anchor]).tolist()) if self._by_lineage else ""
         return Meeting(self.network.meet(wanted, key, step, weight, lineage, average))
 
