@@ -22,7 +22,7 @@ from farflung.outer.buffers import average
 from farflung.outer.fragments import Fragment, split
 from farflung.outer.fusion import Fusion
 from farflung.outer.healing import Compared, draw_together, sketch, stay_away
-from farflung.outer.opened import Anchored, Opened, by_lineage, state_of, state_tensors, take_state
+from farflung.outer.opened import Anchored, Opened, by_lineage, kept_names, state_of, state_tensors, take_state
 from farflung.outer.optimizers import OuterOptimizer, gradient_of
 from farflung.outer.replica import Replica
 from farflung.outer.scaling import unscaled_steps
@@ -114,7 +114,7 @@ class OuterLoop(Attached):
         """Counts a step as the others do, and takes their state once it has come for one that was behind."""
         self.step = opened.network.paced(self.step + 1, self.method.schedule.every or 1)
         if state := opened.fetched():
-            self.take(state)
+            self._take_or_reject(opened, state)
         for stream in self._streams:
             stream.skip_to(self.step - stream.every + 1)  # to the latest that has started, which it may yet come to
 
@@ -277,7 +277,8 @@ class OuterLoop(Attached):
     @torch.no_grad()
     def take(self, state: State) -> None:
         """Goes on from where other replicas stand; what was under way here is dropped. Raises UserError."""
-        take_state(self.anchors, self.outer, state.tensors)
+        assert self.method.outer is not None
+        take_state(self.anchors, self.outer, state.tensors, kept_names(self.method.outer))
         self._flights.clear()
         self.step = max(self.step, int(state.facts["step"]))
         self._begun = True
@@ -287,14 +288,30 @@ class OuterLoop(Attached):
 
     @torch.no_grad()
     def catch_up(self, wait: float) -> bool:
-        """Takes the others' state before training, on an open network; False when nobody is there to give it."""
+        """Takes the others' state before training, on an open network; False when nobody is there to give it.
+
+        Raises UserError when all give what cannot be this run's.
+        """
         if self._opened is None:
             return False
         self._opened.fetch()
-        state = self._opened.fetched(wait)
-        if state:
+        refusal = None
+        while state := self._opened.fetched(wait):
+            refusal = self._take_or_reject(self._opened, state)
+            if refusal is None:
+                return True
+        if refusal:
+            raise refusal
+        return False
+
+    def _take_or_reject(self, opened: Opened, state: State) -> UserError | None:
+        """Takes a state, or has another fetched instead, and says why."""
+        try:
             self.take(state)
-        return state is not None
+        except UserError as error:
+            opened.reject(state, str(error))
+            return error
+        return None
 
     def state_dict(self) -> dict[str, Any]:
         """Anchors, outer optimizer, what codecs remember, and rounds in flight.
