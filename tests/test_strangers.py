@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
-import hashlib
 import json
 import logging
 import struct
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from attacks import Liar
 from hivemind.dht.storage import DictionaryDHTValue
 from hivemind.utils import get_dht_time
@@ -23,7 +19,6 @@ from hivemind.utils.timed_storage import ValueWithExpiration
 from patience import patience, until
 from test_internet import Run
 
-from farflung.networks import State
 from farflung.networks.internet import InternetNetwork
 from farflung.networks.internet.swarm import Line
 
@@ -35,16 +30,22 @@ def same_version(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("attacks.version", lambda: "1")
 
 
+@pytest.fixture(scope="module", autouse=True)
+def quick_beats() -> Iterator[None]:
+    """These tests mostly wait for beats."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("farflung.networks.internet.swarm.BEAT_SECONDS", 0.5)
+        yield
+
+
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     made = Run(tmp_path_factory.mktemp("pair"))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("farflung.networks.internet.swarm.BEAT_SECONDS", 0.5)  # these tests mostly wait for beats
-        made.join()
-        made.join()
-        made.all_know_each_other()
-        yield made
-        made.close()
+    made.join()
+    made.join()
+    made.all_know_each_other()
+    yield made
+    made.close()
 
 
 @pytest.fixture
@@ -220,73 +221,6 @@ def test_a_peer_with_an_address_that_is_none_is_not_taken_for_a_member(pair: Run
     with pytest.raises(Exception, match="address"):
         liar.swarm.run(liar.swarm.greet(one.identity.peer), patience(20))
     assert address.format(peer) not in one.addresses
-
-
-# States
-
-
-def serve(liar: Liar, manifest: dict[str, Any], content: bytes) -> None:
-    """Has a liar serve a state."""
-
-    async def on_state(line: Line, _: Any) -> None:
-        body = json.dumps(manifest).encode()
-        line.writer.write(struct.pack(">I", len(body)) + body)
-        await line.writer.drain()
-
-    async def on_piece(line: Line, _: Any) -> None:
-        body = b'{"go":true}'
-        line.writer.write(struct.pack(">I", len(body)) + body + content)
-        await line.writer.drain()
-        await line.reader.read(1)
-
-    liar.swarm.handlers.update(state=on_state, piece=on_piece)
-    liar.swarm.about.update(trains=True, step=0)
-
-
-def manifest_of(content: bytes, tensors: Any, **changes: Any) -> dict[str, Any]:
-    digest = hashlib.sha256(content).hexdigest()
-    described = {"id": "a", "size": len(content), "piece": 1 << 22, "digests": [digest], "tensors": tensors}
-    return {**described, "facts": {"step": 9, "until": 20}, **changes}
-
-
-LIES = {
-    "an infinite length": ([["anchor 0", float("inf")]], torch.ones(4)),
-    "nothing at all": ([], torch.ones(0)),
-    "a value that is not finite": ([["anchor 0", 4]], torch.tensor([1.0, float("nan"), 1.0, 1.0])),
-}
-
-
-@pytest.mark.parametrize("lie", LIES)
-def test_a_state_that_cannot_be_is_fetched_from_another(pair: Run, liar: Liar, lie: str) -> None:
-    one, newcomer = pair.peers
-    tensors, values = LIES[lie]
-    content = values.view(torch.uint8).numpy().tobytes()
-    digests = [hashlib.sha256(content).hexdigest()] if content else []
-    serve(liar, manifest_of(content, tensors, digests=digests), content)
-    until(lambda: liar.swarm.identity.rank in newcomer.members())
-    one.serve(lambda: State({"anchor 0": torch.arange(4.0)}, {"step": 7, "until": 10**6}))
-    with training(one):
-        state = newcomer.fetch(alike=True).wait(patience(60))
-    assert state.tensors["anchor 0"].tolist() == [0.0, 1.0, 2.0, 3.0] and state.facts["step"] == 7
-    assert newcomer.refused["bad state"] + newcomer.refused["bad piece"] > 0
-
-
-@contextlib.contextmanager
-def training(peer: InternetNetwork) -> Iterator[None]:
-    """A peer that goes from step to step, so that it can be asked for its state."""
-    stop = threading.Event()
-
-    def steps() -> None:
-        while not stop.wait(0.02):
-            peer.paced(8, 10)
-
-    thread = threading.Thread(target=steps)
-    thread.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        thread.join()
 
 
 # Leaving

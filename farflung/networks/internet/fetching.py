@@ -89,13 +89,14 @@ class Fetching:
         """Live peers that have the same, and what; those first that failed least, then the furthest. Raises Lost."""
         passed_over = self._refused | silent
         members = [member for member in self._swarm.members.training() if member.peer not in passed_over]
-        answers = await asyncio.gather(*(self._described(member) for member in members[: 2 * SOURCES]))
-        found = [(member, answer) for member, answer in zip(members, answers, strict=False) if answer]
-        if not found:
-            some = "that can be used" if passed_over else "to give"
-            raise Lost(f"no peer has the run's state {some}")
-        found.sort(key=lambda source: (failures[source[0].peer], -source[1].step))
-        return [source for source in found if source[1].like(found[0][1], alike)][:SOURCES]
+        for begin in range(0, len(members), 2 * SOURCES):
+            asked = members[begin : begin + 2 * SOURCES]
+            answers = await asyncio.gather(*(self._described(member) for member in asked))
+            found = [(member, answer) for member, answer in zip(asked, answers, strict=True) if answer]
+            if found:
+                found.sort(key=lambda source: (failures[source[0].peer], -source[1].step))
+                return [source for source in found if source[1].like(found[0][1], alike)][:SOURCES]
+        raise Lost(f"no peer has the run's state {'that can be used' if passed_over else 'to give'}")
 
     async def _described(self, member: Member) -> Manifest | None:
         try:
