@@ -35,8 +35,9 @@ from farflung.networks.base import Traffic
 from farflung.networks.internet import Identity, Seat, Ticket, read_ticket
 from farflung.networks.internet.frames import encoded, read_frame, write_frame
 from farflung.networks.internet.host import UNREACHABLE
+from farflung.networks.internet.lines import Refused
 from farflung.networks.internet.post import Post
-from farflung.networks.internet.swarm import Refused, Swarm
+from farflung.networks.internet.swarm import Swarm
 from farflung.report.read import Run
 
 AT_A_TIME = 32

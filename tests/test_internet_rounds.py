@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,10 @@ from farflung.codecs import Dense, ErrorFeedback, PacketError, Quantize
 from farflung.config import UserError
 from farflung.methods import Method
 from farflung.networks.internet import InternetNetwork
-from farflung.outer import Anchored, Attached, Round
+from farflung.outer import Anchored, Attached, GossipNesterov, Round
 from farflung.outer.fusion import LARGEST_RATIO, Fusion, clipped, median
-from farflung.outer.opened import state_tensors, take_state
+from farflung.outer.opened import kept_names, state_tensors, take_state
+from farflung.outer.optimizers import message_of, step_with
 
 STEP_SECONDS = 0.03
 
@@ -211,16 +213,40 @@ def test_frozen_weights_are_taken_as_long_as_they_stay(run: Run) -> None:
             inner_steps(model, optimizer, 0, range(3, 9))
 
 
-def test_a_state_that_is_spoilt_or_another_models_is_refused() -> None:
+def sgd(anchors: list[torch.Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(anchors, lr=1.0, momentum=0.9)
+
+
+def test_a_state_is_taken_whole() -> None:
     anchors = [torch.zeros(4)]
-    outer = torch.optim.SGD(anchors, lr=1.0, momentum=0.9)
-    with pytest.raises(UserError, match="other shapes"):
-        take_state(anchors, outer, {"anchor 0": torch.ones(5)})
-    with pytest.raises(UserError, match="not finite"):
-        take_state(anchors, outer, {"anchor 0": torch.ones(4), "momentum_buffer 0": torch.full((4,), float("nan"))})
-    take_state(anchors, outer, {"anchor 0": torch.ones(4), "momentum_buffer 0": torch.full((4,), 2.0)})
+    outer = sgd(anchors)
+    state = {"anchor 0": torch.ones(4), "momentum_buffer 0": torch.full((4,), 2.0)}
+    take_state(anchors, outer, state, kept_names(sgd))
     assert dict(state_tensors(anchors, outer))["momentum_buffer 0"].tolist() == [2.0] * 4
     assert anchors[0].tolist() == [1.0] * 4
+
+
+@pytest.mark.parametrize("make", [sgd, partial(GossipNesterov, momentum=0.5)], ids=["sgd", "gossip"])
+@given(
+    st.dictionaries(
+        st.sampled_from(
+            ["anchor 0", "anchor 1", "anchor 2", "momentum_buffer 1", "velocity 0", "step 0", "evil 1", "0"]
+        ),
+        st.builds(torch.full, st.tuples(st.integers(0, 5)), st.sampled_from([0.5, float("nan"), float("inf")])),
+    )
+)
+def test_any_state_is_taken_so_that_training_goes_on_or_changes_nothing(make: Any, told: dict[str, Any]) -> None:
+    anchors = [torch.zeros(4), torch.zeros(3)]
+    outer = make(anchors)
+    try:
+        take_state(anchors, outer, told, kept_names(make))
+    except UserError:
+        assert not outer.state and not any(anchor.any() for anchor in anchors)
+    else:
+        assert {"anchor 0", "anchor 1"} <= told.keys() <= set(dict(state_tensors(anchors, outer)))
+        for anchor in anchors:
+            step_with(outer, anchor, message_of(outer, anchor, anchor.clone()))
+            assert torch.isfinite(anchor).all()
 
 
 # How messages become one

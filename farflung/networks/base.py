@@ -104,10 +104,14 @@ class Party:
 
 @dataclass(frozen=True)
 class State:
-    """Where a run stands, for a replica that comes to it: float32 tensors by name, and facts that JSON can hold."""
+    """Where a run stands, for a replica that comes to it: float32 tensors by name, and facts that JSON can hold.
+
+    Once it was fetched, `givers` are the replicas that say it is so.
+    """
 
     tensors: dict[str, Tensor]
     facts: dict[str, Any]
+    givers: Group = ()
 
 
 class Network(Protocol):
@@ -205,6 +209,10 @@ class OpenNetwork(Network, Protocol):
 
     def fetch(self, alike: bool) -> Pending[State]:
         """The state of other replicas; all of it of the same bits where they are `alike`. `wait` raises PeerLost."""
+        ...
+
+    def reject(self, state: State, why: str) -> None:
+        """Says that a fetched state cannot be this run's; those who gave it are not asked again."""
         ...
 
     def tell_others(self, **facts: float) -> None:

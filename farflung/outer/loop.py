@@ -20,7 +20,7 @@ from farflung.outer.attached import Attached, Options
 from farflung.outer.fragments import Fragment, split
 from farflung.outer.fusion import Fusion
 from farflung.outer.healing import Compared, draw_together, sketch, stay_away
-from farflung.outer.opened import Anchored, Opened, by_lineage, state_of, state_tensors, take_state
+from farflung.outer.opened import Anchored, Opened, by_lineage, kept_names, state_of, state_tensors, take_state
 from farflung.outer.optimizers import OuterOptimizer, gradient_of, load_into, refuse_rounded_weights, sends_weights
 from farflung.outer.replica import Replica
 from farflung.outer.scaling import unscaled_steps
@@ -119,8 +119,7 @@ class OuterLoop(Attached):
     def _follow(self, opened: Opened) -> None:
         """Counts a step as the others do, and takes their state once it has come for one that was behind."""
         self.step = opened.network.paced(self.step + 1, self.method.schedule.every or 1)
-        if state := opened.fetched():
-            self.take(state)
+        opened.hand_over(self.take)
         for stream in self._streams:
             stream.skip_to(self.step - stream.every + 1)  # to the latest that has started, which it may yet come to
 
@@ -283,7 +282,8 @@ class OuterLoop(Attached):
         """Goes on from where other replicas stand; what was under way here is dropped. Raises UserError."""
         if not self._begun:
             self._begin()
-        take_state(self.anchors, self.outer, state.tensors)
+        assert self.method.outer is not None
+        take_state(self.anchors, self.outer, state.tensors, kept_names(self.method.outer))
         self._flights.clear()
         self.step = max(self.step, int(state.facts["step"]))
         self._begun = True
@@ -293,14 +293,14 @@ class OuterLoop(Attached):
 
     @torch.no_grad()
     def catch_up(self, wait: float) -> bool:
-        """Takes the others' state before training, on an open network; False when nobody is there to give it."""
+        """Takes the others' state before training, on an open network; False when nobody is there to give it.
+
+        Raises UserError when all give what cannot be this run's.
+        """
         if self._opened is None:
             return False
         self._opened.fetch()
-        state = self._opened.fetched(wait)
-        if state:
-            self.take(state)
-        return state is not None
+        return self._opened.hand_over(self.take, wait)
 
     def state_dict(self) -> dict[str, Any]:
         """Anchors, outer optimizer, what codecs remember, and rounds in flight.

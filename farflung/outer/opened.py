@@ -5,7 +5,7 @@ Messages count by the inner steps behind them, and none goes into a mean before 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from farflung.config import UserError
 from farflung.networks import Group, OpenNetwork, Party, PeerLost, Pending, State
 from farflung.outer.digests import digest
 from farflung.outer.meeting import Meeting, Met
-from farflung.outer.optimizers import OuterOptimizer, descend
+from farflung.outer.optimizers import OuterFactory, OuterOptimizer, descend, message_of, step_with
 from farflung.outer.streams import Stream
 from farflung.outer.topologies import Topology
 
@@ -62,8 +62,27 @@ class Opened:
         if self._fetching is None:
             self._fetching = self.network.fetch(self._alike)
 
-    def fetched(self, wait: float = 0.0) -> State | None:
-        """The others' state, when it is there, or after at most `wait` seconds. None when nobody could give it."""
+    def hand_over(self, take: Callable[[State], None], wait: float = 0.0) -> bool:
+        """Gives `take` the others' state, when it is there, or after at most `wait` seconds; whether it took one.
+
+        What it refuses with a UserError is fetched from another peer. With a `wait`, raises the last such when
+        nobody gives another.
+        """
+        refusal = None
+        while state := self._fetched(wait):
+            try:
+                take(state)
+            except UserError as error:
+                refusal = error
+                self.network.reject(state, str(error))
+                self.fetch()
+            else:
+                return True
+        if wait and refusal:
+            raise refusal
+        return False
+
+    def _fetched(self, wait: float) -> State | None:
         if self._fetching is None or not (wait or self._fetching.done()):
             return None
         fetching, self._fetching = self._fetching, None
@@ -125,16 +144,32 @@ def state_tensors(anchors: list[Tensor], outer: torch.optim.Optimizer) -> Iterat
                 yield f"{name} {index}", value
 
 
-def take_state(anchors: list[Tensor], outer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
-    """Gives the anchors and the outer optimizer what `state_tensors` said elsewhere. Raises UserError."""
+def kept_names(make: OuterFactory) -> set[str]:
+    """The names of what an outer optimizer keeps of an anchor, of its length: what a first step leaves."""
+    anchor = torch.zeros(2)
+    outer = make([anchor])
+    step_with(outer, anchor, message_of(outer, anchor, torch.ones(2)))
+    return {name.rpartition(" ")[0] for name, _ in state_tensors([anchor], outer)} - {"anchor"}
+
+
+def take_state(
+    anchors: list[Tensor], outer: torch.optim.Optimizer, tensors: dict[str, Tensor], names: set[str]
+) -> None:
+    """Gives the anchors and the outer optimizer what `state_tensors` said elsewhere.
+
+    Raises UserError, and changes nothing, when that is not all anchors and, of each, some of what `names` says.
+    """
+    wanted = {f"anchor {index}": anchor for index, anchor in enumerate(anchors)}
+    known = wanted | {f"{name} {index}": anchor for index, anchor in enumerate(anchors) for name in names}
+    fits = all(name in known and value.numel() == known[name].numel() for name, value in tensors.items())
+    if not fits or not wanted.keys() <= tensors.keys():
+        raise UserError("the run's anchors have other shapes than the model here; see that both use the same model")
+    if not all(map(finite, tensors.values())):
+        raise UserError("a peer gave a state that is not finite; join again, from other peers' RUN/run.ticket")
     state = (outer.inner if isinstance(outer, Anchored) else outer).state
-    for index, anchor in enumerate(anchors):
-        if tensors.get(f"anchor {index}", torch.empty(0)).numel() != anchor.numel():
-            raise UserError("the run's anchors have other shapes than the model here; see that both use the same model")
-        if not all(finite(value) for name, value in tensors.items() if name.endswith(f" {index}")):
-            raise UserError("a peer gave a state that is not finite; join again, from other peers' RUN/run.ticket")
-        anchor.copy_(tensors[f"anchor {index}"])
-        for name, value in tensors.items():
-            kind, _, number = name.rpartition(" ")
-            if number == str(index) and kind != "anchor":
-                state[anchor][kind] = value.to(anchor.device, copy=True)
+    for name, value in tensors.items():
+        kind, anchor = name.rpartition(" ")[0], known[name]
+        if kind == "anchor":
+            anchor.copy_(value)
+        else:
+            state[anchor][kind] = value.to(anchor.device, copy=True)

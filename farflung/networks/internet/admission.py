@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import contextlib
 import re
 import secrets
 import socket
@@ -10,7 +10,8 @@ from importlib.metadata import version
 from typing import Any
 
 from farflung.config import UserError
-from farflung.networks.internet.frames import Frame, FrameError, entry
+from farflung.networks.internet.frames import Frame, FrameError, entry, number, reading, whole
+from farflung.networks.internet.host import leads_to
 from farflung.networks.internet.identity import Identity, peer_of, rank_of
 from farflung.networks.internet.members import Member
 from farflung.networks.internet.ticket import Ticket
@@ -27,8 +28,10 @@ OTHER_SHAPES = (
 
 FACTS = ("loss", "tokens_per_second", "rounds", "refused")
 """What a peer tells those who look on: numbers."""
+LARGEST_FACT = 1e15
 FASTEST, FURTHEST = 1e6, 1 << 40
 """Steps a second, and steps, that nobody has."""
+LAST_BEAT = 1 << 53
 
 
 class Stranger(FrameError):
@@ -78,21 +81,15 @@ def introduction(ticket: Ticket) -> Frame:
     }
 
 
+@reading("what a peer says of itself")
 def member_of(about: Frame, peer: str) -> Member:
     """The member that a peer says it is. Raises FrameError when that cannot be."""
     public = entry(about, "public", str)
-    try:
-        owner = peer_of(public)
-    except ValueError as error:
-        raise FrameError(f"a peer's key cannot be read: {error}") from error
-    if owner != peer or entry(about, "rank", int) != rank_of(peer):
+    if peer_of(public) != peer or entry(about, "rank", int) != rank_of(peer):
         raise FrameError("a peer's key is not its own")
-    step, rate = entry(about, "step", int), about.get("rate")
-    if not (isinstance(rate, int | float) and 0 <= rate <= FASTEST and 0 <= step <= FURTHEST):
-        raise FrameError("a peer says that it is where none can be, or faster than any")
     addresses = entry(about, "addresses", list)
-    if len(addresses) > 32 or not all(isinstance(address, str) for address in addresses):
-        raise FrameError("a peer's addresses are none")
+    if len(addresses) > 32 or not all(isinstance(address, str) and leads_to(address, peer) for address in addresses):
+        raise FrameError("an address that a peer says is its own is none")
     return Member(
         peer=peer,
         rank=rank_of(peer),
@@ -100,19 +97,25 @@ def member_of(about: Frame, peer: str) -> Member:
         session=entry(about, "session", str)[:64],
         host=re.sub(r"[^\w.-]", "?", entry(about, "host", str)[:64]),
         addresses=tuple(addresses),
-        beat=entry(about, "beat", int),
-        step=step,
-        rate=float(rate),
+        beat=whole(about.get("beat"), LAST_BEAT),
+        step=whole(about.get("step"), FURTHEST),
+        rate=number(about.get("rate"), most=FASTEST),
         trains=entry(about, "trains", bool),
-        shapes=str(about.get("shapes", ""))[:64],
-        facts={name: fact for name, fact in entry(about, "facts", dict).items() if _is_fact(name, fact)},
+        shapes=entry(about, "shapes", str)[:64],
+        facts=_facts_in(entry(about, "facts", dict)),
     )
 
 
-def _is_fact(name: str, value: object) -> bool:
-    return name in FACTS and isinstance(value, int | float) and math.isfinite(value)
+def _facts_in(told: Frame) -> dict[str, float]:
+    facts = {}
+    for name in FACTS:
+        with contextlib.suppress(FrameError):
+            number(told.get(name), -LARGEST_FACT, LARGEST_FACT)
+            facts[name] = told[name]
+    return facts
 
 
+@reading("what a peer says of itself")
 def disagreement(newcomer: Frame, run: Frame) -> str:
     """Why one cannot train with those of the run, and what it can do; "" when it can."""
     if newcomer.get("version") != run["version"]:

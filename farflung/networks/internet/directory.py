@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from collections.abc import Sequence
 
 from hivemind.dht.node import DHTNode
+from hivemind.dht.protocol import DHTProtocol
+from hivemind.dht.routing import DHTID
+from hivemind.dht.validation import DHTRecord, RecordValidatorBase
 from hivemind.p2p import P2P, PeerID
 from hivemind.proto.auth_pb2 import AccessToken
 from hivemind.utils import get_dht_time
 from hivemind.utils.auth import TokenAuthorizerBase
 
 from farflung.networks.internet.admission import member_of
-from farflung.networks.internet.frames import Frame, FrameError
+from farflung.networks.internet.frames import LARGEST_FRAME, Frame, FrameError, entry, number, parsed, reading
 from farflung.networks.internet.guard import Guard
 from farflung.networks.internet.identity import Identity, signed_by
 from farflung.networks.internet.members import ALIVE_SECONDS, Member
 from farflung.networks.internet.ticket import Ticket
 
 FOREVER = "9999-12-31T00:00:00"
+FURTHEST_AHEAD = 2 * ALIVE_SECONDS
+"""Seconds for which a record may be good at most: clocks need not agree to the second."""
 
 
 class Authorizer(TokenAuthorizerBase):  # type: ignore[misc]
@@ -45,12 +51,43 @@ class Authorizer(TokenAuthorizerBase):  # type: ignore[misc]
         return False
 
 
+class Records(RecordValidatorBase):  # type: ignore[misc]
+    """Lets a peer's DHT node keep, and believe, only what `Directory.write` makes: each peer's own word, for a while.
+
+    Args:
+        key: under which the run's records are.
+        guard: where the others are counted.
+    """
+
+    def __init__(self, key: str, guard: Guard) -> None:
+        self._key = DHTID.generate(source=key).to_bytes()
+        self._guard = guard
+
+    def validate(self, record: DHTRecord) -> bool:
+        """Whether a record is its peer's own, and ends when that says it does."""
+        try:
+            self._check(record)
+        except FrameError:
+            self._guard.refuse("forged record")
+            return False
+        return True
+
+    @reading("a record")
+    def _check(self, record: DHTRecord) -> None:
+        if record.key != self._key or len(record.value) > LARGEST_FRAME:
+            raise FrameError("a record is none of a peer's")
+        loads = DHTProtocol.serializer.loads
+        _, until = member_in(loads(record.value), loads(record.subkey))
+        if record.expiration_time != until or until > get_dht_time() + FURTHEST_AHEAD:
+            raise FrameError("a record is to last longer than its peer says, or than any may")
+
+
 class Directory:
     """This peer's access to the records of all."""
 
-    def __init__(self, node: DHTNode, ticket: Ticket, identity: Identity, guard: Guard) -> None:
+    def __init__(self, node: DHTNode, key: str, identity: Identity, guard: Guard) -> None:
         self._node = node
-        self._key = f"farflung {ticket.run}"
+        self._key = key
         self._identity = identity
         self._guard = guard
 
@@ -59,33 +96,41 @@ class Directory:
         cls, p2p: P2P, ticket: Ticket, identity: Identity, guard: Guard, addresses: Sequence[str]
     ) -> Directory:
         """Joins the DHT by way of peers that are there."""
+        key = f"farflung {ticket.run}"
         node = await DHTNode.create(
             p2p=p2p,
             initial_peers=list(addresses) or None,
             authorizer=Authorizer(ticket),
+            record_validator=Records(key, guard),
             ensure_bootstrap_success=False,
             strict=False,
+            cache_locally=False,
+            cache_nearest=0,
+            reuse_get_requests=False,
         )
-        return cls(node, ticket, identity, guard)
+        # Peers may write into each other's caches, and a cache with one late record hides the storage with all.
+        node.protocol.cache = node.protocol.storage
+        return cls(node, key, identity, guard)
 
     async def write(self, about: Frame) -> None:
         """Renews this peer's record."""
-        text = json.dumps(about)
-        record = {"about": text, "signature": self._identity.sign(text.encode())}
         until = get_dht_time() + ALIVE_SECONDS
+        text = json.dumps({**about, "until": until})
+        record = {"about": text, "signature": self._identity.sign(text.encode())}
         await self._node.store(self._key, record, expiration_time=until, subkey=self._identity.peer)
 
     async def read(self) -> list[Member]:
         """Every other member's latest record; those that are forged are dropped and counted."""
-        found = await self._node.get(self._key, latest=True)
+        # No time is late enough to end the search (as infinity would be): a liar could say it.
+        found = await self._node.get(self._key, sufficient_expiration_time=math.nan)
         if found is None or not isinstance(found.value, dict):
             return []
         members = []
-        for peer, entry in found.value.items():
+        for peer, record in found.value.items():
             if peer != self._identity.peer:
                 try:
-                    members.append(_member_in(entry.value, peer))
-                except (FrameError, ValueError, KeyError, TypeError):
+                    members.append(member_in(record.value, peer)[0])
+                except FrameError:
                     self._guard.refuse("forged record")
         return members
 
@@ -98,9 +143,12 @@ class Directory:
         await asyncio.wait_for(self._node.shutdown(), timeout=5)
 
 
-def _member_in(record: Frame, peer: str) -> Member:
-    about = json.loads(record["about"])
+@reading("a record")
+def member_in(record: Frame, peer: str) -> tuple[Member, float]:
+    """The member that a record is of, and until when it is good. Raises FrameError when its peer has not written it."""
+    text = entry(record, "about", str)
+    about = parsed(text)
     member = member_of(about, peer)
-    if not signed_by(member.public, record["signature"], record["about"].encode()):
+    if not signed_by(member.public, entry(record, "signature", str), text.encode()):
         raise FrameError("a record is not signed by its peer")
-    return member
+    return member, number(about.get("until"))

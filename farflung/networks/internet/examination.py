@@ -10,10 +10,11 @@ from typing import NamedTuple
 from farflung.config import UserError
 from farflung.networks.internet.frames import FrameError
 from farflung.networks.internet.host import UNREACHABLE
+from farflung.networks.internet.lines import PROMPT_SECONDS, Refused
 from farflung.networks.internet.members import Member
 from farflung.networks.internet.network import InternetNetwork
 from farflung.networks.internet.probe import measured
-from farflung.networks.internet.swarm import PROMPT_SECONDS, Refused, Swarm
+from farflung.networks.internet.swarm import Swarm
 
 
 class Finding(NamedTuple):

@@ -3,18 +3,32 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import struct
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 Frame = dict[str, Any]
 LARGEST_FRAME = 1 << 16
+LARGEST_NUMBER = 1e300
 _LENGTH = struct.Struct(">I")
 _CHUNK = 1 << 18
 
 
 class FrameError(ValueError):
     """What came is no frame of ours: too long, no JSON object, or without what it must hold."""
+
+
+@contextlib.contextmanager
+def reading(what: str) -> Iterator[None]:
+    """Around all that reads what a peer has sent, also as a decorator: whatever goes wrong there is a FrameError."""
+    try:
+        yield
+    except FrameError:
+        raise
+    except Exception as error:
+        raise FrameError(f"{what} cannot be read: {error}") from error
 
 
 class Writer(Protocol):
@@ -44,10 +58,13 @@ async def read_frame(reader: asyncio.StreamReader) -> Frame:
     (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
     if length > LARGEST_FRAME:
         raise FrameError(f"a frame says that it has {length} bytes; at most {LARGEST_FRAME} are read")
-    try:
-        frame = json.loads(await reader.readexactly(length))
-    except (ValueError, RecursionError) as error:
-        raise FrameError(f"a frame is no JSON: {error}") from error
+    return parsed(await reader.readexactly(length))
+
+
+@reading("a frame")
+def parsed(text: str | bytes) -> Frame:
+    """The frame that a text is. Raises FrameError."""
+    frame = json.loads(text)
     if not isinstance(frame, dict):
         raise FrameError("a frame is no JSON object")
     return frame
@@ -59,6 +76,25 @@ def entry(frame: Frame, name: str, kind: type) -> Any:
     if type(value) is not kind:
         raise FrameError(f"a frame's {name!r} is missing or no {kind.__name__}")
     return value
+
+
+def whole(value: object, most: float) -> int:
+    """A whole number from 0 to `most`. Raises FrameError when it is none."""
+    if type(value) is not int or not 0 <= value <= most:
+        raise FrameError(f"{value!r:.40} is no whole number from 0 to {most}")
+    return value
+
+
+def number(value: object, least: float = 0.0, most: float = LARGEST_NUMBER) -> float:
+    """A finite number from `least` to `most`. Raises FrameError when it is none."""
+    if not (type(value) in (int, float) and least <= value <= most):  # type: ignore[operator]
+        raise FrameError(f"{value!r:.40} is no number from {least:g} to {most:g}")
+    return float(value)  # type: ignore[arg-type]
+
+
+def plain(text: str) -> str:
+    """A peer's words as a user may see them: one short line without control characters."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text[:300])
 
 
 async def write_payload(writer: Writer, payload: memoryview, stall: float) -> None:

@@ -6,6 +6,8 @@ import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 
+from farflung.networks.internet.frames import plain
+
 STRIKES = 3
 """So many offences within SHUNNED_SECONDS, and a peer is shunned for as long."""
 SHUNNED_SECONDS = 600.0
@@ -38,7 +40,7 @@ class Guard:
         strikes.append(now)
         if len(strikes) == STRIKES and now - strikes[0] < SHUNNED_SECONDS and not self.shuns(peer):
             self._shunned[peer] = now
-            self._tell(f"peer {peer[-8:]} is shunned for {SHUNNED_SECONDS / 60:g} minutes: {why}")
+            self._tell(f"peer {peer[-8:]} is shunned for {SHUNNED_SECONDS / 60:g} minutes: {plain(why)}")
 
     def shuns(self, peer: str) -> bool:
         """Whether a peer is being shunned."""

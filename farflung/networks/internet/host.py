@@ -5,13 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import os
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
-
-os.environ.setdefault("HIVEMIND_LOGLEVEL", "CRITICAL")  # what concerns a user, farflung says
 
 from hivemind.p2p import P2P, PeerID
 from hivemind.p2p.p2p_daemon_bindings.control import P2PDaemonError
@@ -23,6 +20,8 @@ from farflung.networks.internet.identity import Identity
 
 UNREACHABLE = (OSError, EOFError, TimeoutError, ControlFailure, P2PDaemonError)
 """What a call to a peer may raise that is not there."""
+
+LONGEST_ADDRESS = 512
 
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 OnStream = Callable[[Any, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
@@ -43,6 +42,15 @@ class Seat:
     port: int = 0
     announce: tuple[str, ...] = ()
     first: bool = False
+
+
+def leads_to(address: str, peer: str) -> bool:
+    """Whether an address is one of libp2p's, at which a peer may be knocked at."""
+    place, _, end = address.rpartition("/p2p/")
+    try:
+        return bool(place) and end == peer and len(address) <= LONGEST_ADDRESS and bool(Multiaddr(address))
+    except ValueError:
+        return False
 
 
 class NobodyAnswers(UserError):

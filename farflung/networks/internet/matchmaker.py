@@ -8,23 +8,26 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-import math
 from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
 from typing import Any
 
 from farflung.networks.base import Group, Party
 from farflung.networks.internet.admission import FURTHEST
-from farflung.networks.internet.frames import Frame, FrameError, entry, write_frame
+from farflung.networks.internet.frames import Frame, FrameError, entry, number, reading, whole, write_frame
 from farflung.networks.internet.host import UNREACHABLE
+from farflung.networks.internet.lines import PROMPT_SECONDS, Line, Refused
 from farflung.networks.internet.members import arrives
-from farflung.networks.internet.swarm import PROMPT_SECONDS, Line, Refused, Swarm
+from farflung.networks.internet.swarm import Swarm
 
 LOOKS_EVERY = 0.1
 """Seconds between two looks at whether those who have not come can still be expected."""
 LONGEST_PATIENCE = 600.0
 HEAVIEST = 10.0
 """How many times the own weight another's may be."""
+MOST = 4096
+"""Peers of a round at most."""
+LAST_RANK = (1 << 31) - 1
 GATHERINGS = 256
 HOSTS_TRIED = 3
 
@@ -69,18 +72,17 @@ class Matchmaker:
         own = self._swarm.about["rank"]
         for host in self._hosts(key)[:HOSTS_TRIED]:
             if host == own:
-                answer = await self._welcome(own, request)
-            else:
-                member = self._swarm.members.by_rank[host]
-                try:
-                    answer = await self._swarm.ask(member, {"kind": "meet", **request}, patience + PROMPT_SECONDS)
-                except (*UNREACHABLE, Refused, FrameError):
-                    self._swarm.members.failed(host)
-                    continue
+                return party_of(await self._welcome(own, request), own, weight)
+            member = self._swarm.members.by_rank.get(host)
+            if member is None:
+                continue  # it has been gone for too long meanwhile
             try:
+                answer = await self._swarm.ask(member, {"kind": "meet", **request}, patience + PROMPT_SECONDS)
                 return party_of(answer, own, weight)
             except FrameError as error:
-                self._swarm.guard.strike(self._swarm.members.by_rank[host].peer, "bad answer", str(error))
+                self._swarm.guard.strike(member.peer, "bad answer", str(error))
+            except (*UNREACHABLE, Refused):
+                self._swarm.members.failed(host)
         return Party((), {})
 
     def _hosts(self, key: str) -> list[int]:
@@ -89,10 +91,6 @@ class Matchmaker:
         return sorted(ranks, key=lambda rank: hashlib.sha256(f"{key} {rank}".encode()).digest())
 
     async def _on_meet(self, line: Line, frame: Frame) -> None:
-        step = entry(frame, "step", int)
-        if not 0 <= step <= FURTHEST:
-            raise FrameError("a peer says that it is where none can be")
-        self._swarm.members.heard_step(line.member.rank, step)
         answer = await self._welcome(line.member.rank, frame)
         with contextlib.suppress(*UNREACHABLE):
             async with asyncio.timeout(PROMPT_SECONDS):
@@ -100,23 +98,9 @@ class Matchmaker:
 
     async def _welcome(self, rank: int, request: Frame) -> Frame:
         """Lets one in, and yields the group that it is in, in the end."""
-        loop = asyncio.get_running_loop()
-        wants = entry(request, "wants", list)
-        if len(wants) > 4096 or not all(type(wanted) is int for wanted in wants):
-            raise FrameError("whom a peer wants to meet cannot be read")
-        patience, weight = float(request["patience"]), float(request["weight"])
-        if not (0 <= patience < math.inf and 0 <= weight < math.inf):
-            raise FrameError("how long a peer would wait, or what its message counts, is no such number")
-        guest = Guest(
-            rank,
-            frozenset(wants),
-            entry(request, "step", int),
-            weight,
-            entry(request, "lineage", str),
-            loop.time() + min(patience, LONGEST_PATIENCE),
-            loop.create_future(),
-        )
-        gathering = self._gathering(entry(request, "key", str))
+        guest, key = guest_of(request, rank)
+        self._swarm.members.heard_step(rank, guest.step)
+        gathering = self._gathering(key)
         if rank in gathering.waiting:
             raise FrameError("a peer came to a round twice")
         gathering.waiting[rank] = guest
@@ -176,21 +160,41 @@ class Matchmaker:
         return member is not None and member.alive and member.arrives(guest.step, left)
 
 
+@reading("a request to meet")
+def guest_of(request: Frame, rank: int) -> tuple[Guest, str]:
+    """Who asks to be let in, from now on, and the name of the round. Raises FrameError."""
+    wants = entry(request, "wants", list)
+    if len(wants) > MOST:
+        raise FrameError("a peer wants to meet too many")
+    loop = asyncio.get_running_loop()
+    guest = Guest(
+        rank,
+        frozenset(whole(wanted, LAST_RANK) for wanted in wants),
+        whole(request.get("step"), FURTHEST),
+        number(request.get("weight")),
+        entry(request, "lineage", str),
+        loop.time() + min(number(request.get("patience")), LONGEST_PATIENCE),
+        loop.create_future(),
+    )
+    return guest, entry(request, "key", str)
+
+
+@reading("a host's answer")
 def party_of(answer: Frame, own: int, weight: float) -> Party:
     """The party that a host says a peer is in. Raises FrameError when that cannot be.
 
-    No weight counts more than HEAVIEST times the own one: a host may lie, and so may those who come.
+    The own weight counts as it is, whatever the host says, and no other more than HEAVIEST times that: a host may lie,
+    and so may those who come.
     """
     told = entry(answer, "weights", list)
-    weights: dict[int, float] = {}
-    for pair in told[:4096]:
-        if not (isinstance(pair, list | tuple) and len(pair) == 2 and type(pair[0]) is int):
-            raise FrameError("a host's answer cannot be read")
-        if not (isinstance(pair[1], int | float) and 0 <= pair[1] < math.inf):
-            raise FrameError("a host says that a message has a weight that is none")
-        weights[pair[0]] = min(float(pair[1]), HEAVIEST * max(weight, 1.0))
+    if len(told) > MOST:
+        raise FrameError("a host says that too many have come")
+    heaviest = HEAVIEST * max(weight, 1.0)
+    weights = {whole(rank, LAST_RANK): min(number(heavy), heaviest) for rank, heavy in told}
     if weights and own not in weights:
         raise FrameError("a host has left out who asked")
+    if weights:
+        weights[own] = weight
     return Party(tuple(sorted(weights)), weights, bool(answer.get("behind")))
 
 

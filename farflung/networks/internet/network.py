@@ -24,6 +24,7 @@ from farflung.networks.base import (
     mean_in_order,
 )
 from farflung.networks.internet.admission import OTHER_SHAPES
+from farflung.networks.internet.fetching import Fetching
 from farflung.networks.internet.frames import Frame
 from farflung.networks.internet.host import Seat
 from farflung.networks.internet.identity import Identity
@@ -86,8 +87,8 @@ class InternetNetwork:
         self._post = Post(self.swarm, ticket.run, largest + ROOM, stall, self.traffic)
         self._matchmaker = Matchmaker(self.swarm)
         answer_probes(self.swarm)
-        self._snapshots = Snapshots(self.swarm, 4 * largest + ROOM, stall)
-        self._tell = tell
+        self._snapshots = Snapshots(self.swarm, stall)
+        self._states = Fetching(self.swarm, 4 * largest + ROOM, stall, tell)
         self._source: Callable[[], State] | None = None
         self._met: dict[str, float] = {}
         self.background = threading.local()
@@ -167,7 +168,7 @@ class InternetNetwork:
             raise UserError(OTHER_SHAPES)
         self.swarm.about["shapes"] = shapes
         self._post.largest = BYTES_A_VALUE * values + ROOM
-        self._snapshots.largest = 4 * BYTES_A_VALUE * values + ROOM
+        self._states.largest = 4 * BYTES_A_VALUE * values + ROOM
 
     def serve(self, source: Callable[[], State]) -> None:
         """See OpenNetwork."""
@@ -181,8 +182,14 @@ class InternetNetwork:
     def fetch(self, alike: bool) -> Pending[State]:
         """See OpenNetwork. One that is under way is joined."""
         if self._fetching is None or self._fetching.taken:
-            self._fetching = Transfer(self, self.members(), lambda _: self._snapshots.fetch(alike, self._tell))
+            self._fetching = Transfer(self, self.members(), lambda _: self._states.fetch(alike))
         return self._fetching
+
+    def reject(self, state: State, why: str) -> None:
+        """See OpenNetwork."""
+        for rank in state.givers:
+            if member := self.swarm.members.by_rank.get(rank):
+                self._states.refuse(member, "bad state", why)
 
     def blame(self, rank: int, why: str) -> None:
         """See OpenNetwork."""

@@ -18,13 +18,15 @@ from farflung.networks.internet.frames import (
     entry,
     read_frame,
     read_payload,
+    reading,
     write_frame,
     write_payload,
 )
 from farflung.networks.internet.host import UNREACHABLE
 from farflung.networks.internet.identity import signed_by
+from farflung.networks.internet.lines import PROMPT_SECONDS, Line, Refused, accepted
 from farflung.networks.internet.members import Member
-from farflung.networks.internet.swarm import PROMPT_SECONDS, Line, Refused, Swarm, accepted
+from farflung.networks.internet.swarm import Swarm
 
 REMEMBERED = 1 << 16
 """Packets whose names are kept, to know them again."""
@@ -119,6 +121,8 @@ class Post:
             lost = Lost(str(error))
         except UNREACHABLE as error:
             lost = Lost(str(error) or "the connection broke", gone=True)
+        except Exception as error:  # who waits must hear of it, whatever it is
+            lost = Lost(f"it could not be sent: {error}")
         else:
             return
         if not underway.done():
@@ -176,9 +180,11 @@ class Post:
                 packet.exception()  # who waits for it may have gone
             raise
 
+    @reading("a packet's announcement")
     def _checked(self, member: Member, frame: Frame) -> tuple[int, str, tuple[str, int, str]]:
         """Whose packet this is, and which. Raises FrameError when it is not what it says, or unwanted."""
         key, sender, size = entry(frame, "key", str), entry(frame, "sender", int), entry(frame, "size", int)
+        entry(frame, "digest", str)
         header = {name: value for name, value in frame.items() if name != "signature"}
         if sender != member.rank or frame.get("run") != self._run or frame.get("to") != self._swarm.about["rank"]:
             raise FrameError("a packet is not from who sends it, not of this run, or for somebody else")

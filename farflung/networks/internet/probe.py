@@ -15,8 +15,9 @@ from farflung.networks.internet.frames import (
     write_frame,
     write_payload,
 )
+from farflung.networks.internet.lines import PROMPT_SECONDS, Line, Refused, accepted
 from farflung.networks.internet.members import Member
-from farflung.networks.internet.swarm import PROMPT_SECONDS, Line, Refused, Swarm, accepted
+from farflung.networks.internet.swarm import Swarm
 
 PROBE = 1 << 22
 """Bytes that are sent each way to measure a link."""

@@ -7,10 +7,9 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import uvloop
@@ -25,10 +24,11 @@ from farflung.networks.internet.admission import (
     member_of,
 )
 from farflung.networks.internet.directory import Directory
-from farflung.networks.internet.frames import Frame, FrameError, entry, read_frame, write_frame
+from farflung.networks.internet.frames import Frame, FrameError, entry, number, plain, read_frame, write_frame
 from farflung.networks.internet.guard import Guard
 from farflung.networks.internet.host import UNREACHABLE, Host, NobodyAnswers, Seat, Streams
 from farflung.networks.internet.identity import Identity
+from farflung.networks.internet.lines import PROMPT_SECONDS, Handler, Line, Refused, accepted
 from farflung.networks.internet.members import BEAT_SECONDS, Member, Members
 from farflung.networks.internet.ticket import Ticket
 
@@ -36,25 +36,6 @@ T = TypeVar("T")
 
 KNOCKS = 2
 """How often a newcomer tries: a link may lose the first words, and a busy peer be slow to hear them."""
-PROMPT_SECONDS = 8.0
-"""How soon a peer that is there answers what needs no thought."""
-
-
-class Refused(Exception):
-    """A peer does not want what it was sent; says why."""
-
-
-@dataclass
-class Line:
-    """An open stream to a member."""
-
-    member: Member
-    reader: asyncio.StreamReader
-    writer: asyncio.StreamWriter
-
-
-Handler = Callable[[Line, Frame], Awaitable[None]]
-"""Answers one request of a member; raises FrameError when it is not as it must be."""
 
 
 class Swarm:
@@ -104,7 +85,10 @@ class Swarm:
         self._host = Host(seat, identity, f"farflung/1/{ticket.run}")
         self._loop = uvloop.new_event_loop()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._failure = ""
         self._clock_gap = time.time() - time.monotonic()
+        self._leaving = False
+        self._loop.set_exception_handler(self._unheard)
         self._thread = threading.Thread(target=self._loop.run_forever, name="swarm", daemon=True)
 
     def start(self, deadline: float) -> None:
@@ -120,12 +104,17 @@ class Swarm:
         """Starts work in the swarm's thread."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
+    def look_after(self, work: asyncio.Future[Any] | Future[Any]) -> None:
+        """Tells when work fails that nobody waits for."""
+        work.add_done_callback(self._ended)
+
     def run(self, work: Coroutine[Any, Any, T], timeout: float) -> T:
         """Does work in the swarm's thread, and waits for it. Raises TimeoutError and what the work raises."""
         return self.submit(work).result(timeout)
 
     def close(self) -> None:
         """Leaves."""
+        self._leaving = True
         with contextlib.suppress(Exception):
             self.run(self._stop(), 10)
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -143,7 +132,10 @@ class Swarm:
         if member.peer not in self._proven:
             try:
                 await self.greet(member.peer)
-            except (ValueError, TypeError) as error:  # a peer that cannot be greeted is no reason to stop training
+            except FrameError as error:
+                self.guard.strike(member.peer, "bad greeting", str(error))
+                raise Refused(str(error)) from error
+            except UserError as error:  # a peer that cannot be greeted is no reason to stop training
                 raise Refused(str(error)) from error
         async with self._stream(member.peer) as (reader, writer):
             yield Line(member, reader, writer)
@@ -164,7 +156,7 @@ class Swarm:
             asked = time.time()
             await write_frame(writer, {"proof": proof, "about": self.about})
             about = accepted(await read_frame(reader))
-            check_clock(entry(about, "time", float), asked, time.time())
+            check_clock(number(about.get("time")), asked, time.time())
             return self._admit(about, peer)
 
     async def _start(self, deadline: float) -> None:
@@ -226,17 +218,17 @@ class Swarm:
                 raise FrameError(f"there is no request {frame['kind']!r:.40}")
             await handler(Line(member, reader, writer), frame)
         except Refused as refusal:
-            await self._say(writer, {"refused": str(refusal)})
-        except (FrameError, ValueError, TypeError, KeyError, OverflowError) as error:
+            await self._say(writer, {"refused": str(refusal)[:300]})
+        except TimeoutError:
+            self.guard.refuse("too slow")
+        except UNREACHABLE:
+            pass  # who has gone meanwhile is missed by those who wait for it
+        except Exception as error:
             if member is None:
                 self.guard.refuse("stranger")
             else:
                 self.guard.strike(peer, "bad request", str(error))
-            await self._say(writer, {"refused": str(error)[:200]})
-        except TimeoutError:
-            self.guard.refuse("too slow")
-        except (OSError, EOFError):
-            pass  # who has gone meanwhile is missed by those who wait for it
+            await self._say(writer, {"refused": str(error)[:300]})
         finally:
             self.guard.release(peer)
             writer.close()
@@ -271,20 +263,29 @@ class Swarm:
         while True:
             await asyncio.sleep(BEAT_SECONDS)
             self._watch_the_clock()
-            with contextlib.suppress(*UNREACHABLE):
-                async with asyncio.timeout(4 * BEAT_SECONDS):
-                    await self._beat()
+            await self._beat()
             for member in self.members.missing():
                 if time.monotonic() >= missed.get(member.rank, 0.0):
                     missed[member.rank] = time.monotonic() + 2 * BEAT_SECONDS
                     self._spawn(self._seek(member))
 
     async def _beat(self) -> None:
+        """Tells the others of this peer, and hears of them; what fails is told once, and tried again at the next."""
+        failure = ""
         self.about["beat"] += 1
-        if self._listed:
-            await self._directory.write(self.about)
-        for member in await self._directory.read():
-            self.members.hear(member)
+        try:
+            async with asyncio.timeout(4 * BEAT_SECONDS):
+                if self._listed:
+                    await self._directory.write(self.about)
+                for member in await self._directory.read():
+                    self.members.hear(member)
+        except UNREACHABLE:
+            pass  # the next one may reach them
+        except Exception as error:
+            failure = plain(f"this peer cannot tell others of itself, or hear of them: {error!r}")
+        if failure and failure != self._failure:
+            self._tell(failure)
+        self._failure = failure
 
     async def _seek(self, member: Member) -> None:
         """Looks for one that has gone, at the addresses that it had: after a partition nobody else would."""
@@ -303,21 +304,27 @@ class Swarm:
         task = self._loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        self.look_after(task)
+
+    def _ended(self, work: asyncio.Future[Any] | Future[Any]) -> None:
+        error = None if work.cancelled() else work.exception()
+        if error and not self._leaving:
+            self._tell(plain(f"a part of this peer's work has failed: {error!r}"))
+
+    def _unheard(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """What nobody asked for the result of; connections and tasks that end as this peer leaves are no news."""
+        error = context.get("exception")
+        if not self._leaving or (error and not isinstance(error, UNREACHABLE)):
+            loop.default_exception_handler(context)
 
     async def _stop(self) -> None:
         if hasattr(self, "_directory"):
             with contextlib.suppress(Exception):
                 await self._directory.close()
         await self._host.stop()
-        rest = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in rest:
-            task.cancel()
-        if rest:
-            await asyncio.wait(rest, timeout=2)
-
-
-def accepted(frame: Frame) -> Frame:
-    """An answer. Raises Refused when it is none."""
-    if "refused" in frame:
-        raise Refused(str(frame["refused"])[:300])
-    return frame
+        for _ in range(2):  # a task that is cancelled may begin others
+            rest = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in rest:
+                task.cancel()
+            if rest:
+                await asyncio.wait(rest, timeout=1)

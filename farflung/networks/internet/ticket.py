@@ -13,6 +13,7 @@ from typing import Any
 
 from farflung.config import UserError
 from farflung.files import write_text
+from farflung.networks.internet.host import leads_to
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,6 @@ def read_ticket(path: Path) -> Ticket:
     secret, addresses = table["secret"], table["addresses"]
     if len(secret) != 64 or set(secret) - set("0123456789abcdef"):
         raise UserError(f"{path} is damaged: its secret is not 64 hexadecimal digits; ask who invited you for it again")
-    if not all(isinstance(address, str) and "/p2p/" in address for address in addresses):
+    if not all(isinstance(address, str) and leads_to(address, address.rpartition("/p2p/")[2]) for address in addresses):
         raise UserError(f"{path} is damaged: an address is not of the form /ip4/HOST/tcp/PORT/p2p/ID; ask again for it")
     return Ticket(table["name"], secret, tuple(addresses), table["settings"])

@@ -1,0 +1,156 @@
+"""Fetching where a run stands, in pieces from several peers; one whose state cannot be is struck, and passed over."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable
+
+import torch
+
+from farflung.networks.base import State
+from farflung.networks.internet.frames import FrameError, read_frame, read_payload, write_frame
+from farflung.networks.internet.host import UNREACHABLE
+from farflung.networks.internet.lines import PROMPT_SECONDS, Refused, accepted
+from farflung.networks.internet.manifests import Manifest, digest, manifest_of, piece_of
+from farflung.networks.internet.members import Member
+from farflung.networks.internet.post import SLOWEST, Lost
+from farflung.networks.internet.snapshots import FRESH_SECONDS
+from farflung.networks.internet.swarm import Swarm
+
+SOURCES = 3
+"""Peers that a state is fetched from at a time, with two pieces from each under way."""
+AHEAD = 1000
+"""Steps that a state may be ahead of where most peers say they are."""
+
+Source = tuple[Member, Manifest]
+
+
+class Download:
+    """A state of which pieces are there, and others still to be fetched."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        self.manifest = manifest
+        self.givers: set[int] = set()
+        self.content = torch.empty(manifest.size, dtype=torch.uint8)
+        self.left = list(range(len(manifest.digests)))[::-1]
+
+    def room(self, number: int) -> memoryview:
+        """Where a piece goes."""
+        return piece_of(self.content.numpy().data, number)
+
+    def state(self) -> State:
+        """The whole."""
+        names, lengths = zip(*self.manifest.tensors, strict=True)
+        parts = torch.split(self.content.view(torch.float32), list(lengths))
+        tensors = dict(zip(names, parts, strict=True))
+        return State(tensors, {"step": self.manifest.step}, tuple(sorted(self.givers)))
+
+
+class Fetching:
+    """Fetches others' states; all methods but `refuse` run in the swarm's thread.
+
+    Args:
+        swarm: the peers.
+        largest: bytes of the largest state that is taken.
+        stall: seconds without a byte after which a piece is given up.
+        tell: told in one line how far a large one has come.
+    """
+
+    def __init__(self, swarm: Swarm, largest: int, stall: float, tell: Callable[[str], None]) -> None:
+        self.largest = largest
+        self._swarm = swarm
+        self._stall = stall
+        self._tell = tell
+        self._told = time.monotonic()
+        self._refused: set[str] = set()
+
+    async def fetch(self, alike: bool) -> State:
+        """The state of a live peer; pieces come from several, and from others when some fail. Raises Lost.
+
+        Where peers are `alike`, only from those with the same bits; else each piece may be another peer's.
+        """
+        download, failures, silent = None, Counter[str](), set[str]()
+        while True:
+            sources = await self._sources(alike, failures, silent)
+            if download is None or not download.manifest.like(sources[0][1], alike):
+                download = Download(sources[0][1])
+            delivered = await self._fill(download, sources, failures)
+            if not download.left:
+                return download.state()
+            silent |= {source.peer for source, _ in sources} - delivered
+
+    def refuse(self, member: Member, kind: str, why: str) -> None:
+        """Strikes a peer that gave what cannot be; it is not asked again."""
+        self._refused.add(member.peer)
+        self._swarm.guard.strike(member.peer, kind, f"{member.described}: {why}")
+
+    async def _sources(self, alike: bool, failures: Counter[str], silent: set[str]) -> list[Source]:
+        """Live peers that have the same, and what; those first that failed least, then the furthest. Raises Lost."""
+        passed_over = self._refused | silent
+        members = [member for member in self._swarm.members.training() if member.peer not in passed_over]
+        for begin in range(0, len(members), 2 * SOURCES):
+            asked = members[begin : begin + 2 * SOURCES]
+            answers = await asyncio.gather(*(self._described(member) for member in asked))
+            found = [(member, answer) for member, answer in zip(asked, answers, strict=True) if answer]
+            if found:
+                found.sort(key=lambda source: (failures[source[0].peer], -source[1].step))
+                return [source for source in found if source[1].like(found[0][1], alike)][:SOURCES]
+        raise Lost(f"no peer has the run's state {'that can be used' if passed_over else 'to give'}")
+
+    async def _described(self, member: Member) -> Manifest | None:
+        try:
+            told = await self._swarm.ask(member, {"kind": "state"}, FRESH_SECONDS)
+            return manifest_of(told, self.largest, self._swarm.members.lead_at_most() + AHEAD)
+        except FrameError as error:
+            self.refuse(member, "bad state", str(error))
+        except (*UNREACHABLE, Refused):
+            pass
+        return None
+
+    async def _fill(self, download: Download, sources: list[Source], failures: Counter[str]) -> set[str]:
+        """Fetches what is left, as far as the sources go on; those that delivered something."""
+        delivered: set[str] = set()
+
+        async def work(source: Member, theirs: Manifest) -> None:
+            while download.left:
+                number = download.left.pop()
+                try:
+                    await self._fetch_piece(source, theirs, number, download.room(number))
+                except (*UNREACHABLE, Refused, FrameError):
+                    download.left.append(number)
+                    failures[source.peer] += 1
+                    return
+                delivered.add(source.peer)
+                self._tell_progress(download)
+
+        download.givers |= {member.rank for member, _ in sources}
+        await asyncio.gather(*(work(*source) for source in sources for _ in range(2)))
+        return delivered
+
+    async def _fetch_piece(self, member: Member, manifest: Manifest, number: int, into: memoryview) -> None:
+        async with self._swarm.line(member) as line:
+            await write_frame(line.writer, {"kind": "piece", "id": manifest.id, "number": number})
+            async with asyncio.timeout(PROMPT_SECONDS):
+                accepted(await read_frame(line.reader))
+            await read_payload(line.reader, into, self._stall, SLOWEST)
+        if await asyncio.to_thread(digest, into) != manifest.digests[number]:
+            fault = "a piece of its state is not what it announced"
+        elif not await asyncio.to_thread(_finite, into):
+            fault = "a piece of its state is not finite"
+        else:
+            return
+        self.refuse(member, "bad piece", fault)
+        raise FrameError(fault)
+
+    def _tell_progress(self, download: Download) -> None:
+        if time.monotonic() - self._told > 5:
+            self._told = time.monotonic()
+            total = len(download.manifest.digests)
+            share = 100 * (total - len(download.left)) // total
+            self._tell(f"fetching the run's state: {share} % of {download.manifest.size / 1e6:.0f} MB")
+
+
+def _finite(content: memoryview) -> bool:
+    return bool(torch.isfinite(torch.frombuffer(content, dtype=torch.float32)).all())

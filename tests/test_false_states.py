@@ -1,0 +1,145 @@
+"""A newcomer to a run on the internet, to whom a liar offers a state that cannot be, or does not fit."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import struct
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from attacks import Liar
+from patience import patience, until
+from problem import small_model
+from test_internet import Run
+
+from farflung import methods
+from farflung.config import UserError
+from farflung.networks import State
+from farflung.networks.internet import InternetNetwork
+from farflung.networks.internet.lines import Line
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """These tests mostly wait for beats."""
+    monkeypatch.setattr("attacks.version", lambda: "1")
+    monkeypatch.setattr("farflung.networks.internet.swarm.BEAT_SECONDS", 0.5)
+
+
+@pytest.fixture
+def run(tmp_path: Path, quick: None) -> Iterator[Run]:
+    made = Run(tmp_path)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def liar(run: Run, tmp_path: Path) -> Iterator[Liar]:
+    run.join(trains=False)
+    made = Liar(run.ticket, tmp_path / "liar.key", "s")
+    yield made
+    made.close()
+
+
+def serve(liar: Liar, manifest: dict[str, Any], content: bytes) -> None:
+    """Has a liar serve a state."""
+
+    async def on_state(line: Line, _: Any) -> None:
+        body = json.dumps(manifest).encode()
+        line.writer.write(struct.pack(">I", len(body)) + body)
+        await line.writer.drain()
+
+    async def on_piece(line: Line, _: Any) -> None:
+        body = b'{"go":true}'
+        line.writer.write(struct.pack(">I", len(body)) + body + content)
+        await line.writer.drain()
+        await line.reader.read(1)
+
+    liar.swarm.handlers.update(state=on_state, piece=on_piece)
+    liar.swarm.about.update(trains=True, step=0)
+
+
+def manifest_of(content: bytes, tensors: Any, **changes: Any) -> dict[str, Any]:
+    digest = hashlib.sha256(content).hexdigest()
+    described = {"id": "a", "size": len(content), "piece": 1 << 22, "digests": [digest], "tensors": tensors}
+    return {**described, "facts": {"step": 30, "until": 40}, **changes}
+
+
+LIES = {
+    "an infinite length": ([["anchor 0", float("inf")]], torch.ones(4)),
+    "nothing at all": ([], torch.ones(0)),
+    "a value that is not finite": ([["anchor 0", 4]], torch.tensor([1.0, float("nan"), 1.0, 1.0])),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_state_that_cannot_be_is_fetched_from_another(run: Run, liar: Liar, lie: str) -> None:
+    one, newcomer = run.join(), run.join()
+    tensors, values = LIES[lie]
+    content = values.view(torch.uint8).numpy().tobytes()
+    digests = [hashlib.sha256(content).hexdigest()] if content else []
+    serve(liar, manifest_of(content, tensors, digests=digests), content)
+    until(lambda: liar.swarm.identity.rank in newcomer.members())
+    one.serve(lambda: State({"anchor 0": torch.arange(4.0)}, {"step": 7, "until": 10**6}))
+    with training(one):
+        state = newcomer.fetch(alike=True).wait(patience(60))
+    assert state.tensors["anchor 0"].tolist() == [0.0, 1.0, 2.0, 3.0] and state.facts["step"] == 7
+    assert newcomer.refused["bad state"] + newcomer.refused["bad piece"] > 0
+
+
+def joins_after(liar: Liar, network: InternetNetwork, tensors: dict[str, int]) -> bool:
+    """Whether a newcomer has caught up where a liar says that it has gone furthest, and serves such tensors."""
+    content = torch.full((sum(tensors.values()),), 0.01).view(torch.uint8).numpy().tobytes()
+    serve(liar, manifest_of(content, [list(tensor) for tensor in tensors.items()]), content)
+    until(lambda: liar.swarm.identity.rank in network.members())
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with methods.diloco(every=10).attach(model, optimizer, network) as outer:
+        return outer.catch_up(patience(60))
+
+
+ANCHOR = sum(parameter.numel() for parameter in small_model().parameters())
+UNFIT = {
+    "another model's": {"anchor 0": ANCHOR + 1},
+    "a short momentum": {"anchor 0": ANCHOR, "momentum_buffer 0": 3},
+    "an unknown name": {"anchor 0": ANCHOR, "evil 0": ANCHOR},
+}
+
+
+@pytest.mark.parametrize("lie", UNFIT)
+def test_a_newcomer_takes_no_state_that_does_not_fit_but_another_peer_s(run: Run, liar: Liar, lie: str) -> None:
+    one, newcomer = run.join(), run.join()
+    one.serve(lambda: State({"anchor 0": torch.full((ANCHOR,), 2.0)}, {"step": 7, "until": 10**6}))
+    with training(one):
+        assert joins_after(liar, newcomer, UNFIT[lie])
+    assert newcomer.refused["bad state"] == 1
+
+
+def test_a_newcomer_to_whom_all_give_what_does_not_fit_is_told_so_in_one_line(run: Run, liar: Liar) -> None:
+    with pytest.raises(UserError, match="other shapes") as error:
+        joins_after(liar, run.join(), {"anchor 0": 5})
+    assert "\n" not in str(error.value)
+
+
+@contextlib.contextmanager
+def training(peer: InternetNetwork) -> Iterator[None]:
+    """A peer that goes from step to step, so that it can be asked for its state."""
+    stop = threading.Event()
+
+    def steps() -> None:
+        while not stop.wait(0.02):
+            peer.paced(8, 10)
+
+    thread = threading.Thread(target=steps)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()

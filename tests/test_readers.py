@@ -1,0 +1,223 @@
+"""One law for all that reads what a peer of the internet network sends: a FrameError, or something sound."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import json
+import math
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import pytest
+import torch
+from hivemind.utils.multiaddr import Multiaddr
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from farflung.networks.internet import Identity
+from farflung.networks.internet.admission import disagreement, member_of
+from farflung.networks.internet.directory import member_in
+from farflung.networks.internet.fetching import Download
+from farflung.networks.internet.frames import FrameError, parsed
+from farflung.networks.internet.lines import Refused, accepted
+from farflung.networks.internet.manifests import Manifest, manifest_of, piece_of
+from farflung.networks.internet.matchmaker import HEAVIEST, guest_of, party_of
+from farflung.networks.internet.members import Member, Members
+
+T = TypeVar("T")
+
+HUGE = 10**401  # a whole number that no float can hold
+DEEP = "[" * 60_000  # nested further than Python reads
+
+words = st.text(st.characters(), max_size=20) | st.sampled_from(["", "\ud800", "\x1b[31m", "garbage"])
+scalars = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | words
+    | st.sampled_from([HUGE, -HUGE, 1 << 31, 1 << 63, math.inf, math.nan, -1])
+)
+anything = st.recursive(
+    scalars, lambda parts: st.lists(parts, max_size=4) | st.dictionaries(words, parts, max_size=4), max_leaves=6
+)
+
+
+@st.composite
+def nearly(draw: st.DrawFn, sound: Any) -> Any:
+    """Something much like what is sound: one or two of its parts are any JSON, or missing."""
+    told = copy.deepcopy(sound)
+    for _ in range(draw(st.integers(1, 2))):
+        part = told
+        while True:
+            keys = list(part) if isinstance(part, dict) else list(range(len(part)))
+            if not keys:
+                break
+            key = draw(st.sampled_from(keys))
+            inner = part[key]
+            if isinstance(inner, dict | list) and draw(st.booleans()):
+                part = inner
+                continue
+            if draw(st.integers(0, 4)):
+                part[key] = draw(anything)
+            else:
+                del part[key]
+            break
+    return told
+
+
+def read(reader: Callable[[], T]) -> T | None:
+    """What a reader makes of something; None for what it refuses."""
+    try:
+        return reader()
+    except FrameError:
+        return None
+
+
+@pytest.fixture(scope="module")
+def identity(tmp_path_factory: pytest.TempPathFactory) -> Identity:
+    return Identity(tmp_path_factory.mktemp("reader") / "key")
+
+
+def about_of(identity: Identity) -> dict[str, Any]:
+    return {
+        "version": "1",
+        "settings": "s",
+        "shapes": "",
+        "host": "here",
+        "trains": True,
+        "rank": identity.rank,
+        "public": identity.public,
+        "session": "0",
+        "addresses": [f"/ip4/127.0.0.1/tcp/1/p2p/{identity.peer}"],
+        "beat": 3,
+        "step": 5,
+        "rate": 1.0,
+        "facts": {"loss": 1.0, "rounds": 3},
+        "until": 20.0,
+    }
+
+
+def check_member(member: Member, identity: Identity) -> None:
+    """All that the network does with a member, it can do with this one."""
+    assert member.peer == identity.peer and member.rank == identity.rank
+    assert len(member.described) < 100 and member.described.isprintable()
+    for address in member.addresses:
+        place, _, peer = address.rpartition("/p2p/")
+        assert Multiaddr(place) and peer == identity.peer
+    assert all(math.isfinite(fact) for fact in member.facts.values())
+    members = Members()
+    assert members.hear(member)
+    members.heard_step(member.rank, 7)
+    assert math.isfinite(members.lead() or 0.0) and member.arrives(10, 3.0) in (True, False)
+    json.dumps({"step": member.step_now(), **member.facts}, allow_nan=False)
+
+
+@settings(max_examples=300)
+@given(st.data())
+def test_what_a_peer_says_of_itself(identity: Identity, data: st.DataObject) -> None:
+    about = data.draw(nearly(about_of(identity)))
+    if member := read(lambda: member_of(about, identity.peer)):
+        check_member(member, identity)
+    assert isinstance(read(lambda: disagreement(about, about_of(identity))) or "", str)
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        {"rate": HUGE},
+        {"addresses": ["garbage"]},
+        {"addresses": ["/p2p/{peer}"]},
+        {"addresses": ["/ip4/999.1.1.1/tcp/1/p2p/{peer}"]},
+        {"addresses": ["/ip4/127.0.0.1/tcp/1/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"]},
+        {"beat": -1},
+        {"shapes": []},
+        {"public": "00"},
+    ],
+)
+def test_what_a_peer_cannot_say_of_itself(identity: Identity, lie: dict[str, Any]) -> None:
+    about = json.loads(json.dumps({**about_of(identity), **lie}).replace("{peer}", identity.peer))
+    with pytest.raises(FrameError):
+        member_of(about, identity.peer)
+
+
+def test_a_fact_that_is_no_number_is_left_out(identity: Identity) -> None:
+    about = {**about_of(identity), "facts": {"loss": HUGE, "rounds": 3, "refused": True, "other": 1}}
+    assert member_of(about, identity.peer).facts == {"rounds": 3}
+
+
+@settings(max_examples=100)
+@given(st.data())
+def test_a_record_of_the_directory(identity: Identity, data: st.DataObject) -> None:
+    """Signed by its peer, who may sign what it likes."""
+    about = data.draw(nearly(about_of(identity)) | anything)
+    text = data.draw(st.sampled_from([json.dumps(about), DEEP, "", "1" * 5000]))
+    record = {"about": text, "signature": identity.sign(text.encode())}
+    told = data.draw(st.just(record) | nearly(record) | anything)
+    if found := read(lambda: member_in(told, identity.peer)):
+        member, until = found
+        check_member(member, identity)
+        assert 0 <= until < math.inf
+
+
+@given(anything | nearly({"weights": [[7, 1.0], [8, 2.0]], "behind": False}), st.floats(0, 1e6))
+@example({"weights": [[7, 1], [8, HUGE]]}, 5.0)
+@example({"weights": [[7, 0], [8, 50]]}, 5.0)
+@example({"weights": [[7, 1e-300], [8, 1e9]]}, 5.0)
+def test_a_host_s_answer(told: Any, weight: float) -> None:
+    if party := read(lambda: party_of(told, 7, weight)):
+        assert set(party.group) == party.weights.keys() and sorted(party.group) == list(party.group)
+        assert not party.group or party.weights[7] == weight
+        assert all(0 <= heavy <= HEAVIEST * max(weight, 1.0) for heavy in party.weights.values())
+        assert type(party.behind) is bool
+
+
+@given(anything | nearly({"wants": [1, 2], "key": "round 1", "step": 1, "weight": 1.0, "lineage": "", "patience": 3.0}))
+@example({"wants": [], "key": "", "step": 1, "weight": HUGE, "lineage": "", "patience": 1.0})
+@example({"wants": [], "key": "", "step": 1, "weight": 1.0, "lineage": "", "patience": HUGE})
+def test_a_request_to_meet(told: Any) -> None:
+    async def guest() -> None:
+        if found := read(lambda: guest_of(told, 1)):
+            guest, key = found
+            assert 0 <= guest.weight < math.inf and guest.until < asyncio.get_running_loop().time() + 601
+            assert all(type(rank) is int for rank in guest.wants) and type(key) is str
+
+    asyncio.run(guest())
+
+
+STATE = {"id": "a", "digests": ["0"], "tensors": [["anchor 0", 3], ["velocity 0", 3]], "facts": {"step": 3}}
+
+
+@given(anything | nearly(STATE))
+@example({**STATE, "tensors": [["anchor 0", math.inf]]})
+@example({**STATE, "tensors": [["anchor 0", 1.5]]})
+@example({**STATE, "tensors": [], "digests": []})
+@example({**STATE, "facts": {"step": True}})
+def test_a_state_s_description(told: Any) -> None:
+    if manifest := read(lambda: manifest_of(told, largest=1000, furthest=math.inf)):
+        assert 0 < manifest.size <= 1000 and type(manifest.step) is int
+        download = Download(manifest)
+        for number, _ in enumerate(manifest.digests):
+            piece_of(download.content.numpy().data, number)[:] = bytes(len(download.room(number)))
+        state = download.state()
+        assert torch.cat(list(state.tensors.values())).count_nonzero() == 0, "all pieces are the whole"
+        assert [(name, len(tensor)) for name, tensor in state.tensors.items()] == manifest.tensors
+
+
+def test_a_state_as_it_is_described_is_taken() -> None:
+    assert manifest_of(STATE, 1000, 10) == Manifest("a", ["0"], [("anchor 0", 3), ("velocity 0", 3)], 3)
+    with pytest.raises(FrameError, match="from 0 to 2"):
+        manifest_of(STATE, 1000, 2)
+
+
+@given(anything.map(json.dumps) | st.text() | st.just(DEEP) | st.just('{"a":' * 30_000))
+def test_a_frame(text: str) -> None:
+    assert isinstance(read(lambda: parsed(text)) or {}, dict)
+
+
+@given(anything)
+def test_a_refusal(told: Any) -> None:
+    with pytest.raises(Refused) as refused:
+        accepted({"refused": told})
+    assert str(refused.value).isprintable() and len(str(refused.value)) <= 300
