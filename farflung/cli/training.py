@@ -102,15 +102,18 @@ def watched(folder: Path, to: TextIO | None = None) -> Iterator[None]:
 
 def tell_result(folder: Path, to: TextIO | None = None) -> None:
     """What a finished run came to, and where to read more."""
+    from farflung.report import missing_from
+
     if not (folder / "summary.json").exists():
         return  # all replicas have died
     summary = json.loads((folder / "summary.json").read_text("utf-8"))
     sent, ddp = summary["bytes_sent"], summary["ddp_bytes"]
+    without = f"{told}\n" if (told := missing_from(summary)) else ""
     fewer = f", {ddp / sent:.0f} times fewer than ddp's {ddp / 1e6:,.1f} MB" if sent and ddp else ""
     print(
         f"\nvalidation loss {summary['validation_loss']:.4f} nats a token (mean of the replicas), "
         f"{summary['validation_loss_averaged']:.4f} with their weights averaged\n"
-        f"sent {sent / 1e6:,.1f} MB{fewer}\n\n"
+        f"sent {sent / 1e6:,.1f} MB{fewer}\n{without}\n"
         f"the trained model writes:\n{_indented(summary['sample'])}\n\n"
         f"run folder {folder}\nreport     {_report_of(folder)}",
         file=to,

@@ -174,6 +174,15 @@ def mean(values: list[float | None]) -> float | None:
     return sum(finite) / len(finite) if len(finite) == len(values) else None
 
 
+def missing_from(summary: dict[str, Any]) -> str:
+    """Who is in none of a summary's figures, in a line; "" where all are."""
+    missing = summary.get("missing")  # those of before this was told have none
+    if not missing:
+        return ""
+    who = f"replica{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
+    return f"all figures are without {who}, which the others could not reach at the end"
+
+
 def read_run(folder: Path) -> Run:
     """The run in a folder. Raises UserError when there is none."""
     run = Run(folder)

@@ -41,7 +41,7 @@ from farflung.training.beginning import (
     writing,
 )
 from farflung.training.events import holds_a_run
-from farflung.training.finish import NoRoom, finish
+from farflung.training.finish import Endings, NoRoom, finish
 from farflung.training.gather import gather
 from farflung.training.kept import Kept
 from farflung.training.stopping import Stop, Stopped
@@ -118,6 +118,7 @@ def run_simulated(config: Config, folder: Path, resume: bool) -> None:
     kept = Kept(store, lambda: simulation.world.living)
     step = local_step(config, folder) if resume else None
     text = data.load(config, tokenizers.load(config.tokenizer))
+    endings = Endings()
 
     def replica(network: SimulatedNetwork) -> None:
         if step and step not in (steps := checkpoint.steps_of(folder, network.rank)):
@@ -127,8 +128,7 @@ def run_simulated(config: Config, folder: Path, resume: bool) -> None:
         with closing(trainer.events):
             try:
                 trainer.train()
-                first = network.rank == simulation.world.living[0]
-                finish(trainer, writes=first, tells=first)
+                endings.finish(trainer)
             except Died:
                 trainer.events.write("end", trainer.step, reason="died")
                 raise
@@ -164,7 +164,7 @@ def run_torch_replica(config: Config, folder: Path, resume: bool, restart: bool 
     stop = Stop(network.store, everyone, [network.process])
     with stopping_on_signals(stop):
         own = Standing.of(folder, place.replica, layout.seat(place), way)
-        standings = [Standing(**told) for told in gather(network, vars(own), "standings", config.deadline)]
+        standings = [Standing(**told) for told in gather(network, vars(own), "standings", config.deadline).values()]
         step = first_step(standings, folder)
         if way == RESUMED:
             write_settings(config, folder)  # which may be other ones, in what may change
@@ -174,7 +174,7 @@ def run_torch_replica(config: Config, folder: Path, resume: bool, restart: bool 
         tells = network.process in telling(layout, machines)
         with closing(trainer.events):
             trainer.train()
-            finish(trainer, writes=place.replica in writing(layout, machines).values(), tells=tells)
+            finish(trainer, lambda ended: place.replica in writing(layout, machines).values(), tells)
     network.close()
     return tells
 
