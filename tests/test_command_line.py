@@ -165,6 +165,39 @@ def test_a_signal_leaves_a_checkpoint_and_no_process(undisturbed: Path, tmp_path
         assert same_weights(undisturbed, folder, 40)
 
 
+LOGGED_OUT = """
+import os, signal, sys, time
+from pathlib import Path
+
+if os.fork():  # the login shell, which ends when training has begun
+    while not any(Path.cwd().glob("run/checkpoints/*/*.pt")): time.sleep(0.02)
+    os._exit(0)
+signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+from farflung import cli
+shell, sys.argv[0] = os.getppid(), "farflung"
+Path("pid").write_text(str(os.getpid()))
+cli.main()
+"""
+
+
+def test_who_was_started_with_nohup_goes_on_when_the_shell_has_ended(tmp_path: Path) -> None:
+    peer = ["invite", "--name", "run", "--train", "--listen", "127.0.0.1"]
+    shells = {}
+    for kind, command in {"simulation": ["train", "--network", "simulated"], "peer": peer}.items():
+        (folder := tmp_path / kind).mkdir()
+        replicas = QUICK if kind == "simulation" else QUICK[2:]
+        settings = (*replicas, "--model", "micro", "--steps", 100, "--out", "run")
+        shells[folder] = Python("-c", LOGGED_OUT, *command, *settings, cwd=folder, err=folder / "err")
+    for folder, shell in shells.items():
+        shell.wait(patience(60))
+        pid = int((folder / "pid").read_text())
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGHUP)
+    for folder in shells:
+        until(lambda folder=folder: gone([int((folder / "pid").read_text())]))
+        assert (folder / "run" / "summary.json").exists(), (folder / "err").read_text()
+
+
 def torchrun(rank: int, port: int, folder: Path, resume: bool) -> Python:
     """One of two machines: its own torchrun and its own run folder."""
     return Python(

@@ -161,7 +161,7 @@ def run_torch_replica(config: Config, folder: Path, resume: bool, restart: bool 
     layout = Layout.of(config)
     place = layout.place(network.process)
     everyone = range(layout.processes)
-    stop = Stop(network.store, everyone, [network.process])
+    stop = Stop(network.store, everyone, [network.process], launcher=os.getppid())
     with stopping_on_signals(stop):
         own = Standing.of(folder, place.replica, layout.seat(place), way)
         standings = [Standing(**told) for told in gather(network, vars(own), "standings", config.deadline).values()]
@@ -210,6 +210,7 @@ def launch_torch(config: Config, folder: Path, resume: bool) -> None:
         max_restarts=0,
         logs_specs=DefaultLogsSpecs(log_dir=tempfile.mkdtemp(dir=folder / "logs"), redirects=Std.ALL),
         shutdown_timeout=round(2 * config.deadline),
+        signals_to_handle=",".join(number.name for number in (*stop_signals(), signal.SIGQUIT)),
     )
     arguments = ["--resume", str(folder)] if resume else [str(folder / "config.toml")]
     try:
@@ -220,13 +221,16 @@ def launch_torch(config: Config, folder: Path, resume: bool) -> None:
         raise _failure(error, folder, Layout.of(config)) from error
 
 
-_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+def stop_signals() -> list[signal.Signals]:
+    """Those that ask for a stop; the end of a terminal does not where nohup has seen to that."""
+    hangs_up = signal.getsignal(signal.SIGHUP) != signal.SIG_IGN
+    return [signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hangs_up else [])]
 
 
 @contextmanager
 def stopping_on_signals(stop: Stop) -> Iterator[None]:
     """Ctrl-C and its kin ask for a stop; a second one while stopping is the same wish."""
-    before = {number: signal.signal(number, stop.request) for number in _STOP_SIGNALS}
+    before = {number: signal.signal(number, stop.request) for number in stop_signals()}
     try:
         with stop.listening():
             yield
