@@ -3,10 +3,12 @@
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,13 @@ from patience import patience, until
 from processes import farflung, free_port, run_here, saved, train_together
 from warm import Python
 
+from farflung import cli
+from farflung.cli import peers, runs
+from farflung.config import Config, Resume
+from farflung.planner.options import PlanOptions
+from farflung.planner.simulation import SimulateOptions
 from farflung.training import checkpoint
+from farflung.training.peer import Listening, OwnSettings
 
 QUICK = [
     *("--replicas", 2, "--every", 5, "--batch-size", 2, "--sequence-length", 32, "--eval-sequences", 4),
@@ -65,6 +73,22 @@ def test_a_mistake_gets_one_line_and_exit_code_2(
     (line,) = said.err.strip().splitlines()
     assert not said.out and all(word in line for word in ["farflung: ", *words]), line
     assert not any(tmp_path.iterdir())
+
+
+OPTIONS = (Config, Resume, Listening, OwnSettings, PlanOptions, SimulateOptions)
+OF_TORCHRUN = {"nnodes", "node-rank", "nproc-per-node", "master-addr", "master-port", "max-restarts"}
+
+
+def test_every_flag_that_a_message_or_the_readme_names_exists() -> None:
+    own = [kind for room in (peers, runs) for kind in vars(room).values() if is_dataclass(kind)]
+    known = {field.name.replace("_", "-") for kind in (*OPTIONS, *own) for field in fields(kind)}
+    package = Path(cli.__file__).parents[1]
+    texts = {path: path.read_text() for path in package.rglob("*.py")}
+    for path in (package.parent / "README.md", package.parent / "docs" / "internet.md"):
+        texts[path] = "\n".join(line for line in path.read_text().splitlines() if line.startswith("farflung "))
+    for path, text in texts.items():
+        named = set(re.findall(r"(?<![\w-])--([a-z][a-z-]*[a-z])", text))
+        assert named <= known | OF_TORCHRUN | {"help"}, path
 
 
 def test_methods_lists_each_with_paper_and_settings() -> None:
