@@ -22,7 +22,7 @@ from farflung.networks.base import Combine, Finished, Group, PeerLost, Pending, 
 from farflung.networks.carrier import Demand
 from farflung.networks.computation import Computation
 from farflung.networks.conditions import Conditions
-from farflung.networks.meetings import Hops, Meeting, World
+from farflung.networks.meetings import CUT_OFF, Hops, Meeting, World
 
 T = TypeVar("T")
 
@@ -311,13 +311,22 @@ class _SimulatedPending(Generic[T]):
         return self._collect(meeting)
 
     def _lost(self, timeout: float) -> PeerLost:
-        meeting = self._meeting
-        missing = meeting.lost or meeting.missing()
-        if not missing:
-            return PeerLost(meeting.group, f"the exchange takes longer than the deadline of {timeout:g} s")
-        why = f"did not deliver within {timeout:g} s"
+        meeting, own = self._meeting, self._network.rank
+        away = self._network.simulation.world.cut_off_from(own, meeting.group)
+        late = meeting.lost or meeting.missing()
         if meeting.lost:
-            why = "has left the run, or meets others since the members have changed"
-        brought = sorted(meeting.brought.items())
-        delivered = {rank: packet for rank, packet in brought if isinstance(packet, Tensor) and rank not in missing}
-        return PeerLost(missing, f"replica {', '.join(map(str, missing))} (simulated) {why}", delivered)
+            lost = meeting.lost_to(own)
+        elif away or late:
+            lost = dict.fromkeys(late, f"did not deliver within {timeout:g} s") | dict.fromkeys(away, CUT_OFF)
+        else:
+            others = [rank for rank in meeting.group if rank != own]
+            lost = dict.fromkeys(others, f"is still delivering after {timeout:g} s")
+        brought = sorted(meeting.brought.items()) if late else []
+        delivered = {rank: packet for rank, packet in brought if isinstance(packet, Tensor) and rank not in late}
+        return PeerLost(sorted(lost), _described(lost), delivered)
+
+
+def _described(lost: dict[int, str]) -> str:
+    """What has become of some replicas, those of one fate together."""
+    fates = {why: [str(rank) for rank in sorted(lost) if lost[rank] == why] for why in dict.fromkeys(lost.values())}
+    return "; ".join(f"replica {', '.join(ranks)} (simulated) {why}" for why, ranks in fates.items())
