@@ -57,6 +57,11 @@ QUICK = [
         (["train", "--out", "/proc/x"], ["/proc/x", "choose another folder"]),
         (["train", "missing.toml"], ["missing.toml", "No such file"]),
         (["train", "--resume", "/no/such"], ["/no/such", "holds no run"]),
+        (["train", "--restart", "--out", "x"], ["say which: farflung train --resume RUN --restart"]),
+        (["train", "--resume", "x", "--steps", 8], ["--steps cannot go with --resume", "only --stages, --shard"]),
+        (["train", "--resume=x", "--every_final=8"], ["--every-final cannot go with --resume"]),
+        (["train", "config.toml", "--resume", "x"], ["config.toml cannot go with --resume", "--deadline can change"]),
+        (["train", "--resume", "x", "--stagse", 8], ["did you mean --stages"]),
         (["report", "/no/such"], ["/no/such", "holds no run"]),
         (["export", "/no/such", "x"], ["/no/such", "holds no run"]),
     ],
@@ -89,6 +94,13 @@ def test_every_flag_that_a_message_or_the_readme_names_exists() -> None:
     for path, text in texts.items():
         named = set(re.findall(r"(?<![\w-])--([a-z][a-z-]*[a-z])", text))
         assert named <= known | OF_TORCHRUN | {"help"}, path
+
+
+def test_the_options_of_train_have_resume_and_restart(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.training.train(["--help"])
+    plain = re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out)
+    assert {"--resume", "--restart", "--every-final"} <= set(re.findall(r"^│ (--[\w-]+)", plain, re.MULTILINE))
 
 
 def test_methods_lists_each_with_paper_and_settings() -> None:

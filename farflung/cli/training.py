@@ -9,14 +9,26 @@ import re
 import sys
 import threading
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TextIO
 
+import tyro
 from rich.console import Console
 
 from farflung.cli.arguments import FAILURE, INTERRUPTED, free_folder, parse
 from farflung.config import Config, Resume, UserError, read_toml
+
+
+@dataclass(frozen=True)
+class _Train:
+    """What to train, or which run to go on with."""
+
+    resume: Path | None = None
+    """Go on with the run in this folder from its last whole checkpoint, with its settings."""
+    restart: bool = False
+    """With --resume: begin that run anew instead; its events and checkpoints are removed."""
+    config: tyro.conf.OmitArgPrefixes[Config] = field(default_factory=Config)
 
 
 def train(arguments: list[str]) -> None:
@@ -58,7 +70,8 @@ def train(arguments: list[str]) -> None:
 
 def _train_settings(arguments: list[str]) -> tuple[Config, Path, bool, bool]:
     """The settings, the run folder, whether its run goes on, and whether it begins anew. Flags win over the file."""
-    if any(argument.split("=")[0] == "--resume" for argument in arguments):
+    if "--resume" in _flags(arguments):
+        _refuse_what_is_settled(arguments)
         options = parse(Resume, arguments, "train", train.__doc__)
         folder = options.resume
         if not (folder / "config.toml").exists():
@@ -71,9 +84,30 @@ def _train_settings(arguments: list[str]) -> tuple[Config, Path, bool, bool]:
     if arguments and not arguments[0].startswith("-"):
         defaults = read_toml(Path(arguments[0]))
         arguments = arguments[1:]
-    config = _with_replicas(parse(Config, arguments, "train", HELP, defaults))
+    given = parse(_Train, arguments, "train", HELP, _Train(config=defaults))
+    if given.restart:
+        raise UserError("--restart begins a run anew that is there; say which: farflung train --resume RUN --restart")
+    config = _with_replicas(given.config)
     folder = Path(config.out) if config.out else free_folder(config.method)
     return replace(config, out=str(folder)), folder, False, False
+
+
+def _flags(arguments: list[str]) -> list[str]:
+    """The flags among some arguments, as --every-final."""
+    return [argument.partition("=")[0].replace("_", "-") for argument in arguments if argument.startswith("--")]
+
+
+def _refuse_what_is_settled(arguments: list[str]) -> None:
+    """Refuses settings that a run which goes on keeps. Raises UserError."""
+    free, known = (["--" + one.name.replace("_", "-") for one in fields(kind)] for kind in (Resume, Config))
+    settled = [flag for flag in _flags(arguments) if flag in known and flag not in free]
+    if arguments[0].endswith(".toml"):
+        settled.insert(0, arguments[0])
+    if settled:
+        raise UserError(
+            f"{settled[0]} cannot go with --resume: a run that goes on keeps its settings; only "
+            f"{', '.join(free[2:])} can change; for other ones, begin a run with another --out"
+        )
 
 
 def _with_replicas(config: Config) -> Config:
