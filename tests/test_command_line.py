@@ -100,7 +100,7 @@ def test_the_options_of_train_have_resume_and_restart(capsys: pytest.CaptureFixt
     with pytest.raises(SystemExit):
         cli.training.train(["--help"])
     plain = re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out)
-    assert {"--resume", "--restart", "--every-final"} <= set(re.findall(r"^\S (--[\w-]+)", plain, re.MULTILINE))
+    assert {"--resume", "--restart", "--every-final"} <= set(re.findall(r"^\W*? (--[\w-]+)", plain, re.MULTILINE))
 
 
 def test_methods_lists_each_with_paper_and_settings() -> None:
