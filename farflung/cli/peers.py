@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import tyro
@@ -123,8 +124,13 @@ def _train(ticket: Any, config: Config, seat: Any, joined: Callable[[Any], None]
     back = f"come back with: farflung join {folder}/run.ticket --out {folder}"
     _say(f"{ticket.name}: {config.method}, {config.steps} steps; run folder {folder}")
     try:
-        with watched(folder, sys.stderr):
-            peer.run_peer(ticket, config, seat, joined)
+        with _on_signals(signal.default_int_handler), watched(folder, sys.stderr) as show:
+
+            def tell(network: Any) -> None:
+                joined(network)
+                show()
+
+            peer.run_peer(ticket, config, seat, tell)
         tell_result(folder, sys.stderr)
     except Stopped as stopped:
         _say(f"{stopped}; {back}")
@@ -152,9 +158,16 @@ def _onlooker(options: _Look) -> Iterator[Any]:
 def _until_stopped() -> Iterator[threading.Event]:
     """An event that Ctrl-C and its kin set."""
     stopped = threading.Event()
-    before = {number: signal.signal(number, lambda *_: stopped.set()) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
+    with _on_signals(lambda *_: stopped.set()):
         yield stopped
+
+
+@contextmanager
+def _on_signals(handler: Callable[[int, FrameType | None], Any]) -> Iterator[None]:
+    """Has a handler for what asks a process to end."""
+    before = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -8,7 +8,7 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TextIO
@@ -51,11 +51,13 @@ def train(arguments: list[str]) -> None:
             island = f" of {config.stages} stages × {config.shard} shards" if config.stages * config.shard > 1 else ""
             what = f"{config.replicas} replicas{island}, {config.method}, {config.steps} steps"
             print(f"farflung: {what}; run folder {folder}")
-        with watched(folder) if shows else contextlib.nullcontext():
+        with watched(folder) if shows else contextlib.nullcontext(lambda: None) as show:
             if under_torchrun:
-                tells = launch.run_torch_replica(config, folder, resume, restart) and STARTED_HERE not in os.environ
+                tells = launch.run_torch_replica(config, folder, resume, restart, show)
+                tells = tells and STARTED_HERE not in os.environ
             else:
                 tells = True
+                show()
                 start = launch.run_simulated if config.network == "simulated" else launch.launch_torch
                 start(config, folder, resume)
         if tells:
@@ -120,18 +122,18 @@ def _with_replicas(config: Config) -> Config:
 
 
 @contextlib.contextmanager
-def watched(folder: Path, to: TextIO | None = None) -> Iterator[None]:
-    """Shows the run folder's live view meanwhile."""
+def watched(folder: Path, to: TextIO | None = None) -> Iterator[Callable[[], None]]:
+    """Yields what begins to show the run folder's live view, until the end: once it is known to be this run's."""
     from farflung.report import watch
 
     finished = threading.Event()
     view = threading.Thread(target=watch, args=(folder, finished, Console(file=to)), daemon=True)
-    view.start()
     try:
-        yield
+        yield view.start
     finally:
         finished.set()
-        view.join(timeout=10)
+        if view.is_alive():
+            view.join(timeout=10)
 
 
 def tell_result(folder: Path, to: TextIO | None = None) -> None:

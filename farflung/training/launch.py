@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -145,10 +145,12 @@ def conditions_of(config: Config) -> Conditions:
 
 
 @record
-def run_torch_replica(config: Config, folder: Path, resume: bool, restart: bool = False) -> bool:
+def run_torch_replica(
+    config: Config, folder: Path, resume: bool, restart: bool = False, begun: Callable[[], None] = lambda: None
+) -> bool:
     """This process's part of a replica, under torchrun. Raises as `run_simulated` does.
 
-    Returns whether it has written the summary for its machine.
+    Tells when the run has `begun` in the folder. Returns whether it has written the summary for its machine.
     """
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     way = ""
@@ -166,6 +168,7 @@ def run_torch_replica(config: Config, folder: Path, resume: bool, restart: bool 
         own = Standing.of(folder, place.replica, layout.seat(place), way)
         standings = [Standing(**told) for told in gather(network, vars(own), "standings", config.deadline).values()]
         step = first_step(standings, folder)
+        begun()
         if way == RESUMED:
             write_settings(config, folder)  # which may be other ones, in what may change
         kept = Kept(network.store, lambda: everyone)

@@ -132,3 +132,9 @@ def check_place(seat: Seat) -> None:
                 raise UserError(f"port {seat.port} is in use on this machine; choose another with --port") from error
             reason = error.strerror or str(error)
             raise UserError(f"cannot listen at {seat.listen}: {reason}; give an address of this machine") from error
+
+
+def tell_of_task(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """Logs what has ended a task that nobody waits for, but not that the daemon has gone: whoever calls it is told."""
+    if not isinstance(context.get("exception"), UNREACHABLE):
+        loop.default_exception_handler(context)

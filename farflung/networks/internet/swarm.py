@@ -27,7 +27,7 @@ from farflung.networks.internet.admission import (
 from farflung.networks.internet.directory import Directory
 from farflung.networks.internet.frames import Frame, FrameError, entry, read_frame, write_frame
 from farflung.networks.internet.guard import Guard
-from farflung.networks.internet.host import UNREACHABLE, Host, NobodyAnswers, Seat, Streams
+from farflung.networks.internet.host import UNREACHABLE, Host, NobodyAnswers, Seat, Streams, tell_of_task
 from farflung.networks.internet.identity import Identity
 from farflung.networks.internet.members import BEAT_SECONDS, Member, Members
 from farflung.networks.internet.ticket import Ticket
@@ -103,6 +103,7 @@ class Swarm:
         self._proven: dict[str, Member] = {}
         self._host = Host(seat, identity, f"farflung/1/{ticket.run}")
         self._loop = uvloop.new_event_loop()
+        self._loop.set_exception_handler(tell_of_task)
         self._tasks: set[asyncio.Task[None]] = set()
         self._clock_gap = time.time() - time.monotonic()
         self._thread = threading.Thread(target=self._loop.run_forever, name="swarm", daemon=True)
