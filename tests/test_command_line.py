@@ -22,7 +22,7 @@ from farflung.cli import peers, runs
 from farflung.config import Config, Resume
 from farflung.planner.options import PlanOptions
 from farflung.planner.simulation import SimulateOptions
-from farflung.training import checkpoint
+from farflung.training import checkpoint, launch
 from farflung.training.peer import Listening, OwnSettings
 
 QUICK = [
@@ -50,6 +50,7 @@ QUICK = [
         (["train", "--every", 5, "--delay", 3, "--merge", "eager"], ["eager needs a delay of a whole round"]),
         (["train", "--merge", "thrown"], ["thrown", "dropped"]),
         (["train", "--conditions", "home"], ["conditions is 'home'", "add --network simulated"]),
+        (["train", "--latency-ms", 80], ["latency_ms is 80", "add --network simulated"]),
         (["train", "--network", "simulated", "--conditions", "hme"], ["'hme'", "did you mean 'home'"]),
         (["train", "--data", "/no/such"], ["/no/such", "no such file"]),
         (["train", "--model", "/no/such"], ["/no/such", "no such folder"]),
@@ -232,6 +233,33 @@ def test_who_was_started_with_nohup_goes_on_when_the_shell_has_ended(tmp_path: P
     for folder in shells:
         until(lambda folder=folder: gone([int((folder / "pid").read_text())]))
         assert (folder / "run" / "summary.json").exists(), (folder / "err").read_text()
+
+
+def test_a_run_that_ends_before_its_first_round_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = ["--network", "simulated", "--model", "micro", *map(str, QUICK), "--out", "run"]
+    assert run_here(monkeypatch, tmp_path, "train", *small, "--steps", "8", "--every", "9") == 0
+    assert "no round will be held: the first comes after step 9 of 8" in capsys.readouterr().err
+    for arguments in (["--every", "8"], ["--every", "9", "--fragments", "2", "--method", "diloco"]):
+        assert not launch.without_rounds(cli.training._train_settings(["--steps", "8", *arguments])[0])
+
+
+def test_settings_that_differ_between_machines_are_refused_in_one_line_by_torchrun_too(tmp_path: Path) -> None:
+    """Each machine is a process here, whose failure torchrun would print from the file that it leaves."""
+    port = free_port()
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo", "WORLD_SIZE": "2"}
+    started = []
+    for rank in (0, 1):
+        arguments = ("train", *QUICK, "--model", "micro", "--seed", rank, "--out", tmp_path / f"run-{rank}")
+        which = {"RANK": str(rank), "LOCAL_RANK": "0", "TORCHELASTIC_ERROR_FILE": str(tmp_path / f"{rank}.json")}
+        started.append(Python("-m", "farflung", *arguments, **common, **which))
+    told = "seed is 0 for replica 0 and 1 for replica 1; start all machines with the same settings"
+    for rank, process in enumerate(started):
+        _, errors = process.communicate(patience(60))
+        assert process.returncode == 2 and errors.strip() == f"farflung: {told}", errors
+        kept = json.loads((tmp_path / f"{rank}.json").read_text())["message"]
+        assert kept["message"] == f"UserError: {told}" and "\n" not in kept["extraInfo"]["py_callstack"]
 
 
 def torchrun(rank: int, port: int, folder: Path, resume: bool) -> Python:

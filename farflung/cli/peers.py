@@ -57,6 +57,17 @@ class _Look:
     once: bool = False
     """Show it once, instead of anew every few seconds."""
     listening: tyro.conf.OmitArgPrefixes[Listening] = field(default_factory=Listening)
+    """Who looks on calls peers, and needs these only where a firewall lets one interface or port through."""
+
+
+@dataclass(frozen=True)
+class _Examine:
+    """Which run this machine would take part in."""
+
+    ticket: tyro.conf.Positional[Path]
+    """The ticket's file."""
+    listening: tyro.conf.OmitArgPrefixes[Listening] = field(default_factory=Listening)
+    """What farflung join is to be given here: it is what is tried."""
 
 
 def invite(arguments: list[str]) -> None:
@@ -107,7 +118,7 @@ def doctor(arguments: list[str]) -> None:
     """See whether this machine can take part in a run on the internet, and say what to fix."""
     from farflung.training.peer import examined
 
-    options = parse(_Look, arguments, "doctor", doctor.__doc__)
+    options = parse(_Examine, arguments, "doctor", doctor.__doc__)
     healthy = True
     for finding in examined(options.ticket, options.listening):
         print(f"{'ok  ' if finding.good else 'BAD '} {finding.text}", flush=True)
@@ -118,11 +129,14 @@ def doctor(arguments: list[str]) -> None:
 
 def _train(ticket: Any, config: Config, seat: Any, joined: Callable[[Any], None] = lambda network: None) -> None:
     from farflung.training import launch, peer
+    from farflung.training.failures import RUN_ERRORS
     from farflung.training.stopping import Stopped
 
     folder = Path(config.out)
     back = f"come back with: farflung join {folder}/run.ticket --out {folder}"
     _say(f"{ticket.name}: {config.method}, {config.steps} steps; run folder {folder}")
+    if line := launch.without_rounds(config):
+        _say(line)
     try:
         with _on_signals(signal.default_int_handler), watched(folder, sys.stderr) as show:
 
@@ -135,7 +149,7 @@ def _train(ticket: Any, config: Config, seat: Any, joined: Callable[[Any], None]
     except Stopped as stopped:
         _say(f"{stopped}; {back}")
         sys.exit(INTERRUPTED)
-    except launch.RUN_ERRORS as error:
+    except RUN_ERRORS as error:
         _say(f"{error}; {back}")
         sys.exit(FAILURE)
 
@@ -169,8 +183,8 @@ def _on_signals(handler: Callable[[int, FrameType | None], Any]) -> Iterator[Non
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
 
 
 def _say(text: str) -> None:

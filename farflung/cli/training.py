@@ -34,6 +34,7 @@ class _Train:
 def train(arguments: list[str]) -> None:
     """Train a model with several replicas, or go on with a run."""
     from farflung.training import launch
+    from farflung.training.failures import RUN_ERRORS
     from farflung.training.stopping import Stopped
     from farflung.training.terminal import STARTED_HERE
 
@@ -51,6 +52,8 @@ def train(arguments: list[str]) -> None:
             island = f" of {config.stages} stages × {config.shard} shards" if config.stages * config.shard > 1 else ""
             what = f"{config.replicas} replicas{island}, {config.method}, {config.steps} steps"
             print(f"farflung: {what}; run folder {folder}")
+            if line := launch.without_rounds(config):
+                print(f"farflung: {line}", file=sys.stderr)
         with watched(folder) if shows else contextlib.nullcontext(lambda: None) as show:
             if under_torchrun:
                 tells = launch.run_torch_replica(config, folder, resume, restart, show)
@@ -65,7 +68,7 @@ def train(arguments: list[str]) -> None:
     except Stopped as stopped:
         print(f"farflung: {stopped}; go on with: farflung train --resume {folder}", file=sys.stderr)
         sys.exit(0 if under_torchrun else INTERRUPTED)
-    except launch.RUN_ERRORS as error:
+    except RUN_ERRORS as error:
         print(f"farflung: {error}; go on with: farflung train --resume {folder}", file=sys.stderr)
         sys.exit(FAILURE)
 

@@ -6,9 +6,10 @@ import os
 import shutil
 import socket
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from farflung.config import Config, UserError, read_toml
 from farflung.files import write_text
@@ -68,6 +69,29 @@ def first_step(standings: Sequence[Standing], folder: Path) -> int | None:
         f"{folder} cannot go on: no checkpoint is there of all replicas ({_described(standings)}); "
         f"copy what is missing from other machines or a backup, or begin anew with: {restart_command(folder)}"
     )
+
+
+OF_A_MACHINE = frozenset(
+    {"out", "data", "device", "outer_device", "offload", "log_every", "keep_checkpoints", "starting", "deadline"}
+)
+"""Settings in which machines may differ; data may lie elsewhere."""
+
+
+def common_settings(config: Config) -> dict[str, Any]:
+    """The settings that must be the same everywhere."""
+    return {name: value for name, value in vars(config).items() if name not in OF_A_MACHINE}
+
+
+def refuse_unlike(settings: Mapping[str, dict[str, Any]]) -> None:
+    """Refuses to train with `common_settings` that differ, given by what each process is called. Raises UserError."""
+    (first, own), *others = settings.items()
+    for name, value in own.items():
+        for other, theirs in others:
+            if theirs.get(name) != value:
+                raise UserError(
+                    f"{name} is {value!r} for {first} and {theirs.get(name)!r} for {other}; "
+                    "start all machines with the same settings"
+                )
 
 
 def local_step(config: Config, folder: Path) -> int:

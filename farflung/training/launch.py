@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import signal
@@ -11,7 +12,6 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]
@@ -22,8 +22,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from farflung import methods
 from farflung.config import Config, UserError, to_toml
 from farflung.files import write_text
-from farflung.networks import Conditions, Died, PeerLost, SimulatedNetwork, Simulation, TorchNetwork, conditions_named
-from farflung.outer import Disagreement, Diverged
+from farflung.networks import Conditions, Died, SimulatedNetwork, Simulation, TorchNetwork, conditions_named
 from farflung.pipeline import Layout, check
 from farflung.training import checkpoint
 from farflung.training.beginning import (
@@ -33,15 +32,18 @@ from farflung.training.beginning import (
     Standing,
     begun_by_this_launch,
     clear,
+    common_settings,
     first_step,
     local_step,
     note_launch,
     refuse_other_replicas,
+    refuse_unlike,
     telling,
     writing,
 )
 from farflung.training.events import holds_a_run
-from farflung.training.finish import Endings, NoRoom, finish
+from farflung.training.failures import OneLine, failure_of
+from farflung.training.finish import Endings, finish
 from farflung.training.gather import gather
 from farflung.training.kept import Kept
 from farflung.training.stopping import Stop, Stopped
@@ -49,14 +51,6 @@ from farflung.training.terminal import STARTED_HERE
 from farflung.training.trainer import Trainer
 from farflung.workloads import data, models, tokenizers
 from farflung.workloads.text import documents
-
-
-class RunFailed(Exception):
-    """A replica's process failed; the message says which, and why."""
-
-
-RUN_ERRORS = (RunFailed, Diverged, Disagreement, PeerLost, NoRoom)
-"""What ends a run for reasons other than a mistake in its settings."""
 
 
 def prepare(config: Config, folder: Path, resume: bool, restart: bool = False) -> None:
@@ -88,6 +82,15 @@ def check_settings(config: Config) -> None:
     next(documents(config.data, config.text_column), None)
 
 
+def without_rounds(config: Config) -> str:
+    """What to say of a run that ends before its first round; "" for others."""
+    schedule = methods.from_config(config).schedule
+    first = min(schedule.first(fragment) for fragment in range(schedule.fragments))
+    if first <= config.steps:
+        return ""
+    return f"no round will be held: the first comes after step {first} of {config.steps}; give a smaller --every"
+
+
 def write_settings(config: Config, folder: Path) -> None:
     """Writes config.toml. Raises UserError."""
     try:
@@ -101,8 +104,11 @@ def check_network(config: Config) -> None:
     """Refuses settings that another network is for. Raises UserError."""
     if config.robust != "mean" and config.network != "internet":
         raise UserError(f"robust is {config.robust!r}, but only peers on the internet need it; leave it out")
-    if config.conditions and config.network != "simulated":
-        raise UserError(f"conditions is {config.conditions!r}, but real links are as they are; add --network simulated")
+    for name in ("conditions", "bandwidth_mbps", "latency_ms", "step_ms"):
+        if getattr(config, name) not in ("", None) and config.network != "simulated":
+            raise UserError(
+                f"{name} is {getattr(config, name)!r}, but real links are as they are; add --network simulated"
+            )
     if config.shares == "apart" and config.network == "internet":
         raise UserError(
             "shares is 'apart', but on the internet nobody knows how many replicas there will be; leave it out"
@@ -144,7 +150,7 @@ def conditions_of(config: Config) -> Conditions:
     return replace(conditions, **{name: value for name, value in changes.items() if value is not None})
 
 
-@record
+@functools.partial(record, error_handler=OneLine())
 def run_torch_replica(
     config: Config, folder: Path, resume: bool, restart: bool = False, begun: Callable[[], None] = lambda: None
 ) -> bool:
@@ -166,7 +172,9 @@ def run_torch_replica(
     stop = Stop(network.store, everyone, [network.process], launcher=os.getppid())
     with stopping_on_signals(stop):
         own = Standing.of(folder, place.replica, layout.seat(place), way)
-        standings = [Standing(**told) for told in gather(network, vars(own), "standings", config.deadline).values()]
+        beginnings = gather(network, [vars(own), common_settings(config)], "beginnings", config.deadline)
+        refuse_unlike({layout.describe(process): settings for process, (_, settings) in beginnings.items()})
+        standings = [Standing(**standing) for standing, _ in beginnings.values()]
         step = first_step(standings, folder)
         begun()
         if way == RESUMED:
@@ -221,7 +229,7 @@ def launch_torch(config: Config, folder: Path, resume: bool) -> None:
     except SignalException as error:
         raise Stopped("stopped by a signal") from error
     except ChildFailedError as error:
-        raise _failure(error, folder, Layout.of(config)) from error
+        raise failure_of(error, folder, Layout.of(config)) from error
 
 
 def stop_signals() -> list[signal.Signals]:
@@ -268,20 +276,3 @@ def cores_for(replicas: int) -> int:
 def use_cores_of(replicas: int) -> None:
     """Lets torch use one replica's share of the cores."""
     torch.set_num_threads(cores_for(replicas))
-
-
-def _failure(error: ChildFailedError, folder: Path, layout: Layout) -> Exception:
-    """The error of the process that failed first; that others then lost it is no cause."""
-    described = {rank: _describe(failure.message, failure.exitcode) for rank, failure in error.failures.items()}
-    causes = {rank: text for rank, text in described.items() if not text.startswith("PeerLost")} or described
-    rank = min(causes, key=lambda rank: error.failures[rank].timestamp)
-    kind, _, text = causes[rank].partition(": ")
-    if kind == "UserError":
-        return UserError(text)
-    return RunFailed(f"{layout.describe(rank)} failed: {causes[rank]}; its output lies in {folder}/logs")
-
-
-def _describe(message: Any, exitcode: int) -> str:
-    if isinstance(message, dict):
-        return str(message["message"])
-    return f"it died of signal {-exitcode}" if exitcode < 0 else f"it ended with code {exitcode}"

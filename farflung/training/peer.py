@@ -78,6 +78,10 @@ class OwnSettings:
 
 def shared_settings(config: Config) -> dict[str, Any]:
     """What a ticket says of the settings: those that are not at their defaults. Raises UserError."""
+    if config.network == "simulated":
+        raise UserError("network is 'simulated', but peers meet on the internet; leave it out, or use farflung train")
+    if config.replicas != Config.replicas:
+        raise UserError(f"replicas is {config.replicas}, but peers come and go as they like; leave it out")
     check_for_internet(config)
     return {
         field.name: getattr(config, field.name)
