@@ -97,6 +97,18 @@ def test_every_flag_that_a_message_or_the_readme_names_exists() -> None:
         assert named <= known | OF_TORCHRUN | {"help"}, path
 
 
+@pytest.mark.parametrize("command", [["report", "wan"], ["export", "wan", "model"], ["train", "--resume", "wan"]])
+def test_a_simulations_folder_is_told_from_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: list[str]
+) -> None:
+    simulated = ["simulate", "--model", "micro", "--replicas", "2", "--rounds", "2", "--methods", "noloco"]
+    assert run_here(monkeypatch, tmp_path, *simulated, "--out", "wan") == 0
+    capsys.readouterr()
+    assert run_here(monkeypatch, tmp_path, *command) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "wan holds no run: farflung simulate has written it" in line and "simulation.html" in line
+
+
 def test_the_options_of_train_have_resume_and_restart(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cli.training.train(["--help"])

@@ -128,15 +128,13 @@ def doctor(arguments: list[str]) -> None:
 
 
 def _train(ticket: Any, config: Config, seat: Any, joined: Callable[[Any], None] = lambda network: None) -> None:
-    from farflung.training import launch, peer
+    from farflung.training import peer
     from farflung.training.failures import RUN_ERRORS
     from farflung.training.stopping import Stopped
 
     folder = Path(config.out)
     back = f"come back with: farflung join {folder}/run.ticket --out {folder}"
     _say(f"{ticket.name}: {config.method}, {config.steps} steps; run folder {folder}")
-    if line := launch.without_rounds(config):
-        _say(line)
     try:
         with _on_signals(signal.default_int_handler), watched(folder, sys.stderr) as show:
 

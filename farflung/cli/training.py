@@ -18,6 +18,7 @@ from rich.console import Console
 
 from farflung.cli.arguments import FAILURE, INTERRUPTED, free_folder, parse
 from farflung.config import Config, Resume, UserError, read_toml
+from farflung.files import holds_no_run
 
 
 @dataclass(frozen=True)
@@ -52,8 +53,6 @@ def train(arguments: list[str]) -> None:
             island = f" of {config.stages} stages × {config.shard} shards" if config.stages * config.shard > 1 else ""
             what = f"{config.replicas} replicas{island}, {config.method}, {config.steps} steps"
             print(f"farflung: {what}; run folder {folder}")
-            if line := launch.without_rounds(config):
-                print(f"farflung: {line}", file=sys.stderr)
         with watched(folder) if shows else contextlib.nullcontext(lambda: None) as show:
             if under_torchrun:
                 tells = launch.run_torch_replica(config, folder, resume, restart, show)
@@ -81,7 +80,7 @@ def _train_settings(arguments: list[str]) -> tuple[Config, Path, bool, bool]:
         folder = options.resume
         if not (folder / "config.toml").exists():
             raise UserError(
-                f"{folder} holds no run to go on with: there is no config.toml; start one with --out {folder}"
+                holds_no_run(folder, f"there is no config.toml to go on with; start one with --out {folder}")
             )
         config = _with_replicas(options.applied(read_toml(folder / "config.toml")))
         return config, folder, not options.restart, options.restart

@@ -22,7 +22,7 @@ from farflung.networks.base import Combine, Finished, Group, PeerLost, Pending, 
 from farflung.networks.carrier import Demand
 from farflung.networks.computation import Computation
 from farflung.networks.conditions import Conditions
-from farflung.networks.meetings import CUT_OFF, Hops, Meeting, World
+from farflung.networks.meetings import CUT_OFF, Hops, Meeting, World, described
 
 T = TypeVar("T")
 
@@ -323,10 +323,4 @@ class _SimulatedPending(Generic[T]):
             lost = dict.fromkeys(others, f"is still delivering after {timeout:g} s")
         brought = sorted(meeting.brought.items()) if late else []
         delivered = {rank: packet for rank, packet in brought if isinstance(packet, Tensor) and rank not in late}
-        return PeerLost(sorted(lost), _described(lost), delivered)
-
-
-def _described(lost: dict[int, str]) -> str:
-    """What has become of some replicas, those of one fate together."""
-    fates = {why: [str(rank) for rank in sorted(lost) if lost[rank] == why] for why in dict.fromkeys(lost.values())}
-    return "; ".join(f"replica {', '.join(ranks)} (simulated) {why}" for why, ranks in fates.items())
+        return PeerLost(sorted(lost), described(lost), delivered)

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from farflung.config import UserError
+from farflung.files import holds_no_run
 
 Event = dict[str, Any]
 
@@ -188,5 +189,5 @@ def read_run(folder: Path) -> Run:
     run = Run(folder)
     run.refresh()
     if not run.replicas:
-        raise UserError(f"{folder} holds no run: there are no events in it; give a folder that farflung train has made")
+        raise UserError(holds_no_run(folder, "there are no events in it; give a folder that farflung train has made"))
     return run

@@ -47,7 +47,7 @@ from farflung.training.finish import Endings, finish
 from farflung.training.gather import gather
 from farflung.training.kept import Kept
 from farflung.training.stopping import Stop, Stopped
-from farflung.training.terminal import STARTED_HERE
+from farflung.training.terminal import STARTED_HERE, say
 from farflung.training.trainer import Trainer
 from farflung.workloads import data, models, tokenizers
 from farflung.workloads.text import documents
@@ -59,6 +59,8 @@ def prepare(config: Config, folder: Path, resume: bool, restart: bool = False) -
     To `restart` removes the run that is in the folder; the settings are found to be good before that.
     """
     check_settings(config)
+    if line := without_rounds(config):
+        say(line)
     if restart:
         clear(folder)
     elif resume:
