@@ -1,4 +1,4 @@
-"""Files that are there as a whole or not at all."""
+"""Files that are there as a whole or not at all, and folders without what is looked for."""
 
 from __future__ import annotations
 
@@ -10,6 +10,13 @@ from pathlib import Path
 def beside(path: Path) -> Path:
     """Where to write a file before it is renamed: no other process, on whatever machine, writes there."""
     return path.with_name(f"{path.name}.{socket.gethostname()}-{os.getpid()}.tmp")
+
+
+def holds_no_run(folder: Path, fault: str) -> str:
+    """What to say of a folder that holds no run; `fault` says how that is seen, and what to do."""
+    if (folder / "simulation.html").exists():
+        fault = "farflung simulate has written it, which trains nothing; its pictures are in simulation.html"
+    return f"{folder} holds no run: {fault}"
 
 
 def write_text(path: Path, text: str, private: bool = False) -> None:

@@ -3,10 +3,12 @@
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,13 @@ from patience import patience, until
 from processes import farflung, free_port, run_here, saved, train_together
 from warm import Python
 
-from farflung.training import checkpoint
+from farflung import cli
+from farflung.cli import peers, runs
+from farflung.config import Config, Resume
+from farflung.planner.options import PlanOptions
+from farflung.planner.simulation import SimulateOptions
+from farflung.training import checkpoint, launch
+from farflung.training.peer import Listening, OwnSettings
 
 QUICK = [
     *("--replicas", 2, "--every", 5, "--batch-size", 2, "--sequence-length", 32, "--eval-sequences", 4),
@@ -42,6 +50,7 @@ QUICK = [
         (["train", "--every", 5, "--delay", 3, "--merge", "eager"], ["eager needs a delay of a whole round"]),
         (["train", "--merge", "thrown"], ["thrown", "dropped"]),
         (["train", "--conditions", "home"], ["conditions is 'home'", "add --network simulated"]),
+        (["train", "--latency-ms", 80], ["latency_ms is 80", "add --network simulated"]),
         (["train", "--network", "simulated", "--conditions", "hme"], ["'hme'", "did you mean 'home'"]),
         (["train", "--data", "/no/such"], ["/no/such", "no such file"]),
         (["train", "--model", "/no/such"], ["/no/such", "no such folder"]),
@@ -49,6 +58,11 @@ QUICK = [
         (["train", "--out", "/proc/x"], ["/proc/x", "choose another folder"]),
         (["train", "missing.toml"], ["missing.toml", "No such file"]),
         (["train", "--resume", "/no/such"], ["/no/such", "holds no run"]),
+        (["train", "--restart", "--out", "x"], ["say which: farflung train --resume RUN --restart"]),
+        (["train", "--resume", "x", "--steps", 8], ["--steps cannot go with --resume", "only --stages, --shard"]),
+        (["train", "--resume=x", "--every_final=8"], ["--every-final cannot go with --resume"]),
+        (["train", "config.toml", "--resume", "x"], ["config.toml cannot go with --resume", "--deadline can change"]),
+        (["train", "--resume", "x", "--stagse", 8], ["did you mean --stages"]),
         (["report", "/no/such"], ["/no/such", "holds no run"]),
         (["export", "/no/such", "x"], ["/no/such", "holds no run"]),
     ],
@@ -65,6 +79,41 @@ def test_a_mistake_gets_one_line_and_exit_code_2(
     (line,) = said.err.strip().splitlines()
     assert not said.out and all(word in line for word in ["farflung: ", *words]), line
     assert not any(tmp_path.iterdir())
+
+
+OPTIONS = (Config, Resume, Listening, OwnSettings, PlanOptions, SimulateOptions)
+OF_TORCHRUN = {"nnodes", "node-rank", "nproc-per-node", "master-addr", "master-port", "max-restarts"}
+
+
+def test_every_flag_that_a_message_or_the_readme_names_exists() -> None:
+    own = [kind for room in (peers, runs) for kind in vars(room).values() if is_dataclass(kind)]
+    known = {field.name.replace("_", "-") for kind in (*OPTIONS, *own) for field in fields(kind)}
+    package = Path(cli.__file__).parents[1]
+    texts = {path: path.read_text() for path in package.rglob("*.py")}
+    for path in (package.parent / "README.md", package.parent / "docs" / "internet.md"):
+        texts[path] = "\n".join(line for line in path.read_text().splitlines() if line.startswith("farflung "))
+    for path, text in texts.items():
+        named = set(re.findall(r"(?<![\w-])--([a-z][a-z-]*[a-z])", text))
+        assert named <= known | OF_TORCHRUN | {"help"}, path
+
+
+@pytest.mark.parametrize("command", [["report", "wan"], ["export", "wan", "model"], ["train", "--resume", "wan"]])
+def test_a_simulations_folder_is_told_from_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: list[str]
+) -> None:
+    simulated = ["simulate", "--model", "micro", "--replicas", "2", "--rounds", "2", "--methods", "noloco"]
+    assert run_here(monkeypatch, tmp_path, *simulated, "--out", "wan") == 0
+    capsys.readouterr()
+    assert run_here(monkeypatch, tmp_path, *command) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "wan holds no run: farflung simulate has written it" in line and "simulation.html" in line
+
+
+def test_the_options_of_train_have_resume_and_restart(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.training.train(["--help"])
+    plain = re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out)
+    assert {"--resume", "--restart", "--every-final"} <= set(re.findall(r"^\W*? (--[\w-]+)", plain, re.MULTILINE))
 
 
 def test_methods_lists_each_with_paper_and_settings() -> None:
@@ -165,6 +214,49 @@ def test_a_signal_leaves_a_checkpoint_and_no_process(undisturbed: Path, tmp_path
         assert same_weights(undisturbed, folder, 40)
 
 
+LOGGED_OUT = """
+import os, signal, sys, time
+from pathlib import Path
+
+if os.fork():  # the login shell, which ends when training has begun
+    while not any(Path.cwd().glob("run/checkpoints/*/*.pt")): time.sleep(0.02)
+    os._exit(0)
+signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+from farflung import cli
+shell, sys.argv[0] = os.getppid(), "farflung"
+Path("pid").write_text(str(os.getpid()))
+cli.main()
+"""
+
+
+def test_who_was_started_with_nohup_goes_on_when_the_shell_has_ended(tmp_path: Path) -> None:
+    peer = ["invite", "--name", "run", "--train", "--listen", "127.0.0.1"]
+    shells = {}
+    for kind, command in {"simulation": ["train", "--network", "simulated"], "peer": peer}.items():
+        (folder := tmp_path / kind).mkdir()
+        replicas = QUICK if kind == "simulation" else QUICK[2:]
+        settings = (*replicas, "--model", "micro", "--steps", 100, "--out", "run")
+        shells[folder] = Python("-c", LOGGED_OUT, *command, *settings, cwd=folder, err=folder / "err")
+    for folder, shell in shells.items():
+        shell.wait(patience(60))
+        pid = int((folder / "pid").read_text())
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGHUP)
+    for folder in shells:
+        until(lambda folder=folder: gone([int((folder / "pid").read_text())]))
+        assert (folder / "run" / "summary.json").exists(), (folder / "err").read_text()
+
+
+def test_a_run_that_ends_before_its_first_round_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = ["--network", "simulated", "--model", "micro", *map(str, QUICK), "--out", "run"]
+    assert run_here(monkeypatch, tmp_path, "train", *small, "--steps", "8", "--every", "9") == 0
+    assert "no round will be held: the first comes after step 9 of 8" in capsys.readouterr().err
+    for arguments in (["--every", "8"], ["--every", "9", "--fragments", "2", "--method", "diloco"]):
+        assert not launch.without_rounds(cli.training._train_settings(["--steps", "8", *arguments])[0])
+
+
 def torchrun(rank: int, port: int, folder: Path, resume: bool) -> Python:
     """One of two machines: its own torchrun and its own run folder."""
     return Python(
@@ -250,14 +342,19 @@ def test_machines_with_other_settings_or_text_do_not_train_together_in_silence(
             *("-m", "farflung", "train", *QUICK, "--steps", 5, *words[rank], "--out", tmp_path / f"run-{rank}"),
             **common,
             RANK=str(rank),
+            TORCHELASTIC_ERROR_FILE=str(tmp_path / f"{rank}.json"),  # what torchrun would print
         )
         for rank in (0, 1)
     ]
     told = [machine.communicate(timeout=patience(60)) for machine in machines]
     complaints = [complaint for _, complaint in told]
     if said:
-        for machine, complaint in zip(machines, complaints, strict=True):
-            assert machine.returncode == 2 and said in complaint.strip().splitlines()[-1], complaint
+        for rank, machine in enumerate(machines):
+            line = complaints[rank].strip()
+            assert machine.returncode == 2 and said in line and "\n" not in line, line
+            kept = json.loads((tmp_path / f"{rank}.json").read_text())["message"]
+            assert kept["message"] == line.replace("farflung:", "UserError:")
+            assert "\n" not in kept["extraInfo"]["py_callstack"]
     else:
         assert [machine.returncode for machine in machines] == [0, 0], complaints
         assert "machines hold other text than each other" in "".join(told[0])

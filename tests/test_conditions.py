@@ -218,7 +218,7 @@ def test_a_death_fails_what_is_under_way_at_once_and_thins_the_members() -> None
     conditions = Conditions(bandwidth_mbps=8, latency_ms=0, deaths=(Death(2, 0.5),))
 
     def work(network: SimulatedNetwork) -> tuple[tuple[int, ...], float, Any]:
-        with pytest.raises(PeerLost, match=r"replica 2 \(simulated\) has left") as lost:
+        with pytest.raises(PeerLost, match=r"^replica 2 \(simulated\) has died$") as lost:
             network.exchange(packet(1), (0, 1, 2), "x").wait(100)
         return lost.value.ranks, network.now(), network.members()
 
@@ -249,7 +249,7 @@ def test_changed_members_end_what_had_not_begun_and_can_try_again() -> None:
     def work(network: SimulatedNetwork) -> list[Any]:
         seen: list[Any] = []
         if network.rank == 0:
-            with pytest.raises(PeerLost, match="the members have changed"):
+            with pytest.raises(PeerLost, match=r"^replica 2 \(simulated\) has died$"):
                 network.exchange(packet(1), (0, 1, 2), "x").wait(100)
             seen.append(network.now())
         network.computed()
@@ -279,6 +279,55 @@ def test_nobody_waits_for_one_who_has_met_others() -> None:
         return network.now()
 
     assert Simulation(3, late).run(work) == [pytest.approx(1), pytest.approx(1), 1.0]
+
+
+def lost_by(conditions: Conditions, comes: dict[int, int], group: tuple[int, ...], wait: float = 100) -> dict[int, Any]:
+    """What the members of a group are told that come to a meeting after so many steps of a second each."""
+
+    def work(network: SimulatedNetwork) -> tuple[tuple[int, ...], str] | None:
+        if network.rank not in comes:
+            return None
+        for _ in range(comes[network.rank]):
+            network.computed()
+        with pytest.raises(PeerLost) as lost:
+            network.exchange(packet(1), group, "x").wait(wait)
+        for _ in range(10 - comes[network.rank]):
+            network.computed()  # nobody leaves meanwhile
+        return lost.value.ranks, str(lost.value)
+
+    return dict(enumerate(Simulation(4, conditions).run(work)))
+
+
+def away(ranks: tuple[int, ...], fate: str) -> tuple[tuple[int, ...], str]:
+    return ranks, f"replica {', '.join(map(str, ranks))} (simulated) {fate}"
+
+
+def test_who_is_cut_off_is_named_and_never_one_who_is_only_late() -> None:
+    cut = Conditions(bandwidth_mbps=8, latency_ms=0, step_ms=1000, cuts=(Cut((2, 3), 0.5, 100.0),))
+    told = lost_by(cut, {0: 0, 1: 2, 2: 0, 3: 2}, (0, 1, 2, 3))
+    assert told[0] == told[1] == away((2, 3), "is cut off")
+    assert told[2] == told[3] == away((0, 1), "is cut off")
+    under_way = Conditions(bandwidth_mbps=0.8, latency_ms=0, step_ms=1000, cuts=(Cut((2,), 0.5, 100.0),))
+    told = lost_by(under_way, {0: 0, 1: 0, 2: 0}, (0, 1, 2), wait=5)
+    assert told[1] == away((2,), "is cut off") and told[2] == away((0, 1), "is cut off")
+
+
+def test_when_a_partition_has_healed_those_who_meet_others_are_named() -> None:
+    heals = Conditions(bandwidth_mbps=8, latency_ms=0, step_ms=1000, cuts=(Cut((3,), 0.0, 0.5),))
+    told = lost_by(heals, {0: 0, 1: 0, 2: 2}, (0, 1, 2))
+    assert told[0] == told[1] == away((2,), "meets others, since the members have changed")
+    assert told[2] == away((0, 1), "meets others, since the members have changed")
+
+
+def test_each_lost_replica_has_its_own_fate() -> None:
+    both = Conditions(
+        bandwidth_mbps=8, latency_ms=0, step_ms=1000, cuts=(Cut((2,), 0.5, 9.0),), deaths=(Death(1, 0.4),)
+    )
+    late = lost_by(both, {0: 1, 2: 1}, (0, 1, 2))
+    assert late[0] == ((1, 2), "replica 2 (simulated) is cut off; replica 1 (simulated) has died")
+    still = Conditions(bandwidth_mbps=0.8, latency_ms=0, step_ms=1000)
+    assert lost_by(still, {0: 0, 1: 0}, (0, 1), wait=5)[0] == away((1,), "is still delivering after 5 s")
+    assert lost_by(still, {0: 0, 1: 9}, (0, 1), wait=5)[0] == away((1,), "did not deliver within 5 s")
 
 
 def test_a_late_joiner_is_no_member_before_it_joins() -> None:

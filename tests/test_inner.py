@@ -190,7 +190,7 @@ def test_shares_apart_train_otherwise_and_need_enough_text(tmp_path: Path) -> No
     [
         ({"method": "ddp", "every_final": 9}, "ddp has no setting every_final"),
         ({"method": "diloco", "every": 9, "delay": 4, "every_final": 3}, "every_final is 3, less than delay"),
-        ({"method": "dilocox", "every_final": 300}, "add --no-adapt"),
+        ({"method": "dilocox", "every_final": 300}, "add --adapt False"),
         ({"method": "eager-diloco", "every_final": 90}, "without every_final"),
         ({"inner": "muon", "shard": 2, "network": "torch"}, "muon needs whole matrices"),
         ({"shares": "apart", "network": "internet"}, "nobody knows how many replicas"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import random
 import threading
@@ -563,3 +564,23 @@ def test_a_record_that_another_has_written_is_dropped(pair: Run) -> None:
         member_in({"about": text, "signature": forged}, one.swarm.identity.peer)
     with pytest.raises(FrameError, match="not its own"):
         member_in({"about": text, "signature": signature}, other.swarm.identity.peer)
+
+
+def test_what_ends_a_background_task_is_heard_unless_it_is_that_the_daemon_has_gone(
+    run: Run, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As when Ctrl-C ends the daemon together with this process."""
+
+    async def raises(error: Exception) -> None:
+        raise error
+
+    async def nobody_waits(error: Exception) -> None:
+        task = asyncio.create_task(raises(error))
+        await asyncio.sleep(0)
+        del task
+        gc.collect()
+
+    swarm = run.join().swarm
+    swarm.run(nobody_waits(ConnectionResetError("Connection lost")), patience(10))
+    swarm.run(nobody_waits(ZeroDivisionError("a fault of ours")), patience(10))
+    assert "a fault of ours" in caplog.text and "Connection lost" not in caplog.text

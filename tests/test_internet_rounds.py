@@ -176,7 +176,7 @@ def test_a_delayed_round_lands_late_and_waits_for_nothing(run: Run) -> None:
     ("method", "says"),
     [
         (methods.ddp(), "needs all replicas at every step"),
-        (methods.dilocox(every=10), "adapts the steps between rounds"),
+        (methods.dilocox(every=10), "use nolocox, .*; and the steps between rounds adapt, .* add --adapt False"),
         (methods.dilocox(every=10, adapt=False), "nobody could join"),
     ],
 )

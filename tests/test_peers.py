@@ -17,7 +17,7 @@ from patience import patience, until
 from processes import farflung, free_port, run_here
 from warm import Python
 
-from farflung.networks.internet import read_ticket
+from farflung.networks.internet import Ticket, read_ticket
 from farflung.networks.internet.members import BEAT_SECONDS
 from farflung.report.read import Run
 from farflung.training import checkpoint
@@ -209,6 +209,11 @@ def fill(folder: Path) -> None:
         (["invite"], ["--name"]),
         (["invite", "--name", "x", "--stages", 2], ["one process", "leave out --stages"]),
         (["invite", "--name", "x", "--conditions", "home"], ["conditions are for the simulated network"]),
+        (["invite", "--name", "x", "--network", "simulated"], ["network is 'simulated'", "leave it out"]),
+        (["invite", "--name", "x", "--replicas", 8], ["replicas is 8", "leave it out"]),
+        (["invite", "--name", "x", "--latency-ms", 80], ["latency_ms is 80.0"]),
+        (["invite", "--name", "x", "--train", "--method", "dilocox"], ["use nolocox", "add --adapt False"]),
+        (["doctor", "x", "--once"], ["--once"]),
         (["invite", "--name", "x", "--listen", "1.2.3.4"], ["1.2.3.4", "an address of this machine"]),
         (["invite", "--name", "x", "--train", "--method", "ddp"], ["needs all replicas at every step"]),
         (["invite", "--name", "x", "--method", "dct"], ["needs all replicas at every step"]),
@@ -230,6 +235,37 @@ def test_a_mistake_gets_one_line(
     told = capsys.readouterr().err
     lines = [line for line in told.splitlines() if line.startswith("farflung: ")]
     assert all(word in lines[-1] for word in words), told
+
+
+def test_a_peer_that_does_not_come_to_train_leaves_folders_as_they_were(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Another run's lines are not shown either, nor is a key left in its folder."""
+    Ticket.new("test", {"model": "micro"}).write(tmp_path / "run.ticket")
+    (events := tmp_path / "foreign" / "events").mkdir(parents=True)
+    start = {"event": "start", "replica": 0, "at": 0.0, "step": 0, "method": "noloco", "steps": 9, "replicas": 1}
+    warning = {"event": "warning", "replica": 0, "at": 1.0, "step": 5, "message": "of old"}
+    (events / "replica-0.jsonl").write_text(f"{json.dumps(start)}\n{json.dumps(warning)}\n")
+    (tmp_path / "mine").mkdir()
+    before = set(tmp_path.rglob("*"))
+    for out, listen, words in [
+        ("foreign", "127.0.0.1", "holds the run of another peer"),
+        ("mine", "1.2.3.4", "an address of this machine"),
+        ("new", "1.2.3.4", "an address of this machine"),
+    ]:
+        assert run_here(monkeypatch, tmp_path, "join", "run.ticket", "--out", out, "--listen", listen) == 2
+        told = capsys.readouterr()
+        assert words in told.err and "of old" not in told.err + told.out
+        assert set(tmp_path.rglob("*")) == before, out
+
+
+def test_a_peer_that_is_ended_while_it_starts_leaves_nothing(swarm: Swarm) -> None:
+    first = swarm.start("invite", "--name", "test", "--train", *SETTINGS, "--out", "first", log="first")
+    until(lambda: (swarm.folder / "first" / "peer.key").exists())
+    first.send_signal(signal.SIGTERM)
+    assert first.wait(patience(60)) == 130
+    assert "Traceback" not in swarm.said("first")
+    assert (swarm.folder / "first" / "events").exists() or not (swarm.folder / "first").exists()
 
 
 def test_a_read_only_folder_and_another_runs_folder_are_refused(swarm: Swarm) -> None:

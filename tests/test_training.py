@@ -13,6 +13,7 @@ from patience import patience
 from processes import saved
 from warm import Python
 
+from farflung.cli.training import tell_result
 from farflung.config import Config, UserError
 from farflung.outer import Diverged
 from farflung.training import checkpoint, launch
@@ -74,8 +75,8 @@ def test_a_run_leaves_what_it_promises(undisturbed: Path) -> None:
     parameters = summary["parameters"]
     assert summary["tokens"] == STEPS * 3 * 2 * 32 and summary["method"] == "noloco" and summary["replicas"] == 3
     assert summary["ddp_bytes"] == 4 * parameters * 2 * 2 * STEPS
-    # Rounds at steps 5, 10, 15 and 20, one pair each; and 12 bytes to two others before the first.
-    assert summary["bytes_sent"] == 4 * 2 * 4 * parameters + 3 * 2 * 12
+    # Rounds at steps 5, 10, 15 and 20, one pair each; and nine facts, of 4 bytes, to two others before the first.
+    assert summary["bytes_sent"] == 4 * 2 * 4 * parameters + 3 * 2 * 36
     assert summary["validation_loss"] == pytest.approx(sum(summary["validation_loss_per_replica"]) / 3)
     assert 2 < summary["validation_loss_averaged"] < math.log(256)
     weights = final_weights(undisturbed)
@@ -209,6 +210,41 @@ def test_other_methods_run_too(method: str, tmp_path: Path) -> None:
     if method == "local":
         assert summary["bytes_sent"] == 0 and summary["rounds"] == 0
     assert (summary["weight_spread"] < 1e-6) == (method == "ddp")
+
+
+def test_the_summary_of_a_partition_is_of_its_largest_side_and_names_who_is_missing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The lonely side ends first, since it waits for nobody; what is compared with ddp is of the same replicas."""
+    world = tmp_path / "cut.toml"
+    world.write_text("step_ms = 1000\n[[cuts]]\nreplicas = [0]\nfrom_s = 8\nuntil_s = 100000\n")
+    folder = tmp_path / "run"
+    summary = run(folder, replicas=4, method="diloco", conditions=str(world))
+    assert summary["replicas"] == 4 and summary["missing"] == [0]
+    last = [events(folder, replica, "step")[-1] for replica in (1, 2, 3)]
+    losses = [events(folder, replica, "evaluation")[-1]["validation_loss"] for replica in (1, 2, 3)]
+    assert summary["validation_loss_per_replica"] == losses
+    assert summary["bytes_sent"] == sum(event["bytes_sent"] for event in last)
+    assert summary["tokens"] == sum(event["tokens"] for event in last)
+    assert summary["ddp_bytes"] == 3 * (4 * summary["parameters"] * 2 * 3 * STEPS) / 4
+    averaged = checkpoint.read(checkpoint.average_of(folder))["model"]
+    weights = final_weights(folder, 4)[1:]
+    for name in averaged:
+        torch.testing.assert_close(averaged[name], torch.stack([w[name] for w in weights]).mean(0))
+    tell_result(folder)
+    words = "without replica 0, which the others could not reach at the end"
+    assert words in capsys.readouterr().out and words in (folder / "report.html").read_text()
+
+
+def test_who_comes_when_the_others_have_ended_only_says_so(tmp_path: Path) -> None:
+    """Replica 1 is slow, and cut off until the others have gone."""
+    world = tmp_path / "slow.toml"
+    cut = "[[cuts]]\nreplicas = [1]\nfrom_s = 0\nuntil_s = 30\n"
+    world.write_text(f"step_ms = 1000\nspeed_sigma = 0.5\nseed = 13\n{cut}")
+    summary = run(tmp_path / "run", method="diloco", conditions=str(world))
+    assert summary["missing"] == [1]
+    assert "ended without the others" in events(tmp_path / "run", 1, "warning")[-1]["message"]
+    assert checkpoint.whole_steps(tmp_path / "run")[0] == STEPS
 
 
 def test_an_export_loads_with_transformers(undisturbed: Path, tmp_path: Path) -> None:

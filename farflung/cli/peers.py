@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import tyro
@@ -56,6 +57,17 @@ class _Look:
     once: bool = False
     """Show it once, instead of anew every few seconds."""
     listening: tyro.conf.OmitArgPrefixes[Listening] = field(default_factory=Listening)
+    """Who looks on calls peers, and needs these only where a firewall lets one interface or port through."""
+
+
+@dataclass(frozen=True)
+class _Examine:
+    """Which run this machine would take part in."""
+
+    ticket: tyro.conf.Positional[Path]
+    """The ticket's file."""
+    listening: tyro.conf.OmitArgPrefixes[Listening] = field(default_factory=Listening)
+    """What farflung join is to be given here: it is what is tried."""
 
 
 def invite(arguments: list[str]) -> None:
@@ -106,7 +118,7 @@ def doctor(arguments: list[str]) -> None:
     """See whether this machine can take part in a run on the internet, and say what to fix."""
     from farflung.training.peer import examined
 
-    options = parse(_Look, arguments, "doctor", doctor.__doc__)
+    options = parse(_Examine, arguments, "doctor", doctor.__doc__)
     healthy = True
     for finding in examined(options.ticket, options.listening):
         print(f"{'ok  ' if finding.good else 'BAD '} {finding.text}", flush=True)
@@ -116,20 +128,26 @@ def doctor(arguments: list[str]) -> None:
 
 
 def _train(ticket: Any, config: Config, seat: Any, joined: Callable[[Any], None] = lambda network: None) -> None:
-    from farflung.training import launch, peer
+    from farflung.training import peer
+    from farflung.training.failures import RUN_ERRORS
     from farflung.training.stopping import Stopped
 
     folder = Path(config.out)
     back = f"come back with: farflung join {folder}/run.ticket --out {folder}"
     _say(f"{ticket.name}: {config.method}, {config.steps} steps; run folder {folder}")
     try:
-        with watched(folder, sys.stderr):
-            peer.run_peer(ticket, config, seat, joined)
+        with _on_signals(signal.default_int_handler), watched(folder, sys.stderr) as show:
+
+            def tell(network: Any) -> None:
+                joined(network)
+                show()
+
+            peer.run_peer(ticket, config, seat, tell)
         tell_result(folder, sys.stderr)
     except Stopped as stopped:
         _say(f"{stopped}; {back}")
         sys.exit(INTERRUPTED)
-    except launch.RUN_ERRORS as error:
+    except RUN_ERRORS as error:
         _say(f"{error}; {back}")
         sys.exit(FAILURE)
 
@@ -152,12 +170,19 @@ def _onlooker(options: _Look) -> Iterator[Any]:
 def _until_stopped() -> Iterator[threading.Event]:
     """An event that Ctrl-C and its kin set."""
     stopped = threading.Event()
-    before = {number: signal.signal(number, lambda *_: stopped.set()) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
+    with _on_signals(lambda *_: stopped.set()):
         yield stopped
+
+
+@contextmanager
+def _on_signals(handler: Callable[[int, FrameType | None], Any]) -> Iterator[None]:
+    """Has a handler for what asks a process to end."""
+    before = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
 
 
 def _say(text: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from farflung.config import UserError
@@ -17,10 +17,28 @@ Hops = Callable[[dict[int, Any]], Iterator[Demand]]
 """Given what each member has brought: what is sent, hop after hop; each begins when the one before has arrived."""
 
 
+Side = tuple[int, ...]
+"""The cuts that a replica is behind, by number; () for those whom no cut concerns."""
+
+DIED, LEFT, CUT_OFF = "has died", "has left the run", "is cut off"
+MEETS_OTHERS = "meets others, since the members have changed"
+
+
+def on_another_side(rank: int, group: Group, sides: Mapping[int, Side]) -> list[int]:
+    """The members of a group that a replica cannot reach."""
+    return [other for other in group if sides.get(other, ()) != sides.get(rank, ())] if sides else []
+
+
+def described(lost: dict[int, str]) -> str:
+    """What has become of some replicas, those of one fate together."""
+    fates = {why: [str(rank) for rank in sorted(lost) if lost[rank] == why] for why in dict.fromkeys(lost.values())}
+    return "; ".join(f"replica {', '.join(ranks)} (simulated) {why}" for why, ranks in fates.items())
+
+
 class Meeting:
     """One exchange. Bytes begin to flow when all members have come.
 
-    `ended_at` is when it ended well, `lost` are the members for whose sake it never will.
+    `ended_at` is when it ended well, `lost` are the members for whose sake it never will: they had not come, or died.
     """
 
     def __init__(self, group: Group, key: str) -> None:
@@ -29,6 +47,8 @@ class Meeting:
         self.brought: dict[int, Any] = {}
         self.ended_at = math.inf
         self.lost: tuple[int, ...] = ()
+        self._why: dict[int, str] = {}
+        self._sides: Mapping[int, Side] = {}
         self.under_way: Iterator[Demand] | None = None
         self.flow: Flow | None = None
         self.limit = math.inf
@@ -44,9 +64,30 @@ class Meeting:
         """Who has not come."""
         return tuple(rank for rank in self.group if rank not in self.brought)
 
-    def settle(self, ended_at: float = math.inf, lost: tuple[int, ...] = ()) -> None:
-        """Ends it, and tells those who wait."""
-        self.ended_at, self.lost = ended_at, lost
+    def lost_to(self, rank: int) -> dict[int, str]:
+        """Whom a member could not meet in one that was given up, and why: never itself, even where it came too late."""
+        cut_off = dict.fromkeys(on_another_side(rank, self.group, self._sides), CUT_OFF)
+        away = cut_off | {other: why for other, why in self._why.items() if other != rank}
+        others = [other for other in self.lost if other != rank] or [other for other in self.group if other != rank]
+        return away or dict.fromkeys(others, MEETS_OTHERS)
+
+    def give_up(self, lost: Iterable[int], why: dict[int, str], sides: Mapping[int, Side]) -> None:
+        """Ends it without a result, and tells those who wait.
+
+        Args:
+            lost: the members that had not come, or have died.
+            why: what is known of some.
+            sides: of those who are cut off at this moment.
+        """
+        self.lost, self._why, self._sides = tuple(sorted(lost)), why, sides
+        self._tell()
+
+    def settle(self, ended_at: float) -> None:
+        """Ends it well, and tells those who wait."""
+        self.ended_at = ended_at
+        self._tell()
+
+    def _tell(self) -> None:
         waiting, self.waiting = self.waiting, []
         for tell in waiting:
             tell()
@@ -67,8 +108,8 @@ class World:
         self._everyone = tuple(range(replicas))
         self._gone: set[int] = set()
         self._dead: set[int] = set()
-        self._side: dict[int, tuple[int, ...]] = {}
-        self._members: dict[tuple[int, ...], Group] = {(): self._everyone}
+        self._side: dict[int, Side] = {}
+        self._members: dict[Side, Group] = {(): self._everyone}
         self._gathering: dict[str, list[Meeting]] = {}
         self._faulty = bool(conditions.cuts or conditions.deaths)
         self._came: set[tuple[str, int]] = set()
@@ -108,13 +149,14 @@ class World:
             meeting.under_way = hops(meeting.brought)
             self._next_hop(meeting)
         elif self._gone:
-            self._give_up_on(meeting, {gone for gone in meeting.missing() if gone in self._gone})
+            gone = [one for one in meeting.missing() if one in self._gone]
+            self._give_up_on(meeting, gone, {one: DIED if one in self._dead else LEFT for one in gone})
         return meeting
 
     def _expect(self, meeting: Meeting) -> None:
         """Nobody comes twice under one key: who has come to another group's meeting is lost to this one."""
         elsewhere = {rank for rank in meeting.group if (meeting.key, rank) in self._came}
-        self._give_up_on(meeting, elsewhere)
+        self._give_up_on(meeting, elsewhere, dict.fromkeys(elsewhere, MEETS_OTHERS))
         for rank in meeting.group:
             if rank not in elsewhere:
                 self._expected.setdefault((meeting.key, rank), []).append(meeting)
@@ -124,14 +166,14 @@ class World:
         self._came.add((meeting.key, rank))
         for other in self._expected.pop((meeting.key, rank), []):
             if other is not meeting:
-                self._give_up_on(other, {rank})
+                self._give_up_on(other, [rank], {rank: MEETS_OTHERS})
 
     def leave(self, rank: int) -> None:
         """A replica's work is done: it comes to no further meeting."""
         self._gone.add(rank)
         for meeting in [meeting for gathering in self._gathering.values() for meeting in gathering]:
             if rank in meeting.group and rank not in meeting.brought:
-                self._give_up_on(meeting, {rank})
+                self._give_up_on(meeting, [rank], {rank: LEFT})
 
     def die(self, rank: int) -> None:
         """A replica's machine stops: it is no member any more, and what it takes part in is lost."""
@@ -143,13 +185,16 @@ class World:
                 if meeting.flow:
                     self.carrier.links.stop(meeting.flow)
                 del self._under_way[meeting]
-                meeting.settle(lost=(rank,))
+                self._give_up_on(meeting, [rank], {rank: DIED})
         self.when_dead(rank)
 
-    def _give_up_on(self, meeting: Meeting, lost: set[int]) -> None:
+    def cut_off_from(self, rank: int, group: Group) -> list[int]:
+        """The members of a group that a replica cannot reach now."""
+        return on_another_side(rank, group, self._side)
+
+    def _give_up_on(self, meeting: Meeting, lost: Collection[int], why: dict[int, str]) -> None:
         if lost and not meeting.settled:
-            # Those who have yet to come will find it settled.
-            meeting.settle(lost=tuple(sorted(lost)))
+            meeting.give_up(lost, why, self._side)  # those who have yet to come will find it settled
 
     def _next_hop(self, meeting: Meeting) -> None:
         assert meeting.under_way is not None
@@ -200,14 +245,15 @@ class World:
                 self.carrier.links.set_limit(meeting.flow, 0.0 if self._separated(meeting.group) else meeting.limit)
 
     def _sort_members(self) -> None:
-        sides: dict[tuple[int, ...], list[int]] = {(): []}
+        sides: dict[Side, list[int]] = {(): []}
         for rank in self.living:
             sides.setdefault(self._side.get(rank, ()), []).append(rank)
         self._members = {side: tuple(ranks) for side, ranks in sides.items()}
         for gathering in list(self._gathering.values()):
             for meeting in gathering:
                 # Those who have yet to come will know other members, and may well come to another group.
-                self._give_up_on(meeting, set(meeting.missing()))
+                dead = {rank: DIED for rank in meeting.group if rank in self._dead}
+                self._give_up_on(meeting, meeting.missing(), dead)
 
     def _separated(self, group: Group) -> bool:
         return bool(self._side) and len({self._side.get(rank, ()) for rank in group}) > 1

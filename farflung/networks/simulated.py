@@ -22,7 +22,7 @@ from farflung.networks.base import Combine, Finished, Group, PeerLost, Pending, 
 from farflung.networks.carrier import Demand
 from farflung.networks.computation import Computation
 from farflung.networks.conditions import Conditions
-from farflung.networks.meetings import Hops, Meeting, World
+from farflung.networks.meetings import CUT_OFF, Hops, Meeting, World, described
 
 T = TypeVar("T")
 
@@ -311,13 +311,16 @@ class _SimulatedPending(Generic[T]):
         return self._collect(meeting)
 
     def _lost(self, timeout: float) -> PeerLost:
-        meeting = self._meeting
-        missing = meeting.lost or meeting.missing()
-        if not missing:
-            return PeerLost(meeting.group, f"the exchange takes longer than the deadline of {timeout:g} s")
-        why = f"did not deliver within {timeout:g} s"
+        meeting, own = self._meeting, self._network.rank
+        away = self._network.simulation.world.cut_off_from(own, meeting.group)
+        late = meeting.lost or meeting.missing()
         if meeting.lost:
-            why = "has left the run, or meets others since the members have changed"
-        brought = sorted(meeting.brought.items())
-        delivered = {rank: packet for rank, packet in brought if isinstance(packet, Tensor) and rank not in missing}
-        return PeerLost(missing, f"replica {', '.join(map(str, missing))} (simulated) {why}", delivered)
+            lost = meeting.lost_to(own)
+        elif away or late:
+            lost = dict.fromkeys(late, f"did not deliver within {timeout:g} s") | dict.fromkeys(away, CUT_OFF)
+        else:
+            others = [rank for rank in meeting.group if rank != own]
+            lost = dict.fromkeys(others, f"is still delivering after {timeout:g} s")
+        brought = sorted(meeting.brought.items()) if late else []
+        delivered = {rank: packet for rank, packet in brought if isinstance(packet, Tensor) and rank not in late}
+        return PeerLost(sorted(lost), described(lost), delivered)

@@ -58,7 +58,9 @@ class Method:
     def __post_init__(self) -> None:
         """Refuses choices that do not go together. Raises UserError."""
         if self.schedule.final is not None and self.adapt and self.adapt.steps:
-            raise UserError("adapt changes the steps between rounds itself; leave out every_final, or add --no-adapt")
+            raise UserError(
+                "adapt changes the steps between rounds itself; leave out every_final, or add --adapt False"
+            )
         if self.merge.eager and (self.schedule.delay != self.schedule.every or self.schedule.final is not None):
             raise UserError("eager needs a delay of a whole round; set delay to the same as every, without every_final")
         if self.topology.alike and self.codec.needs_receiver:
@@ -76,18 +78,20 @@ class Method:
         """Refuses what needs replicas to stay, for networks on which they come and go. Raises UserError."""
         if self.outer is None:
             raise UserError("this method needs all replicas at every step; on the internet use noloco or diloco")
-        if self.schedule.final is not None:
-            raise UserError("on the internet rounds must be equally far apart; leave out every_final")
-        if self.adapt and self.adapt.steps:
-            raise UserError(
-                "this method adapts the steps between rounds, on which peers that come and go cannot agree; "
-                "add --no-adapt"
-            )
+        faults = []
         if by_lineage(self.topology, self.codec) and self.schedule.delay == self.schedule.every:
-            raise UserError(
+            faults.append(
                 "this method needs equal anchors everywhere, and its rounds never pause, so that nobody could join; "
                 "on the internet use nolocox, a smaller delay, or --codec float32"
             )
+        if self.adapt and self.adapt.steps:
+            faults.append(
+                "the steps between rounds adapt, on which peers that come and go cannot agree; add --adapt False"
+            )
+        if self.schedule.final is not None:
+            faults.append("on the internet rounds must be equally far apart; leave out every_final")
+        if faults:
+            raise UserError("; and ".join(faults))
 
     def attach(
         self,

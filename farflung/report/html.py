@@ -25,7 +25,7 @@ from farflung.report.figures import (
 )
 from farflung.report.islands import has_islands, islands_table
 from farflung.report.live import nbytes, number
-from farflung.report.read import Run, read_run
+from farflung.report.read import Run, missing_from, read_run
 
 WARNINGS_SHOWN = 20
 
@@ -84,7 +84,7 @@ def _results(runs: list[Run]) -> str:
         ("stages × shards of a replica", lambda s: f"{s['stages']} × {s['shards']}"),
         ("parameters", lambda s: f"{s['parameters']:,}"),
         ("tokens", lambda s: f"{s['tokens']:,}"),
-        ("sent by all replicas", lambda s: nbytes(s["bytes_sent"])),
+        ("sent by the replicas", lambda s: nbytes(s["bytes_sent"])),
         ("what gradients every step would have sent", _ddp),
         ("rounds of a replica", lambda s: str(s["rounds"])),
         ("time", lambda s: f"{s['seconds']:.1f} s"),
@@ -95,7 +95,8 @@ def _results(runs: list[Run]) -> str:
     cells = [[escape(label), *(escape(_known(text, result)) for result in results)] for label, text in rows]
     cells.append(["rounds of all replicas, by outcome", *(_outcomes(run) for run in runs)])
     going = "".join(f"<p>{escape(run.name)} has not ended: so far.</p>" for run in runs if run.summary is None)
-    return going + _table(runs, cells)
+    missing = "".join(f"<p>{escape(run.name)}: {told}.</p>" for run in runs if (told := missing_from(run.results())))
+    return going + missing + _table(runs, cells)
 
 
 def _known(text: Callable[[dict[str, Any]], str], results: dict[str, Any]) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from farflung.config import UserError
+from farflung.files import holds_no_run
 
 Event = dict[str, Any]
 
@@ -174,10 +175,19 @@ def mean(values: list[float | None]) -> float | None:
     return sum(finite) / len(finite) if len(finite) == len(values) else None
 
 
+def missing_from(summary: dict[str, Any]) -> str:
+    """Who is in none of a summary's figures, in a line; "" where all are."""
+    missing = summary.get("missing")  # those of before this was told have none
+    if not missing:
+        return ""
+    who = f"replica{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
+    return f"all figures are without {who}, which the others could not reach at the end"
+
+
 def read_run(folder: Path) -> Run:
     """The run in a folder. Raises UserError when there is none."""
     run = Run(folder)
     run.refresh()
     if not run.replicas:
-        raise UserError(f"{folder} holds no run: there are no events in it; give a folder that farflung train has made")
+        raise UserError(holds_no_run(folder, "there are no events in it; give a folder that farflung train has made"))
     return run

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from farflung.config import Config, UserError, read_toml
+from farflung.files import holds_no_run
 from farflung.pipeline.boundaries import boundary_named
 from farflung.pipeline.subspace import subspace_of
 from farflung.training import checkpoint
@@ -22,7 +23,7 @@ def export(folder: Path, target: Path) -> str:
     Of a run that has not ended, the last whole checkpoint is averaged. Raises UserError.
     """
     if not (folder / "config.toml").exists():
-        raise UserError(f"{folder} holds no run: there is no config.toml; give a folder that farflung train has made")
+        raise UserError(holds_no_run(folder, "there is no config.toml; give a folder that farflung train has made"))
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UserError(f"{target} exists already; give a folder that does not, or an empty one")
     config = read_toml(folder / "config.toml")

@@ -11,7 +11,7 @@ import torch
 
 from farflung.config import Config
 from farflung.files import write_text
-from farflung.networks import Network, Traffic, among_the_living
+from farflung.networks import Group, Network, PeerLost, Traffic, among_the_living
 from farflung.outer.fragments import split
 from farflung.training import checkpoint
 from farflung.training.gather import gather
@@ -35,12 +35,15 @@ PROMPT_TOKENS = 16
 SAMPLE_TOKENS = 256
 
 
-def finish(trainer: Trainer, writes: bool, tells: bool, network: Network | None = None) -> dict[str, Any]:
+def finish(
+    trainer: Trainer, writes: Callable[[Group], bool], tells: bool, network: Network | None = None
+) -> dict[str, Any]:
     """Averages the replicas' weights, or late averages of them, once, evaluates them, and returns the run's summary.
 
-    Leaves the averaged weights in the trainer's model. With `writes`, which all processes of a replica are told alike,
-    the averaged weights go to the run folder; the summary does from the process that `tells`. `network` is that of the
-    replicas that end together, if it is not the one they trained on. Raises NoRoom, when the disk stays full.
+    Leaves the averaged weights in the trainer's model. Where `writes` holds of those that end together, which all
+    processes of a replica are told alike, the averaged weights go to the run folder; the summary does from the process
+    that `tells`. `network` is that of the replicas that end together, if it is not the one they trained on. Raises
+    NoRoom, when the disk stays full, and PeerLost.
     """
     config, network = trainer.config, network or trainer.network
     deadline = PATIENCE * config.deadline
@@ -68,29 +71,32 @@ def finish(trainer: Trainer, writes: bool, tells: bool, network: Network | None 
         "blocked": blocked / island.layout.island,
         "rounds": trainer.rounds,
         "seconds": seconds,
+        "trained": trainer.trained,
     }
-    all_facts = gather(network, facts, "summary", deadline)
+    of = gather(network, facts, "summary", deadline)
+    all_facts = list(of.values())
     trainer.prune()
     summary = {
         "method": config.method,
         "replicas": config.replicas,
+        "missing": [replica for replica in range(config.replicas) if replica not in of],
         "steps": trainer.step,
         "stages": island.layout.stages,
         "shards": island.layout.shards,
         "parameters": round(numel),
-        "tokens": trainer.trained * config.tokens_per_step * config.replicas,
+        "tokens": sum(f["trained"] for f in all_facts) * config.tokens_per_step,
         "validation_loss": sum(f["loss"] for f in all_facts) / len(all_facts),
         "validation_loss_per_replica": [f["loss"] for f in all_facts],
         "validation_loss_averaged": trainer.validation_loss(),
         "bytes_sent": sum(f["sent"] for f in all_facts),
         "boundary_bytes": sum(f["boundary"] for f in all_facts),
-        "ddp_bytes": ddp_bytes(round(numel), config),
+        "ddp_bytes": ddp_bytes(round(numel), config, len(of)),
         "rounds": max(f["rounds"] for f in all_facts),
         "seconds": max(f["seconds"] for f in all_facts),
         "seconds_blocked": sum(f["blocked"] for f in all_facts) / len(all_facts),
         "weight_spread": (sum(f["deviation"] for f in all_facts) / len(all_facts)) ** 0.5,
     }
-    if writes:
+    if writes(tuple(of)):
         summary["sample"] = sample_text(trainer)
         model = trainer.model
         average = {"shard": island.place.shard, "model": model.state_dict(), "buffers": buffer_names(model)}
@@ -102,6 +108,26 @@ def finish(trainer: Trainer, writes: bool, tells: bool, network: Network | None 
 
         _keep_trying(write, trainer, summary)
     return summary
+
+
+class Endings:
+    """The ends of a simulated run: one for each side of a partition. The largest side's, or else the first, stays."""
+
+    def __init__(self) -> None:
+        self._largest = 0
+
+    def finish(self, trainer: Trainer) -> None:
+        """As `finish`, but a replica that comes when the others have gone only says so. Raises NoRoom and PeerLost."""
+        try:
+            finish(trainer, lambda ended: trainer.network.rank == ended[0] and self._stays(ended), tells=True)
+        except PeerLost as lost:
+            if not self._largest:
+                raise
+            trainer.warn(f"ended without the others: {lost}")
+
+    def _stays(self, ended: Group) -> bool:
+        before, self._largest = self._largest, max(self._largest, len(ended))
+        return len(ended) > before
 
 
 def _keep_trying(write: Callable[[], None], trainer: Trainer, summary: dict[str, Any]) -> None:
@@ -124,9 +150,9 @@ def _keep_trying(write: Callable[[], None], trainer: Trainer, summary: dict[str,
         time.sleep(TRY_EVERY_SECONDS)
 
 
-def ddp_bytes(parameters: int, config: Config) -> int:
-    """What float32 gradients averaged every step would have cost, all replicas: 2 (N - 1) messages a step."""
-    return 4 * parameters * 2 * (config.replicas - 1) * config.steps
+def ddp_bytes(parameters: int, config: Config, count: int) -> int:
+    """What float32 gradients averaged every step would have cost so many of N replicas: 2 (N - 1) / N messages each."""
+    return 4 * parameters * 2 * (config.replicas - 1) * config.steps * count // config.replicas
 
 
 def sample_text(trainer: Trainer) -> str:

@@ -10,10 +10,10 @@ import torch
 from farflung.networks import Network, among_the_living
 
 
-def gather(network: Network, value: Any, key: str, deadline: float) -> list[Any]:
-    """Every replica's value (anything that JSON holds), by rank. Raises PeerLost."""
+def gather(network: Network, value: Any, key: str, deadline: float) -> dict[int, Any]:
+    """The value (anything that JSON holds) of every replica that can be reached, by rank. Raises PeerLost."""
     packet = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
     packets = among_the_living(
         network, lambda group: network.exchange(packet, group, f"{key} of {group}").wait(deadline)
     )
-    return [json.loads(packet.numpy().tobytes()) for _, packet in sorted(packets.items())]
+    return {rank: json.loads(packet.numpy().tobytes()) for rank, packet in sorted(packets.items())}

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]
@@ -22,8 +22,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from farflung import methods
 from farflung.config import Config, UserError, to_toml
 from farflung.files import write_text
-from farflung.networks import Conditions, Died, PeerLost, SimulatedNetwork, Simulation, TorchNetwork, conditions_named
-from farflung.outer import Disagreement, Diverged
+from farflung.networks import Conditions, Died, SimulatedNetwork, Simulation, TorchNetwork, conditions_named
 from farflung.pipeline import Layout, check
 from farflung.training import checkpoint
 from farflung.training.alike import other_text, refuse_other_settings
@@ -42,22 +41,15 @@ from farflung.training.beginning import (
     writing,
 )
 from farflung.training.events import holds_a_run
-from farflung.training.finish import NoRoom, finish
+from farflung.training.failures import OneLine, failure_of
+from farflung.training.finish import Endings, finish
 from farflung.training.gather import gather
 from farflung.training.kept import Kept
 from farflung.training.stopping import Stop, Stopped
-from farflung.training.terminal import STARTED_HERE
+from farflung.training.terminal import STARTED_HERE, say
 from farflung.training.trainer import Trainer
 from farflung.workloads import data, models, tokenizers
 from farflung.workloads.text import documents
-
-
-class RunFailed(Exception):
-    """A replica's process failed; the message says which, and why."""
-
-
-RUN_ERRORS = (RunFailed, Diverged, Disagreement, PeerLost, NoRoom)
-"""What ends a run for reasons other than a mistake in its settings."""
 
 
 def prepare(config: Config, folder: Path, resume: bool, restart: bool = False) -> None:
@@ -66,6 +58,8 @@ def prepare(config: Config, folder: Path, resume: bool, restart: bool = False) -
     To `restart` removes the run that is in the folder; the settings are found to be good before that.
     """
     check_settings(config)
+    if line := without_rounds(config):
+        say(line)
     if restart:
         clear(folder)
     elif resume:
@@ -89,6 +83,15 @@ def check_settings(config: Config) -> None:
     next(documents(config.data, config.text_column), None)
 
 
+def without_rounds(config: Config) -> str:
+    """What to say of a run that ends before its first round; "" for others."""
+    schedule = methods.from_config(config).schedule
+    first = min(schedule.first(fragment) for fragment in range(schedule.fragments))
+    if first <= config.steps:
+        return ""
+    return f"no round will be held: the first comes after step {first} of {config.steps}; give a smaller --every"
+
+
 def write_settings(config: Config, folder: Path) -> None:
     """Writes config.toml. Raises UserError."""
     try:
@@ -102,8 +105,11 @@ def check_network(config: Config) -> None:
     """Refuses settings that another network is for. Raises UserError."""
     if config.robust != "mean" and config.network != "internet":
         raise UserError(f"robust is {config.robust!r}, but only peers on the internet need it; leave it out")
-    if config.conditions and config.network != "simulated":
-        raise UserError(f"conditions is {config.conditions!r}, but real links are as they are; add --network simulated")
+    for name in ("conditions", "bandwidth_mbps", "latency_ms", "step_ms"):
+        if getattr(config, name) not in ("", None) and config.network != "simulated":
+            raise UserError(
+                f"{name} is {getattr(config, name)!r}, but real links are as they are; add --network simulated"
+            )
     if config.shares == "apart" and config.network == "internet":
         raise UserError(
             "shares is 'apart', but on the internet nobody knows how many replicas there will be; leave it out"
@@ -119,6 +125,7 @@ def run_simulated(config: Config, folder: Path, resume: bool) -> None:
     kept = Kept(store, lambda: simulation.world.living)
     step = local_step(config, folder) if resume else None
     text = data.load(config, tokenizers.load(config.tokenizer))
+    endings = Endings()
 
     def replica(network: SimulatedNetwork) -> None:
         if step and step not in (steps := checkpoint.steps_of(folder, network.rank)):
@@ -128,8 +135,7 @@ def run_simulated(config: Config, folder: Path, resume: bool) -> None:
         with closing(trainer.events):
             try:
                 trainer.train()
-                first = network.rank == simulation.world.living[0]
-                finish(trainer, writes=first, tells=first)
+                endings.finish(trainer)
             except Died:
                 trainer.events.write("end", trainer.step, reason="died")
                 raise
@@ -145,11 +151,13 @@ def conditions_of(config: Config) -> Conditions:
     return replace(conditions, **{name: value for name, value in changes.items() if value is not None})
 
 
-@record
-def run_torch_replica(config: Config, folder: Path, resume: bool, restart: bool = False) -> bool:
+@functools.partial(record, error_handler=OneLine())
+def run_torch_replica(
+    config: Config, folder: Path, resume: bool, restart: bool = False, begun: Callable[[], None] = lambda: None
+) -> bool:
     """This process's part of a replica, under torchrun. Raises as `run_simulated` does.
 
-    Returns whether it has written the summary for its machine.
+    Tells when the run has `begun` in the folder. Returns whether it has written the summary for its machine.
     """
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     way = ""
@@ -162,12 +170,13 @@ def run_torch_replica(config: Config, folder: Path, resume: bool, restart: bool 
     layout = Layout.of(config)
     place = layout.place(network.process)
     everyone = range(layout.processes)
-    stop = Stop(network.store, everyone, [network.process])
+    stop = Stop(network.store, everyone, [network.process], launcher=os.getppid())
     with stopping_on_signals(stop):
         refuse_other_settings(network, config)
         own = Standing.of(folder, place.replica, layout.seat(place), way)
-        standings = [Standing(**told) for told in gather(network, vars(own), "standings", config.deadline)]
+        standings = [Standing(**told) for told in gather(network, vars(own), "standings", config.deadline).values()]
         step = first_step(standings, folder)
+        begun()
         if way == RESUMED:
             write_settings(config, folder)  # which may be other ones, in what may change
         kept = Kept(network.store, lambda: everyone)
@@ -178,7 +187,7 @@ def run_torch_replica(config: Config, folder: Path, resume: bool, restart: bool 
             if other_text(network, trainer.held_out, config.deadline) and tells:
                 trainer.warn("machines hold other text than each other; validation losses are not of the same text")
             trainer.train()
-            finish(trainer, writes=place.replica in writing(layout, machines).values(), tells=tells)
+            finish(trainer, lambda ended: place.replica in writing(layout, machines).values(), tells)
     network.close()
     return tells
 
@@ -214,6 +223,7 @@ def launch_torch(config: Config, folder: Path, resume: bool) -> None:
         max_restarts=0,
         logs_specs=DefaultLogsSpecs(log_dir=tempfile.mkdtemp(dir=folder / "logs"), redirects=Std.ALL),
         shutdown_timeout=round(2 * config.deadline),
+        signals_to_handle=",".join(number.name for number in (*stop_signals(), signal.SIGQUIT)),
     )
     arguments = ["--resume", str(folder)] if resume else [str(folder / "config.toml")]
     try:
@@ -221,16 +231,19 @@ def launch_torch(config: Config, folder: Path, resume: bool) -> None:
     except SignalException as error:
         raise Stopped("stopped by a signal") from error
     except ChildFailedError as error:
-        raise _failure(error, folder, Layout.of(config)) from error
+        raise failure_of(error, folder, Layout.of(config)) from error
 
 
-_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+def stop_signals() -> list[signal.Signals]:
+    """Those that ask for a stop; the end of a terminal does not where nohup has seen to that."""
+    hangs_up = signal.getsignal(signal.SIGHUP) != signal.SIG_IGN
+    return [signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hangs_up else [])]
 
 
 @contextmanager
 def stopping_on_signals(stop: Stop) -> Iterator[None]:
     """Ctrl-C and its kin ask for a stop; a second one while stopping is the same wish."""
-    before = {number: signal.signal(number, stop.request) for number in _STOP_SIGNALS}
+    before = {number: signal.signal(number, stop.request) for number in stop_signals()}
     try:
         with stop.listening():
             yield
@@ -265,20 +278,3 @@ def cores_for(replicas: int) -> int:
 def use_cores_of(replicas: int) -> None:
     """Lets torch use one replica's share of the cores."""
     torch.set_num_threads(cores_for(replicas))
-
-
-def _failure(error: ChildFailedError, folder: Path, layout: Layout) -> Exception:
-    """The error of the process that failed first; that others then lost it is no cause."""
-    described = {rank: _describe(failure.message, failure.exitcode) for rank, failure in error.failures.items()}
-    causes = {rank: text for rank, text in described.items() if not text.startswith("PeerLost")} or described
-    rank = min(causes, key=lambda rank: error.failures[rank].timestamp)
-    kind, _, text = causes[rank].partition(": ")
-    if kind == "UserError":
-        return UserError(text)
-    return RunFailed(f"{layout.describe(rank)} failed: {causes[rank]}; its output lies in {folder}/logs")
-
-
-def _describe(message: Any, exitcode: int) -> str:
-    if isinstance(message, dict):
-        return str(message["message"])
-    return f"it died of signal {-exitcode}" if exitcode < 0 else f"it ended with code {exitcode}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import shutil
 import sys
 import tempfile
 import threading
@@ -77,6 +78,10 @@ class OwnSettings:
 
 def shared_settings(config: Config) -> dict[str, Any]:
     """What a ticket says of the settings: those that are not at their defaults. Raises UserError."""
+    if config.network == "simulated":
+        raise UserError("network is 'simulated', but peers meet on the internet; leave it out, or use farflung train")
+    if config.replicas != Config.replicas:
+        raise UserError(f"replicas is {config.replicas}, but peers come and go as they like; leave it out")
     check_for_internet(config)
     return {
         field.name: getattr(config, field.name)
@@ -110,17 +115,23 @@ def seat_of(listening: Listening, first: bool) -> Seat:
 def run_peer(ticket: Ticket, config: Config, seat: Seat, joined: Callable[[InternetNetwork], None]) -> None:
     """Trains as one peer until the run's last step; tells when it has `joined`.
 
-    Raises Stopped, UserError and whatever training raises.
+    Raises Stopped, UserError and whatever training raises. Where it does not come to train, the folder stays as it was.
     """
+    with _left_as_it_was(Path(config.out)):
+        _run_peer(ticket, config, seat, joined)
+
+
+def _run_peer(ticket: Ticket, config: Config, seat: Seat, joined: Callable[[InternetNetwork], None]) -> None:
     parts = internet()
     folder = Path(config.out)
-    resumed = any(folder.glob("events/*.jsonl"))
+    resumed = _begun(folder)
     check_for_internet(config)
     alike = methods.from_config(config).topology.alike
+    ticket = _with_newer_addresses(ticket, folder / "run.ticket")
     identity = _own_identity(folder, resumed)
     told: list[Trainer] = []
     network: InternetNetwork = parts.InternetNetwork(
-        _with_newer_addresses(ticket, folder / "run.ticket"),
+        ticket,
         identity,
         seat,
         parts.introduction(ticket),
@@ -144,20 +155,42 @@ def run_peer(ticket: Ticket, config: Config, seat: Seat, joined: Callable[[Inter
             trainer = Trainer(config, network, folder, stop, kept, launch.pick_device(config.device, 0), step)
             told.append(trainer)
             trainer.train(catch_up=away)
-            finish(trainer, writes=True, tells=True, network=SimulatedNetwork.alone())
+            finish(trainer, writes=lambda ended: True, tells=True, network=SimulatedNetwork.alone())
     finally:
         network.close()
 
 
 def _own_identity(folder: Path, resumed: bool) -> Identity:
     """The key in a peer's run folder. Raises UserError where none can be, or another's run is."""
+    key = folder / "peer.key"
+    if not resumed or key.exists():
+        try:
+            identity: Identity = internet().Identity(key)
+        except OSError as error:
+            raise UserError(f"cannot write to {folder}: {error.strerror}; choose another folder with --out") from error
+        if not resumed or (folder / "events" / f"replica-{identity.rank}.jsonl").exists():
+            return identity
+    raise UserError(f"{folder} holds the run of another peer; choose another folder with --out")
+
+
+def _begun(folder: Path) -> bool:
+    """Whether there is a run in a folder."""
+    return any(folder.glob("events/*.jsonl"))
+
+
+@contextlib.contextmanager
+def _left_as_it_was(folder: Path) -> Iterator[None]:
+    """Removes what a peer that never came to train has put into its run folder, and the folder if it made that."""
+    there, before = folder.exists(), set(folder.glob("*"))
     try:
-        identity: Identity = internet().Identity(folder / "peer.key")
-    except OSError as error:
-        raise UserError(f"cannot write to {folder}: {error.strerror}; choose another folder with --out") from error
-    if resumed and not (folder / "events" / f"replica-{identity.rank}.jsonl").exists():
-        raise UserError(f"{folder} holds the run of another peer; choose another folder with --out")
-    return identity
+        yield
+    except BaseException:
+        if not _begun(folder):
+            for path in set(folder.glob("*")) - before:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+            if folder.exists() and not there:
+                folder.rmdir()
+        raise
 
 
 def look_on(ticket: Ticket, key: Path, seat: Seat, listed: bool = False) -> InternetNetwork:

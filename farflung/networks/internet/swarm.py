@@ -312,9 +312,9 @@ class Swarm:
             self._tell(plain(f"a part of this peer's work has failed: {error!r}"))
 
     def _unheard(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """What nobody asked for the result of; connections and tasks that end as this peer leaves are no news."""
+        """Logs what has ended a task that nobody waits for, but not that the daemon has gone: who calls it is told."""
         error = context.get("exception")
-        if not self._leaving or (error and not isinstance(error, UNREACHABLE)):
+        if not isinstance(error, UNREACHABLE) and not (error is None and self._leaving):
             loop.default_exception_handler(context)
 
     async def _stop(self) -> None:

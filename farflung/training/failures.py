@@ -1,0 +1,56 @@
+"""What ends a run, and how the process that failed first is told from those that then lost it."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ErrorHandler
+
+from farflung.config import UserError
+from farflung.networks import PeerLost
+from farflung.outer import Disagreement, Diverged
+from farflung.pipeline import Layout
+from farflung.training.finish import NoRoom
+
+
+class RunFailed(Exception):
+    """A replica's process failed; the message says which, and why."""
+
+
+RUN_ERRORS = (RunFailed, Diverged, Disagreement, PeerLost, NoRoom)
+"""What ends a run for reasons other than a mistake in its settings."""
+
+
+class OneLine(ErrorHandler):
+    """Keeps a user's mistake, and what else is known to end runs, without the traceback that torchrun would print."""
+
+    def record_exception(self, e: BaseException) -> None:
+        """Writes the file that launchers read of a process that has failed."""
+        path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+        if not path or not isinstance(e, (UserError, *RUN_ERRORS)):
+            super().record_exception(e)
+            return
+        extra = {"py_callstack": f"none is needed: {e}", "timestamp": str(int(time.time()))}
+        kept = {"message": {"message": f"{type(e).__name__}: {e}", "extraInfo": extra}}
+        Path(path).write_text(json.dumps(kept), "utf-8")
+
+
+def failure_of(error: ChildFailedError, folder: Path, layout: Layout) -> Exception:
+    """The error of the process that failed first; that others then lost it is no cause."""
+    described = {rank: _describe(failure.message, failure.exitcode) for rank, failure in error.failures.items()}
+    causes = {rank: text for rank, text in described.items() if not text.startswith("PeerLost")} or described
+    rank = min(causes, key=lambda rank: error.failures[rank].timestamp)
+    kind, _, text = causes[rank].partition(": ")
+    if kind == "UserError":
+        return UserError(text)
+    return RunFailed(f"{layout.describe(rank)} failed: {causes[rank]}; its output lies in {folder}/logs")
+
+
+def _describe(message: Any, exitcode: int) -> str:
+    if isinstance(message, dict):
+        return str(message["message"])
+    return f"it died of signal {-exitcode}" if exitcode < 0 else f"it ended with code {exitcode}"
