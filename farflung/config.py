@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import functools
@@ -9,6 +10,7 @@ import json
 import tomllib
 import types
 import typing
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -18,6 +20,15 @@ T = TypeVar("T")
 
 class UserError(ValueError):
     """A mistake in what the user asked for: one line that says what, where and what to do."""
+
+
+@contextlib.contextmanager
+def disk_errors(what: str, remedy: str) -> Iterator[None]:
+    """Says in one line what the disk does not let us do inside, and the remedy. Raises UserError."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"cannot {what}: {error.strerror or error}; {remedy}") from error
 
 
 @dataclass(frozen=True)

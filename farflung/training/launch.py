@@ -20,7 +20,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, r
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from farflung import methods
-from farflung.config import Config, UserError, to_toml
+from farflung.config import Config, UserError, disk_errors, to_toml
 from farflung.files import write_text
 from farflung.networks import Conditions, Died, PeerLost, SimulatedNetwork, Simulation, TorchNetwork, conditions_named
 from farflung.outer import Disagreement, Diverged
@@ -29,6 +29,7 @@ from farflung.training import checkpoint
 from farflung.training.beginning import (
     AGAIN,
     NEW,
+    RESTARTED,
     RESUMED,
     Standing,
     begun_by_this_launch,
@@ -37,6 +38,7 @@ from farflung.training.beginning import (
     local_step,
     note_launch,
     refuse_other_replicas,
+    refuse_while_trained,
     telling,
     writing,
 )
@@ -90,11 +92,9 @@ def check_settings(config: Config) -> None:
 
 def write_settings(config: Config, folder: Path) -> None:
     """Writes config.toml. Raises UserError."""
-    try:
+    with disk_errors(f"write to {folder}", "choose another folder with --out"):
         folder.mkdir(parents=True, exist_ok=True)
         write_text(folder / "config.toml", to_toml(methods.settled(config)))
-    except OSError as error:
-        raise UserError(f"cannot write to {folder}: {error.strerror}; choose another folder with --out") from error
 
 
 def check_network(config: Config) -> None:
@@ -155,7 +155,8 @@ def run_torch_replica(config: Config, folder: Path, resume: bool, restart: bool 
     if local_rank == 0:
         way = RESUMED if resume else NEW
         if STARTED_HERE not in os.environ:
-            way = _prepare_machine(config, folder, way, restart)  # the others come no further meanwhile than joining
+            # The others come no further meanwhile than joining.
+            way = _prepare_machine(config, folder, RESTARTED if restart else way)
     use_cores_of(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     network = TorchNetwork.from_env(config.starting)
     layout = Layout.of(config)
@@ -166,6 +167,8 @@ def run_torch_replica(config: Config, folder: Path, resume: bool, restart: bool 
         own = Standing.of(folder, place.replica, layout.seat(place), way)
         standings = [Standing(**told) for told in gather(network, vars(own), "standings", config.deadline)]
         step = first_step(standings, folder)
+        if RESTARTED in {standing.way for standing in standings}:
+            _clear_machines(config, folder, way, network)
         if way == RESUMED:
             write_settings(config, folder)  # which may be other ones, in what may change
         kept = Kept(network.store, lambda: everyone)
@@ -179,17 +182,35 @@ def run_torch_replica(config: Config, folder: Path, resume: bool, restart: bool 
     return tells
 
 
-def _prepare_machine(config: Config, folder: Path, way: str, restart: bool) -> str:
+def _prepare_machine(config: Config, folder: Path, way: str) -> str:
     """What is to be done once on each machine before its processes join. Returns how it begins. Raises UserError."""
-    if way == NEW and begun_by_this_launch(folder):
+    if way in (NEW, RESTARTED) and begun_by_this_launch(folder):
         way = AGAIN
     if way == NEW:
-        prepare(config, folder, resume=False, restart=restart)
+        prepare(config, folder, resume=False)
         note_launch(folder)
     else:
         check_settings(config)
-        refuse_other_replicas(config, folder)
+        if way == RESTARTED:
+            refuse_while_trained(folder)
+        else:
+            refuse_other_replicas(config, folder)
     return way
+
+
+def _clear_machines(config: Config, folder: Path, way: str, network: TorchNetwork) -> None:
+    """Removes the old runs, once all processes have come and agreed to begin anew. Raises UserError, on all alike."""
+    fault = ""
+    if way == RESTARTED:
+        try:
+            clear(folder)
+            write_settings(config, folder)
+        except UserError as error:
+            fault = str(error)
+    if faults := list(filter(None, gather(network, fault, "cleared", config.deadline))):
+        raise UserError(faults[0])
+    if way == RESTARTED:
+        note_launch(folder)
 
 
 def launch_torch(config: Config, folder: Path, resume: bool) -> None:

@@ -111,6 +111,9 @@ class Trainer:
 
         To `catch_up` is to take the others' state first, on an open network where this replica was away.
         """
+        if self._resumed and self.speaks:
+            for path in checkpoint.damaged(self.folder, self.island.place.replica, after=self.step):
+                self.warn(f"{path} is damaged, so this run goes on from step {self.step}")
         checkpoint.forget_after(self.folder, self.island.place.replica, self.step)
         self._describe()
         attached = self.method.attach(
