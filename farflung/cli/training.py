@@ -108,6 +108,8 @@ def tell_result(folder: Path, to: TextIO | None = None) -> None:
     summary = json.loads((folder / "summary.json").read_text("utf-8"))
     sent, ddp = summary["bytes_sent"], summary["ddp_bytes"]
     fewer = f", {ddp / sent:.0f} times fewer than ddp's {ddp / 1e6:,.1f} MB" if sent and ddp else ""
+    if missing := summary["missing"]:
+        print(f"\nwithout replica {', '.join(map(str, missing))}, lost before the end", file=to)
     print(
         f"\nvalidation loss {summary['validation_loss']:.4f} nats a token (mean of the replicas), "
         f"{summary['validation_loss_averaged']:.4f} with their weights averaged\n"

@@ -81,7 +81,7 @@ def _results(runs: list[Run]) -> str:
         ("validation loss, mean of the replicas", lambda s: number(s["validation_loss"])),
         ("validation loss of their averaged weights", lambda s: number(s["validation_loss_averaged"])),
         ("validation loss, each replica", lambda s: ", ".join(map(number, s["validation_loss_per_replica"]))),
-        ("replicas × steps", lambda s: f"{s['replicas']} × {s['steps']}"),
+        ("replicas × steps", lambda s: f"{s['replicas']} × {s['steps']}{_missing(s)}"),
         ("stages × shards of a replica", lambda s: f"{s['stages']} × {s['shards']}"),
         ("parameters", lambda s: f"{s['parameters']:,}"),
         ("tokens", lambda s: f"{s['tokens']:,}"),
@@ -160,6 +160,11 @@ def _ddp(summary: dict[str, Any]) -> str:
     if sent and not ddp:
         return "not known: the others' runs are not in this folder"
     return nbytes(ddp) + (f" ({ddp / sent:.0f} times as much)" if sent else "")
+
+
+def _missing(summary: dict[str, Any]) -> str:
+    missing = ", ".join(map(str, summary.get("missing", ())))
+    return f", without replica {missing}, lost before the end" if missing else ""
 
 
 def _share(summary: dict[str, Any]) -> str:

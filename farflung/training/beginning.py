@@ -6,7 +6,7 @@ import os
 import shutil
 import socket
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -193,23 +193,23 @@ def _listed(numbers: Sequence[object]) -> str:
     return ", ".join(map(str, numbers[:SHOWN])) + (" …" if len(numbers) > SHOWN else "")
 
 
-def writing(layout: Layout, machines: Sequence[str]) -> dict[str, int]:
-    """The replica that writes, on each machine, what all have in common; given each process's machine.
+def writing(layout: Layout, machines: Mapping[int, str]) -> dict[str, int]:
+    """The replica that writes, on each machine, what all have in common; given the machine of each process there is.
 
     It is the first replica that is there whole, or else the first that has a part there.
     """
     chosen = {}
-    for machine in dict.fromkeys(machines):
-        here = Counter(layout.place(process).replica for process, other in enumerate(machines) if other == machine)
+    for machine in dict.fromkeys(machines.values()):
+        here = Counter(layout.place(process).replica for process, other in machines.items() if other == machine)
         chosen[machine] = min(here, key=lambda replica: (here[replica] < layout.island, replica))
     return chosen
 
 
-def telling(layout: Layout, machines: Sequence[str]) -> set[int]:
+def telling(layout: Layout, machines: Mapping[int, str]) -> set[int]:
     """The first process of each machine that has a part of the replica that writes there."""
     of = writing(layout, machines)
     first: dict[str, int] = {}
-    for process, machine in enumerate(machines):
+    for process, machine in machines.items():
         if layout.place(process).replica == of[machine]:
             first.setdefault(machine, process)
     return set(first.values())

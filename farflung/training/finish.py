@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from farflung.config import Config
 from farflung.files import write_text
@@ -35,14 +36,19 @@ PROMPT_TOKENS = 16
 SAMPLE_TOKENS = 256
 
 
-def finish(trainer: Trainer, writes: bool, tells: bool, network: Network | None = None) -> dict[str, Any]:
+Ended = tuple[Tensor, list[dict[str, Any]]]
+"""The mean of the weights of those who end together, and what each of them tells of its run."""
+Together = Callable[[Callable[[Network], Ended]], Ended]
+"""Calls a function with the network of the replicas that end together; if it fails, perhaps again with that of fewer.
+"""
+
+
+def finish(trainer: Trainer, together: Together) -> dict[str, Any]:
     """Averages the replicas' weights, or late averages of them, once, evaluates them, and returns the run's summary.
 
-    Leaves the averaged weights in the trainer's model. With `writes`, which all processes of a replica are told alike,
-    the averaged weights go to the run folder; the summary does from the process that `tells`. `network` is that of the
-    replicas that end together, if it is not the one they trained on. Raises NoRoom, when the disk stays full.
+    Leaves the averaged weights in the trainer's model. Raises PeerLost.
     """
-    config, network = trainer.config, network or trainer.network
+    config = trainer.config
     deadline = PATIENCE * config.deadline
     traffic = Traffic(**vars(trainer.network.traffic))
     seconds = trainer.events.elapsed()
@@ -52,56 +58,75 @@ def finish(trainer: Trainer, writes: bool, tells: bool, network: Network | None 
     island = trainer.island
     (weights,) = split(trainer.model, 1)
     own = weights.read()
-    mean = among_the_living(
-        network, lambda group: network.all_reduce(own.clone(), group, f"average at the end of {group}").wait(deadline)
-    )
+
+    def ended(network: Network) -> Ended:
+        mean = among_the_living(
+            network,
+            lambda group: network.all_reduce(own.clone(), group, f"average at the end of {group}").wait(deadline),
+        )
+        own_facts = [own.numel(), (own - mean).double().square().sum(), traffic.bytes_sent, traffic.seconds_blocked]
+        own_facts += [island.traffic.bytes_sent]
+        numel, deviation, sent, blocked, boundary = island.total(torch.tensor(own_facts, dtype=torch.float64)).tolist()
+        facts = {
+            "replica": island.place.replica,
+            "parameters": round(numel),
+            "tokens": trainer.trained * config.tokens_per_step,
+            "loss": own_loss,
+            "deviation": deviation / max(numel, 1),
+            "sent": round(sent),
+            "boundary": round(boundary),
+            "blocked": blocked / island.layout.island,
+            "rounds": trainer.rounds,
+            "seconds": seconds,
+        }
+        return mean, gather(network, facts, "summary", deadline)
+
+    mean, all_facts = together(ended)
     weights.write(mean)
     island.after_step()
-    own_facts = [own.numel(), (own - mean).double().square().sum(), traffic.bytes_sent, traffic.seconds_blocked]
-    own_facts += [island.traffic.bytes_sent]
-    numel, deviation, sent, blocked, boundary = island.total(torch.tensor(own_facts, dtype=torch.float64)).tolist()
-    facts = {
-        "loss": own_loss,
-        "deviation": deviation / max(numel, 1),
-        "sent": round(sent),
-        "boundary": round(boundary),
-        "blocked": blocked / island.layout.island,
-        "rounds": trainer.rounds,
-        "seconds": seconds,
-    }
-    all_facts = gather(network, facts, "summary", deadline)
     trainer.prune()
-    summary = {
+    parameters = all_facts[0]["parameters"]
+    missing = set(range(config.replicas)) - {f["replica"] for f in all_facts}
+    return {
         "method": config.method,
         "replicas": config.replicas,
+        "missing": sorted(missing) if len(all_facts) < config.replicas else [],
         "steps": trainer.step,
         "stages": island.layout.stages,
         "shards": island.layout.shards,
-        "parameters": round(numel),
-        "tokens": trainer.trained * config.tokens_per_step * config.replicas,
+        "parameters": parameters,
+        "tokens": sum(f["tokens"] for f in all_facts),
         "validation_loss": sum(f["loss"] for f in all_facts) / len(all_facts),
         "validation_loss_per_replica": [f["loss"] for f in all_facts],
         "validation_loss_averaged": trainer.validation_loss(),
         "bytes_sent": sum(f["sent"] for f in all_facts),
         "boundary_bytes": sum(f["boundary"] for f in all_facts),
-        "ddp_bytes": ddp_bytes(round(numel), config),
+        "ddp_bytes": ddp_bytes(parameters, config),
         "rounds": max(f["rounds"] for f in all_facts),
         "seconds": max(f["seconds"] for f in all_facts),
         "seconds_blocked": sum(f["blocked"] for f in all_facts) / len(all_facts),
         "weight_spread": (sum(f["deviation"] for f in all_facts) / len(all_facts)) ** 0.5,
     }
-    if writes:
-        summary["sample"] = sample_text(trainer)
-        model = trainer.model
-        average = {"shard": island.place.shard, "model": model.state_dict(), "buffers": buffer_names(model)}
 
-        def write() -> None:
-            if tells:
-                write_text(trainer.folder / "summary.json", json.dumps(summary, indent=2) + "\n")
-            checkpoint.write(checkpoint.average_of(trainer.folder, trainer.seat), average)
 
-        _keep_trying(write, trainer, summary)
-    return summary
+def write_results(trainer: Trainer, summary: dict[str, Any], tells: bool) -> None:
+    """Writes the averaged weights, and with `tells` the summary; all processes of a replica call it alike.
+
+    Raises NoRoom, when the disk stays full.
+    """
+    summary = {**summary, "sample": sample_text(trainer)}
+    model = trainer.model
+    average = {"shard": trainer.island.place.shard, "model": model.state_dict(), "buffers": buffer_names(model)}
+    if tells and summary["missing"]:
+        missing = ", ".join(map(str, summary["missing"]))
+        trainer.warn(f"replicas lost: {missing}; the averaged weights and the summary are of the others")
+
+    def write() -> None:
+        if tells:
+            write_text(trainer.folder / "summary.json", json.dumps(summary, indent=2) + "\n")
+        checkpoint.write(checkpoint.average_of(trainer.folder, trainer.seat), average)
+
+    _keep_trying(write, trainer, summary)
 
 
 def _keep_trying(write: Callable[[], None], trainer: Trainer, summary: dict[str, Any]) -> None:

@@ -43,10 +43,11 @@ from farflung.training.beginning import (
     writing,
 )
 from farflung.training.events import holds_a_run
-from farflung.training.finish import NoRoom, finish
+from farflung.training.finish import NoRoom, finish, write_results
 from farflung.training.gather import gather
 from farflung.training.kept import Kept
 from farflung.training.stopping import Stop, Stopped
+from farflung.training.survivors import ended_together
 from farflung.training.terminal import STARTED_HERE
 from farflung.training.trainer import Trainer
 from farflung.workloads import data, models, tokenizers
@@ -128,7 +129,9 @@ def run_simulated(config: Config, folder: Path, resume: bool) -> None:
             try:
                 trainer.train()
                 first = network.rank == simulation.world.living[0]
-                finish(trainer, writes=first, tells=first)
+                summary = finish(trainer, lambda ended: ended(network))
+                if first:
+                    write_results(trainer, summary, tells=True)
             except Died:
                 trainer.events.write("end", trainer.step, reason="died")
                 raise
@@ -173,11 +176,14 @@ def run_torch_replica(config: Config, folder: Path, resume: bool, restart: bool 
             write_settings(config, folder)  # which may be other ones, in what may change
         kept = Kept(network.store, lambda: everyone)
         trainer = Trainer(config, network, folder, stop, kept, pick_device(config.device, local_rank), step)
-        machines = [standing.machine for standing in standings]
-        tells = network.process in telling(layout, machines)
         with closing(trainer.events):
             trainer.train()
-            finish(trainer, writes=place.replica in writing(layout, machines).values(), tells=tells)
+            summary = finish(trainer, lambda ended: ended_together(ended, network, layout, config.deadline))
+            left = {process for process in everyone if layout.place(process).replica not in summary["missing"]}
+            machines = {process: standings[process].machine for process in sorted(left)}
+            tells = network.process in telling(layout, machines)
+            if place.replica in writing(layout, machines).values():
+                write_results(trainer, summary, tells)
     network.close()
     return tells
 
