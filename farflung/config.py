@@ -7,6 +7,7 @@ import dataclasses
 import difflib
 import functools
 import json
+import math
 import tomllib
 import types
 import typing
@@ -325,3 +326,5 @@ def _check_type(name: str, value: object, kind: Any) -> None:
     if type(value) not in accepted:
         wanted = " or ".join(k.__name__ for k in kinds if k is not types.NoneType)
         raise UserError(f"{name} is {value!r}; it must be of type {wanted}")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise UserError(f"{name} is {value}; it must be a finite number")

@@ -1,6 +1,7 @@
 """The command line as a user meets it: real processes, real mistakes, real signals."""
 
 import contextlib
+import io
 import json
 import os
 import signal
@@ -15,6 +16,8 @@ from patience import patience, until
 from processes import farflung, free_port, run_here, saved, train_together
 from warm import Python
 
+from farflung.cli.arguments import parse
+from farflung.config import Config, UserError
 from farflung.training import checkpoint
 
 QUICK = [
@@ -65,6 +68,23 @@ def test_a_mistake_gets_one_line_and_exit_code_2(
     (line,) = said.err.strip().splitlines()
     assert not said.out and all(word in line for word in ["farflung: ", *words]), line
     assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--steps", "x"], ["--evry", "3"], ["--network", "pigeon"], ["--seed"], ["--inner", "adam"]]
+)
+def test_a_mistake_reads_the_same_on_a_terminal_without_boxes(
+    monkeypatch: pytest.MonkeyPatch, arguments: list[str]
+) -> None:
+    """There tyro draws its boxes with hyphens."""
+    said = []
+    for encoding in ("utf-8", "ascii"):
+        monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding))
+        with pytest.raises(UserError) as error:
+            parse(Config, arguments, "train", None)
+        said.append(str(error.value))
+    boxed, plain = said
+    assert plain == boxed and "--- " not in plain and "helptext" not in plain
 
 
 def test_methods_lists_each_with_paper_and_settings() -> None:

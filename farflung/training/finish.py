@@ -117,9 +117,6 @@ def write_results(trainer: Trainer, summary: dict[str, Any], tells: bool) -> Non
     summary = {**summary, "sample": sample_text(trainer)}
     model = trainer.model
     average = {"shard": trainer.island.place.shard, "model": model.state_dict(), "buffers": buffer_names(model)}
-    if tells and summary["missing"]:
-        missing = ", ".join(map(str, summary["missing"]))
-        trainer.warn(f"replicas lost: {missing}; the averaged weights and the summary are of the others")
 
     def write() -> None:
         if tells:

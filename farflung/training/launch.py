@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -182,6 +183,9 @@ def run_torch_replica(config: Config, folder: Path, resume: bool, restart: bool 
             left = {process for process in everyone if layout.place(process).replica not in summary["missing"]}
             machines = {process: standings[process].machine for process in sorted(left)}
             tells = network.process in telling(layout, machines)
+            if tells and summary["missing"]:
+                missing = ", ".join(map(str, summary["missing"]))
+                trainer.warn(f"replicas lost: {missing}; the averaged weights and the summary are of the others")
             if place.replica in writing(layout, machines).values():
                 write_results(trainer, summary, tells)
     network.close()
@@ -279,8 +283,8 @@ def pick_device(name: str, local_rank: int) -> torch.device:
 
 def cores_for(replicas: int) -> int:
     """How many of this machine's cores each of its replicas gets, unless OMP_NUM_THREADS says."""
-    if os.environ.get("OMP_NUM_THREADS", "").isdigit():
-        return int(os.environ["OMP_NUM_THREADS"])
+    if re.fullmatch("[0-9]+", threads := os.environ.get("OMP_NUM_THREADS", "")):
+        return int(threads)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, cores // replicas)
 
