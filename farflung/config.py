@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import functools
 import json
+import math
 import tomllib
 import types
 import typing
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -18,6 +21,15 @@ T = TypeVar("T")
 
 class UserError(ValueError):
     """A mistake in what the user asked for: one line that says what, where and what to do."""
+
+
+@contextlib.contextmanager
+def disk_errors(what: str, remedy: str) -> Iterator[None]:
+    """Says in one line what the disk does not let us do inside, and the remedy. Raises UserError."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"cannot {what}: {error.strerror or error}; {remedy}") from error
 
 
 @dataclass(frozen=True)
@@ -314,3 +326,5 @@ def _check_type(name: str, value: object, kind: Any) -> None:
     if type(value) not in accepted:
         wanted = " or ".join(k.__name__ for k in kinds if k is not types.NoneType)
         raise UserError(f"{name} is {value!r}; it must be of type {wanted}")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise UserError(f"{name} is {value}; it must be a finite number")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 from pathlib import Path
+from typing import Any
 
 
 def beside(path: Path) -> Path:
@@ -28,8 +30,25 @@ def write_text(path: Path, text: str, private: bool = False) -> None:
     new = beside(path)
     try:
         new.touch(mode=0o600 if private else 0o666)
-        new.write_text(text, encoding="utf-8")
+        with new.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())  # or a power cut may leave an empty file under the new name
         new.replace(path)
     except BaseException:
         new.unlink(missing_ok=True)  # on a full disk, what there is of it only takes up room
         raise
+
+
+def readable_events(lines: bytes) -> list[dict[str, Any]]:
+    """The events in whole lines of a replica's file; lines that a disk or a copy has spoilt are left out."""
+    return [event for line in lines.splitlines() if (event := _event(line))]
+
+
+def _event(line: bytes) -> dict[str, Any] | None:
+    try:
+        event = json.loads(line)
+    except ValueError:
+        return None
+    known = isinstance(event, dict) and isinstance(event.get("event"), str) and isinstance(event.get("step"), int)
+    return event if known else None

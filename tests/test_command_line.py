@@ -1,6 +1,7 @@
 """The command line as a user meets it: real processes, real mistakes, real signals."""
 
 import contextlib
+import io
 import json
 import os
 import re
@@ -19,7 +20,8 @@ from warm import Python
 
 from farflung import cli
 from farflung.cli import peers, runs
-from farflung.config import Config, Resume
+from farflung.cli.arguments import parse
+from farflung.config import Config, Resume, UserError
 from farflung.planner.options import PlanOptions
 from farflung.planner.simulation import SimulateOptions
 from farflung.training import checkpoint, launch
@@ -114,6 +116,23 @@ def test_the_options_of_train_have_resume_and_restart(capsys: pytest.CaptureFixt
         cli.training.train(["--help"])
     plain = re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out)
     assert {"--resume", "--restart", "--every-final"} <= set(re.findall(r"^\W*? (--[\w-]+)", plain, re.MULTILINE))
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--steps", "x"], ["--evry", "3"], ["--network", "pigeon"], ["--seed"], ["--inner", "adam"]]
+)
+def test_a_mistake_reads_the_same_on_a_terminal_without_boxes(
+    monkeypatch: pytest.MonkeyPatch, arguments: list[str]
+) -> None:
+    """There tyro draws its boxes with hyphens."""
+    said = []
+    for encoding in ("utf-8", "ascii"):
+        monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding))
+        with pytest.raises(UserError) as error:
+            parse(Config, arguments, "train", None)
+        said.append(str(error.value))
+    boxed, plain = said
+    assert plain == boxed and "--- " not in plain and "helptext" not in plain
 
 
 def test_methods_lists_each_with_paper_and_settings() -> None:

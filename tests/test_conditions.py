@@ -378,7 +378,7 @@ def test_the_world_has_the_measured_links() -> None:
         ('[[sites]]\nname = "a"\n[[links]]\nbetween = ["a", "c"]\nlatency_ms = 1', "names the site 'c'; there are: a"),
         ('[[sites]]\nname = "a"\n[[links]]\nlatency_ms = 1', "links 1: between is missing"),
         ("[[cuts]]\nreplicas = [1]\nfrom_s = 5\nuntil_s = 2", "it must end after it begins"),
-        ("[[cuts]]\nreplicas = [1]\nfrom_s = 5\nuntil_s = inf", "it must end after it begins"),
+        ("[[cuts]]\nreplicas = [1]\nfrom_s = 5\nuntil_s = inf", "until_s is inf; it must be a finite number"),
         ("[[deaths]]\nreplica = 1\nat_s = -1", "death 1, of replica 1: at_s is -1; it must be at least 0"),
         ("sites = 3", "sites is 3; it must be a list"),
         ('links_file = "nowhere.csv"', "links_file is a path beside the conditions"),
@@ -454,7 +454,7 @@ def test_each_number_of_a_file_is_finite_and_in_its_range(tmp_path: Path, line: 
 
 
 @pytest.mark.parametrize(("column", "value"), [("latency_ms", "12.0"), ("bandwidth_mbps", "900.0")])
-@pytest.mark.parametrize("bad", ["nan", "-inf", "-1.0", "1e30", "fast", ""])
+@pytest.mark.parametrize("bad", ["nan", "inf", "-inf", "-1.0", "1e30", "fast", ""])
 def test_each_number_of_a_matrix_of_links_is_finite_and_in_its_range(
     tmp_path: Path, column: str, value: str, bad: str
 ) -> None:
@@ -466,3 +466,10 @@ def test_a_world_of_proper_numbers_is_taken(tmp_path: Path) -> None:
     (tmp_path / "links.csv").write_text(LINKS)
     (tmp_path / "net.toml").write_text(WORLD)
     assert conditions_named(str(tmp_path / "net.toml")).link(0, 1) == Link(("a", "b"), 12.0, 900.0)
+
+
+def test_a_folder_is_no_file_of_conditions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "hme").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="no conditions 'hme'; did you mean 'home'"):
+        conditions_named("hme")

@@ -40,6 +40,8 @@ def test_every_setting_has_help_text() -> None:
         ("every = 'x'", ["every", "'x'", "int"]),
         ("every = 0", ["every", "at least 1"]),
         ("lr = 0", ["lr", "more than 0"]),
+        ("lr = inf", ["lr is inf", "finite"]),
+        ("gamma = nan", ["gamma is nan", "finite"]),
         ("network = 'pigeon'", ["network", "pigeon", "torch, simulated"]),
         ("every = ", ["not valid TOML"]),
     ],

@@ -242,7 +242,11 @@ def test_on_each_machine_one_replica_writes_and_one_process_tells() -> None:
         (Layout(2, shards=2), "abbb", {"a": 0, "b": 1}, {0, 2}),
         (Layout(4), "abab", {"a": 0, "b": 1}, {0, 1}),
     ]:
-        assert writing(layout, machines) == replicas and telling(layout, machines) == processes
+        on = dict(enumerate(machines))
+        assert writing(layout, on) == replicas and telling(layout, on) == processes
+    without_replica_0 = {2: "a", 3: "a", 4: "b", 5: "b"}
+    assert writing(Layout(3, stages=2), without_replica_0) == {"a": 1, "b": 2}
+    assert telling(Layout(3, stages=2), without_replica_0) == {2, 4}
 
 
 CONDITIONS = """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
+import itertools
 import os
 import re
 from collections.abc import Callable
@@ -40,13 +41,21 @@ def parse(kind: type[T], arguments: list[str], command: str, about: str | None, 
 
 
 def _one_line(box: str, command: str) -> str:
-    """What a printed box says up to its first rule, with the flag that it thinks was meant."""
+    """What a printed box says between its title and its next rule, with the flag that it thinks was meant.
+
+    Where the terminal has no box-drawing characters, rules are of hyphens, and one is under the title.
+    """
     lines = [re.sub(r"^│\s?|\s*│$", "", line).strip() for line in box.splitlines()[1:]]
-    rule = next((number for number, line in enumerate(lines) if re.match("[─╰]{3}", line)), len(lines))
+    lines = list(itertools.dropwhile(_is_rule, lines))
+    rule = next((number for number, line in enumerate(lines) if _is_rule(line)), len(lines))
     text = " ".join(line for line in lines[:rule] if line).partition(" Got errors:")[0].rstrip(".")
     text = re.sub(r"^Error parsing _?[A-Z]\w*: ", "", text)
     meant = re.search(r"Perhaps you meant:\n\s*(--[\w-]+)", "\n".join(lines))
     return f"{text}; {f'did you mean {meant[1]}?' if meant else ''} see: farflung {command} --help".replace(";  ", "; ")
+
+
+def _is_rule(line: str) -> bool:
+    return bool(re.fullmatch("[─╰╯-]{3,}", line))
 
 
 def free_folder(name: str, mark: str = "events/*") -> Path:

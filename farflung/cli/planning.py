@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from farflung.cli.arguments import free_folder, parse
+from farflung.config import disk_errors
 
 
 def plan(arguments: list[str]) -> None:
@@ -43,6 +44,7 @@ def simulate(arguments: list[str]) -> None:
     described = f"{options.replicas} replicas of {size}, {options.rounds} rounds, conditions {options.conditions}"
     print(f"farflung: {described}\n\n{table_of(results).text()}\n")
     folder = options.out or free_folder("simulation", "simulation.html")
-    write_events(results, folder / "events")
-    write_simulation(results, described, folder / "simulation.html")
+    with disk_errors(f"write to {folder}", "give another folder with --out"):
+        write_events(results, folder / "events")
+        write_simulation(results, described, folder / "simulation.html")
     print(f"farflung: pictures in {folder / 'simulation.html'}, each round in {folder / 'events'}")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import tyro
 
 from farflung.cli.arguments import parse
-from farflung.config import UserError
+from farflung.config import UserError, disk_errors
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,10 @@ def report(arguments: list[str]) -> None:
 
     options = parse(_ReportOptions, arguments, "report", report.__doc__)
     out = options.out or (options.runs[0] / "report.html" if len(options.runs) == 1 else Path("report.html"))
-    write_report(list(options.runs), out)
+    with disk_errors(f"write {out}", "give another file with --out"):
+        unread = write_report(list(options.runs), out)
+    for line in unread:
+        print(f"farflung: {line}", file=sys.stderr)
     print(f"farflung: report of {len(options.runs)} run(s) in {out}")
 
 

@@ -35,6 +35,7 @@ class _Train:
 def train(arguments: list[str]) -> None:
     """Train a model with several replicas, or go on with a run."""
     from farflung.training import launch
+    from farflung.training.beginning import how_to_go_on
     from farflung.training.failures import RUN_ERRORS
     from farflung.training.stopping import Stopped
     from farflung.training.terminal import STARTED_HERE
@@ -65,10 +66,10 @@ def train(arguments: list[str]) -> None:
         if tells:
             tell_result(folder)
     except Stopped as stopped:
-        print(f"farflung: {stopped}; go on with: farflung train --resume {folder}", file=sys.stderr)
+        print(f"farflung: {stopped}; {how_to_go_on(folder)}", file=sys.stderr)
         sys.exit(0 if under_torchrun else INTERRUPTED)
     except RUN_ERRORS as error:
-        print(f"farflung: {error}; go on with: farflung train --resume {folder}", file=sys.stderr)
+        print(f"farflung: {error}; {how_to_go_on(folder)}", file=sys.stderr)
         sys.exit(FAILURE)
 
 

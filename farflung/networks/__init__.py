@@ -23,6 +23,7 @@ from farflung.networks.distributed import TorchNetwork
 from farflung.networks.living import among_the_living
 from farflung.networks.presets import conditions_named
 from farflung.networks.simulated import Died, SimulatedNetwork, Simulation
+from farflung.networks.survivors import among_survivors
 
 __all__ = [
     "Conditions",
@@ -40,6 +41,7 @@ __all__ = [
     "TimedNetwork",
     "TorchNetwork",
     "Traffic",
+    "among_survivors",
     "among_the_living",
     "conditions_named",
     "from_env",

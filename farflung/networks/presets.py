@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import math
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -82,7 +83,7 @@ def conditions_named(name: str) -> Conditions:
     if name in PRESETS:
         return PRESETS[name]
     path = Path(name)
-    if not path.suffix and not path.exists():
+    if not path.suffix and not path.is_file():
         raise UserError(f"there are no conditions {name!r}{suggestion(name, list(PRESETS))}; or give a TOML file")
     table = toml_table(path)
     preset, links_file = table.pop("preset", None), table.pop("links_file", None)
@@ -109,14 +110,21 @@ def _links_of(path: Path) -> list[dict[str, Any]]:
     links: list[dict[str, Any]] = []
     for number, row in enumerate(rows, start=2):
         try:
-            latency, mbps = float(row["latency_ms"]), float(row["bandwidth_mbps"])
+            latency, mbps = _finite(row["latency_ms"]), _finite(row["bandwidth_mbps"])
             links.append({"between": [row["from"], row["to"]], "latency_ms": latency, "bandwidth_mbps": mbps})
         except (KeyError, TypeError, ValueError) as error:
             raise UserError(
                 f"{path}, line {number}: each line needs from, to, latency_ms, bandwidth_mbps under a first line of "
-                "these names"
+                "these names, and finite numbers"
             ) from error
     return links
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(text)
+    return number
 
 
 def _plain(value: Any) -> Any:

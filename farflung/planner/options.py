@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -66,7 +67,7 @@ class PlanOptions:
         """The steps between rounds to try; None is the method's own."""
         words = [word.strip() for word in self.every.split(",") if word.strip()]
         for word in words:
-            if not word.isdigit() or int(word) < 1:
+            if not re.fullmatch("[0-9]+", word) or int(word) < 1:
                 raise UserError(f"every is {word!r}; give whole numbers of at least 1, with commas between")
         return [int(word) for word in words] or [None]
 

@@ -35,13 +35,14 @@ _COMPRESSION_NOTE = (
 )
 
 
-def write_report(folders: list[Path], out: Path) -> None:
+def write_report(folders: list[Path], out: Path) -> list[str]:
     """Writes the report of some run folders to `out`; a file there is replaced once the new one is whole.
 
-    Raises UserError when a folder holds no run.
+    Returns what of the runs could not be read, a line each. Raises UserError when a folder holds no run.
     """
     runs = [read_run(folder) for folder in folders]
     write_text(out, page(runs))
+    return [line for run in runs for line in run.unread()]
 
 
 def page(runs: list[Run]) -> str:
@@ -96,7 +97,8 @@ def _results(runs: list[Run]) -> str:
     cells.append(["rounds of all replicas, by outcome", *(_outcomes(run) for run in runs)])
     going = "".join(f"<p>{escape(run.name)} has not ended: so far.</p>" for run in runs if run.summary is None)
     missing = "".join(f"<p>{escape(run.name)}: {told}.</p>" for run in runs if (told := missing_from(run.results())))
-    return going + missing + _table(runs, cells)
+    unread = "".join(f"<p>{escape(line)}.</p>" for run in runs for line in run.unread())
+    return going + missing + unread + _table(runs, cells)
 
 
 def _known(text: Callable[[dict[str, Any]], str], results: dict[str, Any]) -> str:

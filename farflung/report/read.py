@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from farflung.config import UserError
-from farflung.files import holds_no_run
+from farflung.config import UserError, disk_errors
+from farflung.files import holds_no_run, readable_events
 
 Event = dict[str, Any]
 
@@ -27,6 +27,8 @@ class EventReader:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.spoilt = 0
+        """Lines so far that could not be read, and were left out."""
         self._position = 0
         self._file_number = path.stat().st_ino
 
@@ -35,7 +37,7 @@ class EventReader:
         status = self.path.stat()
         changed = status.st_ino != self._file_number or status.st_size < self._position
         if changed:
-            self._file_number, self._position = status.st_ino, 0
+            self._file_number, self._position, self.spoilt = status.st_ino, 0, 0
         return changed
 
     def read(self) -> list[Event]:
@@ -44,7 +46,9 @@ class EventReader:
             file.seek(self._position)
             whole, newline, _ = file.read().rpartition(b"\n")
         self._position += len(whole) + len(newline)
-        return [json.loads(line) for line in whole.splitlines()]
+        events = readable_events(whole)
+        self.spoilt += len(whole.splitlines()) - len(events)
+        return events
 
 
 @dataclass
@@ -102,6 +106,11 @@ class Run:
             restarted, new = reader.restarted(), reader.read()
             events = self._parts[replica, part, island] if part else self.events[replica]
             events[:] = [*([] if restarted else events), *new]
+
+    def unread(self) -> list[str]:
+        """What could not be read of the run's files, a line for each."""
+        readers = (reader for _, reader in sorted(self._readers.items()) if reader.spoilt)
+        return [f"{r.path}: {r.spoilt} line{'s' if r.spoilt > 1 else ''} cannot be read, and left out" for r in readers]
 
     def died(self) -> dict[int, int]:
         """The replicas that have died, and their last steps."""
@@ -187,7 +196,8 @@ def missing_from(summary: dict[str, Any]) -> str:
 def read_run(folder: Path) -> Run:
     """The run in a folder. Raises UserError when there is none."""
     run = Run(folder)
-    run.refresh()
+    with disk_errors(f"read {folder}", "see that its files can be read"):
+        run.refresh()
     if not run.replicas:
         raise UserError(holds_no_run(folder, "there are no events in it; give a folder that farflung train has made"))
     return run

@@ -6,17 +6,18 @@ import os
 import shutil
 import socket
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from farflung.config import Config, UserError, read_toml
+from farflung.config import Config, UserError, disk_errors, read_toml
 from farflung.files import write_text
 from farflung.pipeline import Layout, Place
 from farflung.training import checkpoint, events
 
-NEW, RESUMED, AGAIN = "new", "resumed", "again"
-"""How a machine begins: in an empty folder; where the user says so; or because torchrun has started it once more."""
+NEW, RESTARTED, RESUMED, AGAIN = "new", "restarted", "resumed", "again"
+"""How a machine begins: in an empty folder; anew in an old one; where an old run stands; or because torchrun has
+started it once more."""
 SHOWN = 6
 """Of steps and replicas, so many are named in a message."""
 
@@ -31,6 +32,7 @@ class Standing:
         steps: at which it has a checkpoint to go on from.
         trained: whether there is anything that beginning anew would lose.
         way: how its machine begins; "" for processes that leave this to another one there.
+        damaged: the files of its replica's checkpoints that cannot be used.
     """
 
     replica: int
@@ -38,6 +40,7 @@ class Standing:
     steps: tuple[int, ...]
     trained: bool
     way: str = ""
+    damaged: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, folder: Path, replica: int, seat: str, way: str = "") -> Standing:
@@ -46,9 +49,11 @@ class Standing:
         steps = tuple(
             step
             for step in sorted(checkpoint.steps_of(folder, replica))
-            if checkpoint.path_of(folder, step, seat).exists() or checkpoint.complete(folder, step, replica)
+            if checkpoint.whole(checkpoint.path_of(folder, step, seat)) or checkpoint.complete(folder, step, replica)
         )
-        return cls(replica, machine, steps, bool(steps) or events.tell_of_training(folder), way)
+        damaged = tuple(str(path) for path in checkpoint.damaged(folder, replica))
+        trained = bool(steps or damaged) or events.tell_of_training(folder)
+        return cls(replica, machine, steps, trained, way, damaged)
 
 
 def first_step(standings: Sequence[Standing], folder: Path) -> int | None:
@@ -57,8 +62,14 @@ def first_step(standings: Sequence[Standing], folder: Path) -> int | None:
     Raises UserError where going on would lose what there is.
     """
     ways = {standing.way for standing in standings} - {""}
-    if ways == {NEW}:
+    if ways <= {NEW, RESTARTED}:
         return None
+    if RESTARTED in ways:
+        anew, on = (
+            _who([standing for standing in standings if standing.way in kinds])
+            for kinds in ((NEW, RESTARTED), (RESUMED, AGAIN))
+        )
+        raise UserError(f"{anew} would begin anew, but {on} would go on; give --restart on all machines or on none")
     common = set.intersection(*(set(standing.steps) for standing in standings))
     if common and NEW not in ways:
         return max(common)
@@ -94,14 +105,28 @@ def refuse_other_replicas(config: Config, folder: Path) -> None:
         )
 
 
-def clear(folder: Path) -> None:
-    """Removes what a run has left, but for its settings. Raises UserError while it is being trained."""
+def refuse_while_trained(folder: Path) -> None:
+    """Refuses to touch a run that another process trains. Raises UserError."""
     for path in folder.glob("events/*.jsonl"):
         events.locked(path).close()
-    for name in ("summary.json", "report.html"):
-        (folder / name).unlink(missing_ok=True)
-    for name in ("events", "checkpoints"):
-        shutil.rmtree(folder / name, ignore_errors=True)
+
+
+def clear(folder: Path) -> None:
+    """Removes what a run has left, but for its settings. Raises UserError where it is being trained, or stays."""
+    with disk_errors(f"remove the old run in {folder}", "see to it, or begin anew in another folder with --out"):
+        refuse_while_trained(folder)
+        for name in ("summary.json", "report.html"):
+            (folder / name).unlink(missing_ok=True)
+        for name in ("checkpoints", "events"):  # what is left of a run is known by its events
+            if (folder / name).exists():
+                shutil.rmtree(folder / name)
+
+
+def how_to_go_on(folder: Path) -> str:
+    """What to tell the user of a run that has ended early, by what is in its folder."""
+    if checkpoint.whole_steps(folder) or not events.tell_of_training(folder):
+        return f"go on with: farflung train --resume {folder}"
+    return f"there is no checkpoint to go on from; begin anew with: {restart_command(folder)}"
 
 
 def restart_command(folder: Path) -> str:
@@ -112,7 +137,7 @@ def restart_command(folder: Path) -> str:
 def begun_by_this_launch(folder: Path) -> bool:
     """Whether the torchrun that has started this process has begun the run in a folder, in an earlier attempt."""
     path = _launch_file(folder)
-    return path.exists() and path.read_text() == _launch()
+    return path.exists() and path.read_bytes() == _launch().encode()
 
 
 def note_launch(folder: Path) -> None:
@@ -135,40 +160,56 @@ def _launch() -> str:
     return f"{os.environ.get('TORCHELASTIC_RUN_ID')} {agent} {since}"
 
 
-def _described(standings: Iterable[Standing]) -> str:
-    """Who has which steps, in a line."""
-    having: dict[tuple[tuple[int, ...], str], set[int]] = {}
+def _described(standings: Sequence[Standing]) -> str:
+    """Who has which steps, and what is damaged, in a line."""
+    having: dict[tuple[tuple[int, ...], str], list[Standing]] = {}
     for standing in standings:
-        having.setdefault((tuple(standing.steps), standing.machine.partition(",")[0]), set()).add(standing.replica)
+        having.setdefault((tuple(standing.steps), _host(standing)), []).append(standing)
     told = []
-    for (steps, host), replicas in list(having.items())[:SHOWN]:
-        who = f"replica{'s' if len(replicas) > 1 else ''} {_listed(sorted(replicas))} on {host}"
+    for (steps, _), alike in list(having.items())[:SHOWN]:
         what = f"steps {_listed(steps[-SHOWN:])}" if len(steps) > 1 else f"step {steps[0]}" if steps else "none"
-        told.append(f"{who}: {what}")
+        told.append(f"{_who(alike)}: {what}")
+    if damaged := sorted({path for standing in standings for path in standing.damaged}):
+        told.append(f"damaged: {_listed(damaged)}")
     return "; ".join(told) + ("; …" if len(having) > SHOWN else "")
 
 
-def _listed(numbers: Sequence[int]) -> str:
+def _who(standings: Iterable[Standing]) -> str:
+    """Replicas and where they are, in words."""
+    on: dict[str, set[int]] = {}
+    for standing in standings:
+        on.setdefault(_host(standing), set()).add(standing.replica)
+    told = [
+        f"replica{'s' if len(r) > 1 else ''} {_listed(sorted(r))} on {host}" for host, r in list(on.items())[:SHOWN]
+    ]
+    return " and ".join(told) + (" …" if len(on) > SHOWN else "")
+
+
+def _host(standing: Standing) -> str:
+    return standing.machine.partition(",")[0]
+
+
+def _listed(numbers: Sequence[object]) -> str:
     return ", ".join(map(str, numbers[:SHOWN])) + (" …" if len(numbers) > SHOWN else "")
 
 
-def writing(layout: Layout, machines: Sequence[str]) -> dict[str, int]:
-    """The replica that writes, on each machine, what all have in common; given each process's machine.
+def writing(layout: Layout, machines: Mapping[int, str]) -> dict[str, int]:
+    """The replica that writes, on each machine, what all have in common; given the machine of each process there is.
 
     It is the first replica that is there whole, or else the first that has a part there.
     """
     chosen = {}
-    for machine in dict.fromkeys(machines):
-        here = Counter(layout.place(process).replica for process, other in enumerate(machines) if other == machine)
+    for machine in dict.fromkeys(machines.values()):
+        here = Counter(layout.place(process).replica for process, other in machines.items() if other == machine)
         chosen[machine] = min(here, key=lambda replica: (here[replica] < layout.island, replica))
     return chosen
 
 
-def telling(layout: Layout, machines: Sequence[str]) -> set[int]:
+def telling(layout: Layout, machines: Mapping[int, str]) -> set[int]:
     """The first process of each machine that has a part of the replica that writes there."""
     of = writing(layout, machines)
     first: dict[str, int] = {}
-    for process, machine in enumerate(machines):
+    for process, machine in machines.items():
         if layout.place(process).replica == of[machine]:
             first.setdefault(machine, process)
     return set(first.values())

@@ -9,14 +9,19 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import pickle
 import re
+import zipfile
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import torch
 
+from farflung.config import UserError
 from farflung.files import beside
 from farflung.training.events import died
+
+_PART_NAME = re.compile(r"replica-([0-9]+)(?:-part-([0-9]+)-of-([0-9]+))?")
 
 
 def save(folder: Path, step: int, seat: str, state: dict[str, Any]) -> None:
@@ -36,6 +41,8 @@ def write(path: Path, state: dict[str, Any]) -> None:
         new.rename(path)
     except BaseException:
         new.unlink(missing_ok=True)  # on a full disk, what there is of it only takes up room
+        with contextlib.suppress(OSError):  # others have written there
+            path.parent.rmdir()
         raise
     directory = os.open(path.parent, os.O_RDONLY)
     try:
@@ -60,18 +67,56 @@ def average_of(folder: Path, seat: str = "replica-0") -> Path:
 
 
 def averages(folder: Path) -> list[Path]:
-    """The parts of the averaged weights, in order; empty unless all are there."""
-    found = {path.stem: path for path in (folder / "checkpoints").glob("averaged*.pt")}
-    if "averaged" in found:
-        return [found["averaged"]]
-    parts = sorted((_part(name.replace("averaged", "replica-0")), path) for name, path in found.items())
-    return [path for _, path in parts] if parts and len(parts) == parts[0][0].of else []
+    """The parts of the averaged weights, in order; empty unless all are there and whole."""
+    found = {part: path for path in _averaged(folder) if (part := _part_of_average(path)) and whole(path)}
+    if Part(1, 0) in found:
+        return [found[Part(1, 0)]]
+    parts = sorted(found)
+    return [found[part] for part in parts] if parts and len(parts) == parts[0].of else []
 
 
 def read(path: Path) -> dict[str, Any]:
-    """What `write` wrote, on the CPU."""
-    state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    """What `write` wrote, on the CPU. Raises UserError when a disk or a copy has spoilt it."""
+    try:
+        with zipfile.ZipFile(path) as file:
+            if spoilt := file.testzip():  # torch itself compares no checksums
+                raise ValueError(f"the checksum of {spoilt} is wrong")
+        state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, ValueError, RuntimeError, zipfile.BadZipFile, pickle.UnpicklingError) as error:
+        why = str(error).partition("\n")[0]
+        raise UserError(
+            f"{path} is damaged: {why}; take a copy from a backup, or remove it to use what is older"
+        ) from error
     return state
+
+
+def whole(path: Path) -> bool:
+    """Whether a file is there to its end, which a disk or a copy may have lost; what is in it is not read."""
+    try:
+        with zipfile.ZipFile(path):
+            return True
+    except (OSError, ValueError, NotImplementedError, zipfile.BadZipFile):
+        return False
+
+
+def damaged(folder: Path, replica: int, after: int = 0) -> list[Path]:
+    """A replica's files of checkpoints that are not whole, of steps later than `after`."""
+    steps = sorted(step for step in _steps(folder) if step > after)
+    files = (path for step in steps for path in _of_replica(_folder_of(folder, step), replica, "pt"))
+    return [path for path in files if not whole(path)]
+
+
+def damaged_averages(folder: Path) -> list[Path]:
+    """The files of averaged weights that are not whole."""
+    return [path for path in _averaged(folder) if not whole(path)]
+
+
+def _averaged(folder: Path) -> list[Path]:
+    return sorted(path for path in (folder / "checkpoints").glob("averaged*.pt") if _part_of_average(path))
+
+
+def _part_of_average(path: Path) -> Part | None:
+    return _part(path.stem.replace("averaged", "replica-0", 1))
 
 
 class Part(NamedTuple):
@@ -81,9 +126,10 @@ class Part(NamedTuple):
     number: int
 
 
-def _part(name: str) -> Part:
-    found = re.fullmatch(r"replica-\d+-part-(\d+)-of-(\d+)", name)
-    return Part(int(found[2]), int(found[1])) if found else Part(1, 0)
+def _part(name: str) -> Part | None:
+    """Which part a file is by its name; None for what farflung has not named."""
+    found = _PART_NAME.fullmatch(name)
+    return Part(int(found[3] or 1), int(found[2] or 0)) if found else None
 
 
 def parts_of(folder: Path, step: int, replica: int) -> list[Path]:
@@ -92,7 +138,7 @@ def parts_of(folder: Path, step: int, replica: int) -> list[Path]:
     Where machines keep folders of their own, all are those of the processes that this folder has events of.
     """
     written = _written(folder, step, replica)
-    told = {_part(path.stem) for path in _of_replica(folder / "events", replica, "jsonl")}
+    told = _named(_of_replica(folder / "events", replica, "jsonl"))
     for layout in {part.of for part in written}:
         here = {part.number for part in written if part.of == layout}
         first = {0} if Part(1, 0) in told else set()
@@ -104,7 +150,7 @@ def parts_of(folder: Path, step: int, replica: int) -> list[Path]:
 def complete(folder: Path, step: int, replica: int) -> list[Path]:
     """The files of a replica's checkpoint, if all of its parts are in this folder, from whatever machine."""
     parts = parts_of(folder, step, replica)
-    return parts if parts and len(parts) == _part(parts[0].stem).of else []
+    return parts if parts and len(parts) == min(_named(parts)).of else []
 
 
 def steps_of(folder: Path, replica: int) -> set[int]:
@@ -120,7 +166,7 @@ def whole_steps(folder: Path) -> list[int]:
 
 def replicas_of(folder: Path) -> list[int]:
     """The living replicas that this folder knows of."""
-    names = [re.match(r"replica-(\d+)", path.stem) for path in (folder / "events").glob("replica-*.jsonl")]
+    names = [_PART_NAME.fullmatch(path.stem) for path in (folder / "events").glob("replica-*.jsonl")]
     return sorted({int(found[1]) for found in names if found} - died(folder))
 
 
@@ -144,7 +190,12 @@ def path_of(folder: Path, step: int, seat: str) -> Path:
 
 
 def _written(folder: Path, step: int, replica: int) -> dict[Part, Path]:
-    return {_part(path.stem): path for path in _of_replica(_folder_of(folder, step), replica, "pt")}
+    files = _named(_of_replica(_folder_of(folder, step), replica, "pt"))
+    return {part: path for part, path in files.items() if whole(path)}
+
+
+def _named(files: list[Path]) -> dict[Part, Path]:
+    return {part: path for path in files if (part := _part(path.stem))}
 
 
 def _unfinished(folder: Path, step: int, replica: int) -> list[Path]:
@@ -153,7 +204,7 @@ def _unfinished(folder: Path, step: int, replica: int) -> list[Path]:
 
 
 def _remove(folder: Path, step: int, replica: int) -> None:
-    for path in (*_written(folder, step, replica).values(), *_unfinished(folder, step, replica)):
+    for path in (*_of_replica(_folder_of(folder, step), replica, "pt"), *_unfinished(folder, step, replica)):
         path.unlink(missing_ok=True)
     with contextlib.suppress(OSError):  # not empty yet, or another process was quicker
         _folder_of(folder, step).rmdir()
@@ -164,7 +215,8 @@ def _of_replica(folder: Path, replica: int, kind: str) -> list[Path]:
 
 
 def _steps(folder: Path) -> list[int]:
-    return [int(path.name.removeprefix("step-")) for path in (folder / "checkpoints").glob("step-*")]
+    names = [re.fullmatch("step-([0-9]+)", path.name) for path in (folder / "checkpoints").glob("step-*")]
+    return [int(name[1]) for name in names if name]
 
 
 def _folder_of(folder: Path, step: int) -> Path:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from farflung.config import UserError
+from farflung.files import readable_events
 
 
 class EventLog:
@@ -96,6 +97,8 @@ def _begun_again(path: Path, keep: int) -> FileIO:
     """The file with its first `keep` bytes only, as a new file: whoever reads the old one notices."""
     with path.open("rb") as old:
         kept = old.read(keep)
+    if len(kept) < keep:
+        kept = b"".join(kept.rpartition(b"\n")[:2])  # somebody has cut it, perhaps within a line
     beside = path.with_suffix(".tmp")
     beside.unlink(missing_ok=True)
     file = locked(beside)
@@ -125,4 +128,4 @@ def died(folder: Path) -> set[int]:
 
 
 def _whole_lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_bytes().rpartition(b"\n")[0].splitlines()]
+    return readable_events(path.read_bytes().rpartition(b"\n")[0])

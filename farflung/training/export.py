@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
-from farflung.config import Config, UserError, read_toml
+from farflung.config import Config, UserError, disk_errors, read_toml
 from farflung.files import holds_no_run
 from farflung.pipeline.boundaries import boundary_named
 from farflung.pipeline.subspace import subspace_of
@@ -20,7 +21,8 @@ from farflung.workloads import models, tokenizers
 def export(folder: Path, target: Path) -> str:
     """Writes the replicas' averaged weights, and the tokenizer, to `target`; returns which weights these are.
 
-    Of a run that has not ended, the last whole checkpoint is averaged. Raises UserError.
+    Of a run that has not ended, or whose averaged weights are damaged, the last whole checkpoint is averaged. Raises
+    UserError.
     """
     if not (folder / "config.toml").exists():
         raise UserError(holds_no_run(folder, "there is no config.toml; give a folder that farflung train has made"))
@@ -29,10 +31,14 @@ def export(folder: Path, target: Path) -> str:
     config = read_toml(folder / "config.toml")
     weights, origin = _averaged(folder, config)
     beside = target.with_name(f"{target.name}.tmp")
-    _write(config, weights, beside)
-    if target.exists():
-        target.rmdir()
-    beside.rename(target)
+    with disk_errors(f"write to {target}", "give another folder, or make room"):
+        try:
+            _write(config, weights, beside)
+        except SafetensorError as error:
+            raise OSError(str(error)) from error
+        if target.exists():
+            target.rmdir()
+        beside.rename(target)
     return origin
 
 
@@ -40,9 +46,15 @@ def _averaged(folder: Path, config: Config) -> tuple[dict[str, Any], str]:
     if averaged := checkpoint.averages(folder):
         return whole_weights(averaged), "the replicas' weights averaged at the end"
     steps = checkpoint.whole_steps(folder)
+    replicas = checkpoint.replicas_of(folder)
+    damaged = [path for replica in replicas for path in checkpoint.damaged(folder, replica, max(steps, default=0))]
+    damaged += checkpoint.damaged_averages(folder)
+    but = f" ({', '.join(map(str, damaged))} cannot be used: damaged)" if damaged else ""
     if not steps:
-        raise UserError(f"{folder} has no whole checkpoint yet; let the run go on, or set a smaller checkpoint_every")
-    found = {replica: checkpoint.complete(folder, steps[0], replica) for replica in checkpoint.replicas_of(folder)}
+        raise UserError(
+            f"{folder} has no whole checkpoint yet{but}; let the run go on, or set a smaller checkpoint_every"
+        )
+    found = {replica: checkpoint.complete(folder, steps[0], replica) for replica in replicas}
     complete = [paths for paths in found.values() if paths]
     if not complete:
         raise UserError(
@@ -54,7 +66,7 @@ def _averaged(folder: Path, config: Config) -> tuple[dict[str, Any], str]:
             share = value.double() / len(complete) if value.is_floating_point() else value
             mean[name] = mean[name] + share if name in mean and value.is_floating_point() else share
     of = f" of {config.replicas}" if len(complete) < config.replicas else ""
-    return mean, f"the mean of {len(complete)}{of} replicas' checkpoints at step {steps[0]}"
+    return mean, f"the mean of {len(complete)}{of} replicas' checkpoints at step {steps[0]}{but}"
 
 
 def _write(config: Config, weights: dict[str, Any], target: Path) -> None:

@@ -8,10 +8,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from farflung.config import Config
 from farflung.files import write_text
-from farflung.networks import Group, Network, PeerLost, Traffic, among_the_living
+from farflung.networks import Network, PeerLost, Traffic, among_the_living
 from farflung.outer.fragments import split
 from farflung.training import checkpoint
 from farflung.training.gather import gather
@@ -35,17 +36,19 @@ PROMPT_TOKENS = 16
 SAMPLE_TOKENS = 256
 
 
-def finish(
-    trainer: Trainer, writes: Callable[[Group], bool], tells: bool, network: Network | None = None
-) -> dict[str, Any]:
+Ended = tuple[Tensor, list[dict[str, Any]]]
+"""The mean of the weights of those who end together, and what each of them tells of its run."""
+Together = Callable[[Callable[[Network], Ended]], Ended]
+"""Calls a function with the network of the replicas that end together; if it fails, perhaps again with that of fewer.
+"""
+
+
+def finish(trainer: Trainer, together: Together) -> dict[str, Any]:
     """Averages the replicas' weights, or late averages of them, once, evaluates them, and returns the run's summary.
 
-    Leaves the averaged weights in the trainer's model. Where `writes` holds of those that end together, which all
-    processes of a replica are told alike, the averaged weights go to the run folder; the summary does from the process
-    that `tells`. `network` is that of the replicas that end together, if it is not the one they trained on. Raises
-    NoRoom, when the disk stays full, and PeerLost.
+    Leaves the averaged weights in the trainer's model. Raises PeerLost.
     """
-    config, network = trainer.config, network or trainer.network
+    config = trainer.config
     deadline = PATIENCE * config.deadline
     traffic = Traffic(**vars(trainer.network.traffic))
     seconds = trainer.events.elapsed()
@@ -55,59 +58,71 @@ def finish(
     island = trainer.island
     (weights,) = split(trainer.model, 1)
     own = weights.read()
-    mean = among_the_living(
-        network, lambda group: network.all_reduce(own.clone(), group, f"average at the end of {group}").wait(deadline)
-    )
+
+    def ended(network: Network) -> Ended:
+        mean = among_the_living(
+            network,
+            lambda group: network.all_reduce(own.clone(), group, f"average at the end of {group}").wait(deadline),
+        )
+        own_facts = [own.numel(), (own - mean).double().square().sum(), traffic.bytes_sent, traffic.seconds_blocked]
+        own_facts += [island.traffic.bytes_sent]
+        numel, deviation, sent, blocked, boundary = island.total(torch.tensor(own_facts, dtype=torch.float64)).tolist()
+        facts = {
+            "replica": island.place.replica,
+            "parameters": round(numel),
+            "tokens": trainer.trained * config.tokens_per_step,
+            "loss": own_loss,
+            "deviation": deviation / max(numel, 1),
+            "sent": round(sent),
+            "boundary": round(boundary),
+            "blocked": blocked / island.layout.island,
+            "rounds": trainer.rounds,
+            "seconds": seconds,
+        }
+        return mean, list(gather(network, facts, "summary", deadline).values())
+
+    mean, all_facts = together(ended)
     weights.write(mean)
     island.after_step()
-    own_facts = [own.numel(), (own - mean).double().square().sum(), traffic.bytes_sent, traffic.seconds_blocked]
-    own_facts += [island.traffic.bytes_sent]
-    numel, deviation, sent, blocked, boundary = island.total(torch.tensor(own_facts, dtype=torch.float64)).tolist()
-    facts = {
-        "loss": own_loss,
-        "deviation": deviation / max(numel, 1),
-        "sent": round(sent),
-        "boundary": round(boundary),
-        "blocked": blocked / island.layout.island,
-        "rounds": trainer.rounds,
-        "seconds": seconds,
-        "trained": trainer.trained,
-    }
-    of = gather(network, facts, "summary", deadline)
-    all_facts = list(of.values())
     trainer.prune()
-    summary = {
+    parameters = all_facts[0]["parameters"]
+    return {
         "method": config.method,
         "replicas": config.replicas,
-        "missing": [replica for replica in range(config.replicas) if replica not in of],
+        "missing": sorted(set(range(config.replicas)) - {f["replica"] for f in all_facts}),
         "steps": trainer.step,
         "stages": island.layout.stages,
         "shards": island.layout.shards,
-        "parameters": round(numel),
-        "tokens": sum(f["trained"] for f in all_facts) * config.tokens_per_step,
+        "parameters": parameters,
+        "tokens": sum(f["tokens"] for f in all_facts),
         "validation_loss": sum(f["loss"] for f in all_facts) / len(all_facts),
         "validation_loss_per_replica": [f["loss"] for f in all_facts],
         "validation_loss_averaged": trainer.validation_loss(),
         "bytes_sent": sum(f["sent"] for f in all_facts),
         "boundary_bytes": sum(f["boundary"] for f in all_facts),
-        "ddp_bytes": ddp_bytes(round(numel), config, len(of)),
+        "ddp_bytes": ddp_bytes(parameters, config, len(all_facts)),
         "rounds": max(f["rounds"] for f in all_facts),
         "seconds": max(f["seconds"] for f in all_facts),
         "seconds_blocked": sum(f["blocked"] for f in all_facts) / len(all_facts),
         "weight_spread": (sum(f["deviation"] for f in all_facts) / len(all_facts)) ** 0.5,
     }
-    if writes(tuple(of)):
-        summary["sample"] = sample_text(trainer)
-        model = trainer.model
-        average = {"shard": island.place.shard, "model": model.state_dict(), "buffers": buffer_names(model)}
 
-        def write() -> None:
-            if tells:
-                write_text(trainer.folder / "summary.json", json.dumps(summary, indent=2) + "\n")
-            checkpoint.write(checkpoint.average_of(trainer.folder, trainer.seat), average)
 
-        _keep_trying(write, trainer, summary)
-    return summary
+def write_results(trainer: Trainer, summary: dict[str, Any], tells: bool) -> None:
+    """Writes the averaged weights, and with `tells` the summary; all processes of a replica call it alike.
+
+    Raises NoRoom, when the disk stays full.
+    """
+    summary = {**summary, "sample": sample_text(trainer)}
+    model = trainer.model
+    average = {"shard": trainer.island.place.shard, "model": model.state_dict(), "buffers": buffer_names(model)}
+
+    def write() -> None:
+        if tells:
+            write_text(trainer.folder / "summary.json", json.dumps(summary, indent=2) + "\n")
+        checkpoint.write(checkpoint.average_of(trainer.folder, trainer.seat), average)
+
+    _keep_trying(write, trainer, summary)
 
 
 class Endings:
@@ -117,17 +132,21 @@ class Endings:
         self._largest = 0
 
     def finish(self, trainer: Trainer) -> None:
-        """As `finish`, but a replica that comes when the others have gone only says so. Raises NoRoom and PeerLost."""
+        """Ends with whom it can reach; a replica that comes when the others have gone only says so.
+
+        Raises NoRoom and PeerLost.
+        """
         try:
-            finish(trainer, lambda ended: trainer.network.rank == ended[0] and self._stays(ended), tells=True)
+            summary = finish(trainer, lambda ended: ended(trainer.network))
         except PeerLost as lost:
             if not self._largest:
                 raise
             trainer.warn(f"ended without the others: {lost}")
-
-    def _stays(self, ended: Group) -> bool:
-        before, self._largest = self._largest, max(self._largest, len(ended))
-        return len(ended) > before
+            return
+        left = [replica for replica in range(trainer.config.replicas) if replica not in summary["missing"]]
+        if trainer.network.rank == left[0] and len(left) > self._largest:
+            self._largest = len(left)
+            write_results(trainer, summary, tells=True)
 
 
 def _keep_trying(write: Callable[[], None], trainer: Trainer, summary: dict[str, Any]) -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import re
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +21,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, r
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from farflung import methods
-from farflung.config import Config, UserError, to_toml
+from farflung.config import Config, UserError, disk_errors, to_toml
 from farflung.files import write_text
 from farflung.networks import Conditions, Died, SimulatedNetwork, Simulation, TorchNetwork, conditions_named
 from farflung.pipeline import Layout, check
@@ -29,6 +30,7 @@ from farflung.training.alike import other_text, refuse_other_settings
 from farflung.training.beginning import (
     AGAIN,
     NEW,
+    RESTARTED,
     RESUMED,
     Standing,
     begun_by_this_launch,
@@ -37,15 +39,17 @@ from farflung.training.beginning import (
     local_step,
     note_launch,
     refuse_other_replicas,
+    refuse_while_trained,
     telling,
     writing,
 )
 from farflung.training.events import holds_a_run
 from farflung.training.failures import OneLine, failure_of
-from farflung.training.finish import Endings, finish
+from farflung.training.finish import Endings, finish, write_results
 from farflung.training.gather import gather
 from farflung.training.kept import Kept
 from farflung.training.stopping import Stop, Stopped
+from farflung.training.survivors import ended_together
 from farflung.training.terminal import STARTED_HERE, say
 from farflung.training.trainer import Trainer
 from farflung.workloads import data, models, tokenizers
@@ -94,11 +98,9 @@ def without_rounds(config: Config) -> str:
 
 def write_settings(config: Config, folder: Path) -> None:
     """Writes config.toml. Raises UserError."""
-    try:
+    with disk_errors(f"write to {folder}", "choose another folder with --out"):
         folder.mkdir(parents=True, exist_ok=True)
         write_text(folder / "config.toml", to_toml(methods.settled(config)))
-    except OSError as error:
-        raise UserError(f"cannot write to {folder}: {error.strerror}; choose another folder with --out") from error
 
 
 def check_network(config: Config) -> None:
@@ -164,7 +166,8 @@ def run_torch_replica(
     if local_rank == 0:
         way = RESUMED if resume else NEW
         if STARTED_HERE not in os.environ:
-            way = _prepare_machine(config, folder, way, restart)  # the others come no further meanwhile than joining
+            # The others come no further meanwhile than joining.
+            way = _prepare_machine(config, folder, RESTARTED if restart else way)
     use_cores_of(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     network = TorchNetwork.from_env(config.starting)
     layout = Layout.of(config)
@@ -176,33 +179,68 @@ def run_torch_replica(
         own = Standing.of(folder, place.replica, layout.seat(place), way)
         standings = [Standing(**told) for told in gather(network, vars(own), "standings", config.deadline).values()]
         step = first_step(standings, folder)
+        if RESTARTED in {standing.way for standing in standings}:
+            _clear_machines(config, folder, way, network)
         begun()
         if way == RESUMED:
             write_settings(config, folder)  # which may be other ones, in what may change
         kept = Kept(network.store, lambda: everyone)
         trainer = Trainer(config, network, folder, stop, kept, pick_device(config.device, local_rank), step)
-        machines = [standing.machine for standing in standings]
-        tells = network.process in telling(layout, machines)
+        machines = {process: standing.machine for process, standing in enumerate(standings)}
         with closing(trainer.events):
-            if other_text(network, trainer.held_out, config.deadline) and tells:
+            if other_text(network, trainer.held_out, config.deadline) and network.process in telling(layout, machines):
                 trainer.warn("machines hold other text than each other; validation losses are not of the same text")
             trainer.train()
-            finish(trainer, lambda ended: place.replica in writing(layout, machines).values(), tells)
+            tells = _finish_with_those_left(trainer, network, layout, machines)
     network.close()
     return tells
 
 
-def _prepare_machine(config: Config, folder: Path, way: str, restart: bool) -> str:
+def _finish_with_those_left(
+    trainer: Trainer, network: TorchNetwork, layout: Layout, machines: Mapping[int, str]
+) -> bool:
+    """Ends a run of processes, of which some may be lost; whether this one has written the summary for its machine."""
+    summary = finish(trainer, lambda ended: ended_together(ended, network, layout, trainer.config.deadline))
+    missing = summary["missing"]
+    machines = {process: name for process, name in machines.items() if layout.place(process).replica not in missing}
+    tells = network.process in telling(layout, machines)
+    if tells and missing:
+        lost = ", ".join(map(str, missing))
+        trainer.warn(f"replicas lost: {lost}; the averaged weights and the summary are of the others")
+    if layout.place(network.process).replica in writing(layout, machines).values():
+        write_results(trainer, summary, tells)
+    return tells
+
+
+def _prepare_machine(config: Config, folder: Path, way: str) -> str:
     """What is to be done once on each machine before its processes join. Returns how it begins. Raises UserError."""
-    if way == NEW and begun_by_this_launch(folder):
+    if way in (NEW, RESTARTED) and begun_by_this_launch(folder):
         way = AGAIN
     if way == NEW:
-        prepare(config, folder, resume=False, restart=restart)
+        prepare(config, folder, resume=False)
         note_launch(folder)
     else:
         check_settings(config)
-        refuse_other_replicas(config, folder)
+        if way == RESTARTED:
+            refuse_while_trained(folder)
+        else:
+            refuse_other_replicas(config, folder)
     return way
+
+
+def _clear_machines(config: Config, folder: Path, way: str, network: TorchNetwork) -> None:
+    """Removes the old runs, once all processes have come and agreed to begin anew. Raises UserError, on all alike."""
+    fault = ""
+    if way == RESTARTED:
+        try:
+            clear(folder)
+            write_settings(config, folder)
+        except UserError as error:
+            fault = str(error)
+    if faults := list(filter(None, gather(network, fault, "cleared", config.deadline).values())):
+        raise UserError(faults[0])
+    if way == RESTARTED:
+        note_launch(folder)
 
 
 def launch_torch(config: Config, folder: Path, resume: bool) -> None:
@@ -269,8 +307,8 @@ def pick_device(name: str, local_rank: int) -> torch.device:
 
 def cores_for(replicas: int) -> int:
     """How many of this machine's cores each of its replicas gets, unless OMP_NUM_THREADS says."""
-    if os.environ.get("OMP_NUM_THREADS", "").isdigit():
-        return int(os.environ["OMP_NUM_THREADS"])
+    if re.fullmatch("[0-9]+", threads := os.environ.get("OMP_NUM_THREADS", "")):
+        return int(threads)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, cores // replicas)
 

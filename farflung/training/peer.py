@@ -21,7 +21,7 @@ from farflung import methods
 from farflung.config import Config, UserError, from_table
 from farflung.networks import SimulatedNetwork
 from farflung.training import checkpoint, launch
-from farflung.training.finish import finish
+from farflung.training.finish import finish, write_results
 from farflung.training.kept import Kept
 from farflung.training.stopping import Stop
 from farflung.training.trainer import Trainer
@@ -155,7 +155,8 @@ def _run_peer(ticket: Ticket, config: Config, seat: Seat, joined: Callable[[Inte
             trainer = Trainer(config, network, folder, stop, kept, launch.pick_device(config.device, 0), step)
             told.append(trainer)
             trainer.train(catch_up=away)
-            finish(trainer, writes=lambda ended: True, tells=True, network=SimulatedNetwork.alone())
+            summary = finish(trainer, lambda ended: ended(SimulatedNetwork.alone()))
+            write_results(trainer, summary, tells=True)
     finally:
         network.close()
 

@@ -111,6 +111,8 @@ class Trainer:
 
         To `catch_up` is to take the others' state first, on an open network where this replica was away.
         """
+        for path in checkpoint.damaged(self.folder, self.island.place.replica, self.step) if self.speaks else ():
+            self.warn(f"{path} is damaged, so this run goes on from step {self.step}")
         checkpoint.forget_after(self.folder, self.island.place.replica, self.step)
         self._describe()
         attached = self.method.attach(
@@ -136,8 +138,7 @@ class Trainer:
         self.events.write("end", self.step, reason="finished")
 
     def _train_step(self, outer: Attached) -> None:
-        config = self.config
-        before = self.step
+        config, before = self.config, self.step
         for group in self.optimizer.param_groups:
             group["lr"] = self.lr * left_of_lr(config, self.step)
         loss, fault = self.island.gradients(self.trained)
@@ -286,8 +287,7 @@ class Trainer:
         )
 
     def _log_step(self, loss: float) -> None:
-        traffic = self.network.traffic
-        island = self.island
+        traffic, island = self.network.traffic, self.island
         speed, refused = self._rate.take(), {}
         if isinstance(self.network, OpenNetwork):
             refused = dict(self.network.refused)

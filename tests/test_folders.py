@@ -1,0 +1,240 @@
+"""Run folders that disks, copies and other programs have spoilt, and those that cannot be written to."""
+
+import json
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from patience import patience
+from processes import free_port, run_here, saved
+from warm import Python
+
+from farflung.config import UserError
+from farflung.training import checkpoint
+from farflung.training.export import export
+from farflung.training.stopping import Stopped
+from farflung.training.trainer import Trainer
+
+STEPS = 20
+SMALL = [
+    *("--model", "micro", "--batch-size", "2", "--sequence-length", "16", "--eval-sequences", "2", "--every", "5"),
+    *("--eval-every", "10", "--log-every", "5", "--checkpoint-every", "5", "--warmup", "2", "--max-tokens", "100000"),
+    *("--steps", str(STEPS), "--keep-checkpoints", "9", "--replicas", "2"),
+]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two replicas that keeps all of its checkpoints."""
+    folder = tmp_path_factory.mktemp("runs")
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        assert run_here(monkeypatch, folder, "train", *SMALL, "--network", "simulated", "--out", "run") == 0
+    return folder / "run"
+
+
+@pytest.fixture
+def copied(run: Path, tmp_path: Path) -> Path:
+    """A copy of it, as if it had not ended yet."""
+    shutil.copytree(run, tmp_path / "run")
+    (tmp_path / "run" / "summary.json").unlink()
+    (tmp_path / "run" / "checkpoints" / "averaged.pt").unlink()
+    return tmp_path / "run"
+
+
+def cut(path: Path, length: int) -> None:
+    path.write_bytes(path.read_bytes()[:length])
+
+
+def same(one: Path, other: Path, replica: int) -> bool:
+    mine, theirs = (saved(folder, STEPS, replica)["model"] for folder in (one, other))
+    return all(mine[name].equal(theirs[name]) for name in mine)
+
+
+@pytest.mark.parametrize("length", [0, 1000, -1])
+def test_a_checkpoint_that_was_cut_counts_as_none_and_is_named(
+    run: Path, copied: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], length: int
+) -> None:
+    """Resume and export go on from the newest one that all replicas have whole."""
+    spoilt = checkpoint.path_of(copied, STEPS, "replica-1")
+    cut(spoilt, length)
+    assert run_here(monkeypatch, copied.parent, "export", "run", "model") == 0
+    said = capsys.readouterr().out
+    assert "checkpoints at step 15" in said and "step-000020/replica-1.pt" in said and "damaged" in said
+    assert run_here(monkeypatch, copied.parent, "train", "--resume", "run") == 0
+    said = capsys.readouterr().out
+    assert "step-000020/replica-1.pt is damaged, so this run goes on from step 15" in said
+    assert same(run, copied, 0) and same(run, copied, 1)
+
+
+def test_without_a_whole_checkpoint_the_damaged_ones_are_named(
+    copied: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for path in copied.glob("checkpoints/step-*/replica-0.pt"):
+        cut(path, 1000)
+    for command in (["train", "--resume", "run"], ["export", "run", "model"]):
+        assert run_here(monkeypatch, copied.parent, *command) == 2
+        (line,) = capsys.readouterr().err.strip().splitlines()
+        assert "damaged" in line and "step-000020/replica-0.pt" in line
+
+
+def test_averaged_weights_that_were_cut_are_passed_over(run: Path, tmp_path: Path) -> None:
+    shutil.copytree(run, tmp_path / "run")
+    cut(tmp_path / "run" / "checkpoints" / "averaged.pt", 1000)
+    origin = export(tmp_path / "run", tmp_path / "model")
+    assert "checkpoints at step 20" in origin and "averaged.pt" in origin and "damaged" in origin
+
+
+def test_one_wrong_bit_in_a_checkpoint_is_found(copied: Path) -> None:
+    path = checkpoint.path_of(copied, STEPS, "replica-0")
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=r"step-000020/replica-0.pt is damaged: .* or remove it"):
+        export(copied, copied.parent / "model")
+    path.unlink()
+    assert "checkpoints at step 15" in export(copied, copied.parent / "model")
+
+
+def test_events_that_cannot_be_read_are_left_out(
+    run: Path, copied: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A sector of noughts in the middle, another program's line, and a file cut within a line."""
+    first, second = (copied / "events" / f"replica-{replica}.jsonl" for replica in (0, 1))
+    lines = first.read_bytes().splitlines(keepends=True)
+    first.write_bytes(b"".join([lines[0], b"\0" * 40 + b"\n", b"[1]\n", b'{"event": 3}\n', *lines[1:]]))
+    cut(second, -20)
+    assert run_here(monkeypatch, copied.parent, "report", "run") == 0
+    assert "replica-0.jsonl: 3 lines cannot be read" in capsys.readouterr().err
+    assert "replica-0.jsonl: 3 lines cannot be read" in (copied / "report.html").read_text()
+    for command in (["export", "run", "model"], ["train", "--resume", "run"]):
+        assert run_here(monkeypatch, copied.parent, *command) == 0
+    assert same(run, copied, 0) and same(run, copied, 1)
+    assert all(json.loads(line)["event"] for line in second.read_bytes().splitlines())
+
+
+def test_what_others_put_beside_the_checkpoints_is_left_alone(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    strange = [copied / "checkpoints" / name for name in ("step-foo", "step-²", "averaged copy.pt")]
+    strange += [copied / "events" / "replica-x.jsonl", copied / "checkpoints" / "step-000020" / "replica-0-part-x.pt"]
+    for path in strange:
+        path.write_text("notes")
+    assert "checkpoints at step 20" in export(copied, copied.parent / "model")
+    assert run_here(monkeypatch, copied.parent, "train", "--resume", "run") == 0
+    assert all(path.read_text() == "notes" for path in strange)
+
+
+def everything_in(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def machines(run: Path, folder: Path, **settings: object) -> list[Path]:
+    """The folders of two machines, each with one replica's files of a run of processes."""
+    folders = [folder / f"machine-{number}" for number in (0, 1)]
+    for number, copy in enumerate(folders):
+        shutil.copytree(run, copy)
+        (copy / "summary.json").unlink()
+        for path in copy.glob(f"*/**/replica-{1 - number}.*"):
+            path.unlink()
+        text = (copy / "config.toml").read_text().replace('network = "simulated"', 'network = "torch"')
+        for name, value in settings.items():
+            text = "\n".join(f"{name} = {value}" if line.startswith(f"{name} =") else line for line in text.split("\n"))
+        (copy / "config.toml").write_text(text)
+    return folders
+
+
+def train(commands: list[list[object]]) -> list[tuple[int, str]]:
+    """`farflung train` on as many machines; how each ended, and what it complained of."""
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo"}
+    processes = [
+        Python("-m", "farflung", "train", *command, **common, RANK=str(n), GROUP_RANK=str(n), WORLD_SIZE="2")
+        for n, command in enumerate(commands)
+    ]
+    try:
+        return [(process.wait(patience(60)), process.err.read_text()) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+
+
+def test_a_restart_removes_nothing_before_all_machines_have_agreed_to_it(run: Path, tmp_path: Path) -> None:
+    one, other = folders = machines(run, tmp_path)
+    before = [everything_in(folder) for folder in folders]
+    for code, said in train([["--resume", one, "--restart"], ["--resume", other]]):
+        assert code == 2 and said.strip().splitlines()[-1].endswith("give --restart on all machines or on none"), said
+        assert "replica 0" in said and "would begin anew, but replica 1" in said
+    assert [everything_in(folder) for folder in folders] == before
+    assert [code for code, _ in train([["--resume", folder, "--restart"] for folder in folders])] == [0, 0]
+    for number, folder in enumerate(folders):
+        assert same(run, folder, number) and (folder / "summary.json").exists()
+        first = json.loads((folder / "events" / f"replica-{number}.jsonl").read_text().splitlines()[0])
+        assert not first["resumed"]
+
+
+def test_a_restart_whose_others_never_come_removes_nothing(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one, _ = machines(run, tmp_path, starting=1.0)
+    before = everything_in(one)
+    here = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    for name, value in here.items():
+        monkeypatch.setenv(name, value)
+    assert run_here(monkeypatch, tmp_path, "train", "--resume", str(one), "--restart") == 2
+    assert "replica 1 of 2 has not come" in capsys.readouterr().err and everything_in(one) == before
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of its own."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=40m", "tmpfs", str(folder)], capture_output=True).returncode:
+        pytest.skip("a small disk can only be mounted by root")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def test_what_cannot_be_written_is_refused_in_one_line(
+    run: Path, disk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(run, disk / "run")
+    subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+    before = everything_in(disk)
+    for command in [
+        ["train", "--resume", "disk/run", "--restart"],
+        ["train", "--resume", "disk/run"],
+        ["export", "disk/run", "disk/model"],
+        ["report", "disk/run"],
+        ["simulate", "--replicas", "4", "--params", "1e6", "--rounds", "2", "--out", "disk/simulation"],
+    ]:
+        assert run_here(monkeypatch, tmp_path, *command) == 2, command
+        (line,) = capsys.readouterr().err.strip().splitlines()
+        assert "cannot " in line and "disk/" in line and "Read-only file system; " in line
+    assert everything_in(disk) == before
+
+
+def test_a_disk_that_was_always_full_leaves_no_empty_folders_and_good_advice(
+    disk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    original = Trainer._train_step
+
+    def step(trainer: Trainer, outer: Any) -> None:
+        if trainer.step == 3 and not (disk / "filler").exists():
+            with (disk / "filler").open("ab", 0) as file, pytest.raises(OSError, match="No space"):
+                while file.write(bytes(1 << 20)):
+                    pass
+        original(trainer, outer)
+        if trainer.step == 12:
+            raise Stopped("stopped after step 12")
+
+    with monkeypatch.context() as full:
+        full.setattr(Trainer, "_train_step", step)
+        command = ["train", *SMALL, "--log-every", "1", "--network", "simulated", "--out", "disk/run"]
+        assert run_here(full, tmp_path, *command) == 130
+    (line,) = [line for line in capfd.readouterr().err.splitlines() if "stopped after" in line]
+    assert list((disk / "run").glob("checkpoints/*")) == []
+    (disk / "filler").unlink()
+    advice = line.partition("farflung train ")[2].split()
+    assert run_here(monkeypatch, tmp_path, "train", *advice) == 0
+    assert (disk / "run" / "summary.json").exists()

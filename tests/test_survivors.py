@@ -1,0 +1,189 @@
+"""Those who are left at the end of a run agree on who they are, whoever is lost on the way."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from patience import patience
+from processes import free_port, saved
+from warm import Python
+
+from farflung.networks import Group, PeerLost, SimulatedNetwork, Simulation
+from farflung.networks.survivors import among_survivors, connected
+from farflung.training import checkpoint
+
+
+class Crashed(Exception):
+    """A process that was killed."""
+
+
+class Mortal:
+    """A seat whose process is killed when it has begun so many exchanges, and that cannot reach some of the others."""
+
+    def __init__(self, network: SimulatedNetwork, lives: int | None, unreachable: set[int]) -> None:
+        self._network, self._left, self._unreachable = network, lives, unreachable
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._network, name)
+
+    def exchange(self, packet: torch.Tensor, group: Group, key: str) -> Any:
+        if self._left == 0:
+            raise Crashed
+        self._left = None if self._left is None else self._left - 1
+        if self._unreachable & set(group):
+            # As over a broken connection: neither side hears of the other under any key.
+            return self._network.exchange(packet, group, f"{key}, to {self._network.rank}")
+        return self._network.exchange(packet, group, key)
+
+
+def ends(replicas: int, lives: dict[int, int], broken: set[frozenset[int]]) -> list[Any]:
+    """What each replica ends with: the group and the sum of its members' numbers; None if it crashed or was left out"""
+
+    def work(network: SimulatedNetwork) -> Any:
+        unreachable = {rank for pair in broken if network.rank in pair for rank in pair - {network.rank}}
+        seat: Any = Mortal(network, lives.get(network.rank), unreachable)
+        attempts = 0
+
+        def total(group: Group) -> int:
+            """Every member's number, pair by pair, so that one who is killed may have been heard by some."""
+            nonlocal attempts
+            attempts += 1
+            number = torch.tensor([1 << network.rank], dtype=torch.uint8)
+            pairs = [tuple(sorted((network.rank, other))) for other in group if other != network.rank]
+            pending = [seat.exchange(number, pair, f"work {attempts} of {group}") for pair in pairs]
+            return (1 << network.rank) + sum(
+                int(packet) for pair in pending for rank, packet in pair.wait(60.0).items() if rank != network.rank
+            )
+
+        try:
+            return among_survivors(seat, lambda group: group, total, 60.0)
+        except (Crashed, PeerLost):
+            return None
+
+    return Simulation(replicas).run(work)
+
+
+def test_without_losses_all_end_together() -> None:
+    assert ends(3, {}, set()) == [((0, 1, 2), 7)] * 3
+
+
+@settings(max_examples=60)
+@given(st.data())
+def test_whenever_one_is_killed_the_rest_end_alike(data: st.DataObject) -> None:
+    replicas = data.draw(st.integers(2, 4))
+    victim = data.draw(st.integers(0, replicas - 1))
+    moment = data.draw(st.integers(0, 7 * (replicas - 1)))
+    ended = ends(replicas, {victim: moment}, set())
+    rest = [end for rank, end in enumerate(ended) if rank != victim]
+    (group, total), *others = rest
+    assert others == [(group, total)] * len(others)
+    assert total == sum(1 << rank for rank in group)
+    assert set(group) >= set(range(replicas)) - {victim}
+    if moment == 0:
+        assert victim not in group
+
+
+def test_two_that_are_killed_before_the_end_are_left_out() -> None:
+    assert ends(4, {0: 0, 2: 0}, set()) == [None, ((1, 3), 10), None, ((1, 3), 10)]
+
+
+@pytest.mark.parametrize(
+    ("broken", "expected"),
+    [
+        ({frozenset({1, 2})}, [((0, 1), 3)] * 2 + [None]),  # who is left out knows it, from replica 0
+        ({frozenset({0, 2}), frozenset({1, 2})}, [((0, 1), 3)] * 2 + [((2,), 4)]),
+    ],
+)
+def test_broken_connections_part_them_alike(broken: set[frozenset[int]], expected: list[Any]) -> None:
+    assert ends(3, {}, broken) == expected
+
+
+def test_who_reaches_the_fewest_is_left_out() -> None:
+    assert connected({0: {0, 1}, 1: {0, 1, 2, 3}, 2: {1, 2, 3}, 3: {1, 2, 3}}) == (1, 2, 3)
+    assert connected({0: {0, 1}, 1: {1}}) == (0,)
+    assert connected({4: {4}}) == (4,)
+
+
+MORTAL = """
+import os, signal, sys
+from farflung import cli
+from farflung.training.trainer import Trainer
+original, victim = Trainer._train_step, sys.argv[1]
+def step(self, outer):
+    original(self, outer)
+    if self.step == 8 and os.environ["RANK"] == victim:
+        os.kill(os.getpid(), signal.SIGKILL)
+Trainer._train_step = step
+sys.argv = ["farflung", *sys.argv[2:]]
+cli.main()
+"""
+SMALL = [
+    *(
+        "--model",
+        "micro",
+        "--batch-size",
+        "2",
+        "--sequence-length",
+        "16",
+        "--eval-sequences",
+        "2",
+        "--eval-every",
+        "10",
+    ),
+    *("--log-every", "5", "--checkpoint-every", "5", "--warmup", "2", "--max-tokens", "100000", "--steps", "20"),
+]
+
+
+def train(folder: Path, processes: int, victim: int, *arguments: object) -> list[tuple[int, str]]:
+    """Trains on as many machines as processes, one of which is killed after step 8; how each ended, and its words."""
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo"}
+    started = [
+        Python(
+            *("-c", MORTAL, str(victim), "train", *SMALL, *arguments, "--out", folder / str(rank)),
+            **common,
+            RANK=str(rank),
+            GROUP_RANK=str(rank),
+            WORLD_SIZE=str(processes),
+        )
+        for rank in range(processes)
+    ]
+    try:
+        return [(process.wait(patience(100)), "".join(process.communicate())) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+
+
+@pytest.mark.parametrize(("method", "processes", "victim"), [("noloco", 3, 2), ("diloco", 2, 1)])
+def test_when_a_replica_is_killed_the_others_end_the_run(
+    tmp_path: Path, method: str, processes: int, victim: int
+) -> None:
+    ended = train(tmp_path, processes, victim, "--method", method, "--every", "5")
+    living = [rank for rank in range(processes) if rank != victim]
+    final = [saved(tmp_path / str(rank), 20, rank)["model"] for rank in living]
+    for rank in living:
+        code, said = ended[rank]
+        assert code == 0 and f"replicas lost: {victim}" in said and "the trained model writes" in said, said
+        summary = json.loads((tmp_path / str(rank) / "summary.json").read_text())
+        assert summary["missing"] == [victim] and len(summary["validation_loss_per_replica"]) == len(living)
+        averaged = checkpoint.read(checkpoint.average_of(tmp_path / str(rank)))["model"]
+        for name, weight in averaged.items():
+            torch.testing.assert_close(weight, torch.stack([weights[name] for weights in final]).mean(0))
+
+
+def test_an_island_that_has_lost_a_process_is_left_out_as_a_whole(tmp_path: Path) -> None:
+    ended = train(tmp_path, 4, 3, "--every", "5", "--stages", "2", "--microbatches", "2", "--deadline", "20")
+    assert [code for code, _ in ended[:2]] == [0, 0] and ended[2][0] == 1, ended
+    for rank in (0, 1):
+        summary = json.loads((tmp_path / str(rank) / "summary.json").read_text())
+        assert summary["missing"] == [1] and len(summary["validation_loss_per_replica"]) == 1
+
+
+def test_a_method_that_needs_all_replicas_stops_when_one_is_killed(tmp_path: Path) -> None:
+    (code, said), _ = train(tmp_path, 2, 1, "--method", "ddp")
+    assert code == 1 and "lost replica 1" in said and "farflung train --resume" in said
+    assert not (tmp_path / "0" / "summary.json").exists()
