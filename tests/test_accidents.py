@@ -55,7 +55,15 @@ DELAYED = {
 }
 
 
-@pytest.mark.parametrize("make", [pytest.param(make, id=name) for name, make in (EAGER | DELAYED).items()])
+WHOLE_ROUND_LATER = {
+    f"{method} dropped a round later": lambda method=method: getattr(methods, method)(every=4, delay=4, merge="dropped")
+    for method in ("diloco", "noloco")
+}
+
+
+@pytest.mark.parametrize(
+    "make", [pytest.param(make, id=name) for name, make in (EAGER | DELAYED | WHOLE_ROUND_LATER).items()]
+)
 @pytest.mark.parametrize("at", [5, 6, 7, 8])
 def test_nan_stays_at_home_whatever_the_merge(make: Callable[[], Method], at: int) -> None:
     """One of three replicas has NaN in its weights once; in that round it offers nothing, and nobody else notices."""

@@ -91,8 +91,7 @@ class OuterLoop(Attached):
         self._replica.begin()
 
     def _settle(self) -> None:
-        if not self._replica.sound():
-            self.spoil("the weights are not finite")
+        self.spoil(self._replica.fault())
         if fault := self._faults.judge(self.step, self.step):
             log.warning("replica %d ends with the weights of its last round: %s", self.network.rank, fault)
             self._replica.restore(self._flights)
@@ -185,8 +184,7 @@ class OuterLoop(Attached):
         Then the whole replica goes back to its anchors, and all fragments of the round offer nothing. So what is not
         finite never travels, and no partner waits in vain.
         """
-        if not self._replica.sound():
-            self.spoil("the weights are not finite")
+        self.spoil(self._replica.fault())
         if fault := self._faults.judge(stream.rounds, self.step):
             self._replica.restore(self._flights)
             self._spoilt = (stream.rounds, fault)
@@ -210,6 +208,9 @@ class OuterLoop(Attached):
         landed = self.network.now()
         effective_rank, share = self._adapt(stream, flight, mean)
         fresh = None
+        if flight.lands_at > flight.started_step and (fault := self._replica.fault()):  # which landing may hide
+            self.spoil(fault)
+            self._replica.restore([flight, *self._flights])
         if flight.group or flight.applied:
             if flight.own is not None and starts and (group := self._next_group(stream)):
                 fresh = self._offer(stream)

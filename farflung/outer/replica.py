@@ -50,9 +50,9 @@ class Replica:
             stream.anchor.copy_(stream.fragment.read())
         self.copies.begin()
 
-    def sound(self) -> bool:
-        """Whether no weight is NaN or infinite, of any fragment."""
-        return all(stream.fragment.sound() for stream in self._streams)
+    def fault(self) -> str:
+        """What is wrong when a weight is NaN or infinite, of any fragment, or ""."""
+        return "" if all(stream.fragment.sound() for stream in self._streams) else "the weights are not finite"
 
     def take_anchor(self, stream: Stream) -> None:
         """Gives a fragment's weights the values of its anchor."""
