@@ -89,6 +89,24 @@ def test_stages_have_what_training_gives_them(stages: int, tmp_path: Path) -> No
         assert spans[0].end == 3  # two dense layers and the embeddings; three of experts and the head
 
 
+@pytest.mark.parametrize(("experts", "width"), [(16, 256), (32, 512)])
+def test_of_experts_only_those_that_a_token_takes_are_work_that_stages_share(
+    experts: int, width: int, tmp_path: Path
+) -> None:
+    """No other cut has a smaller largest share, of all parameters or of what a token is multiplied with."""
+    model = known(
+        DeepseekV3Config(**{**COMMON, **DEEPSEEK, "n_routed_experts": experts, "intermediate_size": width}), tmp_path
+    )
+    memory = [model.first.parameters, *(layer.parameters for layer in model.layers), model.last.parameters]
+    work = [0.0, *(layer.work for layer in model.layers), model.last.work]
+
+    def largest_share(cut: int) -> float:
+        sides = [(sum(kind[: cut + 1]) / sum(kind)) for kind in (memory, work)]
+        return max(max(side, 1 - side) for side in sides)
+
+    assert model.spans(2)[0].end == min(range(1, len(model.layers)), key=largest_share)
+
+
 def test_experts_of_which_it_is_not_known_how_many_work_are_refused(tmp_path: Path) -> None:
     config = DeepseekV2Config(**COMMON, **{**DEEPSEEK, "num_experts_per_tok": None})
     with pytest.raises(UserError, match="has experts, but does not say how many of them a token takes"):

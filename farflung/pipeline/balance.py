@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import NamedTuple
@@ -33,12 +32,6 @@ class Load(NamedTuple):
 
 
 NOTHING = Load(0.0, 0.0)
-
-
-def load_of(shapes: Iterable[Sequence[int]]) -> Load:
-    """The load of parameters of some shapes; matrices are what is multiplied with."""
-    sizes = [(len(shape), math.prod(shape)) for shape in shapes]
-    return Load(sum(size for _, size in sizes), sum(size for dimensions, size in sizes if dimensions > 1))
 
 
 def spans(layers: Sequence[Load], before: Load, after: Load, pieces: int) -> list[Span]:

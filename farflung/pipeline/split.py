@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from farflung.config import UserError
-from farflung.pipeline.balance import Load, Span, load_of, spans
+from farflung.pipeline.balance import Load, Span, spans
+from farflung.pipeline.experts import active_shares
 from farflung.pipeline.routers import router_loss_of
 from farflung.workloads import models
 
@@ -142,15 +143,18 @@ def anatomy(model: Any) -> Anatomy:
 
 
 def spans_of(model: Any, pieces: int) -> list[Span]:
-    """How a model's layers are divided. Looking up embeddings counts as no work. Raises UserError."""
-    parts = anatomy(model)
-    before = _load(*(parts[name] for name in (parts.embeddings, *parts.positions)))._replace(work=0.0)
-    after = _load(*(parts[name] for name in parts.norms), model.get_output_embeddings())
-    return spans([_load(layer) for layer in parts[parts.layers]], before, after, pieces)
+    """How a model's layers are divided. Looking up embeddings counts as no work, and of experts
+    only those that a token takes. Raises UserError."""
+    parts, shares = anatomy(model), active_shares(model)
 
+    def load(*modules: nn.Module) -> Load:
+        held = [parameter for module in modules for parameter in module.parameters()]
+        work = sum(shares.get(id(p), 1.0) * p.numel() for p in held if p.dim() > 1)
+        return Load(sum(p.numel() for p in held), work)
 
-def _load(*modules: nn.Module | None) -> Load:
-    return load_of(p.shape for module in modules if module is not None for p in module.parameters())
+    before = load(*(parts[name] for name in (parts.embeddings, *parts.positions)))._replace(work=0.0)
+    after = load(*(parts[name] for name in parts.norms), model.get_output_embeddings())
+    return spans([load(layer) for layer in parts[parts.layers]], before, after, pieces)
 
 
 def keep(model: Any, span: Span) -> None:

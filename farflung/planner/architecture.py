@@ -13,6 +13,7 @@ from torch import nn
 from farflung.config import Config, UserError
 from farflung.pipeline.balance import Span
 from farflung.pipeline.boundaries import boundary_named
+from farflung.pipeline.experts import active_shares, chosen_experts
 from farflung.pipeline.split import anatomy, is_tied, spans_of
 from farflung.pipeline.subspace import confine, subspace_of
 from farflung.planner.sizes import Shape
@@ -23,12 +24,6 @@ VOCABULARY = 32_000
 
 PUBLISHED_WIDTH = 768
 """Hidden numbers of the smallest preset of a published size."""
-
-EXPERTS = "experts"
-"""What transformers calls a layer's experts: one module, whose parameters hold all of them, or a list of modules."""
-
-CHOSEN = ("num_experts_per_tok", "moe_topk", "top_k_experts")
-"""What their configurations call the number of experts that a token takes."""
 
 
 @dataclass(frozen=True)
@@ -147,7 +142,9 @@ def architecture_of(name: str, sequence_length: int = 1024, tokenizer: str = "")
 def architecture(name: str, model: Any) -> Architecture:
     """A model that has no memory yet, by the name it has in messages. Raises UserError."""
     layers, before, head = _anatomy(name, model)
-    shares = _active_shares(name, model)
+    shares = active_shares(model)
+    if shares and not chosen_experts(model):
+        raise UserError(f"model {name!r} has experts, but does not say how many of them a token takes")
     inside = {id(p) for layer in layers for p in layer.parameters()}
     outside = [p for p in model.parameters() if id(p) not in inside]
     looked_up = {id(p) for module in before for p in module.parameters()}
@@ -191,21 +188,6 @@ def _anatomy(name: str, model: Any) -> tuple[nn.ModuleList, list[nn.Module], Any
 
 def _size(module: nn.Module) -> int:
     return sum(p.numel() for p in module.parameters())
-
-
-def _active_shares(name: str, model: Any) -> dict[int, float]:
-    """For each parameter of experts, the share of its numbers that a token is multiplied with."""
-    shares: dict[int, float] = {}
-    settings = model.config.get_text_config()
-    for key, module in model.named_modules():
-        if key.rpartition(".")[2] == EXPERTS:
-            held = dict(module.named_parameters())
-            count = len(module) if isinstance(module, nn.ModuleList) else next(iter(held.values())).shape[0]
-            chosen = next(filter(None, (getattr(settings, name, None) for name in CHOSEN)), 0)
-            if not chosen:
-                raise UserError(f"model {name!r} has experts, but does not say how many of them a token takes")
-            shares |= {id(p): min(chosen / count, 1.0) for p in held.values()}
-    return shares
 
 
 def _attention(settings: Any) -> int:
