@@ -249,7 +249,7 @@ def test_a_state_goes_round_at_any_step(case: Case, at: int) -> None:
 @given(case=cases())
 def test_bytes_are_those_that_are_printed(case: Case) -> None:
     """A square matrix; what `farflung methods` says of a message, over the hops that a group's size asks for."""
-    rounds, width = 3, 512
+    rounds, width = 3, 768  # so that chunks fill the parts of up to four replicas
     case = replace(case, fragments=1, dtype="float32")
     assume("lowrank" not in case.codec)  # its share depends on the matrix's size
 
