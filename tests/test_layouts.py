@@ -7,12 +7,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from farflung.codecs import Dense
+from farflung.config import UserError
 from farflung.methods import Method
 from farflung.networks import Conditions, Network, Simulation
 from farflung.outer import Everyone, GossipNesterov, Schedule
@@ -136,6 +138,17 @@ def test_what_is_kept_of_a_parameter_goes_with_it(
             for kind, key in {(kind, key) for part in written for kind, named in part.items() for key in named}:
                 assert key in now[kind] or key not in dict(model.named_parameters())
             goes_on(state, new, place, method)
+
+
+def test_what_lies_on_another_machine_is_asked_for(tmp_path: Path) -> None:
+    """A machine has one of two stages, and another schedule deals out other layers to it."""
+    layout, method = Layout(1, 2), Method(Schedule(every=6), Everyone(), Dense(), OUTERS["sgd"])
+    (state,) = Simulation(1).run(partial(train, layout=layout, place=Place(0, 0), method=method, steps=3))
+    checkpoint.save(tmp_path, 3, layout.seat(Place(0, 0)), state)
+    model = part_of(layout, Place(0, 1))
+    optimizer = torch.optim.SGD(model.named_parameters(), lr=0.1, momentum=0.9)
+    with pytest.raises(UserError, match=r"only parts of replica 0 .* copy the folders of all machines together"):
+        load_state(tmp_path, 3, layout, Place(0, 0), model, optimizer, 1)
 
 
 def goes_on(state: dict[str, Any], layout: Layout, place: Place, method: Method) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from farflung.config import UserError
 from farflung.networks import Traffic
 from farflung.outer import names_of
 from farflung.outer.fragments import split
@@ -76,7 +77,8 @@ def load_state(
     """What a process goes on from.
 
     Its own file, if it was saved by one that trained the same; else made of all of the replica's parts. Then what
-    codecs remembered and rounds in flight are left out, and the state is marked as `reshaped`.
+    codecs remembered and rounds in flight are left out, and the state is marked as `reshaped`. Raises UserError where
+    parts of another layout lie elsewhere.
     """
     paths = checkpoint.parts_of(folder, step, place.replica)
     own = checkpoint.path_of(folder, step, layout.seat(place))
@@ -87,6 +89,11 @@ def load_state(
             state["model"][name].shape == parameter.shape for name, parameter in model.named_parameters()
         ):
             return state
+    if not checkpoint.complete(folder, step, place.replica):
+        raise UserError(
+            f"{folder} has only parts of replica {place.replica} at step {step}, of other stages, shards or another "
+            "schedule; copy the folders of all machines together, or go on as these were saved"
+        )
     groups = optimizer.state_dict()["param_groups"]
     return _reshaped([checkpoint.read(path) for path in paths], layout, place, model, wanted, groups)
 
