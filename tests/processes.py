@@ -22,6 +22,29 @@ from farflung.training import checkpoint
 HERE = Path(__file__).parent
 
 
+SMALL = [
+    "--model",
+    "micro",
+    "--batch-size",
+    "2",
+    "--sequence-length",
+    "16",
+    "--eval-sequences",
+    "2",
+    "--eval-every",
+    "10",
+    "--log-every",
+    "5",
+    "--checkpoint-every",
+    "5",
+    "--warmup",
+    "2",
+    "--max-tokens",
+    "100000",
+]
+"""A run whose steps take milliseconds."""
+
+
 def free_port() -> int:
     """A port that no other process gets by chance: those from 32768 on go to whoever asks for any."""
     while True:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from patience import patience
-from processes import free_port, run_here, saved
+from processes import SMALL, free_port, run_here, saved
 from warm import Python
 
 from farflung.config import UserError
@@ -19,11 +19,7 @@ from farflung.training.stopping import Stopped
 from farflung.training.trainer import Trainer
 
 STEPS = 20
-SMALL = [
-    *("--model", "micro", "--batch-size", "2", "--sequence-length", "16", "--eval-sequences", "2", "--every", "5"),
-    *("--eval-every", "10", "--log-every", "5", "--checkpoint-every", "5", "--warmup", "2", "--max-tokens", "100000"),
-    *("--steps", str(STEPS), "--keep-checkpoints", "9", "--replicas", "2"),
-]
+TWO = [*SMALL, "--every", "5", "--steps", str(STEPS), "--keep-checkpoints", "9", "--replicas", "2"]
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +27,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of two replicas that keeps all of its checkpoints."""
     folder = tmp_path_factory.mktemp("runs")
     with pytest.MonkeyPatch.context() as monkeypatch:
-        assert run_here(monkeypatch, folder, "train", *SMALL, "--network", "simulated", "--out", "run") == 0
+        assert run_here(monkeypatch, folder, "train", *TWO, "--network", "simulated", "--out", "run") == 0
     return folder / "run"
 
 
@@ -230,7 +226,7 @@ def test_a_disk_that_was_always_full_leaves_no_empty_folders_and_good_advice(
 
     with monkeypatch.context() as full:
         full.setattr(Trainer, "_train_step", step)
-        command = ["train", *SMALL, "--log-every", "1", "--network", "simulated", "--out", "disk/run"]
+        command = ["train", *TWO, "--log-every", "1", "--network", "simulated", "--out", "disk/run"]
         assert run_here(full, tmp_path, *command) == 130
     (line,) = [line for line in capfd.readouterr().err.splitlines() if "stopped after" in line]
     assert list((disk / "run").glob("checkpoints/*")) == []

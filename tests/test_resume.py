@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from processes import free_port, run_here, saved
+from processes import SMALL, free_port, run_here, saved
 from torch.distributed import HashStore
 
 from farflung.config import UserError
@@ -27,32 +27,8 @@ from farflung.training.stopping import Stop
 from farflung.training.trainer import Trainer
 
 STEPS = 25
-SMALL = [
-    "--model",
-    "micro",
-    "--batch-size",
-    "2",
-    "--sequence-length",
-    "16",
-    "--eval-sequences",
-    "2",
-    "--eval-every",
-    "10",
-]
-SMALL += [
-    "--log-every",
-    "5",
-    "--checkpoint-every",
-    "5",
-    "--warmup",
-    "2",
-    "--max-tokens",
-    "100000",
-    "--steps",
-    str(STEPS),
-]
-
-SIMULATED = [*SMALL, "--every", "5", "--network", "simulated", "--replicas", "2"]
+BRIEF = [*SMALL, "--steps", str(STEPS)]
+SIMULATED = [*BRIEF, "--every", "5", "--network", "simulated", "--replicas", "2"]
 
 
 PIPELINE = ["--method", "local", "--stages", "2", "--microbatches", "2"]
@@ -166,7 +142,7 @@ def test_what_torchrun_starts_again_goes_on_with_what_it_began_and_nothing_else(
     undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], crash: int
 ) -> None:
     """A crash before the first checkpoint, and one after; then the same command in a launch that did not begin it."""
-    command = ["train", *SMALL, "--method", "local", "--log-every", "1", "--out", "run"]
+    command = ["train", *BRIEF, "--method", "local", "--log-every", "1", "--out", "run"]
     original = Trainer._train_step
 
     def step(trainer: Trainer, outer: Any) -> None:
@@ -279,7 +255,7 @@ def test_a_simulated_world_goes_on_where_it_stood(tmp_path: Path, monkeypatch: p
     (tmp_path / "world.toml").write_text(CONDITIONS.format(first=0.75, second=2.35, cut=1.0, until=1.3))
     command = [
         "train",
-        *SMALL,
+        *BRIEF,
         "--every",
         "5",
         "--network",
@@ -374,7 +350,7 @@ def test_an_island_on_two_machines_ends_well_and_is_exported_from_both_folders_t
                 "-m",
                 "farflung",
                 "train",
-                *SMALL,
+                *BRIEF,
                 *PIPELINE,
                 "--out",
                 str(tmp_path / f"machine-{n}"),

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from patience import patience
-from processes import free_port, saved
+from processes import SMALL, free_port, saved
 from warm import Python
 
 from farflung.networks import Group, PeerLost, SimulatedNetwork, Simulation
@@ -121,21 +121,6 @@ Trainer._train_step = step
 sys.argv = ["farflung", *sys.argv[2:]]
 cli.main()
 """
-SMALL = [
-    *(
-        "--model",
-        "micro",
-        "--batch-size",
-        "2",
-        "--sequence-length",
-        "16",
-        "--eval-sequences",
-        "2",
-        "--eval-every",
-        "10",
-    ),
-    *("--log-every", "5", "--checkpoint-every", "5", "--warmup", "2", "--max-tokens", "100000", "--steps", "20"),
-]
 
 
 def train(folder: Path, processes: int, victim: int, *arguments: object) -> list[tuple[int, str]]:
@@ -143,7 +128,7 @@ def train(folder: Path, processes: int, victim: int, *arguments: object) -> list
     common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo"}
     started = [
         Python(
-            *("-c", MORTAL, str(victim), "train", *SMALL, *arguments, "--out", folder / str(rank)),
+            *("-c", MORTAL, str(victim), "train", *SMALL, "--steps", 20, *arguments, "--out", folder / str(rank)),
             **common,
             RANK=str(rank),
             GROUP_RANK=str(rank),
