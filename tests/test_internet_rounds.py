@@ -24,11 +24,14 @@ from farflung import methods
 from farflung.codecs import Dense, ErrorFeedback, PacketError, Quantize
 from farflung.config import UserError
 from farflung.methods import Method
+from farflung.networks import SimulatedNetwork, Simulation
 from farflung.networks.internet import InternetNetwork
 from farflung.outer import Anchored, Attached, GossipNesterov, Round
+from farflung.outer.fragments import split
 from farflung.outer.fusion import LARGEST_RATIO, Fusion, clipped, median
 from farflung.outer.opened import kept_names, state_tensors, take_state
 from farflung.outer.optimizers import message_of, step_with
+from farflung.outer.streams import streams_of
 
 STEP_SECONDS = 0.03
 
@@ -287,6 +290,40 @@ def test_a_message_may_be_as_large_as_others_have_been() -> None:
     fusion = Fusion(blame=lambda rank, why: None)
     assert not fused(fusion, [1.0], {}, [LARGEST_RATIO * 0.9])[1]
     assert fused(fusion, [1.0], {}, [LARGEST_RATIO * 100])[1]
+
+
+def test_small_messages_do_not_make_a_usual_one_too_large() -> None:
+    fusion = Fusion(blame=lambda rank, why: None)
+    assert not any(fused(fusion, [1.0], {}, [1e-6])[1] for _ in range(40))
+    assert not fused(fusion, [1.0], {}, [1.0])[1]
+
+
+@pytest.mark.parametrize("fragments", [1, 2])
+@pytest.mark.parametrize("members", [3, 4])
+def test_a_part_is_as_large_as_it_may_be_whatever_other_parts_are(fragments: int, members: int) -> None:
+    """Embeddings are many times as large as what comes after them; nobody is blamed."""
+    blamed: list[tuple[int, str]] = []
+
+    def work(network: SimulatedNetwork) -> None:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Embedding(64, 64), *(torch.nn.Linear(64, 64) for _ in range(3)))
+        torch.nn.init.normal_(model[0].weight, std=50.0)
+        whole = split(model, fragments)
+        streams = streams_of(
+            methods.diloco(fragments=fragments),
+            network,
+            whole,
+            [fragment.read() for fragment in whole],
+            exact=False,
+            fusion=lambda: Fusion(blame=lambda rank, why: blamed.append((rank, why))),
+        )
+        for number in range(4):
+            for stream in streams:
+                key = f"round {number} of {stream.index}"
+                stream.averaging.start(stream.anchor.clone(), network.members(), key, number)[0].wait(60)
+
+    Simulation(members).run(work)
+    assert not blamed
 
 
 @given(st.lists(st.lists(st.floats(-1e3, 1e3, width=32), min_size=2, max_size=2), min_size=3, max_size=7))

@@ -1,7 +1,7 @@
 """Floor 3: the rounds between replicas. Read `loop.py` first."""
 
 from farflung.outer.adaptation import Adapt
-from farflung.outer.attached import Attached, Options, Round
+from farflung.outer.attached import Attached, Options
 from farflung.outer.averaging import Way, parts_sent
 from farflung.outer.faults import Diverged
 from farflung.outer.gradients import GradientLoop
@@ -17,6 +17,7 @@ from farflung.outer.optimizers import (
     OuterFactory,
     OuterOptimizer,
 )
+from farflung.outer.round import Round
 from farflung.outer.schedules import Schedule
 from farflung.outer.start import Disagreement
 from farflung.outer.topologies import Everyone, RandomGroups, Topology, group_of

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ from farflung.networks import Group, Network, OpenNetwork, among_the_living
 from farflung.outer.buffers import average
 from farflung.outer.digests import digest
 from farflung.outer.faults import Faults
+from farflung.outer.round import Round
 from farflung.outer.shards import own_of
 from farflung.outer.start import Fact, agree_on_start, method_facts
 from farflung.outer.steps import hook_steps
@@ -41,35 +43,6 @@ END_DEADLINES = 10
 
 
 @dataclass(frozen=True)
-class Round:
-    """What happened in one round of one replica. Times are seconds on the network's clock.
-
-    The exchange ran from `started` to `finished`; the replica stood waiting from `waited_from` to `landed`.
-    `group` is empty when the replica sat out. `outcome` is one of averaged, sat out, peer lost, no progress offered,
-    behind.
-    `compression_error` is the part of the message, 0 to 1, that its packet left out. An adapting loop tells the
-    averaged message's `effective_rank`, and what it has decided for the next round: which `share` of its first rank
-    the codec may have, and `every`, the steps until then.
-    """
-
-    round: int
-    fragment: int
-    group: Group
-    started_step: int
-    step: int
-    started: float
-    finished: float
-    waited_from: float
-    landed: float
-    outcome: str
-    reason: str = ""
-    compression_error: float = 0.0
-    effective_rank: float | None = None
-    share: float | None = None
-    every: int | None = None
-
-
-@dataclass(frozen=True)
 class Options:
     """How a method is attached.
 
@@ -88,6 +61,10 @@ class Options:
     robust: str = "mean"
     buffers: Literal["end", "round"] = "end"
     on_round: Callable[[Round], None] | None = None
+
+
+_ON: WeakKeyDictionary[Network, WeakSet[Attached]] = WeakKeyDictionary()
+"""The attachments on each network, as long as something refers to them."""
 
 
 class Attached:
@@ -126,6 +103,7 @@ class Attached:
         self._begun = False
         self._noted = False
         self._ended = False
+        self._left = False
         self._warned = False
         self._exchanges = 0
         self._faults = Faults(network.rank)
@@ -133,15 +111,19 @@ class Attached:
         self._untrained = Untrained(model, self.trained, undo)
         for optimizer in optimizers:
             self._undo.callback(hook_steps(optimizer, before=self._before_first_step))
+        _ON.setdefault(network, WeakSet()).add(self)
         if isinstance(network, OpenNetwork):
             _check_open(number, self._untrained, options.buffers)
 
     def __enter__(self) -> Self:
+        if self._left:
+            raise UserError("this attachment was left before, so it holds no rounds any more; attach again")
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._left = True
         if error is None:
             self.finish()
         self._undo.close()
@@ -154,8 +136,10 @@ class Attached:
         """Ends the rounds: lands what is pending, averages the buffers, and the weights where asked.
 
         Every replica must call it alike. The end of the `with` statement does, if the loop has not. With
-        `average_weights` all replicas end with the same ones. Steps after it are this replica's alone. Raises PeerLost
-        when somebody does not come to that within ten deadlines, and UserError when what is trained has changed.
+        `average_weights` all replicas end with the same ones; an optimizer that has others for evaluation must be
+        switched to these before, as with `optimizer.eval()` of schedule-free ones. Steps after it are this replica's
+        alone. Raises PeerLost when somebody does not come to that within ten deadlines, and UserError when what is
+        trained has changed.
         """
         if average_weights:
             self.trained.check()
@@ -163,7 +147,8 @@ class Attached:
             self._end()
         if average_weights:
             weights = {str(number): p.detach() for number, p in enumerate(self.trained.parameters)}
-            self._average_among_all("weights", weights, directions=False)
+            with self._writing_weights():
+                self._average_among_all("weights", weights, directions=False)
 
     def _end(self) -> None:
         self._ended = True
@@ -175,6 +160,10 @@ class Attached:
         self._undo.callback(hook_steps(self.trained.optimizers[-1], after=self._warn_of_steps_alone))
         if self._begun and self.method.exchanges:
             self.average_buffers()
+
+    def _writing_weights(self) -> AbstractContextManager[None]:
+        """Within, all weights are written; what optimizers keep beside them goes along."""
+        return nullcontext()
 
     def _settle(self) -> None:
         """Takes back what is not sound in the weights when the rounds end."""
@@ -205,7 +194,12 @@ class Attached:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that a later `load_state_dict` needs to go on bit for bit; not to be called in `on_round`."""
-        return {"step": self.step, "rounds": self.rounds, "faults": self._faults.state_dict()}
+        return {
+            "step": self.step,
+            "rounds": self.rounds,
+            "faults": self._faults.state_dict(),
+            "untrained": self._untrained.state_dict(),
+        }
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -222,8 +216,16 @@ class Attached:
     def _load(self, state: dict[str, Any]) -> None:
         self.step, self.rounds = state["step"], state["rounds"]
         self._faults.load_state_dict(state["faults"])
+        self._untrained.load_state_dict(state["untrained"])
         self._begun = self.step > 0
         self._noted = False
+
+    def _beside(self) -> list[Attached]:
+        """This replica's other attachments on the same network, whose training may hang together with this one's."""
+        return [other for other in _ON[self.network] if other is not self and not (other._ended or other._left)]
+
+    def _restore_if_spoilt(self) -> None:
+        """Takes back what is not finite in the weights, where there is something to go back to."""
 
     def _key(self, what: str) -> str:
         """The key of an exchange: no two attachments on a network share one."""

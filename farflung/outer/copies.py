@@ -57,21 +57,24 @@ class Copies:
                 watch.stepped()
 
     @contextmanager
-    def following(self, fragment: int) -> Iterator[None]:
-        """Within, a round writes a fragment's parameters; then copies move as far.
+    def following(self, *fragments: int) -> Iterator[None]:
+        """Within, a round writes the parameters of these fragments, or of all if none are given; copies move as far.
 
         Raises UserError when an optimizer has been seen to put back what rounds have written.
         """
         for kept in self._kept:
             kept.look()
-        wanted = self._fragments[fragment] if any(kept.followers for kept in self._kept) else []
+        written = fragments or range(len(self._fragments))
+        follows = any(kept.followers for kept in self._kept)
+        wanted = [parameter for fragment in written for parameter in self._fragments[fragment] if follows]
         before = {parameter: own_of(parameter.detach()).clone() for parameter in wanted}
         yield
         for kept in self._kept:
             kept.follow(before)
-        for watch in self._watches[fragment]:
-            watch.written()
-        self._watches[fragment] = [watch for watch in self._watches[fragment] if not watch.trusts]
+        for fragment in written:
+            for watch in self._watches[fragment]:
+                watch.written()
+            self._watches[fragment] = [watch for watch in self._watches[fragment] if not watch.trusts]
 
     def put_back(self) -> None:
         """Gives all state its first values again, or those of the weights where it holds copies of them."""

@@ -18,6 +18,7 @@ from farflung.codecs.base import norm
 LARGEST_RATIO = 30.0
 """A message with a norm so many times the usual one is refused."""
 NORMS_KEPT = 32
+"""Of messages of the same tensors, own ones among them; parts of a message may differ in size by far."""
 
 Messages = list[Sequence[Tensor]]
 Blame = Callable[[int, str], None]
@@ -46,7 +47,7 @@ class Fusion:
         """Whether each member must have everybody's message: who averages a part for all could lie about it."""
         self._total = _TOTALS[robust]
         self._blame = blame
-        self._norms: deque[float] = deque(maxlen=NORMS_KEPT)
+        self._norms: dict[tuple[torch.Size, ...], deque[float]] = {}
 
     def of(self, rank: int, weights: Mapping[int, float]) -> Fuse:
         """The fusion of one round of a replica, in which messages have these weights; those without one count 1."""
@@ -74,13 +75,15 @@ class Fusion:
         if self._blame is None:
             return
         size = norm(message) if all(map(finite, message)) else math.nan
-        known = [*self._norms, *([norm(own)] if own is not None else [])]
-        usual = statistics.median([n for n in known if n > 0] or [size])
+        norms = self._norms.setdefault(tuple(tensor.shape for tensor in message), deque(maxlen=NORMS_KEPT))
+        if own is not None:
+            norms.append(norm(own))
+        usual = statistics.median([n for n in norms if n > 0] or [size])
         if not size <= LARGEST_RATIO * usual:
             why = f"a message is {size / usual:.3g} times as large as usual" if size > 0 else "a message is not finite"
             self._blame(sender, why)
             raise PacketError(why)
-        self._norms.append(size)
+        norms.append(size)
 
     def _decoded(self, sender: int, codec: Codec, packet: Packet, like: Sequence[Tensor]) -> list[Tensor]:
         try:

@@ -228,13 +228,13 @@ def _equal(values: Values) -> bool:
 
 
 def _near(values: Values) -> bool | None:
-    """Whether values are near the weights that they may be copies of; None where these are not finite."""
+    """Whether values are near the weights that they may be copies of; None where these are not finite, or all zero."""
     distance = square = 0.0
     for parameter, value in values.items():
         weights = own_of(parameter.detach()).float()
         distance += float((value.to(weights) - weights).square().sum())
         square += float(weights.square().sum())
-    return distance < NEAR * square if math.isfinite(distance + square) else None
+    return distance < NEAR * square if math.isfinite(distance + square) and distance + square else None
 
 
 def _noted(value: Any) -> Any:

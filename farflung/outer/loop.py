@@ -8,18 +8,19 @@ anchor φ ──┴─▶ message ─▶ average with the group ─▶ outer opt
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from farflung.networks import Finished, Group, Network, OpenNetwork, PeerLost, Pending, State
+from farflung.networks import Finished, Network, OpenNetwork, PeerLost, State
 from farflung.networks.joining import log
 from farflung.outer.attached import Attached, Options
 from farflung.outer.fragments import Fragment, split
 from farflung.outer.fusion import Fusion
-from farflung.outer.healing import Compared, draw_together, sketch, stay_away
+from farflung.outer.healing import Compared, draw_together, stay_away
 from farflung.outer.opened import Anchored, Opened, by_lineage, kept_names, state_of, state_tensors, take_state
 from farflung.outer.optimizers import OuterOptimizer, gradient_of, load_into, refuse_rounded_weights, sends_weights
 from farflung.outer.replica import Replica
@@ -27,7 +28,6 @@ from farflung.outer.scaling import unscaled_steps
 from farflung.outer.start import Fact, method_facts
 from farflung.outer.steps import hook_steps
 from farflung.outer.streams import Flight, Offer, Stream, copied, streams_of
-from farflung.outer.topologies import group_of
 
 if TYPE_CHECKING:
     from farflung.outer.method import Method
@@ -65,7 +65,7 @@ class OuterLoop(Attached):
         self._opened, fusion = None, None
         if isinstance(network, OpenNetwork):
             self._opened = Opened(network, topology.alike, by_lineage(topology, codec), self.deadline)
-            fusion = Fusion(options.robust, network.blame)
+            fusion = partial(Fusion, options.robust, network.blame)
             network.serve(self.state)
         device = torch.device(options.outer_device) if options.outer_device else None
         fragments = split(model, schedule.fragments, self.trained.parameters) if schedule.every else [Fragment([])]
@@ -89,6 +89,9 @@ class OuterLoop(Attached):
 
     def _begin(self) -> None:
         self._replica.begin()
+
+    def _writing_weights(self) -> AbstractContextManager[None]:
+        return self._replica.copies.following()
 
     def _settle(self) -> None:
         self.spoil(self._replica.fault())
@@ -128,7 +131,7 @@ class OuterLoop(Attached):
         self.trained.check()
         self.trained.check_left_alone()
         self._look()
-        group = self._next_group(stream)
+        group = stream.next_group(network, method.topology)
         if not self._opened and stream.averaging.wants_expectation(group):
             stream.averaging.expect(self._replica.nothing(stream.anchor))
         offer = fresh or self._offer(stream)
@@ -157,26 +160,10 @@ class OuterLoop(Attached):
             weight = 0.0 if offer.fault else float(stream.trained)
             flight.pending = self._opened.start(stream, message, group, stream.key(self._name), self.step, weight)
         elif group:
-            flight.pending, flight.compression_error = self._exchange(stream, message, group)
+            flight.pending, flight.compression_error = stream.start(message, group, self._name, network, method)
         stream.began(self.step, method.schedule, group)
+        flight.lands_at = min(flight.lands_at, stream.next_start)  # one that starts late, after an interrupt, say
         return flight
-
-    def _next_group(self, stream: Stream) -> Group:
-        """With whom this replica averages a fragment in its next round."""
-        return group_of(self.network.rank, self.method.topology.groups(self.network.members(), stream.label))
-
-    def _exchange(self, stream: Stream, message: Tensor, group: Group) -> tuple[Pending[Tensor], float]:
-        """Starts averaging a message, and where all anchors should be equal, comparing them."""
-        key = stream.key(self._name)
-        if not self.method.topology.alike or len(group) < 2:
-            return stream.averaging.start(message, group, key, stream.rounds)
-        # In an eager merge each anchor has the own last part in it; then only rounds that were lost count.
-        anchor = stream.anchor[:0] if self.method.merge.eager else stream.anchor
-        sketches = self.network.exchange(
-            sketch(anchor, stream.lost or stream.met not in ((), group)), group, f"{key}, anchors"
-        )
-        pending, error = stream.averaging.start(message, group, key, stream.rounds)
-        return Compared(pending, sketches), error
 
     def _offer(self, stream: Stream) -> Offer:
         """What to send of a fragment in its next round: its progress, or none where training has been spoilt.
@@ -188,7 +175,15 @@ class OuterLoop(Attached):
         if fault := self._faults.judge(stream.rounds, self.step):
             self._replica.restore(self._flights)
             self._spoilt = (stream.rounds, fault)
+            for other in self._beside():
+                other._restore_if_spoilt()  # else what is wrong there would come back from there
         return self._replica.offer(stream, self._spoilt[1] if stream.rounds <= self._spoilt[0] else "")
+
+    def _restore_if_spoilt(self, *landing: Flight) -> None:
+        """Goes back to the anchors at once where weights are not finite; the next round says so."""
+        if fault := self._replica.fault():
+            self.spoil(fault)
+            self._replica.restore([*landing, *self._flights])
 
     def _land(self, flight: Flight, starts: bool) -> Offer | None:
         """Gives a round's mean to the outer optimizer, and its new anchor to the weights.
@@ -208,11 +203,10 @@ class OuterLoop(Attached):
         landed = self.network.now()
         effective_rank, share = self._adapt(stream, flight, mean)
         fresh = None
-        if flight.lands_at > flight.started_step and (fault := self._replica.fault()):  # which landing may hide
-            self.spoil(fault)
-            self._replica.restore([flight, *self._flights])
+        if flight.lands_at > flight.started_step:
+            self._restore_if_spoilt(flight)  # which landing may hide
         if flight.group or flight.applied:
-            if flight.own is not None and starts and (group := self._next_group(stream)):
+            if flight.own is not None and starts and (group := stream.next_group(self.network, self.method.topology)):
                 fresh = self._offer(stream)
                 fresh.applied = 1 / len(group)
             self._replica.absorb(stream, flight, mean, fresh)
@@ -262,11 +256,17 @@ class OuterLoop(Attached):
         fresh = {}
         for flight in due:
             self._flights.remove(flight)
-            offer = self._land(flight, starts=self._streams[flight.fragment].due(self.step))
+            stream = self._streams[flight.fragment]
+            try:
+                offer = self._land(flight, starts=stream.due(self.step))
+            except BaseException:  # as when a user interrupts a wait, and goes on
+                stream.lost = True
+                raise
             if offer is not None:
                 fresh[flight.fragment] = offer
         return fresh
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def land(self) -> None:
         """Lands all rounds in flight now, however much of their delay is left."""

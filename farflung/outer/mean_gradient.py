@@ -12,11 +12,11 @@ from torch import Tensor
 from farflung.codecs import ErrorFeedback, finite
 from farflung.config import UserError
 from farflung.networks import Network
-from farflung.outer.attached import Round
 from farflung.outer.averaging import Averaging
 from farflung.outer.faults import Faults
 from farflung.outer.fragments import Fragment
 from farflung.outer.notes import Noted
+from farflung.outer.round import Round
 from farflung.outer.scaling import is_scaled, step_always, take_gradients, unscale
 from farflung.outer.shards import own_of
 from farflung.outer.steps import Arguments, hook_steps

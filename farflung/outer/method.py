@@ -14,7 +14,7 @@ from farflung.codecs import Codec, Dense
 from farflung.config import UserError
 from farflung.networks import Network, OpenNetwork
 from farflung.outer.adaptation import Adapt
-from farflung.outer.attached import Attached, Options, Round
+from farflung.outer.attached import Attached, Options
 from farflung.outer.averaging import Way
 from farflung.outer.fusion import ROBUST
 from farflung.outer.gradients import GradientLoop
@@ -23,6 +23,7 @@ from farflung.outer.loop import OuterLoop
 from farflung.outer.merges import Keep, Merge
 from farflung.outer.opened import by_lineage
 from farflung.outer.optimizers import OuterFactory
+from farflung.outer.round import Round
 from farflung.outer.schedules import Schedule
 from farflung.outer.shards import check_shards
 from farflung.outer.topologies import Everyone, Topology

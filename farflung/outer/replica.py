@@ -41,8 +41,10 @@ class Replica:
         self._outer = outer
         self._merge = merge
         self._device = device
+        self._trained = trained
         self._untrained = untrained
-        self.copies = Copies(trained.optimizers, [stream.fragment.parameters for stream in streams])
+        fragments = [stream.fragment.parameters for stream in streams]
+        self.copies = Copies(trained.optimizers, fragments if any(fragments) else [trained.parameters])
 
     def begin(self) -> None:
         """Takes the weights, as they are now, for anchors."""
@@ -113,6 +115,9 @@ class Replica:
                 flight.at_start.copy_(self._streams[flight.fragment].anchor)
         self.copies.put_back()
         self._untrained.restore()
+        for parameter in self._trained.parameters:
+            if parameter.grad is not None:
+                parameter.grad.zero_()  # or a step that is still to come would spoil all again
 
     def _refresh(self, mean: Tensor, flight: Flight, fresh: Offer | None, anchor: Tensor) -> None:
         """Makes of a round's mean what an eager merge steps with: the group's last messages, but its own fresh one.

@@ -8,7 +8,9 @@ Each replica's scaler keeps a scale of its own; they need not be equal.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -19,19 +21,35 @@ from farflung.outer.trained import held_by
 _BEARS_SCALING = "_step_supports_amp_scaling"
 
 
+@dataclass
+class _Asked:
+    """What an optimizer said of itself, and how many attachments have had it say that it bears scaling."""
+
+    own: bool | None
+    by: int = 0
+
+
+_ASKED: WeakKeyDictionary[torch.optim.Optimizer, _Asked] = WeakKeyDictionary()
+
+
 def step_always(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
     """Makes GradScalers call `step()` of this optimizer after an overflow, too; returns what undoes that.
 
     Whoever asks for this must call `unscale` before each step, or the optimizer would see scaled gradients.
     """
-    own = vars(optimizer).get(_BEARS_SCALING)
+    asked = _ASKED.setdefault(optimizer, _Asked(vars(optimizer).get(_BEARS_SCALING)))
+    asked.by += 1
     setattr(optimizer, _BEARS_SCALING, True)
 
     def undo() -> None:
-        if own is None:
+        asked.by -= 1
+        if asked.by:
+            return
+        del _ASKED[optimizer]
+        if asked.own is None:
             delattr(optimizer, _BEARS_SCALING)
         else:
-            setattr(optimizer, _BEARS_SCALING, own)
+            setattr(optimizer, _BEARS_SCALING, asked.own)
 
     return undo
 
@@ -72,7 +90,7 @@ def unscaled_steps(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
 
     An optimizer that unscales by itself is called always as it is.
     """
-    if getattr(optimizer, _BEARS_SCALING, False):
+    if optimizer not in _ASKED and getattr(optimizer, _BEARS_SCALING, False):
         return lambda: None
     undo = step_always(optimizer)
 

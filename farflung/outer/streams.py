@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,13 +11,14 @@ from torch import Tensor
 
 from farflung.networks import Finished, Group, Network, PeerLost, Pending
 from farflung.outer.adaptation import Adaptation
-from farflung.outer.attached import Round
 from farflung.outer.averaging import Averaging
 from farflung.outer.fragments import Fragment
 from farflung.outer.fusion import Fusion
-from farflung.outer.healing import Compared
+from farflung.outer.healing import Compared, sketch
 from farflung.outer.meeting import Meeting
+from farflung.outer.round import Round
 from farflung.outer.schedules import Schedule
+from farflung.outer.topologies import Topology, group_of
 
 if TYPE_CHECKING:
     from farflung.outer.method import Method
@@ -53,6 +54,24 @@ class Stream:
     def key(self, attachment: str, round: int | None = None) -> str:
         """The key of a round's exchange: of the next one, unless it is said."""
         return f"round {self.rounds if round is None else round} of {attachment}, fragment {self.index}"
+
+    def next_group(self, network: Network, topology: Topology) -> Group:
+        """With whom this replica averages the fragment in its next round."""
+        return group_of(network.rank, topology.groups(network.members(), self.label))
+
+    def start(
+        self, message: Tensor, group: Group, attachment: str, network: Network, method: Method
+    ) -> tuple[Pending[Tensor], float]:
+        """Starts averaging a message, and where all anchors should be equal, comparing them; see Averaging."""
+        key = self.key(attachment)
+        if not method.topology.alike or len(group) < 2:
+            return self.averaging.start(message, group, key, self.rounds)
+        # In an eager merge each anchor has the own last part in it; then only rounds that were lost count.
+        anchor = self.anchor[:0] if method.merge.eager else self.anchor
+        own = sketch(anchor, self.lost or self.met not in ((), group))
+        sketches = network.exchange(own, group, f"{key}, anchors")
+        pending, error = self.averaging.start(message, group, key, self.rounds)
+        return Compared(pending, sketches), error
 
     def pace(self) -> dict[str, Any]:
         """When rounds come, and what that follows: what members of one group must have alike."""
@@ -125,9 +144,9 @@ def streams_of(
     fragments: Sequence[Fragment],
     anchors: Sequence[Tensor],
     exact: bool,
-    fusion: Fusion | None,
+    fusion: Callable[[], Fusion] | None,
 ) -> list[Stream]:
-    """The streams of a method's fragments, before their first rounds."""
+    """The streams of a method's fragments, before their first rounds; each has a `fusion` of its own, if any."""
     schedule, alike = method.schedule, method.topology.alike
     return [
         Stream(
@@ -135,7 +154,14 @@ def streams_of(
             fragment=fragment,
             anchor=anchor,
             averaging=Averaging(
-                network, method.codec, fragment.views, method.averaging, alike, f"fragment {index}", exact, fusion
+                network,
+                method.codec,
+                fragment.views,
+                method.averaging,
+                alike,
+                f"fragment {index}",
+                exact,
+                fusion() if fusion else None,
             ),
             adaptation=Adaptation(method.adapt) if method.adapt else None,
             every=schedule.every or 0,

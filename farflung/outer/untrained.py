@@ -35,6 +35,7 @@ class Untrained:
         self._trained = trained
         self._kept: dict[str, Tensor] = {}
         self._moving: list[str] = []
+        self._resumes = False
         _refuse_without_values(dict(model.named_parameters()) | self.buffers())
         _refuse_odd(self.named())
         self._noted = {name: _told(tensor) for name, tensor in self._compared().items()}
@@ -78,7 +79,10 @@ class Untrained:
         The first batch moves some of it before the first step, on each replica to other values; then those from before
         must be equal. Frozen weights must have moved everywhere, then.
         """
-        self.keep()
+        if self._resumes:
+            self._resumes = False  # what a state has kept is older than what was loaded with it
+        else:
+            self.keep()
         frozen = self.frozen()
         facts = []
         for name, tensor in self._compared().items():
@@ -122,8 +126,18 @@ class Untrained:
             whole = f"{prefix}.{name}".lstrip(".")
             if tensor is not None and whole in self._noted:
                 self._noted[whole] = _told(tensor)
-                if name in module._buffers or whole in self._moving:
+                if not self._resumes and (name in module._buffers or whole in self._moving):
                     self._keep(whole, tensor)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was kept, and the names of frozen weights that have been seen to move."""
+        return {"kept": dict(self._kept), "moving": list(self._moving)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from a `state_dict`, whether the model's own is loaded before or after."""
+        self._moving = list(state["moving"])
+        self._kept |= {name: kept.clone() for name, kept in state["kept"].items()}
+        self._resumes = True
 
     def _moved(self) -> dict[str, Tensor]:
         frozen = self.frozen() if self._moving else {}
