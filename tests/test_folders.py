@@ -14,6 +14,7 @@ from warm import Python
 
 from farflung.config import UserError
 from farflung.training import checkpoint
+from farflung.training.events import holds_a_run
 from farflung.training.export import export
 from farflung.training.stopping import Stopped
 from farflung.training.trainer import Trainer
@@ -166,6 +167,29 @@ def test_a_restart_removes_nothing_before_all_machines_have_agreed_to_it(run: Pa
         assert same(run, folder, number) and (folder / "summary.json").exists()
         first = json.loads((folder / "events" / f"replica-{number}.jsonl").read_text().splitlines()[0])
         assert not first["resumed"]
+
+
+def test_machines_that_share_a_folder_begin_anew_together(run: Path, tmp_path: Path) -> None:
+    """As on a network drive: each would remove the old run, and finds it gone."""
+    folder = tmp_path / "two words"
+    shutil.copytree(run, folder)
+    text = (folder / "config.toml").read_text().replace('network = "simulated"', 'network = "torch"')
+    (folder / "config.toml").write_text(text)
+    assert [ended for ended in train([["--resume", folder, "--restart"]] * 2) if ended[0]] == []
+    for number in (0, 1):
+        assert same(run, folder, number)
+    with pytest.raises(UserError, match=f"go on with: farflung train --resume '{folder}'"):
+        raise holds_a_run(folder)
+
+
+def test_a_simulated_run_is_not_trained_for_real_by_torchrun(run: Path, tmp_path: Path) -> None:
+    shutil.copytree(run, tmp_path / "run")
+    before = everything_in(tmp_path / "run")
+    fresh = ["--network", "simulated", "--model", "micro", "--out", tmp_path / "fresh"]
+    for command in (["--resume", tmp_path / "run"], fresh):
+        for code, said in train([command, command]):
+            assert code == 2 and said.strip().endswith("start it without torchrun")
+    assert everything_in(tmp_path / "run") == before and not (tmp_path / "fresh").exists()
 
 
 def test_a_restart_whose_others_never_come_removes_nothing(

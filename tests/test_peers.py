@@ -156,7 +156,7 @@ def test_a_finished_run_has_a_summary_a_report_and_weights_to_export(swarm: Swar
     assert first.wait(patience(60)) == 0 and two.wait(patience(60)) == 0, swarm.said("two")
     for name in ("first", "two"):
         summary = json.loads((swarm.folder / name / "summary.json").read_text())
-        assert summary["steps"] == 600 and summary["validation_loss"] < 5
+        assert summary["steps"] == 600 and summary["validation_loss"] < 5 and summary["missing"] == []
         assert (swarm.folder / name / "report.html").exists()
     exported = farflung("export", swarm.folder / "two", swarm.folder / "model")
     assert exported.returncode == 0, exported.stderr

@@ -57,8 +57,8 @@ def everything_in(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def same_end(one: Path, other: Path) -> bool:
-    pairs = [[saved(folder, STEPS, replica)["model"] for folder in (one, other)] for replica in (0, 1)]
+def same_end(one: Path, other: Path, steps: int = STEPS) -> bool:
+    pairs = [[saved(folder, steps, replica)["model"] for folder in (one, other)] for replica in (0, 1)]
     return all(torch.equal(a[name], b[name]) for a, b in pairs for name in a)
 
 
@@ -121,6 +121,8 @@ def test_torchrun_with_another_number_of_replicas_is_refused(
     words: list[str],
 ) -> None:
     folder = copy(undisturbed, tmp_path / "run", {0: {5}, 1: {5}})
+    config = (folder / "config.toml").read_text()
+    (folder / "config.toml").write_text(config.replace('network = "simulated"', 'network = "torch"'))
     before = everything_in(folder)
     monkeypatch.setenv("WORLD_SIZE", str(processes))
     assert run_here(monkeypatch, tmp_path, "train", "--resume", "run", *arguments) == 2
@@ -250,6 +252,23 @@ def events(folder: Path, replica: int) -> list[dict[str, Any]]:
     return [{key: value for key, value in event.items() if key != "tokens_per_second"} for event in kept]
 
 
+def crash(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, command: list[str], at: int, replica: int | None = None
+) -> None:
+    """Ends a run when a replica, or any, has made so many steps."""
+    original = Trainer._train_step
+
+    def step(trainer: Trainer, outer: Any) -> None:
+        if trainer.step == at and replica in (None, trainer.network.rank):
+            raise RuntimeError("power cut")
+        original(trainer, outer)
+
+    with monkeypatch.context() as crashing:
+        crashing.setattr(Trainer, "_train_step", step)
+        with pytest.raises(RuntimeError, match="power cut"):
+            run_here(crashing, folder, *command)
+
+
 def test_a_simulated_world_goes_on_where_it_stood(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Replica 2 dies and replica 0 is cut off before the crash, replica 3 dies after it; none of it happens twice."""
     (tmp_path / "world.toml").write_text(CONDITIONS.format(first=0.75, second=2.35, cut=1.0, until=1.3))
@@ -266,17 +285,7 @@ def test_a_simulated_world_goes_on_where_it_stood(tmp_path: Path, monkeypatch: p
         "world.toml",
     ]
     assert run_here(monkeypatch, tmp_path, *command, "--out", "undisturbed") == 0
-    original = Trainer._train_step
-
-    def step(trainer: Trainer, outer: Any) -> None:
-        if trainer.step == 19:
-            raise RuntimeError("power cut")
-        original(trainer, outer)
-
-    with monkeypatch.context() as crashing:
-        crashing.setattr(Trainer, "_train_step", step)
-        with pytest.raises(RuntimeError, match="power cut"):
-            run_here(crashing, tmp_path, *command, "--out", "crashed")
+    crash(monkeypatch, tmp_path, [*command, "--out", "crashed"], 19)
     assert checkpoint.whole_steps(tmp_path / "crashed")[0] == 15
     assert run_here(monkeypatch, tmp_path, "train", "--resume", "crashed") == 0
     for replica in range(4):
@@ -288,6 +297,25 @@ def test_a_simulated_world_goes_on_where_it_stood(tmp_path: Path, monkeypatch: p
     for folder in ("undisturbed", "crashed"):  # the dead keep their own files, and no others
         living = [path for replica in (0, 1) for path in tmp_path.glob(f"{folder}/checkpoints/*/replica-{replica}.pt")]
         assert {path.parent.name for path in living} == {"step-000020", "step-000025"}
+
+
+def test_what_others_ask_of_a_round_that_was_given_up_is_not_remembered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Replica 1 is seconds ahead after a cut; its part of round 5 is averaged long after its checkpoint."""
+    world = "step_ms = 100\nbandwidth_mbps = 10\nstep_sigma = 0.3\nseed = 3\n"
+    (tmp_path / "world.toml").write_text(f"{world}[[cuts]]\nreplicas = [1]\nfrom_s = 0.51\nuntil_s = 2.06\n")
+    command = [
+        *("train", *SMALL, "--steps", "30", "--checkpoint-every", "3", "--method", "eager-diloco", "--every", "5"),
+        *("--codec", "ef-int8", "--deadline", "1", "--network", "simulated", "--replicas", "3"),
+        *("--conditions", "world.toml"),
+    ]
+    assert run_here(monkeypatch, tmp_path, *command, "--out", "undisturbed") == 0
+    crash(monkeypatch, tmp_path, [*command, "--out", "crashed"], 28, replica=0)
+    assert run_here(monkeypatch, tmp_path, "train", "--resume", "crashed") == 0
+    for replica in range(3):
+        assert events(tmp_path / "crashed", replica) == events(tmp_path / "undisturbed", replica)
+    assert same_end(tmp_path / "undisturbed", tmp_path / "crashed", 30)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="a small disk can only be mounted by root")

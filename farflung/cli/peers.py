@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from shlex import quote
 from types import FrameType
 from typing import Any
 
@@ -133,7 +134,7 @@ def _train(ticket: Any, config: Config, seat: Any, joined: Callable[[Any], None]
     from farflung.training.stopping import Stopped
 
     folder = Path(config.out)
-    back = f"come back with: farflung join {folder}/run.ticket --out {folder}"
+    back = f"come back with: farflung join {quote(f'{folder}/run.ticket')} --out {quote(str(folder))}"
     _say(f"{ticket.name}: {config.method}, {config.steps} steps; run folder {folder}")
     try:
         with _on_signals(signal.default_int_handler), watched(folder, sys.stderr) as show:

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import shlex
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -48,6 +49,8 @@ def train(arguments: list[str]) -> None:
             raise UserError(
                 "a run on the internet begins with farflung invite; peers join, and come back, with farflung join"
             )
+        if config.network == "simulated" and under_torchrun:
+            raise UserError("network is 'simulated', which one process does alone; start it without torchrun")
         if not under_torchrun:
             launch.prepare(config, folder, resume, restart)
         if shows:
@@ -168,7 +171,7 @@ def _report_of(folder: Path) -> str:
     try:
         write_report([folder], folder / "report.html")
     except OSError as error:
-        return f"cannot be written: {error.strerror}; see to it, then: farflung report {folder}"
+        return f"cannot be written: {error.strerror}; see to it, then: farflung report {shlex.quote(str(folder))}"
     return str(folder / "report.html")
 
 

@@ -7,6 +7,7 @@ import math
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from threading import Event
 from typing import Any, Literal
 
 import torch
@@ -181,11 +182,14 @@ class Averaging:
         senders = {rank: self._codec(f"part {number} of {len(group)}") for number, rank in enumerate(group)}
         packets = {rank: senders[rank].encode(parts[rank]) for rank in group if rank != own}
         unreadable: dict[int, str] = {}
+        given_up = Event()
 
         def combine(received: dict[int, Packet]) -> Packet:
             mean, bad = fuse(senders[own], received, parts[own], parts[own])
             unreadable.update(bad)
-            return self._codec(f"mean of {len(group)}").encode(mean)
+            codec = self._codec(f"mean of {len(group)}")
+            # Others may still want it, but what is remembered must not depend on when that was.
+            return (copy.deepcopy(codec) if given_up.is_set() else codec).encode(mean)
 
         def finish(combined: dict[int, Packet]) -> dict[int, str]:
             for rank, packet in combined.items():
@@ -200,7 +204,7 @@ class Averaging:
 
         pending = self._network.relay(packets, group, key, combine)
         errors = [senders[rank].error_of(packet, parts[rank]) for rank, packet in packets.items()]
-        return _Averaged(pending, message, finish), sum(errors) / len(errors)
+        return _Averaged(pending, message, finish, given_up), sum(errors) / len(errors)
 
 
 class _Averaged:
@@ -211,10 +215,12 @@ class _Averaged:
         packets: Pending[dict[int, Packet]],
         message: Tensor,
         finish: Callable[[dict[int, Packet]], dict[int, str]],
+        given_up: Event | None = None,
     ) -> None:
         self._packets = packets
         self._message = message
         self._finish = finish
+        self._given_up = given_up
 
     def done(self) -> bool:
         return self._packets.done()
@@ -227,6 +233,8 @@ class _Averaged:
         try:
             packets = self._packets.wait(timeout)
         except PeerLost as lost:
+            if self._given_up:
+                self._given_up.set()
             self._finish(lost.delivered)
             raise
         if unreadable := self._finish(packets):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import socket
@@ -118,20 +119,21 @@ def clear(folder: Path) -> None:
         for name in ("summary.json", "report.html"):
             (folder / name).unlink(missing_ok=True)
         for name in ("checkpoints", "events"):  # what is left of a run is known by its events
-            if (folder / name).exists():
-                shutil.rmtree(folder / name)
+            while (folder / name).exists():
+                with contextlib.suppress(FileNotFoundError):  # another machine shares the folder, and was quicker
+                    shutil.rmtree(folder / name)
 
 
 def how_to_go_on(folder: Path) -> str:
     """What to tell the user of a run that has ended early, by what is in its folder."""
     if checkpoint.whole_steps(folder) or not events.tell_of_training(folder):
-        return f"go on with: farflung train --resume {folder}"
+        return f"go on with: {events.resume_command(folder)}"
     return f"there is no checkpoint to go on from; begin anew with: {restart_command(folder)}"
 
 
 def restart_command(folder: Path) -> str:
     """What begins a run anew in the folder of an old one."""
-    return f"farflung train --resume {folder} --restart"
+    return f"{events.resume_command(folder)} --restart"
 
 
 def begun_by_this_launch(folder: Path) -> bool:

@@ -7,6 +7,7 @@ import fcntl
 import json
 import math
 import os
+import shlex
 from collections.abc import Callable
 from io import FileIO
 from pathlib import Path
@@ -111,9 +112,13 @@ def _begun_again(path: Path, keep: int) -> FileIO:
 def holds_a_run(folder: Path) -> UserError:
     """The error of a new run in an old run's folder."""
     return UserError(
-        f"{folder} already holds a run; choose another folder with --out, "
-        f"or go on with: farflung train --resume {folder}"
+        f"{folder} already holds a run; choose another folder with --out, or go on with: {resume_command(folder)}"
     )
+
+
+def resume_command(folder: Path) -> str:
+    """What goes on with the run in a folder."""
+    return f"farflung train --resume {shlex.quote(str(folder))}"
 
 
 def tell_of_training(folder: Path) -> bool:

@@ -86,10 +86,11 @@ def finish(trainer: Trainer, together: Together) -> dict[str, Any]:
     island.after_step()
     trainer.prune()
     parameters = all_facts[0]["parameters"]
+    missing = set(range(config.replicas)) - {f["replica"] for f in all_facts}  # on the internet ranks are other numbers
     return {
         "method": config.method,
         "replicas": config.replicas,
-        "missing": sorted(set(range(config.replicas)) - {f["replica"] for f in all_facts}),
+        "missing": sorted(missing) if len(all_facts) < config.replicas else [],
         "steps": trainer.step,
         "stages": island.layout.stages,
         "shards": island.layout.shards,

@@ -117,6 +117,7 @@ def _reshaped(
         "outer": _outer_state(parts, wanted["fragments"], cut),
         "late": {"count": first["late"]["count"], "mean": _late_mean(parts, wanted["names"], cut)},
         "traffic": traffic("traffic"),
+        "bytes_told": traffic("traffic")["bytes_sent"],
         "boundary_traffic": traffic("boundary_traffic"),
         "events_size": first["events_size"] if speaks else 0,
         "reshaped": True,

@@ -193,6 +193,7 @@ class Trainer:
                 "traffic": dataclasses.asdict(self.network.traffic),
                 "boundary_traffic": dataclasses.asdict(self.island.traffic),
                 "clock": self.network.clock() if isinstance(self.network, TimedNetwork) else None,
+                "bytes_told": self._bytes_told,
                 "elapsed": self.events.elapsed(),
                 "events_size": self.events.size(),
             }
@@ -221,13 +222,12 @@ class Trainer:
             torch.cuda.set_rng_state(state["random_cuda"], self.device)
         if "reshaped" in state:
             self.warn("went on from another layout: rounds in flight and what codecs remembered are dropped")
-        self.trained, self.rounds = state["trained"], state["rounds"]
+        self.trained, self.rounds, self._bytes_told = state["trained"], state["rounds"], state["bytes_told"]
         self.late.load_state_dict(state["late"])
         for traffic, saved in ((self.network.traffic, "traffic"), (self.island.traffic, "boundary_traffic")):
             for name, value in state[saved].items():
                 setattr(traffic, name, value)
         self.island.after_step()  # a tied head's copy is in no checkpoint
-        self._bytes_told = self.network.traffic.bytes_sent
         self._saved = None
 
     def _catch_up(self, outer: Attached) -> None:
