@@ -299,6 +299,36 @@ def test_two_take_a_block_of_each_other_or_neither_does(bits: int, turns: int, s
     assert taken > 300 and kept > 300
 
 
+def test_modulo_grows_with_the_news_of_a_warm_up() -> None:
+    """Each round's progress is thrice the last one's; where that is told, every block is read at once."""
+    generator = torch.Generator().manual_seed(6)
+    taken = {}
+    for told in (True, False):
+        anchor = 100 * torch.randn(32 * 256, generator=generator)
+        codecs, taken[told] = (Modulo(bits=4), Modulo(bits=4)), []
+        for round in range(5):
+            values = [anchor + 3.0**round * 1e-3 * torch.randn(32 * 256, generator=generator) for _ in codecs]
+            for codec in codecs:
+                if codec.wants_expectation and (told or round == 0):
+                    codec.expect([anchor])
+            packets = [codec.encode([own]) for codec, own in zip(codecs, values, strict=True)]
+            found = codecs[0].decode(packets[1], values[:1])[0]
+            codecs[1].decode(packets[0], values[1:])
+            taken[told].append(float((found != values[0]).view(32, 256).any(1).float().mean()))
+            anchor = (values[0] + found) / 2
+        assert all(codec.wants_expectation for codec in codecs)
+    assert min(taken[True]) > 0.95 and max(taken[False][1:]) < 0.95 * min(taken[True])
+
+
+def test_modulo_asks_for_no_expectation_once_news_grow_no_more() -> None:
+    codec, anchor = Modulo(bits=4), torch.zeros(512)
+    for size in (1.0, 2.0, 2.0):
+        assert codec.wants_expectation
+        codec.expect([anchor])
+        codec.encode([anchor + size * torch.linspace(-1, 1, 512)])
+    assert not codec.wants_expectation
+
+
 def test_a_block_of_zeros_comes_back_as_zeros_whatever_the_receiver_has() -> None:
     message = torch.cat([torch.zeros(256), torch.randn(256)])
     near = message + 0.01 * torch.randn(512)

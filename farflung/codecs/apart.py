@@ -90,6 +90,11 @@ class Apart(Codec):
         for codec in self.halves:
             codec.turn_to(round)
 
+    @property
+    def wants_expectation(self) -> bool:
+        """See Codec."""
+        return any(codec.wants_expectation for codec in self.halves)
+
     def expect(self, tensors: Sequence[Tensor]) -> None:
         """See Codec."""
         for codec, half in zip(self.halves, _halves(tensors), strict=True):

@@ -84,8 +84,13 @@ class Codec:
     def turn_to(self, round: int) -> None:
         """Says which round the next message is of; all members of its group say the same."""
 
+    @property
+    def wants_expectation(self) -> bool:
+        """Whether `expect` would be of use before the next message."""
+        return False
+
     def expect(self, tensors: Sequence[Tensor]) -> None:
-        """Says what a message is like that brings no news; all members of the group hold the same."""
+        """Says what the next message would be like if it brought no news."""
 
     def expect_change(self, tensors: Sequence[Tensor]) -> None:
         """Says about how much each value of the next message may have moved away from the others' since the last."""
@@ -192,6 +197,11 @@ class Chain(Codec):
         """See Codec."""
         for stage in self.stages:
             stage.turn_to(round)
+
+    @property
+    def wants_expectation(self) -> bool:
+        """See Codec."""
+        return self.stages[0].wants_expectation
 
     def expect(self, tensors: Sequence[Tensor]) -> None:
         """See Codec: only the first stage sees messages."""

@@ -21,6 +21,9 @@ from farflung.config import UserError
 _PRECISION = 2.0**-20
 """The finest step, relative to a block's largest value: beyond it float32 cannot count in steps."""
 
+_GROWS = 1.05
+"""News that grow by less from one message to the next are taken to grow no more."""
+
 _KEPT = 0.9
 """How much of a distance is still expected a message later: who has sat out is far away, and now and then one has."""
 
@@ -34,7 +37,8 @@ class Modulo(FlatStage):
     where d is dither that both know, so that u' errs by at most s / 2, and not always to the same side (Moniqua,
     arXiv 2002.11787). The error is in proportion to R, which need only exceed twice the distance between sender and
     receiver, and not to the values. R is chosen by the sender for each block: `margin` times twice the largest
-    distance that it has seen lately, or the largest change that it was told of. Where the two are farther apart, the
+    distance that it has seen lately, times what news have grown by since as in a warm-up, or the largest change that it
+    was told of. Where the two are farther apart, the
     receiver would take a wrong value. A byte of checksum of the part of k that was not sent tells; it then keeps its
     own values of the block, and doubles R for it.
 
@@ -59,6 +63,8 @@ class Modulo(FlatStage):
     _farthest: Tensor | None = field(default=None, init=False, repr=False, compare=False)
     _lately: Tensor | None = field(default=None, init=False, repr=False, compare=False)
     _expected: Tensor | None = field(default=None, init=False, repr=False, compare=False)
+    _news: Tensor | None = field(default=None, init=False, repr=False, compare=False)
+    _grows: bool = field(default=True, init=False, repr=False, compare=False)
     _change: Tensor | None = field(default=None, init=False, repr=False, compare=False)
     _turns_now: int = field(default=0, init=False, repr=False, compare=False)
     _round: int = field(default=0, init=False, repr=False, compare=False)
@@ -181,24 +187,33 @@ class Modulo(FlatStage):
     def _ranges_for(self, flat: Tensor) -> Tensor:
         """R for each block: from the distances seen since the last message, else as it was."""
         largest = self._largest(flat)
+        news = None if self._expected is None else self._largest(flat - self._expected)
+        growth = self._growth(news)
         if self._ranges is None or len(self._ranges) != len(largest):
             # Nobody has been heard yet. Each is as far from what was expected as this replica, at most, it is hoped.
-            news = largest if self._expected is None else self._largest(flat - self._expected)
-            self._expected = None
-            ranges = news * (4 * self.margin)
+            ranges = (largest if news is None else news) * (4 * self.margin)
         elif self._farthest is None:
-            ranges = self._ranges
+            ranges = self._ranges * growth
         else:
             assert self._lately is not None
             distances = self._farthest.maximum(self._lately)
             heard = self._farthest >= 0
-            ranges = torch.where(heard, 2 * self.margin * distances, self._ranges)
+            ranges = torch.where(heard, 2 * self.margin * distances, self._ranges) * growth
             self._lately = torch.where(heard, _KEPT * self._lately, self._lately)
         if self._change is not None and len(self._change) == len(ranges):
             ranges = ranges.maximum(2 * self.margin * self._change)
         self._change = None
         ranges = ranges.maximum(largest * (_PRECISION * 2.0**self.bits))
         return ranges.clamp(max=torch.finfo(torch.bfloat16).max)
+
+    def _growth(self, news: Tensor | None) -> float:
+        """By how much news have grown since the last message, as norms over all blocks; 1 where that is not known."""
+        before, self._news, self._expected = self._news, news, None
+        if before is None or news is None or len(before) != len(news) or not before.any():
+            return 1.0
+        growth = float(news.norm() / before.norm())
+        self._grows = growth > _GROWS
+        return max(growth, 1.0)
 
     def _remember(self, rows_now: slice, distances: Tensor, surely: Tensor, count: int) -> None:
         """Keeps the largest distance of each block for the next message; below 0 for what has not been heard.
@@ -236,6 +251,8 @@ class Modulo(FlatStage):
             "farthest": self._farthest,
             "lately": self._lately,
             "expected": self._expected,
+            "news": self._news,
+            "grows": self._grows,
             "round": self._round,
             "sent": self._sent,
             "turns": self._turns_now,
@@ -245,7 +262,7 @@ class Modulo(FlatStage):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See Codec."""
         self._ranges, self._farthest, self._lately = state["ranges"], state["farthest"], state["lately"]
-        self._expected = state["expected"]
+        self._expected, self._news, self._grows = state["expected"], state["news"], state["grows"]
         self._round, self._sent = state["round"], state["sent"]
         self._turns_now, self._dither.count = state["turns"], state["count"]
 
@@ -260,6 +277,11 @@ class Modulo(FlatStage):
     def turn_to(self, round: int) -> None:
         """See Codec: it says which blocks are on turn, so that a pair that has not met for long sends the same."""
         self._round = round
+
+    @property
+    def wants_expectation(self) -> bool:
+        """See Codec: before the first message, and as long as each brings more news than the last."""
+        return self._grows
 
     def expect(self, tensors: Sequence[Tensor]) -> None:
         """See Codec: the first R is four times as far as this replica's message is from it, times `margin`."""

@@ -113,13 +113,14 @@ class Averaging:
         return self._share_out(message, group, key, fuse)
 
     def expect(self, message: Tensor) -> None:
-        """Says what a message is like that brings no news, before the first."""
+        """Says what the next message would be like if it brought no news."""
         for codec, strip in self._strips(message):
             codec.expect(strip)
 
     def wants_expectation(self, group: Group) -> bool:
-        """Whether a codec could make use of `expect` now: before the first round, in which whole messages travel."""
-        return bool(group) and not self._codecs and self._prototype.needs_receiver
+        """Whether a codec could make use of `expect` now."""
+        codecs = self._codecs.values() or [self._prototype]
+        return bool(group) and any(codec.wants_expectation for codec in codecs)
 
     def shrink_to(self, share: float) -> None:
         """See Codec."""
