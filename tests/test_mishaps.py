@@ -100,6 +100,33 @@ def test_what_nobody_trains_recovers_after_a_resume_as_without_one(saved: int, s
             assert torch.isfinite(tensor).all() and torch.equal(tensor, other[name]), name
 
 
+def test_statistics_that_a_state_has_not_kept_go_back_to_what_was_loaded() -> None:
+    """As a state made of another layout's parts, which had kept other things."""
+
+    def work(network: SimulatedNetwork) -> tuple[Tensor, Tensor]:
+        model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        with methods.diloco(every=10).attach(model, optimizer, network) as outer:
+            inner_steps(model, optimizer, network.rank, range(12))
+            state = copy.deepcopy((model.state_dict(), outer.state_dict()))
+        state[1]["untrained"]["kept"].clear()
+        model[1].reset_running_stats()
+        with methods.diloco(every=10).attach(model, optimizer, network) as outer:
+            model.load_state_dict(state[0])
+            outer.load_state_dict(state[1])
+            inner_steps(model, optimizer, network.rank, range(12, 13))
+            before = model[1].running_var.clone()
+            inner_steps(model, optimizer, network.rank, range(13, 19))
+            model[1].running_var.fill_(NAN)
+            outer.spoil("loss is nan")
+            inner_steps(model, optimizer, network.rank, range(19, 20))
+            return before, model[1].running_var.clone()
+
+    torch.manual_seed(0)
+    for before, restored in Simulation(1).run(work):
+        assert torch.equal(before, restored)
+
+
 @pytest.mark.parametrize("apart", [False, True], ids=["one backward", "a backward each"])
 @pytest.mark.parametrize("every", [(5, 7), (3, 20), (4, 4)])
 def test_attachments_that_hang_together_recover_together(every: tuple[int, int], apart: bool) -> None:

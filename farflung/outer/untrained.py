@@ -79,10 +79,10 @@ class Untrained:
         The first batch moves some of it before the first step, on each replica to other values; then those from before
         must be equal. Frozen weights must have moved everywhere, then.
         """
-        if self._resumes:
-            self._resumes = False  # what a state has kept is older than what was loaded with it
-        else:
-            self.keep()
+        # What a state has kept is older than what was loaded with it; one from another layout has kept other things.
+        known = set(self._kept) if self._resumes else set()
+        self._resumes = False
+        self._keep_all({name: tensor for name, tensor in self._moved().items() if name not in known})
         frozen = self.frozen()
         facts = []
         for name, tensor in self._compared().items():
@@ -108,8 +108,7 @@ class Untrained:
     @torch.no_grad()
     def keep(self) -> None:
         """Remembers what moves as it is, for `restore`."""
-        for name, tensor in self._moved().items():
-            self._keep(name, tensor)
+        self._keep_all(self._moved())
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -136,12 +135,16 @@ class Untrained:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on from a `state_dict`, whether the model's own is loaded before or after."""
         self._moving = list(state["moving"])
-        self._kept |= {name: kept.clone() for name, kept in state["kept"].items()}
+        self._kept = {name: kept.clone() for name, kept in state["kept"].items()}
         self._resumes = True
 
     def _moved(self) -> dict[str, Tensor]:
         frozen = self.frozen() if self._moving else {}
         return self.buffers() | {name: frozen[name] for name in self._moving if name in frozen}
+
+    def _keep_all(self, tensors: Mapping[str, Tensor]) -> None:
+        for name, tensor in tensors.items():
+            self._keep(name, tensor)
 
     def _keep(self, name: str, tensor: Tensor) -> None:
         view = real_view(tensor)
