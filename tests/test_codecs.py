@@ -320,6 +320,21 @@ def test_modulo_grows_with_the_news_of_a_warm_up() -> None:
     assert min(taken[True]) > 0.95 and max(taken[False][1:]) < 0.95 * min(taken[True])
 
 
+def test_modulo_grows_by_no_more_than_the_news_of_two() -> None:
+    """The others are far; this one has brought next to nothing, and now brings a little."""
+    generator = torch.Generator().manual_seed(8)
+    codec, other, anchor = Modulo(bits=4), Modulo(bits=4), torch.zeros(256)
+    theirs = 1e-2 * torch.randn(256, generator=generator)
+    for size in (1e-6, 1e-3):
+        codec.expect([anchor])
+        own = anchor + size * torch.rand(256, generator=generator)
+        codec.encode([own])
+        distance = float((theirs - own).abs().max())
+        other.expect([anchor])
+        codec.decode(other.encode([theirs]), [own])
+    assert float(codec.state_dict()["ranges"].max()) < 4 * (distance + 2 * 1e-3) * 1.3
+
+
 def test_modulo_asks_for_no_expectation_once_news_grow_no_more() -> None:
     codec, anchor = Modulo(bits=4), torch.zeros(512)
     for size in (1.0, 2.0, 2.0):

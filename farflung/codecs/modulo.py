@@ -189,16 +189,21 @@ class Modulo(FlatStage):
         largest = self._largest(flat)
         news = None if self._expected is None else self._largest(flat - self._expected)
         growth = self._growth(news)
+
+        def grown(ranges: Tensor) -> Tensor:
+            """Ranges for distances that grow as news do, but by no more than the news of two."""
+            return ranges if news is None else torch.minimum(ranges * growth, ranges + 4 * self.margin * news)
+
         if self._ranges is None or len(self._ranges) != len(largest):
             # Nobody has been heard yet. Each is as far from what was expected as this replica, at most, it is hoped.
             ranges = (largest if news is None else news) * (4 * self.margin)
         elif self._farthest is None:
-            ranges = self._ranges * growth
+            ranges = grown(self._ranges)
         else:
             assert self._lately is not None
             distances = self._farthest.maximum(self._lately)
             heard = self._farthest >= 0
-            ranges = torch.where(heard, 2 * self.margin * distances, self._ranges) * growth
+            ranges = grown(torch.where(heard, 2 * self.margin * distances, self._ranges))
             self._lately = torch.where(heard, _KEPT * self._lately, self._lately)
         if self._change is not None and len(self._change) == len(ranges):
             ranges = ranges.maximum(2 * self.margin * self._change)
