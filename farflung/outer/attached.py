@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
-from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -63,10 +62,6 @@ class Options:
     on_round: Callable[[Round], None] | None = None
 
 
-_ON: WeakKeyDictionary[Network, WeakSet[Attached]] = WeakKeyDictionary()
-"""The attachments on each network, as long as something refers to them."""
-
-
 class Attached:
     """A context that does something about inner optimizers' steps, and undoes its hooks at the end.
 
@@ -111,7 +106,6 @@ class Attached:
         self._untrained = Untrained(model, self.trained, undo)
         for optimizer in optimizers:
             self._undo.callback(hook_steps(optimizer, before=self._before_first_step))
-        _ON.setdefault(network, WeakSet()).add(self)
         if isinstance(network, OpenNetwork):
             _check_open(number, self._untrained, options.buffers)
 
@@ -219,13 +213,6 @@ class Attached:
         self._untrained.load_state_dict(state["untrained"])
         self._begun = self.step > 0
         self._noted = False
-
-    def _beside(self) -> list[Attached]:
-        """This replica's other attachments on the same network, whose training may hang together with this one's."""
-        return [other for other in _ON[self.network] if other is not self and not (other._ended or other._left)]
-
-    def _restore_if_spoilt(self) -> None:
-        """Takes back what is not finite in the weights, where there is something to go back to."""
 
     def _key(self, what: str) -> str:
         """The key of an exchange: no two attachments on a network share one."""

@@ -80,6 +80,7 @@ class OuterLoop(Attached):
         self._flights: list[Flight] = []
         self._spoilt: tuple[int, str] = (-1, "")
         self._everyone = network.members()
+        self.trained.restore = self._restore_if_spoilt
         for optimizer in optimizers:
             self._undo.callback(unscaled_steps(optimizer))
         self._undo.callback(hook_steps(optimizers[-1], after=self._after_inner_step))
@@ -175,8 +176,7 @@ class OuterLoop(Attached):
         if fault := self._faults.judge(stream.rounds, self.step):
             self._replica.restore(self._flights)
             self._spoilt = (stream.rounds, fault)
-            for other in self._beside():
-                other._restore_if_spoilt()  # else what is wrong there would come back from there
+            self.trained.restore_beside()  # else what is wrong there would come back from there
         return self._replica.offer(stream, self._spoilt[1] if stream.rounds <= self._spoilt[0] else "")
 
     def _restore_if_spoilt(self, *landing: Flight) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from threading import Lock
 from weakref import WeakSet
 
 import torch
@@ -16,6 +17,13 @@ from farflung.outer.shards import own_of
 
 _ATTACHED: WeakSet[Trained] = WeakSet()
 """Those that are in use: what one leaves alone, another may train."""
+_CHANGES = Lock()
+"""Replicas in threads attach at once."""
+
+
+def _attached() -> list[Trained]:
+    with _CHANGES:
+        return list(_ATTACHED)
 
 
 class Trained:
@@ -37,13 +45,16 @@ class Trained:
         for optimizer in self.optimizers:
             self._check_owner(optimizer)
         self.parameters = self._held()
+        self.restore: Callable[[], None] = lambda: None
+        """Takes back what is not finite, where an attachment has something to go back to."""
         self._left_alone: dict[nn.Parameter, Tensor] = {}
         if self.again():
             raise UserError(
                 "these parameters are attached to this network already, so that each round would count twice; call "
                 "finish() of the first attachment, or leave its with statement"
             )
-        _ATTACHED.add(self)
+        with _CHANGES:
+            _ATTACHED.add(self)
 
     def _check_owner(self, optimizer: Optimizer) -> None:
         for parameter in held_by(optimizer):
@@ -66,7 +77,7 @@ class Trained:
 
     def averaged(self) -> set[nn.Parameter]:
         """The parameters that some attachment trains, of this model or another."""
-        return {parameter for trained in _ATTACHED for parameter in trained.parameters}
+        return {parameter for trained in _attached() for parameter in trained.parameters}
 
     def begin(self) -> None:
         """Takes note of what is left alone, for `check_left_alone`."""
@@ -100,12 +111,20 @@ class Trained:
     def again(self) -> bool:
         """Whether another attachment averages some of these parameters over the same network."""
         own = set(self.parameters)
-        others = (trained for trained in _ATTACHED if trained is not self and trained._network is self._network)
-        return any(not own.isdisjoint(trained.parameters) for trained in others)
+        return any(not own.isdisjoint(trained.parameters) for trained in self._beside())
+
+    def restore_beside(self) -> None:
+        """Has this replica's other attachments on the network, which may hang together with this one, see to theirs."""
+        for trained in self._beside():
+            trained.restore()
+
+    def _beside(self) -> list[Trained]:
+        return [trained for trained in _attached() if trained is not self and trained._network is self._network]
 
     def end(self) -> None:
         """Says that these parameters are no longer averaged."""
-        _ATTACHED.discard(self)
+        with _CHANGES:
+            _ATTACHED.discard(self)
 
     def _not_attached(self) -> list[nn.Parameter]:
         """Trainable parameters that no attachment averages."""
