@@ -96,6 +96,14 @@ def farflung(*arguments: object, timeout: float = 100, **environment: str) -> su
     return subprocess.CompletedProcess(process.args, process.wait(), out, err)
 
 
+def trained(tmp_path_factory: pytest.TempPathFactory, *arguments: str) -> Path:
+    """The folder of a run that is trained once, for several tests."""
+    folder = tmp_path_factory.mktemp("runs")
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        assert run_here(monkeypatch, folder, "train", *arguments, "--out", "run") == 0
+    return folder / "run"
+
+
 def run_here(monkeypatch: pytest.MonkeyPatch, folder: Path, *arguments: str) -> int:
     """The command in this process; its exit code."""
     monkeypatch.chdir(folder)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from patience import patience
-from processes import SMALL, free_port, run_here, saved
+from processes import SMALL, free_port, run_here, saved, trained
 from warm import Python
 
 from farflung.config import UserError
@@ -26,10 +26,7 @@ TWO = [*SMALL, "--every", "5", "--steps", str(STEPS), "--keep-checkpoints", "9",
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of two replicas that keeps all of its checkpoints."""
-    folder = tmp_path_factory.mktemp("runs")
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        assert run_here(monkeypatch, folder, "train", *TWO, "--network", "simulated", "--out", "run") == 0
-    return folder / "run"
+    return trained(tmp_path_factory, *TWO, "--network", "simulated")
 
 
 @pytest.fixture

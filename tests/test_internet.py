@@ -80,14 +80,19 @@ def run(tmp_path: Path) -> Iterator[Run]:
     made.close()
 
 
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
-    made = Run(tmp_path_factory.mktemp("pair"))
+def two_peers(folder: Path) -> Iterator[Run]:
+    """A run of two, until they are no longer wanted."""
+    made = Run(folder)
     made.join()
     made.join()
     made.all_know_each_other()
     yield made
     made.close()
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    yield from two_peers(tmp_path_factory.mktemp("pair"))
 
 
 # Tickets

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from processes import SMALL, free_port, run_here, saved
+from processes import SMALL, free_port, run_here, saved, trained
 from torch.distributed import HashStore
 
 from farflung.config import UserError
@@ -37,10 +37,7 @@ PIPELINE = ["--method", "local", "--stages", "2", "--microbatches", "2"]
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of two replicas that keeps all of its checkpoints."""
-    folder = tmp_path_factory.mktemp("runs")
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        assert run_here(monkeypatch, folder, "train", *SIMULATED, "--keep-checkpoints", "9", "--out", "run") == 0
-    return folder / "run"
+    return trained(tmp_path_factory, *SIMULATED, "--keep-checkpoints", "9")
 
 
 def copy(run: Path, to: Path, steps: dict[int, set[int]]) -> Path:

@@ -17,7 +17,7 @@ from hivemind.dht.storage import DictionaryDHTValue
 from hivemind.utils import get_dht_time
 from hivemind.utils.timed_storage import ValueWithExpiration
 from patience import patience, until
-from test_internet import Run
+from test_internet import Run, two_peers
 
 from farflung.networks.internet import InternetNetwork
 from farflung.networks.internet.lines import Line
@@ -40,12 +40,7 @@ def quick_beats() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
-    made = Run(tmp_path_factory.mktemp("pair"))
-    made.join()
-    made.join()
-    made.all_know_each_other()
-    yield made
-    made.close()
+    yield from two_peers(tmp_path_factory.mktemp("pair"))
 
 
 @pytest.fixture
