@@ -35,7 +35,7 @@ from farflung.networks.base import Traffic
 from farflung.networks.internet import Identity, Seat, Ticket, read_ticket
 from farflung.networks.internet.frames import encoded, read_frame, write_frame
 from farflung.networks.internet.host import UNREACHABLE
-from farflung.networks.internet.lines import Refused
+from farflung.networks.internet.lines import RequestRefusedError
 from farflung.networks.internet.post import Post
 from farflung.networks.internet.swarm import Swarm
 from farflung.report.read import Run
@@ -183,7 +183,7 @@ class Liar:
 
         try:
             return self.swarm.run(go(), 90)
-        except (*UNREACHABLE, Refused) as error:
+        except (*UNREACHABLE, RequestRefusedError) as error:
             return {"refused": str(error) or "the stream was closed"}
 
     def close(self) -> None:

@@ -21,7 +21,7 @@ import tyro
 
 from farflung import Method, methods
 from farflung.codecs import ErrorFeedback, LowRank, Quantize
-from farflung.networks import PeerLost, TorchNetwork
+from farflung.networks import PeerLostError, TorchNetwork
 from farflung.outer import Round, Schedule
 
 EVERY, ROUNDS, SHARE = 10, 8, 0.7
@@ -69,7 +69,7 @@ def replica(name: str, parameters: int, step_seconds: float) -> None:
     with method.attach(model, optimizer, network, on_round=rounds.append):
         for step in range(EVERY * ROUNDS):
             if step % EVERY == 0:  # replicas that drift apart would wait for each other, not for the link
-                with contextlib.suppress(PeerLost):
+                with contextlib.suppress(PeerLostError):
                     network.exchange(torch.zeros(1, dtype=torch.uint8), network.members(), f"step {step}").wait(60)
             time.sleep(step_seconds)
             optimizer.step()
@@ -78,7 +78,7 @@ def replica(name: str, parameters: int, step_seconds: float) -> None:
     blocked = median(max(0.0, round.finished - round.waited_from) for round in measured)
     decoding = median(round.landed - max(round.waited_from, round.finished) for round in measured)
     print(exchange, blocked, decoding)
-    with contextlib.suppress(PeerLost):
+    with contextlib.suppress(PeerLostError):
         network.exchange(torch.zeros(1, dtype=torch.uint8), network.members(), "leaving").wait(10)
 
 

@@ -21,7 +21,7 @@ import torch
 import tyro
 
 from farflung import Method, methods
-from farflung.networks import Conditions, Network, PeerLost, Simulation, TorchNetwork
+from farflung.networks import Conditions, Network, PeerLostError, Simulation, TorchNetwork
 from farflung.networks.conditions import HEADERS
 from farflung.planner.sizes import message_bytes
 from farflung.planner.timing import Timer
@@ -55,7 +55,7 @@ def replica(name: str, parameters: int, step_ms: float, rounds: int) -> None:
     torch.set_num_threads(1)
     network = TorchNetwork.from_env(starting=120)
     print(rounds_on(network, name, parameters, step_ms, rounds))
-    with contextlib.suppress(PeerLost):
+    with contextlib.suppress(PeerLostError):
         network.exchange(torch.zeros(1, dtype=torch.uint8), network.members(), "leaving").wait(60)
 
 

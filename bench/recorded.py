@@ -23,7 +23,7 @@ from real import train
 
 from farflung.config import Config
 from farflung.files import write_text
-from farflung.outer import Diverged
+from farflung.outer import DivergedError
 from farflung.report.read import read_run
 
 RESULTS = Path(__file__).parent / "results"
@@ -163,7 +163,7 @@ def outcome(settings: Settings, seed: int) -> Result:
                 summary = train(folder, **everything).summary
             else:
                 summary = simulated.run(Config(**everything, network="simulated", out=str(folder)))
-        except Diverged:
+        except DivergedError:
             return {"validation_loss": None}
         evaluations = read_run(folder).by_step("evaluation")
         losses = {

@@ -24,7 +24,7 @@ import tyro
 
 from farflung import Method, methods
 from farflung.codecs import ErrorFeedback, Modulo, Quantize
-from farflung.networks import PeerLost, TorchNetwork
+from farflung.networks import PeerLostError, TorchNetwork
 from farflung.outer import Schedule
 
 WARM_UP, MEASURED = 1, 5
@@ -80,7 +80,7 @@ def replica(method: str, parameters: int, pause: float) -> None:
             seconds.append(time.monotonic() - began)
         on_link = carried() - carried_before
     print(median(seconds[WARM_UP:]), network.traffic.bytes_sent - before, on_link)
-    with contextlib.suppress(PeerLost):  # nobody leaves while others still need its packets
+    with contextlib.suppress(PeerLostError):  # nobody leaves while others still need its packets
         network.exchange(torch.zeros(1, dtype=torch.uint8), network.members(), "leaving").wait(10)
 
 

@@ -2,34 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import difflib
 import functools
 import json
 import math
 import tomllib
 import types
 import typing
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from farflung.errors import UserError, suggestion
+
 T = TypeVar("T")
-
-
-class UserError(ValueError):
-    """A mistake in what the user asked for: one line that says what, where and what to do."""
-
-
-@contextlib.contextmanager
-def disk_errors(what: str, remedy: str) -> Iterator[None]:
-    """Says in one line what the disk does not let us do inside, and the remedy. Raises UserError."""
-    try:
-        yield
-    except OSError as error:
-        raise UserError(f"cannot {what}: {error.strerror or error}; {remedy}") from error
 
 
 @dataclass(frozen=True)
@@ -299,12 +285,6 @@ def to_toml(config: Config) -> str:
             text = json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
             lines.append(f"{field.name} = {text}")
     return "\n".join(lines) + "\n"
-
-
-def suggestion(word: str, known: list[str]) -> str:
-    """The words nearest to a misspelt one, as the end of an error message."""
-    close = difflib.get_close_matches(word, known, n=1)
-    return f"; did you mean {close[0]!r}?" if close else f"; there are: {', '.join(known)}"
 
 
 @functools.cache

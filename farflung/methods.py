@@ -29,7 +29,8 @@ from farflung.codecs import (
     TopK,
     codec_named,
 )
-from farflung.config import Config, UserError, suggestion
+from farflung.config import Config
+from farflung.errors import UserError, suggestion
 from farflung.outer import (
     ADAMW,
     INNER,

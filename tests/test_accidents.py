@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from farflung import methods
 from farflung.codecs import Quantize
 from farflung.methods import Method
-from farflung.networks import Conditions, PeerLost, SimulatedNetwork, Simulation
+from farflung.networks import Conditions, PeerLostError, SimulatedNetwork, Simulation
 from farflung.networks.conditions import Cut
 from farflung.outer import OuterLoop, Round
 
@@ -173,7 +173,7 @@ class Missed:
 
     def wait(self, timeout: float) -> Any:
         self._own()
-        raise PeerLost((0,), "replica 0 was late")
+        raise PeerLostError((0,), "replica 0 was late")
 
 
 def lose_one(network: SimulatedNetwork, rank: int, round: str) -> None:

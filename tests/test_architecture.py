@@ -15,7 +15,7 @@ from transformers import (
     Qwen2MoeConfig,
 )
 
-from farflung.config import UserError
+from farflung.errors import UserError
 from farflung.pipeline.balance import Span
 from farflung.planner.architecture import Architecture, architecture_of
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import LlamaConfig, Olmo2Config, Qwen2Config
 
 from farflung.codecs import Dense
-from farflung.config import UserError
+from farflung.errors import UserError
 from farflung.pipeline.boundaries import Boundary, boundary_named
 from farflung.pipeline.split import Piece, anatomy, check_split, keep
 from farflung.pipeline.subspace import ConfinedLinear, Subspace, check_confined, confine, subspace_of

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune
 
 from farflung import methods
-from farflung.config import UserError
+from farflung.errors import UserError
 from farflung.methods import Method
 from farflung.networks import SimulatedNetwork, Simulation
-from farflung.outer import Disagreement, digests
+from farflung.outer import DisagreementError, digests
 from farflung.outer.digests import BLOCK, ROW, digest
 
 LOOPS = [lambda: methods.diloco(every=4), lambda: methods.noloco(every=4), methods.ddp]
@@ -304,7 +304,7 @@ def test_starts_with_values_in_other_places_are_noticed(kind: str) -> None:
             inner_steps(model, optimizer, network.rank, range(2))
 
     complaint = {"permuted rows": "weights", "randperm": "values of order", "pruning": r"values of 0\.weight_mask"}
-    with pytest.raises(Disagreement, match=f"starts from other {complaint[kind]} than"):
+    with pytest.raises(DisagreementError, match=f"starts from other {complaint[kind]} than"):
         Simulation(2).run(work)
 
 
@@ -373,7 +373,7 @@ def test_what_one_replica_changes_after_attach_is_noticed(what: str, how: str) -
                     model.state_dict()[what].copy_(changed[what])
             trained(model, network.rank, range(2), optimizer)
 
-    with pytest.raises(Disagreement, match=f"starts from other values of {what} than"):
+    with pytest.raises(DisagreementError, match=f"starts from other values of {what} than"):
         Simulation(2).run(work)
 
 

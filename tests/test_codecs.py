@@ -21,7 +21,7 @@ from farflung.codecs import (
     Frequency,
     LowRank,
     Modulo,
-    NotFinite,
+    NotFiniteError,
     PacketError,
     Quantize,
     Threshold,
@@ -30,7 +30,7 @@ from farflung.codecs import (
 )
 from farflung.codecs.bits import pack_bits, unpack_bits
 from farflung.codecs.packets import _HEADER, MAGIC, VERSION
-from farflung.config import UserError
+from farflung.errors import UserError
 
 CODECS: dict[str, Callable[[], Codec]] = {
     "float32": Dense,
@@ -410,7 +410,7 @@ def test_what_is_not_finite_never_travels_and_harms_nothing(name: str, value: fl
     before = copy.deepcopy(codec.state_dict())
     bad = [good[0].clone(), good[1]]
     bad[0][3, 3] = value
-    with pytest.raises(NotFinite, match="NaN or infinity"):
+    with pytest.raises(NotFiniteError, match="NaN or infinity"):
         codec.encode(bad)
     assert repr(codec.state_dict()) == repr(before)
     assert codec.decode(codec.encode(good), good)[0].shape == (20, 10)

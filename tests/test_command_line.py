@@ -21,7 +21,8 @@ from warm import Python
 from farflung import cli
 from farflung.cli import peers, runs
 from farflung.cli.arguments import parse
-from farflung.config import Config, Resume, UserError
+from farflung.config import Config, Resume
+from farflung.errors import UserError
 from farflung.planner.options import PlanOptions
 from farflung.planner.simulation import SimulateOptions
 from farflung.training import checkpoint, launch

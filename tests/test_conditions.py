@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from farflung.config import UserError
-from farflung.networks import Conditions, PeerLost, SimulatedNetwork, Simulation, conditions_named
+from farflung.errors import UserError
+from farflung.networks import Conditions, PeerLostError, SimulatedNetwork, Simulation, conditions_named
 from farflung.networks.chance import largest_factor, uniform
 from farflung.networks.clock import Clock
 from farflung.networks.computation import Computation
@@ -218,7 +218,7 @@ def test_a_death_fails_what_is_under_way_at_once_and_thins_the_members() -> None
     conditions = Conditions(bandwidth_mbps=8, latency_ms=0, deaths=(Death(2, 0.5),))
 
     def work(network: SimulatedNetwork) -> tuple[tuple[int, ...], float, Any]:
-        with pytest.raises(PeerLost, match=r"^replica 2 \(simulated\) has died$") as lost:
+        with pytest.raises(PeerLostError, match=r"^replica 2 \(simulated\) has died$") as lost:
             network.exchange(packet(1), (0, 1, 2), "x").wait(100)
         return lost.value.ranks, network.now(), network.members()
 
@@ -229,7 +229,7 @@ def test_a_death_fails_what_is_under_way_at_once_and_thins_the_members() -> None
 def test_an_exchange_that_was_given_up_does_not_disturb_the_next() -> None:
     def work(network: SimulatedNetwork) -> tuple[float, float]:
         if network.rank == 0:
-            with pytest.raises(PeerLost, match="within 1 s"):
+            with pytest.raises(PeerLostError, match="within 1 s"):
                 network.exchange(packet(0), (0, 1), "given up").wait(1.0)
         else:
             for _ in range(3):
@@ -249,7 +249,7 @@ def test_changed_members_end_what_had_not_begun_and_can_try_again() -> None:
     def work(network: SimulatedNetwork) -> list[Any]:
         seen: list[Any] = []
         if network.rank == 0:
-            with pytest.raises(PeerLost, match=r"^replica 2 \(simulated\) has died$"):
+            with pytest.raises(PeerLostError, match=r"^replica 2 \(simulated\) has died$"):
                 network.exchange(packet(1), (0, 1, 2), "x").wait(100)
             seen.append(network.now())
         network.computed()
@@ -274,7 +274,7 @@ def test_nobody_waits_for_one_who_has_met_others() -> None:
         if network.rank < 2:
             pending.wait(100)
         else:
-            with pytest.raises(PeerLost, match="replica 1"):
+            with pytest.raises(PeerLostError, match="replica 1"):
                 pending.wait(100)
         return network.now()
 
@@ -289,7 +289,7 @@ def lost_by(conditions: Conditions, comes: dict[int, int], group: tuple[int, ...
             return None
         for _ in range(comes[network.rank]):
             network.computed()
-        with pytest.raises(PeerLost) as lost:
+        with pytest.raises(PeerLostError) as lost:
             network.exchange(packet(1), group, "x").wait(wait)
         for _ in range(10 - comes[network.rank]):
             network.computed()  # nobody leaves meanwhile

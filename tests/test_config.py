@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from farflung import methods
-from farflung.config import Config, UserError, read_toml, to_toml
+from farflung.config import Config, read_toml, to_toml
+from farflung.errors import UserError
 from farflung.outer import GossipNesterov, RandomGroups, Schedule
 
 

@@ -13,7 +13,7 @@ from problem import flat, loss_of, small_model, step_all
 from torch import Tensor, nn
 
 from farflung import methods
-from farflung.config import UserError
+from farflung.errors import UserError
 from farflung.methods import Method
 from farflung.networks import SimulatedNetwork, Simulation
 

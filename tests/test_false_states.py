@@ -19,7 +19,7 @@ from problem import small_model
 from test_internet import Run
 
 from farflung import methods
-from farflung.config import UserError
+from farflung.errors import UserError
 from farflung.networks import State
 from farflung.networks.internet import InternetNetwork
 from farflung.networks.internet.lines import Line

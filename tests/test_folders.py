@@ -12,11 +12,11 @@ from patience import patience
 from processes import SMALL, free_port, run_here, saved, trained
 from warm import Python
 
-from farflung.config import UserError
+from farflung.errors import UserError
 from farflung.training import checkpoint
 from farflung.training.events import holds_a_run
 from farflung.training.export import export
-from farflung.training.stopping import Stopped
+from farflung.training.stopping import StoppedError
 from farflung.training.trainer import Trainer
 
 STEPS = 20
@@ -243,7 +243,7 @@ def test_a_disk_that_was_always_full_leaves_no_empty_folders_and_good_advice(
                     pass
         original(trainer, outer)
         if trainer.step == 12:
-            raise Stopped("stopped after step 12")
+            raise StoppedError("stopped after step 12")
 
     with monkeypatch.context() as full:
         full.setattr(Trainer, "_train_step", step)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from farflung import methods
 from farflung.codecs import Dense, ErrorFeedback, PacketError, Quantize, Threshold
-from farflung.config import UserError
+from farflung.errors import UserError
 from farflung.networks import SimulatedNetwork, Simulation
 from farflung.outer import Method
 from farflung.outer.notes import Noted

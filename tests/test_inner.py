@@ -15,7 +15,8 @@ from processes import saved
 from torch import nn
 
 from farflung import methods
-from farflung.config import Config, UserError
+from farflung.config import Config
+from farflung.errors import UserError
 from farflung.outer import ADAMW, MUON, SIGN, MuonAdamW, names_of
 from farflung.training import launch
 from farflung.training.late import LateAverage

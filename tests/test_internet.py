@@ -21,14 +21,14 @@ from hypothesis import strategies as st
 from patience import patience, until
 from processes import free_port
 
-from farflung.config import UserError
-from farflung.networks import Party, PeerLost, State
+from farflung.errors import UserError
+from farflung.networks import Party, PeerLostError, State
 from farflung.networks.internet import Identity, InternetNetwork, Seat, Ticket, read_ticket
 from farflung.networks.internet.admission import check_clock, member_of
 from farflung.networks.internet.directory import member_in
 from farflung.networks.internet.frames import LARGEST_FRAME, FrameError, encoded, read_frame
 from farflung.networks.internet.guard import STREAMS_PER_PEER, STRIKES, Guard
-from farflung.networks.internet.lines import Line, Refused
+from farflung.networks.internet.lines import Line, RequestRefusedError
 from farflung.networks.internet.matchmaker import party_of
 from farflung.networks.internet.members import Member, Members
 
@@ -350,7 +350,7 @@ async def expectation(victim: InternetNetwork, liar: Liar, key: str) -> Any:
 
 def test_a_silent_partner_costs_one_deadline_and_names_itself(pair: Run) -> None:
     one, other = pair.peers
-    with pytest.raises(PeerLost, match=rf"replica {other.rank}.* did not deliver within 1 s") as lost:
+    with pytest.raises(PeerLostError, match=rf"replica {other.rank}.* did not deliver within 1 s") as lost:
         one.exchange(torch.ones(5, dtype=torch.uint8), tuple(sorted((one.rank, other.rank))), "alone").wait(1.0)
     assert lost.value.ranks == (other.rank,)
 
@@ -488,7 +488,7 @@ def test_a_peer_that_cannot_be_greeted_is_refused_and_ends_nothing(pair: Run, mo
         raise UserError("the clock is off")
 
     monkeypatch.setattr("farflung.networks.internet.swarm.check_clock", off_by_an_hour)
-    with pytest.raises(Refused, match="the clock is off"):
+    with pytest.raises(RequestRefusedError, match="the clock is off"):
         one.swarm.run(one.swarm.ask(known, {"kind": "probe", "size": 0}), patience(20))
     one.swarm._proven[other.swarm.identity.peer] = known
 
@@ -554,7 +554,7 @@ def test_a_state_comes_in_pieces_from_several_and_survives_one_that_sends_other_
 def test_a_state_that_nobody_has_is_not_waited_for(pair: Run) -> None:
     lonely = pair.peers[0]
     lonely.swarm.members.by_rank[pair.peers[1].rank].failed = True
-    with pytest.raises(PeerLost, match="no peer has the run's state"):
+    with pytest.raises(PeerLostError, match="no peer has the run's state"):
         lonely.fetch(alike=False).wait(patience(30))
     lonely.swarm.members.by_rank[pair.peers[1].rank].failed = False
 

@@ -22,7 +22,7 @@ from test_internet import Run
 
 from farflung import methods
 from farflung.codecs import Dense, ErrorFeedback, PacketError, Quantize
-from farflung.config import UserError
+from farflung.errors import UserError
 from farflung.methods import Method
 from farflung.networks import SimulatedNetwork, Simulation
 from farflung.networks.internet import InternetNetwork

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from farflung import methods
 from farflung.codecs import codec_named
-from farflung.config import UserError
+from farflung.errors import UserError
 from farflung.methods import Method, bytes_per_parameter
 from farflung.networks import SimulatedNetwork, Simulation
 from farflung.outer import OuterLoop, Round, parts_sent

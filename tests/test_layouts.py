@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from farflung.codecs import Dense
-from farflung.config import UserError
+from farflung.errors import UserError
 from farflung.methods import Method
 from farflung.networks import Conditions, Network, Simulation
 from farflung.outer import Everyone, GossipNesterov, Schedule

@@ -14,13 +14,13 @@ from torch import Tensor, nn
 
 from farflung import methods
 from farflung.codecs import Dense, ErrorFeedback, LowRank, Modulo, Quantize
-from farflung.config import UserError
+from farflung.errors import UserError
 from farflung.methods import Method
 from farflung.networks import SimulatedNetwork, Simulation, Traffic
 from farflung.outer import (
     Average,
-    Disagreement,
-    Diverged,
+    DisagreementError,
+    DivergedError,
     Everyone,
     GossipNesterov,
     OuterLoop,
@@ -278,7 +278,7 @@ def test_replicas_that_start_apart_are_told() -> None:
         with methods.noloco(every=2).attach(model, optimizer, network):
             inner_steps(model, optimizer, 0, range(3))
 
-    with pytest.raises(Disagreement, match="starts from other weights"):
+    with pytest.raises(DisagreementError, match="starts from other weights"):
         Simulation(2).run(work)
 
 
@@ -313,7 +313,7 @@ def test_a_replica_that_never_recovers_stops_after_three_rounds() -> None:
     model = small_model()
     outer, optimizer = alone(model, methods.diloco(every=4))
     with (
-        pytest.raises(Diverged, match=r"3 rounds in a row; the last time: the weights are not finite, at step 12"),
+        pytest.raises(DivergedError, match=r"3 rounds in a row; the last time: the weights are not finite, at step 12"),
         outer,
     ):
         for step in range(40):

@@ -24,7 +24,8 @@ from farflung.codecs import (
     Quantize,
     Threshold,
 )
-from farflung.config import Config, UserError
+from farflung.config import Config
+from farflung.errors import UserError
 from farflung.methods import RECIPES, bytes_per_parameter, from_config
 from farflung.networks import SimulatedNetwork, Simulation
 from farflung.outer import (

@@ -14,7 +14,7 @@ from test_copies import Masters
 from torch import Tensor, nn
 
 from farflung import methods
-from farflung.config import UserError
+from farflung.errors import UserError
 from farflung.methods import Method
 from farflung.networks import SimulatedNetwork, Simulation
 from farflung.outer import OuterLoop, Round

@@ -11,7 +11,7 @@ from problem import replica
 from processes import run_replicas
 
 from farflung import methods
-from farflung.networks import Conditions, PeerLost, SimulatedNetwork, Simulation
+from farflung.networks import Conditions, PeerLostError, SimulatedNetwork, Simulation
 from farflung.outer import averaging
 
 
@@ -140,7 +140,7 @@ def test_a_relay_takes_two_sendings_and_two_latencies() -> None:
 
 def test_a_simulated_deadline_passes_in_virtual_time() -> None:
     def work(network: SimulatedNetwork) -> tuple[tuple[int, ...], float]:
-        with pytest.raises(PeerLost) as lost:
+        with pytest.raises(PeerLostError) as lost:
             network.exchange(torch.zeros(1, dtype=torch.uint8), (0, 1), f"only {network.rank}").wait(7.0)
         return lost.value.ranks, network.now()
 

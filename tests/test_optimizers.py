@@ -12,7 +12,7 @@ from problem import MeanLoss, flat, loss_of, small_model, step_all
 from torch import Tensor, nn
 
 from farflung import methods
-from farflung.config import UserError
+from farflung.errors import UserError
 from farflung.networks import SimulatedNetwork, Simulation
 from farflung.outer import Method, Round
 

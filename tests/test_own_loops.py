@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from farflung import methods
 from farflung.codecs import Codec, Dense, ErrorFeedback, Quantize, codec_named
-from farflung.config import UserError
+from farflung.errors import UserError
 from farflung.methods import Method
-from farflung.networks import PeerLost, SimulatedNetwork, Simulation
-from farflung.outer import Disagreement
+from farflung.networks import PeerLostError, SimulatedNetwork, Simulation
+from farflung.outer import DisagreementError
 
 
 def sgd(model: nn.Module, lr: float = 0.05) -> torch.optim.Optimizer:
@@ -70,7 +70,7 @@ def test_attaching_in_another_order_is_noticed() -> None:
             methods.diloco(every=2).attach(model, optimizer, network)
             step(model, optimizer, 0)
 
-    with pytest.raises(Disagreement, match=r"starts from other shapes than \d.* attach in the same order"):
+    with pytest.raises(DisagreementError, match=r"starts from other shapes than \d.* attach in the same order"):
         Simulation(2).run(work)
 
 
@@ -208,7 +208,7 @@ def test_buffers_and_frozen_weights_that_start_unequal_are_noticed(what: str) ->
         methods.diloco(every=2).attach(model, optimizer, network)
         step(model, optimizer, 0)
 
-    with pytest.raises(Disagreement, match=f"starts from other values of {what} than"):
+    with pytest.raises(DisagreementError, match=f"starts from other values of {what} than"):
         Simulation(2).run(work)
 
 
@@ -270,12 +270,12 @@ def test_a_late_start_is_waited_for_and_who_is_missing_is_named(caplog: pytest.L
         optimizer = sgd(model)
         if network.rank == 2:
             pending = network.exchange(torch.zeros(1, dtype=torch.uint8), (0, 2), "nobody comes")
-            with pytest.raises(PeerLost):
+            with pytest.raises(PeerLostError):
                 pending.wait(late)
         try:
             with methods.noloco(every=2).attach(model, optimizer, network, deadline=5, starting=100):
                 inner_steps(model, optimizer, network.rank, range(2))
-        except PeerLost as lost:
+        except PeerLostError as lost:
             return f"{lost.ranks} {lost}"
         return "trained"
 
@@ -385,7 +385,9 @@ def test_replicas_of_other_methods_do_not_start_together(one: Method, other: Met
         with (other if network.rank else one).attach(model, optimizer, network):
             step(model, optimizer, network.rank)
 
-    with pytest.raises(Disagreement, match=rf"starts from other {words} than \d: .*, and replica \d from .*; give all"):
+    with pytest.raises(
+        DisagreementError, match=rf"starts from other {words} than \d: .*, and replica \d from .*; give all"
+    ):
         Simulation(2).run(work)
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from farflung.config import UserError
+from farflung.errors import UserError
 from farflung.planner.paths import bottleneck, shortest_path
 from farflung.planner.placement import Problem, every_placement, random_placement, search
 

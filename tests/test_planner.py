@@ -19,7 +19,8 @@ from transformers import GPT2Config, LlamaConfig, LlamaForCausalLM
 
 from farflung import Method, methods
 from farflung.codecs import Apart, Dense, ErrorFeedback, LowRank, Modulo, Quantize, TopK
-from farflung.config import Config, UserError
+from farflung.config import Config
+from farflung.errors import UserError
 from farflung.networks import Conditions, Simulation
 from farflung.networks.conditions import HEADERS, Cut, Death, Link
 from farflung.outer import Schedule

@@ -20,7 +20,7 @@ from farflung.networks.internet.admission import disagreement, member_of
 from farflung.networks.internet.directory import member_in
 from farflung.networks.internet.fetching import Download
 from farflung.networks.internet.frames import FrameError, parsed
-from farflung.networks.internet.lines import Refused, accepted
+from farflung.networks.internet.lines import RequestRefusedError, accepted
 from farflung.networks.internet.manifests import Manifest, manifest_of, piece_of
 from farflung.networks.internet.matchmaker import HEAVIEST, guest_of, party_of
 from farflung.networks.internet.members import Member, Members
@@ -218,6 +218,6 @@ def test_a_frame(text: str) -> None:
 
 @given(anything)
 def test_a_refusal(told: Any) -> None:
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(RequestRefusedError) as refused:
         accepted({"refused": told})
     assert str(refused.value).isprintable() and len(str(refused.value)) <= 300

@@ -13,7 +13,7 @@ import pytest
 from patience import patience, until
 from rich.console import Console
 
-from farflung.config import UserError
+from farflung.errors import UserError
 from farflung.report import read_run, watch, write_report
 from farflung.report.figures import ROUNDS_SHOWN, adaptation_figure, compression_figure, loss_figure, timeline_figure
 from farflung.report.live import nbytes, plain_line, table

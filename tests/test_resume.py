@@ -16,7 +16,7 @@ import torch
 from processes import SMALL, free_port, run_here, saved, trained
 from torch.distributed import HashStore
 
-from farflung.config import UserError
+from farflung.errors import UserError
 from farflung.pipeline import Layout
 from farflung.training import checkpoint, finish
 from farflung.training.beginning import telling, writing

@@ -12,9 +12,9 @@ from problem import MeanLoss, flat, loss_of, small_model
 from torch import Tensor, nn
 
 from farflung import methods
-from farflung.config import UserError
+from farflung.errors import UserError
 from farflung.networks import SimulatedNetwork, Simulation
-from farflung.outer import Average, Diverged, Method, Round, Schedule, SignSGD
+from farflung.outer import Average, DivergedError, Method, Round, Schedule, SignSGD
 
 optim = torch.optim
 
@@ -109,7 +109,7 @@ def test_many_overflows_at_the_start_are_not_a_divergence() -> None:
 
     ends = Simulation(2).run(partial(work, scaled=True))
     assert torch.equal(ends[0], ends[1]) and not torch.equal(ends[0], flat(small_model()))
-    with pytest.raises(Diverged, match="3 rounds in a row"):
+    with pytest.raises(DivergedError, match="3 rounds in a row"):
         Simulation(2).run(partial(work, scaled=False))
 
 

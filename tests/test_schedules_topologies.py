@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from farflung.config import UserError
+from farflung.errors import UserError
 from farflung.outer import Everyone, RandomGroups, Schedule, group_of
 
 

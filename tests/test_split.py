@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import BambaConfig, BloomConfig, DogeConfig, GraniteConfig, LlamaConfig, PretrainedConfig
 
-from farflung.config import Config, Resume, UserError
+from farflung.config import Config, Resume
+from farflung.errors import UserError
 from farflung.pipeline import Layout, check
 from farflung.pipeline.balance import Load, spans
 from farflung.pipeline.layout import replicas_of

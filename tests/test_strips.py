@@ -11,7 +11,7 @@ from torch import Tensor
 
 from farflung import methods
 from farflung.codecs import Apart, Codec, Dense, ErrorFeedback, Modulo, Quantize, TopK
-from farflung.networks import PeerLost, SimulatedNetwork, Simulation
+from farflung.networks import PeerLostError, SimulatedNetwork, Simulation
 from farflung.outer import averaging
 from farflung.outer.averaging import Averaging, strips
 
@@ -64,7 +64,7 @@ def test_a_partner_who_never_comes_leaves_the_own_values() -> None:
         message = torch.arange(300.0)
         pending = averaged(network, Dense(torch.bfloat16))(message, f"only {network.rank}")
         for _ in range(2):  # also of one who waits in slices
-            with pytest.raises(PeerLost) as lost:
+            with pytest.raises(PeerLostError) as lost:
                 pending.wait(3.0)
             assert lost.value.ranks == (1 - network.rank,)
         return message

@@ -12,12 +12,12 @@ from patience import patience
 from processes import SMALL, free_port, saved
 from warm import Python
 
-from farflung.networks import Group, PeerLost, SimulatedNetwork, Simulation
+from farflung.networks import Group, PeerLostError, SimulatedNetwork, Simulation
 from farflung.networks.survivors import among_survivors, connected
 from farflung.training import checkpoint
 
 
-class Crashed(Exception):
+class CrashedError(Exception):
     """A process that was killed."""
 
 
@@ -32,7 +32,7 @@ class Mortal:
 
     def exchange(self, packet: torch.Tensor, group: Group, key: str) -> Any:
         if self._left == 0:
-            raise Crashed
+            raise CrashedError
         self._left = None if self._left is None else self._left - 1
         if self._unreachable & set(group):
             # As over a broken connection: neither side hears of the other under any key.
@@ -61,7 +61,7 @@ def ends(replicas: int, lives: dict[int, int], broken: set[frozenset[int]]) -> l
 
         try:
             return among_survivors(seat, lambda group: group, total, 60.0)
-        except (Crashed, PeerLost):
+        except (CrashedError, PeerLostError):
             return None
 
     return Simulation(replicas).run(work)

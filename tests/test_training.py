@@ -14,8 +14,9 @@ from processes import saved
 from warm import Python
 
 from farflung.cli.training import tell_result
-from farflung.config import Config, UserError
-from farflung.outer import Diverged
+from farflung.config import Config
+from farflung.errors import UserError
+from farflung.outer import DivergedError
 from farflung.training import checkpoint, launch
 from farflung.training.beginning import clear
 from farflung.training.events import EventLog
@@ -181,9 +182,9 @@ def test_a_stop_leaves_a_whole_checkpoint_of_one_step(undisturbed: Path, tmp_pat
     launch.prepare(Config(out=str(folder), **SMALL, delay=3), folder, False)
     script = KILLER.replace("signal.SIGKILL", "signal.SIGTERM").replace(
         "launch.run_simulated(config, folder, resume)",
-        "from farflung.training.stopping import Stopped\n"
+        "from farflung.training.stopping import StoppedError\n"
         "try: launch.run_simulated(config, folder, resume)\n"
-        "except Stopped as stopped: print(stopped); sys.exit(7)",
+        "except StoppedError as stopped: print(stopped); sys.exit(7)",
     )
     process = Python("-c", script, "step16", folder, "start")
     said, complaint = process.communicate(patience(60))
@@ -307,7 +308,7 @@ def test_nan_loss_is_survived_once_and_stops_a_run_that_stays_sick(
 
     calls = 0
     monkeypatch.setattr(models, "sequence_loss", sick_at(10, 10**9))
-    with pytest.raises(Diverged, match="3 rounds in a row; the last time: loss is nan"):
+    with pytest.raises(DivergedError, match="3 rounds in a row; the last time: loss is nan"):
         run(tmp_path / "sick")
 
 

@@ -16,7 +16,7 @@ from problem import replica
 
 from farflung import methods
 from farflung.codecs import ErrorFeedback, LowRank, Modulo, Quantize
-from farflung.networks import Network, PeerLost, Pending, TorchNetwork
+from farflung.networks import Network, PeerLostError, Pending, TorchNetwork
 from farflung.outer import averaging
 
 METHODS = {
@@ -78,7 +78,7 @@ def late(network: TorchNetwork, _: str) -> Any:
     try:
         network.all_reduce(torch.ones(5), group, "first").wait(1.0 if network.rank == 0 else patience(20))
         outcome = "delivered"
-    except PeerLost as lost:
+    except PeerLostError as lost:
         outcome = f"{lost.ranks} {lost}"
         network.store.set("given up", "")
     after = network.all_reduce(torch.tensor([float(network.rank)]), group, "second").wait(patience(20))
@@ -120,7 +120,7 @@ def _told(pending: Pending[Any], until: tuple[int, ...], words: str = "") -> str
     while time.monotonic() < ends:
         try:
             return f"delivered {pending.wait(0.2)}"
-        except PeerLost as lost:
+        except PeerLostError as lost:
             told = str(lost)
             if lost.ranks == until and words in told:
                 return told

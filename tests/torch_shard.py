@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from farflung import methods
 from farflung.codecs import Quantize
-from farflung.config import UserError
+from farflung.errors import UserError
 from farflung.networks import Network, TorchNetwork
 
 METHODS: dict[str, Callable[[], methods.Method]] = {

@@ -11,7 +11,7 @@ from farflung.cli.peers import doctor, invite, join, status
 from farflung.cli.planning import plan, simulate
 from farflung.cli.runs import export, methods, report
 from farflung.cli.training import train
-from farflung.config import UserError, suggestion
+from farflung.errors import UserError, suggestion
 
 __all__ = ["main"]
 

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import tyro
 
-from farflung.config import UserError
+from farflung.errors import UserError
 
 T = TypeVar("T")
 MISUSE, FAILURE, INTERRUPTED = 2, 1, 130

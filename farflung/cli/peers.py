@@ -131,7 +131,7 @@ def doctor(arguments: list[str]) -> None:
 def _train(ticket: Any, config: Config, seat: Any, joined: Callable[[Any], None] = lambda network: None) -> None:
     from farflung.training import peer
     from farflung.training.failures import RUN_ERRORS
-    from farflung.training.stopping import Stopped
+    from farflung.training.stopping import StoppedError
 
     folder = Path(config.out)
     back = f"come back with: farflung join {quote(f'{folder}/run.ticket')} --out {quote(str(folder))}"
@@ -145,7 +145,7 @@ def _train(ticket: Any, config: Config, seat: Any, joined: Callable[[Any], None]
 
             peer.run_peer(ticket, config, seat, tell)
         tell_result(folder, sys.stderr)
-    except Stopped as stopped:
+    except StoppedError as stopped:
         _say(f"{stopped}; {back}")
         sys.exit(INTERRUPTED)
     except RUN_ERRORS as error:

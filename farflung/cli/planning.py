@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from farflung.cli.arguments import free_folder, parse
-from farflung.config import disk_errors
+from farflung.errors import disk_errors
 
 
 def plan(arguments: list[str]) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import tyro
 
 from farflung.cli.arguments import parse
-from farflung.config import UserError, disk_errors
+from farflung.errors import UserError, disk_errors
 
 
 @dataclass(frozen=True)

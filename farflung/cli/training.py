@@ -18,7 +18,8 @@ import tyro
 from rich.console import Console
 
 from farflung.cli.arguments import FAILURE, INTERRUPTED, free_folder, parse
-from farflung.config import Config, Resume, UserError, read_toml
+from farflung.config import Config, Resume, read_toml
+from farflung.errors import UserError
 from farflung.files import holds_no_run
 
 
@@ -38,7 +39,7 @@ def train(arguments: list[str]) -> None:
     from farflung.training import launch
     from farflung.training.beginning import how_to_go_on
     from farflung.training.failures import RUN_ERRORS
-    from farflung.training.stopping import Stopped
+    from farflung.training.stopping import StoppedError
     from farflung.training.terminal import STARTED_HERE
 
     config, folder, resume, restart = _train_settings(arguments)
@@ -68,7 +69,7 @@ def train(arguments: list[str]) -> None:
                 start(config, folder, resume)
         if tells:
             tell_result(folder)
-    except Stopped as stopped:
+    except StoppedError as stopped:
         print(f"farflung: {stopped}; {how_to_go_on(folder)}", file=sys.stderr)
         sys.exit(0 if under_torchrun else INTERRUPTED)
     except RUN_ERRORS as error:

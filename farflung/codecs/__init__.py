@@ -1,7 +1,7 @@
 """Floor 2: how a message becomes bytes, and back. One idea a file; `base.py` and `packets.py` first."""
 
 from farflung.codecs.apart import Apart
-from farflung.codecs.base import Chain, Codec, NotFinite, Stage, finite
+from farflung.codecs.base import Chain, Codec, NotFiniteError, Stage, finite
 from farflung.codecs.dense import Dense
 from farflung.codecs.feedback import ErrorFeedback
 from farflung.codecs.floats import Float
@@ -13,6 +13,7 @@ from farflung.codecs.packets import Packet, PacketError
 from farflung.codecs.quantize import Quantize
 from farflung.codecs.threshold import Threshold
 from farflung.codecs.topk import TopK
+from farflung.renamed import renamed
 
 __all__ = [
     "CODEC_NAMES",
@@ -25,7 +26,7 @@ __all__ = [
     "Frequency",
     "LowRank",
     "Modulo",
-    "NotFinite",
+    "NotFiniteError",
     "Packet",
     "PacketError",
     "Quantize",
@@ -35,3 +36,5 @@ __all__ = [
     "codec_named",
     "finite",
 ]
+
+__getattr__ = renamed(__name__, {"NotFinite": "NotFiniteError"})

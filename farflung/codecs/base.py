@@ -24,7 +24,7 @@ _EXCESS = 16, 1 << 16
 """No stage makes more of a message than so many times its values, and so many; who says so lies."""
 
 
-class NotFinite(ValueError):
+class NotFiniteError(ValueError):
     """A message holds NaN or infinity, which never travel."""
 
 
@@ -55,7 +55,7 @@ class Codec:
         return False
 
     def encode(self, tensors: Sequence[Tensor]) -> Packet:
-        """The tensors as one packet, on their device. Raises NotFinite."""
+        """The tensors as one packet, on their device. Raises NotFiniteError."""
         raise NotImplementedError
 
     def decode(self, packet: Packet, like: Sequence[Tensor]) -> list[Tensor]:
@@ -211,7 +211,7 @@ class Chain(Codec):
 def encode(stages: Sequence[Stage], tensors: Sequence[Tensor]) -> Packet:
     """Runs a message through the stages, and packs what is left."""
     if not all(finite(tensor) for tensor in tensors):
-        raise NotFinite("the message holds NaN or infinity; it was not sent")
+        raise NotFiniteError("the message holds NaN or infinity; it was not sent")
     table: list[list[Tensor]] = []
     parts = _given(stages, tensors)
     for stage in stages:

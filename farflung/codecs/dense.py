@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from farflung.codecs.flat import FlatStage, count_of, expected
-from farflung.config import UserError
+from farflung.errors import UserError
 
 
 @dataclass(frozen=True)

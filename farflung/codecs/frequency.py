@@ -13,7 +13,7 @@ from torch import Tensor
 from farflung.codecs.base import Stage
 from farflung.codecs.chunks import separate, together, totals
 from farflung.codecs.flat import expected, rescaled, unscaled
-from farflung.config import UserError
+from farflung.errors import UserError
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from farflung.codecs.dither import Dither
 from farflung.codecs.flat import FlatStage, flatten, row_pieces, rows
 from farflung.codecs.grid import Grid, checked, counted, valued
 from farflung.codecs.packets import Packet, PacketError
-from farflung.config import UserError
+from farflung.errors import UserError
 
 _PRECISION = 2.0**-20
 """The finest step, relative to a block's largest value: beyond it float32 cannot count in steps."""

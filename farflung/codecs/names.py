@@ -17,7 +17,7 @@ from farflung.codecs.modulo import Modulo
 from farflung.codecs.quantize import Quantize
 from farflung.codecs.threshold import Threshold
 from farflung.codecs.topk import TopK
-from farflung.config import UserError
+from farflung.errors import UserError
 
 _STAGES: dict[str, Callable[[str], Stage]] = {
     "float32": lambda _: Dense(),

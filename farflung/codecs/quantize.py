@@ -12,7 +12,7 @@ from farflung.codecs.bits import pack_bits, unpack_bits
 from farflung.codecs.blocks import BlockStage
 from farflung.codecs.dither import Dither
 from farflung.codecs.flat import rescaled, row_pieces, rows
-from farflung.config import UserError
+from farflung.errors import UserError
 
 _TO_SIGNED = 128
 """Codes of 8 bits are made as signed bytes: floats become those six times faster than unsigned ones."""

@@ -13,7 +13,7 @@ from farflung.codecs.base import Stage
 from farflung.codecs.flat import by_kind, count_of, expected, flatten, in_order
 from farflung.codecs.packets import PacketError
 from farflung.codecs.topk import pack_places, packed_size, unpack_places
-from farflung.config import UserError
+from farflung.errors import UserError
 
 _CHUNK = 4096
 _COUNT_BYTES = 2

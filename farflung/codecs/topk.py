@@ -13,7 +13,7 @@ from farflung.codecs.bits import pack_bits, unpack_bits
 from farflung.codecs.chunks import chunks_of, cut, separate, together, totals
 from farflung.codecs.flat import by_kind, expected, in_order, joined
 from farflung.codecs.packets import PacketError
-from farflung.config import UserError
+from farflung.errors import UserError
 
 
 @dataclass(frozen=True)

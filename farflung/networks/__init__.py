@@ -12,7 +12,7 @@ from farflung.networks.base import (
     Network,
     OpenNetwork,
     Party,
-    PeerLost,
+    PeerLostError,
     Pending,
     State,
     TimedNetwork,
@@ -22,19 +22,20 @@ from farflung.networks.conditions import Conditions
 from farflung.networks.distributed import TorchNetwork
 from farflung.networks.living import among_the_living
 from farflung.networks.presets import conditions_named
-from farflung.networks.simulated import Died, SimulatedNetwork, Simulation
+from farflung.networks.simulated import ReplicaDiedError, SimulatedNetwork, Simulation
 from farflung.networks.survivors import among_survivors
+from farflung.renamed import renamed
 
 __all__ = [
     "Conditions",
-    "Died",
     "Finished",
     "Group",
     "Network",
     "OpenNetwork",
     "Party",
-    "PeerLost",
+    "PeerLostError",
     "Pending",
+    "ReplicaDiedError",
     "SimulatedNetwork",
     "Simulation",
     "State",
@@ -46,6 +47,8 @@ __all__ = [
     "conditions_named",
     "from_env",
 ]
+
+__getattr__ = renamed(__name__, {"PeerLost": "PeerLostError", "Died": "ReplicaDiedError"})
 
 
 def from_env(starting: float = 600.0, deadline: float = 120.0) -> Network:

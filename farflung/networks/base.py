@@ -18,7 +18,7 @@ Combine = Callable[[dict[int, Tensor]], Tensor]
 """Makes one packet of several, by the ranks that sent them, in order of rank."""
 
 
-class PeerLost(Exception):
+class PeerLostError(Exception):
     """Some members of a group did not deliver: they died, or their deadline passed.
 
     Args:
@@ -62,7 +62,7 @@ class Pending(Protocol[T_co]):
         ...
 
     def wait(self, timeout: float) -> T_co:
-        """The result, after at most `timeout` seconds of the network's clock. Raises PeerLost."""
+        """The result, after at most `timeout` seconds of the network's clock. Raises PeerLostError."""
         ...
 
     @property
@@ -147,7 +147,7 @@ class Network(Protocol):
         """The mean over the group of a flat tensor, the same bits on every member.
 
         Works in place: `tensor` belongs to the network until the result, which is the same object, is there.
-        After PeerLost each of its elements holds either the mean or still this replica's own value.
+        After PeerLostError each of its elements holds either the mean or still this replica's own value.
         Each member sends 2 (n - 1) / n times the tensor's bytes.
         """
         ...
@@ -208,7 +208,10 @@ class OpenNetwork(Network, Protocol):
         ...
 
     def fetch(self, alike: bool) -> Pending[State]:
-        """The state of other replicas; all of it of the same bits where they are `alike`. `wait` raises PeerLost."""
+        """The state of other replicas; of the same bits throughout where they are `alike`.
+
+        `wait` raises PeerLostError.
+        """
         ...
 
     def reject(self, state: State, why: str) -> None:

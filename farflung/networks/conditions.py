@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import combinations_with_replacement
 
-from farflung.config import UserError
+from farflung.errors import UserError
 from farflung.networks.chance import largest_factor, uniform
 
 SEGMENT = 1448

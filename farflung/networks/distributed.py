@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import _get_default_store
 
-from farflung.networks.base import Combine, Finished, Group, PeerLost, Pending, Traffic, mean_in_order
+from farflung.networks.base import Combine, Finished, Group, PeerLostError, Pending, Traffic, mean_in_order
 from farflung.networks.joining import join
 
 T = TypeVar("T")
@@ -266,7 +266,7 @@ class _Transfer(Generic[T]):
             self.finished_at = network.now()
             late = self._late()
             names = ", ".join(map(network.address, late))
-            raise PeerLost(
+            raise PeerLostError(
                 late,
                 f"{names} did not deliver within {timeout:g} s; "
                 f"see whether {'it is' if len(late) == 1 else 'they are'} running and can be reached, "
@@ -294,12 +294,12 @@ class _Transfer(Generic[T]):
         return sorted({peer for peer, watch in watches if watch.is_alive()}) or self.others
 
     def raise_if_lost(self, delivered: dict[int, Tensor] | None = None) -> None:
-        """Raises PeerLost, naming them, if anybody was lost."""
+        """Raises PeerLostError, naming them, if anybody was lost."""
         if self._lost:
             names = ", ".join(self._network.address(rank) for rank in sorted(self._lost))
             # Gloo's message begins with a source line and ends with advice for its own developers.
             cause = next(iter(self._lost.values())).split("] ", 1)[-1].split(". ")[0]
-            raise PeerLost(sorted(self._lost), f"lost {names}: {cause}", delivered)
+            raise PeerLostError(sorted(self._lost), f"lost {names}: {cause}", delivered)
 
     def _run(self, run: Callable[[_Transfer[T]], T]) -> None:
         try:

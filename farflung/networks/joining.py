@@ -12,7 +12,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from farflung.config import UserError
+from farflung.errors import UserError
 
 log = logging.getLogger("farflung")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-from farflung.networks.base import Group, Network, PeerLost
+from farflung.networks.base import Group, Network, PeerLostError
 
 T = TypeVar("T")
 
@@ -13,12 +13,12 @@ T = TypeVar("T")
 def among_the_living(network: Network, exchange: Callable[[Group], T]) -> T:
     """What an exchange among all members yields, which is tried again when some of them have died or come meanwhile.
 
-    Raises PeerLost.
+    Raises PeerLostError.
     """
     while True:
         group = network.members()
         try:
             return exchange(group)
-        except PeerLost:
+        except PeerLostError:
             if network.members() == group:
                 raise

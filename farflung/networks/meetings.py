@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
-from farflung.config import UserError
+from farflung.errors import UserError
 from farflung.networks.base import Group
 from farflung.networks.carrier import Carrier, Demand
 from farflung.networks.clock import Clock

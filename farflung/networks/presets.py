@@ -9,7 +9,8 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from farflung.config import UserError, from_table, suggestion, toml_table
+from farflung.config import from_table, toml_table
+from farflung.errors import UserError, suggestion
 from farflung.networks.conditions import HEADERS, Conditions, Link, Site
 
 CITIES = ("Oregon", "Virginia", "Ohio", "Tokyo", "Seoul", "London", "Frankfurt", "Ireland")

@@ -18,7 +18,7 @@ from typing import Any, Generic, NoReturn, TypeVar
 import torch
 from torch import Tensor
 
-from farflung.networks.base import Combine, Finished, Group, PeerLost, Pending, Traffic, mean_in_order
+from farflung.networks.base import Combine, Finished, Group, PeerLostError, Pending, Traffic, mean_in_order
 from farflung.networks.carrier import Demand
 from farflung.networks.computation import Computation
 from farflung.networks.conditions import Conditions
@@ -27,7 +27,7 @@ from farflung.networks.meetings import CUT_OFF, Hops, Meeting, World, described
 T = TypeVar("T")
 
 
-class Died(BaseException):
+class ReplicaDiedError(BaseException):
     """A simulated replica's machine stopped, as its conditions say; not for catching."""
 
 
@@ -44,8 +44,8 @@ class Simulation:
     def run(self, work: Callable[[SimulatedNetwork], T]) -> list[T]:
         """Runs `work` once for each replica; returns what each returned, by rank, and None for those that died.
 
-        A replica whose work returns or raises has left: whoever waits for it then gets PeerLost. The error that came
-        first is raised once all have left.
+        A replica whose work returns or raises has left: whoever waits for it then gets PeerLostError. The error that
+        came first is raised once all have left.
         """
         results: list[Any] = [None] * len(self.networks)
         errors: list[BaseException] = []
@@ -54,7 +54,7 @@ class Simulation:
             network.seat.take()
             try:
                 results[network.rank] = work(network)
-            except Died:
+            except ReplicaDiedError:
                 pass
             except BaseException as error:
                 errors.append(error)
@@ -91,7 +91,7 @@ class Simulation:
         network.seat.waits = True
         self.pass_baton(network)
         if network.seat.died:
-            raise Died
+            raise ReplicaDiedError
 
     def pass_baton(self, holder: SimulatedNetwork) -> None:
         """Lets the next one run; returns when it is the holder's turn again, or at once if it has left."""
@@ -255,7 +255,7 @@ class SimulatedNetwork:
             self._world.die(self.rank)
         else:
             self.simulation.block(self)
-        raise Died
+        raise ReplicaDiedError
 
     def _sleep_until(self, moment: float) -> None:
         self._world.clock.at(moment, lambda: self.simulation.make_ready(self))
@@ -310,7 +310,7 @@ class _SimulatedPending(Generic[T]):
             raise self._lost(timeout)
         return self._collect(meeting)
 
-    def _lost(self, timeout: float) -> PeerLost:
+    def _lost(self, timeout: float) -> PeerLostError:
         meeting, own = self._meeting, self._network.rank
         away = self._network.simulation.world.cut_off_from(own, meeting.group)
         late = meeting.lost or meeting.missing()
@@ -323,4 +323,4 @@ class _SimulatedPending(Generic[T]):
             lost = dict.fromkeys(others, f"is still delivering after {timeout:g} s")
         brought = sorted(meeting.brought.items()) if late else []
         delivered = {rank: packet for rank, packet in brought if isinstance(packet, Tensor) and rank not in late}
-        return PeerLost(sorted(lost), described(lost), delivered)
+        return PeerLostError(sorted(lost), described(lost), delivered)

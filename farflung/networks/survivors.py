@@ -8,7 +8,7 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
-from farflung.networks.base import Group, Network, PeerLost
+from farflung.networks.base import Group, Network, PeerLostError
 
 T = TypeVar("T")
 
@@ -29,13 +29,13 @@ def among_survivors(
     """What `work` yields among those who are left, and who they are; the same on all of them.
 
     Of those who can reach each other, `whole` picks those who take part; it decides alike everywhere. When somebody is
-    lost during the work, the rest do it again without. Every wait is about `seconds` long. Raises PeerLost when this
-    replica is not among them, or when the work fails though nobody has gone.
+    lost during the work, the rest do it again without. Every wait is about `seconds` long. Raises PeerLostError when
+    this replica is not among them, or when the work fails though nobody has gone.
     """
     before: Group = ()
     word, attempt = "", 0
     result: tuple[T] | None = None
-    fault = PeerLost((), "some replicas could not end the run, though all can be reached")
+    fault = PeerLostError((), "some replicas could not end the run, though all can be reached")
     while True:
         attempt += 1
         candidates, patience = (before, LONGER) if before else (network.members(), 1.0)
@@ -43,7 +43,9 @@ def among_survivors(
         group = whole(tuple(said))
         if network.rank not in group:
             lost = sorted(set(network.members()) - set(said)) or [network.rank]
-            raise PeerLost(lost, f"lost {', '.join(map(str, lost))} of {network.members()}, so the rest end without us")
+            raise PeerLostError(
+                lost, f"lost {', '.join(map(str, lost))} of {network.members()}, so the rest end without us"
+            )
         if result and {said[rank] for rank in group} == {f"done {before}"}:
             return before, result[0]
         if group == before:
@@ -51,7 +53,7 @@ def among_survivors(
         before = group
         try:
             result, word = (work(group),), f"done {group}"
-        except PeerLost as error:
+        except PeerLostError as error:
             result, word, fault = None, "lost", error
 
 
@@ -92,7 +94,7 @@ def _notes(network: Network, group: Group, key: str, note: str, seconds: float) 
     for other, exchange in pending.items():
         try:
             received = exchange.wait(max(0.0, ends - network.now()))[other]
-        except PeerLost:
+        except PeerLostError:
             continue
         notes[other] = received.cpu().numpy().tobytes().decode()[1:]
     return notes

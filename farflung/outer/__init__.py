@@ -3,7 +3,7 @@
 from farflung.outer.adaptation import Adapt
 from farflung.outer.attached import Attached, Options
 from farflung.outer.averaging import Way, parts_sent
-from farflung.outer.faults import Diverged
+from farflung.outer.faults import DivergedError
 from farflung.outer.gradients import GradientLoop
 from farflung.outer.inner import ADAMW, INNER, MUON, SIGN, Inner, MuonAdamW, SignSGD, names_of
 from farflung.outer.loop import OuterLoop
@@ -19,8 +19,9 @@ from farflung.outer.optimizers import (
 )
 from farflung.outer.round import Round
 from farflung.outer.schedules import Schedule
-from farflung.outer.start import Disagreement
+from farflung.outer.start import DisagreementError
 from farflung.outer.topologies import Everyone, RandomGroups, Topology, group_of
+from farflung.renamed import renamed
 
 __all__ = [
     "ADAMW",
@@ -31,8 +32,8 @@ __all__ = [
     "Anchored",
     "Attached",
     "Average",
-    "Disagreement",
-    "Diverged",
+    "DisagreementError",
+    "DivergedError",
     "Drop",
     "Eager",
     "Everyone",
@@ -60,3 +61,5 @@ __all__ = [
     "names_of",
     "parts_sent",
 ]
+
+__getattr__ = renamed(__name__, {"Disagreement": "DisagreementError", "Diverged": "DivergedError"})

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from farflung.config import UserError
+from farflung.errors import UserError
 from farflung.networks import Group, Network, OpenNetwork, among_the_living
 from farflung.outer.buffers import average
 from farflung.outer.digests import digest
@@ -132,7 +132,7 @@ class Attached:
         Every replica must call it alike. The end of the `with` statement does, if the loop has not. With
         `average_weights` all replicas end with the same ones; an optimizer that has others for evaluation must be
         switched to these before, as with `optimizer.eval()` of schedule-free ones. Steps after it are this replica's
-        alone. Raises PeerLost when somebody does not come to that within ten deadlines, and UserError when what is
+        alone. Raises PeerLostError when somebody does not come to that within ten deadlines, and UserError when what is
         trained has changed.
         """
         if average_weights:
@@ -174,7 +174,7 @@ class Attached:
 
         So it does with frozen weights that differ, since the loop moves them itself. Floating ones get their mean,
         whole numbers their largest, and unit vectors, such as spectral norm's, are taken from the lowest rank.
-        Raises PeerLost, and UserError where sizes differ.
+        Raises PeerLostError, and UserError where sizes differ.
         """
         self._average_among_all("buffers", self._untrained.named(), directions=True)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from farflung.codecs import Codec, Packet, PacketError
 from farflung.codecs.base import norm
-from farflung.networks import Group, Network, PeerLost, Pending
+from farflung.networks import Group, Network, PeerLostError, Pending
 from farflung.outer.fusion import Fuse, Fusion
 
 Views = Callable[[Tensor], list[Tensor]]
@@ -101,8 +101,8 @@ class Averaging:
         `key` and the round's number are the same for all of the group. `weights` say what each member's message counts,
         where they do not all count alike.
 
-        `wait` of the result raises PeerLost when somebody's part is missing or unreadable. The message then holds the
-        mean of the others', or where that cannot be, this replica's own values.
+        `wait` of the result raises PeerLostError when somebody's part is missing or unreadable. The message then holds
+        the mean of the others', or where that cannot be, this replica's own values.
         """
         if self._fusion is None and self._prototype.lossless and (self._exact or message.dtype == torch.float32):
             return self._network.all_reduce(message, group, key), 0.0
@@ -233,14 +233,14 @@ class _Averaged:
     def wait(self, timeout: float) -> Tensor:
         try:
             packets = self._packets.wait(timeout)
-        except PeerLost as lost:
+        except PeerLostError as lost:
             if self._given_up:
                 self._given_up.set()
             self._finish(lost.delivered)
             raise
         if unreadable := self._finish(packets):
             ranks = tuple(sorted(unreadable))
-            raise PeerLost(ranks, f"replica {ranks[0]} sent what cannot be read: {unreadable[ranks[0]]}")
+            raise PeerLostError(ranks, f"replica {ranks[0]} sent what cannot be read: {unreadable[ranks[0]]}")
         return self._message
 
 
@@ -265,12 +265,12 @@ class _Strips:
         for strip in self._pending:
             try:
                 strip.wait(max(0.0, ends - self._now()))
-            except PeerLost as error:
+            except PeerLostError as error:
                 late.append(strip)
                 lost.append(error)
         self._pending = late  # what has been averaged must not be again, if this is called again
         if lost:
-            raise PeerLost(sorted({rank for error in lost for rank in error.ranks}), str(lost[0]))
+            raise PeerLostError(sorted({rank for error in lost for rank in error.ranks}), str(lost[0]))
         return self._message
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from farflung.codecs import finite
-from farflung.config import UserError
+from farflung.errors import UserError
 from farflung.networks import Group, Network
 from farflung.outer.digests import digest
 from farflung.outer.shards import own_of
@@ -27,7 +27,7 @@ def average(
     adds nothing, and gets the others' mean. With `directions`, tensors of unit vectors, such as spectral norm's, are
     taken from the lowest rank instead: opposite ones can mean the same, and their mean nothing.
 
-    Raises PeerLost, and UserError where members hold tensors of unlike sizes.
+    Raises PeerLostError, and UserError where members hold tensors of unlike sizes.
     """
     views = {name: real_view(tensor) for name, tensor in tensors.items() if tensor.dtype != torch.bool}
     if not views or len(group) < 2:

@@ -8,7 +8,7 @@ PATIENCE = 3
 """Rounds in a row that a replica may have nothing sound to offer in."""
 
 
-class Diverged(RuntimeError):
+class DivergedError(RuntimeError):
     """Training has gone wrong for several rounds in a row: loss or weights are not finite."""
 
 
@@ -29,7 +29,7 @@ class Faults:
         self._fault = self._fault or reason
 
     def judge(self, round: int, step: int) -> str:
-        """Ends the account of a round: what was wrong in it, or "". Raises Diverged at the third in a row."""
+        """Ends the account of a round: what was wrong in it, or "". Raises DivergedError at the third in a row."""
         fault, self._fault = self._fault, ""
         if not fault:
             return ""
@@ -37,7 +37,7 @@ class Faults:
             follows = self._bad_rounds[-1:] == [round - 1]
             self._bad_rounds = [*(self._bad_rounds if follows else []), round]
         if len(self._bad_rounds) >= PATIENCE:
-            raise Diverged(
+            raise DivergedError(
                 f"replica {self._replica} had nothing sound to offer in {PATIENCE} rounds in a row; the last time: "
                 f"{fault}, at step {step}; lower the learning rate, lengthen the warm-up, or look at the data"
             )

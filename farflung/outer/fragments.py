@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor, nn
 
-from farflung.config import UserError
+from farflung.errors import UserError
 from farflung.outer.shards import own_of
 
 LARGEST = torch.finfo(torch.float32).max

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from farflung.config import UserError
+from farflung.errors import UserError
 from farflung.networks import Network
 from farflung.outer.attached import Attached, Options
 from farflung.outer.digests import digest
@@ -26,7 +26,7 @@ class GradientLoop(Attached):
 
     A replica without a sound gradient counts as zero. A parameter that has a gradient nowhere gets none. Where a
     GradScaler finds an overflow on one replica, all of them skip the step. Each call of a closure is an exchange of
-    its own, and returns the mean loss. A peer that is lost ends the run, with PeerLost: replicas that go on from
+    its own, and returns the mean loss. A peer that is lost ends the run, with PeerLostError: replicas that go on from
     different gradients would no longer be one model.
 
     Args:
@@ -39,8 +39,8 @@ class GradientLoop(Attached):
         undo: takes what undoes the hooks.
 
     Raises UserError for what it could not be right with; and out of `optimizer.step()`:
-        Disagreement: at the first step, if replicas start from different weights.
-        Diverged: after three exchanges in a row of one optimizer in which this replica's gradients were not finite.
+        DisagreementError: at the first step, if replicas start from different weights.
+        DivergedError: after three exchanges in a row of an optimizer in which this replica's gradients were not finite.
         UserError: if others than the given optimizers train the model, or what is trained has changed.
     """
 

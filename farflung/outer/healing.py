@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from farflung.networks import Group, Network, PeerLost, Pending
+from farflung.networks import Group, Network, PeerLostError, Pending
 
 STRETCHES = 8
 """Parts of an anchor that are summed up one by one."""
@@ -67,14 +67,16 @@ def draw_together(
 ) -> Any:
     """Gives all members the mean of their anchors and of what their outer optimizers keep of them.
 
-    Returns the facts (anything that JSON holds) of the member with the lowest rank, for all to go by. Raises PeerLost,
-    also when a member says that it has stayed away.
+    Returns the facts (anything that JSON holds) of the member with the lowest rank, for all to go by.
+    Raises PeerLostError, also when a member says that it has stayed away.
     """
     kept = {name: value for name, value in outer_state.items() if _is_like(value, anchor)}
     packets = _tell([sorted(kept), facts], network, group, key).wait(seconds)
     told = {rank: json.loads(packet.cpu().numpy().tobytes()) for rank, packet in packets.items()}
     if away := [rank for rank, facts in told.items() if facts is None]:
-        raise PeerLost(away, f"anchors differ, but replica {away[0]} has lost this round; the next one tries again")
+        raise PeerLostError(
+            away, f"anchors differ, but replica {away[0]} has lost this round; the next one tries again"
+        )
     common = sorted(set.intersection(*(set(names) for names, _ in told.values())))
     flat = [anchor, *(kept[name] for name in common)]
     means = network.all_reduce(torch.cat(flat), group, f"{key}, healed").wait(seconds)

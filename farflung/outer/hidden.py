@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from farflung.config import UserError
+from farflung.errors import UserError
 from farflung.outer.shards import own_of
 
 SAMPLED = 256

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from farflung.networks import Finished, Network, OpenNetwork, PeerLost, State
+from farflung.networks import Finished, Network, OpenNetwork, PeerLostError, State
 from farflung.networks.joining import log
 from farflung.outer.attached import Attached, Options
 from farflung.outer.fragments import Fragment, split
@@ -46,8 +46,8 @@ class OuterLoop(Attached):
         network, options, undo: see Attached.
 
     Raises, out of `optimizer.step()`:
-        Disagreement: at the first step, if replicas start from different weights.
-        Diverged: after three rounds in a row in which this replica's weights or losses were not finite.
+        DisagreementError: at the first step, if replicas start from different weights.
+        DivergedError: after three rounds in a row in which this replica's weights or losses were not finite.
         UserError: when what is trained changes, or an optimizer puts back what rounds have changed.
     """
 
@@ -213,7 +213,7 @@ class OuterLoop(Attached):
             if self._options.buffers == "round" and flight.fragment == 0:
                 try:
                     self._average_buffers_in(flight.round, flight.group)
-                except PeerLost as lost:
+                except PeerLostError as lost:
                     flight.note("peer lost", str(lost))
         stream.lost |= flight.outcome == "peer lost"
         every = stream.every if stream.adaptation else None
@@ -226,7 +226,7 @@ class OuterLoop(Attached):
         state = state_of(self.outer, stream.anchor)
         try:
             pace = draw_together(stream.anchor, state, stream.pace(), self.network, flight.group, key, self.deadline)
-        except PeerLost as lost:
+        except PeerLostError as lost:
             flight.note("peer lost", str(lost))  # the next round tries again
             return
         stream.keep_pace(pace)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from farflung.codecs import ErrorFeedback, finite
-from farflung.config import UserError
+from farflung.errors import UserError
 from farflung.networks import Network
 from farflung.outer.averaging import Averaging
 from farflung.outer.faults import Faults

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from farflung.config import UserError
+from farflung.errors import UserError
 
 
 class Merge(Protocol):

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from farflung.codecs import Codec, Dense
-from farflung.config import UserError
+from farflung.errors import UserError
 from farflung.networks import Network, OpenNetwork
 from farflung.outer.adaptation import Adapt
 from farflung.outer.attached import Attached, Options

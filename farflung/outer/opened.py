@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from farflung.codecs import Codec, finite
-from farflung.config import UserError
-from farflung.networks import Group, OpenNetwork, Party, PeerLost, Pending, State
+from farflung.errors import UserError
+from farflung.networks import Group, OpenNetwork, Party, PeerLostError, Pending, State
 from farflung.outer.digests import digest
 from farflung.outer.meeting import Meeting, Met
 from farflung.outer.optimizers import OuterFactory, OuterOptimizer, descend, message_of, step_with
@@ -50,7 +50,7 @@ class Opened:
             pending, error = stream.averaging.start(message, party.group, key, number, party.weights)
             try:
                 return Met(pending.wait(self._deadline), party.group, error, "averaged", "")
-            except PeerLost as lost:
+            except PeerLostError as lost:
                 return Met(message, party.group, error, "peer lost", str(lost))
 
         number = stream.rounds
@@ -88,7 +88,7 @@ class Opened:
         fetching, self._fetching = self._fetching, None
         try:
             return fetching.wait(wait)
-        except PeerLost:
+        except PeerLostError:
             return None
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from farflung.codecs import Codec
-from farflung.config import UserError
+from farflung.errors import UserError
 
 OuterFactory = Callable[[list[Tensor]], torch.optim.Optimizer]
 """Makes an outer optimizer for the anchors (flat float32 tensors, one a fragment)."""

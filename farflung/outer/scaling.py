@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from farflung.config import UserError
+from farflung.errors import UserError
 from farflung.outer.steps import hook_steps
 from farflung.outer.trained import held_by
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from farflung.config import UserError
+from farflung.errors import UserError
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from farflung.config import UserError
+from farflung.errors import UserError
 from farflung.networks import Network, OpenNetwork, TorchNetwork
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 
-from farflung.networks import Network, PeerLost, Pending
+from farflung.networks import Network, PeerLostError, Pending
 from farflung.networks.joining import WORD_SECONDS, log
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ BYTES = 4
 """Of each fact's hash travel so many."""
 
 
-class Disagreement(RuntimeError):
+class DisagreementError(RuntimeError):
     """The replicas do not start alike."""
 
 
@@ -36,7 +36,7 @@ class Fact(NamedTuple):
     """Something that must be equal on all replicas.
 
     Args:
-        what: how it is called in a Disagreement.
+        what: how it is called in a DisagreementError.
         told: what is told of it; it is enough that all tell the same in one of these places.
         remedy: what to do where they do not.
     """
@@ -72,7 +72,7 @@ def agree_on_start(network: Network, key: str, facts: Sequence[Fact], seconds: f
         facts: what must be equal; how many there are may depend on those before.
         seconds: the longest that starting may take.
 
-    Raises Disagreement, and PeerLost when somebody does not come.
+    Raises DisagreementError, and PeerLostError when somebody does not come.
     """
     hashes = b"".join(hashlib.sha256(value.encode()).digest()[:BYTES] for fact in facts for value in fact.told)
     packets = all_there(network, network.exchange(_packet(hashes), network.members(), key), seconds)
@@ -84,7 +84,7 @@ def agree_on_start(network: Network, key: str, facts: Sequence[Fact], seconds: f
         if all(len({words[place] for words in told.values()}) > 1 for place in places):
             others = [rank for rank, words in told.items() if any(words[p] != told[network.rank][p] for p in places)]
             values = _values(network, f"{key}, in words", fact, seconds) if fact.remedy == SETTING else {}
-            raise Disagreement(_described(network.rank, fact, others, values))
+            raise DisagreementError(_described(network.rank, fact, others, values))
 
 
 def _values(network: Network, key: str, fact: Fact, seconds: float) -> dict[int, str]:
@@ -105,19 +105,22 @@ def _described(own: int, fact: Fact, others: Sequence[int], values: Mapping[int,
 
 
 def all_there(network: Network, pending: Pending[T], seconds: float) -> T:
-    """The result of an exchange that waits for replicas to start; says now and then who is missing. Raises PeerLost."""
+    """The result of an exchange that waits for replicas to start; says now and then who is missing.
+
+    Raises PeerLostError.
+    """
     began = network.now()
     while True:
         waited = network.now() - began
         try:
             return pending.wait(min(WORD_SECONDS, seconds - waited))
-        except PeerLost as lost:
+        except PeerLostError as lost:
             missing = ", ".join(map(str, lost.ranks))
             waited = network.now() - began
             if pending.done():
                 raise
             if waited >= seconds:
-                raise PeerLost(
+                raise PeerLostError(
                     lost.ranks,
                     f"replica {missing} has not started within {seconds:g} s; see whether it is running and can be "
                     "reached, or give it longer with starting=",

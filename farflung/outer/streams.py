@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from farflung.networks import Finished, Group, Network, PeerLost, Pending
+from farflung.networks import Finished, Group, Network, PeerLostError, Pending
 from farflung.outer.adaptation import Adaptation
 from farflung.outer.averaging import Averaging
 from farflung.outer.fragments import Fragment
@@ -220,7 +220,7 @@ class Flight:
         """The round's mean. The policy for lost peers: what the message then holds, often this replica's own."""
         try:
             mean = self.pending.wait(deadline)
-        except PeerLost as lost:
+        except PeerLostError as lost:
             self.note("peer lost", str(lost))
             # A copy: a peer that is only late may still be writing its values into the message.
             return self.message.clone()

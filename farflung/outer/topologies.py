@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass
 from typing import Protocol
 
-from farflung.config import UserError
+from farflung.errors import UserError
 from farflung.networks import Group
 
 

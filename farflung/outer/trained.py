@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from farflung.config import UserError
+from farflung.errors import UserError
 from farflung.networks import Network
 from farflung.outer.digests import digest
 from farflung.outer.shards import own_of

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from farflung.config import UserError
+from farflung.errors import UserError
 from farflung.outer.buffers import real_view, sound
 from farflung.outer.digests import digest
 from farflung.outer.start import Fact

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from farflung.config import UserError
+from farflung.errors import UserError
 
 
 @dataclass(frozen=True)

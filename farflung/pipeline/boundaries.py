@@ -7,8 +7,8 @@ import re
 import torch
 from torch import Tensor
 
-from farflung.codecs import Codec, NotFinite, PacketError, codec_named
-from farflung.config import UserError
+from farflung.codecs import Codec, NotFiniteError, PacketError, codec_named
+from farflung.errors import UserError
 from farflung.pipeline.subspace import Subspace
 
 BOUNDARY_NAMES = (
@@ -71,7 +71,7 @@ class Boundary:
             return numbers.cpu()
         try:
             return self._codec.encode([numbers]).cpu()
-        except NotFinite:
+        except NotFiniteError:
             self.spoilt = True
             return self._codec.encode([torch.zeros_like(numbers)]).cpu()
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from farflung.config import Config, UserError
+from farflung.config import Config
+from farflung.errors import UserError
 from farflung.pipeline.balance import Span
 from farflung.pipeline.boundaries import boundary_named
 from farflung.pipeline.division import PIECES_EACH, microbatches_of

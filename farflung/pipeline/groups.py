@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from farflung.networks import PeerLost, TorchNetwork
+from farflung.networks import PeerLostError, TorchNetwork
 from farflung.pipeline.layout import Layout
 
 PATIENCE = 2
@@ -62,7 +62,7 @@ class Groups:
 
     @contextlib.contextmanager
     def naming_the_lost(self) -> Iterator[None]:
-        """Turns an error inside into PeerLost, with the name of the process whose end it was, if it was one's end."""
+        """Turns an error inside into PeerLostError, with the name of the process whose end it was, if it was that."""
         try:
             yield
         except RuntimeError as error:
@@ -77,7 +77,7 @@ class Groups:
                 limit = self._limit.total_seconds()
                 reason = f"no word within {limit:g} s from one of: {names}; see which hangs, or raise the deadline"
             replicas = [self.layout.place(process).replica for process in lost]
-            raise PeerLost(replicas, self._first_cause(reason)) from error
+            raise PeerLostError(replicas, self._first_cause(reason)) from error
 
     def _lost(self) -> list[int]:
         """The processes to which connections are broken; posting to them fails at once."""

@@ -32,24 +32,27 @@ class Island(Protocol):
     def gradients(self, step: int) -> tuple[float, str]:
         """Leaves each parameter the gradient of the replica's mean loss in a step, clipped.
 
-        Returns the loss, and what is wrong with it, or ""; then there are no gradients. Raises PeerLost.
+        Returns the loss, and what is wrong with it, or ""; then there are no gradients. Raises PeerLostError.
         """
         ...
 
     def after_step(self) -> None:
-        """What is to be done when the weights have changed. Raises PeerLost."""
+        """What is to be done when the weights have changed. Raises PeerLostError."""
         ...
 
     def loss_of(self, sequences: Tensor) -> float:
-        """The mean loss of (n, length) sequences, in nats a token, nothing lost between stages. Raises PeerLost."""
+        """The mean loss of (n, length) sequences, in nats a token, nothing lost between stages.
+
+        Raises PeerLostError.
+        """
         ...
 
     def continued(self, prompt: Tensor, length: int, end: int) -> list[int]:
-        """A (1, n) prompt and what the model writes after it, up to `length` tokens or `end`. Raises PeerLost."""
+        """A (1, n) prompt and what the model writes after it, up to `length` tokens or `end`. Raises PeerLostError."""
         ...
 
     def total(self, values: Tensor) -> Tensor:
-        """The sum over the replica's processes of flat float64 values. Raises PeerLost."""
+        """The sum over the replica's processes of flat float64 values. Raises PeerLostError."""
         ...
 
 

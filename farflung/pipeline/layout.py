@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from farflung.config import Config, UserError
+from farflung.config import Config
+from farflung.errors import UserError
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from farflung.config import UserError
+from farflung.errors import UserError
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from farflung.config import UserError
+from farflung.errors import UserError
 from farflung.pipeline.balance import Load, Span, spans
 from farflung.pipeline.experts import active_shares
 from farflung.pipeline.routers import router_loss_of

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from farflung.config import UserError
+from farflung.errors import UserError
 
 WRITERS = ("o_proj", "down_proj", "out_proj", "c_proj", "fc2", "dense", "dense_4h_to_h")
 """What families call the matrices that write to the stream: the ends of attention and of the feed-forward part."""

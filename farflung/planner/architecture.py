@@ -10,7 +10,8 @@ from typing import Any
 
 from torch import nn
 
-from farflung.config import Config, UserError
+from farflung.config import Config
+from farflung.errors import UserError
 from farflung.pipeline.balance import Span
 from farflung.pipeline.boundaries import boundary_named
 from farflung.pipeline.experts import active_shares, chosen_experts

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from farflung.config import Config, UserError
+from farflung.config import Config
+from farflung.errors import UserError
 from farflung.methods import from_config, settings_of
 from farflung.outer import Method
 from farflung.pipeline import check

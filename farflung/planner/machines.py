@@ -8,7 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from farflung.config import UserError, from_table, toml_table
+from farflung.config import from_table, toml_table
+from farflung.errors import UserError
 from farflung.networks import Conditions, conditions_named
 from farflung.networks.conditions import HEADERS, SMALLEST, Link, Site, check_number
 from farflung.planner.paths import Matrix

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from farflung.config import UserError
+from farflung.errors import UserError
 from farflung.networks.conditions import check_number
 from farflung.pipeline.boundaries import boundary_named
 

@@ -14,7 +14,7 @@ from itertools import combinations
 import numpy as np
 from numpy.typing import NDArray
 
-from farflung.config import UserError
+from farflung.errors import UserError
 from farflung.planner.paths import Matrix, best_matching, bottleneck, shortest_path
 
 Groups = tuple[tuple[int, ...], ...]

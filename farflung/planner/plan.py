@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from farflung.config import UserError
+from farflung.errors import UserError
 from farflung.pipeline.division import microbatches_of
 from farflung.planner.architecture import Architecture, architecture_of
 from farflung.planner.choices import Choice, Failure, Fitting, choices

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 
-from farflung.config import UserError
+from farflung.errors import UserError
 from farflung.files import write_text
 from farflung.methods import RECIPES, settings_of
 from farflung.networks import Conditions, conditions_named

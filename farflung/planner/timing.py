@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
 
-from farflung.config import UserError
+from farflung.errors import UserError
 from farflung.networks import Conditions, Group
 from farflung.networks.carrier import Demand
 from farflung.networks.computation import Computation

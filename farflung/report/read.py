@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from farflung.config import UserError, disk_errors
+from farflung.errors import UserError, disk_errors
 from farflung.files import holds_no_run, readable_events
 
 Event = dict[str, Any]

@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from farflung.config import Config, UserError
+from farflung.config import Config
+from farflung.errors import UserError
 from farflung.methods import settled
 from farflung.networks import Network
 from farflung.outer.digests import digest
@@ -19,7 +20,10 @@ OWN = (*PLACES, "starting", "deadline", "log_every", "keep_checkpoints")
 
 
 def refuse_other_settings(network: Network, config: Config) -> None:
-    """Compares the settings of all processes. Raises UserError where one that must be equal is not, and PeerLost."""
+    """Compares the settings of all processes.
+
+    Raises UserError where one that must be equal is not, and PeerLostError.
+    """
     own = {name: value for name, value in dataclasses.asdict(settled(config)).items() if name not in OWN}
     (one, first), *others = gather(network, own, "settings", config.starting).items()
     for other, theirs in others:
@@ -33,7 +37,7 @@ def refuse_other_settings(network: Network, config: Config) -> None:
 
 
 def other_text(network: Network, held_out: Tensor, deadline: float) -> bool:
-    """Whether processes hold different text out to validate on. Raises PeerLost."""
+    """Whether processes hold different text out to validate on. Raises PeerLostError."""
     first, *others = gather(network, digest([held_out]).tolist(), "held-out text", deadline).values()
     return any(other != first for other in others)
 

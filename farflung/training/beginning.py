@@ -11,7 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from farflung.config import Config, UserError, disk_errors, read_toml
+from farflung.config import Config, read_toml
+from farflung.errors import UserError, disk_errors
 from farflung.files import write_text
 from farflung.pipeline import Layout, Place
 from farflung.training import checkpoint, events

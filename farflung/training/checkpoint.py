@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import torch
 
-from farflung.config import UserError
+from farflung.errors import UserError
 from farflung.files import beside
 from farflung.training.events import died
 

@@ -13,7 +13,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from farflung.config import UserError
+from farflung.errors import UserError
 from farflung.files import readable_events
 
 

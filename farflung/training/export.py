@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from farflung.config import Config, UserError, disk_errors, read_toml
+from farflung.config import Config, read_toml
+from farflung.errors import UserError, disk_errors
 from farflung.files import holds_no_run
 from farflung.pipeline.boundaries import boundary_named
 from farflung.pipeline.subspace import subspace_of

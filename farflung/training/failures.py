@@ -10,18 +10,18 @@ from typing import Any
 
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ErrorHandler
 
-from farflung.config import UserError
-from farflung.networks import PeerLost
-from farflung.outer import Disagreement, Diverged
+from farflung.errors import UserError
+from farflung.networks import PeerLostError
+from farflung.outer import DisagreementError, DivergedError
 from farflung.pipeline import Layout
-from farflung.training.finish import NoRoom
+from farflung.training.finish import NoRoomError
 
 
-class RunFailed(Exception):
+class RunFailedError(Exception):
     """A replica's process failed; the message says which, and why."""
 
 
-RUN_ERRORS = (RunFailed, Diverged, Disagreement, PeerLost, NoRoom)
+RUN_ERRORS = (RunFailedError, DivergedError, DisagreementError, PeerLostError, NoRoomError)
 """What ends a run for reasons other than a mistake in its settings."""
 
 
@@ -42,12 +42,12 @@ class OneLine(ErrorHandler):
 def failure_of(error: ChildFailedError, folder: Path, layout: Layout) -> Exception:
     """The error of the process that failed first; that others then lost it is no cause."""
     described = {rank: _describe(failure.message, failure.exitcode) for rank, failure in error.failures.items()}
-    causes = {rank: text for rank, text in described.items() if not text.startswith("PeerLost")} or described
+    causes = {rank: text for rank, text in described.items() if not text.startswith("PeerLostError")} or described
     rank = min(causes, key=lambda rank: error.failures[rank].timestamp)
     kind, _, text = causes[rank].partition(": ")
     if kind == "UserError":
         return UserError(text)
-    return RunFailed(f"{layout.describe(rank)} failed: {causes[rank]}; its output lies in {folder}/logs")
+    return RunFailedError(f"{layout.describe(rank)} failed: {causes[rank]}; its output lies in {folder}/logs")
 
 
 def _describe(message: Any, exitcode: int) -> str:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from farflung.config import Config
 from farflung.files import write_text
-from farflung.networks import Network, PeerLost, Traffic, among_the_living
+from farflung.networks import Network, PeerLostError, Traffic, among_the_living
 from farflung.outer.fragments import split
 from farflung.training import checkpoint
 from farflung.training.gather import gather
@@ -21,7 +21,7 @@ from farflung.training.terminal import say
 from farflung.training.trainer import Trainer
 
 
-class NoRoom(RuntimeError):
+class NoRoomError(RuntimeError):
     """What came out of a run could not be written, for as long as it was tried."""
 
 
@@ -46,7 +46,7 @@ Together = Callable[[Callable[[Network], Ended]], Ended]
 def finish(trainer: Trainer, together: Together) -> dict[str, Any]:
     """Averages the replicas' weights, or late averages of them, once, evaluates them, and returns the run's summary.
 
-    Leaves the averaged weights in the trainer's model. Raises PeerLost.
+    Leaves the averaged weights in the trainer's model. Raises PeerLostError.
     """
     config = trainer.config
     deadline = PATIENCE * config.deadline
@@ -112,7 +112,7 @@ def finish(trainer: Trainer, together: Together) -> dict[str, Any]:
 def write_results(trainer: Trainer, summary: dict[str, Any], tells: bool) -> None:
     """Writes the averaged weights, and with `tells` the summary; all processes of a replica call it alike.
 
-    Raises NoRoom, when the disk stays full.
+    Raises NoRoomError, when the disk stays full.
     """
     summary = {**summary, "sample": sample_text(trainer)}
     model = trainer.model
@@ -135,11 +135,11 @@ class Endings:
     def finish(self, trainer: Trainer) -> None:
         """Ends with whom it can reach; a replica that comes when the others have gone only says so.
 
-        Raises NoRoom and PeerLost.
+        Raises NoRoomError and PeerLostError.
         """
         try:
             summary = finish(trainer, lambda ended: ended(trainer.network))
-        except PeerLost as lost:
+        except PeerLostError as lost:
             if not self._largest:
                 raise
             trainer.warn(f"ended without the others: {lost}")
@@ -160,7 +160,7 @@ def _keep_trying(write: Callable[[], None], trainer: Trainer, summary: dict[str,
         except OSError as error:
             fault = f"cannot write to {trainer.folder}: {error.strerror}"
             if time.monotonic() > ends or trainer.stop.requested:
-                raise NoRoom(f"{fault}; the summary is: {json.dumps(summary)}") from error
+                raise NoRoomError(f"{fault}; the summary is: {json.dumps(summary)}") from error
         if not told:
             say(
                 f"{fault}; make room: it is tried again for {TRY_FOR_SECONDS / 60:g} minutes, unless you press Ctrl-C. "

@@ -11,7 +11,7 @@ from farflung.networks import Network, among_the_living
 
 
 def gather(network: Network, value: Any, key: str, deadline: float) -> dict[int, Any]:
-    """The value (anything that JSON holds) of every replica that can be reached, by rank. Raises PeerLost."""
+    """The value (anything that JSON holds) of every replica that can be reached, by rank. Raises PeerLostError."""
     packet = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
     packets = among_the_living(
         network, lambda group: network.exchange(packet, group, f"{key} of {group}").wait(deadline)

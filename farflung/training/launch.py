@@ -21,9 +21,10 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, r
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from farflung import methods
-from farflung.config import Config, UserError, disk_errors, to_toml
+from farflung.config import Config, to_toml
+from farflung.errors import UserError, disk_errors
 from farflung.files import write_text
-from farflung.networks import Conditions, Died, SimulatedNetwork, Simulation, TorchNetwork, conditions_named
+from farflung.networks import Conditions, ReplicaDiedError, SimulatedNetwork, Simulation, TorchNetwork, conditions_named
 from farflung.pipeline import Layout, check
 from farflung.training import checkpoint
 from farflung.training.alike import other_text, refuse_other_settings
@@ -48,7 +49,7 @@ from farflung.training.failures import OneLine, failure_of
 from farflung.training.finish import Endings, finish, write_results
 from farflung.training.gather import gather
 from farflung.training.kept import Kept
-from farflung.training.stopping import Stop, Stopped
+from farflung.training.stopping import Stop, StoppedError
 from farflung.training.survivors import ended_together
 from farflung.training.terminal import STARTED_HERE, say
 from farflung.training.trainer import Trainer
@@ -119,7 +120,10 @@ def check_network(config: Config) -> None:
 
 
 def run_simulated(config: Config, folder: Path, resume: bool) -> None:
-    """All replicas in this process, under a virtual clock. Raises Stopped, UserError and whatever training raises."""
+    """All replicas in this process, under a virtual clock.
+
+    Raises StoppedError, UserError and whatever training raises.
+    """
     torch.set_num_threads(1)  # with another number, sums may differ in their last bits
     simulation = Simulation(config.replicas, conditions_of(config))
     store = HashStore()
@@ -138,7 +142,7 @@ def run_simulated(config: Config, folder: Path, resume: bool) -> None:
             try:
                 trainer.train()
                 endings.finish(trainer)
-            except Died:
+            except ReplicaDiedError:
                 trainer.events.write("end", trainer.step, reason="died")
                 raise
 
@@ -244,7 +248,10 @@ def _clear_machines(config: Config, folder: Path, way: str, network: TorchNetwor
 
 
 def launch_torch(config: Config, folder: Path, resume: bool) -> None:
-    """All processes on this machine, with torch's elastic launcher. Raises Stopped, UserError or RunFailed."""
+    """All processes on this machine, with torch's elastic launcher.
+
+    Raises StoppedError, UserError or RunFailedError.
+    """
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     os.environ.setdefault("OMP_NUM_THREADS", str(cores_for(Layout.of(config).processes)))
@@ -267,7 +274,7 @@ def launch_torch(config: Config, folder: Path, resume: bool) -> None:
     try:
         elastic_launch(launcher, sys.executable)("-m", "farflung", "train", *arguments)
     except SignalException as error:
-        raise Stopped("stopped by a signal") from error
+        raise StoppedError("stopped by a signal") from error
     except ChildFailedError as error:
         raise failure_of(error, folder, Layout.of(config)) from error
 

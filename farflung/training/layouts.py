@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from farflung.config import UserError
+from farflung.errors import UserError
 from farflung.networks import Traffic
 from farflung.outer import names_of
 from farflung.outer.fragments import split

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from farflung import methods
-from farflung.config import Config, UserError, from_table
+from farflung.config import Config, from_table
+from farflung.errors import UserError
 from farflung.networks import SimulatedNetwork
 from farflung.training import checkpoint, launch
 from farflung.training.finish import finish, write_results
@@ -115,7 +116,8 @@ def seat_of(listening: Listening, first: bool) -> Seat:
 def run_peer(ticket: Ticket, config: Config, seat: Seat, joined: Callable[[InternetNetwork], None]) -> None:
     """Trains as one peer until the run's last step; tells when it has `joined`.
 
-    Raises Stopped, UserError and whatever training raises. Where it does not come to train, the folder stays as it was.
+    Raises StoppedError, UserError and whatever training raises. Where it does not come to train, the folder stays as
+    it was.
     """
     with _left_as_it_was(Path(config.out)):
         _run_peer(ticket, config, seat, joined)

@@ -19,7 +19,7 @@ AGREEMENT_SECONDS = 20.0
 """How long a process that is to stop waits for the others' word of it."""
 
 
-class Stopped(Exception):
+class StoppedError(Exception):
     """The run ends before its last step, because it was asked to."""
 
 
@@ -68,16 +68,19 @@ class Stop:
             listener.join(POLL_SECONDS)
 
     def due_after(self, process: int, step: int) -> bool:
-        """Whether this was the last step. Raises Stopped if the others cannot be asked: there is no checkpoint then."""
+        """Whether this was the last step.
+
+        Raises StoppedError if the others cannot be asked: there is no checkpoint then.
+        """
         if self._launcher and os.getppid() != self._launcher:
-            raise Stopped("the launcher that started this replica is gone")
+            raise StoppedError("the launcher that started this replica is gone")
         with self._lock:
             if not (self.requested or self._answered):
                 self._steps[process] = step + 1
                 return False
         self._settled.wait(AGREEMENT_SECONDS)
         if self._last_step is None:
-            raise Stopped("not every replica answered, so the last checkpoint is the one before")
+            raise StoppedError("not every replica answered, so the last checkpoint is the one before")
         return step >= self._last_step
 
     def _listen(self) -> None:

@@ -10,7 +10,7 @@ from farflung.training.finish import PATIENCE, Ended
 
 
 def ended_together(ended: Callable[[Network], Ended], network: TorchNetwork, layout: Layout, deadline: float) -> Ended:
-    """What `ended` yields among the replicas all of whose processes are left. Raises PeerLost.
+    """What `ended` yields among the replicas all of whose processes are left. Raises PeerLostError.
 
     Args:
         ended: called by every process with the network of those that hold the same part of these replicas.

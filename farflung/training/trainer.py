@@ -24,7 +24,7 @@ from farflung.training.late import LateAverage
 from farflung.training.layouts import buffer_names, load_state, own_names
 from farflung.training.learning_rate import left_of_lr
 from farflung.training.measures import Rate, peak_memory, sampled
-from farflung.training.stopping import Stop, Stopped
+from farflung.training.stopping import Stop, StoppedError
 from farflung.workloads import data, tokenizers
 
 SAMPLED_WEIGHTS = 1024
@@ -107,7 +107,7 @@ class Trainer:
         self._rate = Rate(network)
 
     def train(self, catch_up: bool = False) -> None:
-        """Trains to the last step. Raises Stopped when asked to stop before, after a checkpoint where that can be.
+        """Trains to the last step. Raises StoppedError when asked to stop before, after a checkpoint where that can be.
 
         To `catch_up` is to take the others' state first, on an open network where this replica was away.
         """
@@ -168,7 +168,7 @@ class Trainer:
         if self.stop.due_after(self.process, self.step) and not last:
             self.save(outer)
             self.events.write("end", self.step, reason="stopped")
-            raise Stopped(f"stopped after step {self.step}")
+            raise StoppedError(f"stopped after step {self.step}")
 
     def validation_loss(self) -> float:
         """The mean loss of the held-out sequences, in nats a token."""

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from farflung.config import Config, UserError
+from farflung.config import Config
+from farflung.errors import UserError
 from farflung.workloads.tokenizers import Tokenizer, reason
 
 PRESETS: dict[str, dict[str, int]] = {

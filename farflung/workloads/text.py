@@ -7,7 +7,7 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
-from farflung.config import UserError
+from farflung.errors import UserError
 
 _LOADERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 

@@ -8,7 +8,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from farflung.config import UserError
+from farflung.errors import UserError
 
 
 class Tokenizer(Protocol):

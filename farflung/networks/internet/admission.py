@@ -9,7 +9,7 @@ import socket
 from importlib.metadata import version
 from typing import Any
 
-from farflung.config import UserError
+from farflung.errors import UserError
 from farflung.networks.internet.frames import Frame, FrameError, entry, number, reading, whole
 from farflung.networks.internet.host import leads_to
 from farflung.networks.internet.identity import Identity, peer_of, rank_of
@@ -34,7 +34,7 @@ FASTEST, FURTHEST = 1e6, 1 << 40
 LAST_BEAT = 1 << 53
 
 
-class Stranger(FrameError):
+class StrangerError(FrameError):
     """Who asks does not know the run's secret."""
 
 
@@ -58,16 +58,16 @@ class Admission:
         return {"nonce": nonce, "proof": self._ticket.proof("answer", entry(ask, "nonce", str), nonce, peer, self._own)}
 
     def proof(self, ask: Frame, answer: Frame, peer: str) -> str:
-        """The opener's, once the answer has convinced it. Raises Stranger."""
+        """The opener's, once the answer has convinced it. Raises StrangerError."""
         nonce = entry(answer, "nonce", str)
         if not self._ticket.proves(answer.get("proof"), "answer", ask["nonce"], nonce, self._own, peer):
-            raise Stranger("it does not know the run's secret")
+            raise StrangerError("it does not know the run's secret")
         return self._ticket.proof("ask", nonce, ask["nonce"], self._own, peer)
 
     def check(self, ask: Frame, answer: Frame, proof: object, peer: str) -> None:
-        """Whether the opener has convinced the one who is asked. Raises Stranger."""
+        """Whether the opener has convinced the one who is asked. Raises StrangerError."""
         if not self._ticket.proves(proof, "ask", answer["nonce"], ask["nonce"], peer, self._own):
-            raise Stranger("it does not know the run's secret")
+            raise StrangerError("it does not know the run's secret")
 
 
 def introduction(ticket: Ticket) -> Frame:

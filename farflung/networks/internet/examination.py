@@ -7,10 +7,10 @@ import time
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from farflung.config import UserError
+from farflung.errors import UserError
 from farflung.networks.internet.frames import FrameError
 from farflung.networks.internet.host import UNREACHABLE
-from farflung.networks.internet.lines import PROMPT_SECONDS, Refused
+from farflung.networks.internet.lines import PROMPT_SECONDS, RequestRefusedError
 from farflung.networks.internet.members import Member
 from farflung.networks.internet.network import InternetNetwork
 from farflung.networks.internet.probe import measured
@@ -56,7 +56,7 @@ async def _link(swarm: Swarm, member: Member) -> Finding:
         await swarm.greet(member.peer)
         greeted = time.monotonic()
         up, down = await measured(swarm, member)
-    except (*UNREACHABLE, Refused, FrameError) as error:
+    except (*UNREACHABLE, RequestRefusedError, FrameError) as error:
         where = ", ".join(member.addresses) or "no address"
         reason = str(error) or "no answer"
         remedy = "see that it runs and that no firewall is in between"

@@ -12,10 +12,10 @@ import torch
 from farflung.networks.base import State
 from farflung.networks.internet.frames import FrameError, read_frame, read_payload, write_frame
 from farflung.networks.internet.host import UNREACHABLE
-from farflung.networks.internet.lines import PROMPT_SECONDS, Refused, accepted
+from farflung.networks.internet.lines import PROMPT_SECONDS, RequestRefusedError, accepted
 from farflung.networks.internet.manifests import Manifest, digest, manifest_of, piece_of
 from farflung.networks.internet.members import Member
-from farflung.networks.internet.post import SLOWEST, Lost
+from farflung.networks.internet.post import SLOWEST, PacketLostError
 from farflung.networks.internet.snapshots import FRESH_SECONDS
 from farflung.networks.internet.swarm import Swarm
 
@@ -67,7 +67,7 @@ class Fetching:
         self._refused: set[str] = set()
 
     async def fetch(self, alike: bool) -> State:
-        """The state of a live peer; pieces come from several, and from others when some fail. Raises Lost.
+        """The state of a live peer; pieces come from several, and from others when some fail. Raises PacketLostError.
 
         Where peers are `alike`, only from those with the same bits; else each piece may be another peer's.
         """
@@ -87,7 +87,10 @@ class Fetching:
         self._swarm.guard.strike(member.peer, kind, f"{member.described}: {why}")
 
     async def _sources(self, alike: bool, failures: Counter[str], silent: set[str]) -> list[Source]:
-        """Live peers that have the same, and what; those first that failed least, then the furthest. Raises Lost."""
+        """Live peers that have the same, and what; those first that failed least, then the furthest.
+
+        Raises PacketLostError.
+        """
         passed_over = self._refused | silent
         members = [member for member in self._swarm.members.training() if member.peer not in passed_over]
         for begin in range(0, len(members), 2 * SOURCES):
@@ -97,7 +100,7 @@ class Fetching:
             if found:
                 found.sort(key=lambda source: (failures[source[0].peer], -source[1].step))
                 return [source for source in found if source[1].like(found[0][1], alike)][:SOURCES]
-        raise Lost(f"no peer has the run's state {'that can be used' if passed_over else 'to give'}")
+        raise PacketLostError(f"no peer has the run's state {'that can be used' if passed_over else 'to give'}")
 
     async def _described(self, member: Member) -> Manifest | None:
         try:
@@ -105,7 +108,7 @@ class Fetching:
             return manifest_of(told, self.largest, self._swarm.members.lead_at_most() + AHEAD)
         except FrameError as error:
             self.refuse(member, "bad state", str(error))
-        except (*UNREACHABLE, Refused):
+        except (*UNREACHABLE, RequestRefusedError):
             pass
         return None
 
@@ -118,7 +121,7 @@ class Fetching:
                 number = download.left.pop()
                 try:
                     await self._fetch_piece(source, theirs, number, download.room(number))
-                except (*UNREACHABLE, Refused, FrameError):
+                except (*UNREACHABLE, RequestRefusedError, FrameError):
                     download.left.append(number)
                     failures[source.peer] += 1
                     return

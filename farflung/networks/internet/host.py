@@ -15,7 +15,7 @@ from hivemind.p2p.p2p_daemon_bindings.control import P2PDaemonError
 from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure
 from hivemind.utils.multiaddr import Multiaddr
 
-from farflung.config import UserError
+from farflung.errors import UserError
 from farflung.networks.internet.identity import Identity
 
 UNREACHABLE = (OSError, EOFError, TimeoutError, ControlFailure, P2PDaemonError)
@@ -53,7 +53,7 @@ def leads_to(address: str, peer: str) -> bool:
         return False
 
 
-class NobodyAnswers(UserError):
+class NobodyAnswersError(UserError):
     """No peer is found at a ticket's addresses."""
 
     def __init__(self, addresses: Sequence[str]) -> None:
@@ -97,7 +97,7 @@ class Host:
             )
         except P2PDaemonError as error:
             if knocked:
-                raise NobodyAnswers(knocked) from error
+                raise NobodyAnswersError(knocked) from error
             raise UserError(f"the libp2p daemon cannot start: {error}") from error
         await self.p2p.add_binary_stream_handler(self._protocol, on_stream)
         visible = [str(address) for address in await self.p2p.get_visible_maddrs()]

@@ -13,7 +13,7 @@ PROMPT_SECONDS = 8.0
 """How soon a peer that is there answers what needs no thought."""
 
 
-class Refused(Exception):
+class RequestRefusedError(Exception):
     """A peer does not want what it was sent; says why."""
 
 
@@ -31,8 +31,8 @@ Handler = Callable[[Line, Frame], Awaitable[None]]
 
 
 def accepted(frame: Frame) -> Frame:
-    """An answer. Raises Refused when it is none."""
+    """An answer. Raises RequestRefusedError when it is none."""
     if "refused" in frame:
         why = frame["refused"]
-        raise Refused(plain(why) if isinstance(why, str) else "it does not say why")
+        raise RequestRefusedError(plain(why) if isinstance(why, str) else "it does not say why")
     return frame

@@ -16,7 +16,7 @@ from farflung.networks.base import Group, Party
 from farflung.networks.internet.admission import FURTHEST
 from farflung.networks.internet.frames import Frame, FrameError, entry, number, reading, whole, write_frame
 from farflung.networks.internet.host import UNREACHABLE
-from farflung.networks.internet.lines import PROMPT_SECONDS, Line, Refused
+from farflung.networks.internet.lines import PROMPT_SECONDS, Line, RequestRefusedError
 from farflung.networks.internet.members import arrives
 from farflung.networks.internet.swarm import Swarm
 
@@ -81,7 +81,7 @@ class Matchmaker:
                 return party_of(answer, own, weight)
             except FrameError as error:
                 self._swarm.guard.strike(member.peer, "bad answer", str(error))
-            except (*UNREACHABLE, Refused):
+            except (*UNREACHABLE, RequestRefusedError):
                 self._swarm.members.failed(host)
         return Party((), {})
 

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from farflung.config import UserError
+from farflung.errors import UserError
 from farflung.networks.base import (
     Combine,
     Finished,
@@ -31,7 +31,7 @@ from farflung.networks.internet.identity import Identity
 from farflung.networks.internet.matchmaker import Matchmaker
 from farflung.networks.internet.members import Member
 from farflung.networks.internet.pace import Pace, counted_step
-from farflung.networks.internet.post import Lost, Post
+from farflung.networks.internet.post import PacketLostError, Post
 from farflung.networks.internet.probe import answer_probes
 from farflung.networks.internet.snapshots import Snapshots
 from farflung.networks.internet.swarm import Swarm
@@ -268,7 +268,7 @@ class InternetNetwork:
         try:
             async with asyncio.timeout(deadline):
                 if member is None:
-                    raise Lost("it is not there")
+                    raise PacketLostError("it is not there")
                 sending = asyncio.ensure_future(self._post.send(member, key, packet.cpu(), deadline))
                 try:
                     await asyncio.gather(sending, awaited)
@@ -276,9 +276,9 @@ class InternetNetwork:
                     sending.cancel()
                     if awaited.done() and not awaited.cancelled() and not awaited.exception():
                         transfer.delivered[rank] = awaited.result()
-        except (Lost, TimeoutError) as error:
+        except (PacketLostError, TimeoutError) as error:
             transfer.lost[rank] = str(error) or f"it did not deliver within {deadline:g} s"
-            if isinstance(error, Lost) and error.gone:
+            if isinstance(error, PacketLostError) and error.gone:
                 self.swarm.members.failed(rank)
         finally:
             self._post.forget(rank, key)

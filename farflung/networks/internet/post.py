@@ -24,7 +24,7 @@ from farflung.networks.internet.frames import (
 )
 from farflung.networks.internet.host import UNREACHABLE
 from farflung.networks.internet.identity import signed_by
-from farflung.networks.internet.lines import PROMPT_SECONDS, Line, Refused, accepted
+from farflung.networks.internet.lines import PROMPT_SECONDS, Line, RequestRefusedError, accepted
 from farflung.networks.internet.members import Member
 from farflung.networks.internet.swarm import Swarm
 
@@ -42,7 +42,7 @@ Address = tuple[int, str]
 """Whose packet, and which."""
 
 
-class Lost(Exception):
+class PacketLostError(Exception):
     """A packet will not come, or could not be delivered; says why, and whether the peer is `gone`."""
 
     def __init__(self, reason: str, gone: bool = False) -> None:
@@ -97,7 +97,7 @@ class Post:
             future.cancel()
 
     async def send(self, member: Member, key: str, packet: Tensor, deadline: float) -> None:
-        """Puts a packet (flat uint8, on the CPU) on its way, all of it. Raises Lost."""
+        """Puts a packet (flat uint8, on the CPU) on its way, all of it. Raises PacketLostError."""
         underway: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         delivery = asyncio.create_task(self._deliver(member, key, packet, deadline, underway))
         self._deliveries.add(delivery)
@@ -116,13 +116,13 @@ class Post:
         try:
             await self._send_all(member, key, packet.numpy().data, deadline, underway)
         except TimeoutError:
-            lost = Lost("it did not take its packet in time")
-        except (Refused, FrameError) as error:
-            lost = Lost(str(error))
+            lost = PacketLostError("it did not take its packet in time")
+        except (RequestRefusedError, FrameError) as error:
+            lost = PacketLostError(str(error))
         except UNREACHABLE as error:
-            lost = Lost(str(error) or "the connection broke", gone=True)
+            lost = PacketLostError(str(error) or "the connection broke", gone=True)
         except Exception as error:  # who waits must hear of it, whatever it is
-            lost = Lost(f"it could not be sent: {error}")
+            lost = PacketLostError(f"it could not be sent: {error}")
         else:
             return
         if not underway.done():
@@ -176,7 +176,7 @@ class Post:
             await self._receive(line, frame, packet)
         except BaseException as error:
             if not packet.done():
-                packet.set_exception(Lost(str(error) or "the connection broke"))
+                packet.set_exception(PacketLostError(str(error) or "the connection broke"))
                 packet.exception()  # who waits for it may have gone
             raise
 
@@ -198,7 +198,7 @@ class Post:
         return sender, key, name
 
     async def _awaited_packet(self, sender: int, key: str) -> asyncio.Future[Tensor]:
-        """Where a packet is awaited; one that comes early waits with its sender, unread. Raises Refused."""
+        """Where a packet is awaited; one that comes early waits with its sender, unread. Raises RequestRefusedError."""
         address = sender, key
         if address in self._early:
             raise FrameError(f"a packet was announced twice: {key}")
@@ -208,7 +208,7 @@ class Post:
                 async with asyncio.timeout(self._stall):
                     await self._early[address].wait()
             except TimeoutError:
-                raise Refused(f"nobody waits for {key} here") from None
+                raise RequestRefusedError(f"nobody waits for {key} here") from None
             finally:
                 del self._early[address]
         return self._awaited[address]
@@ -241,7 +241,7 @@ class Post:
         arriving = self._arriving.get((line.member.rank, entry(frame, "key", str)))
         number = entry(frame, "number", int)
         if arriving is None or number not in arriving.missing:
-            raise Refused("no such part of a packet is awaited")
+            raise RequestRefusedError("no such part of a packet is awaited")
         arrival = arriving.missing.pop(number)
         await read_payload(line.reader, stripe(arriving.content, number), self._stall, SLOWEST)
         arrival.set()

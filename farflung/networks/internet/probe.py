@@ -15,7 +15,7 @@ from farflung.networks.internet.frames import (
     write_frame,
     write_payload,
 )
-from farflung.networks.internet.lines import PROMPT_SECONDS, Line, Refused, accepted
+from farflung.networks.internet.lines import PROMPT_SECONDS, Line, RequestRefusedError, accepted
 from farflung.networks.internet.members import Member
 from farflung.networks.internet.swarm import Swarm
 
@@ -32,7 +32,7 @@ def answer_probes(swarm: Swarm) -> None:
         size, now = entry(frame, "size", int), time.monotonic()
         asked[:] = [moment for moment in asked if now - moment < 60]
         if len(asked) >= PROBES_A_MINUTE:
-            raise Refused("this peer was measured often enough in this minute")
+            raise RequestRefusedError("this peer was measured often enough in this minute")
         if not 0 <= size <= PROBE:
             raise FrameError("a probe is too large")
         asked.append(now)
@@ -47,7 +47,7 @@ def answer_probes(swarm: Swarm) -> None:
 
 
 async def measured(swarm: Swarm, member: Member) -> tuple[float, float]:
-    """Megabits a second to a member, and back from it. Raises as `Swarm.line`, and Refused."""
+    """Megabits a second to a member, and back from it. Raises as `Swarm.line`, and RequestRefusedError."""
     content = memoryview(bytearray(os.urandom(PROBE)))
     async with swarm.line(member) as line:
         await write_frame(line.writer, {"kind": "probe", "size": PROBE})

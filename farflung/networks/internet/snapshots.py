@@ -15,7 +15,7 @@ from torch import Tensor
 from farflung.networks.base import State
 from farflung.networks.internet.frames import Frame, entry, whole, write_frame, write_payload
 from farflung.networks.internet.host import UNREACHABLE
-from farflung.networks.internet.lines import PROMPT_SECONDS, Line, Refused
+from farflung.networks.internet.lines import PROMPT_SECONDS, Line, RequestRefusedError
 from farflung.networks.internet.manifests import count_of, digest, piece_of
 from farflung.networks.internet.swarm import Swarm
 
@@ -71,14 +71,14 @@ class Snapshots:
 
     async def _made(self) -> Frame:
         if not self._swarm.about["trains"]:
-            raise Refused("this peer does not train")
+            raise RequestRefusedError("this peer does not train")
         made = asyncio.get_running_loop().create_future()
         self._wanted.append(made)
         try:
             async with asyncio.timeout(FRESH_SECONDS):
                 manifest: Frame = await made
         except TimeoutError:
-            raise Refused("this peer has not come to the end of a step in time") from None
+            raise RequestRefusedError("this peer has not come to the end of a step in time") from None
         finally:
             if made in self._wanted:
                 self._wanted.remove(made)
@@ -101,7 +101,7 @@ class Snapshots:
     async def _on_piece(self, line: Line, frame: Frame) -> None:
         kept = self._kept.get(entry(frame, "id", str))
         if kept is None:
-            raise Refused("this snapshot is kept no longer")
+            raise RequestRefusedError("this snapshot is kept no longer")
         kept.used = time.monotonic()
         piece = piece_of(kept.content, whole(frame.get("number"), len(kept.manifest["digests"]) - 1))
         await write_frame(line.writer, {"go": True})

@@ -14,11 +14,11 @@ from typing import Any, TypeVar
 
 import uvloop
 
-from farflung.config import UserError
+from farflung.errors import UserError
 from farflung.networks.internet.admission import (
     CLOCK_SECONDS,
     Admission,
-    Stranger,
+    StrangerError,
     check_clock,
     disagreement,
     member_of,
@@ -26,9 +26,9 @@ from farflung.networks.internet.admission import (
 from farflung.networks.internet.directory import Directory
 from farflung.networks.internet.frames import Frame, FrameError, entry, number, plain, read_frame, write_frame
 from farflung.networks.internet.guard import Guard
-from farflung.networks.internet.host import UNREACHABLE, Host, NobodyAnswers, Seat, Streams
+from farflung.networks.internet.host import UNREACHABLE, Host, NobodyAnswersError, Seat, Streams
 from farflung.networks.internet.identity import Identity
-from farflung.networks.internet.lines import PROMPT_SECONDS, Handler, Line, Refused, accepted
+from farflung.networks.internet.lines import PROMPT_SECONDS, Handler, Line, RequestRefusedError, accepted
 from farflung.networks.internet.members import BEAT_SECONDS, Member, Members
 from farflung.networks.internet.ticket import Ticket
 
@@ -128,20 +128,23 @@ class Swarm:
 
     @contextlib.asynccontextmanager
     async def line(self, member: Member) -> AsyncIterator[Line]:
-        """A stream to a member, once both have proven that they are. Raises one of UNREACHABLE, and Refused."""
+        """A stream to a member, once both have proven that they are.
+
+        Raises one of UNREACHABLE, and RequestRefusedError.
+        """
         if member.peer not in self._proven:
             try:
                 await self.greet(member.peer)
             except FrameError as error:
                 self.guard.strike(member.peer, "bad greeting", str(error))
-                raise Refused(str(error)) from error
+                raise RequestRefusedError(str(error)) from error
             except UserError as error:  # a peer that cannot be greeted is no reason to stop training
-                raise Refused(str(error)) from error
+                raise RequestRefusedError(str(error)) from error
         async with self._stream(member.peer) as (reader, writer):
             yield Line(member, reader, writer)
 
     async def ask(self, member: Member, request: Frame, deadline: float = PROMPT_SECONDS) -> Frame:
-        """A member's answer to a request. Raises as `line`, and Refused."""
+        """A member's answer to a request. Raises as `line`, and RequestRefusedError."""
         async with asyncio.timeout(deadline), self.line(member) as line:
             await write_frame(line.writer, request)
             return accepted(await read_frame(line.reader))
@@ -167,7 +170,7 @@ class Swarm:
                 if knocked:
                     await self._knock(knocked)
                 break
-            except NobodyAnswers:
+            except NobodyAnswersError:
                 await self._host.stop()
                 if not left:
                     raise
@@ -186,14 +189,14 @@ class Swarm:
         for answer in answers:
             if isinstance(answer, UserError):
                 raise answer
-            if isinstance(answer, Refused):
+            if isinstance(answer, RequestRefusedError):
                 raise UserError(f"the run's peers refuse this one: {answer}") from answer
-        if any("protocols not supported" in str(answer) or isinstance(answer, Stranger) for answer in answers):
+        if any("protocols not supported" in str(answer) or isinstance(answer, StrangerError) for answer in answers):
             raise UserError(
                 "there are peers at the ticket's addresses, but not of this run, or its secret is another; "
                 "ask for a new ticket"
             )
-        raise NobodyAnswers(addresses)
+        raise NobodyAnswersError(addresses)
 
     def _stream(self, peer: str) -> AbstractAsyncContextManager[Streams]:
         member = self.members.of_peer(peer)
@@ -212,12 +215,12 @@ class Swarm:
                     await self._answer_hello(peer, frame, reader, writer)
                     return
             if member is None:
-                raise Stranger("it has not proven that it is a member")
+                raise StrangerError("it has not proven that it is a member")
             handler = self.handlers.get(entry(frame, "kind", str))
             if handler is None:
                 raise FrameError(f"there is no request {frame['kind']!r:.40}")
             await handler(Line(member, reader, writer), frame)
-        except Refused as refusal:
+        except RequestRefusedError as refusal:
             await self._say(writer, {"refused": str(refusal)[:300]})
         except TimeoutError:
             self.guard.refuse("too slow")
@@ -242,7 +245,7 @@ class Swarm:
         self._admission.check(ask, answer, told.get("proof"), peer)
         about = entry(told, "about", dict)
         if why := disagreement(about, self.about):
-            raise Refused(why)
+            raise RequestRefusedError(why)
         self._admit(about, peer)
         await write_frame(writer, {**self.about, "time": time.time()})
 
@@ -289,7 +292,7 @@ class Swarm:
 
     async def _seek(self, member: Member) -> None:
         """Looks for one that has gone, at the addresses that it had: after a partition nobody else would."""
-        with contextlib.suppress(*UNREACHABLE, Refused, FrameError, UserError):
+        with contextlib.suppress(*UNREACHABLE, RequestRefusedError, FrameError, UserError):
             await self.greet(member.peer)
             await self._directory.introduce(member)
 

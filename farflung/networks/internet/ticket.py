@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from farflung.config import UserError
+from farflung.errors import UserError
 from farflung.files import write_text
 from farflung.networks.internet.host import leads_to
 

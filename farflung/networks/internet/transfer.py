@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from torch import Tensor
 
-from farflung.networks.base import Group, PeerLost
-from farflung.networks.internet.post import Lost
+from farflung.networks.base import Group, PeerLostError
+from farflung.networks.internet.post import PacketLostError
 
 if TYPE_CHECKING:
     from farflung.networks.internet.network import InternetNetwork
@@ -50,18 +50,18 @@ class Transfer(Generic[T]):
             self.finished_at = network.now()
             late = [rank for rank in self.others if rank not in self.delivered]
             names = ", ".join(network.address(rank) for rank in late)
-            raise PeerLost(late, f"{names} did not deliver within {timeout:g} s", dict(self.delivered)) from None
-        except Lost as error:
-            raise PeerLost(self.others, str(error)) from error
+            raise PeerLostError(late, f"{names} did not deliver within {timeout:g} s", dict(self.delivered)) from None
+        except PacketLostError as error:
+            raise PeerLostError(self.others, str(error)) from error
         finally:
             if not getattr(network.background, "on", False):  # there, nobody's training waits
                 network.traffic.seconds_blocked += network.now() - began
 
     def raise_if_lost(self) -> None:
-        """Raises PeerLost, naming them, if anybody was lost."""
+        """Raises PeerLostError, naming them, if anybody was lost."""
         if self.lost:
             reasons = (f"{self._network.address(rank)}: {reason}" for rank, reason in sorted(self.lost.items()))
-            raise PeerLost(sorted(self.lost), f"lost {'; '.join(reasons)}", dict(self.delivered))
+            raise PeerLostError(sorted(self.lost), f"lost {'; '.join(reasons)}", dict(self.delivered))
 
     async def _timed(self, run: Callable[[Transfer[T]], Coroutine[Any, Any, T]]) -> T:
         try:

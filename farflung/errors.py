@@ -1,0 +1,26 @@
+"""What goes wrong by a user's mistake, in one line that says what, where and what to do."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+from collections.abc import Iterator
+
+
+class UserError(ValueError):
+    """A mistake in what the user asked for: one line that says what, where and what to do."""
+
+
+@contextlib.contextmanager
+def disk_errors(what: str, remedy: str) -> Iterator[None]:
+    """Says in one line what the disk does not let us do inside, and the remedy. Raises UserError."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"cannot {what}: {error.strerror or error}; {remedy}") from error
+
+
+def suggestion(word: str, known: list[str]) -> str:
+    """The words nearest to a misspelt one, as the end of an error message."""
+    close = difflib.get_close_matches(word, known, n=1)
+    return f"; did you mean {close[0]!r}?" if close else f"; there are: {', '.join(known)}"

@@ -1,0 +1,58 @@
+"""What can be chosen by name: farflung's own, and what installed packages add by entry points."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping
+from importlib.metadata import EntryPoint, entry_points
+from typing import TypeVar
+
+from farflung.errors import UserError, suggestion
+
+T = TypeVar("T")
+
+
+class Registry(Mapping[str, T]):
+    """Things of one kind by name. A package adds to them with an entry point in the group `farflung.KINDs`.
+
+    Args:
+        kind: what these are, in one word, such as "method".
+        rows: farflung's own.
+    """
+
+    def __init__(self, kind: str, rows: Mapping[str, T]) -> None:
+        self.kind = kind
+        self._rows = dict(rows)
+
+    @functools.cached_property
+    def _added(self) -> dict[str, EntryPoint]:
+        found = entry_points(group=f"farflung.{self.kind}s")
+        return {entry.name: entry for entry in found if entry.name not in self._rows}
+
+    def __getitem__(self, name: str) -> T:
+        """Raises UserError for a name that there is not, and for a package that cannot be imported."""
+        if name not in self:
+            raise UserError(f"there is no {self.kind} {name!r}{suggestion(name, list(self))}")
+        if name not in self._rows:
+            self._rows[name] = self._loaded(self._added[name])
+        return self._rows[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._rows or name in self._added
+
+    def __iter__(self) -> Iterator[str]:
+        return iter({**self._rows, **self._added})
+
+    def __len__(self) -> int:
+        return len({**self._rows, **self._added})
+
+    def _loaded(self, entry: EntryPoint) -> T:
+        try:
+            loaded: T = entry.load()
+        except Exception as error:
+            package = entry.dist.name if entry.dist else entry.value
+            raise UserError(
+                f"the {self.kind} {entry.name!r} of the package {package} cannot be loaded "
+                f"({type(error).__name__}: {error}); repair or remove that package"
+            ) from error
+        return loaded
