@@ -9,6 +9,7 @@ import torch
 from internet import run_peers
 from problem import replica
 from processes import run_replicas
+from torch_replica import METHODS, SHORT, contract
 
 from farflung import methods
 from farflung.networks import Conditions, PeerLostError, SimulatedNetwork, Simulation
@@ -16,8 +17,6 @@ from farflung.outer import averaging
 
 
 def observe_simulated(network: SimulatedNetwork) -> Any:
-    from torch_replica import contract
-
     return contract(network, "")  # type: ignore[arg-type]
 
 
@@ -42,21 +41,16 @@ def test_contract(kind: str, tmp_path: Path) -> None:
     assert sum(o["sent"] for o in seen) == sum(o["received"] for o in seen)
 
 
-SAME_BITS = ("ddp", "diloco", "noloco-streaming", "nolocox", "dilocox")
-
-
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     """What four real processes end with, by method."""
-    return run_replicas(4, "train", ",".join(SAME_BITS), tmp_path_factory.mktemp("trained"))
+    return run_replicas(4, "train", ",".join(METHODS), tmp_path_factory.mktemp("trained"))
 
 
-@pytest.mark.parametrize("method", SAME_BITS)
+@pytest.mark.parametrize("method", METHODS)
 def test_simulated_and_torch_give_the_same_weights_bit_for_bit(
     method: str, trained: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from torch_replica import METHODS, SHORT
-
     monkeypatch.setattr(averaging, "STRIP", SHORT)
     simulated = [result.weights for result in Simulation(4).run(replica(METHODS[method], steps=12))]
     real = [weights[method] for weights in trained]
