@@ -13,6 +13,8 @@ import pytest
         ("farflung.networks", "PeerLost", "farflung.networks.PeerLostError"),
         ("farflung.networks", "Died", "farflung.networks.ReplicaDiedError"),
         ("farflung.codecs", "NotFinite", "farflung.codecs.NotFiniteError"),
+        ("farflung.outer", "Attached", "farflung.outer.Session"),
+        ("farflung.outer", "SignSGD", "farflung.inner.SignSGD"),
         ("farflung.outer", "Disagreement", "farflung.outer.DisagreementError"),
         ("farflung.outer", "Diverged", "farflung.outer.DivergedError"),
     ],
