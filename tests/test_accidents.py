@@ -14,7 +14,7 @@ from farflung import methods
 from farflung.codecs import Quantize
 from farflung.methods import Method
 from farflung.networks import Conditions, PeerLostError, SimulatedNetwork, Simulation
-from farflung.networks.conditions import Cut
+from farflung.networks.simulator.conditions import Cut
 from farflung.outer import OuterLoop, Round
 
 NAN = float("nan")

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from farflung.errors import UserError
 from farflung.networks import Conditions, PeerLostError, SimulatedNetwork, Simulation, conditions_named
-from farflung.networks.chance import largest_factor, uniform
-from farflung.networks.clock import Clock
-from farflung.networks.computation import Computation
-from farflung.networks.conditions import HEADERS, Cut, Death, Link, Site
-from farflung.networks.sharing import Links
+from farflung.networks.simulator.clock import Clock
+from farflung.networks.simulator.conditions import HEADERS, Cut, Death, Link, Site
+from farflung.networks.simulator.flows import Links
+from farflung.networks.simulator.randomness import largest_factor, uniform
+from farflung.networks.simulator.step_times import Computation
 
 QUIET = Conditions(bandwidth_mbps=8, latency_ms=0, step_ms=1000)
 """A megabyte a second, and a second a step."""

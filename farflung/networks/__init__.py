@@ -18,11 +18,9 @@ from farflung.networks.base import (
     TimedNetwork,
     Traffic,
 )
-from farflung.networks.conditions import Conditions
 from farflung.networks.distributed import TorchNetwork
 from farflung.networks.living import among_the_living
-from farflung.networks.presets import conditions_named
-from farflung.networks.simulated import ReplicaDiedError, SimulatedNetwork, Simulation
+from farflung.networks.simulator import Conditions, ReplicaDiedError, SimulatedNetwork, Simulation, conditions_named
 from farflung.networks.survivors import among_survivors
 from farflung.renamed import renamed
 

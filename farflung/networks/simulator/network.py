@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from farflung.networks.base import Combine, Finished, Group, PeerLostError, Pending, Traffic, mean_in_order
-from farflung.networks.carrier import Demand
-from farflung.networks.computation import Computation
-from farflung.networks.conditions import Conditions
-from farflung.networks.meetings import CUT_OFF, Hops, Meeting, World, described
+from farflung.networks.simulator.cluster import CUT_OFF, Hops, Meeting, World, described
+from farflung.networks.simulator.conditions import Conditions
+from farflung.networks.simulator.fabric import Demand
+from farflung.networks.simulator.step_times import Computation
 
 T = TypeVar("T")
 
