@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from farflung.errors import UserError
-from farflung.networks import Group, Network, OpenNetwork, among_the_living
+from farflung.networks import ElasticNetwork, Group, Network, among_members
 from farflung.outer.buffers import average
 from farflung.outer.digests import digest
 from farflung.outer.faults import Faults
@@ -106,7 +106,7 @@ class Attached:
         self._untrained = Untrained(model, self.trained, undo)
         for optimizer in optimizers:
             self._undo.callback(hook_steps(optimizer, before=self._before_first_step))
-        if isinstance(network, OpenNetwork):
+        if isinstance(network, ElasticNetwork):
             _check_open(number, self._untrained, options.buffers)
 
     def __enter__(self) -> Self:
@@ -229,7 +229,7 @@ class Attached:
             return
         self._begun = True
         self._begin()
-        if self.method.exchanges and not isinstance(self.network, OpenNetwork):
+        if self.method.exchanges and not isinstance(self.network, ElasticNetwork):
             weights = [own_of(parameter) for parameter in self.trained.parameters]
             shapes = [tuple(tensor.shape) for tensor in (*weights, *self._untrained.named().values())]
             facts = [
@@ -247,7 +247,7 @@ class Attached:
     def _look(self) -> None:
         """Finds frozen weights that the loop moves itself. Raises UserError where they cannot go along."""
         moving = self._untrained.look()
-        if moving and isinstance(self.network, OpenNetwork):
+        if moving and isinstance(self.network, ElasticNetwork):
             raise UserError(
                 f"{moving[0]} is frozen, and yet it moves, which peers on the internet cannot average; "
                 "keep it outside of the model that is attached"
@@ -266,7 +266,7 @@ class Attached:
         average(self._untrained.named(), self.network, group, key, self.deadline, directions=True)
 
     def _average_among_all(self, what: str, tensors: Mapping[str, Tensor], directions: bool) -> None:
-        if isinstance(self.network, OpenNetwork):
+        if isinstance(self.network, ElasticNetwork):
             return  # who comes and goes has nobody to end with
         self._exchanges += 1
         key = self._key(f"{what} {self._exchanges}")
@@ -274,7 +274,7 @@ class Attached:
         def exchange(group: Group) -> None:
             average(tensors, self.network, group, f"{key} of {group}", END_DEADLINES * self.deadline, directions)
 
-        among_the_living(self.network, exchange)
+        among_members(self.network, exchange)
 
 
 def _check_open(number: int, untrained: Untrained, buffers: str) -> None:

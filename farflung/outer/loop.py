@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from farflung.networks import Finished, Network, OpenNetwork, PeerLostError, State
-from farflung.networks.joining import log
+from farflung.networks import ElasticNetwork, Finished, Network, PeerLostError, SharedState
+from farflung.networks.torchrun import log
 from farflung.outer.attached import Attached, Options
 from farflung.outer.fragments import Fragment, split
 from farflung.outer.fusion import Fusion
@@ -63,7 +63,7 @@ class OuterLoop(Attached):
         schedule, topology, codec = method.schedule, method.topology, method.codec
         super().__init__(method, model, optimizers, network, options, undo)
         self._opened, fusion = None, None
-        if isinstance(network, OpenNetwork):
+        if isinstance(network, ElasticNetwork):
             self._opened = Opened(network, topology.alike, by_lineage(topology, codec), self.deadline)
             fusion = partial(Fusion, options.robust, network.blame)
             network.serve(self.state)
@@ -102,7 +102,7 @@ class OuterLoop(Attached):
 
     @torch.no_grad()
     def _after_inner_step(self) -> None:
-        self.network.computed()
+        self.network.advance()
         self._replica.copies.stepped()
         if self._opened:
             self._follow(self._opened)
@@ -273,13 +273,13 @@ class OuterLoop(Attached):
         while self._flights:
             self._land(self._flights.pop(0), starts=False)
 
-    def state(self) -> State:
+    def state(self) -> SharedState:
         """What a late replica takes: anchors, outer optimizer's state and step; good until the next round starts."""
         facts = {"step": self.step, "until": min(stream.next_start for stream in self._streams)}
-        return State(dict(state_tensors(self.anchors, self.outer)), facts)
+        return SharedState(dict(state_tensors(self.anchors, self.outer)), facts)
 
     @torch.no_grad()
-    def take(self, state: State) -> None:
+    def take(self, state: SharedState) -> None:
         """Goes on from where other replicas stand; what was under way here is dropped. Raises UserError."""
         if not self._begun:
             self._begin()

@@ -12,7 +12,7 @@ from torch import nn
 
 from farflung.codecs import Codec, Dense
 from farflung.errors import UserError
-from farflung.networks import Network, OpenNetwork
+from farflung.networks import ElasticNetwork, Network
 from farflung.outer.adaptation import Adapt
 from farflung.outer.attached import Attached, Options
 from farflung.outer.averaging import Way
@@ -144,7 +144,7 @@ class Method:
             raise UserError(f"buffers is {options.buffers!r}; choose 'end' or 'round'")
         if options.robust not in ROBUST:
             raise UserError(f"robust is {options.robust!r}; choose one of {', '.join(ROBUST)}")
-        if isinstance(network, OpenNetwork):
+        if isinstance(network, ElasticNetwork):
             self.check_open()
         elif options.robust != "mean":
             raise UserError(f"robust is {options.robust!r}, but only peers on the internet need it; leave it out")

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from farflung.codecs import Codec, finite
 from farflung.errors import UserError
-from farflung.networks import Group, OpenNetwork, Party, PeerLostError, Pending, State
+from farflung.networks import ElasticNetwork, Group, Party, PeerLostError, Pending, SharedState
 from farflung.outer.digests import digest
 from farflung.outer.meeting import Meeting, Met
 from farflung.outer.optimizers import OuterFactory, OuterOptimizer, descend, message_of, step_with
@@ -31,12 +31,12 @@ class Opened:
         deadline: the longest that a round is waited for, in seconds.
     """
 
-    def __init__(self, network: OpenNetwork, alike: bool, by_lineage: bool, deadline: float) -> None:
+    def __init__(self, network: ElasticNetwork, alike: bool, by_lineage: bool, deadline: float) -> None:
         self.network = network
         self._alike = alike
         self._by_lineage = by_lineage
         self._deadline = deadline
-        self._fetching: Pending[State] | None = None
+        self._fetching: Pending[SharedState] | None = None
 
     def start(self, stream: Stream, message: Tensor, wanted: Group, key: str, step: int, weight: float) -> Meeting:
         """Starts a round with those of the group who come, or others whose partners do not."""
@@ -62,7 +62,7 @@ class Opened:
         if self._fetching is None:
             self._fetching = self.network.fetch(self._alike)
 
-    def hand_over(self, take: Callable[[State], None], wait: float = 0.0) -> bool:
+    def hand_over(self, take: Callable[[SharedState], None], wait: float = 0.0) -> bool:
         """Gives `take` the others' state, when it is there, or after at most `wait` seconds; whether it took one.
 
         What it refuses with a UserError is fetched from another peer. With a `wait`, raises the last such when
@@ -82,7 +82,7 @@ class Opened:
             raise refusal
         return False
 
-    def _fetched(self, wait: float) -> State | None:
+    def _fetched(self, wait: float) -> SharedState | None:
         if self._fetching is None or not (wait or self._fetching.done()):
             return None
         fetching, self._fetching = self._fetching, None
