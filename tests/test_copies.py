@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from farflung import methods
 from farflung.errors import UserError
 from farflung.methods import Method
-from farflung.networks import SimulatedNetwork, Simulation, State
+from farflung.networks import SimulatedNetwork, Simulation, SharedState
 from farflung.outer import ElasticLoop, OuterLoop
 from farflung.outer.elastic import state_tensors
 
@@ -475,7 +475,7 @@ def test_a_newcomers_masters_begin_where_the_others_stand(tmp_path: Path) -> Non
         for number in range(10):
             step_all([optimizer], partial(loss_of, model, 0, number))
         assert isinstance(outer, OuterLoop)
-        state, there = State(dict(state_tensors(outer.anchors, outer.outer)), {"step": 10}), flat(model)
+        state, there = SharedState(dict(state_tensors(outer.anchors, outer.outer)), {"step": 10}), flat(model)
     newcomer, run = small_model(), Run(tmp_path)
     optimizer = FromTheStart(newcomer.parameters(), lr=0.0)
     try:

@@ -22,7 +22,7 @@ from farflung.codecs import Apart, Dense, ErrorFeedback, LowRank, Modulo, Quanti
 from farflung.config import Config
 from farflung.errors import UserError
 from farflung.networks import Conditions, Simulation
-from farflung.networks.conditions import HEADERS, Cut, Death, Link
+from farflung.networks.simulator.conditions import HEADERS, Cut, Death, Link
 from farflung.outer import Schedule
 from farflung.pipeline.assemble import training
 from farflung.planner.architecture import architecture, architecture_of

@@ -9,7 +9,7 @@ from typing import NamedTuple, TypeVar
 import torch
 
 from farflung.networks import Network, PeerLostError, Pending
-from farflung.networks.joining import WORD_SECONDS, log
+from farflung.networks.torchrun import REMINDER_SECONDS, log
 
 T = TypeVar("T")
 
@@ -92,7 +92,7 @@ def all_there(network: Network, pending: Pending[T], seconds: float) -> T:
     while True:
         waited = network.now() - began
         try:
-            return pending.wait(min(WORD_SECONDS, seconds - waited))
+            return pending.wait(min(REMINDER_SECONDS, seconds - waited))
         except PeerLostError as lost:
             missing = ", ".join(map(str, lost.ranks))
             waited = network.now() - began

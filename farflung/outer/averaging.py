@@ -258,7 +258,7 @@ class Averaging:
                     unreadable[rank] = str(error)
             return unreadable
 
-        pending = self._network.relay(packets, group, key, combine)
+        pending = self._network.scatter_combine_gather(packets, group, key, combine)
         errors = [senders[rank].error_of(packet, parts[rank]) for rank, packet in packets.items()]
         return _Averaged(pending, message, finish, given_up), sum(errors) / len(errors)
 

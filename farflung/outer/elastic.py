@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from farflung.codecs import finite
 from farflung.errors import UserError
 from farflung.hooks.digests import digest
-from farflung.networks import Group, Network, OpenNetwork, Party, PeerLostError, Pending, State
+from farflung.networks import Group, Network, ElasticNetwork, Party, PeerLostError, Pending, SharedState
 from farflung.outer.aggregation import Aggregation
 from farflung.outer.loop import Exchange, OuterLoop
 from farflung.outer.optimizers import (
@@ -49,9 +49,9 @@ class ElasticLoop(OuterLoop):
         options: Options,
         undo: ExitStack,
     ) -> None:
-        assert isinstance(network, OpenNetwork)
+        assert isinstance(network, ElasticNetwork)
         self._elastic = network
-        self._fetching: Pending[State] | None = None
+        self._fetching: Pending[SharedState] | None = None
         super().__init__(method, model, optimizers, network, options, undo)
         network.serve(self.state)
 
@@ -102,13 +102,13 @@ class ElasticLoop(OuterLoop):
         if result.outcome == Outcome.BEHIND:
             self._fetch()
 
-    def state(self) -> State:
+    def state(self) -> SharedState:
         """What a late replica takes: anchors, outer optimizer's state and step; good until the next round starts."""
         facts = {"step": self.step, "until": min(sync.next_start for sync in self._rounds.syncs)}
-        return State(dict(state_tensors(self.anchors, self.outer)), facts)
+        return SharedState(dict(state_tensors(self.anchors, self.outer)), facts)
 
     @torch.no_grad()
-    def take(self, state: State) -> None:
+    def take(self, state: SharedState) -> None:
         """Goes on from where other replicas stand; what was under way here is dropped. Raises UserError."""
         if not self._begun:
             self._begin()
@@ -155,7 +155,7 @@ class ElasticLoop(OuterLoop):
             raise refusal
         return False
 
-    def _fetched(self, wait: float) -> State | None:
+    def _fetched(self, wait: float) -> SharedState | None:
         if self._fetching is None or not (wait or self._fetching.done()):
             return None
         fetching, self._fetching = self._fetching, None

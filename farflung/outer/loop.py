@@ -20,7 +20,7 @@ from farflung.hooks.copies import Copies
 from farflung.hooks.scaling import unscaled_steps
 from farflung.hooks.steps import hook_steps
 from farflung.networks import Finished, Network, PeerLostError, Pending
-from farflung.networks.joining import log
+from farflung.networks.torchrun import log
 from farflung.outer.adaptation import Adaptation
 from farflung.outer.averaging import Averaging
 from farflung.outer.fragments import Fragment, Weights, split
@@ -112,7 +112,7 @@ class OuterLoop(Session):
 
     @torch.no_grad()
     def _after_inner_step(self) -> None:
-        self.network.computed()
+        self.network.advance()
         self._replica.copies.stepped()
         self.step = self._counted(self.step + 1)
         if self.step & (self.step - 1) == 0:  # from the start, since a first round may be long

@@ -124,7 +124,7 @@ class MeanGradient:
     def _average(self, loss: Any) -> Any:
         """Puts the mean gradients in the place of this replica's; returns the mean of the loss."""
         network = self._network
-        network.computed()
+        network.advance()
         self._trained.check()
         self._exchanges += 1
 

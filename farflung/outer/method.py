@@ -14,7 +14,7 @@ from farflung.codecs import Codec, Dense
 from farflung.errors import UserError
 from farflung.hooks.shards import check_shards
 from farflung.inner import MUON, Inner
-from farflung.networks import Network, OpenNetwork
+from farflung.networks import Network, ElasticNetwork
 from farflung.outer.adaptation import Adapt
 from farflung.outer.aggregation import ROBUST
 from farflung.outer.averaging import Way
@@ -125,7 +125,7 @@ class Method:
         options = Options(outer_device, deadline, starting, robust, buffers, on_round)
         self._check(model, optimizers, network, options)
         check_shards(model, network)
-        loop = ElasticLoop if isinstance(network, OpenNetwork) else OuterLoop
+        loop = ElasticLoop if isinstance(network, ElasticNetwork) else OuterLoop
         undo = ExitStack()
         try:
             return (GradientLoop if self.outer is None else loop)(self, model, optimizers, network, options, undo)
@@ -149,7 +149,7 @@ class Method:
             raise UserError(f"buffers is {options.buffers!r}; choose 'end' or 'round'")
         if options.robust not in ROBUST:
             raise UserError(f"robust is {options.robust!r}; choose one of {', '.join(ROBUST)}")
-        if isinstance(network, OpenNetwork):
+        if isinstance(network, ElasticNetwork):
             self.check_open()
         elif options.robust != "mean":
             raise UserError(f"robust is {options.robust!r}, but only peers on the internet need it; leave it out")

@@ -22,7 +22,7 @@ from farflung.hooks.start import SETTING, Fact, agree_on_start
 from farflung.hooks.steps import hook_steps
 from farflung.hooks.trained import Trained
 from farflung.hooks.untrained import Untrained
-from farflung.networks import Group, Network, OpenNetwork, among_the_living
+from farflung.networks import Group, Network, ElasticNetwork, among_members
 from farflung.outer.faults import Faults
 from farflung.outer.outcomes import Round
 
@@ -108,7 +108,7 @@ class Session:
         self._untrained = Untrained(model, self.trained, undo)
         for optimizer in optimizers:
             self._undo.callback(hook_steps(optimizer, before=self._before_first_step))
-        if isinstance(network, OpenNetwork):
+        if isinstance(network, ElasticNetwork):
             _check_open(number, self._untrained, options.buffers)
 
     def __enter__(self) -> Self:
@@ -231,7 +231,7 @@ class Session:
             return
         self._begun = True
         self._begin()
-        if self.method.exchanges and not isinstance(self.network, OpenNetwork):
+        if self.method.exchanges and not isinstance(self.network, ElasticNetwork):
             weights = [own_of(parameter) for parameter in self.trained.parameters]
             shapes = [tuple(tensor.shape) for tensor in (*weights, *self._untrained.named().values())]
             facts = [
@@ -262,7 +262,7 @@ class Session:
     def _look(self) -> None:
         """Finds frozen weights that the loop moves itself. Raises UserError where they cannot go along."""
         moving = self._untrained.look()
-        if moving and isinstance(self.network, OpenNetwork):
+        if moving and isinstance(self.network, ElasticNetwork):
             raise UserError(
                 f"{moving[0]} is frozen, and yet it moves, which peers on the internet cannot average; "
                 "keep it outside of the model that is attached"
@@ -281,7 +281,7 @@ class Session:
         average(self._untrained.named(), self.network, group, key, self.deadline, directions=True)
 
     def _average_among_all(self, what: str, tensors: Mapping[str, Tensor], directions: bool) -> None:
-        if isinstance(self.network, OpenNetwork):
+        if isinstance(self.network, ElasticNetwork):
             return  # who comes and goes has nobody to end with
         self._exchanges += 1
         key = self._key(f"{what} {self._exchanges}")
@@ -289,7 +289,7 @@ class Session:
         def exchange(group: Group) -> None:
             average(tensors, self.network, group, f"{key} of {group}", END_DEADLINES * self.deadline, directions)
 
-        among_the_living(self.network, exchange)
+        among_members(self.network, exchange)
 
 
 def _check_open(number: int, untrained: Untrained, buffers: str) -> None:

@@ -13,9 +13,7 @@ from dataclasses import dataclass, field
 
 from farflung.errors import UserError
 from farflung.networks import Conditions, Group
-from farflung.networks.carrier import Demand
-from farflung.networks.computation import Computation
-from farflung.networks.meetings import Meeting, World
+from farflung.networks.simulator import Computation, Demand, Meeting, World
 from farflung.outer import Method, traffic_per_hop
 
 Replica = Generator["float | Meeting", None, None]

@@ -14,7 +14,7 @@ import torch
 
 from farflung import methods
 from farflung.config import Config
-from farflung.networks import Network, OpenNetwork, TimedNetwork
+from farflung.networks import ElasticNetwork, Network, TimedNetwork
 from farflung.outer import Round, Session
 from farflung.pipeline import assemble
 from farflung.training import checkpoint
@@ -283,13 +283,13 @@ class Trainer:
             device=str(self.device),
             tokens_per_step=self.config.tokens_per_step,
             resumed=self._resumed,
-            **({"clock": time.time()} if isinstance(self.network, OpenNetwork) else {}),
+            **({"clock": time.time()} if isinstance(self.network, ElasticNetwork) else {}),
         )
 
     def _log_step(self, loss: float) -> None:
         traffic, island = self.network.traffic, self.island
         speed, refused = self._rate.take(), {}
-        if isinstance(self.network, OpenNetwork):
+        if isinstance(self.network, ElasticNetwork):
             refused = dict(self.network.refused)
             self.network.tell_others(
                 loss=loss, tokens_per_second=speed, rounds=self.rounds, refused=sum(refused.values())
