@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from farflung import methods
 from farflung.errors import UserError
 from farflung.methods import Method
-from farflung.networks import SimulatedNetwork, Simulation, SharedState
+from farflung.networks import SharedState, SimulatedNetwork, Simulation
 from farflung.outer import ElasticLoop, OuterLoop
 from farflung.outer.elastic import state_tensors
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from farflung.codecs import finite
 from farflung.errors import UserError
 from farflung.hooks.digests import digest
-from farflung.networks import Group, Network, ElasticNetwork, Party, PeerLostError, Pending, SharedState
+from farflung.networks import ElasticNetwork, Group, Network, Party, PeerLostError, Pending, SharedState
 from farflung.outer.aggregation import Aggregation
 from farflung.outer.loop import Exchange, OuterLoop
 from farflung.outer.optimizers import (

@@ -14,7 +14,7 @@ from farflung.codecs import Codec, Dense
 from farflung.errors import UserError
 from farflung.hooks.shards import check_shards
 from farflung.inner import MUON, Inner
-from farflung.networks import Network, ElasticNetwork
+from farflung.networks import ElasticNetwork, Network
 from farflung.outer.adaptation import Adapt
 from farflung.outer.aggregation import ROBUST
 from farflung.outer.averaging import Way

@@ -22,7 +22,7 @@ from farflung.hooks.start import SETTING, Fact, agree_on_start
 from farflung.hooks.steps import hook_steps
 from farflung.hooks.trained import Trained
 from farflung.hooks.untrained import Untrained
-from farflung.networks import Group, Network, ElasticNetwork, among_members
+from farflung.networks import ElasticNetwork, Group, Network, among_members
 from farflung.outer.faults import Faults
 from farflung.outer.outcomes import Round
 
