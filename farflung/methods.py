@@ -16,15 +16,15 @@ from typing import Any
 import torch
 
 from farflung.codecs import (
-    Apart,
+    BlockDCT,
+    BlockFloat,
     Codec,
     Dense,
     ErrorFeedback,
-    Float,
-    Frequency,
     LowRank,
     Modulo,
     Quantize,
+    SplitCodec,
     Threshold,
     TopK,
     codec_named,
@@ -104,7 +104,7 @@ def streaming_diloco(
 
     Paper: Douillard and others 2025, arXiv 2501.18512
     """
-    codec = _codec(codec, Float("e3m0"))
+    codec = _codec(codec, BlockFloat("e3m0"))
     return diloco(every, outer_lr, outer_momentum, delay, fragments, codec=codec, merge=merge)
 
 
@@ -159,7 +159,7 @@ def demo(averaging: Way = "whole") -> Method:
 
     Paper: Peng and others 2024, arXiv 2411.19870
     """
-    codec = ErrorFeedback(Frequency(chunk=64) | TopK(share=32 / 4096, chunk=4096), decay=0.999)
+    codec = ErrorFeedback(BlockDCT(chunk=64) | TopK(share=32 / 4096, chunk=4096), decay=0.999)
     return Method(Schedule(every=1), codec=codec, averaging=averaging, inner=SIGN)
 
 
@@ -193,7 +193,7 @@ def noloco(
     return Method(
         schedule=Schedule(every, fragments, delay),
         topology=RandomGroups(group_size, seed),
-        codec=codec if together else Apart(codec, Modulo(bits=4, turns=2)),
+        codec=codec if together else SplitCodec(codec, Modulo(bits=4, round_robin=2)),
         outer=partial(GossipNesterov if together else GossipApart, lr=outer_lr, momentum=outer_momentum, gamma=gamma),
         merge=merge_named(merge),
         averaging="whole",
@@ -214,7 +214,7 @@ def nolocox(
 
     Paper: none; both arXiv 2506.10911 and arXiv 2506.21263
     """
-    codec = _codec(codec, Modulo(bits=3, turns=2))
+    codec = _codec(codec, Modulo(bits=3, round_robin=2))
     method = noloco(every, outer_lr, outer_momentum, gamma, delay=every, codec=codec, merge=merge, seed=seed)
     return replace(method, adapt=Adapt(steps=False) if adapt else None)
 
@@ -258,9 +258,9 @@ def bytes_per_parameter(method: Method) -> float:
 
 
 def bytes_per_value(codec: Codec) -> float:
-    """What a packet takes for each value, measured on a square matrix of 2^20 random numbers; both halves of Apart."""
+    """What a packet takes for each value, measured on a square matrix of 2^20 random numbers."""
     side = 1024
-    return bytes_of_random(codec, [(side, side)] * (2 if isinstance(codec, Apart) else 1)) / side**2
+    return bytes_of_random(codec, [(side, side)] * (2 if isinstance(codec, SplitCodec) else 1)) / side**2
 
 
 def bytes_of_random(codec: Codec, shapes: Sequence[tuple[int, ...]]) -> float:

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from farflung import methods
 from farflung.codecs import (
-    Apart,
     Codec,
     Dense,
     ErrorFeedback,
@@ -22,6 +21,7 @@ from farflung.codecs import (
     Modulo,
     Packet,
     Quantize,
+    SplitCodec,
     Threshold,
 )
 from farflung.config import Config
@@ -330,7 +330,7 @@ def test_gossip_of_halves_keeps_replicas_near_from_the_first_rounds() -> None:
     assert spread(Quantize(bits=8)) < 2.5 * spread(Dense())
 
 
-@pytest.mark.parametrize("codec", [Modulo(bits=4), Apart(Quantize(bits=8), Modulo(bits=4))])
+@pytest.mark.parametrize("codec", [Modulo(bits=4), SplitCodec(Quantize(bits=8), Modulo(bits=4))])
 def test_who_must_end_alike_cannot_take_what_depends_on_the_receiver(codec: Codec) -> None:
     for make in (methods.ddp, methods.diloco, methods.streaming_diloco, methods.sparseloco, methods.dct):
         with pytest.raises(UserError, match=r"reads messages by the receiver's own values.*use it with noloco"):

@@ -18,7 +18,7 @@ from processes import run_here
 from transformers import GPT2Config, LlamaConfig, LlamaForCausalLM
 
 from farflung import Method, methods
-from farflung.codecs import Apart, Dense, ErrorFeedback, LowRank, Modulo, Quantize, TopK
+from farflung.codecs import Dense, ErrorFeedback, LowRank, Modulo, Quantize, SplitCodec, TopK
 from farflung.config import Config
 from farflung.errors import UserError
 from farflung.networks import Conditions, Simulation
@@ -155,7 +155,7 @@ def test_sizes_of_packets_are_told_without_making_them(codec: Any) -> None:
 
 
 def test_halves_are_counted_apart_and_models_have_the_parameters_asked_for() -> None:
-    halves = Apart(Quantize(bits=4), Modulo(bits=4))
+    halves = SplitCodec(Quantize(bits=4), Modulo(bits=4))
     assert packet_bytes(halves, [(512, 512)]) == packet_bytes(halves.halves[0], [(512, 512)]) + packet_bytes(
         halves.halves[1], [(512, 512)]
     )

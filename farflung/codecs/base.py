@@ -1,8 +1,8 @@
-"""What a codec is: stages that make a packet of a message, and a message of a packet.
+"""What a codec is: transforms that make a packet of a message, and a message of a packet.
 
-A codec is a chain of stages. Each stage makes smaller tensors of those it is given: floating ones, which the next
-stage may make smaller still, and uint8 ones, which are finished. What is left at the end is the packet's payload.
-Stages are given each tensor of a message as one row; between them, a matrix holds a chunk of a tensor in each row.
+A codec is a chain of transforms. Each makes smaller tensors of those it is given: floating ones, which the next may
+make smaller still, and uint8 ones, which are finished. What is left at the end is the packet's payload.
+Transforms are given each tensor of a message as one row; between them, a matrix holds a chunk of a tensor in each row.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from farflung.codecs.packets import Packet, PacketError, pack, unpack
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 _EXCESS = 16, 1 << 16
-"""No stage makes more of a message than so many times its values, and so many; who says so lies."""
+"""No transform makes more of a message than so many times its values, and so many; who says so lies."""
 
 
 class NotFiniteError(ValueError):
@@ -78,21 +78,21 @@ class Codec:
     def seed(self, seed: int) -> None:
         """Gives a stream of random numbers its seed, where there is one."""
 
-    def shrink_to(self, share: float) -> None:
+    def set_budget(self, share: float) -> None:
         """Sends less from now on: `share` (0 to 1) of what the codec was made for, where it can."""
 
-    def turn_to(self, round: int) -> None:
+    def set_round(self, round: int) -> None:
         """Says which round the next message is of; all members of its group say the same."""
 
     @property
-    def wants_expectation(self) -> bool:
-        """Whether `expect` would be of use before the next message."""
+    def wants_reference(self) -> bool:
+        """Whether `set_reference` would be of use before the next message."""
         return False
 
-    def expect(self, tensors: Sequence[Tensor]) -> None:
+    def set_reference(self, tensors: Sequence[Tensor]) -> None:
         """Says what the next message would be like if it brought no news."""
 
-    def expect_change(self, tensors: Sequence[Tensor]) -> None:
+    def set_change(self, tensors: Sequence[Tensor]) -> None:
         """Says about how much each value of the next message may have moved away from the others' since the last."""
 
 
@@ -105,7 +105,7 @@ def norm(tensors: Sequence[Tensor]) -> float:
     return math.hypot(*(float(torch.linalg.vector_norm(tensor, dtype=torch.float64)) for tensor in tensors))
 
 
-class Stage(Codec):
+class Transform(Codec):
     """One step of compression: a codec by itself, or joined to another with `|`."""
 
     @property
@@ -113,136 +113,138 @@ class Stage(Codec):
         """Whether a message's tensors must come in their shapes; else each comes as one row."""
         return False
 
-    def shrink(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Smaller tensors: floating ones that a later stage may shrink, and finished ones of bytes.
+    def forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Smaller tensors: floating ones that a later transform may shrink, and finished ones of bytes.
 
-        Flat ones; or contiguous matrices, of floating numbers with a chunk in each row, which later stages keep apart.
+        Flat ones; or contiguous matrices, of floating numbers with a chunk in each row, which later ones keep apart.
         """
         raise NotImplementedError
 
-    def restore(self, parts: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
-        """What `shrink` was given, as far as it can be had back. Raises PacketError."""
+    def inverse(self, parts: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
+        """What `forward` was given, as far as it can be had back. Raises PacketError."""
         raise NotImplementedError
 
-    def __or__(self, other: Stage | Chain) -> Chain:
-        return Chain((self, *other.stages))
+    def __or__(self, other: Transform | Chain) -> Chain:
+        return Chain((self, *other.transforms))
 
     @property
-    def stages(self) -> tuple[Stage, ...]:
+    def transforms(self) -> tuple[Transform, ...]:
         """This one."""
         return (self,)
 
     def encode(self, tensors: Sequence[Tensor]) -> Packet:
         """See Codec."""
-        return encode(self.stages, tensors)
+        return encode(self.transforms, tensors)
 
     def decode(self, packet: Packet, like: Sequence[Tensor]) -> list[Tensor]:
         """See Codec."""
-        return decode(self.stages, packet, like)
+        return decode(self.transforms, packet, like)
 
 
 class Chain(Codec):
-    """Stages one after the other: `LowRank(rank=64) | Quantize(bits=4)`."""
+    """Transforms one after the other: `LowRank(rank=64) | Quantize(bits=4)`."""
 
-    def __init__(self, stages: tuple[Stage, ...]) -> None:
-        self.stages = stages
+    def __init__(self, transforms: tuple[Transform, ...]) -> None:
+        self.transforms = transforms
 
-    def __or__(self, other: Stage | Chain) -> Chain:
-        return Chain((*self.stages, *other.stages))
+    def __or__(self, other: Transform | Chain) -> Chain:
+        return Chain((*self.transforms, *other.transforms))
 
     def __repr__(self) -> str:
-        return " | ".join(map(repr, self.stages))
+        return " | ".join(map(repr, self.transforms))
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Chain) and self.stages == other.stages
+        return isinstance(other, Chain) and self.transforms == other.transforms
 
     @property
     def lossless(self) -> bool:
         """See Codec."""
-        return all(stage.lossless for stage in self.stages)
+        return all(transform.lossless for transform in self.transforms)
 
     @property
     def needs_receiver(self) -> bool:
         """See Codec."""
-        return any(stage.needs_receiver for stage in self.stages)
+        return any(transform.needs_receiver for transform in self.transforms)
 
     def encode(self, tensors: Sequence[Tensor]) -> Packet:
         """See Codec."""
-        return encode(self.stages, tensors)
+        return encode(self.transforms, tensors)
 
     def decode(self, packet: Packet, like: Sequence[Tensor]) -> list[Tensor]:
         """See Codec."""
-        return decode(self.stages, packet, like)
+        return decode(self.transforms, packet, like)
 
     def state_dict(self) -> dict[str, Any]:
-        """Each stage's."""
-        return {str(number): stage.state_dict() for number, stage in enumerate(self.stages)}
+        """Each transform's."""
+        return {str(number): transform.state_dict() for number, transform in enumerate(self.transforms)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See Codec."""
-        for number, stage in enumerate(self.stages):
-            stage.load_state_dict(state[str(number)])
+        for number, transform in enumerate(self.transforms):
+            transform.load_state_dict(state[str(number)])
 
     def seed(self, seed: int) -> None:
         """See Codec."""
-        for number, stage in enumerate(self.stages):
-            stage.seed(seed + number)
+        for number, transform in enumerate(self.transforms):
+            transform.seed(seed + number)
 
-    def shrink_to(self, share: float) -> None:
+    def set_budget(self, share: float) -> None:
         """See Codec."""
-        for stage in self.stages:
-            stage.shrink_to(share)
+        for transform in self.transforms:
+            transform.set_budget(share)
 
-    def turn_to(self, round: int) -> None:
+    def set_round(self, round: int) -> None:
         """See Codec."""
-        for stage in self.stages:
-            stage.turn_to(round)
+        for transform in self.transforms:
+            transform.set_round(round)
 
     @property
-    def wants_expectation(self) -> bool:
+    def wants_reference(self) -> bool:
         """See Codec."""
-        return self.stages[0].wants_expectation
+        return self.transforms[0].wants_reference
 
-    def expect(self, tensors: Sequence[Tensor]) -> None:
-        """See Codec: only the first stage sees messages."""
-        self.stages[0].expect(tensors)
+    def set_reference(self, tensors: Sequence[Tensor]) -> None:
+        """See Codec: only the first transform sees messages."""
+        self.transforms[0].set_reference(tensors)
 
 
-def encode(stages: Sequence[Stage], tensors: Sequence[Tensor]) -> Packet:
-    """Runs a message through the stages, and packs what is left."""
+def encode(transforms: Sequence[Transform], tensors: Sequence[Tensor]) -> Packet:
+    """Runs a message through the transforms, and packs what is left."""
     if not all(finite(tensor) for tensor in tensors):
         raise NotFiniteError("the message holds NaN or infinity; it was not sent")
     table: list[list[Tensor]] = []
-    parts = _given(stages, tensors)
-    for stage in stages:
-        parts = [part.detach() for part in stage.shrink(parts)]
+    parts = _given(transforms, tensors)
+    for transform in transforms:
+        parts = [part.detach() for part in transform.forward(parts)]
         table.append(parts)
-    return pack(stages, tensors, table)
+    return pack(transforms, tensors, table)
 
 
-def decode(stages: Sequence[Stage], packet: Packet, like: Sequence[Tensor]) -> list[Tensor]:
-    """Unpacks, and runs the stages backwards."""
-    parts, table = unpack(stages, packet, like)
+def decode(transforms: Sequence[Transform], packet: Packet, like: Sequence[Tensor]) -> list[Tensor]:
+    """Unpacks, and runs the transforms backwards."""
+    parts, table = unpack(transforms, packet, like)
     times, more = _EXCESS
     most = times * sum(tensor.numel() for tensor in like) + more
     if any(sum(part.numel() for part in made) > most for made in table[:-1]):
         raise PacketError("packet has a table of more values than its codec makes of such tensors")
     try:
-        for stage, wanted in zip(reversed(stages), [*reversed(table[:-1]), _given(stages, like)], strict=True):
-            parts = stage.restore(parts, wanted)
+        for transform, wanted in zip(
+            reversed(transforms), [*reversed(table[:-1]), _given(transforms, like)], strict=True
+        ):
+            parts = transform.inverse(parts, wanted)
     except PacketError:
         raise
     except (RuntimeError, ValueError, IndexError) as error:
-        # A packet is a stranger's word: whatever a stage stumbles over is the packet's fault.
+        # A packet is a stranger's word: whatever a transform stumbles over is the packet's fault.
         raise PacketError(f"packet cannot be read: {error}") from error
     if not all(finite(part) for part in parts):
         raise PacketError("packet holds values that are not finite")
     return [_fit(part.view(tensor.shape), tensor.dtype) for part, tensor in zip(parts, like, strict=True)]
 
 
-def _given(stages: Sequence[Stage], tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The message as the first stage wants to see it."""
-    return [tensor.detach() if stages[0].sees_shapes else tensor.detach().reshape(-1) for tensor in tensors]
+def _given(transforms: Sequence[Transform], tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The message as the first transform wants to see it."""
+    return [tensor.detach() if transforms[0].sees_shapes else tensor.detach().reshape(-1) for tensor in tensors]
 
 
 def _fit(tensor: Tensor, dtype: torch.dtype) -> Tensor:

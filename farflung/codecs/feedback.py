@@ -19,7 +19,7 @@ class ErrorFeedback(Codec):
 
     (arXiv 1901.09847; with a decay below 1 it is the momentum of SparseLoCo and DeMo.) Packets are those of the codec
     within, and any receiver that has it can read them. e is float32, or float64 where the message is; a message of
-    other shapes than the last begins with nothing owed.
+    other shapes than the last begins with no residual.
 
     Args:
         codec: makes the packets.
@@ -29,7 +29,7 @@ class ErrorFeedback(Codec):
     def __init__(self, codec: Codec, decay: float = 1.0) -> None:
         self.codec = codec
         self.decay = decay
-        self._error: list[Tensor] = []
+        self._residual: list[Tensor] = []
         self._relative_error = 0.0
 
     def __repr__(self) -> str:
@@ -55,13 +55,15 @@ class ErrorFeedback(Codec):
 
     def encode(self, tensors: Sequence[Tensor]) -> Packet:
         """See Codec."""
-        owed = self._error if [e.shape for e in self._error] == [t.shape for t in tensors] else map(_zeros, tensors)
-        total = [torch.add(t.detach(), e, alpha=self.decay) for t, e in zip(tensors, owed, strict=True)]
+        residual = (
+            self._residual if [e.shape for e in self._residual] == [t.shape for t in tensors] else map(_zeros, tensors)
+        )
+        total = [torch.add(t.detach(), e, alpha=self.decay) for t, e in zip(tensors, residual, strict=True)]
         packet = self.codec.encode(total)
         size = norm(total)
         # As a receiver decodes it: rounded to the message's dtype.
-        self._error = [t.sub_(sent) for t, sent in zip(total, self.codec.decode(packet, tensors), strict=True)]
-        self._relative_error = norm(self._error) / max(size, 1e-30)
+        self._residual = [t.sub_(sent) for t, sent in zip(total, self.codec.decode(packet, tensors), strict=True)]
+        self._relative_error = norm(self._residual) / max(size, 1e-30)
         return packet
 
     def decode(self, packet: Packet, like: Sequence[Tensor]) -> list[Tensor]:
@@ -74,26 +76,26 @@ class ErrorFeedback(Codec):
 
     def state_dict(self) -> dict[str, Any]:
         """What was left out, and the inner codec's."""
-        return {"error": self._error, "codec": self.codec.state_dict()}
+        return {"residual": self._residual, "codec": self.codec.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See Codec."""
-        self._error = list(state["error"])
+        self._residual = list(state["residual"])
         self.codec.load_state_dict(state["codec"])
 
     def seed(self, seed: int) -> None:
         """See Codec."""
         self.codec.seed(seed)
 
-    def shrink_to(self, share: float) -> None:
+    def set_budget(self, share: float) -> None:
         """See Codec."""
-        self.codec.shrink_to(share)
+        self.codec.set_budget(share)
 
-    def turn_to(self, round: int) -> None:
+    def set_round(self, round: int) -> None:
         """See Codec."""
-        self.codec.turn_to(round)
+        self.codec.set_round(round)
 
 
 def _zeros(like: Tensor) -> Tensor:
-    """Nothing owed for a tensor yet."""
+    """A residual of nothing yet."""
     return torch.zeros(like.shape, dtype=torch.promote_types(like.dtype, torch.float32), device=like.device)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from farflung.codecs.base import Stage
+from farflung.codecs.base import Transform
 from farflung.codecs.chunks import separate, together, totals
 from farflung.codecs.flat import expected, rescaled, unscaled
 from farflung.codecs.packets import PacketError
@@ -17,14 +17,14 @@ from farflung.errors import UserError
 
 
 @dataclass
-class LowRank(Stage):
+class LowRank(Transform):
     """Sends each matrix M (m × k) as P (m × r) and Q (k × r), by one step of power iteration from the last Q.
 
         P = orthonormalise(M · Q);   Q = Mᵀ · P;   M' = P · Qᵀ
 
     (PowerSGD, arXiv 1905.13727; DiLoCoX, arXiv 2506.21263). The first Q is random. Tensors of more dimensions count as
     matrices of their first one; vectors, and matrices that r (m + k) numbers would not make smaller, are sent whole.
-    The transposed P and Q travel as matrices of chunks, so that what a block of a later stage holds belongs to one
+    The transposed P and Q travel as matrices of chunks, so that what a block of a later transform holds belongs to one
     direction: P's numbers are at most 1, Q's are as large as M's, and would drown them.
 
     Args:
@@ -42,15 +42,15 @@ class LowRank(Stage):
 
     @property
     def sees_shapes(self) -> bool:
-        """See Stage."""
+        """See Transform."""
         return True
 
     @property
     def rank_now(self) -> int:
-        """The rank after `shrink_to`."""
+        """The rank after `set_budget`."""
         return max(1, round(self.rank * self._share))
 
-    def shrink(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """All Pᵀ and Qᵀ, a matrix for each width; what is sent whole; and the rank, in 4 bytes."""
         rank = self.rank_now
         matrices = [_matrix(t).float() for t in tensors if _is_low_rank(t, rank)]
@@ -86,8 +86,8 @@ class LowRank(Stage):
             bases.append(basis)
         return bases
 
-    def restore(self, parts: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
-        """See Stage."""
+    def inverse(self, parts: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
+        """See Transform."""
         if not parts or parts[-1].dtype != torch.uint8 or parts[-1].numel() != 4:
             raise PacketError("packet does not say its rank")
         rank = int(parts[-1].view(torch.int32))
@@ -116,7 +116,7 @@ class LowRank(Stage):
         """See Codec."""
         self._seed = seed
 
-    def shrink_to(self, share: float) -> None:
+    def set_budget(self, share: float) -> None:
         """See Codec."""
         self._share = share
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from farflung.codecs.base import Stage
+from farflung.codecs.base import Transform
 from farflung.codecs.flat import by_kind, count_of, expected, flatten, in_order
 from farflung.codecs.packets import PacketError
 from farflung.codecs.topk import pack_places, packed_size, unpack_places
@@ -22,7 +22,7 @@ _OFF = 2.0
 
 
 @dataclass
-class Threshold(Stage):
+class Threshold(Transform):
     """Keeps the values of at least a threshold in magnitude; the others become 0 (DCT, arXiv 2010.08899).
 
     Each tensor has a threshold of its own: the one that keeps `share` of the values, at least one, of the message it
@@ -49,7 +49,7 @@ class Threshold(Stage):
         if self.refresh < 1:
             raise UserError(f"Threshold has refresh={self.refresh}; choose at least 1")
 
-    def shrink(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The kept values, their packed places in chunks, and how many each chunk has."""
         floating, finished = by_kind(tensors)
         flat = flatten(floating)
@@ -92,8 +92,8 @@ class Threshold(Stage):
         equal = ((magnitudes == threshold) & (magnitudes > 0)).nonzero().view(-1)[: wanted - above.numel()]
         return float(threshold), torch.cat([above, equal]).sort().values
 
-    def restore(self, parts: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
-        """See Stage."""
+    def inverse(self, parts: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
+        """See Transform."""
         floating, finished = by_kind(like)
         numel = count_of(floating)
         chunks = -(-numel // _CHUNK)

@@ -115,18 +115,18 @@ class Averaging:
     def expect(self, message: Tensor) -> None:
         """Says what the next message would be like if it brought no news."""
         for codec, strip in self._strips(message):
-            codec.expect(strip)
+            codec.set_reference(strip)
 
     def wants_expectation(self, group: Group) -> bool:
         """Whether a codec could make use of `expect` now."""
         codecs = self._codecs.values() or [self._prototype]
-        return bool(group) and any(codec.wants_expectation for codec in codecs)
+        return bool(group) and any(codec.wants_reference for codec in codecs)
 
     def shrink_to(self, share: float) -> None:
         """See Codec."""
         self.share = share
         for codec in self._codecs.values():
-            codec.shrink_to(share)
+            codec.set_budget(share)
 
     def state_dict(self) -> dict[str, Any]:
         """What the codecs remember."""
@@ -143,9 +143,9 @@ class Averaging:
         if use not in self._codecs:
             codec = copy.deepcopy(self._prototype)
             codec.seed(zlib.crc32(f"{self._network.rank} {self._name} {use}".encode()))
-            codec.shrink_to(self.share)
+            codec.set_budget(self.share)
             self._codecs[use] = codec
-        self._codecs[use].turn_to(self._round)
+        self._codecs[use].set_round(self._round)
         return self._codecs[use]
 
     def _gather(self, message: Tensor, group: Group, key: str, fuse: Fuse) -> tuple[Pending[Tensor], float]:

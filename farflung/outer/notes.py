@@ -66,13 +66,13 @@ class Noted(Codec):
         """See Codec."""
         self.codec.seed(seed)
 
-    def shrink_to(self, share: float) -> None:
+    def set_budget(self, share: float) -> None:
         """See Codec."""
-        self.codec.shrink_to(share)
+        self.codec.set_budget(share)
 
-    def turn_to(self, round: int) -> None:
+    def set_round(self, round: int) -> None:
         """See Codec."""
-        self.codec.turn_to(round)
+        self.codec.set_round(round)
 
     def _parts(self, tensors: Sequence[Tensor]) -> list[tuple[Codec, list[int]]]:
         """Which tensors go by which codec; a codec that none goes by is left out."""

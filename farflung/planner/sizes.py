@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from farflung.codecs import Apart, Codec, ErrorFeedback, LowRank, Stage
+from farflung.codecs import Codec, ErrorFeedback, LowRank, SplitCodec, Transform
 from farflung.codecs.base import Chain
 from farflung.methods import bytes_of_random, bytes_per_value
 from farflung.outer import Method, parts_sent
@@ -50,17 +50,17 @@ def packet_bytes(codec: Codec, shapes: Sequence[Shape]) -> float:
     """
     if isinstance(codec, ErrorFeedback):
         return packet_bytes(codec.codec, shapes)
-    if isinstance(codec, Apart):
+    if isinstance(codec, SplitCodec):
         return sum(packet_bytes(half, shapes) for half in codec.halves)
-    stages = codec.stages if isinstance(codec, Stage | Chain) else ()
-    if stages and isinstance(stages[0], LowRank):
-        return sum(_factors(shape, stages[0].rank, stages[1:]) for shape in shapes)
+    transforms = codec.transforms if isinstance(codec, Transform | Chain) else ()
+    if transforms and isinstance(transforms[0], LowRank):
+        return sum(_factors(shape, transforms[0].rank, transforms[1:]) for shape in shapes)
     matrices, vectors = ([shape for shape in shapes if (len(shape) > 1) == wide] for wide in (True, False))
     return sum(map(math.prod, matrices)) * _measure(codec) + _measure_vectors(codec, tuple(vectors))
 
 
-def _factors(shape: Shape, rank: int, rest: tuple[Stage, ...]) -> float:
-    """Bytes of a tensor's two factors of this rank, or of itself where it has fewer numbers, after the other stages."""
+def _factors(shape: Shape, rank: int, rest: tuple[Transform, ...]) -> float:
+    """Bytes of a tensor's two factors of this rank, or of itself where it has fewer numbers, after the rest."""
     size = math.prod(shape)
     rows, columns = shape[0] if shape else 1, size // (shape[0] if shape else 1)
     if len(shape) < 2 or rank * (rows + columns) >= size:
@@ -68,13 +68,13 @@ def _factors(shape: Shape, rank: int, rest: tuple[Stage, ...]) -> float:
     return rank * (_direction(rest, rows) + _direction(rest, columns))
 
 
-def _direction(rest: tuple[Stage, ...], width: int) -> float:
-    """Bytes of one direction of a factor: stages keep them apart, so that narrow ones take more a number."""
+def _direction(rest: tuple[Transform, ...], width: int) -> float:
+    """Bytes of one direction of a factor: transforms keep them apart, so that narrow ones take more a number."""
     key = repr(rest), width
     if key not in _measured_directions:
         parts = [torch.randn(1, width, generator=torch.Generator().manual_seed(0))]
-        for stage in copy.deepcopy(rest):
-            parts = stage.shrink(parts)
+        for transform in copy.deepcopy(rest):
+            parts = transform.forward(parts)
         _measured_directions[key] = sum(part.nbytes for part in parts)
     return _measured_directions[key]
 

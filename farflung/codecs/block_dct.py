@@ -10,19 +10,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from farflung.codecs.base import Stage
+from farflung.codecs.base import Transform
 from farflung.codecs.chunks import separate, together, totals
 from farflung.codecs.flat import expected, rescaled, unscaled
 from farflung.errors import UserError
 
 
 @dataclass(frozen=True)
-class Frequency(Stage):
+class BlockDCT(Transform):
     """The orthonormal DCT-II of chunks: squares of `chunk` × `chunk` of a matrix, runs of `chunk` of a vector.
 
         F = C · X · Cᵀ,   C[i, j] = sqrt(2 / chunk) · cos(π (2j + 1) i / (2 chunk)),   C[0, j] / sqrt(2)
 
-    A stage before one that keeps the largest coefficients of each chunk (DeMo, arXiv 2411.19870). A chunk's side is no
+    For use before one that keeps the largest coefficients of each chunk (DeMo, arXiv 2411.19870). A side is no
     longer than its tensor's; what else does not fill a chunk is filled up with zeros. Tensors of more than two
     dimensions count as matrices of their first one.
 
@@ -34,19 +34,19 @@ class Frequency(Stage):
 
     def __post_init__(self) -> None:
         if not 1 <= self.chunk <= 256:
-            raise UserError(f"Frequency has chunk={self.chunk}; choose 1 to 256")
+            raise UserError(f"BlockDCT has chunk={self.chunk}; choose 1 to 256")
 
     @property
     def sees_shapes(self) -> bool:
-        """See Stage."""
+        """See Transform."""
         return True
 
-    def shrink(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The coefficients: a row for a chunk, and a matrix for all chunks of one size."""
         return together(self._forward(tensor.detach().float()) for tensor in tensors if tensor.numel())
 
-    def restore(self, parts: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
-        """See Stage."""
+    def inverse(self, parts: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
+        """See Transform."""
         shapes = []
         for tensor in like:
             if tensor.numel():

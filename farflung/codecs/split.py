@@ -12,7 +12,7 @@ from farflung.codecs.base import Codec
 from farflung.codecs.packets import Packet, PacketError, pack, unpack
 
 
-class Apart(Codec):
+class SplitCodec(Codec):
     """Encodes the first half of a message's tensors with one codec and the second half with another.
 
     For gossip: pseudo-gradients may be compressed like gradients, anchors only by what keeps them near each other. By
@@ -26,10 +26,10 @@ class Apart(Codec):
         self.halves = first, second
 
     def __repr__(self) -> str:
-        return f"Apart({self.halves[0]!r}, {self.halves[1]!r})"
+        return f"SplitCodec({self.halves[0]!r}, {self.halves[1]!r})"
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Apart) and self.halves == other.halves
+        return isinstance(other, SplitCodec) and self.halves == other.halves
 
     @property
     def lossless(self) -> bool:
@@ -50,7 +50,7 @@ class Apart(Codec):
         """Two packets in one."""
         first, second = _halves(tensors)
         packet = self.halves[0].encode(first)
-        self.halves[1].expect_change(first)
+        self.halves[1].set_change(first)
         return pack([self], tensors, [[packet, self.halves[1].encode(second)]])
 
     def decode(self, packet: Packet, like: Sequence[Tensor]) -> list[Tensor]:
@@ -80,25 +80,25 @@ class Apart(Codec):
         for codec in self.halves:
             codec.seed(seed)
 
-    def shrink_to(self, share: float) -> None:
+    def set_budget(self, share: float) -> None:
         """See Codec."""
         for codec in self.halves:
-            codec.shrink_to(share)
+            codec.set_budget(share)
 
-    def turn_to(self, round: int) -> None:
+    def set_round(self, round: int) -> None:
         """See Codec."""
         for codec in self.halves:
-            codec.turn_to(round)
+            codec.set_round(round)
 
     @property
-    def wants_expectation(self) -> bool:
+    def wants_reference(self) -> bool:
         """See Codec."""
-        return any(codec.wants_expectation for codec in self.halves)
+        return any(codec.wants_reference for codec in self.halves)
 
-    def expect(self, tensors: Sequence[Tensor]) -> None:
+    def set_reference(self, tensors: Sequence[Tensor]) -> None:
         """See Codec."""
         for codec, half in zip(self.halves, _halves(tensors), strict=True):
-            codec.expect(half)
+            codec.set_reference(half)
 
 
 def _halves(tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
