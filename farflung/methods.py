@@ -6,9 +6,8 @@ rounds and did worse than no exchange at all in shorter ones (docs/evidence.md, 
 
 from __future__ import annotations
 
-import copy
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -189,7 +188,7 @@ def noloco(
     """
     codec = _codec(codec, Dense())
     # Rounding must be in proportion to what is new, and whole anchors are not: modulo sends what differs of them.
-    together = codec.lossless or codec.needs_receiver
+    together = codec.traits.lossless or codec.traits.needs_receiver
     return Method(
         schedule=Schedule(every, fragments, delay),
         topology=RandomGroups(group_size, seed),
@@ -245,32 +244,6 @@ def settings_of(name: str) -> dict[str, Any]:
         raise UserError(f"there is no method {name!r}{suggestion(name, list(RECIPES))}")
     parameters = inspect.signature(RECIPES[name]).parameters
     return {key: parameter.default for key, parameter in parameters.items()}
-
-
-def bytes_per_parameter(method: Method) -> float:
-    """What a message of this method takes for each parameter, measured on a square matrix of 2^20 random numbers.
-
-    0 for a method without rounds.
-    """
-    if method.schedule.every is None:
-        return 0.0
-    return bytes_per_value(method.codec)
-
-
-def bytes_per_value(codec: Codec) -> float:
-    """What a packet takes for each value, measured on a square matrix of 2^20 random numbers."""
-    side = 1024
-    return bytes_of_random(codec, [(side, side)] * (2 if isinstance(codec, SplitCodec) else 1)) / side**2
-
-
-def bytes_of_random(codec: Codec, shapes: Sequence[tuple[int, ...]]) -> float:
-    """What a packet takes of tensors of these shapes that hold random numbers; the codec remembers nothing of it."""
-    generator = torch.Generator().manual_seed(0)
-    return (
-        copy.deepcopy(codec)
-        .encode([torch.randn(shape, dtype=torch.float32, generator=generator) for shape in shapes])
-        .nbytes
-    )
 
 
 def from_config(config: Config) -> Method:

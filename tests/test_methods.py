@@ -26,7 +26,7 @@ from farflung.codecs import (
 )
 from farflung.config import Config
 from farflung.errors import UserError
-from farflung.methods import RECIPES, bytes_per_parameter, from_config
+from farflung.methods import RECIPES, from_config
 from farflung.networks import SimulatedNetwork, Simulation
 from farflung.outer import (
     Adapt,
@@ -41,6 +41,7 @@ from farflung.outer import (
     OuterLoop,
     Round,
     Schedule,
+    bytes_per_parameter,
 )
 from farflung.outer.adaptation import Adaptation, effective_rank
 from farflung.outer.averaging import cut

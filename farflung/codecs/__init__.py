@@ -1,30 +1,35 @@
 """Floor 2: how a message becomes bytes, and back. One idea a file; `base.py` and `packets.py` first."""
 
-from farflung.codecs.base import Chain, Codec, NotFiniteError, Transform, finite
+from farflung.codecs.base import Codec, Compound, NotFiniteError, Traits
 from farflung.codecs.block_dct import BlockDCT
 from farflung.codecs.block_float import BlockFloat
+from farflung.codecs.chain import Chain, Transform
 from farflung.codecs.dense import Dense
 from farflung.codecs.feedback import ErrorFeedback
 from farflung.codecs.lowrank import LowRank
 from farflung.codecs.modulo import Modulo
-from farflung.codecs.names import CODEC_NAMES, codec_named
+from farflung.codecs.names import Name
 from farflung.codecs.packets import Packet, PacketError
 from farflung.codecs.quantize import Quantize
+from farflung.codecs.registry import CODECS, codec_named, codec_names
 from farflung.codecs.split import SplitCodec
 from farflung.codecs.threshold import Threshold
 from farflung.codecs.topk import TopK
+from farflung.codecs.values import finite
 from farflung.renamed import renamed
 
 __all__ = [
-    "CODEC_NAMES",
+    "CODECS",
     "BlockDCT",
     "BlockFloat",
     "Chain",
     "Codec",
+    "Compound",
     "Dense",
     "ErrorFeedback",
     "LowRank",
     "Modulo",
+    "Name",
     "NotFiniteError",
     "Packet",
     "PacketError",
@@ -32,8 +37,10 @@ __all__ = [
     "SplitCodec",
     "Threshold",
     "TopK",
+    "Traits",
     "Transform",
     "codec_named",
+    "codec_names",
     "finite",
 ]
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from farflung.codecs.bits import pack_bits, unpack_bits
 from farflung.codecs.blocks import BlockTransform
 from farflung.codecs.flat import row_pieces, rows
+from farflung.codecs.names import Name
 
 _SMALLEST = 2.0**-119
 """Blocks of which nothing is larger are sent as zeros: their scales would leave float32's normal range."""
@@ -69,6 +70,14 @@ class BlockFloat(BlockTransform):
             x.copy_(_from_e3m0(code) if self.format == "e3m0" else _from_e4m3(code))
             x.mul_(_scale(exponent.int())[:, None])
         return out.view(-1)[:numel]
+
+
+NAME = Name(
+    pattern="(e4m3|e3m0)",
+    make=BlockFloat,
+    examples=("e4m3", "e3m0"),
+    travels="floats of 8 or 4 bits, with a scale for each block of 256",
+)
 
 
 def _scale(biased: Tensor) -> Tensor:

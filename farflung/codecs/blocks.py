@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from farflung.codecs.base import Transform
+from farflung.codecs.chain import Transform
 from farflung.codecs.flat import by_kind, count_of, expected, flatten, in_order, joined
 
 _ROUND = 8
@@ -35,6 +35,12 @@ class BlockTransform(Transform):
         """What one block takes: its codes, and what it has in common."""
         raise NotImplementedError
 
+    def outline(self, like: Sequence[Tensor]) -> list[Tensor]:
+        """See Transform."""
+        floating, finished = by_kind(like)
+        sizes = map(sum, self._sizes(floating)[2:])
+        return [*(torch.empty(size, dtype=torch.uint8, device="meta") for size in sizes), *finished]
+
     def forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """See Transform. Bytes that an earlier transform has finished are handed on."""
         floating, finished = by_kind(tensors)
@@ -46,22 +52,23 @@ class BlockTransform(Transform):
     def inverse(self, parts: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
         """See Transform."""
         floating, finished = by_kind(like)
-        flat = [tensor for tensor in floating if tensor.dim() < 2]
-        chunks = [tensor for tensor in floating if tensor.dim() == 2]
-        blocks = [self.block, *(self._block_of(tensor) for tensor in chunks)]
-        sizes = [count_of(flat), *(len(tensor) * self._width_of(tensor) for tensor in chunks)]
-        taken = [
-            [-(-n // block) * size for size in self.bytes_of(block)] for n, block in zip(sizes, blocks, strict=True)
-        ]
-        codes_sizes, common_sizes = map(list, zip(*taken, strict=True))
+        numels, blocks, codes_sizes, common_sizes = self._sizes(floating)
         wanted = (torch.uint8, sum(codes_sizes)), (torch.uint8, sum(common_sizes))
         codes, common = expected(parts[: len(parts) - len(finished)], *wanted)
-        pieces = torch.split(codes, codes_sizes), torch.split(common, common_sizes), sizes, blocks
+        pieces = torch.split(codes, codes_sizes), torch.split(common, common_sizes), numels, blocks
         values, *padded = [self.inverse_blocks(*row) for row in zip(*pieces, strict=True)]
-        in_flat = iter(torch.split(values, [tensor.numel() for tensor in flat]))
-        in_chunks = iter(zip(padded, chunks, strict=True))
-        found = [_cut_off(*next(in_chunks)) if tensor.dim() == 2 else next(in_flat) for tensor in floating]
+        in_flat = iter(torch.split(values, [tensor.numel() for tensor in floating if tensor.dim() < 2]))
+        in_chunks = iter(padded)
+        found = [_cut_off(next(in_chunks), t) if t.dim() == 2 else next(in_flat) for t in floating]
         return in_order(found, parts[2:], like)
+
+    def _sizes(self, floating: Sequence[Tensor]) -> tuple[list[int], list[int], list[int], list[int]]:
+        """Of all flat tensors together, then of each matrix: its values, those of a block, both parts' bytes."""
+        rows = [(count_of([tensor for tensor in floating if tensor.dim() < 2]), self.block)]
+        rows += [(len(t) * self._width_of(t), self._block_of(t)) for t in floating if t.dim() == 2]
+        taken = [[numel, block, *(-(-numel // block) * size for size in self.bytes_of(block))] for numel, block in rows]
+        numels, blocks, codes, common = map(list, zip(*taken, strict=True))
+        return numels, blocks, codes, common
 
     def _block_of(self, chunks: Tensor) -> int:
         """The values of a block where a chunk is cut into equally large ones, of at most `block` values."""

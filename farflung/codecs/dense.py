@@ -8,7 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from farflung.codecs.base import Traits
 from farflung.codecs.flat import FlatTransform, count_of, expected
+from farflung.codecs.names import Name
 from farflung.errors import UserError
 
 
@@ -26,9 +28,13 @@ class Dense(FlatTransform):
             raise UserError(f"Dense has dtype={self.dtype}; choose torch.float32, torch.bfloat16 or torch.float16")
 
     @property
-    def lossless(self) -> bool:
+    def traits(self) -> Traits:
         """See Codec."""
-        return self.dtype == torch.float32
+        return Traits(lossless=self.dtype == torch.float32)
+
+    def outline_flat(self, numel: int) -> list[Tensor]:
+        """See FlatTransform."""
+        return [torch.empty(numel, dtype=self.dtype, device="meta")]
 
     def forward_flat(self, flat: Tensor) -> list[Tensor]:
         """One part, in `dtype`."""
@@ -39,3 +45,11 @@ class Dense(FlatTransform):
         """See FlatTransform; a new tensor, never a view of the packet."""
         (values,) = expected(parts, (self.dtype, count_of(like)))
         return values.to(torch.float32, copy=True)
+
+
+NAME = Name(
+    pattern="(float32|bfloat16|float16)",
+    make=lambda dtype: Dense(getattr(torch, dtype)),
+    examples=("float32", "bfloat16", "float16"),
+    travels="every value as it is, or rounded to 16 bits",
+)

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from farflung.codecs.base import Transform
+from farflung.codecs.chain import Transform
 from farflung.codecs.packets import PacketError
 
 PIECE = 1 << 18
@@ -25,6 +25,15 @@ class FlatTransform(Transform):
     def inverse_flat(self, parts: Sequence[Tensor], like: Sequence[Tensor]) -> Tensor:
         """The flat tensor again; `like` are the tensors that it consists of. Raises PacketError."""
         raise NotImplementedError
+
+    def outline_flat(self, numel: int) -> list[Tensor]:
+        """What `forward_flat` makes of so many values; see Transform.outline."""
+        raise NotImplementedError
+
+    def outline(self, like: Sequence[Tensor]) -> list[Tensor]:
+        """See Transform."""
+        floating, finished = by_kind(like)
+        return [*self.outline_flat(count_of(floating)), *finished]
 
     def forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """See Transform. Bytes that an earlier transform has finished are handed on."""
@@ -75,19 +84,6 @@ def joined(parts: Sequence[Tensor]) -> Tensor:
 def count_of(like: Sequence[Tensor]) -> int:
     """How many values tensors of these shapes hold."""
     return sum(math.prod(tensor.shape) for tensor in like)
-
-
-def unscaled(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """The tensor with a largest magnitude of 1, and what it was divided by: sums of huge values would overflow."""
-    largest = tensor.abs().amax() if tensor.numel() else tensor.new_zeros(())
-    scale = torch.where(largest > 0, largest, 1)
-    return tensor / scale, scale
-
-
-def rescaled(tensor: Tensor, scale: Tensor) -> Tensor:
-    """The product with a scale, in place; what leaves float32's range becomes the largest number."""
-    most = torch.finfo(torch.float32).max
-    return tensor.mul_(scale).clamp_(-most, most)
 
 
 def rows(flat: Tensor, width: int, chosen: slice = slice(None)) -> list[Tensor]:

@@ -10,16 +10,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from farflung.codecs.base import norm
+from farflung.codecs.base import Traits
 from farflung.codecs.bits import pack_bits, unpack_bits
 from farflung.codecs.dither import Dither
-from farflung.codecs.flat import FlatTransform, flatten, row_pieces, rows
+from farflung.codecs.flat import FlatTransform, count_of, flatten, row_pieces, rows
 from farflung.codecs.grid import Grid, checked, counted, valued
+from farflung.codecs.names import Name
 from farflung.codecs.packets import Packet, PacketError
+from farflung.codecs.values import norm
 from farflung.errors import UserError
 
 _PRECISION = 2.0**-20
 """The finest step, relative to a block's largest value: beyond it float32 cannot count in steps."""
+
+_NUMBERS_BYTES = 32
+"""What four int64 take."""
 
 _GROWS = 1.05
 """News that grow by less from one message to the next are taken to grow no more."""
@@ -81,9 +86,20 @@ class Modulo(FlatTransform):
         self._round_robin_now = self.round_robin
 
     @property
-    def needs_receiver(self) -> bool:
-        """See Codec."""
-        return True
+    def traits(self) -> Traits:
+        """See Codec: packets of a round robin differ in length by a block."""
+        alike = self._round_robin_now == 1
+        return Traits(needs_receiver=True, composable=False, fixed_length=alike, remembers=True)
+
+    def outline_flat(self, numel: int) -> list[Tensor]:
+        """See FlatTransform."""
+        blocks = -(-numel // (self.block * self._round_robin_now))
+        sizes = blocks * self.block * self.bits // 8, 2 * blocks, blocks, _NUMBERS_BYTES
+        return [torch.empty(size, dtype=torch.uint8, device="meta") for size in sizes]
+
+    def state_nbytes(self, like: Sequence[Tensor]) -> int:
+        """See Codec: the ranges of blocks, two distances, and the news."""
+        return 4 * 4 * -(-count_of(like) // self.block)
 
     def forward_flat(self, flat: Tensor) -> list[Tensor]:
         """Packed codes, ranges and checks of this turn's blocks; turn and turns, and what dither was taken."""
@@ -164,7 +180,7 @@ class Modulo(FlatTransform):
 
     def _read(self, parts: Sequence[Tensor], blocks: int) -> tuple[slice, Dither, Tensor, Tensor, Tensor]:
         """Which blocks are on turn, the dither, and the blocks' codes, ranges and checks."""
-        if len(parts) != 4 or any(part.dtype != torch.uint8 for part in parts) or parts[3].numel() != 32:
+        if len(parts) != 4 or any(part.dtype != torch.uint8 for part in parts) or parts[3].numel() != _NUMBERS_BYTES:
             raise PacketError("packet does not hold codes, ranges, checks and four numbers")
         turn, turns, seed, count = parts[3].view(torch.int64).tolist()
         if not 0 <= turn < turns:
@@ -295,3 +311,11 @@ class Modulo(FlatTransform):
     def set_change(self, tensors: Sequence[Tensor]) -> None:
         """See Codec: R is at least `margin` times twice the largest change in a block."""
         self._change = self._largest(flatten(tensors))
+
+
+NAME = Name(
+    pattern=r"modulo(\d)(?:x(\d))?",
+    make=lambda bits, blocks: Modulo(bits=int(bits), round_robin=int(blocks or 1)),
+    examples=("modulo4", "modulo4x2"),
+    travels="for gossip: the low 4 bits; the partner, who is near, knows the rest; `x2` sends every second block",
+)

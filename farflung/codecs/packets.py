@@ -52,6 +52,12 @@ def pack(codecs: Sequence[object], tensors: Sequence[Tensor], table: Sequence[Se
     return packet
 
 
+def packed_nbytes(table: Sequence[Sequence[Tensor]]) -> int:
+    """The bytes of a packet whose parts are like these, which need no memory."""
+    words = 1 + sum(1 + len(parts) for parts in table)
+    return _HEADER.size + _WORD * words + sum(part.nbytes + -part.nbytes % _WORD for part in table[-1])
+
+
 def unpack(codecs: Sequence[object], packet: Packet, like: Sequence[Tensor]) -> tuple[list[Tensor], list[list[Tensor]]]:
     """The last parts, and what the parts of every transform are like. Raises PacketError, saying what is wrong."""
     if packet.numel() < _HEADER.size:

@@ -8,10 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from farflung.codecs.base import Traits
 from farflung.codecs.bits import pack_bits, unpack_bits
 from farflung.codecs.blocks import BlockTransform
 from farflung.codecs.dither import Dither
-from farflung.codecs.flat import rescaled, row_pieces, rows
+from farflung.codecs.flat import row_pieces, rows
+from farflung.codecs.names import Name
+from farflung.codecs.values import rescaled
 from farflung.errors import UserError
 
 _TO_SIGNED = 128
@@ -44,6 +47,11 @@ class Quantize(BlockTransform):
             raise UserError(f"Quantize has bits={self.bits}; choose 8, 4 or 2")
         if self.block < 8 or self.block % 8:
             raise UserError(f"Quantize has block={self.block}; choose a multiple of 8")
+
+    @property
+    def traits(self) -> Traits:
+        """See Codec."""
+        return Traits(remembers=self.stochastic)
 
     @property
     def _grid(self) -> tuple[int, int, int]:
@@ -113,3 +121,11 @@ class Quantize(BlockTransform):
     def seed(self, seed: int) -> None:
         """See Codec."""
         self._dither.seed = seed
+
+
+NAME = Name(
+    pattern="int([842])",
+    make=lambda bits: Quantize(bits=int(bits)),
+    examples=("int8", "int4", "int2"),
+    travels="whole numbers of so many bits, with a step for each block of 128",
+)

@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from farflung.codecs.base import Transform
+from farflung.codecs.base import Traits
+from farflung.codecs.chain import Transform
 from farflung.codecs.flat import by_kind, count_of, expected, flatten, in_order
+from farflung.codecs.names import Name
 from farflung.codecs.packets import PacketError
 from farflung.codecs.topk import pack_places, packed_size, unpack_places
 from farflung.errors import UserError
@@ -58,6 +60,24 @@ class Threshold(Transform):
         counts_bytes = counts.to(torch.int16).view(torch.uint8)
         return [flat[kept], pack_places(kept % _CHUNK, _CHUNK), counts_bytes, *finished]
 
+    @property
+    def traits(self) -> Traits:
+        """See Codec."""
+        return Traits(fixed_length=False, remembers=True)
+
+    def outline(self, like: Sequence[Tensor]) -> list[Tensor]:
+        """See Transform: of a message that thresholds were set for."""
+        floating, finished = by_kind(like)
+        kept = sum(self._wanted(tensor.numel()) for tensor in floating)
+        counts = _COUNT_BYTES * -(-count_of(floating) // _CHUNK)
+        sizes = packed_size(kept, _CHUNK), counts
+        packed = [torch.empty(size, dtype=torch.uint8, device="meta") for size in sizes]
+        return [torch.empty(kept, device="meta"), *packed, *finished]
+
+    def _wanted(self, numel: int) -> int:
+        """How many values of a tensor its threshold is set for."""
+        return min(max(round(self.share * numel), 1), numel)
+
     def _kept(self, rows: Sequence[Tensor]) -> Tensor:
         """The places of the values that travel, in the row of all tensors; renews thresholds where they are due."""
         if len(self._thresholds) != len(rows):
@@ -84,7 +104,7 @@ class Threshold(Transform):
 
     def _largest(self, magnitudes: Tensor) -> tuple[float, Tensor]:
         """The threshold that fits a tensor, and the places of what it lets through."""
-        wanted = min(max(round(self.share * magnitudes.numel()), 1), magnitudes.numel())
+        wanted = self._wanted(magnitudes.numel())
         if not wanted:
             return 0.0, magnitudes.nonzero().view(-1)
         threshold = magnitudes.kthvalue(magnitudes.numel() - wanted + 1).values
@@ -123,3 +143,11 @@ class Threshold(Transform):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See Codec."""
         self._thresholds, self._age = list(state["thresholds"]), state["age"]
+
+
+NAME = Name(
+    pattern=r"threshold([\d.]+)",
+    make=lambda percent: Threshold(share=float(percent) / 100),
+    examples=("threshold1",),
+    travels="the values above each tensor's threshold, here about 1%, and their places",
+)

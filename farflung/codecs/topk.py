@@ -8,10 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from farflung.codecs.base import Transform
 from farflung.codecs.bits import pack_bits, unpack_bits
+from farflung.codecs.chain import Transform
 from farflung.codecs.chunks import chunks_of, cut, separate, together, totals
 from farflung.codecs.flat import by_kind, expected, in_order, joined
+from farflung.codecs.names import Name
 from farflung.codecs.packets import PacketError
 from farflung.errors import UserError
 
@@ -56,6 +57,14 @@ class TopK(Transform):
             values.append(chunks)
         return [*values, torch.cat(packed), *finished]
 
+    def outline(self, like: Sequence[Tensor]) -> list[Tensor]:
+        """See Transform."""
+        floating, finished = by_kind(like)
+        sizes = totals(shape for tensor in floating for shape in cut(tensor.shape, self.chunk))
+        values = [torch.empty(count, self._kept(size), device="meta") for count, size in sizes]
+        places = sum(self._places_size(count, size) for count, size in sizes)
+        return [*values, torch.empty(places, dtype=torch.uint8, device="meta"), *finished]
+
     def inverse(self, parts: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
         """See Transform."""
         floating, finished = by_kind(like)
@@ -81,6 +90,14 @@ class TopK(Transform):
             return values.view(shape)
         places = unpack_places(packed, count * kept, size).view(count, kept)
         return values.new_zeros(shape).scatter_(1, places, values.view(count, kept))
+
+
+NAME = Name(
+    pattern=r"topk([\d.]+)",
+    make=lambda percent: TopK(share=float(percent) / 100),
+    examples=("topk2",),
+    travels="the largest values of each 4096 of a tensor, here 2% (as many of a shorter rest), and their places",
+)
 
 
 def pack_places(places: Tensor, chunk: int) -> Tensor:

@@ -2,7 +2,8 @@
 
 from farflung.outer.adaptation import Adapt
 from farflung.outer.attached import Attached, Options
-from farflung.outer.averaging import Way, parts_sent
+from farflung.outer.averaging import Way
+from farflung.outer.counting import Shape, bytes_per_parameter, kept_bytes, message_bytes, parts_sent
 from farflung.outer.faults import DivergedError
 from farflung.outer.gradients import GradientLoop
 from farflung.outer.inner import ADAMW, INNER, MUON, SIGN, Inner, MuonAdamW, SignSGD, names_of
@@ -53,11 +54,15 @@ __all__ = [
     "RandomGroups",
     "Round",
     "Schedule",
+    "Shape",
     "SignSGD",
     "Topology",
     "Way",
+    "bytes_per_parameter",
     "group_of",
+    "kept_bytes",
     "merge_named",
+    "message_bytes",
     "names_of",
     "parts_sent",
 ]

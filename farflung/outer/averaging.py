@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from farflung.codecs import Codec, Packet, PacketError
-from farflung.codecs.base import norm
+from farflung.codecs.values import norm
 from farflung.networks import Group, Network, PeerLostError, Pending
 from farflung.outer.fusion import Fuse, Fusion
 
@@ -34,23 +34,13 @@ MOST_STRIPS = 16
 """In how many packets a message goes at most."""
 
 
-def parts_sent(codec: Codec, way: Way, members: int) -> tuple[float, ...]:
-    """What part of a message goes from each member of a group to each other, hop after hop.
-
-    What a codec need not encode is averaged in the network, part by part.
-    """
-    if not codec.lossless and _goes_whole(codec, way, members):
-        return (1.0,)
-    return (1 / members, 1 / members)
-
-
-def _goes_whole(codec: Codec, way: Way, members: int) -> bool:
+def goes_whole(codec: Codec, way: Way, members: int) -> bool:
     """Whether packets go to everyone.
 
     A pair's do anyhow, since that is no more bytes; and those that each receiver reads by its own values, of which a
     mean in parts has none.
     """
-    return way == "whole" or members <= 2 or codec.needs_receiver
+    return way == "whole" or members <= 2 or codec.traits.needs_receiver
 
 
 class Averaging:
@@ -104,11 +94,11 @@ class Averaging:
         `wait` of the result raises PeerLostError when somebody's part is missing or unreadable. The message then holds
         the mean of the others', or where that cannot be, this replica's own values.
         """
-        if self._fusion is None and self._prototype.lossless and (self._exact or message.dtype == torch.float32):
+        if self._fusion is None and self._prototype.traits.lossless and (self._exact or message.dtype == torch.float32):
             return self._network.all_reduce(message, group, key), 0.0
         self._round = round
         fuse = (self._fusion or Fusion()).of(self._network.rank, weights or {})
-        if _goes_whole(self._prototype, self._way, len(group)) or (self._fusion and self._fusion.whole):
+        if goes_whole(self._prototype, self._way, len(group)) or (self._fusion and self._fusion.whole):
             return self._gather(message, group, key, fuse)
         return self._share_out(message, group, key, fuse)
 
@@ -165,7 +155,7 @@ class Averaging:
     def _strips(self, message: Tensor) -> list[tuple[Codec, list[Tensor]]]:
         """A message's tensors in runs of neighbours, each with its own codec; all together if need be."""
         tensors = self._views(message)
-        runs = [tensors] if self._prototype.needs_whole or self._fusion else strips(tensors)
+        runs = [tensors] if self._prototype.traits.needs_whole or self._fusion else strips(tensors)
         if len(runs) == 1:
             return [(self._codec("whole"), tensors)]
         return [(self._codec(f"strip {number} of {len(runs)}"), run) for number, run in enumerate(runs)]

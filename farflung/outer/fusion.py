@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from farflung.codecs import Codec, Packet, PacketError, finite
-from farflung.codecs.base import norm
+from farflung.codecs.values import norm
 
 LARGEST_RATIO = 30.0
 """A message with a norm so many times the usual one is refused."""

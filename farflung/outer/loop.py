@@ -73,7 +73,7 @@ class OuterLoop(Attached):
         assert method.outer is not None
         self.outer = method.outer(self.anchors)
         refuse_rounded_weights(self.outer, codec, self.anchors if self._opened else ())
-        if self._opened and topology.alike and not isinstance(self.outer, OuterOptimizer) and codec.lossless:
+        if self._opened and topology.alike and not isinstance(self.outer, OuterOptimizer) and codec.traits.lossless:
             self.outer = Anchored(self.outer)
         self._streams = streams_of(method, network, fragments, self.anchors, sends_weights(self.outer), fusion)
         self._replica = Replica(self.trained, self._untrained, self._streams, self.outer, method.merge, device)

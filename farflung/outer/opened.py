@@ -126,7 +126,7 @@ class Anchored(OuterOptimizer):
 
 def by_lineage(topology: Topology, codec: Codec) -> bool:
     """Whether only replicas with the same anchors may average; else rounds draw them together."""
-    return topology.alike and not codec.lossless
+    return topology.alike and not codec.traits.lossless
 
 
 def state_of(outer: torch.optim.Optimizer, anchor: Tensor) -> dict[str, Any]:
