@@ -12,6 +12,7 @@ from farflung.cli.planning import plan, simulate
 from farflung.cli.runs import export, methods, report
 from farflung.cli.training import train
 from farflung.errors import UserError, suggestion
+from farflung.formats import FORMATS, package_version
 
 __all__ = ["main"]
 
@@ -26,6 +27,9 @@ def main() -> None:
     arguments = sys.argv[1:]
     if not arguments or arguments[0] in ("-h", "--help"):
         print(_usage())
+        return
+    if arguments == ["--version"]:
+        print(f"farflung {package_version()}", *(f"{one.name} {one.version}" for one in FORMATS), sep="\n")
         return
     try:
         if arguments[0] not in COMMANDS:
@@ -44,5 +48,12 @@ def main() -> None:
 def _usage() -> str:
     lines = [f"  farflung {name:9} {command.__doc__}" for name, command in COMMANDS.items()]
     return "\n".join(
-        ["Train one model on machines that are far apart.", "", *lines, "", "More on one: farflung COMMAND --help"]
+        [
+            "Train one model on machines that are far apart.",
+            "",
+            *lines,
+            "",
+            "More on one: farflung COMMAND --help",
+            "Versions: farflung --version",
+        ]
     )

@@ -20,10 +20,12 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from farflung import methods
+from farflung import formats, methods
 from farflung.config import Config, to_toml
 from farflung.errors import UserError, disk_errors
+from farflung.events import EndEvent
 from farflung.files import write_text
+from farflung.formats import RUN_FOLDER
 from farflung.networks import Conditions, ReplicaDiedError, SimulatedNetwork, Simulation, TorchNetwork, conditions_named
 from farflung.pipeline import Layout, check
 from farflung.training import checkpoint
@@ -101,7 +103,8 @@ def write_settings(config: Config, folder: Path) -> None:
     """Writes config.toml. Raises UserError."""
     with disk_errors(f"write to {folder}", "choose another folder with --out"):
         folder.mkdir(parents=True, exist_ok=True)
-        write_text(folder / "config.toml", to_toml(methods.settled(config)))
+        version = f"{formats.KEY} = {RUN_FOLDER.version}\n"
+        write_text(folder / "config.toml", version + to_toml(methods.settled(config)))
 
 
 def check_network(config: Config) -> None:
@@ -143,7 +146,7 @@ def run_simulated(config: Config, folder: Path, resume: bool) -> None:
                 trainer.train()
                 endings.finish(trainer)
             except ReplicaDiedError:
-                trainer.events.write("end", trainer.step, reason="died")
+                trainer.events.write(EndEvent(step=trainer.step, reason="died"))
                 raise
 
     with stopping_on_signals(stop):

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import uvloop
 
 from farflung.errors import UserError
+from farflung.formats import PROTOCOL
 from farflung.networks.internet.admission import (
     CLOCK_SECONDS,
     Admission,
@@ -47,7 +48,7 @@ class Swarm:
         ticket: the run's.
         identity: this peer's key.
         seat: where it listens.
-        about: version, settings, shapes, host, trains; see `disagreement`.
+        about: release of farflung, settings, shapes, host, trains; see `disagreement`.
         tell: told in one line what a user should know.
         listed: whether others are to know of it.
     """
@@ -66,6 +67,7 @@ class Swarm:
         self.guard = Guard(tell)
         self.handlers: dict[str, Handler] = {}
         self.about: Frame = {
+            "protocol": PROTOCOL.version,
             "rank": identity.rank,
             "public": identity.public,
             "session": os.urandom(8).hex(),
