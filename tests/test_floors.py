@@ -9,6 +9,7 @@ PACKAGE = Path(farflung.__file__).parent
 FLOORS = {
     "errors": 0,
     "renamed": 1,
+    "scoped": 1,
     "formats": 1,
     "config": 2,
     "events": 2,

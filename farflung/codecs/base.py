@@ -8,7 +8,6 @@ Stages are given each tensor of a message as one row; between them, a matrix hol
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,9 +15,6 @@ import torch
 from torch import Tensor
 
 from farflung.codecs.packets import Packet, PacketError, pack, unpack
-
-# Messages and packets are new memory each time; torch then takes it in huge pages, which costs a tenth.
-os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 _EXCESS = 16, 1 << 16
 """No stage makes more of a message than so many times its values, and so many; who says so lies."""

@@ -32,6 +32,7 @@ from farflung.networks.internet.identity import Identity
 from farflung.networks.internet.lines import PROMPT_SECONDS, Handler, Line, RequestRefusedError, accepted
 from farflung.networks.internet.members import BEAT_SECONDS, Member, Members
 from farflung.networks.internet.ticket import Ticket
+from farflung.scoped import quiet
 
 T = TypeVar("T")
 
@@ -87,6 +88,7 @@ class Swarm:
         self._host = Host(seat, identity, f"farflung/1/{ticket.run}")
         self._loop = uvloop.new_event_loop()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._quiet = contextlib.ExitStack()
         self._failure = ""
         self._clock_gap = time.time() - time.monotonic()
         self._leaving = False
@@ -95,6 +97,8 @@ class Swarm:
 
     def start(self, deadline: float) -> None:
         """Takes its place. Raises UserError."""
+        if "HIVEMIND_LOGLEVEL" not in os.environ:
+            self._quiet.enter_context(quiet("hivemind"))  # what concerns a user, farflung says
         self._thread.start()
         try:
             self.run(self._start(deadline), deadline + 30)
@@ -121,6 +125,7 @@ class Swarm:
             self.run(self._stop(), 10)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(5)
+        self._quiet.close()
 
     @property
     def addresses(self) -> tuple[str, ...]:
