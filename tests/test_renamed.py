@@ -12,7 +12,12 @@ import pytest
     [
         ("farflung.networks", "PeerLost", "farflung.networks.PeerLostError"),
         ("farflung.networks", "Died", "farflung.networks.ReplicaDiedError"),
+        ("farflung.networks", "OpenNetwork", "farflung.networks.ElasticNetwork"),
+        ("farflung.networks", "State", "farflung.networks.SharedState"),
+        ("farflung.networks", "among_the_living", "farflung.networks.among_members"),
         ("farflung.codecs", "NotFinite", "farflung.codecs.NotFiniteError"),
+        ("farflung.outer", "Attached", "farflung.outer.Session"),
+        ("farflung.outer", "SignSGD", "farflung.inner.SignSGD"),
         ("farflung.outer", "Disagreement", "farflung.outer.DisagreementError"),
         ("farflung.outer", "Diverged", "farflung.outer.DivergedError"),
     ],

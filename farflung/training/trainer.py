@@ -23,8 +23,8 @@ from farflung.events import (
     StepEvent,
     WarningEvent,
 )
-from farflung.networks import Network, OpenNetwork, TimedNetwork
-from farflung.outer import Attached, Round
+from farflung.networks import ElasticNetwork, Network, TimedNetwork
+from farflung.outer import Round, Session
 from farflung.pipeline import assemble
 from farflung.training import checkpoint
 from farflung.training.events import EventLog
@@ -146,7 +146,7 @@ class Trainer:
         self._evaluate()
         self.events.write(EndEvent(step=self.step, reason="finished"))
 
-    def _train_step(self, outer: Attached) -> None:
+    def _train_step(self, outer: Session) -> None:
         config, before = self.config, self.step
         for group in self.optimizer.param_groups:
             group["lr"] = self.lr * left_of_lr(config, self.step)
@@ -183,7 +183,7 @@ class Trainer:
         """The mean loss of the held-out sequences, in nats a token."""
         return self.island.loss_of(self.held_out)
 
-    def save(self, outer: Attached) -> None:
+    def save(self, outer: Session) -> None:
         """Writes this replica's part of a checkpoint."""
         with self._rate.paused():
             began = self.network.now()
@@ -224,7 +224,7 @@ class Trainer:
         oldest = self.kept.oldest_needed(self.process, self.config.keep_checkpoints)
         checkpoint.prune(self.folder, self.island.place.replica, before=oldest)
 
-    def _restore(self, state: checkpoint.Checkpoint, outer: Attached) -> None:
+    def _restore(self, state: checkpoint.Checkpoint, outer: Session) -> None:
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         outer.load_state_dict(state["outer"])
@@ -242,7 +242,7 @@ class Trainer:
         self.island.after_step()  # a tied head's copy is in no checkpoint
         self._saved = None
 
-    def _catch_up(self, outer: Attached) -> None:
+    def _catch_up(self, outer: Session) -> None:
         began = self.network.now()
         if outer.catch_up(CATCH_UP_SECONDS):
             self.step = outer.step
@@ -296,14 +296,14 @@ class Trainer:
                 device=str(self.device),
                 tokens_per_step=self.config.tokens_per_step,
                 resumed=self._resumed,
-                clock=time.time() if isinstance(self.network, OpenNetwork) else None,
+                clock=time.time() if isinstance(self.network, ElasticNetwork) else None,
             )
         )
 
     def _log_step(self, loss: float) -> None:
         traffic, island = self.network.traffic, self.island
         speed, refused = self._rate.take(), {}
-        if isinstance(self.network, OpenNetwork):
+        if isinstance(self.network, ElasticNetwork):
             refused = dict(self.network.refused)
             self.network.tell_others(
                 loss=loss, tokens_per_second=speed, rounds=self.rounds, refused=sum(refused.values())
