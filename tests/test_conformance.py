@@ -92,7 +92,7 @@ def test_equal_replicas_stay_equal(name: str) -> None:
     moved = float((first - flat(small_model())).norm())
     assert moved > 0.1
     for other in others:
-        if method.topology.alike or method.codec.lossless:
+        if method.topology.alike or method.codec.traits.lossless:
             assert torch.equal(other, first)
         else:
             assert float((other - first).norm()) < 0.3 * moved
@@ -121,7 +121,7 @@ def test_constant_progress_arrives_whole_with_a_codec_that_loses_nothing(name: s
     """All replicas together have come as far as their steps; where they must be alike, each as far as the mean."""
     method = made(name, every=EVERY, codec="float32")
     came = moved(name, codec="float32")
-    if method.codec.lossless:
+    if method.codec.traits.lossless:
         torch.testing.assert_close(came.mean(0), torch.full((192,), 2.5 * STEPS).double(), rtol=1e-5, atol=0)
     if method.topology.alike and method.exchanges and not method.schedule.delay:
         assert torch.equal(came[0], came[3])
