@@ -24,6 +24,7 @@ from farflung.errors import UserError
 from farflung.networks import Conditions, Simulation
 from farflung.networks.simulator.conditions import HEADERS, Cut, Death, Link
 from farflung.outer import Round, Schedule, kept_bytes, message_bytes
+from farflung.outer.round import Rounds, Sync
 from farflung.pipeline.assemble import training
 from farflung.planner.architecture import architecture, architecture_of
 from farflung.planner.cost import Exchange, blocked_seconds, exchange
@@ -34,7 +35,7 @@ from farflung.planner.options import PlanOptions
 from farflung.planner.plan import plan
 from farflung.planner.sizes import square_model
 from farflung.planner.step import step_seconds
-from farflung.planner.timing import Timer, moments
+from farflung.planner.timing import Size, Timer
 from farflung.workloads import models
 
 ROUGH = Conditions(
@@ -137,12 +138,20 @@ def test_the_sides_of_a_cut_go_on_by_themselves_and_together_when_it_has_healed(
     assert sum(times.failed for times in timing.rounds) == 0
 
 
-def test_moments_are_the_schedule() -> None:
-    steps = {m.step: (m.landing, m.starting) for m in moments(Method(Schedule(4, 2, 1), outer=torch.optim.SGD), 2)}
-    assert steps == {
-        2: ((), ((1, 0),)), 3: (((1, 0),), ()), 4: ((), ((0, 1),)), 5: (((0, 1),), ()),
-        6: ((), ((1, 1),)), 7: (((1, 1),), ()), 8: ((), ((0, 2),)), 9: (((0, 2),), ()),
-    }  # fmt: skip
+def test_rounds_come_when_the_schedule_says() -> None:
+    rounds = Rounds[float, None](Schedule(4, 2, 1), [Size(0.5), Size(0.5)])
+    seen: list[tuple[int, str, int, int]] = []
+    while (step := rounds.next_step()) and step < 10:
+        for due in rounds.after(step):
+            if isinstance(due, Sync):
+                seen.append((step, "starts", due.index, due.rounds))
+                rounds.pending.append(due.start(step, (0, 1), due.offer(str, 2), None))
+            else:
+                seen.append((step, "lands", due.fragment, due.round))
+    assert seen == [
+        (2, "starts", 1, 0), (3, "lands", 1, 0), (4, "starts", 0, 1), (5, "lands", 0, 1),
+        (6, "starts", 1, 1), (7, "lands", 1, 1), (8, "starts", 0, 2), (9, "lands", 0, 2),
+    ]  # fmt: skip
 
 
 # Sizes
