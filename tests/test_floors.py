@@ -9,7 +9,7 @@ PACKAGE = Path(farflung.__file__).parent
 FLOORS = {
     "errors": 1,
     "renamed": 1,
-    "config": 2,
+    "tables": 2,
     "registry": 2,
     "files": 2,
     "codecs": 3,
@@ -18,12 +18,13 @@ FLOORS = {
     "outer": 4,
     "pipeline": 4,
     "methods": 5,
-    "training": 6,
-    "report": 6,
-    "planner": 6,
-    "cli": 7,
-    "__init__": 8,
-    "__main__": 8,
+    "settings": 6,
+    "training": 7,
+    "report": 7,
+    "planner": 7,
+    "cli": 8,
+    "__init__": 9,
+    "__main__": 9,
 }
 
 

@@ -44,13 +44,13 @@ class _ExportOptions:
 def methods(arguments: list[str]) -> None:
     """List the methods: what each does, its paper, its bytes, its settings and their defaults."""
     from farflung.codecs import CODEC_NAMES
-    from farflung.methods import RECIPES, bytes_per_parameter, settings_of
+    from farflung.methods import RECIPES, bytes_per_parameter, defaults_of
 
     parse(_NoArguments, arguments, "methods", methods.__doc__)
     for name, recipe in RECIPES.items():
         what, _, paper = (recipe.__doc__ or "").partition("\n")
         method = recipe()
-        shown = {key: value for key, value in settings_of(name).items() if key != "seed" and value is not None}
+        shown = {key: value for key, value in defaults_of(name).items() if key != "seed" and value is not None}
         settings = ", ".join(f"{key}={value}" for key, value in shown.items())
         size = f"{bytes_per_parameter(method):.3g} bytes a parameter and round: {method.codec!r}"
         lines = [what, paper.strip(), size, f"settings: {settings or 'none'}"]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from farflung.config import Config
 from farflung.errors import UserError
+from farflung.pipeline.settings import IslandSettings
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,9 @@ class Layout:
     shards: int = 1
 
     @classmethod
-    def of(cls, config: Config) -> Layout:
-        """The layout that the settings describe."""
-        return cls(config.replicas, config.stages, config.shard)
+    def of(cls, settings: IslandSettings, replicas: int) -> Layout:
+        """The layout of so many replicas with these settings."""
+        return cls(replicas, settings.stages, settings.shard)
 
     @property
     def island(self) -> int:
@@ -89,12 +89,12 @@ class Layout:
         return tuple(self.process(place.replica, place.stage, shard) for shard in range(self.shards))
 
 
-def replicas_of(processes: int, config: Config) -> int:
+def replicas_of(processes: int, settings: IslandSettings) -> int:
     """How many replicas so many processes make. Raises UserError when they do not divide."""
-    island = config.stages * config.shard
+    island = settings.processes
     if processes % island:
         raise UserError(
-            f"{processes} processes cannot be replicas of {config.stages} stages × {config.shard} shards; "
+            f"{processes} processes cannot be replicas of {settings.stages} stages × {settings.shard} shards; "
             f"start a multiple of {island}, or choose other --stages and --shard"
         )
     return processes // island

@@ -13,7 +13,6 @@ from torch.distributed.pipelining import PipelineStage
 from farflung.networks import Traffic
 from farflung.pipeline.boundaries import Boundary
 from farflung.pipeline.routes import Routes
-from farflung.pipeline.split import Piece
 
 ProcessOf = Callable[[int, int], int]
 """The process that has a replica's piece."""
@@ -31,12 +30,12 @@ class RoutedStage(PipelineStage):
         before, after: the boundaries on both sides.
         traffic: where what is sent and received is counted.
 
-    Where pieces hand on sums of routers beside the hidden numbers, these travel as they are, in packets of their own.
+    Where pieces hand on sums beside the hidden states, these travel as they are, in packets of their own.
     """
 
     def __init__(
         self,
-        piece: Piece,
+        piece: Any,
         index: int,
         count: int,
         entering: tuple[Tensor, ...],
@@ -52,19 +51,19 @@ class RoutedStage(PipelineStage):
     ) -> None:
         super().__init__(piece, index, count, device, input_args=entering, output_args=leaving, group=column)
         self.traffic = traffic
-        self.tokens: list[Tensor] = []
-        """The ids that each microbatch of the step was made of."""
+        self.batches: list[Tensor] = []
+        """The samples of each microbatch of the step."""
         self.routes: Routes
         self._everyone = everyone
         self._replica = replica
         self._process_of = process_of
         self._before, self._after = before, after
-        self._sums = [torch.empty(piece.routers.numbers)] if piece.routers else []
+        self._sums = [torch.empty(piece.sums)] if piece.sums else []
         self._inbox: dict[tuple[str, int], list[Tensor]] = {}
 
-    def begin_step(self, routes: Routes, tokens: list[Tensor]) -> None:
+    def begin_step(self, routes: Routes, batches: list[Tensor]) -> None:
         """Says what the next step's microbatches are, and how they go."""
-        self.routes, self.tokens = routes, tokens
+        self.routes, self.batches = routes, batches
         self._before.spoilt = self._after.spoilt = False
         self._inbox.clear()
 
@@ -82,7 +81,7 @@ class RoutedStage(PipelineStage):
         if self.is_last:
             return []
         (hidden, *sums), _ = self.fwd_cache[fwd_chunk_id]
-        packet = self._after.pack(hidden, self.tokens[fwd_chunk_id])
+        packet = self._after.pack(hidden, self.batches[fwd_chunk_id])
         return self._send("forward", fwd_chunk_id, self._onward(fwd_chunk_id), packet, sums)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
@@ -102,7 +101,7 @@ class RoutedStage(PipelineStage):
 
     def _retrieve_recv_activations(self, fwd_chunk_id: int) -> tuple[Tensor, ...]:
         packet, *sums = self._inbox.pop(("forward", fwd_chunk_id))
-        entering = (self._before.unpack(packet, self.tokens[fwd_chunk_id]), *(s.to(self.device) for s in sums))
+        entering = (self._before.unpack(packet, self.batches[fwd_chunk_id]), *(s.to(self.device) for s in sums))
         return tuple(tensor.requires_grad_(self.has_backward) for tensor in entering)
 
     def _retrieve_recv_grads(self, bwd_chunk_id: int) -> tuple[Tensor, ...]:

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from farflung.errors import UserError
-from farflung.pipeline.division import microbatches_of
 from farflung.planner.architecture import Architecture, architecture_of
 from farflung.planner.choices import Choice, Failure, Fitting, choices
 from farflung.planner.cost import blocked_seconds, exchange
@@ -57,7 +56,7 @@ def plan(options: PlanOptions) -> tuple[list[Plan], list[Failure], Cluster]:
         if isinstance(choice, Failure):
             failures.append(choice)
         elif reason := fitting.reason(choice):
-            failures.append(Failure(choice.config.method, choice.layout, reason))
+            failures.append(Failure(choice.settings.rounds.method, choice.layout, reason))
         else:
             plans.append(priced(choice, model, cluster, options.tokens))
     if not plans:
@@ -80,20 +79,22 @@ def _nothing_fits(options: PlanOptions, failures: Sequence[Failure]) -> UserErro
 
 def priced(choice: Choice, model: Architecture, cluster: Cluster, tokens: float) -> Plan:
     """What a choice costs for so many tokens."""
-    config, layout, schedule = choice.config, choice.layout, choice.method.schedule
-    model = model.confined(config.boundary, config.stages, config.seed)
-    step = step_seconds(model, cluster, layout, config)
+    settings, layout, schedule = choice.settings, choice.layout, choice.method.schedule
+    island, length = settings.island, settings.workload.sequence_length
+    model = model.confined(island.boundary, island.stages, settings.run.seed)
+    step = step_seconds(model, cluster, layout, island, length)
     exchanged = exchange(model, choice.method, cluster, layout)
     steps = schedule.every or 1
     blocked = blocked_seconds(choice.method, exchanged, step)
     round_seconds = steps * step + blocked
-    rate = steps * config.tokens_per_step * layout.replicas / round_seconds
+    round_tokens = steps * island.batch_size * length * layout.replicas
+    rate = round_tokens / round_seconds
     hours = tokens / rate / 3600
-    rounds = tokens / (steps * config.tokens_per_step * layout.replicas)
+    rounds = tokens / round_tokens
     hourly = cluster.price(layout.machines(cluster))
     return Plan(
         choice=choice,
-        memory=memory_bytes(model, config),
+        memory=memory_bytes(model, island, choice.method, length),
         step=step,
         exchange=exchanged.seconds * schedule.fragments,
         round=round_seconds,
@@ -101,7 +102,7 @@ def priced(choice: Choice, model: Architecture, cluster: Cluster, tokens: float)
         tokens_per_second=rate,
         hours=hours,
         bytes_sent=exchanged.bytes_sent * schedule.fragments * rounds,
-        bytes_inside=island_bytes(model, config) * layout.replicas * steps * rounds,
+        bytes_inside=island_bytes(model, island, length) * layout.replicas * steps * rounds,
         price=None if hourly is None else hourly * hours,
     )
 
@@ -112,7 +113,8 @@ def placed(plan: Plan, model: Architecture, cluster: Cluster, options: PlanOptio
     schedule = choice.method.schedule
     if layout.stages == 1 or layout.replicas == 1:
         return plan
-    trained = model.confined(choice.config.boundary, layout.stages, choice.config.seed)
+    island, length = choice.settings.island, choice.settings.workload.sequence_length
+    trained = model.confined(island.boundary, layout.stages, choice.settings.run.seed)
     # Shards stay together on one machine: a unit is the first of them.
     units = [layout.islands[r][s * layout.shards] for r in range(layout.replicas) for s in range(layout.stages)]
     machines = [cluster.workers[unit] for unit in units]
@@ -122,7 +124,7 @@ def placed(plan: Plan, model: Architecture, cluster: Cluster, options: PlanOptio
         bandwidth=cluster.bandwidth[np.ix_(machines, machines)],
         groups=layout.stages,
         dp_bytes=max(message_bytes(choice.method, shapes, layout.replicas) for shapes in stages),
-        pp_bytes=float(boundary_bytes(model, choice.config) * microbatches_of(choice.config)),
+        pp_bytes=float(boundary_bytes(model, island, length) * island.parts),
         every=schedule.every or 1,
         delay_seconds=schedule.delay * plan.step,
         pairs=not choice.method.topology.alike,

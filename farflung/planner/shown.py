@@ -14,7 +14,7 @@ def shown(plans: Sequence[Plan], count: int) -> list[Plan]:
     """The best few, and below them the best of each method that is not among them."""
     best: dict[str, Plan] = {}
     for plan in plans:
-        best.setdefault(plan.choice.config.method, plan)
+        best.setdefault(plan.choice.settings.rounds.method, plan)
     return [*plans[:count], *(plan for plan in best.values() if plan not in plans[:count])]
 
 
@@ -40,12 +40,12 @@ def table_of(plans: Sequence[Plan], currency: str) -> Table:
     )
     rows = [
         (
-            f"{number} {plan.choice.config.method}" + ("*" if plan.placed else ""),
+            f"{number} {plan.choice.settings.rounds.method}" + ("*" if plan.placed else ""),
             plan.choice.layout.replicas,
             plan.choice.layout.stages,
             plan.choice.layout.shards,
             plan.choice.method.schedule.every,
-            plan.choice.config.codec or "own",
+            plan.choice.settings.rounds.codec or "own",
             plan.memory / 1e9,
             plan.step,
             plan.exchange,

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from farflung.errors import UserError
 from farflung.files import write_text
-from farflung.methods import RECIPES, settings_of
+from farflung.methods import RECIPES, defaults_of
 from farflung.networks import Conditions, conditions_named
 from farflung.networks.conditions import SMALLEST, check_number
 from farflung.outer import Method
@@ -101,7 +101,7 @@ def names_of(listed: str) -> list[str]:
 
 def method_named(name: str, every: int | None = None) -> Method:
     """A method with its defaults, but for `every` where it has that. Raises UserError."""
-    known = settings_of(name)
+    known = defaults_of(name)
     return RECIPES[name](every=every) if every is not None and "every" in known else RECIPES[name]()
 
 

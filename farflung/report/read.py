@@ -16,6 +16,7 @@ import numpy as np
 
 from farflung.errors import UserError, disk_errors
 from farflung.files import holds_no_run, readable_events
+from farflung.tables import flattened
 
 Event = dict[str, Any]
 
@@ -90,13 +91,31 @@ class Run:
         """All replicas' events of one kind, in order of time."""
         return sorted((e for replica in self.replicas for e in self.of(replica, kind)), key=lambda e: float(e["at"]))
 
+    @property
+    def units(self) -> str:
+        """What is counted of the samples."""
+        return self._told("units", "tokens")
+
+    @property
+    def measure(self) -> str:
+        """What losses are measured in."""
+        return self._told("measure", "nats a token")
+
+    def _told(self, name: str, before: str) -> str:
+        """What the run's start says; runs of before it did are all of one kind."""
+        return next((str(start.get(name, before)) for start in self.all_of("start")), before)
+
     def refresh(self) -> None:
         """Reads what has been written since."""
         for name, loads in (("config.toml", tomllib.loads), ("summary.json", json.loads)):
             path = self.folder / name
             # One that is being written, or is not there yet, is read the next time.
             with contextlib.suppress(OSError, ValueError):
-                setattr(self, "settings" if name == "config.toml" else "summary", loads(path.read_text("utf-8")))
+                read = loads(path.read_text("utf-8"))
+                if name == "config.toml":
+                    self.settings = flattened(read)
+                else:
+                    self.summary = read
         for path in sorted(self.folder.glob("events/replica-*.jsonl")):
             found = _EVENTS_OF.fullmatch(path.stem)
             if found is None:

@@ -11,10 +11,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from farflung.config import Config, read_toml
 from farflung.errors import UserError, disk_errors
 from farflung.files import write_text
 from farflung.pipeline import Layout, Place
+from farflung.settings import Settings, read_settings
 from farflung.training import checkpoint, events
 
 NEW, RESTARTED, RESUMED, AGAIN = "new", "restarted", "resumed", "again"
@@ -83,26 +83,26 @@ def first_step(standings: Sequence[Standing], folder: Path) -> int | None:
     )
 
 
-def local_step(config: Config, folder: Path) -> int:
+def local_step(settings: Settings, folder: Path) -> int:
     """The step that a run goes on from whose replicas all keep their files in this folder. Raises UserError.
 
     The checkpoints of replicas that have died are not waited for.
     """
     died = events.died(folder)
-    layout = Layout.of(config)
-    seats = [(replica, layout.seat(Place(replica))) for replica in range(config.replicas)]
+    layout = settings.layout()
+    seats = [(replica, layout.seat(Place(replica))) for replica in range(settings.run.replicas)]
     standings = [Standing.of(folder, replica, seat, RESUMED) for replica, seat in seats]
     return first_step([one for one in standings if one.replica not in died] or standings, folder) or 0
 
 
-def refuse_other_replicas(config: Config, folder: Path) -> None:
+def refuse_other_replicas(settings: Settings, folder: Path) -> None:
     """Refuses to go on with another number of replicas than there are. Raises UserError."""
     path = folder / "config.toml"
-    before = read_toml(path).replicas if path.exists() else config.replicas
-    if before != config.replicas:
-        processes = before * config.stages * config.shard
+    before = read_settings(path).run.replicas if path.exists() else settings.run.replicas
+    if before != settings.run.replicas:
+        processes, now = before * settings.island.processes, settings.run.replicas
         raise UserError(
-            f"{folder} is a run of {before} replicas, and {config.replicas} are started; start {processes} processes "
+            f"{folder} is a run of {before} replicas, and {now} are started; start {processes} processes "
             f"with these stages and shards, or begin anew with: {restart_command(folder)}"
         )
 

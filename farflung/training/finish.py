@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from farflung.config import Config
 from farflung.files import write_text
 from farflung.networks import Network, PeerLostError, Traffic, among_the_living
 from farflung.outer.fragments import split
+from farflung.settings import Settings
 from farflung.training import checkpoint
 from farflung.training.gather import gather
 from farflung.training.layouts import buffer_names
@@ -32,9 +32,6 @@ TRY_FOR_SECONDS = 3600.0
 PATIENCE = 10
 """The end waits this many times the deadline: replicas that never met may be far apart in time."""
 
-PROMPT_TOKENS = 16
-SAMPLE_TOKENS = 256
-
 
 Ended = tuple[Tensor, list[dict[str, Any]]]
 """The mean of the weights of those who end together, and what each of them tells of its run."""
@@ -48,14 +45,13 @@ def finish(trainer: Trainer, together: Together) -> dict[str, Any]:
 
     Leaves the averaged weights in the trainer's model. Raises PeerLostError.
     """
-    config = trainer.config
-    deadline = PATIENCE * config.deadline
+    settings = trainer.settings
+    deadline = PATIENCE * settings.network.deadline
     traffic = Traffic(**vars(trainer.network.traffic))
     seconds = trainer.events.elapsed()
-    own_loss = trainer.validation_loss()
-    trainer.late.apply()
-
     island = trainer.island
+    own_loss = island.evaluate()
+    trainer.late.apply()
     (weights,) = split(trainer.model, 1)
     own = weights.read()
 
@@ -70,7 +66,7 @@ def finish(trainer: Trainer, together: Together) -> dict[str, Any]:
         facts = {
             "replica": island.place.replica,
             "parameters": round(numel),
-            "tokens": trainer.trained * config.tokens_per_step,
+            "tokens": trainer.trained * trainer.units_per_step,
             "loss": own_loss,
             "deviation": deviation / max(numel, 1),
             "sent": round(sent),
@@ -86,11 +82,15 @@ def finish(trainer: Trainer, together: Together) -> dict[str, Any]:
     island.after_step()
     trainer.prune()
     parameters = all_facts[0]["parameters"]
-    missing = set(range(config.replicas)) - {f["replica"] for f in all_facts}  # on the internet ranks are other numbers
+    missing = set(range(settings.run.replicas)) - {
+        f["replica"] for f in all_facts
+    }  # on the internet ranks are other numbers
     return {
-        "method": config.method,
-        "replicas": config.replicas,
-        "missing": sorted(missing) if len(all_facts) < config.replicas else [],
+        "method": settings.rounds.method,
+        "units": trainer.workload.units,
+        "measure": trainer.workload.measure,
+        "replicas": settings.run.replicas,
+        "missing": sorted(missing) if len(all_facts) < settings.run.replicas else [],
         "steps": trainer.step,
         "stages": island.layout.stages,
         "shards": island.layout.shards,
@@ -98,10 +98,10 @@ def finish(trainer: Trainer, together: Together) -> dict[str, Any]:
         "tokens": sum(f["tokens"] for f in all_facts),
         "validation_loss": sum(f["loss"] for f in all_facts) / len(all_facts),
         "validation_loss_per_replica": [f["loss"] for f in all_facts],
-        "validation_loss_averaged": trainer.validation_loss(),
+        "validation_loss_averaged": island.evaluate(),
         "bytes_sent": sum(f["sent"] for f in all_facts),
         "boundary_bytes": sum(f["boundary"] for f in all_facts),
-        "ddp_bytes": ddp_bytes(parameters, config, len(all_facts)),
+        "ddp_bytes": ddp_bytes(parameters, settings, len(all_facts)),
         "rounds": max(f["rounds"] for f in all_facts),
         "seconds": max(f["seconds"] for f in all_facts),
         "seconds_blocked": sum(f["blocked"] for f in all_facts) / len(all_facts),
@@ -114,7 +114,7 @@ def write_results(trainer: Trainer, summary: dict[str, Any], tells: bool) -> Non
 
     Raises NoRoomError, when the disk stays full.
     """
-    summary = {**summary, "sample": sample_text(trainer)}
+    summary = {**summary, "sample": trainer.island.sample()}
     model = trainer.model
     average = {"shard": trainer.island.place.shard, "model": model.state_dict(), "buffers": buffer_names(model)}
 
@@ -144,7 +144,7 @@ class Endings:
                 raise
             trainer.warn(f"ended without the others: {lost}")
             return
-        left = [replica for replica in range(trainer.config.replicas) if replica not in summary["missing"]]
+        left = [replica for replica in range(trainer.settings.run.replicas) if replica not in summary["missing"]]
         if trainer.network.rank == left[0] and len(left) > self._largest:
             self._largest = len(left)
             write_results(trainer, summary, tells=True)
@@ -170,13 +170,6 @@ def _keep_trying(write: Callable[[], None], trainer: Trainer, summary: dict[str,
         time.sleep(TRY_EVERY_SECONDS)
 
 
-def ddp_bytes(parameters: int, config: Config, count: int) -> int:
+def ddp_bytes(parameters: int, settings: Settings, count: int) -> int:
     """What float32 gradients averaged every step would have cost so many of N replicas: 2 (N - 1) / N messages each."""
-    return 4 * parameters * 2 * (config.replicas - 1) * config.steps * count // config.replicas
-
-
-def sample_text(trainer: Trainer) -> str:
-    """How the trained model continues the beginning of a held-out sequence."""
-    length = min(SAMPLE_TOKENS, trainer.config.sequence_length)
-    prompt = trainer.held_out[:1, : min(PROMPT_TOKENS, length // 2)]
-    return trainer.tokenizer.decode(trainer.island.continued(prompt, length, trainer.tokenizer.end))
+    return 4 * parameters * 2 * (settings.run.replicas - 1) * settings.run.steps * count // settings.run.replicas

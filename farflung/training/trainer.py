@@ -12,20 +12,19 @@ from typing import Any
 import numpy as np
 import torch
 
-from farflung import methods
-from farflung.config import Config
 from farflung.networks import Network, OpenNetwork, TimedNetwork
 from farflung.outer import Attached, Round
 from farflung.pipeline import assemble
+from farflung.settings import Settings
 from farflung.training import checkpoint
 from farflung.training.events import EventLog
 from farflung.training.kept import Kept
 from farflung.training.late import LateAverage
 from farflung.training.layouts import buffer_names, load_state, own_names
-from farflung.training.learning_rate import left_of_lr
+from farflung.training.learning_rate import lr_scale
 from farflung.training.measures import Rate, peak_memory, sampled
 from farflung.training.stopping import Stop, StoppedError
-from farflung.workloads import data, tokenizers
+from farflung.workloads import Workload
 
 SAMPLED_WEIGHTS = 1024
 """Weights that an evaluation writes down, by which reports estimate the spread between replicas."""
@@ -38,14 +37,14 @@ class Trainer:
     """Trains one replica.
 
     Args:
-        config: the settings, the same for every replica.
+        settings: the same for every replica.
         network: the seat of all of the run's processes.
         folder: the run folder; events and checkpoints go there.
         stop: asked after each step whether it was the last.
         kept: told of each checkpoint, and asked which can go.
         device: what the model trains on.
         resume_step: the checkpoint to go on from; 0 for the beginning of a run that has none, None for a new run.
-        text: what to train on, where other replicas in this process have read it already.
+        workload: what is trained, where other replicas in this process have read its data already.
 
     Raises:
         UserError: settings, data or folder cannot be used.
@@ -53,25 +52,32 @@ class Trainer:
 
     def __init__(
         self,
-        config: Config,
+        settings: Settings,
         network: Network,
         folder: Path,
         stop: Stop,
         kept: Kept,
         device: torch.device,
         resume_step: int | None = None,
-        text: data.Data | None = None,
+        workload: Workload | None = None,
     ) -> None:
-        self.config = config
+        self.settings = settings
         self.folder = folder
         self.stop = stop
         self.kept = kept
         self.device = device
-        self.method = methods.from_config(config)
-        self.tokenizer = tokenizers.load(config.tokenizer)
-        self.data = text or data.load(config, self.tokenizer)
-        self.held_out = self.data.held_out(config.eval_sequences)
-        self.island, self.network = assemble(config, self.tokenizer, self.data, network, device)
+        self.method = settings.method()
+        self.workload = workload or settings.made_workload()
+        self.units_per_step = settings.island.batch_size * self.workload.units_per_sample
+        self.island, self.network = assemble(
+            settings.island,
+            self.workload,
+            network,
+            settings.layout(),
+            settings.run.seed,
+            settings.network.deadline,
+            device,
+        )
         self.model = self.island.model
         layout, place = self.island.layout, self.island.place
         self.process = layout.process(place.replica, place.stage, place.shard)
@@ -79,10 +85,10 @@ class Trainer:
         """Whether this process's events stand for the replica's."""
         self.seat = layout.seat(place)
         """What this process's files are called, but for the replica's events."""
-        self.lr = config.lr or self.method.inner.lr
+        self.lr = settings.inner.lr or self.method.inner.lr
         named = self.model.named_parameters()
-        self.optimizer = self.method.inner.make(named, lr=self.lr, weight_decay=config.weight_decay)
-        torch.manual_seed(config.seed * 1_000_003 + self.process)  # dropout differs between processes
+        self.optimizer = self.method.inner.make(named, lr=self.lr, weight_decay=settings.inner.weight_decay)
+        torch.manual_seed(settings.run.seed * 1_000_003 + self.process)  # dropout differs between processes
         self.step = resume_step or 0
         self.trained = self.step
         """Inner steps that this replica has computed itself; on an open network it may be counted at another step."""
@@ -119,10 +125,10 @@ class Trainer:
             self.model,
             self.optimizer,
             self.network,
-            outer_device=None if self.config.outer_device == "model" else self.config.outer_device,
-            deadline=self.config.deadline,
-            starting=self.config.starting,
-            robust=self.config.robust,
+            outer_device=None if self.settings.rounds.outer_device == "model" else self.settings.rounds.outer_device,
+            deadline=self.settings.network.deadline,
+            starting=self.settings.network.starting,
+            robust=self.settings.rounds.robust,
             on_round=self._log_round,
         )
         with attached as outer:
@@ -130,7 +136,7 @@ class Trainer:
                 self._restore(self._saved, outer)
             if catch_up:
                 self._catch_up(outer)
-            while self.step < self.config.steps:
+            while self.step < self.settings.run.steps:
                 self._train_step(outer)
         self.island.after_step()  # leaving has landed what was pending
         self.save(outer)
@@ -138,9 +144,9 @@ class Trainer:
         self.events.write("end", self.step, reason="finished")
 
     def _train_step(self, outer: Attached) -> None:
-        config, before = self.config, self.step
+        settings, before = self.settings, self.step
         for group in self.optimizer.param_groups:
-            group["lr"] = self.lr * left_of_lr(config, self.step)
+            group["lr"] = self.lr * lr_scale(settings.inner, self.step, settings.run.steps)
         loss, fault = self.island.gradients(self.trained)
         if fault:
             # Without gradients the optimizer changes nothing, but the step still counts for the rounds.
@@ -149,30 +155,26 @@ class Trainer:
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.island.after_step()
-        self.step = min(outer.step, config.steps)  # others may have gone on
+        self.step = min(outer.step, settings.run.steps)  # others may have gone on
         self.trained += 1
-        self._rate.count(config.tokens_per_step)
+        self._rate.count(self.units_per_step)
 
         def comes(every: int) -> bool:
             """Whether a multiple was reached, or jumped over."""
             return self.step // every > before // every
 
-        last = self.step >= config.steps
-        if self.trained % config.log_every == 0 or last:
+        last = self.step >= settings.run.steps
+        if self.trained % settings.run.log_every == 0 or last:
             self._log_step(loss)
-        if comes(config.eval_every) and not last:
+        if comes(settings.run.eval_every) and not last:
             outer.average_buffers()
             self._evaluate()
-        if config.checkpoint_every and comes(config.checkpoint_every) and not last:
+        if settings.run.checkpoint_every and comes(settings.run.checkpoint_every) and not last:
             self.save(outer)
         if self.stop.due_after(self.process, self.step) and not last:
             self.save(outer)
             self.events.write("end", self.step, reason="stopped")
             raise StoppedError(f"stopped after step {self.step}")
-
-    def validation_loss(self) -> float:
-        """The mean loss of the held-out sequences, in nats a token."""
-        return self.island.loss_of(self.held_out)
 
     def save(self, outer: Attached) -> None:
         """Writes this replica's part of a checkpoint."""
@@ -210,7 +212,7 @@ class Trainer:
 
     def prune(self) -> None:
         """Removes old checkpoints, once all are known to have as many newer ones as are to be kept."""
-        oldest = self.kept.oldest_needed(self.process, self.config.keep_checkpoints)
+        oldest = self.kept.oldest_needed(self.process, self.settings.run.keep_checkpoints)
         checkpoint.prune(self.folder, self.island.place.replica, before=oldest)
 
     def _restore(self, state: dict[str, Any], outer: Attached) -> None:
@@ -244,9 +246,9 @@ class Trainer:
             self.events.write(
                 "evaluation",
                 self.step,
-                tokens=self.trained * self.config.tokens_per_step,
+                tokens=self.trained * self.units_per_step,
                 bytes_sent=self.total(self.network.traffic.bytes_sent),
-                validation_loss=self.validation_loss(),
+                validation_loss=self.island.evaluate(),
                 sample=base64.b64encode(sample.tobytes()).decode(),
             )
 
@@ -269,19 +271,21 @@ class Trainer:
         self.events.write(
             "start",
             self.step,
-            method=self.config.method,
-            replicas=self.config.replicas,
-            steps=self.config.steps,
+            method=self.settings.rounds.method,
+            replicas=self.settings.run.replicas,
+            steps=self.settings.run.steps,
             parameters=self.total(own),
             own_parameters=own,
             stage=place.stage,
             stages=layout.stages,
             shard=place.shard,
             shards=layout.shards,
-            network=self.config.network,
+            network=self.settings.network.network,
             host=socket.gethostname(),
             device=str(self.device),
-            tokens_per_step=self.config.tokens_per_step,
+            tokens_per_step=self.units_per_step,
+            units=self.workload.units,
+            measure=self.workload.measure,
             resumed=self._resumed,
             **({"clock": time.time()} if isinstance(self.network, OpenNetwork) else {}),
         )
@@ -299,7 +303,7 @@ class Trainer:
         self.events.write(
             "step",
             self.step,
-            tokens=self.trained * self.config.tokens_per_step,
+            tokens=self.trained * self.units_per_step,
             loss=loss,
             lr=self.optimizer.param_groups[0]["lr"],
             tokens_per_second=speed,
@@ -309,13 +313,13 @@ class Trainer:
             seconds_blocked=blocked / island.layout.island,
             **({"refused": refused} if refused else {}),
             # Replicas that are simulated share their process's memory, and what it is differs from run to run.
-            **({"peak_memory": peak_memory(self.device)} if self.config.network == "torch" else {}),
+            **({"peak_memory": peak_memory(self.device)} if self.settings.network.network == "torch" else {}),
         )
 
     def _log_round(self, round: Round) -> None:
         self.rounds += bool(round.group)
-        share = self.config.late_average
-        if round.group and share and round.step > self.config.steps * (1 - share):
+        share = self.settings.inner.tail_average
+        if round.group and share and round.step > self.settings.run.steps * (1 - share):
             self.late.add()
         values = dataclasses.asdict(round)
         for moment in ("started", "finished", "waited_from", "landed"):
