@@ -11,9 +11,10 @@ from typing import Any, Literal
 
 from farflung import methods
 from farflung.errors import UserError, suggestion
+from farflung.inner import ADAMW, INNER, MUON
 from farflung.methods import RoundSettings
 from farflung.networks.settings import NetworkSettings
-from farflung.outer import ADAMW, INNER, MUON, Method
+from farflung.outer import Method
 from farflung.pipeline import Layout
 from farflung.pipeline.settings import IslandSettings
 from farflung.tables import (

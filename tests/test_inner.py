@@ -15,7 +15,7 @@ from processes import saved
 from torch import nn
 
 from farflung.errors import UserError
-from farflung.outer import ADAMW, MUON, SIGN, MuonAdamW, names_of
+from farflung.inner import ADAMW, MUON, SIGN, MuonAdamW, names_of
 from farflung.settings import Settings
 from farflung.training import launch
 from farflung.training.late import LateAverage

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from farflung.errors import UserError
-from farflung.networks.conditions import Conditions
-from farflung.networks.presets import conditions_named
+from farflung.networks.simulator.conditions import Conditions
+from farflung.networks.simulator.presets import conditions_named
 from farflung.tables import AFTER_RESUME, BETWEEN_MACHINES, BETWEEN_PEERS, Checked, setting
 
 

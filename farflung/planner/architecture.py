@@ -11,9 +11,9 @@ from typing import Any
 from torch import nn
 
 from farflung.errors import UserError
+from farflung.outer import Shape
 from farflung.pipeline.balance import spans
 from farflung.pipeline.boundaries import boundary_named
-from farflung.planner.sizes import Shape
 from farflung.workloads import Language, models
 from farflung.workloads.base import Span
 from farflung.workloads.decoder import anatomy, is_tied, loads

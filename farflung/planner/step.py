@@ -10,13 +10,14 @@ from itertools import pairwise
 
 import torch
 
+from farflung.outer import Shape
 from farflung.pipeline.boundaries import Boundary, boundary_named
 from farflung.pipeline.settings import IslandSettings
 from farflung.planner.architecture import Architecture
 from farflung.planner.layout import Layout, UnderWay, latency
 from farflung.planner.machines import Cluster
 from farflung.planner.memory import COPY
-from farflung.planner.sizes import Shape, shard_shapes
+from farflung.planner.sizes import shard_shapes
 from farflung.workloads.base import Span
 from farflung.workloads.subspace import Subspace
 

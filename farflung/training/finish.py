@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from farflung.files import write_text
-from farflung.networks import Network, PeerLostError, Traffic, among_the_living
+from farflung.networks import Network, PeerLostError, Traffic, among_members
 from farflung.outer.fragments import split
 from farflung.settings import Settings
 from farflung.training import checkpoint
@@ -56,7 +56,7 @@ def finish(trainer: Trainer, together: Together) -> dict[str, Any]:
     own = weights.read()
 
     def ended(network: Network) -> Ended:
-        mean = among_the_living(
+        mean = among_members(
             network,
             lambda group: network.all_reduce(own.clone(), group, f"average at the end of {group}").wait(deadline),
         )

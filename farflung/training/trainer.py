@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from farflung.networks import Network, OpenNetwork, TimedNetwork
-from farflung.outer import Attached, Round
+from farflung.networks import ElasticNetwork, Network, TimedNetwork
+from farflung.outer import Round, Session
 from farflung.pipeline import assemble
 from farflung.settings import Settings
 from farflung.training import checkpoint
@@ -143,7 +143,7 @@ class Trainer:
         self._evaluate()
         self.events.write("end", self.step, reason="finished")
 
-    def _train_step(self, outer: Attached) -> None:
+    def _train_step(self, outer: Session) -> None:
         settings, before = self.settings, self.step
         for group in self.optimizer.param_groups:
             group["lr"] = self.lr * lr_scale(settings.inner, self.step, settings.run.steps)
@@ -176,7 +176,7 @@ class Trainer:
             self.events.write("end", self.step, reason="stopped")
             raise StoppedError(f"stopped after step {self.step}")
 
-    def save(self, outer: Attached) -> None:
+    def save(self, outer: Session) -> None:
         """Writes this replica's part of a checkpoint."""
         with self._rate.paused():
             began = self.network.now()
@@ -215,7 +215,7 @@ class Trainer:
         oldest = self.kept.oldest_needed(self.process, self.settings.run.keep_checkpoints)
         checkpoint.prune(self.folder, self.island.place.replica, before=oldest)
 
-    def _restore(self, state: dict[str, Any], outer: Attached) -> None:
+    def _restore(self, state: dict[str, Any], outer: Session) -> None:
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         outer.load_state_dict(state["outer"])
@@ -232,7 +232,7 @@ class Trainer:
         self.island.after_step()  # a tied head's copy is in no checkpoint
         self._saved = None
 
-    def _catch_up(self, outer: Attached) -> None:
+    def _catch_up(self, outer: Session) -> None:
         began = self.network.now()
         if outer.catch_up(CATCH_UP_SECONDS):
             self.step = outer.step
@@ -287,13 +287,13 @@ class Trainer:
             units=self.workload.units,
             measure=self.workload.measure,
             resumed=self._resumed,
-            **({"clock": time.time()} if isinstance(self.network, OpenNetwork) else {}),
+            **({"clock": time.time()} if isinstance(self.network, ElasticNetwork) else {}),
         )
 
     def _log_step(self, loss: float) -> None:
         traffic, island = self.network.traffic, self.island
         speed, refused = self._rate.take(), {}
-        if isinstance(self.network, OpenNetwork):
+        if isinstance(self.network, ElasticNetwork):
             refused = dict(self.network.refused)
             self.network.tell_others(
                 loss=loss, tokens_per_second=speed, rounds=self.rounds, refused=sum(refused.values())

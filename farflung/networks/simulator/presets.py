@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from farflung.errors import UserError, suggestion
-from farflung.networks.conditions import HEADERS, Conditions, Link, Site
+from farflung.networks.simulator.conditions import HEADERS, Conditions, Link, Site
 from farflung.tables import from_table, toml_table
 
 CITIES = ("Oregon", "Virginia", "Ohio", "Tokyo", "Seoul", "London", "Frankfurt", "Ireland")
