@@ -15,7 +15,7 @@ from farflung.inner import ADAMW, INNER, MUON
 from farflung.methods import RoundSettings
 from farflung.networks.settings import NetworkSettings
 from farflung.outer import Method
-from farflung.pipeline import Layout
+from farflung.pipeline import Mesh
 from farflung.pipeline.settings import IslandSettings
 from farflung.tables import (
     AFTER_RESUME,
@@ -134,9 +134,9 @@ class Settings:
             return replace(method, inner=ADAMW)  # Muon needs whole matrices
         return replace(method, inner=INNER[self.inner.inner]) if self.inner.inner else method
 
-    def layout(self) -> Layout:
+    def mesh(self) -> Mesh:
         """Which process is which part of which replica."""
-        return Layout.of(self.island, self.run.replicas)
+        return Mesh.of(self.island, self.run.replicas)
 
     def made_workload(self) -> Workload:
         """What is trained. Raises UserError for a workload that there is not."""

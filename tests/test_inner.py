@@ -18,8 +18,8 @@ from farflung.errors import UserError
 from farflung.inner import ADAMW, MUON, SIGN, MuonAdamW, names_of
 from farflung.settings import Settings
 from farflung.training import launch
-from farflung.training.late import LateAverage
 from farflung.training.learning_rate import lr_scale
+from farflung.training.tail import TailAverage
 from farflung.workloads.base import drawn_ids
 from farflung.workloads.data import Data
 
@@ -141,7 +141,7 @@ def test_late_weights_are_averaged_into_the_final_ones(tmp_path: Path) -> None:
 
 def test_the_late_average_is_a_mean_of_all_that_was_added() -> None:
     model = nn.Linear(2, 1)
-    late = LateAverage(model)
+    late = TailAverage(model)
     late.apply()
     before = weights(model)
     samples = [before]

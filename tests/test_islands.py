@@ -25,7 +25,7 @@ from farflung.pipeline.settings import IslandSettings
 from farflung.report.read import read_run
 from farflung.settings import Settings
 from farflung.training.export import export
-from farflung.training.layouts import merged
+from farflung.training.resharding import merged
 from farflung.workloads import Language
 from farflung.workloads.models import sequence_loss
 from farflung.workloads.settings import LanguageSettings
@@ -115,7 +115,7 @@ EXACT = [name for name in LAYOUTS if name not in INEXACT]
 def test_every_layout_trains_the_same_model(name: str, islands: list[Any], folders: dict[str, str]) -> None:
     expected = undivided(settings_of(name, folders))
     for replica, whole in enumerate(expected):
-        seen = [process[name] for process in islands if process[name]["place"].replica == replica]
+        seen = [process[name] for process in islands if process[name]["coordinates"].replica == replica]
         for process in seen:
             assert process["losses"] == pytest.approx(whole["losses"], abs=1e-5)
             assert process["validation_loss"] == pytest.approx(whole["validation_loss"], abs=1e-5)
@@ -124,7 +124,7 @@ def test_every_layout_trains_the_same_model(name: str, islands: list[Any], folde
         assert {key for process in seen for key in process["buffers"]} == whole["buffers"].keys()
         for process in seen:
             assert all(torch.equal(buffer, whole["buffers"][key]) for key, buffer in process["buffers"].items())
-        weights = merged((process["place"].shard, process["weights"]) for process in seen)
+        weights = merged((process["coordinates"].shard, process["weights"]) for process in seen)
         assert weights.keys() == whole["weights"].keys()  # a tied head's copy belongs to nobody's weights
         for key, weight in weights.items():
             torch.testing.assert_close(weight, whole["weights"][key], atol=1e-3, rtol=1e-3)
@@ -134,7 +134,7 @@ def test_every_layout_trains_the_same_model(name: str, islands: list[Any], folde
 def test_compressed_rounds_of_stages_are_those_of_the_whole(islands: list[Any], folders: dict[str, str]) -> None:
     """Blocks of 8 bits are cut otherwise in stages than in the whole, so the last digits may differ."""
     for replica, whole in enumerate(undivided(settings_of("dilocox", folders))):
-        seen = [process["dilocox"] for process in islands if process["dilocox"]["place"].replica == replica]
+        seen = [process["dilocox"] for process in islands if process["dilocox"]["coordinates"].replica == replica]
         assert seen[0]["losses"] == pytest.approx(whole["losses"], abs=5e-3)
 
 
@@ -192,7 +192,7 @@ def test_random_routes_mix_the_replicas_gradients(islands: list[Any], folders: d
     assert crossed == {(0, 1), (1, 0)}
     for process in islands:
         found = process["random routes"]
-        assert found["losses"] == pytest.approx([losses[found["place"].replica] for losses in seen], abs=1e-5)
+        assert found["losses"] == pytest.approx([losses[found["coordinates"].replica] for losses in seen], abs=1e-5)
         assert found["peers"] == (0, 1)
 
 

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from transformers import BambaConfig, BloomConfig, DogeConfig, GraniteConfig, LlamaConfig, PretrainedConfig
 
 from farflung.errors import UserError
-from farflung.pipeline import Layout, check
+from farflung.pipeline import Mesh, check
 from farflung.pipeline.balance import spans
 from farflung.pipeline.check import refuse_other_weights
-from farflung.pipeline.layout import replicas_of
+from farflung.pipeline.mesh import replicas_of
 from farflung.pipeline.routes import fixed_routes, random_routes
 from farflung.settings import Settings
 from farflung.workloads import models, tokenizers
@@ -178,14 +178,18 @@ def test_routes_differ_by_step_microbatch_boundary_and_seed() -> None:
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 3))
 @settings(max_examples=40, deadline=None)
 def test_every_process_has_one_place(replicas: int, stages: int, shards: int) -> None:
-    layout = Layout(replicas, stages, shards)
-    places = [layout.place(process) for process in range(layout.processes)]
-    assert len({layout.seat(place) for place in places}) == replicas * stages * shards
-    for process, place in enumerate(places):
-        assert layout.process(place.replica, place.stage, place.shard) == process
-        assert process in layout.island_of(place) and len(layout.island_of(place)) == layout.island
-        assert layout.peers(place)[place.replica] == process == layout.column(place)[place.stage]
-        assert layout.shards_of(place)[place.shard] == process
+    mesh = Mesh(replicas, stages, shards)
+    places = [mesh.coordinates(process) for process in range(mesh.processes)]
+    assert len({mesh.file_stem(place) for place in places}) == replicas * stages * shards
+    for process, coordinates in enumerate(places):
+        assert mesh.process(coordinates.replica, coordinates.stage, coordinates.shard) == process
+        assert process in mesh.island_group(coordinates) and len(mesh.island_group(coordinates)) == mesh.island
+        assert (
+            mesh.data_parallel_group(coordinates)[coordinates.replica]
+            == process
+            == mesh.pipeline_group(coordinates)[coordinates.stage]
+        )
+        assert mesh.shard_group(coordinates)[coordinates.shard] == process
 
 
 BASE = Settings.of(model="tiny", replicas=2, stages=2, batch_size=8)

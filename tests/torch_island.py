@@ -24,7 +24,7 @@ STEPS = 4
 
 
 def assembled(network: Network, config: Settings, workload: Workload) -> tuple[Island, Network]:
-    return assemble(config.island, workload, network, config.layout(), 0, 120.0, torch.device("cpu"))
+    return assemble(config.island, workload, network, config.mesh(), 0, 120.0, torch.device("cpu"))
 
 
 def observed(network: Network, config: Settings, workload: Workload) -> dict[str, Any]:
@@ -45,7 +45,7 @@ def observed(network: Network, config: Settings, workload: Workload) -> dict[str
             losses.append(loss)
     island.after_step()  # what leaving has landed
     return {
-        "place": island.place,
+        "coordinates": island.coordinates,
         "peers": rounds.members(),
         "losses": losses,
         "validation_loss": island.evaluate(),
@@ -63,7 +63,7 @@ def poisoned(network: Network, config: Settings, workload: Workload) -> list[tup
     before = weight.detach().clone()
     seen = []
     for step in range(3):
-        if step == 1 and island.place.stage == 0:
+        if step == 1 and island.coordinates.stage == 0:
             weight.data.fill_(float("nan"))
         _, fault = island.gradients(step)
         seen.append((fault, all(parameter.grad is not None for parameter in island.model.parameters())))
@@ -78,6 +78,6 @@ if __name__ == "__main__":
     results: dict[str, Any] = {}
     for name, settings in json.loads(cases).items():
         config = Settings.of(**settings)
-        assert config.layout().processes == torch.distributed.get_world_size()
+        assert config.mesh().processes == torch.distributed.get_world_size()
         results[name] = (poisoned if name.startswith("poisoned") else observed)(network, config, config.made_workload())
     torch.save(results, Path(out) / f"{network.process}.pt")

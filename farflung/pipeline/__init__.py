@@ -3,6 +3,6 @@
 from farflung.pipeline.assemble import assemble
 from farflung.pipeline.check import check
 from farflung.pipeline.island import Island
-from farflung.pipeline.layout import Layout, Place, replicas_of
+from farflung.pipeline.mesh import Mesh, MeshCoordinates, replicas_of
 
-__all__ = ["Island", "Layout", "Place", "assemble", "check", "replicas_of"]
+__all__ = ["Island", "Mesh", "MeshCoordinates", "assemble", "check", "replicas_of"]

@@ -8,7 +8,7 @@ import torch
 
 from farflung.networks import Network, TorchNetwork
 from farflung.pipeline.island import Alone, Island
-from farflung.pipeline.layout import Layout
+from farflung.pipeline.mesh import Mesh
 from farflung.pipeline.settings import IslandSettings
 from farflung.workloads.base import Workload
 
@@ -17,7 +17,7 @@ def assemble(
     settings: IslandSettings,
     workload: Workload,
     network: Network,
-    layout: Layout,
+    mesh: Mesh,
     seed: int,
     deadline: float,
     device: torch.device,
@@ -28,18 +28,18 @@ def assemble(
         settings: how the replica is divided, and how it computes.
         workload: what is trained.
         network: of all processes of the run.
-        layout: who is where.
+        mesh: who is where.
         seed: of weights and batches.
         deadline: the longest wait for a round, in seconds.
         device: what is computed on.
     """
-    if not isinstance(network, TorchNetwork) or (layout.island == 1 and not settings.offload):
+    if not isinstance(network, TorchNetwork) or (mesh.island == 1 and not settings.offload):
         model = training(workload.build(seed), settings).to(device)
-        return Alone(settings, workload, model, layout, network.rank, seed, device), network
+        return Alone(settings, workload, model, mesh, network.rank, seed, device), network
     from farflung.pipeline.build import part_of_island  # slow to import, and only islands need it
 
-    island = part_of_island(settings, workload, network, layout, seed, deadline, device)
-    return island, network.among(layout.peers(island.place))
+    island = part_of_island(settings, workload, network, mesh, seed, deadline, device)
+    return island, network.among(mesh.data_parallel_group(island.coordinates))
 
 
 def training(model: Any, settings: IslandSettings) -> Any:

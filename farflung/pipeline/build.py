@@ -12,8 +12,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from farflung.networks import TorchNetwork
 from farflung.pipeline.assemble import training
 from farflung.pipeline.division import Division, divisible, division_of
-from farflung.pipeline.groups import Groups
-from farflung.pipeline.layout import Layout
+from farflung.pipeline.groups import ProcessGroups
+from farflung.pipeline.mesh import Mesh
 from farflung.pipeline.settings import IslandSettings
 from farflung.pipeline.spread import Spread
 from farflung.workloads.base import Divisible, Workload
@@ -23,20 +23,20 @@ def part_of_island(
     settings: IslandSettings,
     workload: Workload,
     network: TorchNetwork,
-    layout: Layout,
+    mesh: Mesh,
     seed: int,
     deadline: float,
     device: torch.device,
 ) -> Spread:
     """This process's part of its replica; see assemble. Raises UserError."""
     whole = divisible(workload)
-    groups = Groups(network, layout, deadline, settings.routes == "random", device)
+    groups = ProcessGroups(network, mesh, deadline, settings.routes == "random", device)
     division = division_of(settings, whole, seed)
-    pieces = [piece.to(device) for piece in pieces_of(settings, whole, division, groups.place.stage, seed)]
+    pieces = [piece.to(device) for piece in pieces_of(settings, whole, division, groups.coordinates.stage, seed)]
     for piece in pieces:
         training(piece.model, settings)
-    if layout.shards > 1 or settings.offload:
-        shard_pieces(pieces, whole, groups.mesh(), settings.offload)
+    if mesh.shards > 1 or settings.offload:
+        shard_pieces(pieces, whole, groups.shard_mesh(), settings.offload)
     return Spread(settings, groups, pieces, division, whole, seed, device)
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from farflung.networks import Traffic
-from farflung.pipeline.layout import Layout, Place
+from farflung.pipeline.mesh import Mesh, MeshCoordinates
 from farflung.pipeline.settings import IslandSettings
 from farflung.workloads.base import Ids, Workload, to
 
@@ -23,8 +23,8 @@ class Island(Protocol):
     `model` is what this process trains, `traffic` what it has sent to other stages.
     """
 
-    layout: Layout
-    place: Place
+    mesh: Mesh
+    coordinates: MeshCoordinates
     model: nn.Module
     traffic: Traffic
 
@@ -59,7 +59,7 @@ class Alone:
         settings: how it computes.
         workload: what is trained.
         model: on its device.
-        layout: who is where.
+        mesh: who is where.
         replica: its number.
         seed: of batches and samples.
     """
@@ -69,13 +69,13 @@ class Alone:
         settings: IslandSettings,
         workload: Workload,
         model: Any,
-        layout: Layout,
+        mesh: Mesh,
         replica: int,
         seed: int,
         device: torch.device,
     ) -> None:
-        self.layout = layout
-        self.place = Place(replica)
+        self.mesh = mesh
+        self.coordinates = MeshCoordinates(replica)
         self.model = model
         self.traffic = Traffic()
         self._settings = settings
@@ -86,7 +86,7 @@ class Alone:
     def gradients(self, step: int) -> tuple[float, str]:
         """See Island."""
         settings = self._settings
-        ids = self._workload.sample_ids(self._seed, self.place.replica, step, settings.batch_size)
+        ids = self._workload.sample_ids(self._seed, self.coordinates.replica, step, settings.batch_size)
         parts = np.array_split(ids, settings.microbatches or 1)
         total = 0.0
         for part in parts:

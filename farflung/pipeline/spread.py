@@ -24,7 +24,7 @@ from torch.distributed.pipelining import (
 from farflung.networks import Traffic
 from farflung.pipeline.boundaries import Boundary
 from farflung.pipeline.division import Division
-from farflung.pipeline.groups import Groups
+from farflung.pipeline.groups import ProcessGroups
 from farflung.pipeline.parts import Part, own_of, persistent_buffers
 from farflung.pipeline.routes import Routes, fixed_routes, random_routes
 from farflung.pipeline.settings import IslandSettings
@@ -54,14 +54,14 @@ class Spread:
     def __init__(
         self,
         settings: IslandSettings,
-        groups: Groups,
+        groups: ProcessGroups,
         pieces: list[Any],
         division: Division,
         workload: Divisible,
         seed: int,
         device: torch.device,
     ) -> None:
-        self.layout, self.place = groups.layout, groups.place
+        self.mesh, self.coordinates = groups.mesh, groups.coordinates
         self.traffic = Traffic()
         self._settings = settings
         self._groups = groups
@@ -72,7 +72,7 @@ class Spread:
         self._microbatches = settings.parts
         self._samples = settings.batch_size // settings.shard
         self._count = len(division.spans)
-        self._is_first, self._is_last = self.place.stage == 0, self.place.stage == settings.stages - 1
+        self._is_first, self._is_last = self.coordinates.stage == 0, self.coordinates.stage == settings.stages - 1
         self._tied = self._embeddings() if division.tied and self._count > 1 else None
         buffers = {name: buffer for piece in pieces for name, buffer in persistent_buffers(piece.model).items()}
         self._part = Part(self._owned(), buffers)
@@ -122,7 +122,9 @@ class Spread:
             with self._groups.naming_the_lost(), torch.no_grad():
                 weight = own_of(self._tied)
                 if self._is_first:
-                    dist.send(weight.detach().cpu(), self._process_of(self._count - 1), group=self._groups.column)
+                    dist.send(
+                        weight.detach().cpu(), self._process_of(self._count - 1), group=self._groups.pipeline_group
+                    )
                     self.traffic.sent(weight.nbytes)
                 elif self._is_last:
                     weight.copy_(self._received(weight.shape, 0))
@@ -132,7 +134,7 @@ class Spread:
     def evaluate(self) -> float:
         """See Island. Each shard takes a part of the samples; where they do not divide, some compute one in vain."""
         size, held_out = self._samples // self._microbatches, self._workload.held_out
-        shards, shard = self.layout.shards, self.place.shard
+        shards, shard = self.mesh.shards, self.coordinates.shard
         numbers = [shard + shards * turn for turn in range(-(-held_out // shards))]
         facts = torch.zeros(2, dtype=torch.float64)
         with self._groups.naming_the_lost(), self._evaluating():
@@ -157,7 +159,7 @@ class Spread:
     def _picked(self, batch: Tensor, pick: Callable[[Tensor], Tensor], numbers: int) -> Tensor:
         """Some numbers of the model's output for a batch, in all processes; see Forward."""
         output = self._forward(batch.to(self._device))
-        if output is None or self.place.shard:
+        if output is None or self.coordinates.shard:
             return self.total(torch.zeros(numbers, dtype=torch.float64))
         return self.total(pick(output).double().cpu())
 
@@ -178,7 +180,7 @@ class Spread:
         return {name: p for name, p in named.items() if self._is_first or p is not self._tied}
 
     def _stage(self, piece: Any, division: Division, number: int) -> RoutedStage:
-        index = self.place.stage + number * self._settings.stages
+        index = self.coordinates.stage + number * self._settings.stages
         batch = self._workload.example(self._samples // self._microbatches)
         hidden, output = (torch.empty(shape, device="meta") for shape in self._workload.shapes(piece.model, batch))
         sums = [torch.empty(piece.sums, device="meta", requires_grad=True)] if piece.sums else []
@@ -189,10 +191,10 @@ class Spread:
             self._count,
             (batch,) if piece.span.first else (hidden.requires_grad_(), *sums),
             (output.requires_grad_() if piece.span.last else hidden.requires_grad_(), *sums),
-            self._groups.column,
+            self._groups.pipeline_group,
             self._groups.everyone,
-            self.place.replica,
-            lambda replica, piece: self.layout.process(replica, piece % self.layout.stages, self.place.shard),
+            self.coordinates.replica,
+            lambda replica, piece: self.mesh.process(replica, piece % self.mesh.stages, self.coordinates.shard),
             boundary(),
             boundary(),
             self._device,
@@ -201,19 +203,19 @@ class Spread:
 
     def _routes(self, step: int) -> Routes:
         if self._settings.routes == "random":
-            return random_routes(self.layout.replicas, self._seed, step)
-        return fixed_routes(self.layout.replicas)
+            return random_routes(self.mesh.replicas, self._seed, step)
+        return fixed_routes(self.mesh.replicas)
 
     def _microbatches_at(self, boundaries: int, routes: Routes, step: int) -> list[Tensor]:
         """Each microbatch that comes to this replica's piece after so many boundaries."""
-        origins = [routes.origin(self.place.replica, m, boundaries) for m in range(self._microbatches)]
+        origins = [routes.origin(self.coordinates.replica, m, boundaries) for m in range(self._microbatches)]
         shares = {origin: self._share_of(origin, step) for origin in set(origins)}
         return [shares[origin][number] for number, origin in enumerate(origins)]
 
     def _share_of(self, replica: int, step: int) -> tuple[Tensor, ...]:
         """This shard's part of a replica's batch, in microbatches."""
         ids = self._workload.sample_ids(self._seed, replica, step, self._settings.batch_size)
-        own = np.array_split(ids, self.layout.shards)[self.place.shard]
+        own = np.array_split(ids, self.mesh.shards)[self.coordinates.shard]
         batch: Tensor = self._workload.batch(own)
         return batch.tensor_split(self._microbatches)
 
@@ -231,7 +233,7 @@ class Spread:
         if self._is_last:
             assert self._tied.grad is not None
             gradient = own_of(self._tied.grad)
-            dist.send(gradient.cpu(), self._process_of(0), group=self._groups.column)
+            dist.send(gradient.cpu(), self._process_of(0), group=self._groups.pipeline_group)
             self.traffic.sent(gradient.nbytes)
         elif self._is_first:
             assert self._tied.grad is not None
@@ -242,19 +244,21 @@ class Spread:
     def _received(self, shape: torch.Size, piece: int) -> Tensor:
         """Float32 values from the process that has a piece, on the CPU."""
         room = torch.empty(shape)
-        dist.recv(room, self._process_of(piece), group=self._groups.column)
+        dist.recv(room, self._process_of(piece), group=self._groups.pipeline_group)
         return room
 
     def _forward(self, batch: Tensor) -> Tensor | None:
         """Sends a batch through all pieces, nothing left out between them; its output, in the process that has it."""
         leaving: Tensor | None = None
         shape, _ = self._workload.shapes(self._pieces[0].model, batch)
-        for index in range(self.place.stage, self._count, self.layout.stages):
+        for index in range(self.coordinates.stage, self._count, self.mesh.stages):
             entering = batch if index == 0 else self._received(shape, index - 1).to(self._device)
-            leaving = self._pieces[index // self.layout.stages](entering)
+            leaving = self._pieces[index // self.mesh.stages](entering)
             assert leaving is not None
             if index < self._count - 1:
-                dist.send(leaving.detach().cpu().contiguous(), self._process_of(index + 1), group=self._groups.column)
+                dist.send(
+                    leaving.detach().cpu().contiguous(), self._process_of(index + 1), group=self._groups.pipeline_group
+                )
                 leaving = None
         return leaving
 
@@ -270,4 +274,4 @@ class Spread:
                     module.reshard()  # what was gathered of weights that are about to change
 
     def _process_of(self, piece: int) -> int:
-        return self.layout.process(self.place.replica, piece % self.layout.stages, self.place.shard)
+        return self.mesh.process(self.coordinates.replica, piece % self.mesh.stages, self.coordinates.shard)

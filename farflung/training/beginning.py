@@ -13,7 +13,7 @@ from pathlib import Path
 
 from farflung.errors import UserError, disk_errors
 from farflung.files import write_text
-from farflung.pipeline import Layout, Place
+from farflung.pipeline import Mesh, MeshCoordinates
 from farflung.settings import Settings, read_settings
 from farflung.training import checkpoint, events
 
@@ -89,8 +89,8 @@ def local_step(settings: Settings, folder: Path) -> int:
     The checkpoints of replicas that have died are not waited for.
     """
     died = events.died(folder)
-    layout = settings.layout()
-    seats = [(replica, layout.seat(Place(replica))) for replica in range(settings.run.replicas)]
+    mesh = settings.mesh()
+    seats = [(replica, mesh.file_stem(MeshCoordinates(replica))) for replica in range(settings.run.replicas)]
     standings = [Standing.of(folder, replica, seat, RESUMED) for replica, seat in seats]
     return first_step([one for one in standings if one.replica not in died] or standings, folder) or 0
 
@@ -196,23 +196,23 @@ def _listed(numbers: Sequence[object]) -> str:
     return ", ".join(map(str, numbers[:SHOWN])) + (" …" if len(numbers) > SHOWN else "")
 
 
-def writing(layout: Layout, machines: Mapping[int, str]) -> dict[str, int]:
+def writing(mesh: Mesh, machines: Mapping[int, str]) -> dict[str, int]:
     """The replica that writes, on each machine, what all have in common; given the machine of each process there is.
 
     It is the first replica that is there whole, or else the first that has a part there.
     """
     chosen = {}
     for machine in dict.fromkeys(machines.values()):
-        here = Counter(layout.place(process).replica for process, other in machines.items() if other == machine)
-        chosen[machine] = min(here, key=lambda replica: (here[replica] < layout.island, replica))
+        here = Counter(mesh.coordinates(process).replica for process, other in machines.items() if other == machine)
+        chosen[machine] = min(here, key=lambda replica: (here[replica] < mesh.island, replica))
     return chosen
 
 
-def telling(layout: Layout, machines: Mapping[int, str]) -> set[int]:
+def telling(mesh: Mesh, machines: Mapping[int, str]) -> set[int]:
     """The first process of each machine that has a part of the replica that writes there."""
-    of = writing(layout, machines)
+    of = writing(mesh, machines)
     first: dict[str, int] = {}
     for process, machine in machines.items():
-        if layout.place(process).replica == of[machine]:
+        if mesh.coordinates(process).replica == of[machine]:
             first.setdefault(machine, process)
     return set(first.values())

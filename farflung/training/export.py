@@ -12,7 +12,7 @@ from farflung.files import holds_no_run
 from farflung.pipeline.boundaries import boundary_named
 from farflung.settings import Settings, read_settings
 from farflung.training import checkpoint
-from farflung.training.layouts import whole_weights
+from farflung.training.resharding import whole_weights
 
 
 def export(folder: Path, target: Path) -> str:

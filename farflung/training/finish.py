@@ -16,7 +16,7 @@ from farflung.outer.fragments import split
 from farflung.settings import Settings
 from farflung.training import checkpoint
 from farflung.training.gather import gather
-from farflung.training.layouts import buffer_names
+from farflung.training.resharding import buffer_names
 from farflung.training.terminal import say
 from farflung.training.trainer import Trainer
 
@@ -64,14 +64,14 @@ def finish(trainer: Trainer, together: Together) -> dict[str, Any]:
         own_facts += [island.traffic.bytes_sent]
         numel, deviation, sent, blocked, boundary = island.total(torch.tensor(own_facts, dtype=torch.float64)).tolist()
         facts = {
-            "replica": island.place.replica,
+            "replica": island.coordinates.replica,
             "parameters": round(numel),
             "tokens": trainer.trained * trainer.units_per_step,
             "loss": own_loss,
             "deviation": deviation / max(numel, 1),
             "sent": round(sent),
             "boundary": round(boundary),
-            "blocked": blocked / island.layout.island,
+            "blocked": blocked / island.mesh.island,
             "rounds": trainer.rounds,
             "seconds": seconds,
         }
@@ -92,8 +92,8 @@ def finish(trainer: Trainer, together: Together) -> dict[str, Any]:
         "replicas": settings.run.replicas,
         "missing": sorted(missing) if len(all_facts) < settings.run.replicas else [],
         "steps": trainer.step,
-        "stages": island.layout.stages,
-        "shards": island.layout.shards,
+        "stages": island.mesh.stages,
+        "shards": island.mesh.shards,
         "parameters": parameters,
         "tokens": sum(f["tokens"] for f in all_facts),
         "validation_loss": sum(f["loss"] for f in all_facts) / len(all_facts),
@@ -116,7 +116,7 @@ def write_results(trainer: Trainer, summary: dict[str, Any], tells: bool) -> Non
     """
     summary = {**summary, "sample": trainer.island.sample()}
     model = trainer.model
-    average = {"shard": trainer.island.place.shard, "model": model.state_dict(), "buffers": buffer_names(model)}
+    average = {"shard": trainer.island.coordinates.shard, "model": model.state_dict(), "buffers": buffer_names(model)}
 
     def write() -> None:
         if tells:

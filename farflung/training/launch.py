@@ -22,7 +22,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from farflung.errors import UserError, disk_errors
 from farflung.files import write_text
 from farflung.networks import ReplicaDiedError, SimulatedNetwork, Simulation, TorchNetwork
-from farflung.pipeline import Layout, check
+from farflung.pipeline import Mesh, check
 from farflung.settings import Settings, settings_toml
 from farflung.training import checkpoint
 from farflung.training.alike import other_data, refuse_other_settings
@@ -174,13 +174,13 @@ def run_torch_replica(
             way = _prepare_machine(settings, folder, RESTARTED if restart else way)
     use_cores_of(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     network = TorchNetwork.from_env(settings.network.starting)
-    layout = settings.layout()
-    place = layout.place(network.process)
-    everyone = range(layout.processes)
+    mesh = settings.mesh()
+    coordinates = mesh.coordinates(network.process)
+    everyone = range(mesh.processes)
     stop = Stop(network.store, everyone, [network.process], launcher=os.getppid())
     with stopping_on_signals(stop):
         refuse_other_settings(network, settings)
-        own = Standing.of(folder, place.replica, layout.seat(place), way)
+        own = Standing.of(folder, coordinates.replica, mesh.file_stem(coordinates), way)
         standings = [
             Standing(**told) for told in gather(network, vars(own), "standings", settings.network.deadline).values()
         ]
@@ -195,27 +195,25 @@ def run_torch_replica(
         machines = {process: standing.machine for process, standing in enumerate(standings)}
         with closing(trainer.events):
             if other_data(network, trainer.workload.digest(), settings.network.deadline) and network.process in telling(
-                layout, machines
+                mesh, machines
             ):
                 trainer.warn("machines hold other data than each other; validation losses are not of the same samples")
             trainer.train()
-            tells = _finish_with_those_left(trainer, network, layout, machines)
+            tells = _finish_with_those_left(trainer, network, mesh, machines)
     network.close()
     return tells
 
 
-def _finish_with_those_left(
-    trainer: Trainer, network: TorchNetwork, layout: Layout, machines: Mapping[int, str]
-) -> bool:
+def _finish_with_those_left(trainer: Trainer, network: TorchNetwork, mesh: Mesh, machines: Mapping[int, str]) -> bool:
     """Ends a run of processes, of which some may be lost; whether this one has written the summary for its machine."""
-    summary = finish(trainer, lambda ended: ended_together(ended, network, layout, trainer.settings.network.deadline))
+    summary = finish(trainer, lambda ended: ended_together(ended, network, mesh, trainer.settings.network.deadline))
     missing = summary["missing"]
-    machines = {process: name for process, name in machines.items() if layout.place(process).replica not in missing}
-    tells = network.process in telling(layout, machines)
+    machines = {process: name for process, name in machines.items() if mesh.coordinates(process).replica not in missing}
+    tells = network.process in telling(mesh, machines)
     if tells and missing:
         lost = ", ".join(map(str, missing))
         trainer.warn(f"replicas lost: {lost}; the averaged weights and the summary are of the others")
-    if layout.place(network.process).replica in writing(layout, machines).values():
+    if mesh.coordinates(network.process).replica in writing(mesh, machines).values():
         write_results(trainer, summary, tells)
     return tells
 
@@ -258,13 +256,13 @@ def launch_torch(settings: Settings, folder: Path, resume: bool) -> None:
     """
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
-    os.environ.setdefault("OMP_NUM_THREADS", str(cores_for(settings.layout().processes)))
+    os.environ.setdefault("OMP_NUM_THREADS", str(cores_for(settings.mesh().processes)))
     os.environ[STARTED_HERE] = "1"
     (folder / "logs").mkdir(exist_ok=True)
     launcher = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
-        nproc_per_node=settings.layout().processes,
+        nproc_per_node=settings.mesh().processes,
         run_id=folder.name,
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
@@ -280,7 +278,7 @@ def launch_torch(settings: Settings, folder: Path, resume: bool) -> None:
     except SignalException as error:
         raise StoppedError("stopped by a signal") from error
     except ChildFailedError as error:
-        raise failure_of(error, folder, settings.layout()) from error
+        raise failure_of(error, folder, settings.mesh()) from error
 
 
 def stop_signals() -> list[signal.Signals]:

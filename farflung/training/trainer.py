@@ -19,11 +19,11 @@ from farflung.settings import Settings
 from farflung.training import checkpoint
 from farflung.training.events import EventLog
 from farflung.training.kept import Kept
-from farflung.training.late import LateAverage
-from farflung.training.layouts import buffer_names, load_state, own_names
 from farflung.training.learning_rate import lr_scale
 from farflung.training.measures import Rate, peak_memory, sampled
+from farflung.training.resharding import buffer_names, load_state, own_names
 from farflung.training.stopping import Stop, StoppedError
+from farflung.training.tail import TailAverage
 from farflung.workloads import Workload
 
 SAMPLED_WEIGHTS = 1024
@@ -73,17 +73,17 @@ class Trainer:
             settings.island,
             self.workload,
             network,
-            settings.layout(),
+            settings.mesh(),
             settings.run.seed,
             settings.network.deadline,
             device,
         )
         self.model = self.island.model
-        layout, place = self.island.layout, self.island.place
-        self.process = layout.process(place.replica, place.stage, place.shard)
-        self.speaks = layout.part(place) == 0
+        mesh, coordinates = self.island.mesh, self.island.coordinates
+        self.process = mesh.process(coordinates.replica, coordinates.stage, coordinates.shard)
+        self.speaks = mesh.part(coordinates) == 0
         """Whether this process's events stand for the replica's."""
-        self.seat = layout.seat(place)
+        self.seat = mesh.file_stem(coordinates)
         """What this process's files are called, but for the replica's events."""
         self.lr = settings.inner.lr or self.method.inner.lr
         named = self.model.named_parameters()
@@ -93,17 +93,19 @@ class Trainer:
         self.trained = self.step
         """Inner steps that this replica has computed itself; on an open network it may be counted at another step."""
         self.rounds = 0
-        self.late = LateAverage(self.model)
+        self.late = TailAverage(self.model)
         self._bytes_told = 0
         parts = (self.model, self.optimizer, self.method.schedule.fragments)
-        state = load_state(folder, self.step, layout, place, *parts) if self.step else None
-        kept.tell(self.process, (step for step in checkpoint.steps_of(folder, place.replica) if step <= self.step))
+        state = load_state(folder, self.step, mesh, coordinates, *parts) if self.step else None
+        kept.tell(
+            self.process, (step for step in checkpoint.steps_of(folder, coordinates.replica) if step <= self.step)
+        )
         if state and isinstance(network, TimedNetwork):
             network.resume(state["clock"])
         self.events = EventLog(
             folder,
-            place.replica,
-            f"replica-{place.replica}" if self.speaks else self.seat,
+            coordinates.replica,
+            f"replica-{coordinates.replica}" if self.speaks else self.seat,
             network.now,
             keep=state["events_size"] if state else None if resume_step is None else 0,
             elapsed=state["elapsed"] if state else 0.0,
@@ -117,9 +119,9 @@ class Trainer:
 
         To `catch_up` is to take the others' state first, on an open network where this replica was away.
         """
-        for path in checkpoint.damaged(self.folder, self.island.place.replica, self.step) if self.speaks else ():
+        for path in checkpoint.damaged(self.folder, self.island.coordinates.replica, self.step) if self.speaks else ():
             self.warn(f"{path} is damaged, so this run goes on from step {self.step}")
-        checkpoint.forget_after(self.folder, self.island.place.replica, self.step)
+        checkpoint.forget_after(self.folder, self.island.coordinates.replica, self.step)
         self._describe()
         attached = self.method.attach(
             self.model,
@@ -181,7 +183,7 @@ class Trainer:
         with self._rate.paused():
             began = self.network.now()
             state = {
-                "shard": self.island.place.shard,
+                "shard": self.island.coordinates.shard,
                 **own_names(self.model, self.optimizer, self.method.schedule.fragments),
                 "model": self.model.state_dict(),
                 "buffers": buffer_names(self.model),
@@ -213,7 +215,7 @@ class Trainer:
     def prune(self) -> None:
         """Removes old checkpoints, once all are known to have as many newer ones as are to be kept."""
         oldest = self.kept.oldest_needed(self.process, self.settings.run.keep_checkpoints)
-        checkpoint.prune(self.folder, self.island.place.replica, before=oldest)
+        checkpoint.prune(self.folder, self.island.coordinates.replica, before=oldest)
 
     def _restore(self, state: dict[str, Any], outer: Session) -> None:
         self.model.load_state_dict(state["model"])
@@ -258,15 +260,15 @@ class Trainer:
 
     def _sampled_weights(self) -> torch.Tensor:
         """Some of the replica's weights, always the same ones: from each of its processes as many."""
-        layout = self.island.layout
-        room = max(1, SAMPLED_WEIGHTS // layout.island)
+        mesh = self.island.mesh
+        room = max(1, SAMPLED_WEIGHTS // mesh.island)
         own = sampled(list(self.model.parameters()), room)
-        samples = torch.zeros(layout.island, room, dtype=torch.float64)
-        samples[layout.part(self.island.place), : len(own)] = own
-        return self.island.total(samples.flatten())[: len(own) if layout.island == 1 else None]
+        samples = torch.zeros(mesh.island, room, dtype=torch.float64)
+        samples[mesh.part(self.island.coordinates), : len(own)] = own
+        return self.island.total(samples.flatten())[: len(own) if mesh.island == 1 else None]
 
     def _describe(self) -> None:
-        layout, place = self.island.layout, self.island.place
+        mesh, coordinates = self.island.mesh, self.island.coordinates
         own = sum(p.numel() for p in self.model.parameters())
         self.events.write(
             "start",
@@ -276,10 +278,10 @@ class Trainer:
             steps=self.settings.run.steps,
             parameters=self.total(own),
             own_parameters=own,
-            stage=place.stage,
-            stages=layout.stages,
-            shard=place.shard,
-            shards=layout.shards,
+            stage=coordinates.stage,
+            stages=mesh.stages,
+            shard=coordinates.shard,
+            shards=mesh.shards,
             network=self.settings.network.network,
             host=socket.gethostname(),
             device=str(self.device),
@@ -310,7 +312,7 @@ class Trainer:
             rounds=self.rounds,
             bytes_sent=round(sent),
             boundary_bytes=round(boundary),
-            seconds_blocked=blocked / island.layout.island,
+            seconds_blocked=blocked / island.mesh.island,
             **({"refused": refused} if refused else {}),
             # Replicas that are simulated share their process's memory, and what it is differs from run to run.
             **({"peak_memory": peak_memory(self.device)} if self.settings.network.network == "torch" else {}),
