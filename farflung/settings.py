@@ -9,8 +9,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from farflung import methods
+from farflung import formats, methods
 from farflung.errors import UserError, suggestion
+from farflung.formats import RUN_FOLDER
 from farflung.inner import ADAMW, INNER, MUON
 from farflung.methods import RoundSettings
 from farflung.networks.settings import NetworkSettings
@@ -174,6 +175,8 @@ def _under_new_names(values: Mapping[str, Any], settings: Settings) -> dict[str,
 def read_settings(path: Path, **over: Any) -> Settings:
     """The settings of a TOML file, in tables or without, and those given here over them. Raises UserError."""
     table = toml_table(path)
+    RUN_FOLDER.check(table, str(path))
+    table.pop(formats.KEY, None)
     tables = [one.name for one in dataclasses.fields(Settings)]
     try:
         for key, value in table.items():

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from farflung.networks import PeerLostError, TorchNetwork
 from farflung.pipeline.mesh import Mesh
 
-PATIENCE = 2
+DEADLINES_OF_A_STAGE = 2
 """A stage may wait this many deadlines for another, which itself may wait for a round."""
 
 NOTICE_SECONDS = 0.5
@@ -37,7 +37,7 @@ class ProcessGroups:
         self.mesh = mesh
         self.coordinates = mesh.coordinates(network.process)
         self._network = network
-        self._limit = timedelta(seconds=PATIENCE * deadline)
+        self._limit = timedelta(seconds=DEADLINES_OF_A_STAGE * deadline)
         self.island = self._group(mesh.island_group(self.coordinates))
         self.pipeline_group = self._group(mesh.pipeline_group(self.coordinates))
         self._near = range(mesh.processes) if roaming else mesh.island_group(self.coordinates)

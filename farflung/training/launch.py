@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 import os
 import re
 import signal
@@ -19,8 +18,10 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from farflung import formats, scoped
 from farflung.errors import UserError, disk_errors
 from farflung.files import write_text
+from farflung.formats import RUN_FOLDER
 from farflung.networks import ReplicaDiedError, SimulatedNetwork, Simulation, TorchNetwork
 from farflung.pipeline import Mesh, check
 from farflung.settings import Settings, settings_toml
@@ -110,7 +111,8 @@ def write_settings(settings: Settings, folder: Path) -> None:
     """Writes config.toml. Raises UserError."""
     with disk_errors(f"write to {folder}", "choose another folder with --out"):
         folder.mkdir(parents=True, exist_ok=True)
-        write_text(folder / "config.toml", settings_toml(settings.settled()))
+        version = f"{formats.KEY} = {RUN_FOLDER.version}\n"
+        write_text(folder / "config.toml", f"{version}\n{settings_toml(settings.settled())}")
 
 
 def check_network(settings: Settings) -> None:
@@ -145,12 +147,12 @@ def run_simulated(settings: Settings, folder: Path, resume: bool) -> None:
         trainer = Trainer(
             settings, network, folder, stop, kept, pick_device(settings.run.device, network.rank), step, workload
         )
-        with closing(trainer.events):
+        with closing(trainer.log.events):
             try:
                 trainer.train()
                 endings.finish(trainer)
             except ReplicaDiedError:
-                trainer.events.write("end", trainer.step, reason="died")
+                trainer.log.end("died")
                 raise
 
     with stopping_on_signals(stop):
@@ -193,11 +195,13 @@ def run_torch_replica(
         kept = Kept(network.store, lambda: everyone)
         trainer = Trainer(settings, network, folder, stop, kept, pick_device(settings.run.device, local_rank), step)
         machines = {process: standing.machine for process, standing in enumerate(standings)}
-        with closing(trainer.events):
+        with closing(trainer.log.events):
             if other_data(network, trainer.workload.digest(), settings.network.deadline) and network.process in telling(
                 mesh, machines
             ):
-                trainer.warn("machines hold other data than each other; validation losses are not of the same samples")
+                trainer.log.warn(
+                    "machines hold other data than each other; validation losses are not of the same samples"
+                )
             trainer.train()
             tells = _finish_with_those_left(trainer, network, mesh, machines)
     network.close()
@@ -212,7 +216,7 @@ def _finish_with_those_left(trainer: Trainer, network: TorchNetwork, mesh: Mesh,
     tells = network.process in telling(mesh, machines)
     if tells and missing:
         lost = ", ".join(map(str, missing))
-        trainer.warn(f"replicas lost: {lost}; the averaged weights and the summary are of the others")
+        trainer.log.warn(f"replicas lost: {lost}; the averaged weights and the summary are of the others")
     if mesh.coordinates(network.process).replica in writing(mesh, machines).values():
         write_results(trainer, summary, tells)
     return tells
@@ -254,10 +258,11 @@ def launch_torch(settings: Settings, folder: Path, resume: bool) -> None:
 
     Raises StoppedError, UserError or RunFailedError.
     """
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
-    os.environ.setdefault("OMP_NUM_THREADS", str(cores_for(settings.mesh().processes)))
-    os.environ[STARTED_HERE] = "1"
+    environment = {
+        "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
+        "OMP_NUM_THREADS": str(cores_for(settings.mesh().processes)),
+        STARTED_HERE: "1",
+    }
     (folder / "logs").mkdir(exist_ok=True)
     launcher = LaunchConfig(
         min_nodes=1,
@@ -274,7 +279,8 @@ def launch_torch(settings: Settings, folder: Path, resume: bool) -> None:
     )
     arguments = ["--resume", str(folder)] if resume else [str(folder / "config.toml")]
     try:
-        elastic_launch(launcher, sys.executable)("-m", "farflung", "train", *arguments)
+        with scoped.quiet("torch.distributed.elastic"), scoped.environment(**environment):
+            elastic_launch(launcher, sys.executable)("-m", "farflung", "train", *arguments)
     except SignalException as error:
         raise StoppedError("stopped by a signal") from error
     except ChildFailedError as error:

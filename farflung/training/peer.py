@@ -107,7 +107,7 @@ def _run_peer(ticket: Ticket, settings: Settings, seat: Seat, joined: Callable[[
         parts.introduction(ticket),
         largest=LARGEST,
         deadline=settings.network.deadline,
-        tell=lambda line: told[0].warn(line) if told else _say(line),
+        tell=lambda line: told[0].log.warn(line) if told else _say(line),
     )
     joined(network)
     try:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from farflung.networks import Group, Network, TorchNetwork, among_survivors
 from farflung.pipeline import Mesh
-from farflung.training.finish import PATIENCE, Ended
+from farflung.training.finish import DEADLINES_AT_THE_END, Ended
 
 
 def ended_together(ended: Callable[[Network], Ended], network: TorchNetwork, mesh: Mesh, deadline: float) -> Ended:
@@ -26,4 +26,4 @@ def ended_together(ended: Callable[[Network], Ended], network: TorchNetwork, mes
     def work(processes: Group) -> Ended:
         return ended(network.among([process for process in mesh.data_parallel_group(own) if process in processes]))
 
-    return among_survivors(network, whole, work, PATIENCE * deadline)[1]
+    return among_survivors(network, whole, work, DEADLINES_AT_THE_END * deadline)[1]

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from farflung.errors import UserError
+from farflung.scoped import quiet
 from farflung.workloads.base import Reshape
 from farflung.workloads.settings import LanguageSettings
 from farflung.workloads.tokenizers import Tokenizer, reason
@@ -110,9 +111,9 @@ def model_config(settings: LanguageSettings, tokenizer: Tokenizer) -> Any:
             bos_token_id=tokenizer.end,
             eos_token_id=tokenizer.end,
         )
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it would tell of each attempt at an absent name
     try:
-        config = AutoConfig.from_pretrained(settings.model)
+        with quiet("huggingface_hub", logging.ERROR):  # it would tell of each attempt at an absent name
+            config = AutoConfig.from_pretrained(settings.model)
     except (OSError, ValueError) as error:
         raise _cannot_load(settings.model, error) from error
     vocabulary = getattr(config, "vocab_size", tokenizer.size)
