@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, make_dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
+from typing_extensions import Doc
 
 from farflung.codecs import (
     BlockDCT,
@@ -86,7 +87,22 @@ class RoundSettings(Checked):
 
     def given(self) -> dict[str, Any]:
         """What was chosen for the method; what it is to take its own default for is left out."""
-        return {name: value for name, value in vars(self).items() if name in _OWNED and value is not None}
+        owned = _OWNED | defaults_of(self.method).keys()
+        return {name: value for name, value in vars(self).items() if name in owned and value is not None}
+
+    def of_method(self, name: str) -> RoundSettings:
+        """The same for another method; one of another package may take settings of its own besides."""
+        kind: type = RoundSettings
+        taken = {one.name for one in fields(RoundSettings)} | {"seed"}
+        parameters = inspect.signature(RECIPES[name], eval_str=True).parameters.values()
+        plain = [one for one in parameters if one.name not in taken and one.annotation in (int, float, bool, str)]
+        if plain:
+            told = Doc(f"A setting of {name}; unset: its own default.")
+            more = [(one.name, Annotated[one.annotation | None, told], None) for one in plain]
+            kind = make_dataclass("RoundSettings", more, bases=(RoundSettings,), frozen=True)
+        usual = {one.name: getattr(self, one.name) for one in fields(RoundSettings)}
+        made: RoundSettings = kind(**usual | {"method": name})
+        return made
 
 
 def ddp(codec: Codec | str | None = None) -> Method:
@@ -274,7 +290,7 @@ RECIPES: Registry[Callable[..., Method]] = Registry(
 )
 """The methods that the command line offers, by name."""
 
-_OWNED = {name for recipe in _ALL for name in inspect.signature(recipe).parameters} - {"seed"}
+_OWNED = {name for recipe in _ALL for name in inspect.signature(recipe).parameters}
 
 
 __getattr__ = renamed(__name__, {"settings_of": "defaults_of"})

@@ -25,6 +25,7 @@ from farflung.tables import (
     Checked,
     MayDiffer,
     flattened,
+    new_names,
     rule_of,
     setting,
     tell_renamed,
@@ -108,8 +109,11 @@ class Settings:
         """With other values of some settings, by their names. Raises UserError for a name or a value that is none."""
         tables: dict[str, Any] = {}
         workload = values.get("workload", self.run.workload)
-        if workload != self.run.workload:
+        if workload != self.run.workload and isinstance(workload, str):
             tables["workload"] = WORKLOADS[workload].Settings()
+        method = values.get("method", self.rounds.method)
+        if method != self.rounds.method and method in methods.RECIPES:
+            tables["rounds"] = self.rounds.of_method(method)
         values = _under_new_names(values, replace(self, **tables))
         for name, table in (vars(self) | tables).items():
             known = {one.name for one in dataclasses.fields(table)} & values.keys()
@@ -156,17 +160,12 @@ def names_that_may_differ(where: MayDiffer, settings: Settings) -> list[str]:
     return [one.name for one in _fields(settings) if where in rule_of(one).may_differ]
 
 
-def new_names(settings: Settings) -> dict[str, str]:
-    """What settings are called now, by the names of the version before."""
-    return {rule.formerly: one.name for one in _fields(settings) if (rule := rule_of(one)).formerly}
-
-
 def _fields(settings: Settings) -> list[dataclasses.Field[Any]]:
     return [one for table in vars(settings).values() for one in dataclasses.fields(table)]
 
 
 def _under_new_names(values: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
-    renamed = new_names(settings)
+    renamed = new_names(map(type, vars(settings).values()))
     for old in renamed.keys() & values.keys():
         tell_renamed(old, renamed[old])
     return {renamed.get(name, name): value for name, value in values.items()}

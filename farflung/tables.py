@@ -13,7 +13,7 @@ import textwrap
 import tomllib
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -79,6 +79,12 @@ def rule_of(field: dataclasses.Field[Any]) -> Rule:
     """What a field says of its values."""
     rule: Rule = field.metadata.get("rule", Rule())
     return rule
+
+
+def new_names(kinds: Iterable[type]) -> dict[str, str]:
+    """What the fields of dataclasses are called now, by the names of the version before."""
+    fields = [field for kind in kinds for field in dataclasses.fields(kind)]
+    return {rule.formerly: field.name for field in fields if (rule := rule_of(field)).formerly}
 
 
 @dataclass(frozen=True)

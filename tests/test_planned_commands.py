@@ -54,7 +54,7 @@ ASKED = {
 def printed(folder: Path, text: str, asked: list[str], capsys: Any, monkeypatch: Any) -> list[str]:
     """The commands that `farflung plan` prints."""
     (folder / "m.toml").write_text(text)
-    arguments = ["plan", *SMALL, "--machines", "m.toml", "--place", "1", "--show", "100", *asked]
+    arguments = ["plan", *SMALL, "--machines", "m.toml", "--search-s", "1", "--show", "100", *asked]
     assert run_here(monkeypatch, folder, *arguments) == 0
     lines = capsys.readouterr().out.splitlines()
     return [re.sub(r"^ *\d+ ", "", line) for line in lines if "farflung train" in line]
@@ -146,7 +146,7 @@ def run(commands: list[str], folder: Path) -> list[dict[str, Any]]:
 
 def test_islands_that_share_a_machine_with_half_of_another_train_as_planned(tmp_path: Path) -> None:
     (tmp_path / "m.toml").write_text(FILES["uneven"])
-    asked = PlanOptions("micro", tmp_path / "m.toml", 1024, sequence_length=32, batch_tokens=512, place=0)
+    asked = PlanOptions("micro", tmp_path / "m.toml", 1024, sequence_length=32, batch_tokens=512, search_s=0)
     plans, _, cluster = plan(asked)
     choice = next(
         found.choice for found in plans if (found.choice.layout.stages, found.choice.layout.replicas) == (2, 2)

@@ -349,7 +349,7 @@ shared = true
 
 def options(path: Path, text: str = MACHINES, **settings: Any) -> PlanOptions:
     path.write_text(text)
-    return PlanOptions(**{"model": "llama-1.3b", "machines": path, "tokens": 1e9, "place": 0.0, **settings})
+    return PlanOptions(**{"model": "llama-1.3b", "machines": path, "tokens": 1e9, "search_s": 0.0, **settings})
 
 
 def test_a_plan_is_sorted_fits_and_adds_up(tmp_path: Path) -> None:
@@ -390,7 +390,7 @@ def test_stages_are_placed_where_links_suit_them(tmp_path: Path) -> None:
     )
     settings = {"methods": "diloco", "model": "llama-125m", "show": 3}
     as_they_come = plan(options(tmp_path / "m.toml", mixed, **settings))[0]
-    placed = plan(options(tmp_path / "m.toml", mixed, **settings, place=3.0))[0]
+    placed = plan(options(tmp_path / "m.toml", mixed, **settings, search_s=3.0))[0]
     two_stages = [next(p for p in plans if p.choice.layout.stages == 2) for plans in (as_they_come, placed)]
     assert two_stages[1].placed and two_stages[1].step < two_stages[0].step / 3
     assert {frozenset(island) for island in two_stages[1].choice.layout.islands} == {
@@ -533,7 +533,7 @@ def test_plan_prints_units_reasons_and_costs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "m.toml").write_text(MACHINES)
-    arguments = ["plan", "--model", "llama-1.3b", "--machines", "m.toml", "--tokens", "1e9", "--place", "1"]
+    arguments = ["plan", "--model", "llama-1.3b", "--machines", "m.toml", "--tokens", "1e9", "--search-s", "1"]
     assert run_here(monkeypatch, tmp_path, *arguments) == 0
     out = capsys.readouterr().out
     _, header, units, *_ = [line for line in out.splitlines() if line]

@@ -19,7 +19,7 @@ from farflung.methods import Method
 from farflung.networks import Conditions, Network, Simulation
 from farflung.outer import Everyone, GossipNesterov, Schedule
 from farflung.pipeline import Mesh, MeshCoordinates
-from farflung.pipeline.parts import Part
+from farflung.pipeline.local_model import LocalModel
 from farflung.training import checkpoint
 from farflung.training.resharding import buffer_names, load_state, own_names, whole_weights
 
@@ -31,7 +31,7 @@ OUTERS: dict[str, Any] = {
 LAYERS = 4
 
 
-def part_of(mesh: Mesh, coordinates: MeshCoordinates) -> Part:
+def part_of(mesh: Mesh, coordinates: MeshCoordinates) -> LocalModel:
     """The same made-up model in every layout: four layers of matrices of five rows, dealt out to stages and shards.
 
     Each layer has a buffer that all of its shards have whole.
@@ -47,7 +47,7 @@ def part_of(mesh: Mesh, coordinates: MeshCoordinates) -> Part:
                 rows[coordinates.shard].clone() if coordinates.shard < len(rows) else tensor[:0].clone()
             )
             buffers[f"layers.{name.split('.')[1]}.mean"] = torch.zeros(3)
-    return Part(own, buffers)
+    return LocalModel(own, buffers)
 
 
 SHAPES = {"weight": (5, 3), "bias": (2,)}

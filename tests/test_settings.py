@@ -1,12 +1,15 @@
 import dataclasses
+from functools import partial
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from farflung.codecs import Codec
 from farflung.errors import UserError
-from farflung.outer import GossipNesterov, RandomGroups, Schedule
+from farflung.methods import RECIPES, noloco
+from farflung.outer import GossipNesterov, Method, RandomGroups, Schedule
 from farflung.settings import Settings, names_that_may_differ, read_settings, settings_toml
 from farflung.tables import (
     AFTER_RESUME,
@@ -139,3 +142,20 @@ def test_a_value_is_held_to_the_limits_of_its_field(value: int, least: int | Non
             kind(size=value)
     else:
         assert kind(size=value).size == value
+
+
+def test_a_method_of_another_package_may_take_settings_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a package's entry point would add it."""
+
+    def tuned(every: int = 50, pull: float = 0.5, codec: Codec | str | None = None) -> Method:
+        return noloco(every, gamma=pull, codec=codec)
+
+    monkeypatch.setitem(RECIPES._rows, "tuned", tuned)
+    settings = Settings.of(method="tuned", pull=0.25, every=7)
+    outer = settings.method().outer
+    assert isinstance(outer, partial) and outer.keywords["gamma"] == 0.25
+    assert settings.method().schedule.every == 7 and settings.flat()["pull"] == 0.25
+    with pytest.raises(UserError, match="pull is 'much'; it must be of type float"):
+        settings.changed(pull="much")
+    with pytest.raises(UserError, match="there is no setting 'pull'"):
+        settings.changed(method="diloco").changed(pull=0.5)

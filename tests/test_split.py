@@ -16,7 +16,7 @@ from farflung.errors import UserError
 from farflung.pipeline import Mesh, check
 from farflung.pipeline.balance import spans
 from farflung.pipeline.check import refuse_other_weights
-from farflung.pipeline.mesh import replicas_of
+from farflung.pipeline.mesh import whole_replicas
 from farflung.pipeline.routes import fixed_routes, random_routes
 from farflung.settings import Settings
 from farflung.workloads import models, tokenizers
@@ -234,9 +234,9 @@ def test_a_run_may_go_on_with_other_stages_unless_they_decide_which_weights_ther
 
 def test_processes_that_make_no_whole_replicas_are_refused() -> None:
     island = BASE.changed(shard=2).island
-    assert replicas_of(8, island) == 2
+    assert whole_replicas(8, island) == 2
     with pytest.raises(UserError, match="6 processes cannot be replicas of 2 stages × 2 shards; start a multiple of 4"):
-        replicas_of(6, island)
+        whole_replicas(6, island)
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])

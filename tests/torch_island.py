@@ -16,7 +16,7 @@ from patience import patience
 
 from farflung.networks import Network, TorchNetwork
 from farflung.pipeline import Island, assemble
-from farflung.pipeline.parts import persistent_buffers
+from farflung.pipeline.local_model import persistent_buffers
 from farflung.settings import Settings
 from farflung.workloads import Workload
 

@@ -63,6 +63,12 @@ def value_among(arguments: list[str], wanted: str) -> str | None:
     return value
 
 
+def kinds_among(arguments: list[str]) -> dict[str, str]:
+    """The settings that decide which others there are, as far as they are given."""
+    found = {name: value_among(arguments, flag(name)) for name in ("workload", "method")}
+    return {name: value for name, value in found.items() if value is not None}
+
+
 def under_new_names(arguments: list[str], renamed: Mapping[str, str]) -> list[str]:
     """Arguments with flags as they are called now, by the settings' old names; tells the user of it."""
     changed = []

@@ -16,7 +16,7 @@ from typing import Any
 
 import tyro
 
-from farflung.cli.arguments import FAILURE, INTERRUPTED, free_folder, given, parse, unset, value_among, with_field
+from farflung.cli.arguments import FAILURE, INTERRUPTED, free_folder, given, kinds_among, parse, unset, with_field
 from farflung.cli.training import tell_result, watched
 from farflung.settings import Settings
 from farflung.tables import BETWEEN_PEERS
@@ -74,13 +74,13 @@ def invite(arguments: list[str]) -> None:
     """Begin a run on the internet: print its ticket, and be its first peer or a beacon."""
     from farflung.training import peer
 
-    over = {"workload": name} if (name := value_among(arguments, "--workload")) else {}
+    over = kinds_among(arguments)
     options: Any = parse(with_field(_Invite, "settings", Settings.of(**over)), arguments, "invite", invite.__doc__)
     ticket = peer.internet().Ticket.new(options.name, peer.shared_settings(options.settings))
     seat = peer.seat_of(options.listening, first=True)
     if options.train:
         folder = Path(options.settings.run.out) if options.settings.run.out else free_folder(options.name)
-        settings = peer.settings_of(ticket).changed(out=str(folder))
+        settings = peer.ticket_settings(ticket).changed(out=str(folder))
         _train(ticket, settings, seat, lambda network: print(network.invitation().text(), flush=True))
         return
     with tempfile.TemporaryDirectory() as scratch, _until_stopped() as stopped:
@@ -102,7 +102,7 @@ def join(arguments: list[str]) -> None:
     options: Any = parse(with_field(_Join, "own", own), arguments, "join", join.__doc__)
     ticket = peer.internet().read_ticket(options.ticket)
     folder = Path(options.own.out) if options.own.out else free_folder(ticket.name)
-    settings = peer.settings_of(ticket).changed(**given(options.own) | {"out": str(folder)})
+    settings = peer.ticket_settings(ticket).changed(**given(options.own) | {"out": str(folder)})
     _train(ticket, settings, peer.seat_of(options.listening, options.first))
 
 

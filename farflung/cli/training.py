@@ -23,6 +23,7 @@ from farflung.cli.arguments import (
     flags_among,
     free_folder,
     given,
+    kinds_among,
     parse,
     under_new_names,
     unset,
@@ -31,8 +32,8 @@ from farflung.cli.arguments import (
 )
 from farflung.errors import UserError
 from farflung.files import holds_no_run
-from farflung.settings import Settings, names_that_may_differ, new_names, read_settings
-from farflung.tables import AFTER_RESUME
+from farflung.settings import Settings, names_that_may_differ, read_settings
+from farflung.tables import AFTER_RESUME, new_names
 
 
 @dataclass(frozen=True)
@@ -126,10 +127,10 @@ def _announce(asked: Asked) -> None:
 
 def what_is_asked(arguments: list[str]) -> Asked:
     """The run that some arguments ask for: flags win over the file. Raises UserError."""
-    arguments = under_new_names(arguments, new_names(Settings()))
+    arguments = under_new_names(arguments, new_names(map(type, vars(Settings()).values())))
     if "--resume" in flags_among(arguments):
         return _resumed(arguments)
-    over = {"workload": name} if (name := value_among(arguments, "--workload")) else {}
+    over = kinds_among(arguments)
     if arguments and not arguments[0].startswith("-"):
         defaults, arguments = read_settings(Path(arguments[0]), **over), arguments[1:]
     else:
@@ -175,9 +176,9 @@ def _with_replicas(settings: Settings) -> Settings:
     """Under torchrun there are as many replicas as the processes that it has started make."""
     if "WORLD_SIZE" not in os.environ:
         return settings
-    from farflung.pipeline import replicas_of
+    from farflung.pipeline import whole_replicas
 
-    return settings.changed(replicas=replicas_of(int(os.environ["WORLD_SIZE"]), settings.island))
+    return settings.changed(replicas=whole_replicas(int(os.environ["WORLD_SIZE"]), settings.island))
 
 
 @contextlib.contextmanager

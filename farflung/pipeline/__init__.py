@@ -3,6 +3,6 @@
 from farflung.pipeline.assemble import assemble
 from farflung.pipeline.check import check
 from farflung.pipeline.island import Island
-from farflung.pipeline.mesh import Mesh, MeshCoordinates, replicas_of
+from farflung.pipeline.mesh import Mesh, MeshCoordinates, whole_replicas
 
-__all__ = ["Island", "Mesh", "MeshCoordinates", "assemble", "check", "replicas_of"]
+__all__ = ["Island", "Mesh", "MeshCoordinates", "assemble", "check", "whole_replicas"]

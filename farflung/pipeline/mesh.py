@@ -89,7 +89,7 @@ class Mesh:
         return tuple(self.process(coordinates.replica, coordinates.stage, shard) for shard in range(self.shards))
 
 
-def replicas_of(processes: int, settings: IslandSettings) -> int:
+def whole_replicas(processes: int, settings: IslandSettings) -> int:
     """How many replicas so many processes make. Raises UserError when they do not divide."""
     island = settings.processes
     if processes % island:

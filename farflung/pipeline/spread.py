@@ -24,10 +24,10 @@ from farflung.networks import Traffic
 from farflung.pipeline.boundaries import Boundary
 from farflung.pipeline.division import Division
 from farflung.pipeline.groups import ProcessGroups
-from farflung.pipeline.parts import Part, own_of, persistent_buffers
+from farflung.pipeline.local_model import LocalModel, own_of, persistent_buffers
 from farflung.pipeline.routes import Routes, fixed_routes, random_routes
 from farflung.pipeline.settings import IslandSettings
-from farflung.pipeline.stages import RoutedStage
+from farflung.pipeline.stages import RoutedStage, Transport
 from farflung.scoped import quiet
 from farflung.workloads.base import Divisible
 
@@ -75,7 +75,7 @@ class Spread:
         self._is_first, self._is_last = self.coordinates.stage == 0, self.coordinates.stage == settings.stages - 1
         self._tied = self._embeddings() if division.tied and self._count > 1 else None
         buffers = {name: buffer for piece in pieces for name, buffer in persistent_buffers(piece.model).items()}
-        self._part = Part(self._owned(), buffers)
+        self._part = LocalModel(self._owned(), buffers)
         self.model: nn.Module = self._part
         self._stages = [self._stage(piece, division, number) for number, piece in enumerate(pieces)]
         self._schedule: Any = SCHEDULES[settings.pipeline_schedule](
@@ -184,21 +184,18 @@ class Spread:
         hidden, output = (torch.empty(shape, device="meta") for shape in self._workload.shapes(piece.model, batch))
         sums = [torch.empty(piece.sums, device="meta", requires_grad=True)] if piece.sums else []
         boundary = partial(Boundary, hidden.shape, division.codec, division.subspace, self._device)
-        return RoutedStage(
-            piece,
-            index,
-            self._count,
-            (batch,) if piece.span.first else (hidden.requires_grad_(), *sums),
-            (output.requires_grad_() if piece.span.last else hidden.requires_grad_(), *sums),
-            self._groups.pipeline_group,
+        entering = (batch,) if piece.span.first else (hidden.requires_grad_(), *sums)
+        leaving = (output.requires_grad_() if piece.span.last else hidden.requires_grad_(), *sums)
+        transport = Transport(
             self._groups.everyone,
             self.coordinates.replica,
             lambda replica, piece: self.mesh.process(replica, piece % self.mesh.stages, self.coordinates.shard),
             boundary(),
             boundary(),
-            self._device,
             self.traffic,
         )
+        group = self._groups.pipeline_group
+        return RoutedStage(piece, index, self._count, (entering, leaving), group, transport, self._device)
 
     def _routes(self, step: int) -> Routes:
         if self._settings.routes == "random":

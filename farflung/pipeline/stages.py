@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,17 +19,34 @@ ProcessOf = Callable[[int, int], int]
 """The process that has a replica's piece."""
 
 
+@dataclass
+class Transport:
+    """How microbatches reach a stage and leave it.
+
+    Args:
+        group: over which they travel.
+        replica: this process's.
+        process_of: who has which piece of which replica.
+        before, after: the boundaries on both sides.
+        traffic: where what is sent and received is counted.
+    """
+
+    group: dist.ProcessGroup
+    replica: int
+    process_of: ProcessOf
+    before: Boundary
+    after: Boundary
+    traffic: Traffic
+
+
 class RoutedStage(PipelineStage):
     """One piece of the model in torch's schedules; `routes` say with which replicas' pieces it exchanges.
 
     Args:
         piece, index, count: the piece, its number, and of how many.
-        entering, leaving: what goes in and comes out, shapes and dtypes only.
-        column: the group of the processes of this replica's pipeline.
-        everyone: the group over which microbatches travel.
-        replica, process_of: this replica, and who has which piece.
-        before, after: the boundaries on both sides.
-        traffic: where what is sent and received is counted.
+        shapes: what goes in, and what comes out, shapes and dtypes only.
+        pipeline_group: the processes of this replica's pipeline.
+        transport: where microbatches come from and go to.
 
     Where pieces hand on sums beside the hidden states, these travel as they are, in packets of their own.
     """
@@ -38,26 +56,18 @@ class RoutedStage(PipelineStage):
         piece: Any,
         index: int,
         count: int,
-        entering: tuple[Tensor, ...],
-        leaving: tuple[Tensor, ...],
-        column: dist.ProcessGroup,
-        everyone: dist.ProcessGroup,
-        replica: int,
-        process_of: ProcessOf,
-        before: Boundary,
-        after: Boundary,
+        shapes: tuple[tuple[Tensor, ...], tuple[Tensor, ...]],
+        pipeline_group: dist.ProcessGroup,
+        transport: Transport,
         device: torch.device,
-        traffic: Traffic,
     ) -> None:
-        super().__init__(piece, index, count, device, input_args=entering, output_args=leaving, group=column)
-        self.traffic = traffic
+        entering, leaving = shapes
+        super().__init__(piece, index, count, device, input_args=entering, output_args=leaving, group=pipeline_group)
         self.batches: list[Tensor] = []
         """The samples of each microbatch of the step."""
         self.routes: Routes
-        self._everyone = everyone
-        self._replica = replica
-        self._process_of = process_of
-        self._before, self._after = before, after
+        self._transport = transport
+        self._before, self._after = transport.before, transport.after
         self._sums = [torch.empty(piece.sums)] if piece.sums else []
         self._inbox: dict[tuple[str, int], list[Tensor]] = {}
 
@@ -109,27 +119,27 @@ class RoutedStage(PipelineStage):
         return (self._after.unpack_gradient(packet), *(s.to(self.device) for s in of_sums))
 
     def _onward(self, microbatch: int) -> int:
-        replica = self.routes.onward(self._replica, microbatch, self.stage_index)
-        return self._process_of(replica, self.stage_index + 1)
+        replica = self.routes.onward(self._transport.replica, microbatch, self.stage_index)
+        return self._transport.process_of(replica, self.stage_index + 1)
 
     def _back(self, microbatch: int) -> int:
-        replica = self.routes.back(self._replica, microbatch, self.stage_index - 1)
-        return self._process_of(replica, self.stage_index - 1)
+        replica = self.routes.back(self._transport.replica, microbatch, self.stage_index - 1)
+        return self._transport.process_of(replica, self.stage_index - 1)
 
     def _receive(self, way: str, microbatch: int, peer: int, boundary: Boundary) -> list[dist.P2POp]:
         rooms = self._inbox[way, microbatch] = [boundary.room(), *(torch.empty_like(sums) for sums in self._sums)]
         for room in rooms:
-            self.traffic.received(room.nbytes)
+            self._transport.traffic.received(room.nbytes)
         return self._ops(dist.irecv, rooms, peer, way, microbatch)
 
     def _send(self, way: str, microbatch: int, peer: int, packet: Tensor, sums: Sequence[Any]) -> list[dist.P2POp]:
         packets = [packet, *(tensor.detach().cpu() for tensor in sums)]
         for tensor in packets:
-            self.traffic.sent(tensor.nbytes)
+            self._transport.traffic.sent(tensor.nbytes)
         return self._ops(dist.isend, packets, peer, way, microbatch)
 
     def _ops(self, op: Any, tensors: list[Tensor], peer: int, way: str, microbatch: int) -> list[dist.P2POp]:
         # Two boundaries may join the same two processes, so each message says by its tag which it is.
         boundary = self.stage_index - (op is dist.irecv) if way == "forward" else self.stage_index - (op is dist.isend)
         first = 4 * (boundary * (self.chunks or 1) + microbatch) + 2 * (way == "backward")
-        return [dist.P2POp(op, tensor, peer, self._everyone, first + n) for n, tensor in enumerate(tensors)]
+        return [dist.P2POp(op, tensor, peer, self._transport.group, first + n) for n, tensor in enumerate(tensors)]

@@ -28,7 +28,7 @@ PUBLISHED_WIDTH = 768
 
 
 @dataclass(frozen=True)
-class Part:
+class Block:
     """A layer, or what comes before or after the layers.
 
     Args:
@@ -60,9 +60,9 @@ class Architecture:
         outline: the model itself, without memory.
     """
 
-    layers: tuple[Part, ...]
-    first: Part
-    last: Part
+    layers: tuple[Block, ...]
+    first: Block
+    last: Block
     hidden: int
     attention: int
     vocabulary: int
@@ -107,7 +107,7 @@ class Architecture:
             self._confined[boundary, stages] = made
         return self._confined[boundary, stages]
 
-    def parts(self, span: Span) -> list[Part]:
+    def parts(self, span: Span) -> list[Block]:
         """What a stage has."""
         ends = [self.first] * span.first, [self.last] * span.last
         return [*ends[0], *self.layers[span.begin : span.end], *ends[1]]
@@ -152,16 +152,16 @@ def architecture(name: str, model: Any) -> Architecture:
     settings = model.config.get_text_config()
     tied = tuple(head.weight.shape) if is_tied(model) else None
 
-    def part(parameters: Iterable[nn.Parameter], works: bool = True) -> Part:
+    def part(parameters: Iterable[nn.Parameter], works: bool = True) -> Block:
         listed = list(parameters)
         work = sum(shares.get(id(p), 1.0) * p.numel() for p in listed if p.dim() > 1) if works else 0.0
-        return Part(tuple(tuple(p.shape) for p in listed), work)
+        return Block(tuple(tuple(p.shape) for p in listed), work)
 
     last = part(p for p in outside if id(p) not in looked_up)
     return Architecture(
         layers=tuple(part(layer.parameters()) for layer in layers),
         first=part((p for p in outside if id(p) in looked_up), works=False),
-        last=Part(last.shapes, last.work + (math.prod(tied) if tied else 0)),
+        last=Block(last.shapes, last.work + (math.prod(tied) if tied else 0)),
         hidden=settings.hidden_size,
         attention=_attention(settings),
         vocabulary=settings.vocab_size,

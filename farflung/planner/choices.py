@@ -16,7 +16,7 @@ from farflung.planner.layout import Layout
 from farflung.planner.machines import Cluster
 from farflung.planner.memory import memory_bytes
 from farflung.planner.options import PlanOptions
-from farflung.planner.simulation import names_of
+from farflung.planner.simulation import method_names
 from farflung.settings import Settings
 
 ALONE = "local"
@@ -37,7 +37,7 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Failure:
+class Infeasible:
     """A method in a layout that cannot be, and why."""
 
     method: str
@@ -45,7 +45,7 @@ class Failure:
     reason: str
 
 
-def choices(options: PlanOptions, model: Architecture, cluster: Cluster) -> Iterator[Choice | Failure]:
+def choices(options: PlanOptions, model: Architecture, cluster: Cluster) -> Iterator[Choice | Infeasible]:
     """Every method with every setting asked for, in every layout of the machines."""
     ways = list(_ways(options))
     for layout in layouts(model, cluster):
@@ -54,7 +54,7 @@ def choices(options: PlanOptions, model: Architecture, cluster: Cluster) -> Iter
         for method, every, codec in ways if layout.replicas > 1 else [(ALONE, None, None)]:
             if sequences < together:
                 reason = f"too few sequences: {sequences} a step for {together} that train at the same time"
-                yield Failure(method, layout, reason)
+                yield Infeasible(method, layout, reason)
                 continue
             known = defaults_of(method)
             try:
@@ -79,14 +79,14 @@ def choices(options: PlanOptions, model: Architecture, cluster: Cluster) -> Iter
                 )
                 settings.method()
             except UserError as error:
-                yield Failure(method, layout, str(error))
+                yield Infeasible(method, layout, str(error))
             else:
                 yield Choice(settings, layout)
 
 
 def _ways(options: PlanOptions) -> Iterator[tuple[str, int | None, str | None]]:
     """Names of methods, steps between rounds, and codecs, each once."""
-    for name in names_of(options.methods):
+    for name in method_names(options.methods):
         known = defaults_of(name)
         for every in options.everys if "every" in known else [None]:
             for codec in options.codec_names if "codec" in known else [None]:
@@ -112,7 +112,7 @@ def _powers(most: int) -> list[int]:
     return [2**power for power in range(max(most, 1).bit_length())]
 
 
-class Fitting:
+class Feasibility:
     """Says why choices cannot be; what does not depend on the method is looked at once for each layout."""
 
     def __init__(self, model: Architecture, cluster: Cluster) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 from farflung.errors import UserError
 from farflung.outer import message_bytes
 from farflung.planner.architecture import Architecture, architecture_of
-from farflung.planner.choices import Choice, Failure, Fitting, choices
+from farflung.planner.choices import Choice, Feasibility, Infeasible, choices
 from farflung.planner.cost import blocked_seconds, exchange
 from farflung.planner.machines import Cluster, read_cluster
 from farflung.planner.memory import memory_bytes
@@ -47,29 +47,29 @@ class Plan:
     placed: bool = False
 
 
-def plan(options: PlanOptions) -> tuple[list[Plan], list[Failure], Cluster]:
+def plan(options: PlanOptions) -> tuple[list[Plan], list[Infeasible], Cluster]:
     """All choices that work, the fastest first; and those that fail. Raises UserError."""
     cluster = read_cluster(options.machines)
     model = architecture_of(options.model, options.sequence_length, options.tokenizer)
-    fitting = Fitting(model, cluster)
+    fitting = Feasibility(model, cluster)
     plans, failures = [], []
     for choice in choices(options, model, cluster):
-        if isinstance(choice, Failure):
+        if isinstance(choice, Infeasible):
             failures.append(choice)
         elif reason := fitting.reason(choice):
-            failures.append(Failure(choice.settings.rounds.method, choice.layout, reason))
+            failures.append(Infeasible(choice.settings.rounds.method, choice.layout, reason))
         else:
-            plans.append(priced(choice, model, cluster, options.tokens))
+            plans.append(estimate(choice, model, cluster, options.tokens))
     if not plans:
         raise _nothing_fits(options, failures)
     plans.sort(key=lambda plan: (plan.hours, plan.memory))
-    if options.place and len(cluster.sites) > 1:
-        best = [placed(plan, model, cluster, options) for plan in plans[:PLACED]]
+    if options.search_s and len(cluster.sites) > 1:
+        best = [optimise_placement(plan, model, cluster, options) for plan in plans[:PLACED]]
         plans = sorted([*best, *plans[PLACED:]], key=lambda plan: (plan.hours, plan.memory))
     return plans, failures, cluster
 
 
-def _nothing_fits(options: PlanOptions, failures: Sequence[Failure]) -> UserError:
+def _nothing_fits(options: PlanOptions, failures: Sequence[Infeasible]) -> UserError:
     """With the layout that came nearest: of most stages and shards."""
     nearest = max(failures, key=lambda failure: failure.layout.stages * failure.layout.shards)
     return UserError(
@@ -78,7 +78,7 @@ def _nothing_fits(options: PlanOptions, failures: Sequence[Failure]) -> UserErro
     )
 
 
-def priced(choice: Choice, model: Architecture, cluster: Cluster, tokens: float) -> Plan:
+def estimate(choice: Choice, model: Architecture, cluster: Cluster, tokens: float) -> Plan:
     """What a choice costs for so many tokens."""
     settings, layout, schedule = choice.settings, choice.layout, choice.method.schedule
     island, length = settings.island, settings.workload.sequence_length
@@ -108,7 +108,7 @@ def priced(choice: Choice, model: Architecture, cluster: Cluster, tokens: float)
     )
 
 
-def placed(plan: Plan, model: Architecture, cluster: Cluster, options: PlanOptions) -> Plan:
+def optimise_placement(plan: Plan, model: Architecture, cluster: Cluster, options: PlanOptions) -> Plan:
     """The same layout with its stages where links suit them best, if that is faster."""
     choice, layout = plan.choice, plan.choice.layout
     schedule = choice.method.schedule
@@ -130,11 +130,11 @@ def placed(plan: Plan, model: Architecture, cluster: Cluster, options: PlanOptio
         delay_seconds=schedule.delay * plan.step,
         pairs=not choice.method.topology.alike,
     )
-    _, groups = search(problem, options.place / PLACED)
+    _, groups = search(problem, options.search_s / PLACED)
     islands = tuple(
         tuple(units[device] + shard for device in chain for shard in range(layout.shards))
         for chain in chains(problem, groups)
     )
     moved = replace(choice, layout=replace(layout, islands=islands))
-    other = priced(moved, model, cluster, options.tokens)
+    other = estimate(moved, model, cluster, options.tokens)
     return replace(other, placed=True) if other.hours < plan.hours else plan

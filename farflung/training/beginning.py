@@ -45,13 +45,13 @@ class Standing:
     damaged: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, folder: Path, replica: int, seat: str, way: str = "") -> Standing:
-        """What is in a folder now for a process with this seat: its own file, or all parts of its replica."""
+    def of(cls, folder: Path, replica: int, stem: str, way: str = "") -> Standing:
+        """What is in a folder now for a process whose files are called so: its own, or all parts of its replica."""
         machine = f"{socket.gethostname()}, node {os.environ.get('GROUP_RANK', 0)}, {folder.resolve()}"
         steps = tuple(
             step
             for step in sorted(checkpoint.steps_of(folder, replica))
-            if checkpoint.whole(checkpoint.path_of(folder, step, seat)) or checkpoint.complete(folder, step, replica)
+            if checkpoint.whole(checkpoint.path_of(folder, step, stem)) or checkpoint.complete(folder, step, replica)
         )
         damaged = tuple(str(path) for path in checkpoint.damaged(folder, replica))
         trained = bool(steps or damaged) or events.tell_of_training(folder)
@@ -90,8 +90,8 @@ def local_step(settings: Settings, folder: Path) -> int:
     """
     died = events.died(folder)
     mesh = settings.mesh()
-    seats = [(replica, mesh.file_stem(MeshCoordinates(replica))) for replica in range(settings.run.replicas)]
-    standings = [Standing.of(folder, replica, seat, RESUMED) for replica, seat in seats]
+    stems = [(replica, mesh.file_stem(MeshCoordinates(replica))) for replica in range(settings.run.replicas)]
+    standings = [Standing.of(folder, replica, stem, RESUMED) for replica, stem in stems]
     return first_step([one for one in standings if one.replica not in died] or standings, folder) or 0
 
 
@@ -196,7 +196,7 @@ def _listed(numbers: Sequence[object]) -> str:
     return ", ".join(map(str, numbers[:SHOWN])) + (" …" if len(numbers) > SHOWN else "")
 
 
-def writing(mesh: Mesh, machines: Mapping[int, str]) -> dict[str, int]:
+def writing_replicas(mesh: Mesh, machines: Mapping[int, str]) -> dict[str, int]:
     """The replica that writes, on each machine, what all have in common; given the machine of each process there is.
 
     It is the first replica that is there whole, or else the first that has a part there.
@@ -208,9 +208,9 @@ def writing(mesh: Mesh, machines: Mapping[int, str]) -> dict[str, int]:
     return chosen
 
 
-def telling(mesh: Mesh, machines: Mapping[int, str]) -> set[int]:
+def summary_writers(mesh: Mesh, machines: Mapping[int, str]) -> set[int]:
     """The first process of each machine that has a part of the replica that writes there."""
-    of = writing(mesh, machines)
+    of = writing_replicas(mesh, machines)
     first: dict[str, int] = {}
     for process, machine in machines.items():
         if mesh.coordinates(process).replica == of[machine]:

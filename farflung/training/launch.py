@@ -40,14 +40,14 @@ from farflung.training.beginning import (
     note_launch,
     refuse_other_replicas,
     refuse_while_trained,
-    telling,
-    writing,
+    summary_writers,
+    writing_replicas,
 )
 from farflung.training.events import holds_a_run
 from farflung.training.failures import OneLine, failure_of
 from farflung.training.finish import Endings, finish, write_results
 from farflung.training.gather import gather
-from farflung.training.kept import Kept
+from farflung.training.kept import Coordination, Kept
 from farflung.training.stopping import Stop, StoppedError
 from farflung.training.survivors import ended_together
 from farflung.training.terminal import STARTED_HERE, say
@@ -136,6 +136,7 @@ def run_simulated(settings: Settings, folder: Path, resume: bool) -> None:
     store = HashStore()
     stop = Stop(store, range(settings.run.replicas), range(settings.run.replicas))
     kept = Kept(store, lambda: simulation.world.living)
+    coordination = Coordination(stop, kept)
     step = local_step(settings, folder) if resume else None
     workload = settings.made_workload()
     endings = Endings()
@@ -144,9 +145,8 @@ def run_simulated(settings: Settings, folder: Path, resume: bool) -> None:
         if step and step not in (steps := checkpoint.steps_of(folder, network.rank)):
             kept.tell(network.rank, steps)
             network.stay_dead()
-        trainer = Trainer(
-            settings, network, folder, stop, kept, pick_device(settings.run.device, network.rank), step, workload
-        )
+        device = pick_device(settings.run.device, network.rank)
+        trainer = Trainer(settings, network, folder, coordination, device, step, workload)
         with closing(trainer.log.events):
             try:
                 trainer.train()
@@ -192,16 +192,15 @@ def run_torch_replica(
         begun()
         if way == RESUMED:
             write_settings(settings, folder)  # which may be other ones, in what may change
-        kept = Kept(network.store, lambda: everyone)
-        trainer = Trainer(settings, network, folder, stop, kept, pick_device(settings.run.device, local_rank), step)
+        coordination = Coordination(stop, Kept(network.store, lambda: everyone))
+        device = pick_device(settings.run.device, local_rank)
+        trainer = Trainer(settings, network, folder, coordination, device, step)
         machines = {process: standing.machine for process, standing in enumerate(standings)}
         with closing(trainer.log.events):
-            if other_data(network, trainer.workload.digest(), settings.network.deadline) and network.process in telling(
-                mesh, machines
-            ):
-                trainer.log.warn(
-                    "machines hold other data than each other; validation losses are not of the same samples"
-                )
+            differ = other_data(network, trainer.workload.digest(), settings.network.deadline)
+            if differ and network.process in summary_writers(mesh, machines):
+                told = "machines hold other data than each other; validation losses are not of the same samples"
+                trainer.log.warn(told)
             trainer.train()
             tells = _finish_with_those_left(trainer, network, mesh, machines)
     network.close()
@@ -213,11 +212,11 @@ def _finish_with_those_left(trainer: Trainer, network: TorchNetwork, mesh: Mesh,
     summary = finish(trainer, lambda ended: ended_together(ended, network, mesh, trainer.settings.network.deadline))
     missing = summary["missing"]
     machines = {process: name for process, name in machines.items() if mesh.coordinates(process).replica not in missing}
-    tells = network.process in telling(mesh, machines)
+    tells = network.process in summary_writers(mesh, machines)
     if tells and missing:
         lost = ", ".join(map(str, missing))
         trainer.log.warn(f"replicas lost: {lost}; the averaged weights and the summary are of the others")
-    if mesh.coordinates(network.process).replica in writing(mesh, machines).values():
+    if mesh.coordinates(network.process).replica in writing_replicas(mesh, machines).values():
         write_results(trainer, summary, tells)
     return tells
 

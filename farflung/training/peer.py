@@ -22,7 +22,7 @@ from farflung.networks.settings import NetworkSettings
 from farflung.settings import RunSettings, Settings
 from farflung.training import checkpoint, launch
 from farflung.training.finish import finish, write_results
-from farflung.training.kept import Kept
+from farflung.training.kept import Coordination, Kept
 from farflung.training.stopping import Stop
 from farflung.training.trainer import Trainer
 
@@ -57,7 +57,7 @@ def shared_settings(settings: Settings) -> dict[str, Any]:
     return settings.changed(out="", network=NetworkSettings.network).changes()
 
 
-def settings_of(ticket: Ticket) -> Settings:
+def ticket_settings(ticket: Ticket) -> Settings:
     """The settings that a ticket says. Raises UserError."""
     try:
         return Settings.of(**ticket.settings).changed(network="internet", replicas=1)
@@ -122,7 +122,8 @@ def _run_peer(ticket: Ticket, settings: Settings, seat: Seat, joined: Callable[[
         stop = Stop(HashStore(), [identity.rank], [identity.rank])
         with launch.stopping_on_signals(stop), _ticket_kept(network, folder / "run.ticket"):
             kept = Kept(HashStore(), lambda: [identity.rank])
-            trainer = Trainer(settings, network, folder, stop, kept, launch.pick_device(settings.run.device, 0), step)
+            device = launch.pick_device(settings.run.device, 0)
+            trainer = Trainer(settings, network, folder, Coordination(stop, kept), device, step)
             told.append(trainer)
             trainer.train(catch_up=away)
             summary = finish(trainer, lambda ended: ended(SimulatedNetwork.alone()))
@@ -203,7 +204,7 @@ def examined(path: Path, listening: Listening) -> Iterator[Finding]:
     try:
         ticket = parts.read_ticket(path)
         yield parts.Finding(True, f"{path} is a ticket to {ticket.name}, with {len(ticket.addresses)} addresses")
-        settings_of(ticket)
+        ticket_settings(ticket)
         with tempfile.TemporaryDirectory() as scratch:
             network = look_on(ticket, Path(scratch) / "doctor.key", seat_of(listening, first=False))
             try:

@@ -18,7 +18,7 @@ from farflung.inner import names_of
 from farflung.networks import Traffic
 from farflung.outer.fragments import split
 from farflung.pipeline import Mesh, MeshCoordinates
-from farflung.pipeline.parts import persistent_buffers
+from farflung.pipeline.local_model import persistent_buffers
 from farflung.training import checkpoint
 from farflung.training.checkpoint import Checkpoint, Names
 

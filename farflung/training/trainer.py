@@ -14,11 +14,11 @@ from farflung.settings import Settings
 from farflung.training import checkpoint
 from farflung.training.checkpoint import Checkpoint
 from farflung.training.events import EventLog
-from farflung.training.kept import Kept
+from farflung.training.kept import Coordination
 from farflung.training.learning_rate import lr_scale
 from farflung.training.resharding import buffer_names, load_state, own_names
 from farflung.training.run_log import Progress, RunLog
-from farflung.training.stopping import Stop, StoppedError
+from farflung.training.stopping import StoppedError
 from farflung.training.tail import TailAverage
 from farflung.workloads import Workload
 
@@ -33,8 +33,7 @@ class Trainer:
         settings: the same for every replica.
         network: of all of the run's processes.
         folder: the run folder; events and checkpoints go there.
-        stop: asked after each step whether it was the last.
-        kept: told of each checkpoint, and asked which can go.
+        coordination: asked after each step whether it was the last, and which checkpoints can go.
         device: what the model trains on.
         resume_step: the checkpoint to go on from; 0 for the beginning of a run that has none, None for a new run.
         workload: what is trained, where other replicas in this process have read its data already.
@@ -48,14 +47,13 @@ class Trainer:
         settings: Settings,
         network: Network,
         folder: Path,
-        stop: Stop,
-        kept: Kept,
+        coordination: Coordination,
         device: torch.device,
         resume_step: int | None = None,
         workload: Workload | None = None,
     ) -> None:
         self.settings, self.folder, self.device = settings, folder, device
-        self.stop, self.kept = stop, kept
+        self.stop, self.kept = coordination.stop, coordination.kept
         self.workload = workload or settings.made_workload()
         seed, deadline = settings.run.seed, settings.network.deadline
         self.island, self.network = assemble(
