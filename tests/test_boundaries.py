@@ -1,4 +1,4 @@
-"""What crosses from stage to stage: packets of one length, and hidden numbers in a subspace."""
+"""What crosses from stage to stage: packets of one length, and hidden states in a subspace."""
 
 from __future__ import annotations
 

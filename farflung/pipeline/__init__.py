@@ -1,4 +1,4 @@
-"""Floor 3: one replica on several machines. Read `spread.py` first."""
+"""Floor 3: one replica on several machines. Read `divided.py` first."""
 
 from farflung.pipeline.assemble import assemble
 from farflung.pipeline.check import check

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from farflung.networks import Network, TorchNetwork
-from farflung.pipeline.island import Alone, Island
+from farflung.pipeline.island import Island, WholeIsland
 from farflung.pipeline.mesh import Mesh
 from farflung.pipeline.settings import IslandSettings
 from farflung.workloads.base import Workload
@@ -35,7 +35,7 @@ def assemble(
     """
     if not isinstance(network, TorchNetwork) or (mesh.island == 1 and not settings.offload):
         model = training(workload.build(seed), settings).to(device)
-        return Alone(settings, workload, model, mesh, network.rank, seed, device), network
+        return WholeIsland(settings, workload, model, mesh, network.rank, seed, device), network
     from farflung.pipeline.build import part_of_island  # slow to import, and only islands need it
 
     island = part_of_island(settings, workload, network, mesh, seed, deadline, device)

@@ -1,4 +1,4 @@
-"""What crosses from one stage to the next and back: hidden numbers forward, their gradients backward, encoded."""
+"""What crosses from one stage to the next and back: hidden states forward, their gradients backward, encoded."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Boundary:
     Args:
         shape: of a microbatch's hidden states: (…, width).
         codec: how numbers become bytes; what must not be lost travels as it is, without one.
-        subspace: where the hidden numbers lie in one, its coordinates travel in their place.
+        subspace: where the hidden states lie in one, its coordinates travel in their place.
         device: where what arrives is wanted.
     """
 
@@ -48,11 +48,11 @@ class Boundary:
         return torch.empty_like(self._room)
 
     def pack(self, hidden: Tensor, batch: Tensor) -> Tensor:
-        """Hidden numbers on their way forward; `batch` is what they were made of."""
+        """Hidden states on their way forward; `batch` is what they were made of."""
         return self._packed(self._subspace.coordinates(hidden, batch) if self._subspace else hidden)
 
     def unpack(self, packet: Tensor, batch: Tensor) -> Tensor:
-        """The hidden numbers of a packet."""
+        """The hidden states of a packet."""
         numbers = self._unpacked(packet)
         return self._subspace.hidden(numbers, batch) if self._subspace else numbers
 

@@ -11,11 +11,11 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
 from farflung.networks import TorchNetwork
 from farflung.pipeline.assemble import training
+from farflung.pipeline.divided import DividedIsland
 from farflung.pipeline.division import Division, divisible, division_of
 from farflung.pipeline.groups import ProcessGroups
 from farflung.pipeline.mesh import Mesh
 from farflung.pipeline.settings import IslandSettings
-from farflung.pipeline.spread import Spread
 from farflung.workloads.base import Divisible, Workload
 
 
@@ -27,7 +27,7 @@ def part_of_island(
     seed: int,
     deadline: float,
     device: torch.device,
-) -> Spread:
+) -> DividedIsland:
     """This process's part of its replica; see assemble. Raises UserError."""
     whole = divisible(workload)
     groups = ProcessGroups(network, mesh, deadline, settings.routes == "random", device)
@@ -37,7 +37,7 @@ def part_of_island(
         training(piece.model, settings)
     if mesh.shards > 1 or settings.offload:
         shard_pieces(pieces, whole, groups.shard_mesh(), settings.offload)
-    return Spread(settings, groups, pieces, division, whole, seed, device)
+    return DividedIsland(settings, groups, pieces, division, whole, seed, device)
 
 
 def pieces_of(settings: IslandSettings, workload: Divisible, division: Division, stage: int, seed: int) -> list[Any]:

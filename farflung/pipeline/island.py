@@ -52,7 +52,7 @@ class Island(Protocol):
         ...
 
 
-class Alone:
+class WholeIsland:
     """A replica that one process has all of.
 
     Args:

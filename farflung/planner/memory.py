@@ -16,7 +16,7 @@ TRAINED = 4 * COPY
 """Bytes a parameter of weights, gradients, and AdamW's two moments."""
 
 ACTIVATIONS = {"float32": 84, "bfloat16": 56}
-"""Bytes that a layer of Llama keeps of each token and each of its hidden numbers, as measured."""
+"""Bytes that a layer of Llama keeps of each token and each of its hidden states, as measured."""
 
 HALF = 2
 """Bytes a parameter of what autocast keeps of matrices in bfloat16, for each microbatch on its way."""

@@ -131,21 +131,6 @@ class Coordinates(Protocol):
         ...
 
 
-class Piece(Protocol):
-    """What a stage computes, a module: a batch (first) or hidden states to hidden states, or to an output (last).
-
-    A model whose layers have a loss of their own hands on `sums` flat numbers of it beside these in training.
-    """
-
-    model: Any
-    span: Span
-    sums: int
-
-    def loss(self, leaving: Tensor | tuple[Tensor, Tensor], batch: Tensor) -> Tensor:
-        """What training minimises, of what leaves the last piece; in evaluation mode, what it is judged by."""
-        ...
-
-
 @runtime_checkable
 class Divisible(Workload, Protocol):
     """A workload whose model can be divided among processes: embeddings, layers one after the other, and a head.
@@ -190,7 +175,12 @@ class Divisible(Workload, Protocol):
         ...
 
     def piece(self, model: Any, span: Span, half: bool) -> Any:
-        """A stage's `Piece`, of a model of which only the span is there; with `half`, computed in bfloat16."""
+        """The module that a stage computes, of a model of which only the span is there; with `half`, in bfloat16.
+
+        It takes a batch (first) or hidden states, and gives hidden states, or the model's output (last). Where layers
+        have a loss of their own, `sums` flat numbers of it come and go beside these in training. It has `model` and
+        `span`, and `loss(leaving, batch)`: what training minimises, or in evaluation mode what the model is judged by.
+        """
         ...
 
     def example(self, samples: int) -> Tensor:

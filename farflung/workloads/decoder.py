@@ -52,7 +52,7 @@ class NoPositions(nn.Module):
 
 
 class Piece(nn.Module):
-    """What a stage computes: token ids (first) or hidden numbers to hidden numbers, or to logits (last).
+    """What a stage computes: token ids (first) or hidden states to hidden states, or to logits (last).
 
     While it trains a mixture of experts whose routers have a loss of their own, their sums come and go beside these.
 

@@ -39,7 +39,7 @@ SCHEDULES = {
 }
 
 
-class Spread:
+class DividedIsland:
     """One process's part of a replica.
 
     Args:
@@ -85,7 +85,7 @@ class Spread:
         )
 
     def gradients(self, step: int) -> tuple[float, str]:
-        """See Island. Unlike `Alone`, this takes a gradient that is not finite for a fault at once."""
+        """See Island. Unlike `WholeIsland`, this takes a gradient that is not finite for a fault at once."""
         settings = self._settings
         self._part.drop_gradients()
         routes = self._routes(step)
