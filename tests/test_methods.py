@@ -24,9 +24,8 @@ from farflung.codecs import (
     SplitCodec,
     Threshold,
 )
-from farflung.config import Config
 from farflung.errors import UserError
-from farflung.methods import RECIPES, from_config
+from farflung.methods import RECIPES
 from farflung.networks import SimulatedNetwork, Simulation
 from farflung.outer import (
     Adapt,
@@ -45,6 +44,7 @@ from farflung.outer import (
 )
 from farflung.outer.adaptation import Adaptation, effective_rank
 from farflung.outer.averaging import cut
+from farflung.settings import Settings
 
 DOUBLE = torch.float64
 
@@ -338,7 +338,7 @@ def test_who_must_end_alike_cannot_take_what_depends_on_the_receiver(codec: Code
             make(codec=codec)
     assert methods.diloco(codec=codec, group_size=2).codec == codec
     with pytest.raises(UserError, match="Modulo"):
-        from_config(Config(method="diloco", codec="modulo4"))
+        Settings.of(method="diloco", codec="modulo4").method()
 
 
 def test_eager_needs_a_delay_of_a_whole_round() -> None:
@@ -347,9 +347,9 @@ def test_eager_needs_a_delay_of_a_whole_round() -> None:
 
 
 def test_settings_reach_their_method() -> None:
-    method = from_config(Config(method="streaming-diloco", codec="int8", merge="kept", every=30, delay=3))
+    method = Settings.of(method="streaming-diloco", codec="int8", merge="kept", every=30, delay=3).method()
     assert method.codec == Quantize(bits=8) and method.merge == Keep() and method.schedule == Schedule(30, 3, 3)
-    assert from_config(Config(method="dilocox", adapt=False)).adapt is None
+    assert Settings.of(method="dilocox", adapt=False).method().adapt is None
     for settings, complaint in [
         ({"method": "demo", "codec": "int8"}, "demo has no setting codec"),
         ({"method": "noloco", "codec": "int5"}, "no codec 'int5'"),
@@ -357,7 +357,7 @@ def test_settings_reach_their_method() -> None:
         ({"method": "diloc"}, "did you mean 'diloco'"),
     ]:
         with pytest.raises(UserError, match=complaint):
-            from_config(Config(**settings))
+            Settings.of(**settings).method()
 
 
 def test_the_listed_bytes_are_those_of_the_codec() -> None:

@@ -15,6 +15,7 @@ import pytest
         ("farflung.networks", "OpenNetwork", "farflung.networks.ElasticNetwork"),
         ("farflung.networks", "State", "farflung.networks.SharedState"),
         ("farflung.networks", "among_the_living", "farflung.networks.among_members"),
+        ("farflung.methods", "settings_of", "farflung.methods.defaults_of"),
         ("farflung.codecs", "NotFinite", "farflung.codecs.NotFiniteError"),
         ("farflung.outer", "Attached", "farflung.outer.Session"),
         ("farflung.outer", "SignSGD", "farflung.inner.SignSGD"),

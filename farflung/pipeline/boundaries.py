@@ -1,4 +1,4 @@
-"""What crosses from one stage to the next and back: hidden numbers forward, their gradients backward, encoded."""
+"""What crosses from one stage to the next and back: hidden states forward, their gradients backward, encoded."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from farflung.codecs import Codec, NotFiniteError, PacketError, codec_named
 from farflung.errors import UserError
-from farflung.pipeline.subspace import Subspace
+from farflung.workloads.base import Coordinates
 
 BOUNDARY_NAMES = (
     "float32, bfloat16, int8, int4, topk10 (per cent kept), subspace32 (numbers a token); "
@@ -21,14 +21,14 @@ class Boundary:
     """The packets of one boundary, all of one length, so that their receiver can make room before they come.
 
     Args:
-        shape: (sequences of a microbatch, length, width).
+        shape: of a microbatch's hidden states: (…, width).
         codec: how numbers become bytes; what must not be lost travels as it is, without one.
-        subspace: where the hidden numbers lie in one, its coordinates travel in their place.
+        subspace: where the hidden states lie in one, its coordinates travel in their place.
         device: where what arrives is wanted.
     """
 
     def __init__(
-        self, shape: torch.Size, codec: Codec, subspace: Subspace | None = None, device: torch.device | str = "cpu"
+        self, shape: torch.Size, codec: Codec, subspace: Coordinates | None = None, device: torch.device | str = "cpu"
     ) -> None:
         self._subspace = subspace
         self._device = torch.device(device)
@@ -47,14 +47,14 @@ class Boundary:
         """Memory for a packet that is to come."""
         return torch.empty_like(self._room)
 
-    def pack(self, hidden: Tensor, tokens: Tensor) -> Tensor:
-        """Hidden numbers on their way forward; `tokens` are the ids that they were made of."""
-        return self._packed(self._subspace.coordinates(hidden, tokens) if self._subspace else hidden)
+    def pack(self, hidden: Tensor, batch: Tensor) -> Tensor:
+        """Hidden states on their way forward; `batch` is what they were made of."""
+        return self._packed(self._subspace.coordinates(hidden, batch) if self._subspace else hidden)
 
-    def unpack(self, packet: Tensor, tokens: Tensor) -> Tensor:
-        """The hidden numbers of a packet."""
+    def unpack(self, packet: Tensor, batch: Tensor) -> Tensor:
+        """The hidden states of a packet."""
         numbers = self._unpacked(packet)
-        return self._subspace.hidden(numbers, tokens) if self._subspace else numbers
+        return self._subspace.hidden(numbers, batch) if self._subspace else numbers
 
     def pack_gradient(self, gradient: Tensor) -> Tensor:
         """A gradient on its way back."""
