@@ -15,6 +15,8 @@ import pytest
         ("farflung.networks", "OpenNetwork", "farflung.networks.ElasticNetwork"),
         ("farflung.networks", "State", "farflung.networks.SharedState"),
         ("farflung.networks", "among_the_living", "farflung.networks.among_members"),
+        ("farflung.networks.internet", "Seat", "farflung.networks.listening.ListenAddress"),
+        ("farflung.networks.internet", "introduction", "farflung.networks.internet.newcomer_info"),
         ("farflung.codecs", "NotFinite", "farflung.codecs.NotFiniteError"),
         ("farflung.outer", "Disagreement", "farflung.outer.DisagreementError"),
         ("farflung.outer", "Diverged", "farflung.outer.DivergedError"),

@@ -4,20 +4,25 @@ import os
 
 os.environ.setdefault("HIVEMIND_LOGLEVEL", "CRITICAL")  # what concerns a user, farflung says; hivemind reads it at once
 
-from farflung.networks.internet.admission import introduction
 from farflung.networks.internet.examination import Finding, examine
-from farflung.networks.internet.host import Seat
+from farflung.networks.internet.handshake import newcomer_info
 from farflung.networks.internet.identity import Identity
 from farflung.networks.internet.network import InternetNetwork
+from farflung.networks.internet.peers import Peers
 from farflung.networks.internet.ticket import Ticket, read_ticket
+from farflung.networks.listening import ListenAddress
+from farflung.renamed import renamed
 
 __all__ = [
     "Finding",
     "Identity",
     "InternetNetwork",
-    "Seat",
+    "ListenAddress",
+    "Peers",
     "Ticket",
     "examine",
-    "introduction",
+    "newcomer_info",
     "read_ticket",
 ]
+
+__getattr__ = renamed(__name__, {"Seat": "farflung.networks.listening.ListenAddress", "introduction": "newcomer_info"})
