@@ -18,6 +18,8 @@ import pytest
         ("farflung.networks.internet", "Seat", "farflung.networks.listening.ListenAddress"),
         ("farflung.networks.internet", "introduction", "farflung.networks.internet.newcomer_info"),
         ("farflung.codecs", "NotFinite", "farflung.codecs.NotFiniteError"),
+        ("farflung.outer", "Attached", "farflung.outer.Session"),
+        ("farflung.outer", "SignSGD", "farflung.inner.SignSGD"),
         ("farflung.outer", "Disagreement", "farflung.outer.DisagreementError"),
         ("farflung.outer", "Diverged", "farflung.outer.DivergedError"),
     ],

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from farflung import methods
 from farflung.codecs import ErrorFeedback, Frequency, Quantize, Threshold, TopK
+from farflung.inner import SignSGD
 from farflung.methods import bytes_per_parameter
 from farflung.networks import SimulatedNetwork, Simulation
-from farflung.outer import SignSGD, Way
+from farflung.outer import Way
 
 Array = NDArray[np.float64]
 SHAPES = [(64,), (64, 64), (64, 64), (128,), (64, 128)]

@@ -11,7 +11,7 @@ import torch
 from farflung.codecs import Apart, Codec, ErrorFeedback, LowRank, Stage
 from farflung.codecs.base import Chain
 from farflung.methods import bytes_of_random, bytes_per_value
-from farflung.outer import Method, parts_sent
+from farflung.outer import Method, traffic_per_hop
 from farflung.outer.averaging import cut
 
 Shape = tuple[int, ...]
@@ -36,7 +36,7 @@ def shard_shapes(shapes: Sequence[Shape], shards: int, shard: int) -> list[Shape
 
 def message_bytes(method: Method, shapes: Sequence[Shape], members: int) -> float:
     """A whole message as a member of such a group encodes it: in one packet, or in one for each member's part."""
-    if len(parts_sent(method.codec, method.averaging, members)) == 1:
+    if len(traffic_per_hop(method.codec, method.averaging, members)) == 1:
         return packet_bytes(method.codec, shapes)
     parts = cut([torch.empty(shape, device="meta") for shape in shapes], members)
     return sum(packet_bytes(method.codec, [tuple(tensor.shape) for tensor in part]) for part in parts)
