@@ -46,6 +46,8 @@ class TorchNetwork:
         processes: the ranks in the process group of the replicas, in order; all of them by default.
     """
 
+    elastic = timed = False
+
     def __init__(
         self,
         addresses: Mapping[int, str] | None = None,

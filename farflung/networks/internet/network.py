@@ -55,6 +55,9 @@ class InternetNetwork:
     Raises UserError when there is nobody to join, or they do not want this peer.
     """
 
+    elastic, timed = True, False
+    processes: tuple[int, ...] = ()
+
     def __init__(self, peers: Peers, largest: int = LARGEST, deadline: float = 120.0) -> None:
         self.peers = peers
         self.rank = peers.identity.rank

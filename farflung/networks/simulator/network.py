@@ -137,6 +137,9 @@ class _Seat:
 class SimulatedNetwork:
     """One simulated replica's seat. Made by `Simulation`, or alone by `alone()`."""
 
+    elastic, timed = False, True
+    processes: tuple[int, ...] = ()
+
     def __init__(self, simulation: Simulation, rank: int) -> None:
         self.simulation = simulation
         self.rank = rank
