@@ -28,7 +28,6 @@ from farflung.networks.internet.streams import PeerStream
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """These tests mostly wait for beats."""
-    monkeypatch.setattr("attacks.version", lambda: "1")
     monkeypatch.setattr("farflung.networks.internet.heartbeat.BEAT_SECONDS", 0.5)
 
 

@@ -7,8 +7,11 @@ import farflung
 
 PACKAGE = Path(farflung.__file__).parent
 FLOORS = {
-    "errors": 1,
+    "errors": 0,
     "renamed": 1,
+    "scoped": 1,
+    "formats": 1,
+    "events": 2,
     "registry": 2,
     "config": 2,
     "files": 2,

@@ -5,11 +5,11 @@ from __future__ import annotations
 import secrets
 import socket
 import time
-from importlib.metadata import version
 from typing import Any
 
 from farflung.errors import UserError
-from farflung.networks.internet.frames import Frame, FrameError, entry, number, read_frame, reading, write_frame
+from farflung.formats import PROTOCOL, package_version
+from farflung.networks.internet.frames import Frame, FrameError, entry, number, read_frame, reading, whole, write_frame
 from farflung.networks.internet.host import Streams
 from farflung.networks.internet.identity import Identity
 from farflung.networks.internet.members import Member, member_of
@@ -20,7 +20,7 @@ HELLO = "hello"
 """The kind of the frame that opens a handshake."""
 CLOCK_SECONDS = 2.5
 """Clocks that differ by more make the DHT forget what it should know."""
-
+LAST_PROTOCOL = 1 << 16
 
 OTHER_SHAPES = (
     "the model made here has other shapes than the run's; "
@@ -92,7 +92,7 @@ class Handshake:
 def newcomer_info(ticket: Ticket) -> Frame:
     """What one says of itself that does not train yet, and has no model."""
     return {
-        "version": version("farflung"),
+        "version": package_version(),
         "settings": ticket.settings_hash,
         "shapes": "",
         "host": socket.gethostname(),
@@ -103,10 +103,11 @@ def newcomer_info(ticket: Ticket) -> Frame:
 @reading("what a peer says of itself")
 def disagreement(newcomer: Frame, run: Frame) -> str:
     """Why one cannot train with those of the run, and what it can do; "" when it can."""
-    if newcomer.get("version") != run["version"]:
+    if (spoken := whole(newcomer.get("protocol", 0), LAST_PROTOCOL)) != PROTOCOL.version:
+        remedy = "update farflung" if spoken < PROTOCOL.version else "use theirs"
         return (
-            f"this is farflung {newcomer.get('version')}, the run's peers have {run['version']}; "
-            f"install theirs: pip install farflung=={run['version']}"
+            f"this is farflung {newcomer.get('version')!s:.20} with {PROTOCOL.name} {spoken}, the run's peers have "
+            f"farflung {run['version']} with {PROTOCOL.version}; {remedy}: pip install farflung=={run['version']}"
         )
     if newcomer.get("settings") != run["settings"]:
         return "the ticket's settings are not the run's; ask for a new ticket, and do not edit it"

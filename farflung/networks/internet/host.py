@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import os
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
@@ -14,6 +15,7 @@ from hivemind.p2p.p2p_daemon_bindings.control import P2PDaemonError
 from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure
 from hivemind.utils.multiaddr import Multiaddr
 
+from farflung import scoped
 from farflung.errors import UserError
 from farflung.networks.internet.identity import Identity
 from farflung.networks.listening import ListenAddress
@@ -66,18 +68,20 @@ class Host:
         local = self._local
         check_address(local)
         on_internet = local.listen == "0.0.0.0"
+        levels = {} if "HIVEMIND_LOGLEVEL" in os.environ else {"GOLOG_LOG_LEVEL": "FATAL"}  # the daemon's
         try:
-            self.p2p = await P2P.create(
-                initial_peers=list(bootstrap) or None,
-                host_maddrs=[f"/ip4/{local.listen}/tcp/{local.port}"],
-                announce_maddrs=list(local.announce) or None,
-                identity_path=str(self._identity.path),
-                check_if_identity_free=False,
-                auto_nat=on_internet,
-                nat_port_map=on_internet,
-                use_auto_relay=on_internet and bool(bootstrap),
-                startup_timeout=deadline,
-            )
+            with scoped.environment(**levels):
+                self.p2p = await P2P.create(
+                    initial_peers=list(bootstrap) or None,
+                    host_maddrs=[f"/ip4/{local.listen}/tcp/{local.port}"],
+                    announce_maddrs=list(local.announce) or None,
+                    identity_path=str(self._identity.path),
+                    check_if_identity_free=False,
+                    auto_nat=on_internet,
+                    nat_port_map=on_internet,
+                    use_auto_relay=on_internet and bool(bootstrap),
+                    startup_timeout=deadline,
+                )
         except P2PDaemonError as error:
             if bootstrap:
                 raise NobodyAnswersError(bootstrap) from error

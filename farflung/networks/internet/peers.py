@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 from farflung.errors import UserError
+from farflung.formats import PROTOCOL
 from farflung.networks.internet.background import Background
 from farflung.networks.internet.directory import Directory
 from farflung.networks.internet.frames import Frame, FrameError, entry, read_frame, write_frame
@@ -22,6 +24,9 @@ from farflung.networks.internet.members import Member, Members
 from farflung.networks.internet.streams import PROMPT_SECONDS, Handler, PeerStream, RequestRefusedError, accepted
 from farflung.networks.internet.ticket import Ticket
 from farflung.networks.listening import ListenAddress
+from farflung.scoped import quiet
+
+log = logging.getLogger(__name__)
 
 TRIES = 2
 """How often a newcomer tries: a link may lose the first words, and a busy peer be slow to hear them."""
@@ -36,8 +41,8 @@ class Peers:
         ticket: the run's.
         identity: this peer's key.
         local: where it listens.
-        info: version, settings, shapes, host, trains; see `disagreement`.
-        tell: told in one line what a user should know.
+        info: release of farflung, settings, shapes, host, trains; see `disagreement`.
+        tell: told in one line what a user should know; unset, farflung's logger is.
         first: whether it begins the run, or begins it again, and asks nobody for a way in.
         listed: whether others are to know of it.
     """
@@ -48,7 +53,7 @@ class Peers:
         identity: Identity,
         local: ListenAddress,
         info: Frame,
-        tell: Callable[[str], None] = print,
+        tell: Callable[[str], None] = log.warning,
         first: bool = False,
         listed: bool = True,
     ) -> None:
@@ -58,6 +63,7 @@ class Peers:
         self.guard = Guard(tell)
         self.handlers: dict[str, Handler] = {}
         self.info: Frame = {
+            "protocol": PROTOCOL.version,
             "rank": identity.rank,
             "public": identity.public,
             "session": os.urandom(8).hex(),
@@ -74,10 +80,13 @@ class Peers:
         self._listed = listed
         self._handshake = Handshake(ticket, identity, self.info)
         self._proven: dict[str, Member] = {}
+        self._quiet = contextlib.ExitStack()
         self._host = Host(local, identity, f"farflung/1/{ticket.run}")
 
     def start(self, deadline: float) -> None:
         """Takes its place. Raises UserError."""
+        if "HIVEMIND_LOGLEVEL" not in os.environ:
+            self._quiet.enter_context(quiet("hivemind"))  # what concerns a user, farflung says
         self.background.start()
         try:
             self.background.run(self._start(deadline), deadline + 30)
@@ -88,6 +97,7 @@ class Peers:
     def close(self) -> None:
         """Leaves."""
         self.background.end(self._stop())
+        self._quiet.close()
 
     @property
     def addresses(self) -> tuple[str, ...]:
