@@ -12,7 +12,6 @@ from farflung.codecs.packets import Packet
 from farflung.codecs.values import norm
 
 
-
 class NotFiniteError(ValueError):
     """A message holds NaN or infinity, which never travel."""
 

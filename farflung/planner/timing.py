@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 
 from farflung.errors import UserError
 from farflung.networks import Conditions, Group
-from farflung.networks.simulator import Computation, Demand, Meeting, World
+from farflung.networks.simulator import Demand, SimulatedCluster, SimulatedCollective, StepTimes
 from farflung.outer import Method, traffic_per_hop
 
-Replica = Generator["float | Meeting", None, None]
-"""Yields seconds to compute for, or a meeting to wait for."""
+Replica = Generator["float | SimulatedCollective", None, None]
+"""Yields seconds to compute for, or a collective to wait for."""
 
 KNOWN_GROUPS = 100
 """Rounds whose groups are kept: some replicas are ahead of others."""
@@ -107,8 +107,8 @@ class Timer:
         self._message_bytes = message_bytes
         self._deadline = deadline
         self._work = work
-        self._world = World(replicas, conditions)
-        self._world.when_dead = self._bury
+        self._cluster = SimulatedCluster(replicas, conditions)
+        self._cluster.when_dead = self._bury
         self._replicas = replicas
         self._running: dict[int, Replica] = {}
         self._moments = moments(method, rounds)
@@ -120,37 +120,37 @@ class Timer:
 
     def run(self) -> Timing:
         """All rounds of all replicas."""
-        world, result = self._world, self._result
+        cluster, result = self._cluster, self._result
         for rank in range(self._replicas):
             self._running[rank] = self._replica(rank)
             self._resume(rank)
         with _no_collection():
-            while self._running and world.clock.advance():
+            while self._running and cluster.clock.advance():
                 pass
         if not self._times:
             raise UserError("every replica dies before its first round; let some live longer")
         result.rounds = [self._times[key] for key in sorted(self._times, key=lambda key: (key[1], key[0]))]
         result.seconds = max(times.landed for times in result.rounds)
-        capacity = sum(world.carrier.links.capacities[2 * rank] for rank in range(self._replicas))
-        carried = sum(world.carrier.bytes_sent(rank) for rank in range(self._replicas))
+        capacity = sum(cluster.fabric.links.capacities[2 * rank] for rank in range(self._replicas))
+        carried = sum(cluster.fabric.bytes_sent(rank) for rank in range(self._replicas))
         result.uplink = carried / capacity / result.seconds if result.seconds else 0.0
         return result
 
     def _resume(self, rank: int) -> None:
         """Lets a replica go on to what it waits for next."""
-        replica, world = self._running.get(rank), self._world
+        replica, cluster = self._running.get(rank), self._cluster
         if replica is None:
             return
         wish = next(replica, None)
         if wish is None:
-            del self._running[rank]  # it has come to every meeting that others could wait for it in
-        elif isinstance(wish, Meeting):
+            del self._running[rank]  # it has come to every collective that others could wait for it in
+        elif isinstance(wish, SimulatedCollective):
             self._wait(rank, wish)
         else:
             self._result.computed += wish
-            world.clock.at(world.clock.now + wish, lambda: self._resume(rank))
+            cluster.clock.at(cluster.clock.now + wish, lambda: self._resume(rank))
 
-    def _wait(self, rank: int, meeting: Meeting) -> None:
+    def _wait(self, rank: int, collective: SimulatedCollective) -> None:
         waits = True
 
         def go_on() -> None:
@@ -161,8 +161,8 @@ class Timer:
                     deadline.cancel()
                 self._resume(rank)
 
-        meeting.waiting.append(go_on)
-        clock = self._world.clock
+        collective.waiting.append(go_on)
+        clock = self._cluster.clock
         deadline = clock.at(clock.now + self._deadline, go_on) if self._deadline < math.inf else None
 
     def _bury(self, rank: int) -> None:
@@ -170,8 +170,8 @@ class Timer:
 
     def _replica(self, rank: int) -> Replica:
         """One replica's run: compute up to the next moment, land what is due, start what begins."""
-        computation = Computation(self._world.conditions, rank)
-        in_flight: dict[tuple[int, int], Meeting | None] = {}
+        computation = StepTimes(self._cluster.conditions, rank)
+        in_flight: dict[tuple[int, int], SimulatedCollective | None] = {}
         step = 0
         for moment in self._moments:
             if moment.step > step:
@@ -186,30 +186,32 @@ class Timer:
                 if key in in_flight:  # without a delay, a round lands where it starts
                     yield from self._land(key, in_flight.pop(key))
 
-    def _start(self, rank: int, fragment: int, round: int) -> Meeting | None:
+    def _start(self, rank: int, fragment: int, round: int) -> SimulatedCollective | None:
         times = self._times.get((fragment, round))
         if times is None:
             times = self._times[fragment, round] = RoundTimes(round, fragment)
-        times.started = min(times.started, self._world.clock.now)
+        times.started = min(times.started, self._cluster.clock.now)
         key = f"round {round} of fragment {fragment}"
         group = self._group(rank, key)
-        return self._world.meet(rank, group, key, None, self._hops(group)) if len(group) > 1 else None
+        return self._cluster.join(rank, group, key, None, self._hops(group)) if len(group) > 1 else None
 
-    def _land(self, key: tuple[int, int], meeting: Meeting | None) -> Iterator[float | Meeting]:
-        clock, times = self._world.clock, self._times[key]
+    def _land(
+        self, key: tuple[int, int], collective: SimulatedCollective | None
+    ) -> Iterator[float | SimulatedCollective]:
+        clock, times = self._cluster.clock, self._times[key]
         began = clock.now
-        if meeting and not meeting.settled:
-            yield meeting
+        if collective and not collective.settled:
+            yield collective
         times.landed = max(times.landed, clock.now)
         times.blocked += clock.now - began
-        times.failed += meeting is not None and meeting.ended_at > clock.now
+        times.failed += collective is not None and collective.ended_at > clock.now
         times.replicas += 1
         self._result.blocked += clock.now - began
         if self._work:
             yield self._work
 
     def _group(self, rank: int, key: str) -> Group:
-        members = self._world.members(rank)
+        members = self._cluster.members(rank)
         known, groups = self._groups.get(key, (None, {}))
         if known is not members:
             chosen = self._method.topology.groups(members, key)

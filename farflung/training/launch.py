@@ -130,7 +130,7 @@ def run_simulated(config: Config, folder: Path, resume: bool) -> None:
     simulation = Simulation(config.replicas, conditions_of(config))
     store = HashStore()
     stop = Stop(store, range(config.replicas), range(config.replicas))
-    kept = Kept(store, lambda: simulation.world.living)
+    kept = Kept(store, lambda: simulation.cluster.living)
     step = local_step(config, folder) if resume else None
     text = data.load(config, tokenizers.load(config.tokenizer))
     endings = Endings()
