@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from farflung import methods
 from farflung.networks import Conditions
-from farflung.networks.simulator.cluster import World
+from farflung.networks.simulator.cluster import SimulatedCluster
 from farflung.networks.simulator.conditions import HEADERS, Link
 from farflung.networks.simulator.fabric import Demand
 from farflung.outer import message_bytes
@@ -66,19 +66,21 @@ def test_fragments_that_do_not_meet_each_wait_for_their_own_exchange_only() -> N
 def passed(cluster: Cluster, pipelines: int, microbatches: int, nbytes: float) -> float:
     """Seconds of a step that only passes microbatches, one after the other, on the simulated network."""
     network = cluster.network
-    world = World(2 * pipelines, replace(network, bandwidth_mbps=1000 * cluster.machines[0].network_gbps))
+    simulated = SimulatedCluster(
+        2 * pipelines, replace(network, bandwidth_mbps=1000 * cluster.machines[0].network_gbps)
+    )
 
     def send(way: tuple[int, int], left: int) -> None:
         demand = Demand(way, (nbytes, 0.0), (0.0, nbytes), nbytes)
-        world.carrier.carry(demand, f"{way}", lambda: send(way, left - 1) if left > 1 else None)
+        simulated.fabric.send(demand, f"{way}", lambda: send(way, left - 1) if left > 1 else None)
 
     for number in range(pipelines):
         # Activations go on while others' gradients come back, so both directions are busy all the time.
         send((2 * number, 2 * number + 1), 2 * microbatches)
         send((2 * number + 1, 2 * number), 2 * microbatches)
-    while world.clock.advance():
+    while simulated.clock.advance():
         pass
-    return world.clock.now
+    return simulated.clock.now
 
 
 @quickly

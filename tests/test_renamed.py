@@ -16,6 +16,8 @@ import pytest
         ("farflung.networks", "State", "farflung.networks.SharedState"),
         ("farflung.networks", "among_the_living", "farflung.networks.among_members"),
         ("farflung.methods", "settings_of", "farflung.methods.defaults_of"),
+        ("farflung.networks.internet", "Seat", "farflung.networks.listening.ListenAddress"),
+        ("farflung.networks.internet", "introduction", "farflung.networks.internet.newcomer_info"),
         ("farflung.codecs", "NotFinite", "farflung.codecs.NotFiniteError"),
         ("farflung.outer", "Attached", "farflung.outer.Session"),
         ("farflung.outer", "SignSGD", "farflung.inner.SignSGD"),

@@ -18,9 +18,9 @@ import tyro
 
 from farflung.cli.arguments import FAILURE, INTERRUPTED, free_folder, given, kinds_among, parse, unset, with_field
 from farflung.cli.training import tell_result, watched
+from farflung.networks.listening import ListenAddress
 from farflung.settings import Settings
 from farflung.tables import BETWEEN_PEERS
-from farflung.training.peer import Listening
 from farflung.workloads import WORKLOADS
 
 
@@ -31,10 +31,10 @@ class _Invite:
     name: str
     """What the run is called."""
     train: bool = False
-    """Train here as the first peer, instead of being a beacon that others only find each other by."""
+    """Train here as the first peer, instead of being a bootstrap node that others only find each other by."""
     key: Path | None = None
-    """A beacon's key file, made if there is none; with the same key, port and machine its addresses stay the same."""
-    listening: Listening = field(default_factory=Listening)
+    """A bootstrap node's key file, made if there is none; with the same key, port and machine it keeps its address."""
+    local: tyro.conf.OmitArgPrefixes[ListenAddress] = field(default_factory=ListenAddress)
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class _Join:
     """The ticket's file."""
     first: bool = False
     """Knock at no address: begin the run, or begin it again from this peer's checkpoint when all have gone."""
-    listening: Listening = field(default_factory=Listening)
+    local: tyro.conf.OmitArgPrefixes[ListenAddress] = field(default_factory=ListenAddress)
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class _Look:
     """The ticket's file."""
     once: bool = False
     """Show it once, instead of anew every few seconds."""
-    listening: Listening = field(default_factory=Listening)
+    local: tyro.conf.OmitArgPrefixes[ListenAddress] = field(default_factory=ListenAddress)
     """Who looks on calls peers, and needs these only where a firewall lets one interface or port through."""
 
 
@@ -66,28 +66,27 @@ class _Examine:
 
     ticket: tyro.conf.Positional[Path]
     """The ticket's file."""
-    listening: Listening = field(default_factory=Listening)
+    local: tyro.conf.OmitArgPrefixes[ListenAddress] = field(default_factory=ListenAddress)
     """What farflung join is to be given here: it is what is tried."""
 
 
 def invite(arguments: list[str]) -> None:
-    """Begin a run on the internet: print its ticket, and be its first peer or a beacon."""
+    """Begin a run on the internet: print its ticket, and be its first peer or a bootstrap node."""
     from farflung.training import peer
 
     over = kinds_among(arguments)
     options: Any = parse(with_field(_Invite, "settings", Settings.of(**over)), arguments, "invite", invite.__doc__)
     ticket = peer.internet().Ticket.new(options.name, peer.shared_settings(options.settings))
-    seat = peer.seat_of(options.listening, first=True)
     if options.train:
         folder = Path(options.settings.run.out) if options.settings.run.out else free_folder(options.name)
         settings = peer.ticket_settings(ticket).changed(out=str(folder))
-        _train(ticket, settings, seat, lambda network: print(network.invitation().text(), flush=True))
+        _train(ticket, settings, options.local, True, lambda network: print(network.invitation().text(), flush=True))
         return
     with tempfile.TemporaryDirectory() as scratch, _until_stopped() as stopped:
-        network = peer.look_on(ticket, options.key or Path(scratch) / "beacon.key", seat, listed=True)
+        network = peer.look_on(ticket, options.key or Path(scratch) / "bootstrap.key", options.local, bootstrap=True)
         try:
             print(network.invitation().text(), flush=True)
-            _say(f"a beacon of {options.name}, whose ticket it has printed; Ctrl-C ends it")
+            _say(f"a bootstrap node of {options.name}, whose ticket it has printed; Ctrl-C ends it")
             while not stopped.wait(60):
                 _say(f"{len(network.members()) - 1} peers train")
         finally:
@@ -103,7 +102,7 @@ def join(arguments: list[str]) -> None:
     ticket = peer.internet().read_ticket(options.ticket)
     folder = Path(options.own.out) if options.own.out else free_folder(ticket.name)
     settings = peer.ticket_settings(ticket).changed(**given(options.own) | {"out": str(folder)})
-    _train(ticket, settings, peer.seat_of(options.listening, options.first))
+    _train(ticket, settings, options.local, options.first)
 
 
 def status(arguments: list[str]) -> None:
@@ -122,14 +121,20 @@ def doctor(arguments: list[str]) -> None:
 
     options = parse(_Examine, arguments, "doctor", doctor.__doc__)
     healthy = True
-    for finding in examined(options.ticket, options.listening):
+    for finding in examined(options.ticket, options.local):
         print(f"{'ok  ' if finding.good else 'BAD '} {finding.text}", flush=True)
         healthy = healthy and finding.good
     if not healthy:
         sys.exit(FAILURE)
 
 
-def _train(ticket: Any, settings: Settings, seat: Any, joined: Callable[[Any], None] = lambda network: None) -> None:
+def _train(
+    ticket: Any,
+    settings: Settings,
+    local: ListenAddress,
+    first: bool,
+    joined: Callable[[Any], None] = lambda network: None,
+) -> None:
     from farflung.training import peer
     from farflung.training.failures import RUN_ERRORS
     from farflung.training.stopping import StoppedError
@@ -144,7 +149,7 @@ def _train(ticket: Any, settings: Settings, seat: Any, joined: Callable[[Any], N
                 joined(network)
                 show()
 
-            peer.run_peer(ticket, settings, seat, tell)
+            peer.run_peer(ticket, settings, local, first, tell)
         tell_result(folder, sys.stderr)
     except StoppedError as stopped:
         _say(f"{stopped}; {back}")
@@ -156,12 +161,12 @@ def _train(ticket: Any, settings: Settings, seat: Any, joined: Callable[[Any], N
 
 @contextmanager
 def _onlooker(options: _Look) -> Iterator[Any]:
-    """A seat at a run for one who does not train, and is not listed."""
+    """A place in a run for one who does not train, and is not listed."""
     from farflung.training import peer
 
     ticket = peer.internet().read_ticket(options.ticket)
     with tempfile.TemporaryDirectory() as scratch:
-        network = peer.look_on(ticket, Path(scratch) / "onlooker.key", peer.seat_of(options.listening, first=False))
+        network = peer.look_on(ticket, Path(scratch) / "onlooker.key", options.local)
         try:
             yield network
         finally:

@@ -1,6 +1,6 @@
 """When the rounds of a method happen, for thousands of replicas: the simulated network without tensors.
 
-Clock, links and meetings are those that simulated training runs on, rounds those of training; a message is its size.
+Clock, links and collectives are those that simulated training runs on, rounds those of training; a message is its size.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 
 from farflung.errors import UserError
 from farflung.networks import Conditions, Group
-from farflung.networks.simulator import Computation, Demand, Meeting, World
+from farflung.networks.simulator import Demand, SimulatedCluster, SimulatedCollective, StepTimes
 from farflung.outer import Method, traffic_per_hop
 from farflung.outer.round import Offer, PendingRound, Rounds, Sync
 
-Replica = Generator["float | Meeting", None, None]
-"""Yields seconds to compute for, or a meeting to wait for."""
+Replica = Generator["float | SimulatedCollective", None, None]
+"""Yields seconds to compute for, or a collective to wait for."""
 
 KNOWN_GROUPS = 100
 """Rounds whose groups are kept: some replicas are ahead of others."""
@@ -120,8 +120,8 @@ class Timer:
         self._message_bytes = message_bytes
         self._deadline = deadline
         self._work = work
-        self._world = World(replicas, conditions)
-        self._world.when_dead = self._bury
+        self._cluster = SimulatedCluster(replicas, conditions)
+        self._cluster.when_dead = self._bury
         self._replicas = replicas
         self._running: dict[int, Replica] = {}
         self._rounds = rounds
@@ -133,37 +133,37 @@ class Timer:
 
     def run(self) -> Timing:
         """All rounds of all replicas."""
-        world, result = self._world, self._result
+        cluster, result = self._cluster, self._result
         for rank in range(self._replicas):
             self._running[rank] = self._replica(rank)
             self._resume(rank)
         with _no_collection():
-            while self._running and world.clock.advance():
+            while self._running and cluster.clock.advance():
                 pass
         if not self._times:
             raise UserError("every replica dies before its first round; let some live longer")
         result.rounds = [self._times[key] for key in sorted(self._times, key=lambda key: (key[1], key[0]))]
         result.seconds = max(times.landed for times in result.rounds)
-        capacity = sum(world.carrier.links.capacities[2 * rank] for rank in range(self._replicas))
-        carried = sum(world.carrier.bytes_sent(rank) for rank in range(self._replicas))
+        capacity = sum(cluster.fabric.links.capacities[2 * rank] for rank in range(self._replicas))
+        carried = sum(cluster.fabric.bytes_sent(rank) for rank in range(self._replicas))
         result.uplink = carried / capacity / result.seconds if result.seconds else 0.0
         return result
 
     def _resume(self, rank: int) -> None:
         """Lets a replica go on to what it waits for next."""
-        replica, world = self._running.get(rank), self._world
+        replica, cluster = self._running.get(rank), self._cluster
         if replica is None:
             return
         wish = next(replica, None)
         if wish is None:
-            del self._running[rank]  # it has come to every meeting that others could wait for it in
-        elif isinstance(wish, Meeting):
+            del self._running[rank]  # it has come to every collective that others could wait for it in
+        elif isinstance(wish, SimulatedCollective):
             self._wait(rank, wish)
         else:
             self._result.computed += wish
-            world.clock.at(world.clock.now + wish, lambda: self._resume(rank))
+            cluster.clock.at(cluster.clock.now + wish, lambda: self._resume(rank))
 
-    def _wait(self, rank: int, meeting: Meeting) -> None:
+    def _wait(self, rank: int, collective: SimulatedCollective) -> None:
         waits = True
 
         def go_on() -> None:
@@ -174,8 +174,8 @@ class Timer:
                     deadline.cancel()
                 self._resume(rank)
 
-        meeting.waiting.append(go_on)
-        clock = self._world.clock
+        collective.waiting.append(go_on)
+        clock = self._cluster.clock
         deadline = clock.at(clock.now + self._deadline, go_on) if self._deadline < math.inf else None
 
     def _bury(self, rank: int) -> None:
@@ -183,9 +183,10 @@ class Timer:
 
     def _replica(self, rank: int) -> Replica:
         """One replica's run: compute up to the next step at which there is something to do, and do that."""
-        computation = Computation(self._world.conditions, rank)
+        computation = StepTimes(self._cluster.conditions, rank)
         schedule = self._method.schedule
-        rounds = Rounds[float, Meeting | None](schedule, [Size(1 / schedule.fragments)] * schedule.fragments)
+        sizes = [Size(1 / schedule.fragments)] * schedule.fragments
+        rounds = Rounds[float, SimulatedCollective | None](schedule, sizes)
         last = [sync.rounds + self._rounds - 1 for sync in rounds.syncs]
         step = 0
         while following := rounds.next_step():
@@ -201,32 +202,32 @@ class Timer:
                     due.stop()
         self._result.steps = max(self._result.steps, step)
 
-    def _start(self, rank: int, sync: Sync[float], step: int) -> PendingRound[float, Meeting | None]:
+    def _start(self, rank: int, sync: Sync[float], step: int) -> PendingRound[float, SimulatedCollective | None]:
         label, times = sync.label, self._times.get((sync.index, sync.rounds))
         if times is None:
             times = self._times[sync.index, sync.rounds] = RoundTimes(sync.rounds, sync.index)
-        times.started = min(times.started, self._world.clock.now)
+        times.started = min(times.started, self._cluster.clock.now)
         group = self._group(rank, label)
         offer = sync.offer(str, len(group))
         hops = self._hops(group, offer.message)
-        meeting = self._world.meet(rank, group, label, None, hops) if len(group) > 1 else None
-        return sync.start(step, group, offer, meeting)
+        collective = self._cluster.join(rank, group, label, None, hops) if len(group) > 1 else None
+        return sync.start(step, group, offer, collective)
 
-    def _land(self, pending: PendingRound[float, Meeting | None]) -> Iterator[float | Meeting]:
-        clock, times, meeting = self._world.clock, self._times[pending.fragment, pending.round], pending.exchange
+    def _land(self, pending: PendingRound[float, SimulatedCollective | None]) -> Iterator[float | SimulatedCollective]:
+        clock, times, collective = self._cluster.clock, self._times[pending.fragment, pending.round], pending.exchange
         began = clock.now
-        if meeting and not meeting.settled:
-            yield meeting
+        if collective and not collective.settled:
+            yield collective
         times.landed = max(times.landed, clock.now)
         times.blocked += clock.now - began
-        times.failed += meeting is not None and meeting.ended_at > clock.now
+        times.failed += collective is not None and collective.ended_at > clock.now
         times.replicas += 1
         self._result.blocked += clock.now - began
         if self._work:
             yield self._work
 
     def _group(self, rank: int, key: str) -> Group:
-        members = self._world.members(rank)
+        members = self._cluster.members(rank)
         known, groups = self._groups.get(key, (None, {}))
         if known is not members:
             chosen = self._method.topology.groups(members, key)

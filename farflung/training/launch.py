@@ -135,7 +135,7 @@ def run_simulated(settings: Settings, folder: Path, resume: bool) -> None:
     simulation = Simulation(settings.run.replicas, settings.network.simulated_conditions())
     store = HashStore()
     stop = Stop(store, range(settings.run.replicas), range(settings.run.replicas))
-    kept = Kept(store, lambda: simulation.world.living)
+    kept = Kept(store, lambda: simulation.cluster.living)
     coordination = Coordination(stop, kept)
     step = local_step(settings, folder) if resume else None
     workload = settings.made_workload()

@@ -10,7 +10,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +17,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from farflung.errors import UserError
 from farflung.networks import SimulatedNetwork
+from farflung.networks.listening import ListenAddress
 from farflung.networks.settings import NetworkSettings
 from farflung.settings import RunSettings, Settings
 from farflung.training import checkpoint, launch
@@ -27,24 +27,10 @@ from farflung.training.stopping import Stop
 from farflung.training.trainer import Trainer
 
 if TYPE_CHECKING:
-    from farflung.networks.internet import Finding, Identity, InternetNetwork, Seat, Ticket
+    from farflung.networks.internet import Finding, Identity, InternetNetwork, Peers, Ticket
 
-LARGEST = 1 << 33
-"""Bytes of the largest message, before the model is known."""
 TICKET_SECONDS = 10.0
 """How often a peer brings the ticket in its run folder up to date."""
-
-
-@dataclass(frozen=True)
-class Listening:
-    """Where a peer can be reached."""
-
-    listen: str = "0.0.0.0"
-    """The address of the interface to listen at; 0.0.0.0 for all, with help to get through NAT."""
-    port: int = 0
-    """The TCP port to listen at; 0 takes a free one."""
-    announce: tuple[str, ...] = ()
-    """libp2p addresses to tell others instead of those found out, such as /ip4/203.0.113.7/tcp/4001."""
 
 
 def shared_settings(settings: Settings) -> dict[str, Any]:
@@ -75,23 +61,21 @@ def check_for_internet(settings: Settings) -> None:
     settings.method().check_open()
 
 
-def seat_of(listening: Listening, first: bool) -> Seat:
-    """Where a peer listens. Raises UserError without the extra that the internet needs."""
-    seat: Seat = internet().Seat(listening.listen, listening.port, listening.announce, first)
-    return seat
-
-
-def run_peer(ticket: Ticket, settings: Settings, seat: Seat, joined: Callable[[InternetNetwork], None]) -> None:
-    """Trains as one peer until the run's last step; tells when it has `joined`.
+def run_peer(
+    ticket: Ticket, settings: Settings, local: ListenAddress, first: bool, joined: Callable[[InternetNetwork], None]
+) -> None:
+    """Trains as one peer until the run's last step, the `first` if need be; tells when it has `joined`.
 
     Raises StoppedError, UserError and whatever training raises. Where it does not come to train, the folder stays as
     it was.
     """
     with _left_as_it_was(Path(settings.run.out)):
-        _run_peer(ticket, settings, seat, joined)
+        _run_peer(ticket, settings, local, first, joined)
 
 
-def _run_peer(ticket: Ticket, settings: Settings, seat: Seat, joined: Callable[[InternetNetwork], None]) -> None:
+def _run_peer(
+    ticket: Ticket, settings: Settings, local: ListenAddress, first: bool, joined: Callable[[InternetNetwork], None]
+) -> None:
     parts = internet()
     folder = Path(settings.run.out)
     resumed = _begun(folder)
@@ -100,25 +84,22 @@ def _run_peer(ticket: Ticket, settings: Settings, seat: Seat, joined: Callable[[
     ticket = _with_newer_addresses(ticket, folder / "run.ticket")
     identity = _own_identity(folder, resumed)
     told: list[Trainer] = []
-    network: InternetNetwork = parts.InternetNetwork(
-        ticket,
-        identity,
-        seat,
-        parts.introduction(ticket),
-        largest=LARGEST,
-        deadline=settings.network.deadline,
-        tell=lambda line: told[0].log.warn(line) if told else _say(line),
-    )
+
+    def tell(line: str) -> None:
+        told[0].log.warn(line) if told else _say(line)
+
+    peers: Peers = parts.Peers(ticket, identity, local, parts.newcomer_info(ticket), tell, first)
+    network: InternetNetwork = parts.InternetNetwork(peers, deadline=settings.network.deadline)
     joined(network)
     try:
         step = max(checkpoint.steps_of(folder, identity.rank), default=0) if resumed else None
         behind = network.behind(step or 0)
         away = bool(behind and (step is None or behind > (settings.method().schedule.every or 1)))
         if away:
-            network.fetch(alike)  # while the rest is being prepared
+            network.prefetch(alike)  # while the rest is being prepared
         launch.prepare(settings, folder, resumed)
         launch.use_cores_of(1)
-        network.expect(*_shapes_of(settings))
+        network.expect_model(*_shapes_of(settings))
         stop = Stop(HashStore(), [identity.rank], [identity.rank])
         with launch.stopping_on_signals(stop), _ticket_kept(network, folder / "run.ticket"):
             kept = Kept(HashStore(), lambda: [identity.rank])
@@ -165,40 +146,37 @@ def _left_as_it_was(folder: Path) -> Iterator[None]:
         raise
 
 
-def look_on(ticket: Ticket, key: Path, seat: Seat, listed: bool = False) -> InternetNetwork:
-    """A seat that trains nothing; a beacon, if it is `listed`, by which others find each other. Raises UserError."""
+def look_on(ticket: Ticket, key: Path, local: ListenAddress, bootstrap: bool = False) -> InternetNetwork:
+    """A member that trains nothing; a `bootstrap` node begins the run, and others find each other by it.
+
+    Raises UserError.
+    """
     parts = internet()
-    network: InternetNetwork = parts.InternetNetwork(
-        ticket,
-        parts.Identity(key),
-        seat,
-        parts.introduction(ticket),
-        largest=1 << 20,
-        tell=_say,
-        listed=listed,
-    )
+    info = parts.newcomer_info(ticket)
+    peers: Peers = parts.Peers(ticket, parts.Identity(key), local, info, _say, first=bootstrap, listed=bootstrap)
+    network: InternetNetwork = parts.InternetNetwork(peers, largest=1 << 20)
     return network
 
 
 def seen(network: InternetNetwork) -> list[dict[str, Any]]:
     """What an onlooker sees of each peer, in order of rank."""
-    members = network.swarm.members
-    lead = members.lead() or 0.0
+    members = network.peers.members
+    median = members.median_step() or 0.0
     return [
         {
             **member.facts,
             "replica": member.rank,
             "host": member.host,
-            "state": ("trains" if member.trains else "beacon") if member.alive else "gone",
+            "state": ("trains" if member.trains else "bootstrap") if member.alive else "gone",
             "step": member.step,
-            "behind": max(0.0, lead - member.step_now()),
+            "behind": max(0.0, median - member.step_now()),
             "heard": time.monotonic() - member.heard,
         }
         for member in members.all()
     ]
 
 
-def examined(path: Path, listening: Listening) -> Iterator[Finding]:
+def examined(path: Path, local: ListenAddress) -> Iterator[Finding]:
     """What a ticket and this machine are like, one finding after the other."""
     parts = internet()
     try:
@@ -206,7 +184,7 @@ def examined(path: Path, listening: Listening) -> Iterator[Finding]:
         yield parts.Finding(True, f"{path} is a ticket to {ticket.name}, with {len(ticket.addresses)} addresses")
         ticket_settings(ticket)
         with tempfile.TemporaryDirectory() as scratch:
-            network = look_on(ticket, Path(scratch) / "doctor.key", seat_of(listening, first=False))
+            network = look_on(ticket, Path(scratch) / "doctor.key", local)
             try:
                 yield parts.Finding(True, "the run's peers accept the ticket; clocks and versions agree with theirs")
                 yield from parts.examine(network)
