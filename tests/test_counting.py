@@ -86,4 +86,3 @@ def test_what_a_round_sends_is_told_to_the_byte_where_packets_are_of_one_length(
         assert sent == pytest.approx(expected_bytes(method, replicas), rel=0.1)
     else:  # what a threshold lets through of a residual is half to twice what it is set for
         assert 0.5 < sent / expected_bytes(method, replicas) < 2
-

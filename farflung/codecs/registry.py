@@ -54,7 +54,7 @@ def codec_named(name: str) -> Codec:
     return _codec(name, name)
 
 
-def codec_names() -> str:
+def _known() -> str:
     """What can be written, in one line."""
     plain, wraps = (
         ", ".join(example for row in CODECS.values() if row.wraps == wraps for example in row.examples)
@@ -69,7 +69,7 @@ def _codec(name: str, whole: str) -> Codec:
         if found := re.match(rf"(?:{row.pattern})(?=-|$)", name):
             break
     else:
-        raise UserError(f"there is no codec {name.partition('-')[0]!r}; there are: {codec_names()}")
+        raise UserError(f"there is no codec {name.partition('-')[0]!r}; there are: {_known()}")
     rest = name[found.end() :]
     if row.wraps and not rest:
         raise UserError(f"there is no codec {name!r} by itself; say what follows, as in {row.examples[0]}")
