@@ -66,8 +66,9 @@ class Config:
     group_size: int | None = None
     """Replicas that average with each other in a round (noloco, diloco)."""
     averaging: Literal["whole", "parts"] | None = None
-    """How more than two average (sparseloco, demo, dct): whole packets from everyone to everyone, as published, or in
-    parts, each averaged by one and encoded again: another algorithm, whose bytes do not grow with the replicas."""
+    """How more than two average (sparseloco, demo, dynamic-threshold): whole packets from everyone to everyone, as
+    published, or in parts, each averaged by one and encoded again: another algorithm, whose bytes do not grow with the
+    replicas."""
     every_final: int | None = None
     """Inner steps between rounds at the end of the run; from every, it gets there by equal factors."""
     robust: Literal["mean", "median", "clipped"] = "mean"

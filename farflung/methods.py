@@ -29,7 +29,7 @@ from farflung.codecs import (
     codec_named,
 )
 from farflung.config import Config
-from farflung.errors import UserError, suggestion
+from farflung.errors import UserError
 from farflung.outer import (
     ADAMW,
     INNER,
@@ -47,6 +47,8 @@ from farflung.outer import (
     Way,
     merge_named,
 )
+from farflung.registry import Registry
+from farflung.renamed import renamed
 
 
 def ddp(codec: Codec | str | None = None) -> Method:
@@ -162,7 +164,7 @@ def demo(averaging: Way = "whole") -> Method:
     return Method(Schedule(every=1), codec=codec, averaging=averaging, inner=SIGN)
 
 
-def dct(codec: Codec | str | None = None, averaging: Way = "whole") -> Method:
+def dynamic_threshold(codec: Codec | str | None = None, averaging: Way = "whole") -> Method:
     """Synchronous training with the largest 1 % of the gradient, by a threshold that is set now and then.
 
     Paper: Gupta and others 2020, arXiv 2010.08899
@@ -227,9 +229,25 @@ def _nesterov(lr: float, momentum: float) -> OuterFactory:
     return partial(torch.optim.SGD, lr=lr, momentum=momentum, nesterov=momentum > 0, fused=True)
 
 
-_ALL = (noloco, nolocox, diloco, dilocox, streaming_diloco, eager_diloco, sparseloco, demo, dct, ddp, local)
+_ALL = (
+    noloco,
+    nolocox,
+    diloco,
+    dilocox,
+    streaming_diloco,
+    eager_diloco,
+    sparseloco,
+    demo,
+    dynamic_threshold,
+    ddp,
+    local,
+)
 
-RECIPES: dict[str, Callable[..., Method]] = {recipe.__name__.replace("_", "-"): recipe for recipe in _ALL}
+RECIPES: Registry[Callable[..., Method]] = Registry(
+    "method",
+    {recipe.__name__.replace("_", "-"): recipe for recipe in _ALL},
+    renamed={"dct": "dynamic-threshold"},
+)
 """The methods that the command line offers, by name."""
 
 _METHOD_SETTINGS = (
@@ -240,8 +258,6 @@ _METHOD_SETTINGS = (
 
 def settings_of(name: str) -> dict[str, Any]:
     """A method's settings and their defaults. Raises UserError for a name that is none."""
-    if name not in RECIPES:
-        raise UserError(f"there is no method {name!r}{suggestion(name, list(RECIPES))}")
     parameters = inspect.signature(RECIPES[name]).parameters
     return {key: parameter.default for key, parameter in parameters.items()}
 
@@ -251,19 +267,20 @@ def from_config(config: Config) -> Method:
 
     Raises UserError for a setting that the method does not have.
     """
-    known = settings_of(config.method)
+    name = RECIPES.current(config.method)
+    known = settings_of(name)
     given = {key: value for key in _METHOD_SETTINGS if (value := getattr(config, key)) is not None}
     unknown = [key for key in given if key not in known]
     if config.every_final is not None and "every" not in known:
         unknown.append("every_final")
     if unknown:
-        settings = ", ".join(name for name in _METHOD_SETTINGS if name in known) or "none"
-        raise UserError(f"{config.method} has no setting {unknown[0]}; remove it (its settings: {settings})")
+        settings = ", ".join(setting for setting in _METHOD_SETTINGS if setting in known) or "none"
+        raise UserError(f"{name} has no setting {unknown[0]}; remove it (its settings: {settings})")
     if "codec" in given:
         given["codec"] = codec_named(given["codec"])
     if "seed" in known:
         given["seed"] = config.seed
-    method = RECIPES[config.method](**given)
+    method = RECIPES[name](**given)
     if config.every_final is not None:
         method = replace(method, schedule=replace(method.schedule, final=config.every_final, steps=config.steps))
     if config.inner is None and method.inner is MUON and config.shard > 1:
@@ -275,4 +292,8 @@ def settled(config: Config) -> Config:
     """The settings with the inner optimizer and the learning rate that a run takes where they do not say."""
     inner = from_config(config).inner
     name = next(name for name, known in INNER.items() if known is inner)
-    return replace(config, inner=name, lr=config.lr or inner.lr)  # type: ignore[arg-type]
+    method = RECIPES.current(config.method)
+    return replace(config, method=method, inner=name, lr=config.lr or inner.lr)  # type: ignore[arg-type]
+
+
+__getattr__ = renamed(__name__, {"dct": "dynamic_threshold"})

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import warnings
+from collections.abc import Callable
 
 import pytest
+
+from farflung import methods
+from farflung.codecs import codec_named
+from farflung.config import Config
 
 
 @pytest.mark.parametrize(
@@ -17,6 +23,7 @@ import pytest
         ("farflung.codecs", "Apart", "farflung.codecs.SplitCodec"),
         ("farflung.codecs", "Float", "farflung.codecs.BlockFloat"),
         ("farflung.codecs", "Frequency", "farflung.codecs.BlockDCT"),
+        ("farflung.methods", "dct", "farflung.methods.dynamic_threshold"),
         ("farflung.outer", "Disagreement", "farflung.outer.DisagreementError"),
         ("farflung.outer", "Diverged", "farflung.outer.DivergedError"),
     ],
@@ -26,6 +33,25 @@ def test_old_names_still_work(module: str, old: str, new: str) -> None:
     with pytest.warns(DeprecationWarning, match=rf"{module}\.{old} is called {new} now"):
         found = getattr(importlib.import_module(module), old)
     assert found is getattr(importlib.import_module(home), name)
+
+
+@pytest.mark.parametrize(
+    ("make", "old", "new"),
+    [
+        (lambda name: methods.RECIPES[name](), "dct", "dynamic-threshold"),
+        (lambda name: methods.from_config(Config(method=name)), "dct", "dynamic-threshold"),
+        (lambda name: methods.settled(Config(method=name)), "dct", "dynamic-threshold"),
+        (codec_named, "frequency", "block-dct"),
+        (codec_named, "ef-frequency-topk5", "ef-block-dct-topk5"),
+    ],
+)
+def test_old_names_in_settings_still_work(make: Callable[[str], object], old: str, new: str) -> None:
+    with pytest.warns(FutureWarning, match=r"is called (dynamic-threshold|block-dct) now"):
+        found = make(old)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        wanted = make(new)
+    assert repr(found) == repr(wanted)
 
 
 def test_names_that_never_were_are_not_there() -> None:

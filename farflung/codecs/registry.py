@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import warnings
 
 from farflung.codecs import (
     block_dct,
@@ -35,22 +34,14 @@ CODECS: Registry[Name] = Registry(
         "modulo": modulo.NAME,
         "ef": feedback.NAME,
     },
+    renamed={"frequency": "block-dct"},
 )
 """All codecs that settings can name."""
-
-_RENAMED = {"frequency": "block-dct"}
 
 
 def codec_named(name: str) -> Codec:
     """The codec of a name such as `ef-lowrank64-int4`. Raises UserError."""
-    for old, new in _RENAMED.items():
-        if old in name.split("-"):
-            warnings.warn(
-                f"the codec {old} is called {new} now; the old name goes with the next version",
-                FutureWarning,
-                stacklevel=2,
-            )
-            name = name.replace(old, new)
+    name = re.sub("(?<![^-])frequency(?![^-])", lambda found: CODECS.current(found[0]), name)
     return _codec(name, name)
 
 
