@@ -19,8 +19,7 @@ import plotly.graph_objects as go
 import tyro
 
 from farflung.networks import Conditions
-from farflung.networks.carrier import Demand
-from farflung.networks.meetings import Meeting, World
+from farflung.networks.simulator import Demand, Meeting, World
 
 REPLICAS = tuple(2**power for power in range(1, 11))
 Replica = Generator[Meeting, None, None]

@@ -17,9 +17,7 @@ import numpy as np
 import tyro
 
 from farflung.networks import Conditions, conditions_named
-from farflung.networks.carrier import Demand
-from farflung.networks.conditions import Link, Site
-from farflung.networks.meetings import World
+from farflung.networks.simulator import Demand, Link, Site, World
 from farflung.planner.placement import Groups, Problem, chains, random_placement, search
 
 GBIT = 125e6

@@ -22,7 +22,7 @@ import tyro
 
 from farflung import Method, methods
 from farflung.networks import Conditions, Network, PeerLostError, Simulation, TorchNetwork
-from farflung.networks.conditions import HEADERS
+from farflung.networks.simulator import HEADERS
 from farflung.outer import message_bytes
 from farflung.planner.timing import Timer
 

@@ -30,11 +30,8 @@ from farflung.codecs import (
 )
 from farflung.config import Config
 from farflung.errors import UserError
+from farflung.inner import ADAMW, INNER, MUON, SIGN
 from farflung.outer import (
-    ADAMW,
-    INNER,
-    MUON,
-    SIGN,
     Adapt,
     Average,
     Everyone,

@@ -17,7 +17,7 @@ from torch import nn
 from farflung import methods
 from farflung.config import Config
 from farflung.errors import UserError
-from farflung.outer import ADAMW, MUON, SIGN, MuonAdamW, names_of
+from farflung.inner import ADAMW, MUON, SIGN, MuonAdamW, names_of
 from farflung.training import launch
 from farflung.training.late import LateAverage
 from farflung.training.learning_rate import left_of_lr

@@ -22,7 +22,7 @@ from patience import patience, until
 from processes import free_port
 
 from farflung.errors import UserError
-from farflung.networks import Party, PeerLostError, State
+from farflung.networks import Party, PeerLostError, SharedState
 from farflung.networks.internet import Identity, InternetNetwork, Seat, Ticket, read_ticket
 from farflung.networks.internet.admission import check_clock, member_of
 from farflung.networks.internet.directory import member_in
@@ -522,7 +522,7 @@ def test_a_state_comes_in_pieces_from_several_and_survives_one_that_sends_other_
     run.all_know_each_other()
     values = torch.randn(5000)
     for peer in run.peers[:2]:
-        peer.serve(lambda: State({"anchor 0": values}, {"step": 7, "until": 10}))
+        peer.serve(lambda: SharedState({"anchor 0": values}, {"step": 7, "until": 10}))
     bad = run.peers[0]._snapshots
     keep = bad._keep
 

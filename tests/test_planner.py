@@ -22,7 +22,7 @@ from farflung.codecs import Modulo, Quantize
 from farflung.config import Config
 from farflung.errors import UserError
 from farflung.networks import Conditions, Simulation
-from farflung.networks.conditions import HEADERS, Cut, Death, Link
+from farflung.networks.simulator.conditions import HEADERS, Cut, Death, Link
 from farflung.outer import Schedule, kept_bytes, message_bytes
 from farflung.pipeline.assemble import training
 from farflung.planner.architecture import architecture, architecture_of
@@ -244,8 +244,9 @@ def test_memory_counts_the_copies_that_the_outer_loop_really_holds() -> None:
                     anchors = sum(t.nbytes for t in outer.anchors)  # type: ignore[attr-defined]
                     states = outer.outer.state.values()  # type: ignore[attr-defined]
                     momentum = sum(v.nbytes for s in states for v in s.values() if isinstance(v, torch.Tensor))
-                    flights = outer._flights  # type: ignore[attr-defined]
-                    messages = sum(f.message.nbytes + (0 if f.at_start is None else f.at_start.nbytes) for f in flights)
+                    offers = [pending.offer for pending in outer._rounds.pending]  # type: ignore[attr-defined]
+                    kept = [o.at_start for o in offers if o.at_start is not None]
+                    messages = sum(tensor.nbytes for tensor in (*(o.message for o in offers), *kept))
                     seen.append(anchors + momentum + messages)
             return max(seen), sum(p.numel() for p in model.parameters())
 

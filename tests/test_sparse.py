@@ -11,8 +11,9 @@ from torch import Tensor
 
 from farflung import methods
 from farflung.codecs import BlockDCT, ErrorFeedback, Quantize, Threshold, TopK
+from farflung.inner import SignSGD
 from farflung.networks import SimulatedNetwork, Simulation
-from farflung.outer import SignSGD, Way, bytes_per_parameter
+from farflung.outer import Way, bytes_per_parameter
 
 Array = NDArray[np.float64]
 SHAPES = [(64,), (64, 64), (64, 64), (128,), (64, 128)]

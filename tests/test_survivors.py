@@ -13,7 +13,7 @@ from processes import SMALL, free_port, saved
 from warm import Python
 
 from farflung.networks import Group, PeerLostError, SimulatedNetwork, Simulation
-from farflung.networks.survivors import among_survivors, connected
+from farflung.networks.membership import among_survivors, connected
 from farflung.training import checkpoint
 
 

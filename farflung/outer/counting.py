@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from farflung.codecs import Codec
-from farflung.outer.averaging import Way, cut, goes_whole, strips
+from farflung.outer.averaging import cut, strips, uses_all_gather
 from farflung.outer.notes import NOTES, Noted
 from farflung.outer.optimizers import OuterFactory, message_of, step_with
 
@@ -26,18 +26,8 @@ _SIDE = 1024
 """Rows and columns of the matrix by which a method's bytes a parameter are told."""
 
 
-def parts_sent(codec: Codec, way: Way, members: int) -> tuple[float, ...]:
-    """What part of a message goes from each member of a group to each other, hop after hop.
-
-    What a codec need not encode is averaged in the network, part by part.
-    """
-    if not codec.traits.lossless and goes_whole(codec, way, members):
-        return (1.0,)
-    return (1 / members, 1 / members)
-
-
 def message_bytes(method: Method, shapes: Sequence[Shape], members: int) -> int:
-    """All packets of one message, as a member of such a group encodes it; times `parts_sent` is what travels.
+    """All packets of one message, as a member of such a group encodes it; times `traffic_per_hop` is what travels.
 
     Exact where the codec's packets have a fixed length. 0 for a method without rounds.
     """
@@ -46,7 +36,7 @@ def message_bytes(method: Method, shapes: Sequence[Shape], members: int) -> int:
     codec, tensors = _message(method, shapes)
     if codec.traits.lossless:
         return _FLOAT * _count(tensors)
-    if not goes_whole(codec, method.averaging, members):
+    if not uses_all_gather(codec, method.averaging, members):
         packets = cut(tensors, members)
     else:
         packets = [tensors] if codec.traits.needs_whole else strips(tensors)

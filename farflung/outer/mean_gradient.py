@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,19 +12,19 @@ from torch import Tensor
 
 from farflung.codecs import finite
 from farflung.errors import UserError
+from farflung.hooks.scaling import is_scaled, step_always, take_gradients, unscale
+from farflung.hooks.shards import own_of
+from farflung.hooks.steps import Arguments, hook_steps
+from farflung.hooks.trained import Trained, held_by
+from farflung.hooks.untrained import Untrained
 from farflung.networks import Network
 from farflung.outer.averaging import Averaging
 from farflung.outer.faults import Faults
 from farflung.outer.fragments import Fragment
 from farflung.outer.notes import NOTES, Noted
-from farflung.outer.round import Round
-from farflung.outer.scaling import is_scaled, step_always, take_gradients, unscale
-from farflung.outer.shards import own_of
-from farflung.outer.steps import Arguments, hook_steps
-from farflung.outer.streams import copied
+from farflung.outer.outcomes import Outcome, Round
+from farflung.outer.session import copied
 from farflung.outer.topologies import group_of
-from farflung.outer.trained import Trained, held_by
-from farflung.outer.untrained import Untrained
 
 if TYPE_CHECKING:
     from farflung.outer.method import Method
@@ -80,7 +81,7 @@ class MeanGradient:
         self._feeds_back = method.codec.traits.feeds_back
         codec = method.codec if method.codec.traits.lossless else Noted(method.codec)
         name = f"gradients of optimizer {index}"
-        self._averaging = Averaging(network, codec, self._tensors, method.averaging, method.topology.alike, name)
+        self._averaging = Averaging(network, replace(method, codec=codec), self._tensors, name)
         self._exchanges = 0
         self._exchanges_before_step = 0
         self._ever_present = [False] * len(self._parameters)
@@ -120,7 +121,7 @@ class MeanGradient:
     def _average(self, loss: Any) -> Any:
         """Puts the mean gradients in the place of this replica's; returns the mean of the loss."""
         network = self._network
-        network.computed()
+        network.advance()
         self._trained.check()
         self._exchanges += 1
 
@@ -151,7 +152,7 @@ class MeanGradient:
                 finished=pending.finished_at,
                 waited_from=started,
                 landed=network.now(),
-                outcome="no progress offered" if fault else "averaged",
+                outcome=Outcome.NO_PROGRESS if fault else Outcome.AVERAGED,
                 reason=fault,
                 compression_error=error,
             )

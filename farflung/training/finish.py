@@ -12,7 +12,7 @@ from torch import Tensor
 
 from farflung.config import Config
 from farflung.files import write_text
-from farflung.networks import Network, PeerLostError, Traffic, among_the_living
+from farflung.networks import Network, PeerLostError, Traffic, among_members
 from farflung.outer.fragments import split
 from farflung.training import checkpoint
 from farflung.training.gather import gather
@@ -60,7 +60,7 @@ def finish(trainer: Trainer, together: Together) -> dict[str, Any]:
     own = weights.read()
 
     def ended(network: Network) -> Ended:
-        mean = among_the_living(
+        mean = among_members(
             network,
             lambda group: network.all_reduce(own.clone(), group, f"average at the end of {group}").wait(deadline),
         )

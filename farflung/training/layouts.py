@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from farflung.errors import UserError
+from farflung.inner import names_of
 from farflung.networks import Traffic
-from farflung.outer import names_of
 from farflung.outer.fragments import split
 from farflung.pipeline import Layout, Place
 from farflung.pipeline.parts import persistent_buffers
@@ -173,7 +173,7 @@ def _outer_state(parts: list[State], fragments: list[list[str]], cut: Callable[[
         ]
         return {**first, "optimizers": optimizers}
 
-    if not any(stream["every"] for stream in first["streams"]):
+    if not any(stream["every_steps"] for stream in first["streams"]):
         return dict(first)  # a method without rounds keeps nothing
 
     anchors = _of_parameters(parts, lambda outer, n: outer["streams"][n]["anchor"])

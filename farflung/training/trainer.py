@@ -14,8 +14,8 @@ import torch
 
 from farflung import methods
 from farflung.config import Config
-from farflung.networks import Network, OpenNetwork, TimedNetwork
-from farflung.outer import Attached, Round
+from farflung.networks import ElasticNetwork, Network, TimedNetwork
+from farflung.outer import Round, Session
 from farflung.pipeline import assemble
 from farflung.training import checkpoint
 from farflung.training.events import EventLog
@@ -137,7 +137,7 @@ class Trainer:
         self._evaluate()
         self.events.write("end", self.step, reason="finished")
 
-    def _train_step(self, outer: Attached) -> None:
+    def _train_step(self, outer: Session) -> None:
         config, before = self.config, self.step
         for group in self.optimizer.param_groups:
             group["lr"] = self.lr * left_of_lr(config, self.step)
@@ -174,7 +174,7 @@ class Trainer:
         """The mean loss of the held-out sequences, in nats a token."""
         return self.island.loss_of(self.held_out)
 
-    def save(self, outer: Attached) -> None:
+    def save(self, outer: Session) -> None:
         """Writes this replica's part of a checkpoint."""
         with self._rate.paused():
             began = self.network.now()
@@ -213,7 +213,7 @@ class Trainer:
         oldest = self.kept.oldest_needed(self.process, self.config.keep_checkpoints)
         checkpoint.prune(self.folder, self.island.place.replica, before=oldest)
 
-    def _restore(self, state: dict[str, Any], outer: Attached) -> None:
+    def _restore(self, state: dict[str, Any], outer: Session) -> None:
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         outer.load_state_dict(state["outer"])
@@ -230,7 +230,7 @@ class Trainer:
         self.island.after_step()  # a tied head's copy is in no checkpoint
         self._saved = None
 
-    def _catch_up(self, outer: Attached) -> None:
+    def _catch_up(self, outer: Session) -> None:
         began = self.network.now()
         if outer.catch_up(CATCH_UP_SECONDS):
             self.step = outer.step
@@ -283,13 +283,13 @@ class Trainer:
             device=str(self.device),
             tokens_per_step=self.config.tokens_per_step,
             resumed=self._resumed,
-            **({"clock": time.time()} if isinstance(self.network, OpenNetwork) else {}),
+            **({"clock": time.time()} if isinstance(self.network, ElasticNetwork) else {}),
         )
 
     def _log_step(self, loss: float) -> None:
         traffic, island = self.network.traffic, self.island
         speed, refused = self._rate.take(), {}
-        if isinstance(self.network, OpenNetwork):
+        if isinstance(self.network, ElasticNetwork):
             refused = dict(self.network.refused)
             self.network.tell_others(
                 loss=loss, tokens_per_second=speed, rounds=self.rounds, refused=sum(refused.values())

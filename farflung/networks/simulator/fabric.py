@@ -8,9 +8,9 @@ from itertools import combinations_with_replacement
 from typing import NamedTuple
 
 from farflung.networks.base import Group
-from farflung.networks.clock import Clock
-from farflung.networks.conditions import Conditions
-from farflung.networks.sharing import Flow, Links
+from farflung.networks.simulator.clock import Clock
+from farflung.networks.simulator.conditions import Conditions
+from farflung.networks.simulator.flows import Flow, Links
 
 UNLIMITED = 1e15
 """Bytes a second of what is not limited."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from farflung.networks.conditions import Conditions
+from farflung.networks.simulator.conditions import Conditions
 
 BLOCK = 1024
 """Steps whose durations are drawn at a time."""

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from farflung.outer.hidden import sample
-from farflung.outer.shards import own_of
-from farflung.outer.trained import held_by
+from farflung.hooks.hidden import sample
+from farflung.hooks.shards import own_of
+from farflung.hooks.trained import held_by
 
 NEAR = 0.25
 """State may be a copy of the weights if the square of its distance from them is less than this part of their square."""

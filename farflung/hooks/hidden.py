@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from farflung.errors import UserError
-from farflung.outer.shards import own_of
+from farflung.hooks.shards import own_of
 
 SAMPLED = 256
 """Values of each parameter by which an optimizer is judged."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -14,16 +15,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from farflung.errors import UserError
-from farflung.networks import Group, Network, OpenNetwork, among_the_living
-from farflung.outer.buffers import average
-from farflung.outer.digests import digest
+from farflung.hooks.buffers import average
+from farflung.hooks.digests import digest
+from farflung.hooks.shards import own_of
+from farflung.hooks.start import SETTING, Fact, agree_on_start
+from farflung.hooks.steps import hook_steps
+from farflung.hooks.trained import Trained
+from farflung.hooks.untrained import Untrained
+from farflung.networks import ElasticNetwork, Group, Network, among_members
 from farflung.outer.faults import Faults
-from farflung.outer.round import Round
-from farflung.outer.shards import own_of
-from farflung.outer.start import Fact, agree_on_start, method_facts
-from farflung.outer.steps import hook_steps
-from farflung.outer.trained import Trained
-from farflung.outer.untrained import Untrained
+from farflung.outer.outcomes import Round
 
 if TYPE_CHECKING:
     from farflung.outer.method import Method
@@ -62,7 +63,7 @@ class Options:
     on_round: Callable[[Round], None] | None = None
 
 
-class Attached:
+class Session:
     """A context that does something about inner optimizers' steps, and undoes its hooks at the end.
 
     Public besides the methods: `step`, the inner steps so far, and `rounds`, the rounds that this replica took part in.
@@ -88,6 +89,7 @@ class Attached:
         self.method = method
         self.network = network
         self.deadline = options.deadline
+        self.outer: Optimizer | None = None
         self.step = 0
         self.rounds = 0
         self.trained = Trained(model, optimizers, network)
@@ -106,7 +108,7 @@ class Attached:
         self._untrained = Untrained(model, self.trained, undo)
         for optimizer in optimizers:
             self._undo.callback(hook_steps(optimizer, before=self._before_first_step))
-        if isinstance(network, OpenNetwork):
+        if isinstance(network, ElasticNetwork):
             _check_open(number, self._untrained, options.buffers)
 
     def __enter__(self) -> Self:
@@ -149,7 +151,7 @@ class Attached:
         if not self._begun and self.method.exchanges:
             warnings.warn(UNSEEN, stacklevel=4)
         self.land()
-        self._settle()
+        self._settle_at_end()
         self._undo.close()
         self._undo.callback(hook_steps(self.trained.optimizers[-1], after=self._warn_of_steps_alone))
         if self._begun and self.method.exchanges:
@@ -159,7 +161,7 @@ class Attached:
         """Within, all weights are written; what optimizers keep beside them goes along."""
         return nullcontext()
 
-    def _settle(self) -> None:
+    def _settle_at_end(self) -> None:
         """Takes back what is not sound in the weights when the rounds end."""
 
     def _warn_of_steps_alone(self) -> None:
@@ -229,7 +231,7 @@ class Attached:
             return
         self._begun = True
         self._begin()
-        if self.method.exchanges and not isinstance(self.network, OpenNetwork):
+        if self.method.exchanges and not isinstance(self.network, ElasticNetwork):
             weights = [own_of(parameter) for parameter in self.trained.parameters]
             shapes = [tuple(tensor.shape) for tensor in (*weights, *self._untrained.named().values())]
             facts = [
@@ -242,12 +244,25 @@ class Attached:
 
     def _facts(self) -> list[Fact]:
         """What must be equal on all replicas, besides the weights."""
-        return method_facts(self.method, None)
+        group = self.outer.param_groups[0] if self.outer else {}
+        settings = {name: value for name, value in group.items() if name != "params"}
+        method = self.method
+        parts: dict[str, object] = {
+            "schedule": method.schedule,
+            "topology": method.topology,
+            "codec": method.codec,
+            "merge": method.merge,
+            "adaptation": method.adapt,
+            "way of averaging": method.averaging,
+            "outer optimizer": f"{type(self.outer).__name__} {settings}" if self.outer else "none",
+        }
+        # Where an object lies in memory is not a setting.
+        return [Fact(what, (re.sub(r" at 0x[0-9a-f]+", "", str(part)),), SETTING) for what, part in parts.items()]
 
     def _look(self) -> None:
         """Finds frozen weights that the loop moves itself. Raises UserError where they cannot go along."""
         moving = self._untrained.look()
-        if moving and isinstance(self.network, OpenNetwork):
+        if moving and isinstance(self.network, ElasticNetwork):
             raise UserError(
                 f"{moving[0]} is frozen, and yet it moves, which peers on the internet cannot average; "
                 "keep it outside of the model that is attached"
@@ -266,7 +281,7 @@ class Attached:
         average(self._untrained.named(), self.network, group, key, self.deadline, directions=True)
 
     def _average_among_all(self, what: str, tensors: Mapping[str, Tensor], directions: bool) -> None:
-        if isinstance(self.network, OpenNetwork):
+        if isinstance(self.network, ElasticNetwork):
             return  # who comes and goes has nobody to end with
         self._exchanges += 1
         key = self._key(f"{what} {self._exchanges}")
@@ -274,7 +289,7 @@ class Attached:
         def exchange(group: Group) -> None:
             average(tensors, self.network, group, f"{key} of {group}", END_DEADLINES * self.deadline, directions)
 
-        among_the_living(self.network, exchange)
+        among_members(self.network, exchange)
 
 
 def _check_open(number: int, untrained: Untrained, buffers: str) -> None:
@@ -290,3 +305,14 @@ def _check_open(number: int, untrained: Untrained, buffers: str) -> None:
             f"the model keeps {floating[0]} besides its weights, which peers on the internet cannot average; "
             "replace BatchNorm by LayerNorm or GroupNorm, or register such buffers with persistent=False"
         )
+
+
+def copied(state: Any, device: torch.device) -> Any:
+    """The same containers with copies of all tensors in them, on `device`: what is loaded twice must not change."""
+    if isinstance(state, Tensor):
+        return state.to(device, copy=True)
+    if isinstance(state, dict):
+        return {key: copied(value, device) for key, value in state.items()}
+    if isinstance(state, list | tuple):
+        return type(state)(copied(value, device) for value in state)
+    return state

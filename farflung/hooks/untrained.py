@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from farflung.errors import UserError
-from farflung.outer.buffers import real_view, sound
-from farflung.outer.digests import digest
-from farflung.outer.start import Fact
-from farflung.outer.trained import Trained
+from farflung.hooks.buffers import real_view, sound
+from farflung.hooks.digests import digest
+from farflung.hooks.start import Fact
+from farflung.hooks.trained import Trained
 
 
 class Untrained:

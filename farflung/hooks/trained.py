@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from farflung.errors import UserError
+from farflung.hooks.digests import digest
+from farflung.hooks.shards import own_of
 from farflung.networks import Network
-from farflung.outer.digests import digest
-from farflung.outer.shards import own_of
 
 _ATTACHED: WeakSet[Trained] = WeakSet()
 """Those that are in use: what one leaves alone, another may train."""

@@ -1,19 +1,19 @@
-"""How the messages of a group become one: their mean, or what a few bad ones among them cannot move far."""
+"""Aggregation rules for groups in which a few may lie: what bad messages among them cannot move far."""
 
 from __future__ import annotations
 
 import math
 import statistics
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from farflung.codecs import Codec, Packet, PacketError, finite
+from farflung.codecs import PacketError, finite
 from farflung.codecs.values import norm
+from farflung.outer.averaging import Mean
 
 LARGEST_RATIO = 30.0
 """A message with a norm so many times the usual one is refused."""
@@ -25,96 +25,35 @@ Blame = Callable[[int, str], None]
 """Told which replica sent a bad message, and why it is bad."""
 
 
-class Fuse(Protocol):
-    """Makes one message of packets and of the own message; says why some packets could not be used."""
-
-    def __call__(  # noqa: D102
-        self, codec: Codec, packets: Mapping[int, Packet], like: Sequence[Tensor], own: Sequence[Tensor] | None
-    ) -> tuple[list[Tensor], dict[int, str]]: ...
-
-
-class Fusion:
-    """What is done with the messages of a group.
+class Aggregation:
+    """The aggregation rule of a network whose members cannot all be trusted; every message is looked at.
 
     Args:
         robust: "mean"; "median", coordinate by coordinate, and "clipped", norms of at most the median one, for
             groups of more than two, in which a minority may send anything.
-        blame: where messages are looked at: told of those that are broken, not finite or far too large; none counts.
+        blame: told of messages that are broken, not finite or far too large; none counts.
     """
 
-    def __init__(self, robust: str = "mean", blame: Blame | None = None) -> None:
+    def __init__(self, robust: str, blame: Blame) -> None:
+        self.total = _TOTALS[robust]
+        """Makes what sums up messages like some tensors."""
         self.whole = robust != "mean"
         """Whether each member must have everybody's message: who averages a part for all could lie about it."""
-        self._total = _TOTALS[robust]
-        self._blame = blame
+        self.blame = blame
         self._norms: dict[tuple[torch.Size, ...], deque[float]] = {}
 
-    def of(self, rank: int, weights: Mapping[int, float]) -> Fuse:
-        """The fusion of one round of a replica, in which messages have these weights; those without one count 1."""
-
-        def fuse(
-            codec: Codec, packets: Mapping[int, Packet], like: Sequence[Tensor], own: Sequence[Tensor] | None
-        ) -> tuple[list[Tensor], dict[int, str]]:
-            total, unreadable = self._total(like), {}
-            for sender, packet in packets.items():
-                try:
-                    message = self._decoded(sender, codec, packet, like)
-                    self.check(sender, message, own)
-                except PacketError as error:
-                    unreadable[sender] = str(error)
-                    continue
-                total.add(message, weights.get(sender, 1.0))
-            if own is not None:
-                total.add(own, weights.get(rank, 1.0))
-            return total.result(), unreadable
-
-        return fuse
-
     def check(self, sender: int, message: list[Tensor], own: Sequence[Tensor] | None) -> None:
-        """Looks at a message, where messages are looked at. Raises PacketError when it cannot be true."""
-        if self._blame is None:
-            return
+        """Looks at a message. Raises PacketError when it cannot be true."""
         size = norm(message) if all(map(finite, message)) else math.nan
         norms = self._norms.setdefault(tuple(tensor.shape for tensor in message), deque(maxlen=NORMS_KEPT))
         if own is not None:
             norms.append(norm(own))
         usual = statistics.median([n for n in norms if n > 0] or [size])
         if not size <= LARGEST_RATIO * usual:
-            why = f"a message is {size / usual:.3g} times as large as usual" if size > 0 else "a message is not finite"
-            self._blame(sender, why)
-            raise PacketError(why)
+            raise PacketError(
+                f"a message is {size / usual:.3g} times as large as usual" if size > 0 else "a message is not finite"
+            )
         norms.append(size)
-
-    def _decoded(self, sender: int, codec: Codec, packet: Packet, like: Sequence[Tensor]) -> list[Tensor]:
-        try:
-            # What came over the internet lies in the host's memory.
-            return codec.decode(packet.to(like[0].device) if like else packet, like)
-        except PacketError as error:
-            if self._blame:
-                self._blame(sender, str(error))
-            raise
-
-
-class Mean:
-    """The weighted mean, summed in the order given: the one order that every network uses, for equal bits.
-
-    Of nothing, and of messages that all count nothing, it is `like`.
-    """
-
-    def __init__(self, like: Sequence[Tensor]) -> None:
-        self._like = like
-        self._sum = [torch.zeros_like(tensor) for tensor in like]
-        self._weight = 0.0
-
-    def add(self, message: Sequence[Tensor], weight: float) -> None:
-        """Takes one message; its memory may be used again afterwards."""
-        for to, tensor in zip(self._sum, message, strict=True):
-            to.add_(tensor, alpha=weight)
-        self._weight += weight
-
-    def result(self) -> list[Tensor]:
-        """The mean of those taken."""
-        return [tensor.div_(self._weight) for tensor in self._sum] if self._weight else list(self._like)
 
 
 class Robust:

@@ -16,7 +16,7 @@ from farflung.errors import UserError
 
 log = logging.getLogger("farflung")
 
-WORD_SECONDS = 15.0
+REMINDER_SECONDS = 15.0
 """Between two words about who is being waited for."""
 
 
@@ -59,10 +59,10 @@ def _check_in(store: Store, rank: int, size: int, starting: float) -> dict[int, 
             waited = time.monotonic() - began
             if waited >= starting:
                 raise TimeoutError(f"replica {other} of {size} has not come within {starting:g} s (--starting)")
-            if waited >= WORD_SECONDS:
+            if waited >= REMINDER_SECONDS:
                 log.warning("replica %d waits for replica %d to start: %.0f of %g s", rank, other, waited, starting)
             with contextlib.suppress(dist.DistError, RuntimeError):  # that is the next turn's question
-                store.wait([f"address/{other}"], timedelta(seconds=max(0.1, min(WORD_SECONDS, starting - waited))))
+                store.wait([f"address/{other}"], timedelta(seconds=max(0.1, min(REMINDER_SECONDS, starting - waited))))
     return {other: store.get(f"address/{other}").decode() for other in range(size)}
 
 

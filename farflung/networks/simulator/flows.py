@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 
-from farflung.networks.clock import Clock, Event
+from farflung.networks.simulator.clock import Clock, Event
 
 NEGLIGIBLE = 1e-9
 """A link that carries less than this share of a flow does not matter to it."""

@@ -1,4 +1,4 @@
-"""The end of a run whose members nobody has counted: those who are left agree on who they are."""
+"""Work among all members, whoever they are by now; at the end, among those left, who agree on who they are."""
 
 from __future__ import annotations
 
@@ -14,6 +14,20 @@ T = TypeVar("T")
 
 LONGER = 2.0
 """Whoever has lost somebody waits so many times as long for the rest, who may still be waiting for the same."""
+
+
+def among_members(network: Network, exchange: Callable[[Group], T]) -> T:
+    """What an exchange among all members yields, which is tried again when some of them have died or come meanwhile.
+
+    Raises PeerLostError.
+    """
+    while True:
+        group = network.members()
+        try:
+            return exchange(group)
+        except PeerLostError:
+            if network.members() == group:
+                raise
 
 
 class Row(NamedTuple):

@@ -15,8 +15,8 @@ from weakref import WeakKeyDictionary
 import torch
 
 from farflung.errors import UserError
-from farflung.outer.steps import hook_steps
-from farflung.outer.trained import held_by
+from farflung.hooks.steps import hook_steps
+from farflung.hooks.trained import held_by
 
 _BEARS_SCALING = "_step_supports_amp_scaling"
 

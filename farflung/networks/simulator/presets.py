@@ -11,7 +11,7 @@ from typing import Any
 
 from farflung.config import from_table, toml_table
 from farflung.errors import UserError, suggestion
-from farflung.networks.conditions import HEADERS, Conditions, Link, Site
+from farflung.networks.simulator.conditions import HEADERS, Conditions, Link, Site
 
 CITIES = ("Oregon", "Virginia", "Ohio", "Tokyo", "Seoul", "London", "Frankfurt", "Ireland")
 

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from farflung.codecs import finite
 from farflung.errors import UserError
+from farflung.hooks.digests import digest
+from farflung.hooks.shards import own_of
 from farflung.networks import Group, Network
-from farflung.outer.digests import digest
-from farflung.outer.shards import own_of
 
 LENGTH = 1e-5
 """By how much a vector of length 1 may be shorter or longer, if its dtype is exact enough."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from farflung.errors import UserError
-from farflung.networks import Network, OpenNetwork, TorchNetwork
+from farflung.networks import ElasticNetwork, Network, TorchNetwork
 
 
 def own_of(tensor: Tensor) -> Tensor:
@@ -24,7 +24,7 @@ def check_shards(model: nn.Module, network: Network) -> None:
     if len(island) < 2:
         return
     sharded = f"the model is sharded over processes {', '.join(map(str, island[:-1]))} and {island[-1]}"
-    if isinstance(network, OpenNetwork):
+    if isinstance(network, ElasticNetwork):
         raise UserError(
             f"{sharded}, and an open network cannot tell one shard from another; hold rounds over torch.distributed, "
             "or train a replica that one process has all of"

@@ -8,7 +8,7 @@ from functools import cached_property
 from itertools import combinations_with_replacement
 
 from farflung.errors import UserError
-from farflung.networks.chance import largest_factor, uniform
+from farflung.networks.simulator.randomness import largest_factor, uniform
 
 SEGMENT = 1448
 """Bytes of payload in one TCP segment on Ethernet."""

@@ -18,11 +18,11 @@ from typing import Any, Generic, NoReturn, TypeVar
 import torch
 from torch import Tensor
 
-from farflung.networks.base import Combine, Finished, Group, PeerLostError, Pending, Traffic, mean_in_order
-from farflung.networks.carrier import Demand
-from farflung.networks.computation import Computation
-from farflung.networks.conditions import Conditions
-from farflung.networks.meetings import CUT_OFF, Hops, Meeting, World, described
+from farflung.networks.base import Combine, Finished, Group, Packets, PeerLostError, Pending, Traffic, mean_in_order
+from farflung.networks.simulator.cluster import CUT_OFF, Hops, Meeting, World, described
+from farflung.networks.simulator.conditions import Conditions
+from farflung.networks.simulator.fabric import Demand
+from farflung.networks.simulator.step_times import Computation
 
 T = TypeVar("T")
 
@@ -160,18 +160,18 @@ class SimulatedNetwork:
         """See Network."""
         return next(self._attachments)
 
-    def exchange(self, packet: Tensor, group: Group, key: str) -> Pending[dict[int, Tensor]]:
+    def exchange(self, packet: Tensor, group: Group, key: str) -> Pending[Packets]:
         """See Network."""
         if group == (self.rank,):
             return Finished({self.rank: packet}, self.now())
         others = len(group) - 1
         self.traffic.sent(others * packet.nbytes)
 
-        def hops(packets: dict[int, Tensor]) -> Iterator[Demand]:
+        def hops(packets: Packets) -> Iterator[Demand]:
             sizes = [packets[rank].nbytes for rank in group]
             yield Demand(group, [others * size for size in sizes], [sum(sizes) - size for size in sizes], max(sizes))
 
-        def collect(meeting: Meeting) -> dict[int, Tensor]:
+        def collect(meeting: Meeting) -> Packets:
             packets = dict(sorted(meeting.brought.items()))
             for rank, other in packets.items():
                 if rank != self.rank:
@@ -180,12 +180,12 @@ class SimulatedNetwork:
 
         return self._meet(group, key, packet, hops, collect)
 
-    def relay(self, packets: dict[int, Tensor], group: Group, key: str, combine: Combine) -> Pending[dict[int, Tensor]]:
+    def scatter_combine_gather(self, packets: Packets, group: Group, key: str, combine: Combine) -> Pending[Packets]:
         """See Network. All members combine at once, in order of rank."""
         self.traffic.sent(sum(packet.nbytes for packet in packets.values()))
-        brings = _Relayed(packets, combine)
+        brings = _Parcels(packets, combine)
 
-        def hops(brought: dict[int, _Relayed]) -> Iterator[Demand]:
+        def hops(brought: dict[int, _Parcels]) -> Iterator[Demand]:
             sizes = {rank: {to: packet.nbytes for to, packet in brought[rank].packets.items()} for rank in group}
             sent = [sum(sizes[rank].values()) for rank in group]
             received = [sum(theirs.get(rank, 0) for theirs in sizes.values()) for rank in group]
@@ -196,8 +196,8 @@ class SimulatedNetwork:
             ends = [brought[rank].combined.nbytes for rank in group]
             yield Demand(group, [(len(group) - 1) * n for n in ends], [sum(ends) - n for n in ends], max(ends))
 
-        def collect(meeting: Meeting) -> dict[int, Tensor]:
-            brought: dict[int, _Relayed] = meeting.brought
+        def collect(meeting: Meeting) -> Packets:
+            brought: dict[int, _Parcels] = meeting.brought
             combined = {rank: brought[rank].combined for rank in group}
             self.traffic.sent((len(group) - 1) * combined[self.rank].nbytes)
             for rank in group:
@@ -215,7 +215,7 @@ class SimulatedNetwork:
         nbytes = round(2 * (len(group) - 1) / len(group) * tensor.nbytes)
         self.traffic.sent(nbytes)
 
-        def hops(tensors: dict[int, Tensor]) -> Iterator[Demand]:
+        def hops(tensors: Packets) -> Iterator[Demand]:
             part = tensor.nbytes / len(group)
             yield Demand.alike(group, part)
             yield Demand.alike(group, part)
@@ -229,7 +229,7 @@ class SimulatedNetwork:
 
         return self._meet(group, key, tensor, hops, collect)
 
-    def computed(self) -> None:
+    def advance(self) -> None:
         """One inner step takes its time; others go on meanwhile."""
         self._computed += 1
         self._sleep_until(self.now() + self._computation.seconds(1))
@@ -269,10 +269,10 @@ class SimulatedNetwork:
 
 
 @dataclass
-class _Relayed:
-    """What one member brings to a relay, and what it then makes of the others' packets."""
+class _Parcels:
+    """What one member brings, and what it then makes of the others' packets."""
 
-    packets: dict[int, Tensor]
+    packets: Packets
     combine: Combine
     combined: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
 

@@ -15,10 +15,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from farflung.outer.hidden import Watch
-from farflung.outer.kept import Kept
-from farflung.outer.shards import own_of
-from farflung.outer.trained import held_by
+from farflung.hooks.hidden import Watch
+from farflung.hooks.kept import Kept
+from farflung.hooks.shards import own_of
+from farflung.hooks.trained import held_by
 
 
 class Copies:

@@ -8,10 +8,10 @@ from typing import Any
 
 from farflung.errors import UserError
 from farflung.networks.base import Group
-from farflung.networks.carrier import Carrier, Demand
-from farflung.networks.clock import Clock
-from farflung.networks.conditions import Conditions
-from farflung.networks.sharing import Flow
+from farflung.networks.simulator.clock import Clock
+from farflung.networks.simulator.conditions import Conditions
+from farflung.networks.simulator.fabric import Carrier, Demand
+from farflung.networks.simulator.flows import Flow
 
 Hops = Callable[[dict[int, Any]], Iterator[Demand]]
 """Given what each member has brought: what is sent, hop after hop; each begins when the one before has arrived."""

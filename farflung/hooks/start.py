@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 
 from farflung.networks import Network, PeerLostError, Pending
-from farflung.networks.joining import WORD_SECONDS, log
-
-if TYPE_CHECKING:
-    from farflung.outer.method import Method
+from farflung.networks.torchrun import REMINDER_SECONDS, log
 
 T = TypeVar("T")
 
@@ -44,23 +40,6 @@ class Fact(NamedTuple):
     what: str
     told: tuple[str, ...]
     remedy: str = STATE
-
-
-def method_facts(method: Method, outer: torch.optim.Optimizer | None) -> list[Fact]:
-    """What a method's replicas must have alike."""
-    group = outer.param_groups[0] if outer else {}
-    settings = {name: value for name, value in group.items() if name != "params"}
-    parts: dict[str, object] = {
-        "schedule": method.schedule,
-        "topology": method.topology,
-        "codec": method.codec,
-        "merge": method.merge,
-        "adaptation": method.adapt,
-        "way of averaging": method.averaging,
-        "outer optimizer": f"{type(outer).__name__} {settings}" if outer else "none",
-    }
-    # Where an object lies in memory is not a setting.
-    return [Fact(what, (re.sub(r" at 0x[0-9a-f]+", "", str(part)),), SETTING) for what, part in parts.items()]
 
 
 def agree_on_start(network: Network, key: str, facts: Sequence[Fact], seconds: float) -> None:
@@ -113,7 +92,7 @@ def all_there(network: Network, pending: Pending[T], seconds: float) -> T:
     while True:
         waited = network.now() - began
         try:
-            return pending.wait(min(WORD_SECONDS, seconds - waited))
+            return pending.wait(min(REMINDER_SECONDS, seconds - waited))
         except PeerLostError as lost:
             missing = ", ".join(map(str, lost.ranks))
             waited = network.now() - began
