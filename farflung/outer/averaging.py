@@ -133,16 +133,16 @@ class Averaging:
             return self._all_gather(message, group, key)
         return self._reduce_scatter(message, group, key)
 
-    def expect(self, message: Tensor) -> None:
+    def set_reference(self, message: Tensor) -> None:
         """Says what the next message would be like if it brought no news."""
         for codec, strip in self._strips(message):
             codec.set_reference(strip)
 
-    def wants_expectation(self) -> bool:
-        """Whether a codec could make use of `expect` now."""
+    def wants_reference(self) -> bool:
+        """Whether a codec could make use of `set_reference` now."""
         return any(codec.wants_reference for codec in self._codecs.values() or [self._prototype])
 
-    def shrink_to(self, share: float) -> None:
+    def set_budget(self, share: float) -> None:
         """See Codec."""
         self.share = share
         for codec in self._codecs.values():
