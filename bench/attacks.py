@@ -31,6 +31,7 @@ from hivemind.p2p import P2P, PeerID
 from hivemind.utils import get_dht_time
 
 from farflung.codecs import Dense
+from farflung.events import RoundEvent, StepEvent, WarningEvent
 from farflung.networks.base import Traffic
 from farflung.networks.internet import Identity, Seat, Ticket, read_ticket
 from farflung.networks.internet.frames import encoded, read_frame, write_frame
@@ -140,7 +141,7 @@ class Liar:
     """A member that breaks every rule."""
 
     def __init__(self, ticket: Ticket, key: Path, settings: str) -> None:
-        about = {"version": version(), "settings": settings, "shapes": "", "host": "liar", "trains": False}
+        about = {"version": "0", "settings": settings, "shapes": "", "host": "liar", "trains": False}
         self.ticket = ticket
         self.swarm = Swarm(ticket, Identity(key), Seat("127.0.0.1"), about, lambda _: None)
         self.post = Post(self.swarm, ticket.run, 1 << 30, 5.0, Traffic())
@@ -190,12 +191,6 @@ class Liar:
         self.swarm.close()
 
 
-def version() -> str:
-    from importlib.metadata import version as of
-
-    return of("farflung")
-
-
 def poisoned(values: int, value: float) -> torch.Tensor:
     """A message of a float32 tensor all of one value, as its packet would be: NaN included."""
     packet = Dense().encode([torch.zeros(values)])
@@ -224,8 +219,8 @@ def refusals(folder: Path) -> dict[str, int]:
     """What a peer says that it has refused."""
     run = Run(folder)
     run.refresh()
-    steps = [event for replica in run.replicas for event in run.of(replica, "step") if "refused" in event]
-    return steps[-1]["refused"] if steps else {}
+    steps = [event for replica in run.replicas for event in run.of(replica, StepEvent) if event.refused]
+    return steps[-1].refused if steps else {}
 
 
 def tell(what: str, measured: str, good: bool) -> None:
@@ -277,9 +272,9 @@ def attack(options: Options, ticket: Ticket, folder: Path, victim: subprocess.Po
     time.sleep(10)
     run = Run(folder / "a")
     run.refresh()
-    rounds = [event["outcome"] for replica in run.replicas for event in run.of(replica, "round")]
-    steps = [event for replica in run.replicas for event in run.of(replica, "step")]
-    shunned = [e["message"] for r in run.replicas for e in run.of(r, "warning") if "shunned" in e["message"]]
+    rounds = [event.outcome for replica in run.replicas for event in run.of(replica, RoundEvent)]
+    steps = [event for replica in run.replicas for event in run.of(replica, StepEvent)]
+    shunned = [e.message for r in run.replicas for e in run.of(r, WarningEvent) if "shunned" in e.message]
     tell("what the peer says of it", f"refused {refusals(folder / 'a')}", bool(refusals(folder / "a")))
     tell("the liar is shunned, visibly", shunned[-1] if shunned else "no", bool(shunned))
     grown = memory(victim) - before

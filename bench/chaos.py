@@ -25,8 +25,9 @@ from typing import Any, Literal
 import tyro
 from netlab import NetLab
 
+from farflung.events import CheckpointEvent, EvaluationEvent, RoundEvent, StartEvent, StepEvent, WarningEvent
 from farflung.networks.internet import Identity, Ticket
-from farflung.report.read import Event, Run
+from farflung.report.read import E, Run
 
 Case = Literal["kill", "first", "partition", "slow", "join", "nuisance"]
 PORT = 4600
@@ -87,13 +88,13 @@ class Peer:
             self.process.kill()
             self.process.wait()
 
-    def since(self, kind: str, moment: float) -> list[Event]:
+    def since(self, kind: type[E], moment: float) -> list[E]:
         """What has happened since a moment of the wall clock, by when it began."""
-        start = self.events("start")[-1]
-        origin = start["clock"] - start["at"]
-        return [e for e in self.events(kind) if origin + e.get("started", e["at"]) > moment]
+        start = self.events(StartEvent)[-1]
+        origin = start.clock - start.at
+        return [e for e in self.events(kind) if origin + getattr(e, "started", e.at) > moment]
 
-    def events(self, kind: str) -> list[Event]:
+    def events(self, kind: type[E]) -> list[E]:
         """What it says has happened."""
         run = Run(self.folder)
         run.refresh()
@@ -128,7 +129,7 @@ class Swarm:
     def wait_for_steps(self, peers: list[Peer], steps: int, timeout: float = 180) -> None:
         """Until each has trained so many steps."""
         ends = time.time() + timeout
-        while not all(len(peer.events("step")) >= steps for peer in peers):
+        while not all(len(peer.events(StepEvent)) >= steps for peer in peers):
             if time.time() > ends:
                 raise TimeoutError(f"not all peers train; see the logs in {self.out}")
             time.sleep(0.2)
@@ -150,11 +151,11 @@ def tell(what: str, measured: str, wanted: str, good: bool) -> None:
 
 def longest_wait(peers: list[Peer]) -> float:
     """The longest that a peer stood waiting in one round, in seconds."""
-    return max((e["landed"] - e["waited_from"] for peer in peers for e in peer.events("round")), default=0.0)
+    return max((e.landed - e.waited_from for peer in peers for e in peer.events(RoundEvent)), default=0.0)
 
 
 def final_loss(peers: list[Peer]) -> float:
-    losses = [evaluations[-1]["validation_loss"] for peer in peers if (evaluations := peer.events("evaluation"))]
+    losses = [evaluations[-1].validation_loss for peer in peers if (evaluations := peer.events(EvaluationEvent))]
     return sum(losses) / len(losses)
 
 
@@ -162,10 +163,10 @@ def rate(peers: list[Peer], begin: float, end: float) -> float:
     """Tokens a second that peers trained on between two moments of the wall clock."""
     total = 0.0
     for peer in peers:
-        steps = peer.since("step", begin)
-        later = len(peer.since("step", end))
+        steps = peer.since(StepEvent, begin)
+        later = len(peer.since(StepEvent, end))
         steps = steps[: len(steps) - later]
-        total += (steps[-1]["tokens"] - steps[0]["tokens"]) / (steps[-1]["at"] - steps[0]["at"])
+        total += (steps[-1].tokens - steps[0].tokens) / (steps[-1].at - steps[0].at)
     return total
 
 
@@ -192,7 +193,7 @@ def kill(options: Options) -> None:
             swarm.wait(120)
         finally:
             swarm.end()
-        tokens = sum(peer.events("step")[-1]["tokens"] for peer in swarm.peers)
+        tokens = sum(peer.events(StepEvent)[-1].tokens for peer in swarm.peers)
     share = tokens / (options.peers * steps * 1024)
     with NetLab(options.peers, options.rate_mbit) as lab:
         calm = Swarm(lab, options, "undisturbed", **{**everything, "steps": round(steps * share)})
@@ -228,12 +229,10 @@ def newest(peers: list[Peer]) -> float:
 
 def repeated(peer: Peer) -> int:
     """Steps after which a peer, without a new start between them, had not trained on more tokens than before."""
-    steps = peer.events("step")
-    starts = {event["at"] for event in peer.events("start")}
+    steps = peer.events(StepEvent)
+    starts = {event.at for event in peer.events(StartEvent)}
     return sum(
-        b["tokens"] < a["tokens"] + 1024
-        for a, b in itertools.pairwise(steps)
-        if not any(a["at"] <= at <= b["at"] for at in starts)
+        b.tokens < a.tokens + 1024 for a, b in itertools.pairwise(steps) if not any(a.at <= at <= b.at for at in starts)
     )
 
 
@@ -245,14 +244,14 @@ def first(options: Options) -> None:
             swarm.start(3)
             time.sleep(15)
             swarm.peers[0].kill()
-            before = [len(peer.events("step")) for peer in swarm.peers[1:3]]
+            before = [len(peer.events(StepEvent)) for peer in swarm.peers[1:3]]
             began = time.time()
             swarm.peers[3].start(ticket=swarm.peers[1].folder / "run.ticket")
             swarm.wait_for_steps(swarm.peers[3:], 1)
             took = time.time() - began
             time.sleep(20)
-            met = [e for e in swarm.peers[3].events("round") if e["outcome"] == "averaged"]
-            more = [len(peer.events("step")) - b for peer, b in zip(swarm.peers[1:3], before, strict=True)]
+            met = [e for e in swarm.peers[3].events(RoundEvent) if e.outcome == "averaged"]
+            more = [len(peer.events(StepEvent)) - b for peer, b in zip(swarm.peers[1:3], before, strict=True)]
         finally:
             swarm.end()
     tell("the first peer killed: a newcomer trains after", f"{took:.1f} s", "it joins by another", True)
@@ -277,15 +276,15 @@ def partition(options: Options) -> None:
             cut = time.time()
             time.sleep(60)
             apart = spread(swarm.peers)
-            steps = [len(p.since("step", cut + 20)) for p in swarm.peers]
-            averaged = [sum(e["outcome"] == "averaged" for e in p.since("round", cut + 20)) for p in swarm.peers]
+            steps = [len(p.since(StepEvent, cut + 20)) for p in swarm.peers]
+            averaged = [sum(e.outcome == "averaged" for e in p.since(RoundEvent, cut + 20)) for p in swarm.peers]
             lab.heal()
             healed = time.time()
             rounds_needed, together = None, float("nan")
             while time.time() < healed + 120 and rounds_needed is None:
                 time.sleep(2)
                 together = spread(swarm.peers)
-                done = [len(p.since("round", healed)) for p in swarm.peers]
+                done = [len(p.since(RoundEvent, healed)) for p in swarm.peers]
                 if together <= 1.1 * usual and mixed(swarm.peers, half, healed):
                     rounds_needed = max(done)
         finally:
@@ -319,9 +318,9 @@ def spread(peers: list[Peer]) -> float:
 
     samples = []
     for peer in peers:
-        evaluations = peer.events("evaluation")
+        evaluations = peer.events(EvaluationEvent)
         if evaluations:
-            samples.append(np.frombuffer(base64.b64decode(evaluations[-1]["sample"]), dtype="<f4"))
+            samples.append(np.frombuffer(base64.b64decode(evaluations[-1].sample), dtype="<f4"))
     return float(np.sqrt(np.stack(samples).astype(np.float64).var(axis=0).mean()))
 
 
@@ -329,7 +328,7 @@ def mixed(peers: list[Peer], half: int, since: float) -> bool:
     """Whether peers of both halves have averaged with each other since a moment."""
     ranks = [int(next((p.folder / "events").glob("*.jsonl")).stem.rpartition("-")[2]) for p in peers]
     side = {rank: number < half for number, rank in enumerate(ranks)}
-    return any(len({side.get(rank) for rank in e["group"]}) > 1 for p in peers for e in p.since("round", since))
+    return any(len({side.get(rank) for rank in e.group}) > 1 for p in peers for e in p.since(RoundEvent, since))
 
 
 def slow(options: Options) -> None:
@@ -380,20 +379,20 @@ def nuisance(options: Options) -> None:
             os.kill(inner, signal.SIGCONT)
             awake = time.time()
             time.sleep(40)
-            meanwhile = [len(p.since("step", stood)) - len(p.since("step", awake)) for p in others]
-            met = sum(e["outcome"] == "averaged" for e in still.since("round", awake))
+            meanwhile = [len(p.since(StepEvent, stood)) - len(p.since(StepEvent, awake)) for p in others]
+            met = sum(e.outcome == "averaged" for e in still.since(RoundEvent, awake))
             tell("a peer stopped for 30 s: the others' steps", str(meanwhile), "the run goes on", min(meanwhile) > 60)
             tell("  its rounds in the 40 s after", str(met), "it comes back", met > 0)
 
             (disk / "filler").write_bytes(bytes(20_000_000)[: free(disk) - 100_000])
             time.sleep(25)
-            said = [e["message"] for e in swarm.peers[2].events("warning") if "no checkpoint" in e["message"]]
+            said = [e.message for e in swarm.peers[2].events(WarningEvent) if "no checkpoint" in e.message]
             trains = swarm.peers[2].process is not None and swarm.peers[2].process.poll() is None
             tell("a full disk", said[-1][:80] if said else "nothing said", "a clear message", bool(said) and trains)
             (disk / "filler").unlink()
-            before = len(swarm.peers[2].events("checkpoint"))
+            before = len(swarm.peers[2].events(CheckpointEvent))
             time.sleep(15)
-            after = len(swarm.peers[2].events("checkpoint"))
+            after = len(swarm.peers[2].events(CheckpointEvent))
             tell("  checkpoints once there is room again", f"{after - before}", "nothing lost", after > before)
 
             clock = said_by(swarm.peers[3], {"FARFLUNG_BENCH_CLOCK": "3600"})
@@ -441,14 +440,14 @@ def join(options: Options) -> None:
             swarm.start(2)
             swarm.wait_for_steps(swarm.peers[:2], 40, timeout=300)
             calm = rate(swarm.peers[:2], time.time() - 30, time.time())
-            while not all(peer.events("round") for peer in swarm.peers[:2]):
+            while not all(peer.events(RoundEvent) for peer in swarm.peers[:2]):
                 time.sleep(0.5)  # only then is there an outer momentum to fetch
             began = time.time()
             swarm.peers[2].start()
             swarm.wait_for_steps(swarm.peers[2:], 1, timeout=400)
             took = time.time() - began
             serving = rate(swarm.peers[:2], began, time.time())
-            values = swarm.peers[2].events("start")[0]["parameters"]
+            values = swarm.peers[2].events(StartEvent)[0].parameters
         finally:
             swarm.end()
     limit = values * 8 * 8e-6 / options.rate_mbit

@@ -17,6 +17,7 @@ import tyro
 from netlab import NetLab
 from real import Finished, flags
 
+from farflung.events import RoundEvent
 from farflung.report.read import read_run
 
 
@@ -63,11 +64,11 @@ def main(options: Options) -> None:
     print(f"{options.model}: 2 islands × 2 stages, {options.rate_mbit:g} Mbit/s between the islands")
     overlapped = run(options, "dilocox", steps=options.steps, every=options.every, warmup=10)
     synchronous = run(options, "ddp", steps=options.synchronous_steps)
-    rounds = [event for events in overlapped.processes("round") for event in events]
+    rounds = [event for events in overlapped.processes(RoundEvent) for event in events]
     # The last one is landed at once, since the run is over.
-    landed = [event for event in rounds if event["step"] < options.steps and event["group"]]
-    exchange = sum(event["finished"] - event["started"] for event in landed)
-    blocked = sum(max(0.0, event["finished"] - event["waited_from"]) for event in landed)
+    landed = [event for event in rounds if event.step < options.steps and event.group]
+    exchange = sum(event.finished - event.started for event in landed)
+    blocked = sum(max(0.0, event.finished - event.waited_from) for event in landed)
     parameters = overlapped.summary["parameters"]
     print(f"{parameters:,} parameters, of which each process trains half\n")
     print(f"{'':8} {'tokens/s':>9} {'sent by all, MB a step':>23}")

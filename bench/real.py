@@ -12,7 +12,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from farflung.report.read import Event, Run, read_run
+from farflung.events import StepEvent
+from farflung.report.read import E, Run, read_run
 
 
 @dataclass(frozen=True)
@@ -24,13 +25,13 @@ class Finished:
     @property
     def losses(self) -> list[float]:
         """Replica 0's training losses, one for each line of its events."""
-        return [event["loss"] for event in self.run.of(0, "step")]
+        return [event.loss for event in self.run.of(0, StepEvent)]
 
     @property
     def tokens_per_second(self) -> float:
         """Of all replicas together, the median over the run without its beginning."""
-        steps = self.run.by_step("step")
-        rates = [sum(event["tokens_per_second"] for event in events) for events in steps.values()]
+        steps = self.run.by_step(StepEvent)
+        rates = [sum(event.tokens_per_second for event in events) for events in steps.values()]
         return median(rates[len(rates) // 4 :])
 
     @property
@@ -39,10 +40,10 @@ class Finished:
         assert self.run.summary is not None
         return self.run.summary
 
-    def processes(self, kind: str) -> list[list[Event]]:
+    def processes(self, kind: type[E]) -> list[list[E]]:
         """Each process's events of one kind."""
         everything = [*self.run.events.values(), *self.run.parts.values()]
-        return [[event for event in events if event["event"] == kind] for events in everything]
+        return [[event for event in events if isinstance(event, kind)] for events in everything]
 
 
 def flags(settings: dict[str, Any]) -> list[str]:

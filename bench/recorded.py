@@ -22,6 +22,7 @@ import simulated
 from real import train
 
 from farflung.config import Config
+from farflung.events import EvaluationEvent
 from farflung.files import write_text
 from farflung.outer import DivergedError
 from farflung.report.read import read_run
@@ -165,10 +166,9 @@ def outcome(settings: Settings, seed: int) -> Result:
                 summary = simulated.run(Config(**everything, network="simulated", out=str(folder)))
         except DivergedError:
             return {"validation_loss": None}
-        evaluations = read_run(folder).by_step("evaluation")
+        evaluations = read_run(folder).by_step(EvaluationEvent)
         losses = {
-            step: sum(event["validation_loss"] for event in events) / len(events)
-            for step, events in evaluations.items()
+            step: sum(event.validation_loss for event in events) / len(events) for step, events in evaluations.items()
         }
         kept = {key: summary[key] for key in KEPT}
         return {**kept, "losses": losses, "wall_seconds": round(time.time() - began, 1)}

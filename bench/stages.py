@@ -14,6 +14,8 @@ from pathlib import Path
 import tyro
 from real import Finished, save_llama, train
 
+from farflung.events import StartEvent, StepEvent
+
 SMALL = {"hidden_size": 128, "num_hidden_layers": 8, "num_attention_heads": 4, "intermediate_size": 352}
 LARGE = {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 2048}
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "zero-bubble")
@@ -51,13 +53,13 @@ def memory(options: Options) -> None:
     common |= {"method": "diloco", "batch_size": 8, "sequence_length": 64, "eval_sequences": 8, "checkpoint_every": 0}
 
     def peaks(run: Finished) -> list[int]:
-        return [int(events[-1]["peak_memory"]) for events in run.processes("step")]
+        return [int(events[-1].peak_memory or 0) for events in run.processes(StepEvent)]
 
     print(f"\n{'stages':>6} {'parameters of each process':>46} {'peak memory of each, MB (interpreter and all)':>48}")
     most = {}
     for stages in (1, 4):
         run = train(options.out / f"memory-{stages}", **common, stages=stages)
-        own = [events[0]["own_parameters"] for events in run.processes("start")]
+        own = [events[0].own_parameters for events in run.processes(StartEvent)]
         most[stages] = max(peaks(run))
         print(
             f"{stages:6} {' '.join(f'{n:,}' for n in own):>46} {' '.join(f'{p / 1e6:,.0f}' for p in peaks(run)):>48}",

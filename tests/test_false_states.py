@@ -28,7 +28,6 @@ from farflung.networks.internet.lines import Line
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """These tests mostly wait for beats."""
-    monkeypatch.setattr("attacks.version", lambda: "1")
     monkeypatch.setattr("farflung.networks.internet.swarm.BEAT_SECONDS", 0.5)
 
 

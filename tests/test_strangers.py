@@ -25,11 +25,6 @@ from farflung.networks.internet.lines import Line
 YEARS = 10 * 365 * 86400.0
 
 
-@pytest.fixture(autouse=True)
-def same_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("attacks.version", lambda: "1")
-
-
 @pytest.fixture(scope="module", autouse=True)
 def quick_beats() -> Iterator[None]:
     """These tests mostly wait for beats."""

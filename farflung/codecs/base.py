@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,9 +10,6 @@ from torch import Tensor
 
 from farflung.codecs.packets import Packet
 from farflung.codecs.values import norm
-
-# Messages and packets are new memory each time; torch then takes it in huge pages, which costs a tenth.
-os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 
 class NotFiniteError(ValueError):

@@ -14,7 +14,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 
 from farflung.errors import UserError
 
-log = logging.getLogger("farflung")
+log = logging.getLogger(__name__)
 
 REMINDER_SECONDS = 15.0
 """Between two words about who is being waited for."""

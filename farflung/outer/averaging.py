@@ -37,16 +37,6 @@ MOST_STRIPS = 16
 """In how many packets a message goes at most."""
 
 
-def traffic_per_hop(codec: Codec, way: Way, members: int) -> tuple[float, ...]:
-    """What part of a message goes from each member of a group to each other, hop after hop.
-
-    Uncompressed messages use all-reduce.
-    """
-    if not codec.traits.lossless and uses_all_gather(codec, way, members):
-        return (1.0,)
-    return (1 / members, 1 / members)
-
-
 def uses_all_gather(codec: Codec, way: Way, members: int) -> bool:
     """Whether each member's packet goes to everyone.
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from farflung.codecs import Codec
-from farflung.outer.averaging import cut, strips, uses_all_gather
+from farflung.outer.averaging import Way, cut, strips, uses_all_gather
 from farflung.outer.notes import NOTES, Noted
 from farflung.outer.optimizers import OuterFactory, message_of, step_with
 
@@ -24,6 +24,16 @@ _FLOAT = 4
 
 _SIDE = 1024
 """Rows and columns of the matrix by which a method's bytes a parameter are told."""
+
+
+def traffic_per_hop(codec: Codec, way: Way, members: int) -> tuple[float, ...]:
+    """What part of a message goes from each member of a group to each other, hop after hop.
+
+    Uncompressed messages use all-reduce.
+    """
+    if not codec.traits.lossless and uses_all_gather(codec, way, members):
+        return (1.0,)
+    return (1 / members, 1 / members)
 
 
 def message_bytes(method: Method, shapes: Sequence[Shape], members: int) -> int:

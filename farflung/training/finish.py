@@ -116,7 +116,11 @@ def write_results(trainer: Trainer, summary: dict[str, Any], tells: bool) -> Non
     """
     summary = {**summary, "sample": sample_text(trainer)}
     model = trainer.model
-    average = {"shard": trainer.island.place.shard, "model": model.state_dict(), "buffers": buffer_names(model)}
+    average: checkpoint.Weights = {
+        "shard": trainer.island.place.shard,
+        "model": model.state_dict(),
+        "buffers": buffer_names(model),
+    }
 
     def write() -> None:
         if tells:

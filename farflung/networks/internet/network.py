@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -51,6 +52,9 @@ ROOM = 1 << 20
 """Bytes that a packet may be larger than expected."""
 
 
+log = logging.getLogger(__name__)
+
+
 class InternetNetwork:
     """A peer's seat in a run on the internet. Its rank is a number made of its key.
 
@@ -58,10 +62,10 @@ class InternetNetwork:
         ticket: the run's.
         identity: this peer's key.
         seat: where it listens.
-        about: what others must agree to: `version`, `settings`, `shapes`, `host`; and whether it `trains`.
+        about: what others must agree to: `settings`, `shapes`; its `version`, `host`, and whether it `trains`.
         largest: bytes of the largest message that is taken.
         deadline: the longest that others are waited for, in seconds.
-        tell: told in one line what a user should know.
+        tell: told in one line what a user should know; unset, farflung's logger is.
         listed: whether others are to know of it.
 
     Raises UserError when there is nobody to join, or they do not want this peer.
@@ -76,7 +80,7 @@ class InternetNetwork:
         *,
         largest: int,
         deadline: float = 120.0,
-        tell: Callable[[str], None] = print,
+        tell: Callable[[str], None] = log.warning,
         listed: bool = True,
     ) -> None:
         self.ticket = ticket
