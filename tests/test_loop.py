@@ -78,7 +78,7 @@ COMPRESSED = {
     "eager-diloco": lambda: methods.eager_diloco(every=5),
     "sparseloco": lambda: methods.sparseloco(every=5),
     "demo": methods.demo,
-    "dct": methods.dct,
+    "dynamic-threshold": methods.dynamic_threshold,
 }
 
 

@@ -67,7 +67,7 @@ def trained(weights: np.ndarray, rank: int, steps: range, state: dict[str, Any])
 
 @pytest.mark.parametrize("name", sorted(RECIPES))
 def test_every_recipe_trains_and_those_among_all_keep_replicas_equal(name: str) -> None:
-    every = {} if name in ("ddp", "local", "demo", "dct") else {"every": 5}
+    every = {} if name in ("ddp", "local", "demo", "dynamic-threshold") else {"every": 5}
     seen = Simulation(4).run(replica(lambda: RECIPES[name](**every), steps=60))
     start = flat(small_model())
     for result in seen:
@@ -115,9 +115,9 @@ def test_a_landing_mixes_own_weights_with_the_new_anchor(merge: Merge, own: floa
 
 def test_dct_sends_a_hundredth_and_owes_the_rest() -> None:
     everything = ErrorFeedback(Threshold(share=1.0, refresh=1))
-    exact, sparse = (run(make, 2, 5) for make in (methods.ddp, lambda: methods.dct(codec=everything)))
+    exact, sparse = (run(make, 2, 5) for make in (methods.ddp, lambda: methods.dynamic_threshold(codec=everything)))
     torch.testing.assert_close(exact[0].weights, sparse[0].weights, rtol=0, atol=1e-6)
-    little = run(lambda: methods.dct(), 2, 5)
+    little = run(lambda: methods.dynamic_threshold(), 2, 5)
     assert little[0].outer.network.traffic.bytes_sent < sparse[0].outer.network.traffic.bytes_sent / 3
     assert all(0.5 < round.compression_error < 1 for round in little[0].rounds)
 
@@ -333,7 +333,7 @@ def test_gossip_of_halves_keeps_replicas_near_from_the_first_rounds() -> None:
 
 @pytest.mark.parametrize("codec", [Modulo(bits=4), SplitCodec(Quantize(bits=8), Modulo(bits=4))])
 def test_who_must_end_alike_cannot_take_what_depends_on_the_receiver(codec: Codec) -> None:
-    for make in (methods.ddp, methods.diloco, methods.streaming_diloco, methods.sparseloco, methods.dct):
+    for make in (methods.ddp, methods.diloco, methods.streaming_diloco, methods.sparseloco, methods.dynamic_threshold):
         with pytest.raises(UserError, match=r"reads messages by the receiver's own values.*use it with noloco"):
             make(codec=codec)
     assert methods.diloco(codec=codec, group_size=2).codec == codec

@@ -373,7 +373,7 @@ def test_options_that_have_no_effect_are_refused(options: dict[str, Any], compla
         (methods.diloco(every=5), methods.diloco(every=5, codec=Quantize(bits=8)), "codec"),
         (methods.diloco(every=5), methods.diloco(every=4), "schedule"),
         (methods.diloco(every=5, delay=2), methods.diloco(every=5, delay=2, merge="mixed"), "merge"),
-        (methods.ddp(), methods.dct(), "codec"),
+        (methods.ddp(), methods.dynamic_threshold(), "codec"),
         (methods.ddp(), methods.diloco(every=1), "outer optimizer"),
     ],
 )
@@ -493,14 +493,16 @@ def test_what_is_spoilt_after_the_last_round_does_not_end_a_run(how: str, delay:
         assert torch.isfinite(weights).all() and float(weights.abs().max()) < 100
 
 
-@pytest.mark.parametrize("name", ["ddp", "dct", "sparseloco", "dilocox", "demo", "streaming-diloco", "nolocox"])
+@pytest.mark.parametrize(
+    "name", ["ddp", "dynamic-threshold", "sparseloco", "dilocox", "demo", "streaming-diloco", "nolocox"]
+)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_torchs_default_dtype_does_not_matter(name: str, dtype: torch.dtype) -> None:
     def work(network: SimulatedNetwork) -> Tensor:
         torch.manual_seed(0)
         model = nn.Sequential(*(nn.Linear(64, 64, dtype=torch.float32) for _ in range(3)))
         optimizer = sgd(model)
-        every = {} if name in ("ddp", "dct", "demo") else {"every": 3}
+        every = {} if name in ("ddp", "dynamic-threshold", "demo") else {"every": 3}
         with methods.RECIPES[name](**every).attach(model, optimizer, network):
             for number in range(9):
                 generator = torch.Generator().manual_seed(100 * network.rank + number)
