@@ -21,8 +21,8 @@ from recorded import RESULTS, Recorded, Result, Settings, regime
 from farflung import methods
 from farflung.config import Config
 from farflung.networks import Conditions
+from farflung.outer import message_bytes
 from farflung.planner.architecture import architecture_of
-from farflung.planner.sizes import message_bytes
 from farflung.planner.timing import Timer
 
 RATES = (10, 100, 1000)

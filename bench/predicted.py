@@ -23,7 +23,7 @@ import tyro
 from farflung import Method, methods
 from farflung.networks import Conditions, Network, PeerLostError, Simulation, TorchNetwork
 from farflung.networks.simulator import HEADERS
-from farflung.planner.sizes import message_bytes
+from farflung.outer import message_bytes
 from farflung.planner.timing import Timer
 
 EVERY, SIDE, WARM_UP = 10, 500, 2

@@ -78,6 +78,7 @@ def test_nan_stays_at_home_whatever_the_merge(make: Callable[[], Method], at: in
     seen = Simulation(3).run(work)
     for rank, (weights, rounds, outer) in enumerate(seen):
         assert torch.isfinite(weights).all() and all(torch.isfinite(anchor).all() for anchor in outer.anchors)
+        assert len(rounds) == 5
         nothing = [round for round in rounds if round.outcome == "no progress offered"]
         assert len(nothing) == (rank == 1), [(round.round, round.outcome) for round in rounds]
         assert all(round.outcome in ("averaged", "sat out") for round in rounds if round not in nothing)

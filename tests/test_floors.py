@@ -57,8 +57,3 @@ def test_a_room_imports_only_from_floors_below() -> None:
         room = room_of(path)
         for other in imported_rooms(path) - {room}:
             assert FLOORS[other] < FLOORS[room], f"{path.relative_to(PACKAGE)} imports from {other}"
-
-
-def test_only_allowed_files_are_long() -> None:
-    long = {path.name: n for path in PACKAGE.rglob("*.py") if (n := len(path.read_text().splitlines())) > 400}
-    assert long == {}

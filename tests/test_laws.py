@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from farflung import methods
 from farflung.codecs import codec_named
 from farflung.errors import UserError
-from farflung.methods import Method, bytes_per_parameter
+from farflung.methods import Method
 from farflung.networks import SimulatedNetwork, Simulation
-from farflung.outer import OuterLoop, Round, traffic_per_hop
+from farflung.outer import OuterLoop, Round, bytes_per_parameter, traffic_per_hop
 
 law = settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 

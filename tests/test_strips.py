@@ -10,7 +10,7 @@ from problem import replica
 from torch import Tensor
 
 from farflung import methods
-from farflung.codecs import Apart, Codec, Dense, ErrorFeedback, Modulo, Quantize, TopK
+from farflung.codecs import Codec, Dense, ErrorFeedback, Modulo, Quantize, SplitCodec, TopK
 from farflung.networks import PeerLostError, SimulatedNetwork, Simulation
 from farflung.outer import Method, RandomGroups, Schedule, averaging
 from farflung.outer.averaging import Averaging, strips
@@ -79,7 +79,7 @@ def test_halves_that_are_coded_apart_stay_together(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(averaging, "STRIP", 50)
 
     def work(network: SimulatedNetwork) -> int:
-        averaged(network, Apart(Quantize(bits=8), Modulo(bits=8)))(torch.randn(300), "x").wait(5)
+        averaged(network, SplitCodec(Quantize(bits=8), Modulo(bits=8)))(torch.randn(300), "x").wait(5)
         return network.traffic.packets_sent
 
     assert Simulation(2).run(work) == [1, 1]

@@ -24,7 +24,7 @@ METHODS = {
     "diloco": lambda: methods.diloco(every=4),
     "noloco": lambda: methods.noloco(every=4),
     "noloco-streaming": lambda: methods.noloco(every=4, fragments=2, delay=2),
-    "nolocox": lambda: methods.nolocox(every=4, codec=Modulo(bits=3, turns=2)),
+    "nolocox": lambda: methods.nolocox(every=4, codec=Modulo(bits=3, round_robin=2)),
     "dilocox": lambda: methods.dilocox(every=4, codec=ErrorFeedback(LowRank(2) | Quantize(4, stochastic=True))),
 }
 

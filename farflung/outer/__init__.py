@@ -2,7 +2,8 @@
 
 from farflung.hooks.start import DisagreementError
 from farflung.outer.adaptation import Adapt
-from farflung.outer.averaging import Way, traffic_per_hop
+from farflung.outer.averaging import Way
+from farflung.outer.counting import Shape, bytes_per_parameter, kept_bytes, message_bytes, traffic_per_hop
 from farflung.outer.elastic import ElasticLoop
 from farflung.outer.faults import DivergedError
 from farflung.outer.gradients import GradientLoop
@@ -49,10 +50,14 @@ __all__ = [
     "Round",
     "Schedule",
     "Session",
+    "Shape",
     "Topology",
     "Way",
+    "bytes_per_parameter",
     "group_of",
+    "kept_bytes",
     "merge_named",
+    "message_bytes",
     "traffic_per_hop",
 ]
 

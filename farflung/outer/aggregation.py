@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from farflung.codecs import PacketError, finite
-from farflung.codecs.base import norm
+from farflung.codecs.values import norm
 from farflung.outer.averaging import Mean
 
 LARGEST_RATIO = 30.0

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from farflung.codecs import Codec, Packet, PacketError
-from farflung.codecs.base import norm
+from farflung.codecs.values import norm
 from farflung.networks import Group, Network, PeerLostError, Pending
 
 Views = Callable[[Tensor], list[Tensor]]
@@ -37,23 +37,13 @@ MOST_STRIPS = 16
 """In how many packets a message goes at most."""
 
 
-def traffic_per_hop(codec: Codec, way: Way, members: int) -> tuple[float, ...]:
-    """What part of a message goes from each member of a group to each other, hop after hop.
-
-    Uncompressed messages use all-reduce.
-    """
-    if not codec.lossless and uses_all_gather(codec, way, members):
-        return (1.0,)
-    return (1 / members, 1 / members)
-
-
 def uses_all_gather(codec: Codec, way: Way, members: int) -> bool:
     """Whether each member's packet goes to everyone.
 
     A pair's do anyhow, since that is no more bytes; and those that each receiver reads by its own values, of which a
     mean in parts has none.
     """
-    return way == "whole" or members <= 2 or codec.needs_receiver
+    return way == "whole" or members <= 2 or codec.traits.needs_receiver
 
 
 class Mean:
@@ -124,7 +114,11 @@ class Averaging:
         `wait` of the result raises PeerLostError when somebody's part is missing or unreadable. The message then holds
         the mean of the others', or where that cannot be, this replica's own values.
         """
-        if self._aggregation is None and self._prototype.lossless and (self._exact or message.dtype == torch.float32):
+        if (
+            self._aggregation is None
+            and self._prototype.traits.lossless
+            and (self._exact or message.dtype == torch.float32)
+        ):
             return self._network.all_reduce(message, group, key), 0.0
         self._round, self._weights = round, weights or {}
         whole = self._aggregation is not None and self._aggregation.whole
@@ -132,20 +126,20 @@ class Averaging:
             return self._all_gather(message, group, key)
         return self._reduce_scatter(message, group, key)
 
-    def expect(self, message: Tensor) -> None:
+    def set_reference(self, message: Tensor) -> None:
         """Says what the next message would be like if it brought no news."""
         for codec, strip in self._strips(message):
-            codec.expect(strip)
+            codec.set_reference(strip)
 
-    def wants_expectation(self) -> bool:
-        """Whether a codec could make use of `expect` now."""
-        return any(codec.wants_expectation for codec in self._codecs.values() or [self._prototype])
+    def wants_reference(self) -> bool:
+        """Whether a codec could make use of `set_reference` now."""
+        return any(codec.wants_reference for codec in self._codecs.values() or [self._prototype])
 
-    def shrink_to(self, share: float) -> None:
+    def set_budget(self, share: float) -> None:
         """See Codec."""
         self.share = share
         for codec in self._codecs.values():
-            codec.shrink_to(share)
+            codec.set_budget(share)
 
     def state_dict(self) -> dict[str, Any]:
         """What the codecs remember."""
@@ -162,9 +156,9 @@ class Averaging:
         if use not in self._codecs:
             codec = copy.deepcopy(self._prototype)
             codec.seed(zlib.crc32(f"{self._network.rank} {self._name} {use}".encode()))
-            codec.shrink_to(self.share)
+            codec.set_budget(self.share)
             self._codecs[use] = codec
-        self._codecs[use].turn_to(self._round)
+        self._codecs[use].set_round(self._round)
         return self._codecs[use]
 
     def _all_gather(self, message: Tensor, group: Group, key: str) -> tuple[Pending[Tensor], float]:
@@ -184,7 +178,7 @@ class Averaging:
     def _strips(self, message: Tensor) -> list[tuple[Codec, list[Tensor]]]:
         """A message's tensors in runs of neighbours, each with its own codec; all together if need be."""
         tensors = self._views(message)
-        runs = [tensors] if self._prototype.needs_whole or self._aggregation else strips(tensors)
+        runs = [tensors] if self._prototype.traits.needs_whole or self._aggregation else strips(tensors)
         if len(runs) == 1:
             return [(self._codec("whole"), tensors)]
         return [(self._codec(f"strip {number} of {len(runs)}"), run) for number, run in enumerate(runs)]

@@ -59,7 +59,7 @@ class ElasticLoop(OuterLoop):
         assert self.method.outer is not None
         outer = self.method.outer(self.anchors)
         refuse_rounded_weights(outer, self.method.codec, self.anchors)
-        draws_together = self.method.topology.alike and self.method.codec.lossless
+        draws_together = self.method.topology.alike and self.method.codec.traits.lossless
         return Anchored(outer) if draws_together and not isinstance(outer, OuterOptimizer) else outer
 
     def _aggregation(self) -> Aggregation:

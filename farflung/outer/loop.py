@@ -146,8 +146,8 @@ class OuterLoop(Session):
     def _prepare(self, sync: Sync[Tensor], members: int) -> None:
         """Tells the codec what a message without news would be."""
         averaging = self._averagings[sync.index]
-        if members and averaging.wants_expectation():
-            averaging.expect(self._weights[sync.index].nothing())
+        if members and averaging.wants_reference():
+            averaging.set_reference(self._weights[sync.index].nothing())
 
     def _exchange(self, sync: Sync[Tensor], offer: Offer[Tensor], group: tuple[int, ...]) -> Exchange:
         """Starts averaging a message; where all anchors should be equal, compares them, too."""
@@ -252,7 +252,7 @@ class OuterLoop(Session):
         sync.keep_pace(pace["sync"])
         if adaptation := self._adaptations[sync.index]:
             adaptation.load_state_dict(pace["adaptation"])
-        self._averagings[sync.index].shrink_to(pace["share"])
+        self._averagings[sync.index].set_budget(pace["share"])
 
     def _adapt(self, sync: Sync[Tensor], result: Result) -> tuple[float | None, float | None]:
         """Follows the effective rank: how much the codec may send, and how many steps the next round is away.
@@ -266,7 +266,7 @@ class OuterLoop(Session):
             return None, None
         gradient = gradient_of(self.outer, weights.anchor, result.mean)
         rank, share = adaptation.observe(weights.fragment.views(gradient))
-        self._averagings[sync.index].shrink_to(share)
+        self._averagings[sync.index].set_budget(share)
         if adaptation.settings.steps:
             sync.every_steps, sync.delay_steps = self.method.schedule.shortened(share)
         return rank, share

@@ -64,7 +64,7 @@ class Method:
             )
         if self.merge.eager and (self.schedule.delay != self.schedule.every or self.schedule.final is not None):
             raise UserError("eager needs a delay of a whole round; set delay to the same as every, without every_final")
-        if self.topology.alike and self.codec.needs_receiver:
+        if self.topology.alike and self.codec.traits.needs_receiver:
             raise UserError(
                 f"codec {self.codec!r} reads messages by the receiver's own values, so that replicas which must end "
                 "alike would drift apart; use it with noloco or in groups, or choose another codec, such as int4"
@@ -78,7 +78,7 @@ class Method:
     @property
     def needs_equal_anchors(self) -> bool:
         """Whether only replicas with the same anchors may average; else rounds draw them together."""
-        return self.topology.alike and not self.codec.lossless
+        return self.topology.alike and not self.codec.traits.lossless
 
     def check_open(self) -> None:
         """Refuses what needs replicas to stay, for networks on which they come and go. Raises UserError."""

@@ -93,7 +93,7 @@ def refuse_rounded_weights(outer: torch.optim.Optimizer, codec: Codec, encoded: 
     """
     if not sends_weights(outer):
         return
-    if not (codec.lossless or codec.needs_receiver):
+    if not (codec.traits.lossless or codec.traits.needs_receiver):
         raise UserError(
             f"the outer optimizer {type(outer).__name__} sends whole weights, in which {codec!r} would round "
             "small steps away; use methods.noloco, or an outer optimizer of pseudo-gradients, such as torch's SGD"

@@ -10,11 +10,11 @@ from statistics import mean
 
 from farflung.codecs import Dense
 from farflung.networks import Conditions
-from farflung.outer import Everyone, Method, traffic_per_hop
+from farflung.outer import Everyone, Method, message_bytes, traffic_per_hop
 from farflung.planner.architecture import Architecture
 from farflung.planner.layout import Layout, UnderWay, latency
 from farflung.planner.machines import Cluster
-from farflung.planner.sizes import message_bytes, shard_shapes
+from farflung.planner.sizes import shard_shapes
 from farflung.planner.timing import Timer
 
 SAMPLES = 3

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from farflung.codecs.base import Codec
-from farflung.codecs.packets import Packet, PacketError, pack, unpack
+from farflung.codecs.base import Codec, Compound, Traits
+from farflung.codecs.packets import Packet, PacketError, pack, packed_nbytes, unpack
 
 
-class Apart(Codec):
+class SplitCodec(Compound):
     """Encodes the first half of a message's tensors with one codec and the second half with another.
 
     For gossip: pseudo-gradients may be compressed like gradients, anchors only by what keeps them near each other. By
@@ -26,31 +26,35 @@ class Apart(Codec):
         self.halves = first, second
 
     def __repr__(self) -> str:
-        return f"Apart({self.halves[0]!r}, {self.halves[1]!r})"
+        return f"SplitCodec({self.halves[0]!r}, {self.halves[1]!r})"
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Apart) and self.halves == other.halves
+        return isinstance(other, SplitCodec) and self.halves == other.halves
 
     @property
-    def lossless(self) -> bool:
-        """See Codec."""
-        return all(codec.lossless for codec in self.halves)
+    def parts(self) -> tuple[Codec, ...]:
+        """See Compound."""
+        return self.halves
 
     @property
-    def needs_receiver(self) -> bool:
+    def traits(self) -> Traits:
         """See Codec."""
-        return any(codec.needs_receiver for codec in self.halves)
+        return replace(super().traits, needs_whole=True, composable=False)
 
-    @property
-    def needs_whole(self) -> bool:
+    def nbytes(self, like: Sequence[Tensor]) -> int:
         """See Codec."""
-        return True
+        sizes = [codec.nbytes(half) for codec, half in zip(self.halves, _halves(like), strict=True)]
+        return packed_nbytes([[torch.empty(size, dtype=torch.uint8, device="meta") for size in sizes]])
+
+    def state_nbytes(self, like: Sequence[Tensor]) -> int:
+        """See Codec."""
+        return sum(codec.state_nbytes(half) for codec, half in zip(self.halves, _halves(like), strict=True))
 
     def encode(self, tensors: Sequence[Tensor]) -> Packet:
         """Two packets in one."""
         first, second = _halves(tensors)
         packet = self.halves[0].encode(first)
-        self.halves[1].expect_change(first)
+        self.halves[1].set_change(first)
         return pack([self], tensors, [[packet, self.halves[1].encode(second)]])
 
     def decode(self, packet: Packet, like: Sequence[Tensor]) -> list[Tensor]:
@@ -66,39 +70,15 @@ class Apart(Codec):
         packets, _ = unpack([self], packet, tensors)
         return self.halves[0].error_of(packets[0], _halves(tensors)[0])
 
-    def state_dict(self) -> dict[str, Any]:
-        """Both codecs'."""
-        return {"first": self.halves[0].state_dict(), "second": self.halves[1].state_dict()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See Codec."""
-        self.halves[0].load_state_dict(state["first"])
-        self.halves[1].load_state_dict(state["second"])
-
-    def seed(self, seed: int) -> None:
-        """See Codec."""
-        for codec in self.halves:
-            codec.seed(seed)
-
-    def shrink_to(self, share: float) -> None:
-        """See Codec."""
-        for codec in self.halves:
-            codec.shrink_to(share)
-
-    def turn_to(self, round: int) -> None:
-        """See Codec."""
-        for codec in self.halves:
-            codec.turn_to(round)
-
     @property
-    def wants_expectation(self) -> bool:
+    def wants_reference(self) -> bool:
         """See Codec."""
-        return any(codec.wants_expectation for codec in self.halves)
+        return any(codec.wants_reference for codec in self.halves)
 
-    def expect(self, tensors: Sequence[Tensor]) -> None:
+    def set_reference(self, tensors: Sequence[Tensor]) -> None:
         """See Codec."""
         for codec, half in zip(self.halves, _halves(tensors), strict=True):
-            codec.expect(half)
+            codec.set_reference(half)
 
 
 def _halves(tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:

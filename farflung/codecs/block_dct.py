@@ -10,19 +10,21 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from farflung.codecs.base import Stage
+from farflung.codecs.chain import Transform
 from farflung.codecs.chunks import separate, together, totals
-from farflung.codecs.flat import expected, rescaled, unscaled
+from farflung.codecs.flat import expected
+from farflung.codecs.names import Name
+from farflung.codecs.values import rescaled, unscaled
 from farflung.errors import UserError
 
 
 @dataclass(frozen=True)
-class Frequency(Stage):
+class BlockDCT(Transform):
     """The orthonormal DCT-II of chunks: squares of `chunk` × `chunk` of a matrix, runs of `chunk` of a vector.
 
         F = C · X · Cᵀ,   C[i, j] = sqrt(2 / chunk) · cos(π (2j + 1) i / (2 chunk)),   C[0, j] / sqrt(2)
 
-    A stage before one that keeps the largest coefficients of each chunk (DeMo, arXiv 2411.19870). A chunk's side is no
+    For use before one that keeps the largest coefficients of each chunk (DeMo, arXiv 2411.19870). A side is no
     longer than its tensor's; what else does not fill a chunk is filled up with zeros. Tensors of more than two
     dimensions count as matrices of their first one.
 
@@ -34,24 +36,24 @@ class Frequency(Stage):
 
     def __post_init__(self) -> None:
         if not 1 <= self.chunk <= 256:
-            raise UserError(f"Frequency has chunk={self.chunk}; choose 1 to 256")
+            raise UserError(f"BlockDCT has chunk={self.chunk}; choose 1 to 256")
 
     @property
     def sees_shapes(self) -> bool:
-        """See Stage."""
+        """See Transform."""
         return True
 
-    def shrink(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The coefficients: a row for a chunk, and a matrix for all chunks of one size."""
         return together(self._forward(tensor.detach().float()) for tensor in tensors if tensor.numel())
 
-    def restore(self, parts: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
-        """See Stage."""
-        shapes = []
-        for tensor in like:
-            if tensor.numel():
-                down, height, across, width = self._grid(tensor)
-                shapes.append((down * across, height * width))
+    def outline(self, like: Sequence[Tensor]) -> list[Tensor]:
+        """See Transform."""
+        return [torch.empty(size, dtype=torch.float32, device="meta") for size in totals(self._shapes(like))]
+
+    def inverse(self, parts: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
+        """See Transform."""
+        shapes = self._shapes(like)
         sizes = totals(shapes)
         matrices = expected(parts, *((torch.float32, count * size) for count, size in sizes))
         chunks = separate([m.view(size) for m, size in zip(matrices, sizes, strict=True)], shapes)
@@ -60,6 +62,11 @@ class Frequency(Stage):
             self._backward(next(rest), t) if t.numel() else torch.zeros(t.shape, dtype=torch.float32, device=t.device)
             for t in like
         ]
+
+    def _shapes(self, like: Sequence[Tensor]) -> list[tuple[int, int]]:
+        """How many chunks each tensor that is not empty has, and the values of each."""
+        grids = (self._grid(tensor) for tensor in like if tensor.numel())
+        return [(down * across, height * width) for down, height, across, width in grids]
 
     def _grid(self, tensor: Tensor) -> tuple[int, int, int, int]:
         """Chunks down, height of one, chunks across, width of one; a vector is one row."""
@@ -85,6 +92,14 @@ class Frequency(Stage):
         rows = like.shape[0] if like.dim() > 1 else 1
         padded = values.transpose(1, 2).reshape(down * height, across * width)
         return padded[:rows, : like.numel() // rows].reshape(like.shape)
+
+
+NAME = Name(
+    pattern="block-dct",
+    make=BlockDCT,
+    examples=("block-dct",),
+    travels="the cosine transform of chunks of 64 × 64, for `topk` to choose from",
+)
 
 
 @functools.cache

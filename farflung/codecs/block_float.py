@@ -9,15 +9,16 @@ import torch
 from torch import Tensor
 
 from farflung.codecs.bits import pack_bits, unpack_bits
-from farflung.codecs.blocks import BlockStage
+from farflung.codecs.blocks import BlockTransform
 from farflung.codecs.flat import row_pieces, rows
+from farflung.codecs.names import Name
 
 _SMALLEST = 2.0**-119
 """Blocks of which nothing is larger are sent as zeros: their scales would leave float32's normal range."""
 
 
 @dataclass(frozen=True)
-class Float(BlockStage):
+class BlockFloat(BlockTransform):
     """Rounds to a float of few bits, after dividing by a power of two for each block.
 
     e3m0: a sign and an exponent of 3 bits: 0 and ±2^-6 … ±1 of the block's scale (Streaming DiLoCo, arXiv 2501.18512);
@@ -37,10 +38,10 @@ class Float(BlockStage):
         return 4 if self.format == "e3m0" else 8
 
     def bytes_of(self, block: int) -> tuple[int, int]:
-        """See BlockStage; a scale is its exponent."""
+        """See BlockTransform; a scale is its exponent."""
         return block * self._bits // 8, 1
 
-    def compress(self, flat: Tensor, block: int) -> tuple[Tensor, Tensor]:
+    def forward_blocks(self, flat: Tensor, block: int) -> tuple[Tensor, Tensor]:
         """The packed values, and one byte a block: its scale's exponent."""
         count = -(-flat.numel() // block)
         codes = torch.empty(count, block * self._bits // 8, dtype=torch.uint8, device=flat.device)
@@ -56,8 +57,8 @@ class Float(BlockStage):
             code.copy_(_to_e3m0(scaled) if self.format == "e3m0" else _to_e4m3(scaled))
         return codes.view(-1), exponents
 
-    def expand(self, codes: Tensor, common: Tensor, numel: int, block: int) -> Tensor:
-        """See BlockStage."""
+    def inverse_blocks(self, codes: Tensor, common: Tensor, numel: int, block: int) -> Tensor:
+        """See BlockTransform."""
         count = -(-numel // block)
         out = torch.empty(count, block, dtype=torch.float32, device=codes.device)
         for code, exponent, x in zip(
@@ -69,6 +70,14 @@ class Float(BlockStage):
             x.copy_(_from_e3m0(code) if self.format == "e3m0" else _from_e4m3(code))
             x.mul_(_scale(exponent.int())[:, None])
         return out.view(-1)[:numel]
+
+
+NAME = Name(
+    pattern="(e4m3|e3m0)",
+    make=BlockFloat,
+    examples=("e4m3", "e3m0"),
+    travels="floats of 8 or 4 bits, with a scale for each block of 256",
+)
 
 
 def _scale(biased: Tensor) -> Tensor:
