@@ -1,7 +1,7 @@
 """farflung trains one model on machines that are far apart.
 
-Programs can rely on what is in `__all__`, here and in the rooms that it names; docs/api.md lists it. The rest may change
-with any release.
+Programs can rely on what is in `__all__`, here and in the rooms that it names; docs/api.md lists it. The rest may
+change with any release.
 """
 
 import logging

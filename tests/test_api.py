@@ -47,9 +47,9 @@ def page() -> str:
     lines = [
         "# What programs can rely on",
         "",
-        "`import farflung` gives the names below. They stay, or warn for one release before they go. The same holds for",
-        "the names in the rooms' `__all__`, such as `farflung.codecs.Threshold`, and for all of `farflung.methods`. All else",
-        "may change with any release. The docstrings say more: `help(farflung.Method)`.",
+        "`import farflung` gives the names below. They stay, or warn for one release before they go. So do the names",
+        "in the rooms' `__all__`, such as `farflung.codecs.Threshold`, and all of `farflung.methods`. All else may",
+        "change with any release. The docstrings say more: `help(farflung.Method)`.",
     ]
     for kind, names in KINDS.items():
         lines += ["", f"## {kind}", "", "| name | what it is |", "| --- | --- |"]
