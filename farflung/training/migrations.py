@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from farflung.formats import CHECKPOINT
@@ -17,15 +18,38 @@ def migrated(state: State, version: int) -> State:
 
 
 def _from_0(state: State) -> State:
-    """Fragments' `every` and `delay` got units; pending rounds tell offer and result apart."""
-    outer = state.get("outer", {})
+    """Paces got units, pending rounds tell offer and result apart, and codecs number their parts."""
+    outer = state.get("outer", {})  # averaged weights have none
+    if "optimizers" in outer:
+        optimizers = [
+            {**one, "averaging": _averaging_from_0(one["averaging"], lambda codec: {"0": _codec_from_0(codec)})}
+            for one in outer["optimizers"]
+        ]
+        return {**state, "outer": {**outer, "optimizers": optimizers}}
     if "streams" not in outer:
-        return state  # gradients are averaged as they were
+        return state
     streams = [
-        {**stream, "every_steps": stream["every"], "delay_steps": stream["delay"]} for stream in outer["streams"]
+        {
+            **stream,
+            "every_steps": stream["every"],
+            "delay_steps": stream["delay"],
+            "averaging": _averaging_from_0(stream["averaging"], _codec_from_0),
+        }
+        for stream in outer["streams"]
     ]
     flights = [_flight_from_0(flight) for flight in outer["flights"]]
     return {**state, "outer": {**outer, "streams": streams, "flights": flights}}
+
+
+def _averaging_from_0(averaging: State, codec_from_0: Callable[[State], State]) -> State:
+    return {**averaging, "codecs": {use: codec_from_0(codec) for use, codec in averaging["codecs"].items()}}
+
+
+def _codec_from_0(codec: State) -> State:
+    """What one codec remembers; those in a chain were numbered already."""
+    names = {"error": "residual", "codec": "0", "first": "0", "second": "1"}
+    parts = ("codec", "first", "second", *map(str, range(len(codec))))
+    return {names.get(name, name): _codec_from_0(value) if name in parts else value for name, value in codec.items()}
 
 
 def _flight_from_0(flight: State) -> State:
