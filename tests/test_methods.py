@@ -25,7 +25,6 @@ from farflung.codecs import (
     Threshold,
 )
 from farflung.errors import UserError
-from farflung.methods import RECIPES
 from farflung.networks import SimulatedNetwork, Simulation
 from farflung.outer import (
     Adapt,
@@ -63,19 +62,6 @@ def trained(weights: np.ndarray, rank: int, steps: range, state: dict[str, Any])
     inner_steps(model, optimizer, rank, steps)
     state["inner"] = optimizer.state_dict()
     return flat(model).numpy().copy()
-
-
-@pytest.mark.parametrize("name", sorted(RECIPES))
-def test_every_recipe_trains_and_those_among_all_keep_replicas_equal(name: str) -> None:
-    every = {} if name in ("ddp", "local", "demo", "dynamic-threshold") else {"every": 5}
-    seen = Simulation(4).run(replica(lambda: RECIPES[name](**every), steps=60))
-    start = flat(small_model())
-    for result in seen:
-        assert torch.isfinite(result.weights).all() and not torch.equal(result.weights, start)
-    equal = all(torch.equal(result.weights, seen[0].weights) for result in seen)
-    apart = {"local", "noloco", "nolocox", "streaming-diloco", "eager-diloco"}  # dilocox has just landed all rounds
-    assert equal == (name not in apart)
-    assert all(round.outcome == "averaged" for result in seen for round in result.rounds)
 
 
 def test_eager_diloco_uses_its_own_fresh_part_and_the_others_last_one() -> None:
@@ -119,7 +105,8 @@ def test_dct_sends_a_hundredth_and_owes_the_rest() -> None:
     torch.testing.assert_close(exact[0].weights, sparse[0].weights, rtol=0, atol=1e-6)
     little = run(lambda: methods.dynamic_threshold(), 2, 5)
     assert little[0].outer.network.traffic.bytes_sent < sparse[0].outer.network.traffic.bytes_sent / 3
-    assert all(0.5 < round.compression_error < 1 for round in little[0].rounds)
+    errors = [round.compression_error for round in little[0].rounds]
+    assert len(errors) == 5 and all(0.5 < error < 1 for error in errors)
 
 
 def test_bytes_of_a_replica_do_not_grow_with_their_number() -> None:
@@ -199,8 +186,8 @@ def test_a_round_goes_on_without_a_peer_whose_packets_cannot_be_read(averaging: 
 
     seen = Simulation(3).run(work)
     for rank in (0, 2):
+        assert [round.outcome for round in seen[rank].rounds] == ["peer lost"] * 2
         for round in seen[rank].rounds:
-            assert round.outcome == "peer lost"
             assert round.reason.startswith("replica 1 sent what cannot be read: packet has checksum")
         assert torch.isfinite(seen[rank].weights).all()
     if averaging == "whole":

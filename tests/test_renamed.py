@@ -10,7 +10,6 @@ import pytest
 
 from farflung import methods
 from farflung.codecs import codec_named
-from farflung.config import Config
 
 
 @pytest.mark.parametrize(
@@ -47,8 +46,7 @@ def test_old_names_still_work(module: str, old: str, new: str) -> None:
     ("make", "old", "new"),
     [
         (lambda name: methods.RECIPES[name](), "dct", "dynamic-threshold"),
-        (lambda name: methods.from_config(Config(method=name)), "dct", "dynamic-threshold"),
-        (lambda name: methods.settled(Config(method=name)), "dct", "dynamic-threshold"),
+        (lambda name: methods.chosen(methods.RoundSettings(method=name)), "dct", "dynamic-threshold"),
         (codec_named, "frequency", "block-dct"),
         (codec_named, "ef-frequency-topk5", "ef-block-dct-topk5"),
     ],
