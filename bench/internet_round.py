@@ -20,7 +20,7 @@ import tyro
 
 from farflung import methods
 from farflung.codecs import Modulo
-from farflung.networks.internet import Identity, InternetNetwork, Seat, Ticket, read_ticket
+from farflung.networks.internet import Identity, InternetNetwork, ListenAddress, Peers, Ticket, read_ticket
 
 WARM_UP, MEASURED, PORT = 1, 5, 4777
 METHODS = {
@@ -39,12 +39,13 @@ class Options:
 
 def joined(folder: Path, number: int, address: str) -> InternetNetwork:
     """A peer's seat; who is not first tries until the first is there."""
-    about = {"version": "1", "settings": "", "shapes": "", "host": f"host-{number}", "trains": True}
-    seat = Seat(address, PORT, first=number == 0)
+    info = {"version": "1", "settings": "", "shapes": "", "host": f"host-{number}", "trains": True}
+    local = ListenAddress(address, PORT)
     while True:
         try:
             identity, ticket = Identity(folder / f"{number}.key"), read_ticket(folder / "run.ticket")
-            return InternetNetwork(ticket, identity, seat, about, largest=1 << 27, deadline=60)
+            peers = Peers(ticket, identity, local, info, first=number == 0)
+            return InternetNetwork(peers, largest=1 << 27, deadline=60)
         except ValueError:
             time.sleep(0.5)
 

@@ -9,21 +9,21 @@ import torch
 import torch_replica
 from patience import patience, until
 
-from farflung.networks.internet import Identity, InternetNetwork, Seat, read_ticket
+from farflung.networks.internet import Identity, InternetNetwork, ListenAddress, Peers, read_ticket
 
 
 def join(folder: Path, number: int, port: int) -> InternetNetwork:
     """Joins when the first peer is there."""
     first, opened = number == 0, folder / "opened"
     until(lambda: first or opened.exists())
-    network = InternetNetwork(
+    peers = Peers(
         read_ticket(folder / "run.ticket"),
         Identity(folder / ("first.key" if first else f"{number}.key")),
-        Seat("127.0.0.1", port if first else 0, first=first),
+        ListenAddress("127.0.0.1", port if first else 0),
         {"version": "1", "settings": "", "shapes": "", "host": f"host-{number}", "trains": True},
-        largest=1 << 24,
-        deadline=patience(20),
+        first=first,
     )
+    network = InternetNetwork(peers, largest=1 << 24, deadline=patience(20))
     opened.touch()
     return network
 

@@ -17,5 +17,5 @@ TOPOLOGIES = {name: kind for name, kind in vars(topologies).items() if is_datacl
 
 def made(name: str, **settings: Any) -> Method:
     """A method with those of the settings that it has."""
-    known = methods.settings_of(name)
+    known = methods.defaults_of(name)
     return RECIPES[name](**{key: value for key, value in settings.items() if key in known})

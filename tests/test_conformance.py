@@ -17,9 +17,8 @@ from problem import Result, flat, inner_steps, replica, small_model
 from registered import MERGES, METHODS, TOPOLOGIES, made
 from torch import Tensor, nn
 
-from farflung.config import Config
 from farflung.errors import UserError
-from farflung.methods import Method, from_config
+from farflung.methods import Method, RoundSettings, chosen
 from farflung.networks import SimulatedNetwork, Simulation
 from farflung.outer import Merge, OuterLoop, Topology, group_of, merges
 
@@ -168,7 +167,7 @@ def test_a_state_goes_round_through_a_file(name: str, at: int) -> None:
 
 @each_method
 def test_settings_that_say_nothing_give_the_recipe_as_it_is(name: str) -> None:
-    method, recipe = from_config(Config(method=name)), made(name)
+    method, recipe = chosen(RoundSettings(method=name)), made(name)
     assert {field.name for field in fields(method)} >= {"schedule", "topology", "codec", "outer", "merge"}
     for field in fields(method):
         assert repr(getattr(method, field.name)) == repr(getattr(recipe, field.name)), field.name

@@ -374,7 +374,7 @@ def test_options_that_have_no_effect_are_refused(options: dict[str, Any], compla
         (methods.diloco(every=5), methods.diloco(every=5, codec=Quantize(bits=8)), "codec"),
         (methods.diloco(every=5), methods.diloco(every=4), "schedule"),
         (methods.diloco(every=5, delay=2), methods.diloco(every=5, delay=2, merge="mixed"), "merge"),
-        (methods.ddp(), methods.dct(), "codec"),
+        (methods.ddp(), methods.dynamic_threshold(), "codec"),
         (methods.ddp(), methods.diloco(every=1), "outer optimizer"),
     ],
 )

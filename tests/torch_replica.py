@@ -18,7 +18,7 @@ from problem import replica
 
 from farflung import methods
 from farflung.codecs import ErrorFeedback, LowRank, Quantize
-from farflung.networks import Network, PeerLostError, Pending, TorchNetwork
+from farflung.networks import ElasticNetwork, Network, PeerLostError, Pending, TimedNetwork, TorchNetwork
 from farflung.outer import averaging
 
 RANDOM_DIGITS = ErrorFeedback(LowRank(2) | Quantize(4, stochastic=True))
@@ -58,7 +58,7 @@ def contract(network: Network, _: str) -> Any:
         lambda received: torch.tensor([rank, *(int(packet[0]) for packet in received.values())], dtype=torch.uint8),
     ).wait(patience(20))
     empty = network.all_reduce(torch.empty(0), members, "empty").wait(patience(20))
-    return {
+    observed = {
         "packets": {place[member]: p.tolist() for member, p in packets.items()},
         "mean": mean.tolist(),
         "in_place": mean is tensor,
@@ -68,7 +68,19 @@ def contract(network: Network, _: str) -> Any:
         "empty": empty.numel(),
         "received": network.traffic.bytes_received,
         "sent": network.traffic.bytes_sent,
+        "alone": network.exchange(packet, (network.rank,), "alone").wait(0.0)[network.rank] is packet,
+        "attachments": [network.attachment() for _ in range(3)],
+        "elastic": network.elastic,
+        "elastic too": isinstance(network, ElasticNetwork),
+        "timed": network.timed,
+        "timed too": isinstance(network, TimedNetwork),
+        "processes": network.processes,
     }
+    try:
+        network.exchange(packet, members, f"only {rank}").wait(0.2)
+    except PeerLostError as lost:
+        observed["lost"] = [place[member] for member in lost.ranks]
+    return observed
 
 
 def late(network: TorchNetwork, _: str) -> Any:

@@ -5,14 +5,12 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from farflung.networks.internet.admission import introduction
-from farflung.networks.internet.host import Seat
+from farflung.networks.internet.handshake import newcomer_info
 from farflung.networks.internet.identity import Identity
 from farflung.networks.internet.network import InternetNetwork
+from farflung.networks.internet.peers import Peers
 from farflung.networks.internet.ticket import read_ticket
-
-LARGEST = 1 << 33
-"""Bytes of the largest message of a model that is not known."""
+from farflung.networks.listening import ListenAddress
 
 
 def from_ticket(deadline: float) -> InternetNetwork:
@@ -21,6 +19,6 @@ def from_ticket(deadline: float) -> InternetNetwork:
     FARFLUNG_LISTEN and FARFLUNG_PORT say where it listens. Raises UserError.
     """
     ticket = read_ticket(Path(os.environ["FARFLUNG_TICKET"]))
-    seat = Seat(os.environ.get("FARFLUNG_LISTEN", "0.0.0.0"), int(os.environ.get("FARFLUNG_PORT", "0")))
+    local = ListenAddress(os.environ.get("FARFLUNG_LISTEN", "0.0.0.0"), int(os.environ.get("FARFLUNG_PORT", "0")))
     identity = Identity(Path(os.environ.get("FARFLUNG_KEY", "peer.key")))
-    return InternetNetwork(ticket, identity, seat, introduction(ticket), largest=LARGEST, deadline=deadline)
+    return InternetNetwork(Peers(ticket, identity, local, newcomer_info(ticket)), deadline=deadline)

@@ -10,11 +10,11 @@ from typing import NamedTuple
 from farflung.errors import UserError
 from farflung.networks.internet.frames import FrameError
 from farflung.networks.internet.host import UNREACHABLE
-from farflung.networks.internet.lines import PROMPT_SECONDS, RequestRefusedError
 from farflung.networks.internet.members import Member
 from farflung.networks.internet.network import InternetNetwork
+from farflung.networks.internet.peers import Peers
 from farflung.networks.internet.probe import measured
-from farflung.networks.internet.swarm import Swarm
+from farflung.networks.internet.streams import PROMPT_SECONDS, RequestRefusedError
 
 
 class Finding(NamedTuple):
@@ -26,20 +26,20 @@ class Finding(NamedTuple):
 
 def examine(network: InternetNetwork) -> Iterator[Finding]:
     """What is found of one that has just joined."""
-    swarm = network.swarm
-    yield from _reachability(swarm)
-    training = swarm.members.training()
-    yield Finding(True, f"{len(training)} peers train; {len(swarm.members.by_rank)} were heard of")
-    for member in swarm.members.all():
-        yield swarm.run(_link(swarm, member), 10 * PROMPT_SECONDS)
+    peers = network.peers
+    yield from _reachability(peers)
+    training = peers.members.training()
+    yield Finding(True, f"{len(training)} peers train; {len(peers.members.by_rank)} were heard of")
+    for member in peers.members.all():
+        yield peers.background.run(_link(peers, member), 10 * PROMPT_SECONDS)
 
 
-def _reachability(swarm: Swarm) -> Iterator[Finding]:
-    hosts = [address.split("/")[2] for address in swarm.about["addresses"] if address.startswith("/ip4/")]
-    listed = ", ".join(swarm.about["addresses"]) or "no address"
+def _reachability(peers: Peers) -> Iterator[Finding]:
+    hosts = [address.split("/")[2] for address in peers.info["addresses"] if address.startswith("/ip4/")]
+    listed = ", ".join(peers.info["addresses"]) or "no address"
     if any(ipaddress.ip_address(host).is_global for host in hosts):
         yield Finding(True, f"this machine can be reached at {listed}")
-    elif any("/p2p-circuit" in address for address in swarm.about["addresses"]):
+    elif any("/p2p-circuit" in address for address in peers.info["addresses"]):
         yield Finding(True, f"this machine is behind NAT; others reach it through a relay: {listed}")
     else:
         yield Finding(
@@ -49,13 +49,13 @@ def _reachability(swarm: Swarm) -> Iterator[Finding]:
         )
 
 
-async def _link(swarm: Swarm, member: Member) -> Finding:
+async def _link(peers: Peers, member: Member) -> Finding:
     """How well a peer can be reached: round trip, and both directions of the link."""
     try:
         began = time.monotonic()
-        await swarm.greet(member.peer)
-        greeted = time.monotonic()
-        up, down = await measured(swarm, member)
+        await peers.handshake(member.peer)
+        shaken = time.monotonic()
+        up, down = await measured(peers, member)
     except (*UNREACHABLE, RequestRefusedError, FrameError) as error:
         where = ", ".join(member.addresses) or "no address"
         reason = str(error) or "no answer"
@@ -63,7 +63,7 @@ async def _link(swarm: Swarm, member: Member) -> Finding:
         return Finding(False, f"{member.described} at {where}: {reason}; {remedy}")
     except UserError as error:
         return Finding(False, f"{member.described}: {error}")
-    round_trip = (greeted - began) / 3 * 1e3
+    round_trip = (shaken - began) / 3 * 1e3
     return Finding(
         True, f"{member.described}: {round_trip:.0f} ms there and back, {up:.0f} Mbit/s to it, {down:.0f} back"
     )

@@ -18,7 +18,7 @@ class RequestRefusedError(Exception):
 
 
 @dataclass
-class Line:
+class PeerStream:
     """An open stream to a member."""
 
     member: Member
@@ -26,7 +26,7 @@ class Line:
     writer: asyncio.StreamWriter
 
 
-Handler = Callable[[Line, Frame], Awaitable[None]]
+Handler = Callable[[PeerStream, Frame], Awaitable[None]]
 """Answers one request of a member; raises FrameError when it is not as it must be."""
 
 
