@@ -22,6 +22,8 @@ from test_internet import Run, two_peers
 from farflung.networks.internet import InternetNetwork
 from farflung.networks.internet.streams import PeerStream
 
+pytestmark = pytest.mark.slow
+
 YEARS = 10 * 365 * 86400.0
 
 
