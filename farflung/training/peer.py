@@ -58,7 +58,7 @@ def check_for_internet(settings: Settings) -> None:
     if settings.network.conditions:
         raise UserError("conditions are for the simulated network; leave them out")
     launch.check_network(settings.changed(network="internet"))
-    settings.method().check_open()
+    settings.method().check_elastic()
 
 
 def run_peer(
@@ -80,7 +80,7 @@ def _run_peer(
     folder = Path(settings.run.out)
     resumed = _begun(folder)
     check_for_internet(settings)
-    alike = settings.method().topology.alike
+    alike = settings.method().topology.identical
     ticket = _with_newer_addresses(ticket, folder / "run.ticket")
     identity = _own_identity(folder, resumed)
     told: list[Trainer] = []
