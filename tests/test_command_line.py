@@ -21,11 +21,11 @@ from farflung import cli
 from farflung.cli import peers, runs, training
 from farflung.cli.arguments import parse
 from farflung.errors import UserError
+from farflung.networks.listening import ListenAddress
 from farflung.planner.options import PlanOptions
 from farflung.planner.simulation import SimulateOptions
 from farflung.settings import Settings
 from farflung.training import checkpoint, launch
-from farflung.training.peer import Listening
 
 QUICK = [
     *("--replicas", 2, "--every", 5, "--batch-size", 2, "--sequence-length", 32, "--eval-sequences", 4),
@@ -86,7 +86,7 @@ def test_a_mistake_gets_one_line_and_exit_code_2(
     assert not any(tmp_path.iterdir())
 
 
-OPTIONS = (*map(type, vars(Settings()).values()), Listening, PlanOptions, SimulateOptions)
+OPTIONS = (*map(type, vars(Settings()).values()), ListenAddress, PlanOptions, SimulateOptions)
 OF_TORCHRUN = {"nnodes", "node-rank", "nproc-per-node", "master-addr", "master-port", "max-restarts"}
 
 
@@ -98,9 +98,9 @@ def test_every_flag_that_a_message_or_the_readme_names_exists() -> None:
     for path in (package.parent / "README.md", package.parent / "docs" / "internet.md"):
         texts[path] = "\n".join(line for line in path.read_text().splitlines() if line.startswith("farflung "))
     named = {path: set(re.findall(r"(?<![\w-])--([a-z][a-z-]*[a-z])", text)) for path, text in texts.items()}
-    assert {"resume", "listen", "adapt"} <= set.union(*named.values())
+    assert {"resume", "announce", "adapt"} <= set.union(*named.values())
     for path, flags in named.items():
-        assert flags <= known | OF_TORCHRUN | {"help"}, path
+        assert flags <= known | OF_TORCHRUN | {"help", "version"}, path
 
 
 @pytest.mark.parametrize("command", [["report", "wan"], ["export", "wan", "model"], ["train", "--resume", "wan"]])

@@ -35,8 +35,9 @@ TICKET_SECONDS = 10.0
 
 def shared_settings(settings: Settings) -> dict[str, Any]:
     """What a ticket says of the settings: those that are not at their defaults. Raises UserError."""
-    if settings.network.network == "simulated":
-        raise UserError("network is 'simulated', but peers meet on the internet; leave it out, or use farflung train")
+    if settings.network.kind.simulate:
+        name = settings.network.network
+        raise UserError(f"network is {name!r}, but peers meet on the internet; leave it out, or use farflung train")
     if settings.run.replicas != RunSettings.replicas:
         raise UserError(f"replicas is {settings.run.replicas}, but peers come and go as they like; leave it out")
     check_for_internet(settings)
