@@ -18,8 +18,7 @@ import numpy as np
 import scaling as scaling_bench
 from recorded import RESULTS, Recorded, Result, Settings, regime
 
-from farflung import methods
-from farflung.config import Config
+from farflung import settings as run_settings
 from farflung.networks import Conditions
 from farflung.outer import message_bytes
 from farflung.planner.architecture import architecture_of
@@ -129,15 +128,17 @@ def frontier() -> str:
 
 def seconds_of(settings: Settings, rate: float) -> float:
     """What a run takes on the simulated clock with links of this rate; trains nothing."""
-    config = Config(**settings)
-    method = methods.from_config(config)
+    config = run_settings.Settings.of(**settings)
+    method = config.method()
     if not method.schedule.every:
-        return config.steps * CONDITIONS.step_ms / 1000
+        return config.run.steps * CONDITIONS.step_ms / 1000
     conditions = Conditions(latency_ms=CONDITIONS.latency_ms, step_ms=CONDITIONS.step_ms, bandwidth_mbps=rate)
-    sizes = cache(partial(message_bytes, method, architecture_of(config.model, config.sequence_length).shapes))
-    rounds = config.steps // method.schedule.every
-    timing = Timer(method, sizes, conditions, config.replicas, rounds, math.inf).run()
-    return timing.seconds * config.steps / timing.steps
+    sizes = cache(
+        partial(message_bytes, method, architecture_of(config.workload.model, config.workload.sequence_length).shapes)
+    )
+    rounds = config.run.steps // method.schedule.every
+    timing = Timer(method, sizes, conditions, config.run.replicas, rounds, math.inf).run()
+    return timing.seconds * config.run.steps / timing.steps
 
 
 def hours() -> str:

@@ -24,13 +24,13 @@ from subprocess import PIPE, Popen
 import torch
 import tyro
 
-from farflung.config import Config, read_toml, to_toml
 from farflung.networks import TorchNetwork
 from farflung.pipeline import assemble
 from farflung.pipeline.build import pieces_of
 from farflung.pipeline.division import division_of
-from farflung.pipeline.split import Piece
-from farflung.workloads import data, models, tokenizers
+from farflung.settings import Settings, read_settings, settings_toml
+from farflung.workloads import Language
+from farflung.workloads.decoder import Piece
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,8 @@ class Options:
     """Batches; the medians are told."""
 
 
-def settings(options: Options) -> Config:
-    return Config(
+def settings(options: Options) -> Settings:
+    return Settings.of(
         model=options.model,
         replicas=1,
         stages=options.stages,
@@ -58,12 +58,12 @@ def settings(options: Options) -> Config:
     )
 
 
-def worker(config: Config, steps: int) -> None:
+def worker(config: Settings, steps: int) -> None:
     """Prints the seconds of each step of one process."""
     torch.set_num_threads(1)
     network = TorchNetwork.from_env()
-    tokenizer = tokenizers.load(config.tokenizer)
-    island, _ = assemble(config, tokenizer, data.load(config, tokenizer), network, torch.device("cpu"))
+    workload = Language(config.workload)
+    island, _ = assemble(config.island, workload, network, config.mesh(), 0, 120.0, torch.device("cpu"))
     for step in range(steps + 2):
         torch.distributed.barrier()
         began = time.monotonic()
@@ -75,28 +75,28 @@ def worker(config: Config, steps: int) -> None:
 Passes = list[tuple[float, float]]
 
 
-def all_pass_seconds(config: Config, steps: int) -> Passes:
+def all_pass_seconds(config: Settings, steps: int) -> Passes:
     """What each stage's forward and backward pass of one microbatch take, in this process's one thread."""
     torch.set_num_threads(1)
-    tokenizer = tokenizers.load(config.tokenizer)
-    division = division_of(config, models.outline(models.model_config(config, tokenizer)))
+    workload = Language(config.workload)
+    division = division_of(config.island, workload, seed=0)
     return [
         pass_seconds(piece.train(), config, steps)
-        for stage in range(config.stages)
-        for piece in pieces_of(config, tokenizer, division, stage)
+        for stage in range(config.island.stages)
+        for piece in pieces_of(config.island, workload, division, stage, seed=0)
     ]
 
 
-def busy_pass_seconds(config: Config, steps: int, cores: int) -> Passes:
+def busy_pass_seconds(config: Settings, steps: int, cores: int) -> Passes:
     """The same while as many processes as there are cores do it; the mean of their medians."""
     with ProcessPoolExecutor(cores, mp_context=get_context("spawn")) as pool:
         seen = list(pool.map(all_pass_seconds, [config] * cores, [steps] * cores))
     return [(mean(f for f, _ in stage), mean(b for _, b in stage)) for stage in zip(*seen, strict=True)]
 
 
-def pass_seconds(piece: Piece, config: Config, steps: int) -> tuple[float, float]:
+def pass_seconds(piece: Piece, config: Settings, steps: int) -> tuple[float, float]:
     """What a piece's forward and backward pass of one microbatch take."""
-    size = (config.batch_size // config.microbatches, config.sequence_length)  # type: ignore[operator]
+    size = (config.island.batch_size // config.island.microbatches, config.workload.sequence_length)  # type: ignore[operator]
     forward, backward = [], []
     for _ in range(steps):
         tokens = torch.randint(256, size)
@@ -153,12 +153,17 @@ def ideal_seconds(seconds: list[tuple[float, float]], microbatches: int, cores: 
     return now
 
 
-def measured_seconds(config: Config, steps: int) -> float:
+def measured_seconds(config: Settings, steps: int) -> float:
     """The median over steps of the slowest process's time."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "config.toml"
-        path.write_text(to_toml(config))
-        common = {**os.environ, "WORLD_SIZE": str(config.stages), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29556"}
+        path.write_text(settings_toml(config))
+        common = {
+            **os.environ,
+            "WORLD_SIZE": str(config.island.stages),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": "29556",
+        }
         workers = [
             Popen(
                 [sys.executable, __file__, "--worker", str(path), str(steps)],
@@ -166,7 +171,7 @@ def measured_seconds(config: Config, steps: int) -> float:
                 stdout=PIPE,
                 text=True,
             )
-            for rank in range(config.stages)
+            for rank in range(config.island.stages)
         ]
         try:
             outputs = [worker.communicate(timeout=900)[0] for worker in workers]
@@ -196,6 +201,6 @@ def main(options: Options) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--worker"]:
-        worker(read_toml(Path(sys.argv[2])), int(sys.argv[3]))
+        worker(read_settings(Path(sys.argv[2])), int(sys.argv[3]))
     else:
         main(tyro.cli(Options, description=__doc__))

@@ -21,7 +21,7 @@ from typing import Any, Self
 import simulated
 from real import train
 
-from farflung.config import Config
+from farflung import settings as run_settings
 from farflung.events import EvaluationEvent
 from farflung.files import write_text
 from farflung.outer import DivergedError
@@ -163,7 +163,7 @@ def outcome(settings: Settings, seed: int) -> Result:
             if "stages" in settings:
                 summary = train(folder, **everything).summary
             else:
-                summary = simulated.run(Config(**everything, network="simulated", out=str(folder)))
+                summary = simulated.run(run_settings.Settings.of(**everything, network="simulated", out=str(folder)))
         except DivergedError:
             return {"validation_loss": None}
         evaluations = read_run(folder).by_step(EvaluationEvent)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from recorded import Recorded, Settings
 
-from farflung.methods import settings_of
+from farflung.methods import defaults_of
 
 Point = dict[str, float]
 
@@ -75,7 +75,7 @@ def tune(
     recorded: Recorded, name: str, settings: Settings, budget: int, seed: int, along: tuple[Axis, ...] = AXES
 ) -> Settings:
     """A row's settings with what the search finds, of the axes that its method has; notes it."""
-    axes = [axis for axis in along if axis.name == "lr" or axis.name in settings_of(settings["method"])]
+    axes = [axis for axis in along if axis.name == "lr" or axis.name in defaults_of(settings["method"])]
     start = {axis.name: START[axis.name] for axis in axes}
     found = compass(lambda point: recorded.loss(settings | point, seed), start, axes, budget)
     recorded.choose(name, settings | found)

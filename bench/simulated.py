@@ -15,7 +15,7 @@ from statistics import mean, stdev
 from types import TracebackType
 from typing import Any, Self
 
-from farflung.config import Config
+from farflung.settings import Settings
 from farflung.training import checkpoint, launch
 
 Summary = dict[str, Any]
@@ -56,7 +56,7 @@ class Runs:
         short = "-".join(f"{key}={value}" for key, value in sorted(variant.settings.items()) if key != "method")
         folder = self._out / f"{settings['method']}-{short}-{settings['steps']}-seed{seed}"
         if folder not in self._started:
-            config = Config(**settings, seed=seed, network="simulated", checkpoint_every=0, out=str(folder))
+            config = Settings.of(**settings, seed=seed, network="simulated", checkpoint_every=0, out=str(folder))
             self._started[folder] = self._pool.submit(run, config)
         return self._started[folder]
 
@@ -75,9 +75,9 @@ class Runs:
         return best
 
 
-def run(config: Config) -> Summary:
+def run(config: Settings) -> Summary:
     """Makes a run unless it lies there; one that was broken off goes on."""
-    folder = Path(config.out)
+    folder = Path(config.run.out)
     summary = folder / "summary.json"
     if not summary.exists():
         goes_on = bool(checkpoint.whole_steps(folder))

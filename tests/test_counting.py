@@ -12,7 +12,7 @@ from torch import nn
 from farflung import methods
 from farflung.methods import RECIPES, Method
 from farflung.networks import Network, Simulation
-from farflung.outer import message_bytes, parts_sent
+from farflung.outer import message_bytes, traffic_per_hop
 from farflung.outer.fragments import split
 from farflung.outer.healing import sketch
 
@@ -67,7 +67,7 @@ def expected_bytes(method: Method, replicas: int) -> float:
     total = 0.0
     fragments = [[tuple(p.shape) for p in f.parameters] for f in split(parameters(), method.schedule.fragments)]
     for members in map(len, method.topology.groups(tuple(range(replicas)), "any")):
-        hops = sum(parts_sent(method.codec, method.averaging, members))
+        hops = sum(traffic_per_hop(method.codec, method.averaging, members))
         compared = sketch(torch.zeros(1), False).nbytes if method.outer and method.topology.alike else 0
         each = (hops * message_bytes(method, shapes, members) + compared for shapes in fragments)
         total += members * (members - 1) * sum(each)

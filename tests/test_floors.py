@@ -9,11 +9,11 @@ PACKAGE = Path(farflung.__file__).parent
 FLOORS = {
     "errors": 0,
     "renamed": 1,
+    "tables": 2,
     "scoped": 1,
     "formats": 1,
     "events": 2,
     "registry": 2,
-    "config": 2,
     "files": 2,
     "inner": 3,
     "codecs": 3,
@@ -23,12 +23,13 @@ FLOORS = {
     "outer": 5,
     "pipeline": 5,
     "methods": 6,
-    "training": 7,
-    "report": 7,
-    "planner": 7,
-    "cli": 8,
-    "__init__": 9,
-    "__main__": 9,
+    "settings": 7,
+    "training": 8,
+    "report": 8,
+    "planner": 8,
+    "cli": 9,
+    "__init__": 10,
+    "__main__": 10,
 }
 
 

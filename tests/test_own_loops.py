@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from problem import flat, inner_steps, small_model
+from registered import METHODS, made
 from torch import Tensor, nn
 
 from farflung import methods
@@ -373,7 +374,7 @@ def test_options_that_have_no_effect_are_refused(options: dict[str, Any], compla
         (methods.diloco(every=5), methods.diloco(every=5, codec=Quantize(bits=8)), "codec"),
         (methods.diloco(every=5), methods.diloco(every=4), "schedule"),
         (methods.diloco(every=5, delay=2), methods.diloco(every=5, delay=2, merge="mixed"), "merge"),
-        (methods.ddp(), methods.dct(), "codec"),
+        (methods.ddp(), methods.dynamic_threshold(), "codec"),
         (methods.ddp(), methods.diloco(every=1), "outer optimizer"),
     ],
 )
@@ -493,15 +494,14 @@ def test_what_is_spoilt_after_the_last_round_does_not_end_a_run(how: str, delay:
         assert torch.isfinite(weights).all() and float(weights.abs().max()) < 100
 
 
-@pytest.mark.parametrize("name", ["ddp", "dct", "sparseloco", "dilocox", "demo", "streaming-diloco", "nolocox"])
+@pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_torchs_default_dtype_does_not_matter(name: str, dtype: torch.dtype) -> None:
     def work(network: SimulatedNetwork) -> Tensor:
         torch.manual_seed(0)
         model = nn.Sequential(*(nn.Linear(64, 64, dtype=torch.float32) for _ in range(3)))
         optimizer = sgd(model)
-        every = {} if name in ("ddp", "dct", "demo") else {"every": 3}
-        with methods.RECIPES[name](**every).attach(model, optimizer, network):
+        with made(name, every=3).attach(model, optimizer, network):
             for number in range(9):
                 generator = torch.Generator().manual_seed(100 * network.rank + number)
                 inputs = torch.randn(8, 64, generator=generator, dtype=torch.float32)

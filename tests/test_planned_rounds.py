@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from farflung import methods
-from farflung.config import Config
 from farflung.networks import Conditions
 from farflung.networks.simulator.cluster import SimulatedCluster
 from farflung.networks.simulator.conditions import HEADERS, Link
 from farflung.networks.simulator.fabric import Demand
 from farflung.outer import message_bytes
+from farflung.pipeline.settings import IslandSettings
 from farflung.planner.architecture import architecture_of
 from farflung.planner.cost import Exchange, blocked_seconds, exchange
 from farflung.planner.layout import Layout
@@ -98,10 +98,10 @@ def test_pipelines_share_what_they_have_in_common(
     link = Link(("east", "west"), 10, mbps, shared=shared)
     cluster = Cluster((each, replace(each, site="west")), (link,))
     layout = Layout(pipelines, 2, 1, tuple((n, pipelines + n) for n in range(pipelines)))
-    run = Config(batch_size=microbatches, sequence_length=128, stages=2, microbatches=microbatches)
-    nbytes = boundary_bytes(MODEL, run)
+    run = IslandSettings(batch_size=microbatches, stages=2, microbatches=microbatches)
+    nbytes = boundary_bytes(MODEL, run, 128)
     assert nbytes == 128 * MODEL.hidden * 4
-    planned = step_seconds(MODEL, cluster, layout, run)
+    planned = step_seconds(MODEL, cluster, layout, run, 128)
     assert planned == pytest.approx(passed(cluster, pipelines, microbatches, nbytes), rel=1e-3)
     if shared:
         assert planned > pipelines * microbatches * nbytes / (mbps * 125e3)

@@ -30,7 +30,6 @@ ALLOWED: dict[str, dict[str, int]] = {
         "methods.py noloco": 10,
         "methods.py nolocox": 8,
         "networks/internet/network.py InternetNetwork.__init__": 8,
-        "outer/averaging.py Averaging.__init__": 8,
         "outer/mean_gradient.py MeanGradient.__init__": 10,
         "outer/method.py Method.attach": 9,
         "pipeline/stages.py RoutedStage.__init__": 13,

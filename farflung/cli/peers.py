@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import signal
 import sys
 import tempfile
@@ -17,11 +16,12 @@ from typing import Any
 
 import tyro
 
-from farflung.cli.arguments import FAILURE, INTERRUPTED, free_folder, parse
+from farflung.cli.arguments import FAILURE, INTERRUPTED, free_folder, given, kinds_among, parse, unset, with_field
 from farflung.cli.training import tell_result, watched
-from farflung.config import Config
 from farflung.networks.listening import ListenAddress
-from farflung.training.peer import OwnSettings
+from farflung.settings import Settings
+from farflung.tables import BETWEEN_PEERS
+from farflung.workloads import WORKLOADS
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,6 @@ class _Invite:
     key: Path | None = None
     """A bootstrap node's key file, made if there is none; with the same key, port and machine it keeps its address."""
     local: tyro.conf.OmitArgPrefixes[ListenAddress] = field(default_factory=ListenAddress)
-    config: tyro.conf.OmitArgPrefixes[Config] = field(default_factory=Config)
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,6 @@ class _Join:
     first: bool = False
     """Knock at no address: begin the run, or begin it again from this peer's checkpoint when all have gone."""
     local: tyro.conf.OmitArgPrefixes[ListenAddress] = field(default_factory=ListenAddress)
-    own: tyro.conf.OmitArgPrefixes[OwnSettings] = field(default_factory=OwnSettings)
 
 
 @dataclass(frozen=True)
@@ -76,12 +74,13 @@ def invite(arguments: list[str]) -> None:
     """Begin a run on the internet: print its ticket, and be its first peer or a bootstrap node."""
     from farflung.training import peer
 
-    options = parse(_Invite, arguments, "invite", invite.__doc__)
-    ticket = peer.internet().Ticket.new(options.name, peer.shared_settings(options.config))
+    over = kinds_among(arguments)
+    options: Any = parse(with_field(_Invite, "settings", Settings.of(**over)), arguments, "invite", invite.__doc__)
+    ticket = peer.internet().Ticket.new(options.name, peer.shared_settings(options.settings))
     if options.train:
-        folder = Path(options.config.out) if options.config.out else free_folder(options.name)
-        config = dataclasses.replace(peer.settings_of(ticket), out=str(folder))
-        _train(ticket, config, options.local, True, lambda network: print(network.invitation().text(), flush=True))
+        folder = Path(options.settings.run.out) if options.settings.run.out else free_folder(options.name)
+        settings = peer.ticket_settings(ticket).changed(out=str(folder))
+        _train(ticket, settings, options.local, True, lambda network: print(network.invitation().text(), flush=True))
         return
     with tempfile.TemporaryDirectory() as scratch, _until_stopped() as stopped:
         network = peer.look_on(ticket, options.key or Path(scratch) / "bootstrap.key", options.local, bootstrap=True)
@@ -98,11 +97,12 @@ def join(arguments: list[str]) -> None:
     """Train as one more peer of a run on the internet; Ctrl-C leaves, the same command with --out comes back."""
     from farflung.training import peer
 
-    options = parse(_Join, arguments, "join", join.__doc__)
+    own = unset((*map(type, vars(Settings()).values()), *(kind.Settings for kind in WORKLOADS.values())), BETWEEN_PEERS)
+    options: Any = parse(with_field(_Join, "own", own), arguments, "join", join.__doc__)
     ticket = peer.internet().read_ticket(options.ticket)
     folder = Path(options.own.out) if options.own.out else free_folder(ticket.name)
-    config = options.own.applied(peer.settings_of(ticket))
-    _train(ticket, dataclasses.replace(config, out=str(folder)), options.local, options.first)
+    settings = peer.ticket_settings(ticket).changed(**given(options.own) | {"out": str(folder)})
+    _train(ticket, settings, options.local, options.first)
 
 
 def status(arguments: list[str]) -> None:
@@ -130,7 +130,7 @@ def doctor(arguments: list[str]) -> None:
 
 def _train(
     ticket: Any,
-    config: Config,
+    settings: Settings,
     local: ListenAddress,
     first: bool,
     joined: Callable[[Any], None] = lambda network: None,
@@ -139,9 +139,9 @@ def _train(
     from farflung.training.failures import RUN_ERRORS
     from farflung.training.stopping import StoppedError
 
-    folder = Path(config.out)
+    folder = Path(settings.run.out)
     back = f"come back with: farflung join {quote(f'{folder}/run.ticket')} --out {quote(str(folder))}"
-    _say(f"{ticket.name}: {config.method}, {config.steps} steps; run folder {folder}")
+    _say(f"{ticket.name}: {settings.rounds.method}, {settings.run.steps} steps; run folder {folder}")
     try:
         with _on_signals(signal.default_int_handler), watched(folder, sys.stderr) as show:
 
@@ -149,7 +149,7 @@ def _train(
                 joined(network)
                 show()
 
-            peer.run_peer(ticket, config, local, first, tell)
+            peer.run_peer(ticket, settings, local, first, tell)
         tell_result(folder, sys.stderr)
     except StoppedError as stopped:
         _say(f"{stopped}; {back}")

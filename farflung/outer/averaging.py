@@ -114,11 +114,8 @@ class Averaging:
         `wait` of the result raises PeerLostError when somebody's part is missing or unreadable. The message then holds
         the mean of the others', or where that cannot be, this replica's own values.
         """
-        if (
-            self._aggregation is None
-            and self._prototype.traits.lossless
-            and (self._exact or message.dtype == torch.float32)
-        ):
+        lossless = self._prototype.traits.lossless and (self._exact or message.dtype == torch.float32)
+        if lossless and self._aggregation is None:
             return self._network.all_reduce(message, group, key), 0.0
         self._round, self._weights = round, weights or {}
         whole = self._aggregation is not None and self._aggregation.whole

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import hashlib
 import shutil
 import sys
@@ -11,23 +10,21 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from farflung import methods
-from farflung.config import Config, from_table
 from farflung.errors import UserError
 from farflung.networks import SimulatedNetwork
 from farflung.networks.listening import ListenAddress
+from farflung.networks.settings import NetworkSettings
+from farflung.settings import RunSettings, Settings
 from farflung.training import checkpoint, launch
 from farflung.training.finish import finish, write_results
-from farflung.training.kept import Kept
+from farflung.training.kept import Coordination, Kept
 from farflung.training.stopping import Stop
 from farflung.training.trainer import Trainer
-from farflung.workloads import models, tokenizers
 
 if TYPE_CHECKING:
     from farflung.networks.internet import Finding, Identity, InternetNetwork, Peers, Ticket
@@ -36,107 +33,78 @@ TICKET_SECONDS = 10.0
 """How often a peer brings the ticket in its run folder up to date."""
 
 
-@dataclass(frozen=True)
-class OwnSettings:
-    """What each peer decides for itself; unset: as the ticket says."""
-
-    data: str | None = None
-    """stdlib, a path or glob of text, JSON Lines or Parquet files, or hf:NAME to stream from the hub."""
-    text_column: str | None = None
-    """The column of JSON Lines, Parquet and hub data that holds the text."""
-    max_tokens: int | None = None
-    """Read at most this many tokens of the data."""
-    device: str | None = None
-    """auto, cpu, cuda, cuda:N or mps."""
-    deadline: float | None = None
-    """Longest wait for other peers, in seconds."""
-    checkpoint_every: int | None = None
-    """Inner steps between two checkpoints; 0 writes none until the end."""
-    eval_every: int | None = None
-    """Inner steps between two measurements of the validation loss."""
-    log_every: int | None = None
-    """Inner steps between two lines of loss in the events."""
-    out: str = ""
-    """The run folder of this peer; unset: runs/NAME-N with the first N that is free."""
-
-    def applied(self, config: Config) -> Config:
-        """The run's settings, with those given here. Raises UserError."""
-        return dataclasses.replace(config, **{key: value for key, value in vars(self).items() if value is not None})
-
-
-def shared_settings(config: Config) -> dict[str, Any]:
+def shared_settings(settings: Settings) -> dict[str, Any]:
     """What a ticket says of the settings: those that are not at their defaults. Raises UserError."""
-    if config.network == "simulated":
+    if settings.network.network == "simulated":
         raise UserError("network is 'simulated', but peers meet on the internet; leave it out, or use farflung train")
-    if config.replicas != Config.replicas:
-        raise UserError(f"replicas is {config.replicas}, but peers come and go as they like; leave it out")
-    check_for_internet(config)
-    return {
-        field.name: getattr(config, field.name)
-        for field in dataclasses.fields(Config)
-        if field.name not in ("out", "network", "replicas") and getattr(config, field.name) != field.default
-    }
+    if settings.run.replicas != RunSettings.replicas:
+        raise UserError(f"replicas is {settings.run.replicas}, but peers come and go as they like; leave it out")
+    check_for_internet(settings)
+    return settings.changed(out="", network=NetworkSettings.network).changes()
 
 
-def settings_of(ticket: Ticket) -> Config:
+def ticket_settings(ticket: Ticket) -> Settings:
     """The settings that a ticket says. Raises UserError."""
-    config = from_table(Config, ticket.settings, f"ticket of {ticket.name}")
-    return dataclasses.replace(config, network="internet", replicas=1)
+    try:
+        return Settings.of(**ticket.settings).changed(network="internet", replicas=1)
+    except UserError as error:
+        raise UserError(f"ticket of {ticket.name}: {error}") from error
 
 
-def check_for_internet(config: Config) -> None:
+def check_for_internet(settings: Settings) -> None:
     """Refuses what peers on the internet cannot do. Raises UserError."""
-    if config.stages * config.shard > 1 or config.offload:
+    if settings.island.processes > 1 or settings.island.offload:
         raise UserError("a peer on the internet is one process; leave out --stages, --shard and --offload")
-    if config.conditions:
+    if settings.network.conditions:
         raise UserError("conditions are for the simulated network; leave them out")
-    launch.check_network(dataclasses.replace(config, network="internet"))
-    methods.from_config(config).check_open()
+    launch.check_network(settings.changed(network="internet"))
+    settings.method().check_open()
 
 
 def run_peer(
-    ticket: Ticket, config: Config, local: ListenAddress, first: bool, joined: Callable[[InternetNetwork], None]
+    ticket: Ticket, settings: Settings, local: ListenAddress, first: bool, joined: Callable[[InternetNetwork], None]
 ) -> None:
     """Trains as one peer until the run's last step, the `first` if need be; tells when it has `joined`.
 
     Raises StoppedError, UserError and whatever training raises. Where it does not come to train, the folder stays as
     it was.
     """
-    with _left_as_it_was(Path(config.out)):
-        _run_peer(ticket, config, local, first, joined)
+    with _left_as_it_was(Path(settings.run.out)):
+        _run_peer(ticket, settings, local, first, joined)
 
 
 def _run_peer(
-    ticket: Ticket, config: Config, local: ListenAddress, first: bool, joined: Callable[[InternetNetwork], None]
+    ticket: Ticket, settings: Settings, local: ListenAddress, first: bool, joined: Callable[[InternetNetwork], None]
 ) -> None:
     parts = internet()
-    folder = Path(config.out)
+    folder = Path(settings.run.out)
     resumed = _begun(folder)
-    check_for_internet(config)
-    alike = methods.from_config(config).topology.alike
+    check_for_internet(settings)
+    alike = settings.method().topology.alike
     ticket = _with_newer_addresses(ticket, folder / "run.ticket")
     identity = _own_identity(folder, resumed)
     told: list[Trainer] = []
 
     def tell(line: str) -> None:
-        told[0].warn(line) if told else _say(line)
+        told[0].log.warn(line) if told else _say(line)
 
     peers: Peers = parts.Peers(ticket, identity, local, parts.newcomer_info(ticket), tell, first)
-    network: InternetNetwork = parts.InternetNetwork(peers, deadline=config.deadline)
+    network: InternetNetwork = parts.InternetNetwork(peers, deadline=settings.network.deadline)
     joined(network)
     try:
         step = max(checkpoint.steps_of(folder, identity.rank), default=0) if resumed else None
         behind = network.behind(step or 0)
-        away = bool(behind and (step is None or behind > (config.every or 1)))
+        away = bool(behind and (step is None or behind > (settings.method().schedule.every or 1)))
         if away:
             network.prefetch(alike)  # while the rest is being prepared
-        launch.prepare(config, folder, resumed)
+        launch.prepare(settings, folder, resumed)
         launch.use_cores_of(1)
-        network.expect_model(*_shapes_of(config))
+        network.expect_model(*_shapes_of(settings))
         stop = Stop(HashStore(), [identity.rank], [identity.rank])
         with launch.stopping_on_signals(stop), _ticket_kept(network, folder / "run.ticket"):
             kept = Kept(HashStore(), lambda: [identity.rank])
-            trainer = Trainer(config, network, folder, stop, kept, launch.pick_device(config.device, 0), step)
+            device = launch.pick_device(settings.run.device, 0)
+            trainer = Trainer(settings, network, folder, Coordination(stop, kept), device, step)
             told.append(trainer)
             trainer.train(catch_up=away)
             summary = finish(trainer, lambda ended: ended(SimulatedNetwork.alone()))
@@ -214,7 +182,7 @@ def examined(path: Path, local: ListenAddress) -> Iterator[Finding]:
     try:
         ticket = parts.read_ticket(path)
         yield parts.Finding(True, f"{path} is a ticket to {ticket.name}, with {len(ticket.addresses)} addresses")
-        settings_of(ticket)
+        ticket_settings(ticket)
         with tempfile.TemporaryDirectory() as scratch:
             network = look_on(ticket, Path(scratch) / "doctor.key", local)
             try:
@@ -226,9 +194,9 @@ def examined(path: Path, local: ListenAddress) -> Iterator[Finding]:
         yield parts.Finding(False, str(error))
 
 
-def _shapes_of(config: Config) -> tuple[str, int]:
+def _shapes_of(settings: Settings) -> tuple[str, int]:
     """What stands for the shapes of the model's tensors, and how many values they hold."""
-    outline = models.outline(models.model_config(config, tokenizers.load(config.tokenizer)))
+    outline = settings.made_workload().outline()
     shapes = [(name, tuple(parameter.shape)) for name, parameter in outline.named_parameters()]
     values = sum(parameter.numel() for parameter in outline.parameters())
     return hashlib.sha256(repr(shapes).encode()).hexdigest()[:16], values
