@@ -188,7 +188,7 @@ def examined(path: Path, local: ListenAddress) -> Iterator[Finding]:
             network = look_on(ticket, Path(scratch) / "doctor.key", local)
             try:
                 yield parts.Finding(True, "the run's peers accept the ticket; clocks and versions agree with theirs")
-                yield from parts.examine(network)
+                yield from parts.examine(network.peers)
             finally:
                 network.close()
     except UserError as error:
