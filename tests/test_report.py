@@ -41,7 +41,7 @@ def simulated(tmp_path_factory: pytest.TempPathFactory, world: str, *arguments: 
 @pytest.fixture(scope="module")
 def real(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of two replicas, whose first round is lost to a cut; evaluated after steps 10 and 20."""
-    return simulated(tmp_path_factory, CUT, "--method", "noloco", "--every", "5", "--deadline", "3")
+    return simulated(tmp_path_factory, CUT, "--method", "noloco", "--every", "5", "--delay", "2", "--deadline", "1")
 
 
 @pytest.fixture(scope="module")
@@ -260,7 +260,7 @@ def test_the_figures_hold_the_numbers(real: Path) -> None:
     assert len(rounds) == 8 and sum(waiting.x) == pytest.approx(waited)
     assert sum(exchange.x) == pytest.approx(sum(round["finished"] - round["started"] for round in rounds))
     lasted = sum(lines_of(real, replica)[-1]["at"] for replica in (0, 1))
-    assert waited > 6 and sum(compute.x) == pytest.approx(lasted - waited)
+    assert waited > 1 and sum(compute.x) == pytest.approx(lasted - waited)
 
 
 def test_a_long_run_shows_its_last_rounds_from_where_the_one_before_landed(run: Path) -> None:
