@@ -13,7 +13,7 @@ from statistics import median
 import torch
 import tyro
 
-from farflung.codecs import codec_named
+from farflung.codecs import CODECS, codec_named
 
 REPEATS = 5
 
@@ -22,7 +22,7 @@ REPEATS = 5
 class Options:
     parameters: int = 100_000_000
     """Float32 values of a message, in square matrices of a million."""
-    codecs: tuple[str, ...] = ("bfloat16", "int8", "int4", "int2", "e4m3", "e3m0", "modulo4", "lowrank16-int4")
+    codecs: tuple[str, ...] = tuple(example for row in CODECS.values() for example in row.examples)
     """What to measure; topk and threshold take some ten seconds a row."""
 
 

@@ -30,7 +30,7 @@ class Options:
 
 WITH_ADAMW: dict[str, Settings] = {
     "ddp": {"method": "ddp"},
-    "dct": {"method": "dct"},
+    "dynamic-threshold": {"method": "dynamic-threshold"},
     "diloco, every 5": {"method": "diloco", "every": 5},
     "diloco, every 20": {"method": "diloco", "every": 20},
     "streaming-diloco, every 20": {"method": "streaming-diloco", "every": 20, "fragments": 2, "delay": 2},

@@ -35,12 +35,12 @@ from farflung.outer import (
     Adapt,
     Average,
     Everyone,
-    GossipApart,
     GossipNesterov,
     Method,
     OuterFactory,
     RandomGroups,
     Schedule,
+    SplitGossip,
     Way,
     merge_named,
 )
@@ -76,14 +76,20 @@ class RoundSettings(Checked):
     group_size: int | None = setting(None, least=1)
     """Replicas that average with each other in a round (noloco, diloco)."""
     averaging: Literal["whole", "parts"] | None = None
-    """How more than two average (sparseloco, demo, dct): whole packets from everyone to everyone, as published, or in
-    parts, each averaged by one and encoded again: another algorithm, whose bytes do not grow with the replicas."""
+    """How more than two average (sparseloco, demo, dynamic-threshold): whole packets from everyone to everyone, as
+    published, or in parts, each averaged by one and encoded again: another algorithm, whose bytes do not grow with the
+    replicas."""
     every_final: int | None = setting(None, least=1)
     """Inner steps between rounds at the end of the run; from every, it gets there by equal factors."""
     robust: Literal["mean", "median", "clipped"] = "mean"
     """On the internet, how groups of more than two average: median and clipped bear a minority that sends anything."""
     outer_device: Literal["model", "cpu"] = setting("model", may_differ=BETWEEN_MACHINES)
     """Where anchors and outer momentum live: beside the model, or on the CPU."""
+
+    def __post_init__(self) -> None:
+        """Takes a method's present name for an old one. Raises UserError for values out of their limits."""
+        object.__setattr__(self, "method", RECIPES.current(self.method))
+        super().__post_init__()
 
     def given(self) -> dict[str, Any]:
         """What was chosen for the method; what it is to take its own default for is left out."""
@@ -215,10 +221,10 @@ def demo(averaging: Way = "whole") -> Method:
     Paper: Peng and others 2024, arXiv 2411.19870
     """
     codec = ErrorFeedback(BlockDCT(chunk=64) | TopK(share=32 / 4096, chunk=4096), decay=0.999)
-    return Method(Schedule(every=1), codec=codec, averaging=averaging, inner=SIGN)
+    return Method(Schedule(every=1), codec=codec, averaging=averaging, inner=SIGN, needs_inner=True)
 
 
-def dct(codec: Codec | str | None = None, averaging: Way = "whole") -> Method:
+def dynamic_threshold(codec: Codec | str | None = None, averaging: Way = "whole") -> Method:
     """Synchronous training with the largest 1 % of the gradient, by a threshold that is set now and then.
 
     Paper: Gupta and others 2020, arXiv 2010.08899
@@ -249,7 +255,7 @@ def noloco(
         schedule=Schedule(every, fragments, delay),
         topology=RandomGroups(group_size, seed),
         codec=codec if together else SplitCodec(codec, Modulo(bits=4, round_robin=2)),
-        outer=partial(GossipNesterov if together else GossipApart, lr=outer_lr, momentum=outer_momentum, gamma=gamma),
+        outer=partial(GossipNesterov if together else SplitGossip, lr=outer_lr, momentum=outer_momentum, gamma=gamma),
         merge=merge_named(merge),
         averaging="whole",
     )
@@ -283,17 +289,31 @@ def _nesterov(lr: float, momentum: float) -> OuterFactory:
     return partial(torch.optim.SGD, lr=lr, momentum=momentum, nesterov=momentum > 0, fused=True)
 
 
-_ALL = (noloco, nolocox, diloco, dilocox, streaming_diloco, eager_diloco, sparseloco, demo, dct, ddp, local)
+_ALL = (
+    noloco,
+    nolocox,
+    diloco,
+    dilocox,
+    streaming_diloco,
+    eager_diloco,
+    sparseloco,
+    demo,
+    dynamic_threshold,
+    ddp,
+    local,
+)
 
 RECIPES: Registry[Callable[..., Method]] = Registry(
-    "method", {recipe.__name__.replace("_", "-"): recipe for recipe in _ALL}
+    "method",
+    {recipe.__name__.replace("_", "-"): recipe for recipe in _ALL},
+    renamed={"dct": "dynamic-threshold"},
 )
 """The methods that the command line offers, by name."""
 
 _OWNED = {name for recipe in _ALL for name in inspect.signature(recipe).parameters}
 
 
-__getattr__ = renamed(__name__, {"settings_of": "defaults_of"})
+__getattr__ = renamed(__name__, {"dct": "dynamic_threshold", "settings_of": "defaults_of"})
 
 
 def defaults_of(name: str) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from internet import run_peers
 from patience import patience
 from problem import replica
 from processes import run_replicas
+from torch_replica import METHODS, SHORT, contract
 
 from farflung import methods
 from farflung.networks import NETWORKS, Conditions, NetworkKind, PeerLostError, SimulatedNetwork, Simulation
@@ -20,8 +21,6 @@ from farflung.outer import averaging
 
 
 def observe_simulated(network: SimulatedNetwork) -> Any:
-    from torch_replica import contract
-
     return contract(network, "")  # type: ignore[arg-type]
 
 
@@ -75,21 +74,16 @@ def test_a_package_adds_a_network_by_an_entry_point(tmp_path: Path) -> None:
     assert opened.stdout == "Pigeons\n", opened.stderr
 
 
-SAME_BITS = ("ddp", "diloco", "noloco-streaming", "nolocox", "dilocox")
-
-
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     """What four real processes end with, by method."""
-    return run_replicas(4, "train", ",".join(SAME_BITS), tmp_path_factory.mktemp("trained"))
+    return run_replicas(4, "train", ",".join(METHODS), tmp_path_factory.mktemp("trained"))
 
 
-@pytest.mark.parametrize("method", SAME_BITS)
+@pytest.mark.parametrize("method", METHODS)
 def test_simulated_and_torch_give_the_same_weights_bit_for_bit(
     method: str, trained: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from torch_replica import METHODS, SHORT
-
     monkeypatch.setattr(averaging, "STRIP", SHORT)
     simulated = [result.weights for result in Simulation(4).run(replica(METHODS[method], steps=12))]
     real = [weights[method] for weights in trained]

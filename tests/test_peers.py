@@ -216,7 +216,7 @@ def fill(folder: Path) -> None:
         (["doctor", "x", "--once"], ["--once"]),
         (["invite", "--name", "x", "--listen", "1.2.3.4"], ["1.2.3.4", "an address of this machine"]),
         (["invite", "--name", "x", "--train", "--method", "ddp"], ["needs all replicas at every step"]),
-        (["invite", "--name", "x", "--method", "dct"], ["needs all replicas at every step"]),
+        (["invite", "--name", "x", "--method", "dynamic-threshold"], ["needs all replicas at every step"]),
         (["invite", "--name", "x", "--shares", "apart"], ["nobody knows how many replicas"]),
         (["invite", "--name", "x", "--every-final", 90], ["rounds must be equally far apart"]),
         (["train", "--network", "internet"], ["farflung invite", "farflung join"]),

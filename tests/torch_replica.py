@@ -7,25 +7,26 @@ import signal
 import sys
 import time
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import registered
 import torch
 from patience import patience
 from problem import replica
 
 from farflung import methods
-from farflung.codecs import ErrorFeedback, LowRank, Modulo, Quantize
+from farflung.codecs import ErrorFeedback, LowRank, Quantize
 from farflung.networks import ElasticNetwork, Network, PeerLostError, Pending, TimedNetwork, TorchNetwork
 from farflung.outer import averaging
 
+RANDOM_DIGITS = ErrorFeedback(LowRank(2) | Quantize(4, stochastic=True))
+
 METHODS = {
-    "ddp": methods.ddp,
-    "diloco": lambda: methods.diloco(every=4),
-    "noloco": lambda: methods.noloco(every=4),
-    "noloco-streaming": lambda: methods.noloco(every=4, fragments=2, delay=2),
-    "nolocox": lambda: methods.nolocox(every=4, codec=Modulo(bits=3, round_robin=2)),
-    "dilocox": lambda: methods.dilocox(every=4, codec=ErrorFeedback(LowRank(2) | Quantize(4, stochastic=True))),
+    **{name: partial(registered.made, name, every=4) for name in registered.METHODS},
+    "noloco in fragments": lambda: methods.noloco(every=4, fragments=2, delay=2),
+    "dilocox rounded at random": lambda: methods.dilocox(every=4, codec=RANDOM_DIGITS),
 }
 
 
