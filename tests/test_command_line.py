@@ -371,7 +371,7 @@ def test_machines_with_other_settings_or_text_do_not_train_together_in_silence(
             assert "\n" not in kept["extraInfo"]["py_callstack"]
     else:
         assert [machine.returncode for machine in machines] == [0, 0], complaints
-        assert "machines hold other text than each other" in "".join(told[0])
+        assert "machines hold other data than each other" in "".join(told[0])
 
 
 def test_a_replica_that_never_comes_is_named(tmp_path: Path) -> None:
