@@ -69,7 +69,7 @@ def rounds_on(network: Network, name: str, parameters: int, step_ms: float, roun
         parameter.grad = torch.randn_like(parameter)
     method = METHODS[name]()
     every = method.schedule.every or 1
-    with method.attach(model, optimizer, network, deadline=120):
+    with method.attach(model, optimizer, network, deadline_s=120):
         for step in range(every * (WARM_UP + rounds)):
             if step == every * WARM_UP:
                 network.exchange(torch.zeros(1, dtype=torch.uint8), network.members(), "begin").wait(120)

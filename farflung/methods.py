@@ -35,12 +35,12 @@ from farflung.outer import (
     Adapt,
     Average,
     Everyone,
-    GossipApart,
     GossipNesterov,
     Method,
     OuterFactory,
     RandomGroups,
     Schedule,
+    SplitGossip,
     Way,
     merge_named,
 )
@@ -221,7 +221,7 @@ def demo(averaging: Way = "whole") -> Method:
     Paper: Peng and others 2024, arXiv 2411.19870
     """
     codec = ErrorFeedback(BlockDCT(chunk=64) | TopK(share=32 / 4096, chunk=4096), decay=0.999)
-    return Method(Schedule(every=1), codec=codec, averaging=averaging, inner=SIGN)
+    return Method(Schedule(every=1), codec=codec, averaging=averaging, inner=SIGN, needs_inner=True)
 
 
 def dynamic_threshold(codec: Codec | str | None = None, averaging: Way = "whole") -> Method:
@@ -255,7 +255,7 @@ def noloco(
         schedule=Schedule(every, fragments, delay),
         topology=RandomGroups(group_size, seed),
         codec=codec if together else SplitCodec(codec, Modulo(bits=4, round_robin=2)),
-        outer=partial(GossipNesterov if together else GossipApart, lr=outer_lr, momentum=outer_momentum, gamma=gamma),
+        outer=partial(GossipNesterov if together else SplitGossip, lr=outer_lr, momentum=outer_momentum, gamma=gamma),
         merge=merge_named(merge),
         averaging="whole",
     )

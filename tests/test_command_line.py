@@ -98,9 +98,9 @@ def test_every_flag_that_a_message_or_the_readme_names_exists() -> None:
     for path in (package.parent / "README.md", package.parent / "docs" / "internet.md"):
         texts[path] = "\n".join(line for line in path.read_text().splitlines() if line.startswith("farflung "))
     named = {path: set(re.findall(r"(?<![\w-])--([a-z][a-z-]*[a-z])", text)) for path, text in texts.items()}
-    assert {"resume", "adapt"} <= set.union(*named.values())
+    assert {"resume", "announce", "adapt"} <= set.union(*named.values())
     for path, flags in named.items():
-        assert flags <= known | OF_TORCHRUN | {"help"}, path
+        assert flags <= known | OF_TORCHRUN | {"help", "version"}, path
 
 
 @pytest.mark.parametrize("command", [["report", "wan"], ["export", "wan", "model"], ["train", "--resume", "wan"]])
@@ -379,7 +379,7 @@ def test_machines_with_other_settings_or_text_do_not_train_together_in_silence(
             assert "\n" not in kept["extraInfo"]["py_callstack"]
     else:
         assert [machine.returncode for machine in machines] == [0, 0], complaints
-        assert "machines hold other text than each other" in "".join(told[0])
+        assert "machines hold other data than each other" in "".join(told[0])
 
 
 @pytest.mark.slow

@@ -56,7 +56,7 @@ def test_rounds_are_held_when_the_schedule_says_and_all_are_averaged(name: str) 
             assert held.total() >= starts(method).total()
         else:
             assert held == starts(method)
-        assert all(round.group == (0, 1, 2, 3) or not method.topology.alike for round in result.rounds)
+        assert all(round.group == (0, 1, 2, 3) or not method.topology.identical for round in result.rounds)
         traffic = result.outer.network.traffic
         assert (traffic.bytes_sent > 0) == (traffic.bytes_received > 0) == method.exchanges
 
@@ -71,7 +71,7 @@ def anchors(result: Result) -> Tensor:
 def test_replicas_are_equal_bit_for_bit_where_the_topology_says_so_and_nowhere_else(name: str) -> None:
     """An eager merge's anchors have each replica's own fresh part in them."""
     method, seen = made(name, every=EVERY), trained(name)
-    equal = method.exchanges and method.topology.alike and not method.merge.eager
+    equal = method.exchanges and method.topology.identical and not method.merge.eager
     assert all(torch.equal(anchors(result), anchors(seen[0])) for result in seen) == equal
 
 
@@ -91,7 +91,7 @@ def test_equal_replicas_stay_equal(name: str) -> None:
     moved = float((first - flat(small_model())).norm())
     assert moved > 0.1
     for other in others:
-        if method.topology.alike or method.codec.traits.lossless:
+        if method.topology.identical or method.codec.traits.lossless:
             assert torch.equal(other, first)
         else:
             assert float((other - first).norm()) < 0.3 * moved
@@ -122,7 +122,7 @@ def test_constant_progress_arrives_whole_with_a_codec_that_loses_nothing(name: s
     came = moved(name, codec="float32")
     if method.codec.traits.lossless:
         torch.testing.assert_close(came.mean(0), torch.full((192,), 2.5 * STEPS).double(), rtol=1e-5, atol=0)
-    if method.topology.alike and method.exchanges and not method.schedule.delay:
+    if method.topology.identical and method.exchanges and not method.schedule.delay:
         assert torch.equal(came[0], came[3])
     assert method.exchanges == (float(came[0].mean()) > 1.05 * STEPS), "the slowest is drawn along by the others"
 
@@ -177,7 +177,7 @@ def test_settings_that_say_nothing_give_the_recipe_as_it_is(name: str) -> None:
 @each_method
 def test_open_networks_take_a_method_or_are_told_in_a_line_what_to_use(name: str) -> None:
     try:
-        made(name).check_open()
+        made(name).check_elastic()
     except UserError as refused:
         assert "on the internet" in str(refused) and "\n" not in str(refused)
     else:
@@ -243,7 +243,7 @@ def test_a_topology_puts_each_member_in_one_group_at_most(name: str, members: tu
     assert (groups and all(group == tuple(sorted(group)) != () for group in groups)) or len(members) == 1
     for rank in members:
         assert group_of(rank, groups) == next((group for group in groups if rank in group), ())
-    if topology.alike:
+    if topology.identical:
         assert set(taken) == set(members), "replicas of one model all take part"
 
 

@@ -68,7 +68,7 @@ def expected_bytes(method: Method, replicas: int) -> float:
     fragments = [[tuple(p.shape) for p in f.parameters] for f in split(parameters(), method.schedule.fragments)]
     for members in map(len, method.topology.groups(tuple(range(replicas)), "any")):
         hops = sum(traffic_per_hop(method.codec, method.averaging, members))
-        compared = sketch(torch.zeros(1), False).nbytes if method.outer and method.topology.alike else 0
+        compared = sketch(torch.zeros(1), False).nbytes if method.outer and method.topology.identical else 0
         each = (hops * message_bytes(method, shapes, members) + compared for shapes in fragments)
         total += members * (members - 1) * sum(each)
     return total
@@ -78,7 +78,7 @@ def expected_bytes(method: Method, replicas: int) -> float:
 @pytest.mark.parametrize("name", CASES)
 def test_what_a_round_sends_is_told_to_the_byte_where_packets_are_of_one_length(name: str) -> None:
     method = CASES[name]()
-    replicas = 3 if method.topology.alike else 4
+    replicas = 3 if method.topology.identical else 4
     ends = trained(CASES[name], replicas, lambda attached: attached.network.traffic.bytes_sent)
     sent = sum(replica[-1] - replica[-2] for replica in ends)
     if method.codec.traits.fixed_length:

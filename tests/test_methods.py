@@ -270,7 +270,7 @@ def test_gossip_of_halves_is_gossip_of_their_sum() -> None:
     whole = run(lambda: methods.noloco(every=4, group_size=4), 4, 16)
     assert not torch.equal(together[0].weights, whole[0].weights)
     outer = apart[0].outer
-    assert isinstance(outer, OuterLoop) and type(outer.outer).__name__ == "GossipApart"
+    assert isinstance(outer, OuterLoop) and type(outer.outer).__name__ == "SplitGossip"
     for one, other in zip(whole, apart, strict=True):
         # The anchors' half travels by modulo, in two turns, so only nearly.
         torch.testing.assert_close(one.weights, other.weights, rtol=0, atol=0.02)

@@ -125,7 +125,7 @@ def test_loops_of_unequal_length_end_together() -> None:
         outcomes: list[str] = []
         method = methods.noloco(every=4)
         with method.attach(
-            model, optimizer, network, deadline=5, on_round=lambda round: outcomes.append(round.outcome)
+            model, optimizer, network, deadline_s=5, on_round=lambda round: outcomes.append(round.outcome)
         ) as outer:
             inner_steps(model, optimizer, network.rank, range(12 - network.rank))
             outer.finish(average_weights=True)
@@ -274,7 +274,7 @@ def test_a_late_start_is_waited_for_and_who_is_missing_is_named(caplog: pytest.L
             with pytest.raises(PeerLostError):
                 pending.wait(late)
         try:
-            with methods.noloco(every=2).attach(model, optimizer, network, deadline=5, starting=100):
+            with methods.noloco(every=2).attach(model, optimizer, network, deadline_s=5, starting_s=100):
                 inner_steps(model, optimizer, network.rank, range(2))
         except PeerLostError as lost:
             return f"{lost.ranks} {lost}"

@@ -111,7 +111,7 @@ def test_stages_that_are_placed_anyhow_have_a_command_for_each_stretch_of_proces
     ]
     assert len({line.split()[-1] for line in apart}) == 4  # a machine's runs have folders of their own
     (together,) = commands(Choice(config, Layout(2, 2, 1, ((2, 3), (0, 1)))), two)
-    assert together.endswith("--method diloco --stages 2 --replicas 2 --out runs/planned   # RANK from 0: a 1, a 0")
+    assert together.endswith("--method diloco --replicas 2 --stages 2 --out runs/planned   # RANK from 0: a 1, a 0")
     uneven = commands(Choice(config.changed(replicas=1, stages=3), Layout(1, 3, 1, ((0, 1, 2),))), two)
     assert [line.partition(" --master")[0] for line in uneven] == [
         "on a 0: torchrun --nnodes 2 --node-rank 0 --nproc-per-node 2",

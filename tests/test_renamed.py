@@ -30,6 +30,8 @@ from farflung.codecs import codec_named
         ("farflung.codecs", "Frequency", "farflung.codecs.BlockDCT"),
         ("farflung.methods", "dct", "farflung.methods.dynamic_threshold"),
         ("farflung.outer", "Attached", "farflung.outer.Session"),
+        ("farflung.outer", "GossipApart", "farflung.outer.SplitGossip"),
+        ("farflung.outer", "Anchored", "farflung.outer.ParameterAveraging"),
         ("farflung.outer", "SignSGD", "farflung.inner.SignSGD"),
         ("farflung.outer", "Disagreement", "farflung.outer.DisagreementError"),
         ("farflung.outer", "Diverged", "farflung.outer.DivergedError"),

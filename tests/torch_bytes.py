@@ -47,7 +47,7 @@ def sent(network: TorchNetwork, config: Settings) -> dict[str, int]:
     optimizer = method.inner.make(island.model.named_parameters(), lr=1e-3, weight_decay=0.0)
     every = method.schedule.every or 1
     noted = []
-    with method.attach(island.model, optimizer, rounds, deadline=60):
+    with method.attach(island.model, optimizer, rounds, deadline_s=60):
         for step in range(ROUNDS * every):
             island.gradients(step)
             optimizer.step()

@@ -35,7 +35,7 @@ def observed(network: Network, config: Settings, workload: Workload) -> dict[str
         buffer.copy_(torch.arange(len(buffer)) / 100)
     optimizer = torch.optim.AdamW(island.model.parameters(), lr=config.inner.lr, fused=True)
     losses = []
-    with config.method().attach(island.model, optimizer, rounds, deadline=patience(60)):
+    with config.method().attach(island.model, optimizer, rounds, deadline_s=patience(60)):
         for step in range(STEPS):
             loss, fault = island.gradients(step)
             assert not fault

@@ -74,13 +74,13 @@ def train(arguments: list[str]) -> None:
 
     asked = what_is_asked(arguments)
     under_torchrun = "WORLD_SIZE" in os.environ
-    network = asked.settings.network.network
-    if network == "internet":
+    network = asked.settings.network
+    if network.kind.elastic:
         raise UserError(
             "a run on the internet begins with farflung invite; peers join, and come back, with farflung join"
         )
-    if network == "simulated" and under_torchrun:
-        raise UserError("network is 'simulated', which one process does alone; start it without torchrun")
+    if network.kind.simulate and under_torchrun:
+        raise UserError(f"network is {network.network!r}, which one process does alone; start it without torchrun")
     try:
         if (_train_part if under_torchrun else _train_all)(asked):
             tell_result(asked.folder)
@@ -94,13 +94,13 @@ def train(arguments: list[str]) -> None:
 
 def _train_all(asked: Asked) -> bool:
     """Starts all replicas from here. Returns whether to tell what has come of them."""
-    from farflung.training.launch import LAUNCHERS, prepare
+    from farflung.training.launch import launch_all, prepare
 
     prepare(asked.settings, asked.folder, asked.resume, asked.restart)
     _announce(asked)
     with watched(asked.folder) as show:
         show()
-        LAUNCHERS[asked.settings.network.network](asked.settings, asked.folder, asked.resume)
+        launch_all(asked.settings, asked.folder, asked.resume)
     return True
 
 

@@ -62,9 +62,9 @@ __getattr__ = renamed(
 
 
 def _peer(starting: float, deadline: float) -> Network:
-    from farflung.networks.internet.environment import from_ticket  # an extra
+    from farflung.networks.internet import InternetNetwork  # an extra
 
-    return from_ticket(deadline)
+    return InternetNetwork.from_env(deadline)
 
 
 NETWORKS: Registry[NetworkKind] = Registry(

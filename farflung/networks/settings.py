@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from farflung.errors import UserError
+from farflung.networks import NETWORKS, NetworkKind
 from farflung.networks.simulator.conditions import Conditions
 from farflung.networks.simulator.presets import conditions_named
 from farflung.tables import AFTER_RESUME, BETWEEN_MACHINES, BETWEEN_PEERS, Checked, setting
@@ -15,7 +15,7 @@ from farflung.tables import AFTER_RESUME, BETWEEN_MACHINES, BETWEEN_PEERS, Check
 class NetworkSettings(Checked):
     """How replicas reach each other, and how long they wait."""
 
-    network: Literal["torch", "simulated", "internet"] = "torch"
+    network: str = "torch"
     """torch: real processes over torch.distributed; simulated: one process, a virtual clock; internet: see invite."""
     starting: float = setting(600.0, above=0, may_differ=BETWEEN_MACHINES)
     """Longest wait for the other replicas to start, in seconds."""
@@ -30,14 +30,24 @@ class NetworkSettings(Checked):
     step_ms: float | None = setting(None, least=0)
     """Simulated network: what the computation of one inner step takes, milliseconds; unset: the conditions' (100)."""
 
+    def __post_init__(self) -> None:
+        """Raises UserError."""
+        super().__post_init__()
+        _ = self.kind
+
+    @property
+    def kind(self) -> NetworkKind:
+        """What the network can do."""
+        return NETWORKS[self.network]
+
     def simulated_conditions(self) -> Conditions:
         """What the simulated network is to be like. Raises UserError, also for what other networks cannot take."""
-        if self.conditions and self.network != "simulated":
+        if self.conditions and not self.kind.simulate:
             raise _not_simulated("conditions", self.conditions)
         conditions = conditions_named(self.conditions) if self.conditions else Conditions()
         for name in ("bandwidth_mbps", "latency_ms", "step_ms"):
             if (value := getattr(self, name)) is not None:
-                if self.network != "simulated":
+                if not self.kind.simulate:
                     raise _not_simulated(name, value)
                 conditions = replace(conditions, **{name: value})
         return conditions

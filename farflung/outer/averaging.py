@@ -94,7 +94,7 @@ class Averaging:
         self._prototype = method.codec
         self._views = views
         self._way = method.averaging
-        self._alike = method.topology.alike
+        self._identical = method.topology.identical
         self._name = name
         self._exact = exact
         self._aggregation = aggregation
@@ -183,8 +183,8 @@ class Averaging:
     def _average_strip(
         self, codec: Codec, strip: list[Tensor], weights: Mapping[int, float], packets: dict[int, Packet]
     ) -> dict[int, str]:
-        own = None if self._alike else strip
-        others = {rank: p for rank, p in packets.items() if self._alike or rank != self._network.rank}
+        own = None if self._identical else strip
+        others = {rank: p for rank, p in packets.items() if self._identical or rank != self._network.rank}
         mean, unreadable = self._mean(codec, others, strip, own, weights)
         _copy(mean, strip)
         return unreadable

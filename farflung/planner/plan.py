@@ -128,7 +128,7 @@ def optimise_placement(plan: Plan, model: Architecture, cluster: Cluster, option
         pp_bytes=float(boundary_bytes(model, island, length) * island.parts),
         every=schedule.every or 1,
         delay_seconds=schedule.delay * plan.step,
-        pairs=not choice.method.topology.alike,
+        pairs=not choice.method.topology.identical,
     )
     _, groups = search(problem, options.search_s / PLACED)
     islands = tuple(

@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]
@@ -66,7 +67,7 @@ def prepare(settings: Settings, folder: Path, resume: bool, restart: bool = Fals
         clear(folder)
     elif resume:
         refuse_other_replicas(settings, folder)
-        if settings.network.network != "internet":
+        if not settings.network.kind.elastic:
             local_step(settings, folder)
     elif any(folder.glob("events/*.jsonl")):
         raise holds_a_run(folder)
@@ -91,7 +92,7 @@ def _check_island(settings: Settings) -> None:
         raise UserError(
             "inner muon needs whole matrices, of which a shard has only rows; choose --shard 1, or begin with adamw"
         )
-    if settings.network.network == "simulated":
+    if settings.network.kind.simulate:
         if island.processes > 1:
             raise UserError("stages and shards need real processes; leave out --network simulated")
         if island.offload:
@@ -117,10 +118,10 @@ def write_settings(settings: Settings, folder: Path) -> None:
 
 def check_network(settings: Settings) -> None:
     """Refuses settings that another network is for. Raises UserError."""
-    if settings.rounds.robust != "mean" and settings.network.network != "internet":
+    if settings.rounds.robust != "mean" and not settings.network.kind.elastic:
         raise UserError(f"robust is {settings.rounds.robust!r}, but only peers on the internet need it; leave it out")
     settings.network.simulated_conditions()
-    if settings.run.shares == "apart" and settings.network.network == "internet":
+    if settings.run.shares == "apart" and settings.network.kind.elastic:
         raise UserError(
             "shares is 'apart', but on the internet nobody knows how many replicas there will be; leave it out"
         )
@@ -132,7 +133,8 @@ def run_simulated(settings: Settings, folder: Path, resume: bool) -> None:
     Raises StoppedError, UserError and whatever training raises.
     """
     torch.set_num_threads(1)  # with another number, sums may differ in their last bits
-    simulation = Simulation(settings.run.replicas, settings.network.simulated_conditions())
+    simulate = settings.network.kind.simulate or Simulation
+    simulation = simulate(settings.run.replicas, settings.network.simulated_conditions())
     store = HashStore()
     stop = Stop(store, range(settings.run.replicas), range(settings.run.replicas))
     kept = Kept(store, lambda: simulation.cluster.living)
@@ -175,7 +177,7 @@ def run_torch_replica(
             # The others come no further meanwhile than joining.
             way = _prepare_machine(settings, folder, RESTARTED if restart else way)
     use_cores_of(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    network = TorchNetwork.from_env(settings.network.starting)
+    network = _opened(settings)
     mesh = settings.mesh()
     coordinates = mesh.coordinates(network.process)
     everyone = range(mesh.processes)
@@ -205,6 +207,12 @@ def run_torch_replica(
             tells = _finish_with_those_left(trainer, network, mesh, machines)
     network.close()
     return tells
+
+
+def _opened(settings: Settings) -> TorchNetwork:
+    """This process's network; where `farflung train` starts the processes, all offer what torch's does."""
+    network = settings.network
+    return cast(TorchNetwork, network.kind.open(network.starting, network.deadline))
 
 
 def _finish_with_those_left(trainer: Trainer, network: TorchNetwork, mesh: Mesh, machines: Mapping[int, str]) -> bool:
@@ -332,5 +340,6 @@ def use_cores_of(replicas: int) -> None:
     torch.set_num_threads(cores_for(replicas))
 
 
-LAUNCHERS = {"simulated": run_simulated, "torch": launch_torch}
-"""What starts all of a run's replicas, by network."""
+def launch_all(settings: Settings, folder: Path, resume: bool) -> None:
+    """All replicas, in this process or in processes that it starts. Raises what these raise."""
+    (run_simulated if settings.network.kind.simulate else launch_torch)(settings, folder, resume)

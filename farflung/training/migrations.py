@@ -47,9 +47,17 @@ def _averaging_from_0(averaging: State, codec_from_0: Callable[[State], State]) 
 
 def _codec_from_0(codec: State) -> State:
     """What one codec remembers; those in a chain were numbered already."""
+    if "turns" in codec:
+        return _modulo_from_0(codec)
     names = {"error": "residual", "codec": "0", "first": "0", "second": "1"}
     parts = ("codec", "first", "second", *map(str, range(len(codec))))
     return {names.get(name, name): _codec_from_0(value) if name in parts else value for name, value in codec.items()}
+
+
+def _modulo_from_0(codec: State) -> State:
+    ranges = {"reference": "expected", "news_grow": "grows"}
+    kept = {name: codec[ranges.get(name, name)] for name in ("ranges", "farthest", "lately", "news", *ranges)}
+    return {"tracker": kept, "every": codec["turns"], **{name: codec[name] for name in ("round", "sent", "count")}}
 
 
 def _flight_from_0(flight: State) -> State:

@@ -35,8 +35,9 @@ TICKET_SECONDS = 10.0
 
 def shared_settings(settings: Settings) -> dict[str, Any]:
     """What a ticket says of the settings: those that are not at their defaults. Raises UserError."""
-    if settings.network.network == "simulated":
-        raise UserError("network is 'simulated', but peers meet on the internet; leave it out, or use farflung train")
+    if settings.network.kind.simulate:
+        name = settings.network.network
+        raise UserError(f"network is {name!r}, but peers meet on the internet; leave it out, or use farflung train")
     if settings.run.replicas != RunSettings.replicas:
         raise UserError(f"replicas is {settings.run.replicas}, but peers come and go as they like; leave it out")
     check_for_internet(settings)
@@ -58,7 +59,7 @@ def check_for_internet(settings: Settings) -> None:
     if settings.network.conditions:
         raise UserError("conditions are for the simulated network; leave them out")
     launch.check_network(settings.changed(network="internet"))
-    settings.method().check_open()
+    settings.method().check_elastic()
 
 
 def run_peer(
@@ -80,7 +81,7 @@ def _run_peer(
     folder = Path(settings.run.out)
     resumed = _begun(folder)
     check_for_internet(settings)
-    alike = settings.method().topology.alike
+    alike = settings.method().topology.identical
     ticket = _with_newer_addresses(ticket, folder / "run.ticket")
     identity = _own_identity(folder, resumed)
     told: list[Trainer] = []
@@ -187,7 +188,7 @@ def examined(path: Path, local: ListenAddress) -> Iterator[Finding]:
             network = look_on(ticket, Path(scratch) / "doctor.key", local)
             try:
                 yield parts.Finding(True, "the run's peers accept the ticket; clocks and versions agree with theirs")
-                yield from parts.examine(network)
+                yield from parts.examine(network.peers)
             finally:
                 network.close()
     except UserError as error:

@@ -96,8 +96,8 @@ class Trainer:
             self.optimizer,
             self.network,
             outer_device=None if rounds.outer_device == "model" else rounds.outer_device,
-            deadline=network.deadline,
-            starting=network.starting,
+            deadline_s=network.deadline,
+            starting_s=network.starting,
             robust=rounds.robust,
             on_round=self._after_round,
         )

@@ -35,7 +35,7 @@ SETTINGS = {
     "checkpoint-every": 2,
     "log-every": 1,
     "warmup": 0,
-    "late-average": 0.5,
+    "tail-average": 0.5,
 }
 
 

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
+import os
 import time
 from collections.abc import Iterator
 from typing import NamedTuple
 
 from farflung.errors import UserError
-from farflung.networks.internet.frames import FrameError
+from farflung.networks.internet.frames import Frame, FrameError, entry, read_payload, write_payload
 from farflung.networks.internet.host import UNREACHABLE
 from farflung.networks.internet.members import Member
-from farflung.networks.internet.network import InternetNetwork
 from farflung.networks.internet.peers import Peers
-from farflung.networks.internet.probe import measured
-from farflung.networks.internet.streams import PROMPT_SECONDS, RequestRefusedError
+from farflung.networks.internet.streams import PROMPT_SECONDS, PeerStream, RequestRefusedError
+
+PROBE = 1 << 22
+"""Bytes that are sent each way to measure a link."""
+PROBES_A_MINUTE = 6
 
 
 class Finding(NamedTuple):
@@ -24,9 +28,8 @@ class Finding(NamedTuple):
     text: str
 
 
-def examine(network: InternetNetwork) -> Iterator[Finding]:
+def examine(peers: Peers) -> Iterator[Finding]:
     """What is found of one that has just joined."""
-    peers = network.peers
     yield from _reachability(peers)
     training = peers.members.training()
     yield Finding(True, f"{len(training)} peers train; {len(peers.members.by_rank)} were heard of")
@@ -67,3 +70,40 @@ async def _link(peers: Peers, member: Member) -> Finding:
     return Finding(
         True, f"{member.described}: {round_trip:.0f} ms there and back, {up:.0f} Mbit/s to it, {down:.0f} back"
     )
+
+
+def answer_probes(peers: Peers) -> None:
+    """Lets members measure their links to this peer, a few times a minute."""
+    asked: list[float] = []
+
+    async def on_probe(stream: PeerStream, frame: Frame) -> None:
+        size, now = entry(frame, "size", int), time.monotonic()
+        asked[:] = [moment for moment in asked if now - moment < 60]
+        if len(asked) >= PROBES_A_MINUTE:
+            raise RequestRefusedError("this peer was measured often enough in this minute")
+        if not 0 <= size <= PROBE:
+            raise FrameError("a probe is too large")
+        asked.append(now)
+        await stream.tell({"go": True})
+        buffer = memoryview(bytearray(size))
+        await read_payload(stream.reader, buffer, PROMPT_SECONDS, 1e3)
+        await write_payload(stream.writer, buffer, PROMPT_SECONDS)
+        await stream.hear_the_end(4 * PROMPT_SECONDS)
+
+    peers.handlers["probe"] = on_probe
+
+
+async def measured(peers: Peers, member: Member) -> tuple[float, float]:
+    """Megabits a second to a member, and back from it. Raises as `Peers.stream`, and RequestRefusedError."""
+    content = memoryview(bytearray(os.urandom(PROBE)))
+    async with peers.stream(member) as stream:
+        await stream.tell({"kind": "probe", "size": PROBE})
+        await stream.hear()
+        began = time.monotonic()
+        await write_payload(stream.writer, content, PROMPT_SECONDS)
+        async with asyncio.timeout(4 * PROMPT_SECONDS):
+            first = await stream.reader.readexactly(1)
+        turned = time.monotonic()
+        await read_payload(stream.reader, content[len(first) :], PROMPT_SECONDS, 1e3)
+        ended = time.monotonic()
+    return PROBE * 8e-6 / (turned - began), PROBE * 8e-6 / (ended - turned)

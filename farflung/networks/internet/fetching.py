@@ -9,13 +9,13 @@ from collections import Counter
 import torch
 
 from farflung.networks.base import PeerLostError, SharedState
-from farflung.networks.internet.frames import FrameError, read_frame, read_payload, write_frame
+from farflung.networks.internet.frames import FrameError, read_payload
 from farflung.networks.internet.host import UNREACHABLE
 from farflung.networks.internet.manifests import Manifest, digest, manifest_of, piece_of
 from farflung.networks.internet.members import Member
 from farflung.networks.internet.peers import Peers
 from farflung.networks.internet.snapshots import FRESH_SECONDS
-from farflung.networks.internet.streams import PROMPT_SECONDS, RequestRefusedError, accepted
+from farflung.networks.internet.streams import RequestRefusedError
 from farflung.networks.internet.transport import SLOWEST
 
 SOURCES = 3
@@ -132,9 +132,8 @@ class Fetching:
 
     async def _fetch_piece(self, member: Member, manifest: Manifest, number: int, into: memoryview) -> None:
         async with self._peers.stream(member) as stream:
-            await write_frame(stream.writer, {"kind": "piece", "id": manifest.id, "number": number})
-            async with asyncio.timeout(PROMPT_SECONDS):
-                accepted(await read_frame(stream.reader))
+            await stream.tell({"kind": "piece", "id": manifest.id, "number": number})
+            await stream.hear()
             await read_payload(stream.reader, into, self._stall_s, SLOWEST)
         if await asyncio.to_thread(digest, into) != manifest.digests[number]:
             fault = "a piece of its state is not what it announced"

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from farflung.networks.base import Group, Party
-from farflung.networks.internet.frames import Frame, FrameError, entry, number, reading, whole, write_frame
+from farflung.networks.internet.frames import Frame, FrameError, entry, number, reading, whole
 from farflung.networks.internet.host import UNREACHABLE
 from farflung.networks.internet.members import FURTHEST, arrives
 from farflung.networks.internet.peers import Peers
@@ -109,8 +109,7 @@ class Matchmaker:
     async def _on_meet(self, stream: PeerStream, frame: Frame) -> None:
         answer = await self._welcome(stream.member.rank, frame)
         with contextlib.suppress(*UNREACHABLE):
-            async with asyncio.timeout(PROMPT_SECONDS):
-                await write_frame(stream.writer, answer)
+            await stream.tell(answer)
 
     async def _welcome(self, rank: int, request: Frame) -> Frame:
         """Lets one in, and yields the group that it is in, in the end."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
 from typing import TypeVar
 
 from torch import Tensor
@@ -23,15 +25,17 @@ from farflung.networks.base import (
     Traffic,
 )
 from farflung.networks.internet.collectives import Collectives
+from farflung.networks.internet.examination import answer_probes
 from farflung.networks.internet.fetching import Fetching
-from farflung.networks.internet.handshake import OTHER_SHAPES
+from farflung.networks.internet.handshake import OTHER_SHAPES, newcomer_info
+from farflung.networks.internet.identity import Identity
 from farflung.networks.internet.matchmaker import Matchmaker
 from farflung.networks.internet.pace import Pace, counted_step
 from farflung.networks.internet.peers import Peers
-from farflung.networks.internet.probe import answer_probes
 from farflung.networks.internet.snapshots import Snapshots
-from farflung.networks.internet.ticket import Ticket
+from farflung.networks.internet.ticket import Ticket, read_ticket
 from farflung.networks.internet.transport import PacketTransport
+from farflung.networks.listening import ListenAddress
 from farflung.networks.transfer import IN_BACKGROUND, Transfer
 
 T = TypeVar("T")
@@ -74,6 +78,17 @@ class InternetNetwork:
         self._pace = Pace()
         self._attachments = itertools.count()
         peers.start(deadline)
+
+    @classmethod
+    def from_env(cls, deadline: float = 120.0) -> InternetNetwork:
+        """Joins the run that FARFLUNG_TICKET leads to; this peer's key is in FARFLUNG_KEY, by default ./peer.key.
+
+        FARFLUNG_LISTEN and FARFLUNG_PORT say where it listens. Raises UserError.
+        """
+        ticket = read_ticket(Path(os.environ["FARFLUNG_TICKET"]))
+        local = ListenAddress(os.environ.get("FARFLUNG_LISTEN", "0.0.0.0"), int(os.environ.get("FARFLUNG_PORT", "0")))
+        identity = Identity(Path(os.environ.get("FARFLUNG_KEY", "peer.key")))
+        return cls(Peers(ticket, identity, local, newcomer_info(ticket)), deadline=deadline)
 
     @property
     def refused(self) -> Mapping[str, int]:

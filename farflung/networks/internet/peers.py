@@ -21,7 +21,7 @@ from farflung.networks.internet.heartbeat import Heartbeat
 from farflung.networks.internet.host import UNREACHABLE, Host, NobodyAnswersError, Streams
 from farflung.networks.internet.identity import Identity
 from farflung.networks.internet.members import Member, Members
-from farflung.networks.internet.streams import PROMPT_SECONDS, Handler, PeerStream, RequestRefusedError, accepted
+from farflung.networks.internet.streams import PROMPT_SECONDS, Handler, PeerStream, RequestRefusedError
 from farflung.networks.internet.ticket import Ticket
 from farflung.networks.listening import ListenAddress
 from farflung.scoped import quiet
@@ -125,8 +125,8 @@ class Peers:
     async def ask(self, member: Member, request: Frame, deadline: float = PROMPT_SECONDS) -> Frame:
         """A member's answer to a request. Raises as `stream`, and RequestRefusedError."""
         async with asyncio.timeout(deadline), self.stream(member) as stream:
-            await write_frame(stream.writer, request)
-            return accepted(await read_frame(stream.reader))
+            await stream.tell(request)
+            return await stream.hear(deadline)
 
     async def handshake(self, peer: str) -> Member:
         """Proves membership to a peer, and has it prove its own. Raises as `stream`, and UserError."""

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from farflung.networks.base import SharedState
-from farflung.networks.internet.frames import Frame, entry, whole, write_frame, write_payload
+from farflung.networks.internet.frames import Frame, entry, whole, write_payload
 from farflung.networks.internet.host import UNREACHABLE
 from farflung.networks.internet.manifests import count_of, digest, piece_of
 from farflung.networks.internet.peers import Peers
-from farflung.networks.internet.streams import PROMPT_SECONDS, PeerStream, RequestRefusedError
+from farflung.networks.internet.streams import PeerStream, RequestRefusedError
 
 KEPT_SECONDS = 120.0
 """How long a snapshot that nobody asks for is kept."""
@@ -58,8 +58,7 @@ class Snapshots:
 
     async def _on_state(self, stream: PeerStream, _: Frame) -> None:
         manifest = self._freshest() or await self._made()
-        async with asyncio.timeout(PROMPT_SECONDS):
-            await write_frame(stream.writer, manifest)
+        await stream.tell(manifest)
 
     def _freshest(self) -> Frame | None:
         now = time.monotonic()
@@ -105,11 +104,10 @@ class Snapshots:
             raise RequestRefusedError("this snapshot is kept no longer")
         kept.used = time.monotonic()
         piece = piece_of(kept.content, whole(frame.get("number"), len(kept.manifest["digests"]) - 1))
-        await write_frame(stream.writer, {"go": True})
+        await stream.tell({"go": True})
         with contextlib.suppress(*UNREACHABLE):
             await write_payload(stream.writer, piece, self._stall_s)
-            async with asyncio.timeout(self._stall_s):
-                await stream.reader.read(1)  # until it has all: to close now would cut off what is under way
+            await stream.hear_the_end(self._stall_s)
 
 
 def _packed(tensors: dict[str, Tensor]) -> tuple[Tensor, list[Any]]:

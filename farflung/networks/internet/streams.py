@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from farflung.networks.internet.frames import Frame, plain
+from farflung.networks.internet.frames import Frame, plain, read_frame, write_frame
 from farflung.networks.internet.members import Member
 
 PROMPT_SECONDS = 8.0
@@ -19,11 +19,26 @@ class RequestRefusedError(Exception):
 
 @dataclass
 class PeerStream:
-    """An open stream to a member."""
+    """An open stream to a member; `tell` and `hear` raise TimeoutError."""
 
     member: Member
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
+
+    async def tell(self, frame: Frame, seconds: float = PROMPT_SECONDS) -> None:
+        """Sends a frame."""
+        async with asyncio.timeout(seconds):
+            await write_frame(self.writer, frame)
+
+    async def hear(self, seconds: float = PROMPT_SECONDS) -> Frame:
+        """The next frame. Raises RequestRefusedError when that is a refusal."""
+        async with asyncio.timeout(seconds):
+            return accepted(await read_frame(self.reader))
+
+    async def hear_the_end(self, seconds: float) -> None:
+        """Waits until the other has all: to close before would cut off what is under way."""
+        async with asyncio.timeout(seconds):
+            await self.reader.read(1)
 
 
 Handler = Callable[[PeerStream, Frame], Awaitable[None]]

@@ -16,17 +16,15 @@ from farflung.networks.internet.frames import (
     Frame,
     FrameError,
     entry,
-    read_frame,
     read_payload,
     reading,
-    write_frame,
     write_payload,
 )
 from farflung.networks.internet.host import UNREACHABLE
 from farflung.networks.internet.identity import signed_by
 from farflung.networks.internet.members import Member
 from farflung.networks.internet.peers import Peers
-from farflung.networks.internet.streams import PROMPT_SECONDS, PeerStream, RequestRefusedError, accepted
+from farflung.networks.internet.streams import PeerStream, RequestRefusedError
 
 REMEMBERED = 1 << 16
 """Packets whose names are kept, to know them again."""
@@ -132,9 +130,8 @@ class PacketTransport:
         digest = await asyncio.to_thread(lambda: hashlib.sha256(payload).hexdigest())
         header = self._signed({"to": member.rank, "key": key, "size": len(payload), "digest": digest})
         async with self._peers.stream(member) as stream:
-            await write_frame(stream.writer, header)
-            async with asyncio.timeout(deadline):
-                accepted(await read_frame(stream.reader))
+            await stream.tell(header)
+            await stream.hear(deadline)
             rest = [
                 asyncio.create_task(self._send_stripe(member, key, payload, number))
                 for number in range(1, stripes(len(payload)))
@@ -144,18 +141,16 @@ class PacketTransport:
                 await asyncio.gather(*rest)
                 if not underway.done():
                     underway.set_result(None)
-                async with asyncio.timeout(self._stall_s):
-                    accepted(await read_frame(stream.reader))
+                await stream.hear(self._stall_s)
             finally:
                 for task in rest:
                     task.cancel()
 
     async def _send_stripe(self, member: Member, key: str, payload: memoryview, number: int) -> None:
         async with self._peers.stream(member) as stream:
-            await write_frame(stream.writer, {"kind": "stripe", "key": key, "number": number})
+            await stream.tell({"kind": "stripe", "key": key, "number": number})
             await write_payload(stream.writer, stripe(payload, number), self._stall_s)
-            async with asyncio.timeout(self._stall_s):
-                accepted(await read_frame(stream.reader))
+            await stream.hear(self._stall_s)
 
     def _signed(self, header: Frame) -> Frame:
         own = self._peers.info
@@ -229,7 +224,7 @@ class PacketTransport:
         awaited = list(arrivals.values())
         self._arriving[address] = Arriving(content, arrivals)
         try:
-            await write_frame(stream.writer, {"go": True})
+            await stream.tell({"go": True})
             await read_payload(stream.reader, stripe(content, 0), self._stall_s, SLOWEST)
             for arrival in awaited:
                 async with asyncio.timeout(self._stall_s + len(content) / SLOWEST):
@@ -241,8 +236,7 @@ class PacketTransport:
         self._traffic.received(len(content))
         if not packet.done():
             packet.set_result(buffer)
-        async with asyncio.timeout(PROMPT_SECONDS):
-            await write_frame(stream.writer, {"taken": True})
+        await stream.tell({"taken": True})
 
     async def _on_stripe(self, stream: PeerStream, frame: Frame) -> None:
         """Takes a part of a packet that has been announced, once."""
@@ -253,8 +247,7 @@ class PacketTransport:
         arrival = arriving.missing.pop(number)
         await read_payload(stream.reader, stripe(arriving.content, number), self._stall_s, SLOWEST)
         arrival.set()
-        async with asyncio.timeout(PROMPT_SECONDS):
-            await write_frame(stream.writer, {"taken": True})
+        await stream.tell({"taken": True})
 
 
 def stripes(size: int) -> int:

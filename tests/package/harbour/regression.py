@@ -1,4 +1,4 @@
-"""A workload that is no language: a small net learns a random linear map. It is added as another's package would be."""
+"""A workload: a small net learns a random linear map."""
 
 from __future__ import annotations
 
