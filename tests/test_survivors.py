@@ -153,7 +153,7 @@ def test_when_a_replica_is_killed_the_others_end_the_run(
     final = [saved(tmp_path / str(rank), 20, rank)["model"] for rank in living]
     for rank in living:
         code, said = ended[rank]
-        assert code == 0 and f"replicas lost: {victim}" in said and "the trained model writes" in said, said
+        assert code == 0 and f"replicas lost: {victim}" in said and "the trained model makes" in said, said
         summary = json.loads((tmp_path / str(rank) / "summary.json").read_text())
         assert summary["missing"] == [victim] and len(summary["validation_loss_per_replica"]) == len(living)
         averaged = checkpoint.read(checkpoint.average_of(tmp_path / str(rank)))["model"]
