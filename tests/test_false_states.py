@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from attacks import Liar
 from patience import patience, until
 from problem import small_model
 from test_internet import Run
@@ -23,12 +22,12 @@ from farflung.errors import UserError
 from farflung.networks import State
 from farflung.networks.internet import InternetNetwork
 from farflung.networks.internet.lines import Line
+from farflung.testing.liars import Liar
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """These tests mostly wait for beats."""
-    monkeypatch.setattr("attacks.version", lambda: "1")
     monkeypatch.setattr("farflung.networks.internet.swarm.BEAT_SECONDS", 0.5)
 
 
@@ -42,7 +41,7 @@ def run(tmp_path: Path, quick: None) -> Iterator[Run]:
 @pytest.fixture
 def liar(run: Run, tmp_path: Path) -> Iterator[Liar]:
     run.join(trains=False)
-    made = Liar(run.ticket, tmp_path / "liar.key", "s")
+    made = Liar(run.ticket, tmp_path / "liar.key", "s", version="1")
     yield made
     made.close()
 

@@ -22,6 +22,7 @@ FLOORS = {
     "report": 6,
     "planner": 6,
     "cli": 7,
+    "testing": 7,
     "__init__": 8,
     "__main__": 8,
 }

@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from attacks import Liar, Stranger, as_a_stranger
 from hypothesis import given
 from hypothesis import strategies as st
 from patience import patience, until
@@ -31,6 +30,7 @@ from farflung.networks.internet.guard import STREAMS_PER_PEER, STRIKES, Guard
 from farflung.networks.internet.lines import Line, RequestRefusedError
 from farflung.networks.internet.matchmaker import party_of
 from farflung.networks.internet.members import Member, Members
+from farflung.testing.liars import Liar, Stranger, as_a_stranger
 
 PEER = "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
 ABOUT = {"version": "1", "settings": "s", "shapes": "", "host": "here", "trains": True}
@@ -297,18 +297,9 @@ def both(run: Run, work: Callable[[InternetNetwork], Any]) -> list[Any]:
 
 @pytest.fixture
 def liar(pair: Run, tmp_path: Path) -> Iterator[Liar]:
-    made = Liar(pair.ticket, tmp_path / "liar.key", "s")
+    made = Liar(pair.ticket, tmp_path / "liar.key", "s", version="1")
     yield made
     made.close()
-
-
-def version_of_tests(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("attacks.version", lambda: "1")
-
-
-@pytest.fixture(autouse=True)
-def same_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    version_of_tests(monkeypatch)
 
 
 def test_forged_and_oversized_packets_are_refused_and_the_third_has_the_liar_shunned(pair: Run, liar: Liar) -> None:
@@ -340,7 +331,7 @@ def test_altered_bytes_and_a_slow_drip_are_no_packet(pair: Run, liar: Liar, monk
     monkeypatch.setattr("farflung.networks.internet.post.SLOWEST", 1e4)
     monkeypatch.setattr(victim._post, "_stall", 0.5)
     awaited = victim.swarm.run(expectation(victim, liar, "dripped"), patience(5))
-    assert "refused" in liar.tells(liar.header(key="dripped", size=1000, digest=""), bytes(1000), drip=0.05)
+    assert "refused" in liar.tells(liar.header(key="dripped", size=1000, digest=""), bytes(1000), drip_s=0.05)
     assert awaited.exception()
 
 

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from attacks import Liar
 from hivemind.dht.storage import DictionaryDHTValue
 from hivemind.utils import get_dht_time
 from hivemind.utils.timed_storage import ValueWithExpiration
@@ -21,13 +20,9 @@ from test_internet import Run, two_peers
 
 from farflung.networks.internet import InternetNetwork
 from farflung.networks.internet.lines import Line
+from farflung.testing.liars import Liar
 
 YEARS = 10 * 365 * 86400.0
-
-
-@pytest.fixture(autouse=True)
-def same_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("attacks.version", lambda: "1")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -45,7 +40,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
 
 @pytest.fixture
 def liar(pair: Run, tmp_path: Path) -> Iterator[Liar]:
-    made = Liar(pair.ticket, tmp_path / "liar.key", "s")
+    made = Liar(pair.ticket, tmp_path / "liar.key", "s", version="1")
     made.swarm._directory._node.protocol.record_validator = None  # it stores what it likes
     yield made
     made.close()

@@ -1,20 +1,26 @@
-"""Hosts in network namespaces, joined by links of a given rate, on this machine alone.
+"""Hosts in network namespaces of this machine, joined by links of a given rate, and processes on them.
 
-python bench/netlab.py          measures a link between two such hosts
+with NetLab(hosts=4, rate_mbit=100) as lab:
+    outputs = torch_everywhere(lab.hosts, ["-m", "my_replica"], timeout_s=60)
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import shutil
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
+
+Process = subprocess.Popen[str]
 
 
 def unavailable() -> str | None:
@@ -35,17 +41,21 @@ def unavailable() -> str | None:
 
 @dataclass(frozen=True)
 class Host:
-    """One namespace with one interface."""
+    """Where processes run: a namespace with one interface, or this machine's loopback, which has no namespace."""
 
     namespace: str
     interface: str
     address: str
 
-    def popen(self, arguments: list[str], env: dict[str, str] | None = None, **options: Any) -> subprocess.Popen[str]:
-        """Starts a process on this host."""
+    def popen(self, arguments: list[str], env: Mapping[str, str] | None = None, **options: Any) -> Process:
+        """Starts a process on this host; `options` are subprocess.Popen's."""
         environment = {**os.environ, "GLOO_SOCKET_IFNAME": self.interface, **(env or {})}
-        command = ["ip", "netns", "exec", self.namespace, *arguments]
-        return subprocess.Popen(command, env=environment, text=True, **options)
+        enter = ["ip", "netns", "exec", self.namespace] if self.namespace else []
+        return subprocess.Popen([*enter, *arguments], env=environment, text=True, **options)
+
+
+LOOPBACK = Host("", "lo", "127.0.0.1")
+"""This machine, on its loopback: several processes on it share one address."""
 
 
 class NetLab:
@@ -85,47 +95,6 @@ class NetLab:
     ) -> None:
         self._remove()
 
-    def run_everywhere(
-        self, arguments: Callable[[int], list[str]], env: Callable[[int], dict[str, str]], timeout: float
-    ) -> list[str]:
-        """Runs one process a host, side by side; returns what each printed.
-
-        Raises RuntimeError with the end of its complaint if one fails or `timeout` seconds pass.
-        """
-        processes = [
-            host.popen(arguments(number), env(number), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-            for number, host in enumerate(self.hosts)
-        ]
-        ends = time.monotonic() + timeout
-        outputs = []
-        try:
-            for process in processes:
-                out, complaint = process.communicate(timeout=max(0.1, ends - time.monotonic()))
-                if process.returncode:
-                    raise RuntimeError(f"a host's process failed: {complaint[-2000:]}")
-                outputs.append(out)
-        except subprocess.TimeoutExpired as error:
-            raise RuntimeError(f"the hosts' processes did not end within {timeout:g} s") from error
-        finally:
-            for process in processes:
-                process.kill()
-                process.wait()
-        return outputs
-
-    def torch_everywhere(self, arguments: list[str], timeout: float) -> list[str]:
-        """Runs Python once a host, with the environment variables that torch.distributed starts from."""
-        return self.run_everywhere(
-            lambda number: [sys.executable, *arguments],
-            lambda number: {
-                "RANK": str(number),
-                "WORLD_SIZE": str(len(self.hosts)),
-                "MASTER_ADDR": self.hosts[0].address,
-                "MASTER_PORT": "29555",
-                "OMP_NUM_THREADS": "1",
-            },
-            timeout,
-        )
-
     def part(self, hosts: Iterable[int]) -> None:
         """Cuts some hosts off from the rest; among themselves they still reach each other."""
         for number in hosts:
@@ -153,6 +122,67 @@ class NetLab:
         for namespace in (*(host.namespace for host in self.hosts), self._switch):
             if Path("/run/netns", namespace).exists():
                 _ip("netns", "del", namespace)
+
+
+def run_everywhere(
+    hosts: Sequence[Host],
+    arguments: Callable[[int], list[str]],
+    env: Callable[[int], Mapping[str, str]],
+    timeout_s: float,
+) -> list[str]:
+    """Runs one process a host, side by side; returns what each printed. `arguments` and `env` get the host's number.
+
+    Raises RuntimeError with the end of its complaint if one fails or `timeout_s` seconds pass.
+    """
+    processes = [
+        host.popen(arguments(number), env(number), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        for number, host in enumerate(hosts)
+    ]
+    ends = time.monotonic() + timeout_s
+    outputs = []
+    try:
+        for process in processes:
+            out, complaint = process.communicate(timeout=max(0.1, ends - time.monotonic()))
+            if process.returncode:
+                raise RuntimeError(f"a host's process failed: {complaint[-2000:]}")
+            outputs.append(out)
+    except subprocess.TimeoutExpired as error:
+        raise RuntimeError(f"the hosts' processes did not end within {timeout_s:g} s") from error
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    return outputs
+
+
+def torch_everywhere(hosts: Sequence[Host], arguments: list[str], timeout_s: float) -> list[str]:
+    """Runs `python ARGUMENTS` once a host, as the ranks of one torch.distributed world; returns what each printed."""
+    rendezvous = torch_rendezvous(len(hosts), hosts[0].address)
+    return run_everywhere(
+        hosts,
+        lambda number: [sys.executable, *arguments],
+        lambda number: {**rendezvous, "RANK": str(number)},
+        timeout_s,
+    )
+
+
+def torch_rendezvous(world_size: int, address: str = "127.0.0.1") -> dict[str, str]:
+    """The environment variables, but for RANK, with which processes of one thread each find each other."""
+    return {
+        "WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": address,
+        "MASTER_PORT": str(free_port()),
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+def free_port() -> int:
+    """A port that no other process gets by chance: those from 32768 on go to whoever asks for any."""
+    while True:
+        port = random.SystemRandom().randrange(10_000, 32_768)
+        with socket.socket() as listener, contextlib.suppress(OSError):
+            listener.bind(("127.0.0.1", port))
+            return port
 
 
 def _ip(*arguments: str) -> None:
@@ -193,15 +223,3 @@ def transfer_seconds(sender: Host, receiver: Host, nbytes: int) -> float:
     finally:
         listening.kill()
         listening.wait()
-
-
-def main() -> None:
-    nbytes, rate = 20_000_000, 100
-    with NetLab(hosts=2, rate_mbit=rate) as lab:
-        seconds = transfer_seconds(*lab.hosts, nbytes)
-    limit = nbytes * 8e-6 / rate
-    print(f"{nbytes / 1e6:.0f} MB between two hosts at {rate} Mbit/s: {seconds:.2f} s; line rate {limit:.2f} s")
-
-
-if __name__ == "__main__":
-    main()
