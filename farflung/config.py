@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from farflung import formats
 from farflung.errors import UserError, suggestion
+from farflung.formats import RUN_FOLDER
 
 T = TypeVar("T")
 
@@ -224,8 +226,11 @@ class Resume:
 
 
 def read_toml(path: Path) -> Config:
-    """The settings of a TOML file over the defaults. Raises UserError."""
-    return from_table(Config, toml_table(path), str(path))
+    """The settings of a TOML file, perhaps a run folder's, over the defaults. Raises UserError."""
+    table = toml_table(path)
+    RUN_FOLDER.check(table, str(path))
+    table.pop(formats.KEY, None)
+    return from_table(Config, table, str(path))
 
 
 def toml_table(path: Path) -> dict[str, Any]:

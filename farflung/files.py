@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 from pathlib import Path
-from typing import Any
 
 
 def beside(path: Path) -> Path:
@@ -38,17 +36,3 @@ def write_text(path: Path, text: str, private: bool = False) -> None:
     except BaseException:
         new.unlink(missing_ok=True)  # on a full disk, what there is of it only takes up room
         raise
-
-
-def readable_events(lines: bytes) -> list[dict[str, Any]]:
-    """The events in whole lines of a replica's file; lines that a disk or a copy has spoilt are left out."""
-    return [event for line in lines.splitlines() if (event := _event(line))]
-
-
-def _event(line: bytes) -> dict[str, Any] | None:
-    try:
-        event = json.loads(line)
-    except ValueError:
-        return None
-    known = isinstance(event, dict) and isinstance(event.get("event"), str) and isinstance(event.get("step"), int)
-    return event if known else None

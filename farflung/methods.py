@@ -6,9 +6,8 @@ rounds and did worse than no exchange at all in shorter ones (docs/evidence.md, 
 
 from __future__ import annotations
 
-import copy
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,26 +15,23 @@ from typing import Any
 import torch
 
 from farflung.codecs import (
-    Apart,
+    BlockDCT,
+    BlockFloat,
     Codec,
     Dense,
     ErrorFeedback,
-    Float,
-    Frequency,
     LowRank,
     Modulo,
     Quantize,
+    SplitCodec,
     Threshold,
     TopK,
     codec_named,
 )
 from farflung.config import Config
 from farflung.errors import UserError, suggestion
+from farflung.inner import ADAMW, INNER, MUON, SIGN
 from farflung.outer import (
-    ADAMW,
-    INNER,
-    MUON,
-    SIGN,
     Adapt,
     Average,
     Everyone,
@@ -104,7 +100,7 @@ def streaming_diloco(
 
     Paper: Douillard and others 2025, arXiv 2501.18512
     """
-    codec = _codec(codec, Float("e3m0"))
+    codec = _codec(codec, BlockFloat("e3m0"))
     return diloco(every, outer_lr, outer_momentum, delay, fragments, codec=codec, merge=merge)
 
 
@@ -159,7 +155,7 @@ def demo(averaging: Way = "whole") -> Method:
 
     Paper: Peng and others 2024, arXiv 2411.19870
     """
-    codec = ErrorFeedback(Frequency(chunk=64) | TopK(share=32 / 4096, chunk=4096), decay=0.999)
+    codec = ErrorFeedback(BlockDCT(chunk=64) | TopK(share=32 / 4096, chunk=4096), decay=0.999)
     return Method(Schedule(every=1), codec=codec, averaging=averaging, inner=SIGN)
 
 
@@ -189,11 +185,11 @@ def noloco(
     """
     codec = _codec(codec, Dense())
     # Rounding must be in proportion to what is new, and whole anchors are not: modulo sends what differs of them.
-    together = codec.lossless or codec.needs_receiver
+    together = codec.traits.lossless or codec.traits.needs_receiver
     return Method(
         schedule=Schedule(every, fragments, delay),
         topology=RandomGroups(group_size, seed),
-        codec=codec if together else Apart(codec, Modulo(bits=4, turns=2)),
+        codec=codec if together else SplitCodec(codec, Modulo(bits=4, round_robin=2)),
         outer=partial(GossipNesterov if together else GossipApart, lr=outer_lr, momentum=outer_momentum, gamma=gamma),
         merge=merge_named(merge),
         averaging="whole",
@@ -214,7 +210,7 @@ def nolocox(
 
     Paper: none; both arXiv 2506.10911 and arXiv 2506.21263
     """
-    codec = _codec(codec, Modulo(bits=3, turns=2))
+    codec = _codec(codec, Modulo(bits=3, round_robin=2))
     method = noloco(every, outer_lr, outer_momentum, gamma, delay=every, codec=codec, merge=merge, seed=seed)
     return replace(method, adapt=Adapt(steps=False) if adapt else None)
 
@@ -245,32 +241,6 @@ def settings_of(name: str) -> dict[str, Any]:
         raise UserError(f"there is no method {name!r}{suggestion(name, list(RECIPES))}")
     parameters = inspect.signature(RECIPES[name]).parameters
     return {key: parameter.default for key, parameter in parameters.items()}
-
-
-def bytes_per_parameter(method: Method) -> float:
-    """What a message of this method takes for each parameter, measured on a square matrix of 2^20 random numbers.
-
-    0 for a method without rounds.
-    """
-    if method.schedule.every is None:
-        return 0.0
-    return bytes_per_value(method.codec)
-
-
-def bytes_per_value(codec: Codec) -> float:
-    """What a packet takes for each value, measured on a square matrix of 2^20 random numbers; both halves of Apart."""
-    side = 1024
-    return bytes_of_random(codec, [(side, side)] * (2 if isinstance(codec, Apart) else 1)) / side**2
-
-
-def bytes_of_random(codec: Codec, shapes: Sequence[tuple[int, ...]]) -> float:
-    """What a packet takes of tensors of these shapes that hold random numbers; the codec remembers nothing of it."""
-    generator = torch.Generator().manual_seed(0)
-    return (
-        copy.deepcopy(codec)
-        .encode([torch.randn(shape, dtype=torch.float32, generator=generator) for shape in shapes])
-        .nbytes
-    )
 
 
 def from_config(config: Config) -> Method:

@@ -2,9 +2,10 @@ import os
 
 # Hubs are not for tests; and one thread gives the same bits as the processes that tests start.
 os.environ["HF_HUB_OFFLINE"] = "1"
-os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["OMP_NUM_THREADS"] = "1"
 
 import patience
+import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
@@ -14,3 +15,14 @@ patience.measure()
 # Time is no part of any claim: a test of a busy machine says the same as one of an idle one.
 settings.register_profile("tests", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("tests")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Whatever the order of tests, each draws the same numbers, and so do the fixtures that it is the first to need."""
+    torch.manual_seed(0)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_call() -> None:
+    torch.manual_seed(0)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from farflung.methods import Method
 from farflung.networks import Network
-from farflung.outer import Attached, Round
+from farflung.outer import Round, Session
 
 
 @dataclass
@@ -20,7 +20,7 @@ class Result:
 
     weights: Tensor
     rounds: list[Round]
-    outer: Attached
+    outer: Session
 
 
 def small_model(dtype: torch.dtype = torch.float32) -> nn.Module:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,16 @@ def run_here(monkeypatch: pytest.MonkeyPatch, folder: Path, *arguments: str) -> 
     except SystemExit as exit:
         return int(exit.code or 0)
     return 0
+
+
+def same(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> bool:
+    """Whether two models, of at least one tensor, are the same bit for bit."""
+    return bool(one) and one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def same_weights(one: Path, other: Path, step: int, replicas: Iterable[int] = (0, 1)) -> bool:
+    """Whether the replicas of two runs had the same weights at a step."""
+    return all(same(*(saved(folder, step, replica)["model"] for folder in (one, other))) for replica in replicas)
 
 
 def saved(folder: Path, step: int, replica: int) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from farflung import methods
 from farflung.codecs import Quantize
 from farflung.methods import Method
 from farflung.networks import Conditions, PeerLostError, SimulatedNetwork, Simulation
-from farflung.networks.conditions import Cut
+from farflung.networks.simulator.conditions import Cut
 from farflung.outer import OuterLoop, Round
 
 NAN = float("nan")
@@ -78,6 +78,7 @@ def test_nan_stays_at_home_whatever_the_merge(make: Callable[[], Method], at: in
     seen = Simulation(3).run(work)
     for rank, (weights, rounds, outer) in enumerate(seen):
         assert torch.isfinite(weights).all() and all(torch.isfinite(anchor).all() for anchor in outer.anchors)
+        assert len(rounds) == 5
         nothing = [round for round in rounds if round.outcome == "no progress offered"]
         assert len(nothing) == (rank == 1), [(round.round, round.outcome) for round in rounds]
         assert all(round.outcome in ("averaged", "sat out") for round in rounds if round not in nothing)
@@ -178,7 +179,7 @@ class Missed:
 
 def lose_one(network: SimulatedNetwork, rank: int, round: str) -> None:
     """Makes one replica miss what the others send it in a round; they get what it sends."""
-    exchange, relay, all_reduce = network.exchange, network.relay, network.all_reduce
+    exchange, relay, all_reduce = network.exchange, network.scatter_combine_gather, network.all_reduce
 
     def chosen(key: str) -> bool:
         return network.rank == rank and key.startswith(round) and "healed" not in key
@@ -195,7 +196,7 @@ def lose_one(network: SimulatedNetwork, rank: int, round: str) -> None:
         return sent
 
     network.all_reduce = lossy_all_reduce  # type: ignore[method-assign]
-    network.exchange, network.relay = lossy(exchange), lossy(relay)  # type: ignore[method-assign]
+    network.exchange, network.scatter_combine_gather = lossy(exchange), lossy(relay)  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("name", ALIKE)
@@ -251,7 +252,7 @@ def test_one_that_was_late_by_several_deadlines_catches_up(name: str) -> None:
         def before(step: int, model: nn.Module, outer: OuterLoop) -> None:
             if step == 9 and network.rank == 1:
                 for _ in range(90):
-                    network.computed()
+                    network.advance()
 
         _, rounds, outer = trained(network, ALIKE[name](), 60, before, deadline=3.0)
         return torch.cat(outer.anchors), rounds

@@ -18,10 +18,11 @@ from torch.nn.utils import parametrizations, prune
 
 from farflung import methods
 from farflung.errors import UserError
+from farflung.hooks import digests
+from farflung.hooks.digests import BLOCK, ROW, digest
 from farflung.methods import Method
 from farflung.networks import SimulatedNetwork, Simulation
-from farflung.outer import DisagreementError, digests
-from farflung.outer.digests import BLOCK, ROW, digest
+from farflung.outer import DisagreementError
 
 LOOPS = [lambda: methods.diloco(every=4), lambda: methods.noloco(every=4), methods.ddp]
 

@@ -13,17 +13,17 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from farflung.codecs import (
-    Apart,
+    BlockDCT,
+    BlockFloat,
     Codec,
     Dense,
     ErrorFeedback,
-    Float,
-    Frequency,
     LowRank,
     Modulo,
     NotFiniteError,
     PacketError,
     Quantize,
+    SplitCodec,
     Threshold,
     TopK,
     codec_named,
@@ -40,21 +40,21 @@ CODECS: dict[str, Callable[[], Codec]] = {
     "int4": lambda: Quantize(bits=4, block=32),
     "int2": lambda: Quantize(bits=2, block=32),
     "int4 stochastic": lambda: Quantize(bits=4, stochastic=True),
-    "e3m0": lambda: Float("e3m0", block=64),
-    "e4m3": lambda: Float("e4m3"),
+    "e3m0": lambda: BlockFloat("e3m0", block=64),
+    "e4m3": lambda: BlockFloat("e4m3"),
     "topk": lambda: TopK(share=0.1, chunk=64),
     "topk | int2": lambda: TopK(share=0.1, chunk=4096) | Quantize(bits=2),
     "threshold": lambda: Threshold(share=0.1, refresh=3),
     "threshold | int4": lambda: Threshold(share=0.1, refresh=3) | Quantize(bits=4),
     "lowrank": lambda: LowRank(rank=2),
     "lowrank | int4": lambda: LowRank(rank=3) | Quantize(bits=4),
-    "frequency": lambda: Frequency(chunk=8),
-    "frequency | topk | int8": lambda: Frequency(chunk=8) | TopK(share=0.2, chunk=64) | Quantize(bits=8),
+    "frequency": lambda: BlockDCT(chunk=8),
+    "frequency | topk | int8": lambda: BlockDCT(chunk=8) | TopK(share=0.2, chunk=64) | Quantize(bits=8),
     "modulo4": lambda: Modulo(bits=4, block=32),
     "modulo3": lambda: Modulo(bits=3),
-    "modulo4 in turns": lambda: Modulo(bits=4, block=16, turns=3),
+    "modulo4 in turns": lambda: Modulo(bits=4, block=16, round_robin=3),
     "feedback": lambda: ErrorFeedback(TopK(share=0.1, chunk=64) | Quantize(bits=2), decay=0.9),
-    "apart": lambda: Apart(ErrorFeedback(LowRank(rank=2) | Quantize(bits=4)), Modulo(bits=4)),
+    "apart": lambda: SplitCodec(ErrorFeedback(LowRank(rank=2) | Quantize(bits=4)), Modulo(bits=4)),
 }
 every_codec = pytest.mark.parametrize("name", list(CODECS))
 quickly = settings(max_examples=25, deadline=None)
@@ -147,7 +147,7 @@ def test_stochastic_rounding_is_right_on_average() -> None:
 def test_small_floats_err_in_proportion_to_each_value(message: list[Tensor], format: str) -> None:
     message = [tensor.float() for tensor in message]
     x = flat(message)
-    codec = Float(format, block=16)  # type: ignore[arg-type]
+    codec = BlockFloat(format, block=16)  # type: ignore[arg-type]
     error = (flat(codec.decode(codec.encode(message), message)) - x).abs()
     relative, floor = (0.5, 2.0**-6) if format == "e3m0" else (1 / 16, 2.0**-16)
     assert (error <= (relative * x.abs()).maximum(floor * 2 * block_maxima(x, 16)) * (1 + 1e-6) + 2.0**-118).all()
@@ -219,7 +219,7 @@ def test_a_lower_rank_sends_less_and_any_receiver_can_read_it() -> None:
     matrix, vector = torch.randn(50, 50), torch.randn(50)
     codec = LowRank(rank=10)
     full = codec.encode([matrix, vector])
-    codec.shrink_to(0.3)
+    codec.set_budget(0.3)
     packet = codec.encode([matrix, vector])
     back = LowRank(rank=10).decode(packet, [matrix, vector])
     assert packet.nbytes - 50 * 4 < 0.4 * full.nbytes
@@ -230,10 +230,10 @@ def test_frequencies_are_the_cosine_transform_and_give_everything_back() -> None
     matrix = torch.randn(8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
     i, j = torch.meshgrid(torch.arange(8.0), torch.arange(8.0), indexing="ij")
     cosines = torch.cos(torch.pi * (2 * j + 1) * i / 16).double() * torch.where(i == 0, 0.125, 0.25).double().sqrt()
-    (found,) = Frequency(chunk=8).shrink([matrix])
+    (found,) = BlockDCT(chunk=8).forward([matrix])
     assert torch.allclose(found.double().view(8, 8), cosines @ matrix @ cosines.T, atol=1e-5)
     odd = [torch.randn(11, 13), torch.randn(5), torch.tensor(2.0), torch.randn(3, 4, 5)]
-    codec = Frequency(chunk=8)
+    codec = BlockDCT(chunk=8)
     for tensor, back in zip(odd, codec.decode(codec.encode(odd), odd), strict=True):
         assert torch.allclose(tensor, back, atol=1e-5)
 
@@ -243,7 +243,7 @@ def test_modulo_errs_by_half_a_step_of_twice_the_distance(bits: int) -> None:
     generator = torch.Generator().manual_seed(4)
     common = 100 * torch.randn(1000, generator=generator)
     sender, receiver = Modulo(bits=bits), Modulo(bits=bits)
-    sender.expect([common])
+    sender.set_reference([common])
     theirs = common + 0.01 * torch.rand(1000, generator=generator)
     own = common
     found = receiver.decode(sender.encode([theirs]), [own])[0]
@@ -257,7 +257,7 @@ def test_modulo_keeps_a_block_of_its_own_when_the_sender_is_too_far_away() -> No
     theirs = common + 0.001 * torch.randn(64 * 256, generator=generator)
     own = theirs + torch.rand(64, generator=generator).repeat_interleave(256)  # far apart in nearly every block
     sender, receiver = Modulo(bits=4), Modulo(bits=4)
-    sender.expect([common])
+    sender.set_reference([common])
     found = receiver.decode(sender.encode([theirs]), [own])[0].view(64, 256)
     kept = (found == own.view(64, 256)).all(1)
     right = ((found - theirs.view(64, 256)).abs() < 0.01).all(1)
@@ -273,10 +273,10 @@ def test_modulo_keeps_a_block_of_its_own_when_the_sender_is_too_far_away() -> No
 def test_two_take_a_block_of_each_other_or_neither_does(bits: int, turns: int, shares: tuple[float, ...]) -> None:
     """Of three one sits out: it is far away then, has chosen other ranges, and has fallen out of step with turns."""
     generator = torch.Generator().manual_seed(11)
-    codecs = [Modulo(bits=bits, block=16, turns=turns) for _ in shares]
+    codecs = [Modulo(bits=bits, block=16, round_robin=turns) for _ in shares]
     for number, (codec, share) in enumerate(zip(codecs, shares, strict=True)):
         codec.seed(number)
-        codec.shrink_to(share)
+        codec.set_budget(share)
     taken = kept = 0
     for round in range(60):
         pair = torch.randperm(3, generator=generator)[:2].tolist()
@@ -286,7 +286,7 @@ def test_two_take_a_block_of_each_other_or_neither_does(bits: int, turns: int, s
         values[0][round % 50] = values[1][round * 7 % 50] = 0  # nothing to send: no range either
         met = [codecs[number] for number in pair]
         for codec in met:
-            codec.turn_to(round)
+            codec.set_round(round)
         packets = [codec.encode([own]) for codec, own in zip(met, values, strict=True)]
         found = [codec.decode(packets[1 - n], [values[n]])[0] for n, codec in enumerate(met)]
         # What is not right is off by R, which a checksum of a byte lets through now and then.
@@ -309,14 +309,14 @@ def test_modulo_grows_with_the_news_of_a_warm_up() -> None:
         for round in range(5):
             values = [anchor + 3.0**round * 1e-3 * torch.randn(32 * 256, generator=generator) for _ in codecs]
             for codec in codecs:
-                if codec.wants_expectation and (told or round == 0):
-                    codec.expect([anchor])
+                if codec.wants_reference and (told or round == 0):
+                    codec.set_reference([anchor])
             packets = [codec.encode([own]) for codec, own in zip(codecs, values, strict=True)]
             found = codecs[0].decode(packets[1], values[:1])[0]
             codecs[1].decode(packets[0], values[1:])
             taken[told].append(float((found != values[0]).view(32, 256).any(1).float().mean()))
             anchor = (values[0] + found) / 2
-        assert all(codec.wants_expectation for codec in codecs)
+        assert all(codec.wants_reference for codec in codecs)
     assert min(taken[True]) > 0.95 and max(taken[False][1:]) < 0.95 * min(taken[True])
 
 
@@ -326,11 +326,11 @@ def test_modulo_grows_by_no_more_than_the_news_of_two() -> None:
     codec, other, anchor = Modulo(bits=4), Modulo(bits=4), torch.zeros(256)
     theirs = 1e-2 * torch.randn(256, generator=generator)
     for size in (1e-6, 1e-3):
-        codec.expect([anchor])
+        codec.set_reference([anchor])
         own = anchor + size * torch.rand(256, generator=generator)
         codec.encode([own])
         distance = float((theirs - own).abs().max())
-        other.expect([anchor])
+        other.set_reference([anchor])
         codec.decode(other.encode([theirs]), [own])
     assert float(codec.state_dict()["ranges"].max()) < 4 * (distance + 2 * 1e-3) * 1.3
 
@@ -338,10 +338,10 @@ def test_modulo_grows_by_no_more_than_the_news_of_two() -> None:
 def test_modulo_asks_for_no_expectation_once_news_grow_no_more() -> None:
     codec, anchor = Modulo(bits=4), torch.zeros(512)
     for size in (1.0, 2.0, 2.0):
-        assert codec.wants_expectation
-        codec.expect([anchor])
+        assert codec.wants_reference
+        codec.set_reference([anchor])
         codec.encode([anchor + size * torch.linspace(-1, 1, 512)])
-    assert not codec.wants_expectation
+    assert not codec.wants_reference
 
 
 def test_a_block_of_zeros_comes_back_as_zeros_whatever_the_receiver_has() -> None:
@@ -353,7 +353,7 @@ def test_a_block_of_zeros_comes_back_as_zeros_whatever_the_receiver_has() -> Non
 
 
 def test_blocks_that_travel_in_turns_are_all_sent_in_time() -> None:
-    sender, receiver = Modulo(bits=8, block=16, turns=3), Modulo(bits=8, block=16, turns=3)
+    sender, receiver = Modulo(bits=8, block=16, round_robin=3), Modulo(bits=8, block=16, round_robin=3)
     own, theirs = torch.zeros(100), torch.ones(100)
     heard = torch.zeros(100, dtype=torch.bool)
     for _ in range(3):
@@ -365,26 +365,26 @@ def test_blocks_that_travel_in_turns_are_all_sent_in_time() -> None:
 
 @quickly
 @given(seed=st.integers(0, 99), decay=st.sampled_from([1.0, 0.95]), dtype=dtypes)
-def test_error_feedback_owes_exactly_what_was_not_sent(seed: int, decay: float, dtype: torch.dtype) -> None:
+def test_error_feedback_residual_is_exactly_what_was_not_sent(seed: int, decay: float, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(seed)
     codec = ErrorFeedback(TopK(share=0.1, chunk=64) | Quantize(bits=2), decay=decay)
-    owed = torch.zeros(200, dtype=torch.float64)
+    residual = torch.zeros(200, dtype=torch.float64)
     for _ in range(6):
         message = torch.randn(200, generator=generator).to(dtype)
         sent = codec.decode(codec.encode([message]), [message])[0]
-        owed = decay * owed + message.double() - sent.double()
-    assert torch.allclose(codec.state_dict()["error"][0].double(), owed, atol=1e-4)
+        residual = decay * residual + message.double() - sent.double()
+    assert torch.allclose(codec.state_dict()["residual"][0].double(), residual, atol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_error_feedback_brings_small_steps_beside_large_ones(dtype: torch.dtype) -> None:
-    """What is owed is kept in float32 at least: in bfloat16, 1 and 0.001 make 1."""
+    """The residual is kept in float32 at least: in bfloat16, 1 and 0.001 make 1."""
     codec = ErrorFeedback(TopK(share=1 / 8, chunk=8))
     message = torch.full((8,), 0.001).to(dtype)
     message[0] = 1.0
     codec.encode([torch.ones(8, dtype=dtype)])
     total = sum(codec.decode(codec.encode([message]), [message])[0].double() for _ in range(1200))
-    assert isinstance(total, Tensor) and (total[1:] > 0.99).all()  # 1.2 in all, of which less than 1 is owed
+    assert isinstance(total, Tensor) and (total[1:] > 0.99).all()  # 1.2 in all, of which less than 1 is left over
 
 
 @pytest.mark.parametrize("name", ["feedback", "threshold", "lowrank", "modulo4", "apart"])
@@ -462,12 +462,12 @@ def test_a_packet_with_a_right_checksum_and_wrong_content_is_refused_or_harmless
 
 
 def test_parts_of_another_kind_are_refused() -> None:
-    stage = Threshold(share=0.1)
-    parts = stage.shrink([torch.arange(-50.0, 50.0)])
+    transform = Threshold(share=0.1)
+    parts = transform.forward([torch.arange(-50.0, 50.0)])
     for number in range(3):
         wrong = [part.double() if place == number else part for place, part in enumerate(parts)]
         with pytest.raises(PacketError):
-            stage.restore(wrong, [torch.zeros(100)])
+            transform.inverse(wrong, [torch.zeros(100)])
 
 
 def test_neighbours_in_memory_that_are_not_one_tensor_are_sent_alike() -> None:
@@ -483,7 +483,7 @@ def test_error_feedback_takes_parameters_and_keeps_no_graph() -> None:
     codec = ErrorFeedback(Quantize(bits=2))
     for _ in range(2):
         assert not codec.encode([parameter]).requires_grad
-    assert not any(error.requires_grad for error in codec.state_dict()["error"])
+    assert not any(error.requires_grad for error in codec.state_dict()["residual"])
 
 
 def resigned(packet: Tensor) -> Tensor:
@@ -516,7 +516,7 @@ def test_a_table_that_promises_more_than_there_is_is_refused_without_memory_for_
 
 @pytest.mark.parametrize("word", [1 << 60 | 1 << 38, 1 << 60 | 1 << 58 | 1 << 20, 4 << 60 | (1 << 60) - 1])
 def test_a_table_whose_first_stage_made_more_than_it_can_is_refused_without_memory_for_it(word: int) -> None:
-    codec = Frequency() | TopK()
+    codec = BlockDCT() | TopK()
     packet = codec.encode(MESSAGE)
     payload = bytearray(packet[_HEADER.size :].numpy().tobytes())
     struct.pack_into("<Q", payload, 16, word)  # behind the number of stages and that of the first one's parts

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from farflung.errors import UserError
 from farflung.networks import Conditions, PeerLostError, SimulatedNetwork, Simulation, conditions_named
-from farflung.networks.chance import largest_factor, uniform
-from farflung.networks.clock import Clock
-from farflung.networks.computation import Computation
-from farflung.networks.conditions import HEADERS, Cut, Death, Link, Site
-from farflung.networks.sharing import Links
+from farflung.networks.simulator.clock import Clock
+from farflung.networks.simulator.conditions import HEADERS, Cut, Death, Link, Site
+from farflung.networks.simulator.flows import Links
+from farflung.networks.simulator.randomness import largest_factor, uniform
+from farflung.networks.simulator.step_times import Computation
 
 QUIET = Conditions(bandwidth_mbps=8, latency_ms=0, step_ms=1000)
 """A megabyte a second, and a second a step."""
@@ -200,10 +200,10 @@ def test_an_exchange_stands_still_while_its_members_are_cut_off() -> None:
 
     def work(network: SimulatedNetwork) -> tuple[float, Any, Any]:
         pending = network.exchange(packet(1), (0, 1), "x")
-        network.computed()  # 0.1 s
+        network.advance()  # 0.1 s
         before = network.members()
         for _ in range(3):
-            network.computed()
+            network.advance()
         during = network.members()
         pending.wait(100)
         return pending.finished_at, before, during
@@ -233,9 +233,9 @@ def test_an_exchange_that_was_given_up_does_not_disturb_the_next() -> None:
                 network.exchange(packet(0), (0, 1), "given up").wait(1.0)
         else:
             for _ in range(3):
-                network.computed()
+                network.advance()
             network.exchange(packet(0), (0, 1), "given up").wait(1.0)
-            network.computed()
+            network.advance()
         began = network.now()
         network.exchange(packet(1), (0, 1), "next").wait(100)
         return began, network.now()
@@ -252,7 +252,7 @@ def test_changed_members_end_what_had_not_begun_and_can_try_again() -> None:
             with pytest.raises(PeerLostError, match=r"^replica 2 \(simulated\) has died$"):
                 network.exchange(packet(1), (0, 1, 2), "x").wait(100)
             seen.append(network.now())
-        network.computed()
+        network.advance()
         network.exchange(packet(1), network.members(), f"x of {network.members()}").wait(100)
         return [*seen, network.members(), network.now()]
 
@@ -268,7 +268,7 @@ def test_nobody_waits_for_one_who_has_met_others() -> None:
 
     def work(network: SimulatedNetwork) -> float:
         if network.rank == 2:
-            network.computed()
+            network.advance()
         group = (0, 1) if network.rank < 2 else (1, 2)
         pending = network.exchange(packet(1), group, "round 1")
         if network.rank < 2:
@@ -288,11 +288,11 @@ def lost_by(conditions: Conditions, comes: dict[int, int], group: tuple[int, ...
         if network.rank not in comes:
             return None
         for _ in range(comes[network.rank]):
-            network.computed()
+            network.advance()
         with pytest.raises(PeerLostError) as lost:
             network.exchange(packet(1), group, "x").wait(wait)
         for _ in range(10 - comes[network.rank]):
-            network.computed()  # nobody leaves meanwhile
+            network.advance()  # nobody leaves meanwhile
         return lost.value.ranks, str(lost.value)
 
     return dict(enumerate(Simulation(4, conditions).run(work)))
@@ -335,7 +335,7 @@ def test_a_late_joiner_is_no_member_before_it_joins() -> None:
         seen = []
         for _ in range(3):
             seen.append(network.members())
-            network.computed()
+            network.advance()
         return seen
 
     late = Conditions(step_ms=1000, cuts=(Cut((0,), 0.0, 1.5),))

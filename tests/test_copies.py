@@ -5,17 +5,21 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from problem import flat, loss_of, small_model, step_all
+from test_internet import Run
 from torch import Tensor, nn
 
 from farflung import methods
 from farflung.errors import UserError
 from farflung.methods import Method
-from farflung.networks import SimulatedNetwork, Simulation
+from farflung.networks import SharedState, SimulatedNetwork, Simulation
+from farflung.outer import ElasticLoop, OuterLoop
+from farflung.outer.elastic import state_tensors
 
 Make = Callable[[nn.Module], torch.optim.Optimizer]
 
@@ -464,17 +468,22 @@ def test_a_spoilt_replica_goes_back_whatever_its_optimizer_made_at_once(kind: An
         assert all(torch.equal(torch.as_tensor(after[name]), torch.as_tensor(before[name])) for name in after)
 
 
-def test_a_newcomers_masters_begin_where_the_others_stand() -> None:
+def test_a_newcomers_masters_begin_where_the_others_stand(tmp_path: Path) -> None:
     model, network = small_model(), SimulatedNetwork.alone()
     optimizer = FromTheStart(model.parameters(), lr=0.05)
     with methods.diloco(every=5).attach(model, optimizer, network) as outer:
         for number in range(10):
             step_all([optimizer], partial(loss_of, model, 0, number))
-        state, there = outer.state(), flat(model)
-    newcomer = small_model()
+        assert isinstance(outer, OuterLoop)
+        state, there = SharedState(dict(state_tensors(outer.anchors, outer.outer)), {"step": 10}), flat(model)
+    newcomer, run = small_model(), Run(tmp_path)
     optimizer = FromTheStart(newcomer.parameters(), lr=0.0)
-    with methods.diloco(every=5).attach(newcomer, optimizer, SimulatedNetwork.alone()) as outer:
-        outer.take(state)
-        step_all([optimizer], partial(loss_of, newcomer, 0, 10))
-        torch.testing.assert_close(flat(newcomer), there, rtol=0, atol=1e-6)
+    try:
+        with methods.diloco(every=5).attach(newcomer, optimizer, run.join()) as outer:
+            assert isinstance(outer, ElasticLoop)
+            outer.take(state)
+            step_all([optimizer], partial(loss_of, newcomer, 0, 10))
+            torch.testing.assert_close(flat(newcomer), there, rtol=0, atol=1e-6)
+    finally:
+        run.close()
     assert not torch.allclose(there, flat(small_model()), atol=1e-2)

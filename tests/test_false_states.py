@@ -19,7 +19,7 @@ from test_internet import Run
 
 from farflung import methods
 from farflung.errors import UserError
-from farflung.networks import State
+from farflung.networks import SharedState
 from farflung.networks.internet import InternetNetwork
 from farflung.networks.internet.lines import Line
 from farflung.testing.liars import Liar
@@ -41,7 +41,7 @@ def run(tmp_path: Path, quick: None) -> Iterator[Run]:
 @pytest.fixture
 def liar(run: Run, tmp_path: Path) -> Iterator[Liar]:
     run.join(trains=False)
-    made = Liar(run.ticket, tmp_path / "liar.key", "s", version="1")
+    made = Liar(run.ticket, tmp_path / "liar.key", "s")
     yield made
     made.close()
 
@@ -85,7 +85,7 @@ def test_a_state_that_cannot_be_is_fetched_from_another(run: Run, liar: Liar, li
     digests = [hashlib.sha256(content).hexdigest()] if content else []
     serve(liar, manifest_of(content, tensors, digests=digests), content)
     until(lambda: liar.swarm.identity.rank in newcomer.members())
-    one.serve(lambda: State({"anchor 0": torch.arange(4.0)}, {"step": 7, "until": 10**6}))
+    one.serve(lambda: SharedState({"anchor 0": torch.arange(4.0)}, {"step": 7, "until": 10**6}))
     with training(one):
         state = newcomer.fetch(alike=True).wait(patience(60))
     assert state.tensors["anchor 0"].tolist() == [0.0, 1.0, 2.0, 3.0] and state.facts["step"] == 7
@@ -114,7 +114,7 @@ UNFIT = {
 @pytest.mark.parametrize("lie", UNFIT)
 def test_a_newcomer_takes_no_state_that_does_not_fit_but_another_peer_s(run: Run, liar: Liar, lie: str) -> None:
     one, newcomer = run.join(), run.join()
-    one.serve(lambda: State({"anchor 0": torch.full((ANCHOR,), 2.0)}, {"step": 7, "until": 10**6}))
+    one.serve(lambda: SharedState({"anchor 0": torch.full((ANCHOR,), 2.0)}, {"step": 7, "until": 10**6}))
     with training(one):
         assert joins_after(liar, newcomer, UNFIT[lie])
     assert newcomer.refused["bad state"] == 1

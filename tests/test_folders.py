@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from patience import patience
-from processes import SMALL, free_port, run_here, saved, trained
+from processes import SMALL, free_port, run_here, same_weights, trained
 from warm import Python
 
 from farflung.errors import UserError
@@ -42,11 +42,6 @@ def cut(path: Path, length: int) -> None:
     path.write_bytes(path.read_bytes()[:length])
 
 
-def same(one: Path, other: Path, replica: int) -> bool:
-    mine, theirs = (saved(folder, STEPS, replica)["model"] for folder in (one, other))
-    return all(mine[name].equal(theirs[name]) for name in mine)
-
-
 @pytest.mark.parametrize("length", [0, 1000, -1])
 def test_a_checkpoint_that_was_cut_counts_as_none_and_is_named(
     run: Path, copied: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], length: int
@@ -60,7 +55,7 @@ def test_a_checkpoint_that_was_cut_counts_as_none_and_is_named(
     assert run_here(monkeypatch, copied.parent, "train", "--resume", "run") == 0
     said = capsys.readouterr().out
     assert "step-000020/replica-1.pt is damaged, so this run goes on from step 15" in said
-    assert same(run, copied, 0) and same(run, copied, 1)
+    assert same_weights(run, copied, STEPS)
 
 
 def test_without_a_whole_checkpoint_the_damaged_ones_are_named(
@@ -105,8 +100,9 @@ def test_events_that_cannot_be_read_are_left_out(
     assert "replica-0.jsonl: 3 lines cannot be read" in (copied / "report.html").read_text()
     for command in (["export", "run", "model"], ["train", "--resume", "run"]):
         assert run_here(monkeypatch, copied.parent, *command) == 0
-    assert same(run, copied, 0) and same(run, copied, 1)
-    assert all(json.loads(line)["event"] for line in second.read_bytes().splitlines())
+    assert same_weights(run, copied, STEPS)
+    lines = second.read_bytes().splitlines()
+    assert lines and all(json.loads(line)["event"] for line in lines)
 
 
 def test_what_others_put_beside_the_checkpoints_is_left_alone(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,7 +157,7 @@ def test_a_restart_removes_nothing_before_all_machines_have_agreed_to_it(run: Pa
     assert [everything_in(folder) for folder in folders] == before
     assert [code for code, _ in train([["--resume", folder, "--restart"] for folder in folders])] == [0, 0]
     for number, folder in enumerate(folders):
-        assert same(run, folder, number) and (folder / "summary.json").exists()
+        assert same_weights(run, folder, STEPS, [number]) and (folder / "summary.json").exists()
         first = json.loads((folder / "events" / f"replica-{number}.jsonl").read_text().splitlines()[0])
         assert not first["resumed"]
 
@@ -173,8 +169,7 @@ def test_machines_that_share_a_folder_begin_anew_together(run: Path, tmp_path: P
     text = (folder / "config.toml").read_text().replace('network = "simulated"', 'network = "torch"')
     (folder / "config.toml").write_text(text)
     assert [ended for ended in train([["--resume", folder, "--restart"]] * 2) if ended[0]] == []
-    for number in (0, 1):
-        assert same(run, folder, number)
+    assert same_weights(run, folder, STEPS)
     with pytest.raises(UserError, match=f"go on with: farflung train --resume '{folder}'"):
         raise holds_a_run(folder)
 

@@ -21,7 +21,8 @@ from patience import patience, until
 from processes import free_port
 
 from farflung.errors import UserError
-from farflung.networks import Party, PeerLostError, State
+from farflung.formats import PROTOCOL
+from farflung.networks import Party, PeerLostError, SharedState
 from farflung.networks.internet import Identity, InternetNetwork, Seat, Ticket, read_ticket
 from farflung.networks.internet.admission import check_clock, member_of
 from farflung.networks.internet.directory import member_in
@@ -243,12 +244,13 @@ def test_random_messages_of_strangers_are_refused_and_the_run_goes_on(pair: Run)
 @pytest.mark.parametrize(
     ("about", "says"),
     [
-        ({"version": "2"}, "farflung 2, the run's peers have 1"),
+        ({"version": "3", "protocol": PROTOCOL.version + 1}, "use theirs: pip install farflung==1"),
+        ({"version": "0.1.0", "protocol": 0}, "update farflung: pip install farflung==1"),
         ({"settings": "t"}, "the ticket's settings are not the run's"),
         ({"shapes": "other"}, "the model made here has other shapes"),
     ],
 )
-def test_a_newcomer_that_cannot_take_part_is_told_why(about: dict[str, str], says: str, tmp_path: Path) -> None:
+def test_a_newcomer_that_cannot_take_part_is_told_why(about: dict[str, Any], says: str, tmp_path: Path) -> None:
     run = Run(tmp_path)
     try:
         run.join(shapes="these")
@@ -256,7 +258,16 @@ def test_a_newcomer_that_cannot_take_part_is_told_why(about: dict[str, str], say
             run.join(**{"shapes": "these", **about})
     finally:
         run.close()
-    assert says in str(refused.value)
+    assert says in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_releases_with_one_protocol_train_together(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    try:
+        one, other = run.join(version="1"), run.join(version="1.0.1")
+        assert other.members() == tuple(sorted((one.rank, other.rank)))
+    finally:
+        run.close()
 
 
 def test_another_secret_does_not_find_the_run(pair: Run, tmp_path: Path) -> None:
@@ -297,7 +308,7 @@ def both(run: Run, work: Callable[[InternetNetwork], Any]) -> list[Any]:
 
 @pytest.fixture
 def liar(pair: Run, tmp_path: Path) -> Iterator[Liar]:
-    made = Liar(pair.ticket, tmp_path / "liar.key", "s", version="1")
+    made = Liar(pair.ticket, tmp_path / "liar.key", "s")
     yield made
     made.close()
 
@@ -513,7 +524,7 @@ def test_a_state_comes_in_pieces_from_several_and_survives_one_that_sends_other_
     run.all_know_each_other()
     values = torch.randn(5000)
     for peer in run.peers[:2]:
-        peer.serve(lambda: State({"anchor 0": values}, {"step": 7, "until": 10}))
+        peer.serve(lambda: SharedState({"anchor 0": values}, {"step": 7, "until": 10}))
     bad = run.peers[0]._snapshots
     keep = bad._keep
 

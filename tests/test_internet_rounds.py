@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,25 +25,26 @@ from farflung import methods
 from farflung.codecs import Dense, ErrorFeedback, PacketError, Quantize
 from farflung.errors import UserError
 from farflung.methods import Method
-from farflung.networks import SimulatedNetwork, Simulation
+from farflung.networks import PeerLostError, SimulatedNetwork, Simulation
 from farflung.networks.internet import InternetNetwork
-from farflung.outer import Anchored, Attached, GossipNesterov, Round
+from farflung.outer import Anchored, GossipNesterov, Round, Session
+from farflung.outer.aggregation import LARGEST_RATIO, Aggregation, Blame, clipped, median
+from farflung.outer.averaging import Averaging
+from farflung.outer.elastic import kept_names, state_tensors, take_state
 from farflung.outer.fragments import split
-from farflung.outer.fusion import LARGEST_RATIO, Fusion, clipped, median
-from farflung.outer.opened import kept_names, state_tensors, take_state
 from farflung.outer.optimizers import message_of, step_with
-from farflung.outer.streams import streams_of
 
 STEP_SECONDS = 0.03
 
-GoesOn = Callable[[Attached, list[Round]], bool]
+GoesOn = Callable[[Session, list[Round]], bool]
 
 
 @dataclass
 class Trained(Result):
-    """With how many steps a peer has computed itself."""
+    """With how many steps a peer has computed itself, and its anchors after each round."""
 
     trained: int = 0
+    anchors: dict[int, torch.Tensor] = field(default_factory=dict)
 
 
 @pytest.fixture
@@ -58,7 +60,13 @@ def train(network: InternetNetwork, method: Method, goes_on: GoesOn, pace: float
     model = small_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     rounds: list[Round] = []
-    with method.attach(model, optimizer, network, deadline=patience(10), on_round=rounds.append) as outer:
+    anchors: dict[int, torch.Tensor] = {}
+
+    def landed(round: Round) -> None:
+        rounds.append(round)
+        anchors[round.round] = outer.anchors[0].clone()  # type: ignore[attr-defined]
+
+    with method.attach(model, optimizer, network, deadline=patience(10), on_round=landed) as outer:
         if join:
             assert outer.catch_up(patience(20))
         trained = 0
@@ -67,11 +75,11 @@ def train(network: InternetNetwork, method: Method, goes_on: GoesOn, pace: float
             time.sleep(STEP_SECONDS * pace)
             inner_steps(model, optimizer, network.rank % 1000, range(trained, trained + 1))
             trained += 1
-    return Trained(flat(model), rounds, outer, trained)
+    return Trained(flat(model), rounds, outer, trained, anchors)
 
 
 def together(run: Run, method: Method, steps: int, **paces: float) -> list[Trained]:
-    def goes_on(outer: Attached, _: list[Round]) -> bool:
+    def goes_on(outer: Session, _: list[Round]) -> bool:
         return outer.step < steps
 
     with ThreadPoolExecutor(len(run.peers)) as pool:
@@ -79,15 +87,18 @@ def together(run: Run, method: Method, steps: int, **paces: float) -> list[Train
         return [w.result() for w in work]
 
 
+def groups_of(results: list[Trained]) -> list[tuple[int, ...]]:
+    """The groups of the rounds in which anybody was met."""
+    return [round.group for result in results for round in result.rounds if round.outcome == "averaged"]
+
+
 def test_noloco_averages_in_pairs(run: Run) -> None:
-    run.join()
-    run.join()
+    for _ in range(4):
+        run.join()
     run.all_know_each_other()
-    results = together(run, methods.noloco(every=30), steps=150)
-    group = tuple(sorted(peer.rank for peer in run.peers))
-    for result in results:
-        met = [round for round in result.rounds if round.outcome == "averaged"]
-        assert met and all(round.group == group for round in met), result.rounds
+    groups = groups_of(together(run, methods.noloco(every=30), steps=150))
+    assert {len(group) for group in groups} == {2}
+    assert len(set(groups)) > 2, "partners change"
 
 
 def test_diloco_averages_all_who_come(run: Run) -> None:
@@ -101,9 +112,8 @@ def test_diloco_averages_all_who_come(run: Run) -> None:
 
     with ThreadPoolExecutor(3) as pool:
         assert list(pool.map(met, run.peers)) == [everyone] * 3
-    results = together(run, methods.diloco(every=30), steps=120)
-    groups = [round.group for result in results for round in result.rounds if round.outcome == "averaged"]
-    assert groups and all(set(group) <= set(everyone) for group in groups)
+    groups = groups_of(together(run, methods.diloco(every=30), steps=120))
+    assert groups.count(everyone) >= 3 and all(set(group) <= set(everyone) for group in groups)
 
 
 def test_anchors_that_differ_are_drawn_together_where_weights_travel() -> None:
@@ -135,11 +145,11 @@ def test_one_that_comes_late_to_equal_anchors_gets_them_bit_for_bit(run: Run) ->
     method = methods.diloco(every=20, codec=ErrorFeedback(Quantize(bits=8)))
     first, done, steps = run.join(), threading.Event(), []
 
-    def until_done(outer: Attached, _: list[Round]) -> bool:
+    def until_done(outer: Session, _: list[Round]) -> bool:
         steps.append(outer.step)
         return not done.is_set()
 
-    def until_two_are_averaged(_: Attached, rounds: list[Round]) -> bool:
+    def until_two_are_averaged(_: Session, rounds: list[Round]) -> bool:
         return [round.outcome for round in rounds].count("averaged") < 2
 
     with ThreadPoolExecutor(1) as pool:
@@ -149,8 +159,10 @@ def test_one_that_comes_late_to_equal_anchors_gets_them_bit_for_bit(run: Run) ->
             result = train(run.join(), method, until_two_are_averaged, join=True)
         finally:
             done.set()
-        training.result()
+        other = training.result()
     assert result.rounds[0].step > 5
+    met = [round.round for round in result.rounds if round.outcome == "averaged"]
+    assert len(met) == 2 and all(torch.equal(result.anchors[number], other.anchors[number]) for number in met)
 
 
 def test_a_slow_peer_trains_fewer_steps_of_its_own(run: Run) -> None:
@@ -255,20 +267,37 @@ def test_any_state_is_taken_so_that_training_goes_on_or_changes_nothing(make: An
 # How messages become one
 
 
-def packets(*messages: list[float]) -> dict[int, torch.Tensor]:
-    return {number: Dense().encode([torch.tensor(message)]) for number, message in enumerate(messages, 1)}
+def rule(blame: Blame = lambda rank, why: None) -> Aggregation:
+    return Aggregation("mean", blame)
 
 
-def fused(fusion: Fusion, own: list[float], weights: dict[int, float], *messages: list[float]) -> Any:
-    like = [torch.tensor(own)]
-    (mean,), unreadable = fusion.of(0, weights)(Dense(), packets(*messages), like, like)
-    return mean.tolist(), unreadable
+def aggregated(
+    aggregation: Aggregation, own: list[float], weights: dict[int, float], *packets: torch.Tensor
+) -> tuple[list[float], list[int]]:
+    """What replica 0 makes of its own message and of others' packets; and whose were of no use."""
+
+    def work(network: SimulatedNetwork) -> tuple[list[float], list[int]]:
+        if network.rank:
+            network.exchange(packets[network.rank - 1], network.members(), "x, strip 0").wait(60)
+            return [], []
+        averaging = Averaging(network, methods.noloco(), lambda flat: [flat], "test", aggregation=aggregation)
+        message, unusable = torch.tensor(own), []
+        try:
+            averaging.start(message, network.members(), "x", 0, weights)[0].wait(60)
+        except PeerLostError as lost:
+            unusable = list(lost.ranks)
+        return message.tolist(), unusable
+
+    return Simulation(1 + len(packets)).run(work)[0]
+
+
+def dense(*values: float) -> torch.Tensor:
+    return Dense().encode([torch.tensor(values)])
 
 
 def test_messages_count_by_their_weights() -> None:
-    mean, unreadable = fused(Fusion(), [0.0, 4.0], {0: 1.0, 1: 3.0}, [4.0, 0.0])
-    assert mean == [3.0, 1.0] and not unreadable
-    assert fused(Fusion(), [1.0], {0: 0.0, 1: 0.0}, [9.0])[0] == [1.0], "nobody has trained: nothing changes"
+    assert aggregated(rule(), [0.0, 4.0], {0: 1.0, 1: 3.0}, dense(4.0, 0.0)) == ([3.0, 1.0], [])
+    assert aggregated(rule(), [1.0], {0: 0.0, 1: 0.0}, dense(9.0))[0] == [1.0], "nobody has trained: nothing changes"
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e30])
@@ -276,26 +305,22 @@ def test_what_cannot_be_true_is_refused_and_its_sender_blamed(value: float) -> N
     from farflung.testing.liars import poisoned
 
     blamed: list[tuple[int, str]] = []
-    fusion = Fusion(blame=lambda rank, why: blamed.append((rank, why)))
-    like = [torch.ones(4)]
-    bad, good = poisoned(4, value), Dense().encode([torch.full((4,), 3.0)])
-    (mean,), unreadable = fusion.of(0, {})(Dense(), {1: bad, 2: good}, like, like)
-    assert mean.tolist() == [2.0] * 4
-    assert list(unreadable) == [1]
+    blaming = rule(lambda rank, why: blamed.append((rank, why)))
+    assert aggregated(blaming, [1.0] * 4, {}, poisoned(4, value), dense(*[3.0] * 4)) == ([2.0] * 4, [1])
     assert [rank for rank, _ in blamed] == [1]
     assert ("times as large as usual" if value == 1e30 else "finite") in blamed[0][1]
 
 
 def test_a_message_may_be_as_large_as_others_have_been() -> None:
-    fusion = Fusion(blame=lambda rank, why: None)
-    assert not fused(fusion, [1.0], {}, [LARGEST_RATIO * 0.9])[1]
-    assert fused(fusion, [1.0], {}, [LARGEST_RATIO * 100])[1]
+    aggregation = rule()
+    assert not aggregated(aggregation, [1.0], {}, dense(LARGEST_RATIO * 0.9))[1]
+    assert aggregated(aggregation, [1.0], {}, dense(LARGEST_RATIO * 100))[1] == [1]
 
 
 def test_small_messages_do_not_make_a_usual_one_too_large() -> None:
-    fusion = Fusion(blame=lambda rank, why: None)
-    assert not any(fused(fusion, [1.0], {}, [1e-6])[1] for _ in range(40))
-    assert not fused(fusion, [1.0], {}, [1.0])[1]
+    aggregation = rule()
+    assert not any(aggregated(aggregation, [1.0], {}, dense(1e-6))[1] for _ in range(40))
+    assert not aggregated(aggregation, [1.0], {}, dense(1.0))[1]
 
 
 @pytest.mark.parametrize("fragments", [1, 2])
@@ -309,18 +334,14 @@ def test_a_part_is_as_large_as_it_may_be_whatever_other_parts_are(fragments: int
         model = torch.nn.Sequential(torch.nn.Embedding(64, 64), *(torch.nn.Linear(64, 64) for _ in range(3)))
         torch.nn.init.normal_(model[0].weight, std=50.0)
         whole = split(model, fragments)
-        streams = streams_of(
-            methods.diloco(fragments=fragments),
-            network,
-            whole,
-            [fragment.read() for fragment in whole],
-            exact=False,
-            fusion=lambda: Fusion(blame=lambda rank, why: blamed.append((rank, why))),
-        )
-        for number in range(4):
-            for stream in streams:
-                key = f"round {number} of {stream.index}"
-                stream.averaging.start(stream.anchor.clone(), network.members(), key, number)[0].wait(60)
+        method = methods.diloco(fragments=fragments)
+        averagings = [
+            Averaging(network, method, part.views, "x", aggregation=rule(lambda rank, why: blamed.append((rank, why))))
+            for part in whole
+        ]
+        for number, (part, averaging) in itertools.product(range(4), zip(whole, averagings, strict=True)):
+            key = f"round {number} of {part.names}"
+            averaging.start(part.read(), network.members(), key, number)[0].wait(60)
 
     Simulation(members).run(work)
     assert not blamed
@@ -348,5 +369,4 @@ def test_a_minority_moves_robust_means_only_as_far_as_the_others_reach(
 def test_a_broken_packet_is_no_message() -> None:
     with pytest.raises(PacketError):
         Dense().decode(torch.zeros(10, dtype=torch.uint8), [torch.ones(2)])
-    (mean,), unreadable = Fusion().of(0, {})(Dense(), {1: torch.zeros(10, dtype=torch.uint8)}, [torch.ones(2)], None)
-    assert mean.tolist() == [1.0, 1.0] and list(unreadable) == [1]
+    assert aggregated(rule(), [1.0, 1.0], {}, torch.zeros(10, dtype=torch.uint8)) == ([1.0, 1.0], [1])

@@ -18,6 +18,7 @@ from torch_island import STEPS, observed
 from warm import Python
 
 from farflung.config import Config
+from farflung.events import StartEvent, StepEvent, WarningEvent
 from farflung.networks import Conditions, Simulation
 from farflung.pipeline.division import division_of, microbatches_of
 from farflung.pipeline.routes import random_routes
@@ -191,7 +192,7 @@ TRAIN += ("--log-every", "1", "--max-tokens", "200000", "--deadline", str(patien
 
 
 def losses_of(folder: Path) -> list[float]:
-    return [event["loss"] for event in read_run(folder).of(0, "step")]
+    return [event.loss for event in read_run(folder).of(0, StepEvent)]
 
 
 def test_a_run_goes_on_with_other_stages_and_exports(tmp_path: Path) -> None:
@@ -206,7 +207,7 @@ def test_a_run_goes_on_with_other_stages_and_exports(tmp_path: Path) -> None:
     assert summary["parameters"] == whole
     run = read_run(folder)
     assert run.replicas == [0] and list(run.parts) == [(0, 1)]
-    assert all(events[0]["stage"] == 1 for events in run.parts.values())
+    assert [start.stage for (start, *_) in run.parts.values() if isinstance(start, StartEvent)] == [1]
     page = (folder / "report.html").read_text()
     assert "Inside the islands" in page and "<td>replica 0, stage 1</td>" in page
 
@@ -216,7 +217,7 @@ def test_a_run_goes_on_with_other_stages_and_exports(tmp_path: Path) -> None:
         path.unlink()
     train_together(2, "--resume", folder, "--stages", "1", "--shard", "2")
     assert losses_of(folder) == pytest.approx(undisturbed, abs=1e-5)
-    assert [e["message"] for e in read_run(folder).of(0, "warning")] == [
+    assert [event.message for event in read_run(folder).of(0, WarningEvent)] == [
         "went on from another layout: rounds in flight and what codecs remembered are dropped"
     ]
     again = json.loads((folder / "summary.json").read_text())

@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from farflung import methods
 from farflung.codecs import codec_named
 from farflung.errors import UserError
-from farflung.methods import Method, bytes_per_parameter
+from farflung.methods import Method
 from farflung.networks import SimulatedNetwork, Simulation
-from farflung.outer import OuterLoop, Round, parts_sent
+from farflung.outer import OuterLoop, Round, bytes_per_parameter, traffic_per_hop
 
 law = settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 
@@ -268,7 +268,7 @@ def test_bytes_are_those_that_are_printed(case: Case) -> None:
     for sent, seen in Simulation(case.replicas).run(work):
         groups = [len(round.group) for round in seen if round.group]
         message = bytes_per_parameter(method) * width * width
-        due = sum(sum(parts_sent(method.codec, method.averaging, n)) * (n - 1) * message for n in groups)
+        due = sum(sum(traffic_per_hop(method.codec, method.averaging, n)) * (n - 1) * message for n in groups)
         assert sent == pytest.approx(due, rel=0.03)
 
 

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from farflung import methods
 from farflung.codecs import (
-    Apart,
     Codec,
     Dense,
     ErrorFeedback,
@@ -22,11 +21,12 @@ from farflung.codecs import (
     Modulo,
     Packet,
     Quantize,
+    SplitCodec,
     Threshold,
 )
 from farflung.config import Config
 from farflung.errors import UserError
-from farflung.methods import RECIPES, bytes_per_parameter, from_config
+from farflung.methods import RECIPES, from_config
 from farflung.networks import SimulatedNetwork, Simulation
 from farflung.outer import (
     Adapt,
@@ -41,6 +41,7 @@ from farflung.outer import (
     OuterLoop,
     Round,
     Schedule,
+    bytes_per_parameter,
 )
 from farflung.outer.adaptation import Adaptation, effective_rank
 from farflung.outer.averaging import cut
@@ -330,7 +331,7 @@ def test_gossip_of_halves_keeps_replicas_near_from_the_first_rounds() -> None:
     assert spread(Quantize(bits=8)) < 2.5 * spread(Dense())
 
 
-@pytest.mark.parametrize("codec", [Modulo(bits=4), Apart(Quantize(bits=8), Modulo(bits=4))])
+@pytest.mark.parametrize("codec", [Modulo(bits=4), SplitCodec(Quantize(bits=8), Modulo(bits=4))])
 def test_who_must_end_alike_cannot_take_what_depends_on_the_receiver(codec: Codec) -> None:
     for make in (methods.ddp, methods.diloco, methods.streaming_diloco, methods.sparseloco, methods.dct):
         with pytest.raises(UserError, match=r"reads messages by the receiver's own values.*use it with noloco"):

@@ -112,7 +112,7 @@ def test_a_simulated_partner_that_leaves_costs_one_average_each_time() -> None:
 def test_the_virtual_clock_follows_the_conditions() -> None:
     def work(network: SimulatedNetwork) -> tuple[float, float, float]:
         for _ in range(10 * (network.rank + 1)):
-            network.computed()
+            network.advance()
         pending = network.exchange(torch.zeros(1_000_000, dtype=torch.uint8), (0, 1), "x")
         pending.wait(100)
         return pending.finished_at, network.now(), network.traffic.seconds_blocked
@@ -129,7 +129,9 @@ def test_a_relay_takes_two_sendings_and_two_latencies() -> None:
     def work(network: SimulatedNetwork) -> tuple[float, int, int]:
         others = [rank for rank in range(3) if rank != network.rank]
         packets = dict.fromkeys(others, torch.zeros(500_000, dtype=torch.uint8))
-        pending = network.relay(packets, (0, 1, 2), "x", lambda received: torch.zeros(250_000, dtype=torch.uint8))
+        pending = network.scatter_combine_gather(
+            packets, (0, 1, 2), "x", lambda received: torch.zeros(250_000, dtype=torch.uint8)
+        )
         pending.wait(100)
         return round(pending.finished_at, 6), network.traffic.bytes_sent, network.traffic.bytes_received
 
@@ -157,7 +159,7 @@ def test_the_same_simulation_twice_is_the_same() -> None:
 
 def test_an_error_in_one_replica_comes_out_and_no_thread_stays() -> None:
     def work(network: SimulatedNetwork) -> None:
-        network.computed()
+        network.advance()
         if network.rank == 1:
             raise ZeroDivisionError("replica 1")
 

@@ -10,16 +10,16 @@ import time
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 from patience import patience, until
 from processes import farflung, free_port, run_here
 from warm import Python
 
+from farflung.events import JoinedEvent, RoundEvent, StartEvent, StepEvent, WarningEvent
 from farflung.networks.internet import Ticket, read_ticket
 from farflung.networks.internet.members import BEAT_SECONDS
-from farflung.report.read import Run
+from farflung.report.read import E, Run
 from farflung.training import checkpoint
 
 SETTINGS = [
@@ -64,16 +64,16 @@ class Swarm:
     def join(self, name: str, *arguments: object, ticket: str = "run.ticket") -> Python:
         return self.start("join", ticket, "--out", name, *arguments, log=name)
 
-    def events(self, name: str, kind: str) -> list[dict[str, Any]]:
+    def events(self, name: str, kind: type[E]) -> list[E]:
         run = Run(self.folder / name)
         run.refresh()
         return [event for replica in run.replicas for event in run.of(replica, kind)]
 
     def step(self, name: str) -> int:
-        return int(max((event["step"] for event in self.events(name, "step")), default=0))
+        return int(max((event.step for event in self.events(name, StepEvent)), default=0))
 
     def averaged(self, name: str) -> int:
-        return [event["outcome"] for event in self.events(name, "round")].count("averaged")
+        return [event.outcome for event in self.events(name, RoundEvent)].count("averaged")
 
     def said(self, name: str) -> str:
         return (self.folder / f"{name}.err").read_text()
@@ -98,7 +98,7 @@ def test_a_beacon_invites_peers_meet_leave_and_come_back_and_onlookers_see_it(sw
     time.sleep(patience(2 * BEAT_SECONDS))  # until its record at the beacon says so
     swarm.join("two", ticket=ticket.name)
     until(lambda: swarm.averaged("one") > 1 and swarm.averaged("two") > 1)
-    assert swarm.events("two", "joined"), "it has fetched the state of the other"
+    assert swarm.events("two", JoinedEvent), "it has fetched the state of the other"
 
     seen = farflung("status", ticket, "--once", "--listen", "127.0.0.1", COLUMNS="160")
     assert seen.returncode == 0 and "2 peers train" in seen.stdout and "beacon" in seen.stdout, seen
@@ -126,12 +126,12 @@ def test_the_first_peer_is_killed_and_the_run_goes_on(swarm: Swarm) -> None:
     until(lambda: swarm.averaged("four") > 0)
     assert all(swarm.step(name) > step for name, step in began.items())
     for name in ("two", "three"):
-        counted = [event["tokens"] for event in swarm.events(name, "step")]
+        counted = [event.tokens for event in swarm.events(name, StepEvent)]
         assert all(b - a >= 64 for a, b in pairwise(counted)), "no step of a survivor is lost or repeated"
 
     swarm.join("first", "--port", swarm.port, ticket="two/run.ticket")
-    started = len(swarm.events("first", "start"))
-    until(lambda: len(swarm.events("first", "start")) > started or swarm.step("first") > began["two"])
+    started = len(swarm.events("first", StartEvent))
+    until(lambda: len(swarm.events("first", StartEvent)) > started or swarm.step("first") > began["two"])
     until(lambda: swarm.step("first") > began["two"])
 
 
@@ -174,7 +174,7 @@ def test_a_full_disk_is_told_and_training_goes_on_with_the_last_checkpoint_whole
         until(lambda: checkpoint.whole_steps(disk / "run"))
         (disk / "filler").write_bytes(bytes(4_000_000)) if free(disk) > 4_100_000 else fill(disk)
         fill(disk)
-        until(lambda: any("no checkpoint of step" in e["message"] for e in warnings_of(swarm, "disk/run")))
+        until(lambda: any("no checkpoint of step" in e.message for e in warnings_of(swarm, "disk/run")))
         whole = checkpoint.whole_steps(disk / "run")
         assert whole and swarm.processes[0].poll() is None
         (disk / "filler").unlink()
@@ -186,8 +186,8 @@ def test_a_full_disk_is_told_and_training_goes_on_with_the_last_checkpoint_whole
         subprocess.run(["umount", str(disk)], check=True)
 
 
-def warnings_of(swarm: Swarm, name: str) -> list[dict[str, Any]]:
-    return swarm.events(name, "warning")
+def warnings_of(swarm: Swarm, name: str) -> list[WarningEvent]:
+    return swarm.events(name, WarningEvent)
 
 
 def free(folder: Path) -> int:

@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 from farflung import methods
 from farflung.config import Config
 from farflung.networks import Conditions
-from farflung.networks.carrier import Demand
-from farflung.networks.conditions import HEADERS, Link
-from farflung.networks.meetings import World
+from farflung.networks.simulator.cluster import World
+from farflung.networks.simulator.conditions import HEADERS, Link
+from farflung.networks.simulator.fabric import Demand
+from farflung.outer import message_bytes
 from farflung.planner.architecture import architecture_of
 from farflung.planner.cost import Exchange, blocked_seconds, exchange
 from farflung.planner.layout import Layout
 from farflung.planner.machines import Cluster, Machines
-from farflung.planner.sizes import message_bytes
 from farflung.planner.step import boundary_bytes, step_seconds
 from farflung.planner.timing import Timer
 

@@ -15,6 +15,7 @@ from hivemind.utils.multiaddr import Multiaddr
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from farflung.formats import PROTOCOL
 from farflung.networks.internet import Identity
 from farflung.networks.internet.admission import disagreement, member_of
 from farflung.networks.internet.directory import member_in
@@ -82,6 +83,7 @@ def identity(tmp_path_factory: pytest.TempPathFactory) -> Identity:
 
 def about_of(identity: Identity) -> dict[str, Any]:
     return {
+        "protocol": PROTOCOL.version,
         "version": "1",
         "settings": "s",
         "shapes": "",

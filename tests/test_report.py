@@ -14,6 +14,7 @@ from patience import patience, until
 from rich.console import Console
 
 from farflung.errors import UserError
+from farflung.events import EvaluationEvent
 from farflung.report import read_run, watch, write_report
 from farflung.report.figures import ROUNDS_SHOWN, adaptation_figure, compression_figure, loss_figure, timeline_figure
 from farflung.report.live import nbytes, plain_line, table
@@ -81,12 +82,12 @@ def test_the_spread_is_the_deviation_from_the_mean(tmp_path: Path) -> None:
 
 def test_half_a_line_waits_for_its_other_half(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
-    path.write_text(line("step", 0, 1, 1) + '{"event": "st')
+    path.write_text(line("end", 0, 1, 1, reason="") + '{"event": "en')
     reader = EventReader(path)
-    assert [event["step"] for event in reader.read()] == [1]
+    assert [event.step for event in reader.read()] == [1]
     with path.open("a") as file:
-        file.write('ep", "step": 2}\n')
-    assert [event["step"] for event in reader.read()] == [2]
+        file.write('d", "step": 2, "reason": ""}\n')
+    assert [event.step for event in reader.read()] == [2]
     assert reader.read() == []
 
 
@@ -98,7 +99,7 @@ def test_a_run_that_went_back_to_a_checkpoint_is_read_anew(tmp_path: Path) -> No
     beside.write_text("".join(path.read_text().splitlines(keepends=True)[:2]))
     beside.replace(path)
     run.refresh()
-    assert [event["event"] for event in run.events[0]] == ["start", "step"]
+    assert [event.kind for event in run.events[0]] == ["start", "step"]
     assert len(run.events[1]) > 2
 
 
@@ -109,7 +110,7 @@ def test_a_file_that_was_cut_in_place_is_read_anew(tmp_path: Path) -> None:
     with path.open("r+") as file:
         file.truncate(len(path.read_text().splitlines(keepends=True)[0]))
     run.refresh()
-    assert [event["event"] for event in run.events[0]] == ["start"]
+    assert [event.kind for event in run.events[0]] == ["start"]
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
@@ -220,7 +221,22 @@ def test_a_long_run_shows_its_last_rounds_from_where_the_one_before_landed(tmp_p
     (folder / "events" / "replica-0.jsonl").write_text(
         line("start", 0, 0, 0, method="noloco", steps=20, replicas=2)
         + "".join(
-            line("round", 0, end, 1, started=at, finished=end, waited_from=at, landed=end, outcome="peer lost")
+            line(
+                "round",
+                0,
+                end,
+                1,
+                round=1,
+                fragment=0,
+                group=[0, 1],
+                started_step=1,
+                started=at,
+                finished=end,
+                waited_from=at,
+                landed=end,
+                bytes_sent=1,
+                outcome="peer lost",
+            )
             for at, end in times
         )
     )
@@ -267,7 +283,7 @@ def test_compression_and_adaptation_have_their_pictures_where_there_are_any(tmp_
         assert title in (tmp_path / "adapting.html").read_text()
     run = read_run(adapting)
     (errors,) = compression_figure([run]).data
-    assert list(errors.x) == [30, 40] and list(errors.y) == pytest.approx([0.35, 0.45])
+    assert list(errors.x) == [10, 20, 30, 40] and list(errors.y) == pytest.approx([0, 0, 0.35, 0.45])
     lines = {line.name: (list(line.x), list(line.y)) for line in adaptation_figure(run).data}
     assert lines["effective rank"] == ([30, 40], [100.0, 75.0])
     assert lines["steps between rounds"] == ([30, 40], [100.0, 75.0])
@@ -315,7 +331,7 @@ def test_the_curves_go_on_when_a_replica_has_died(tmp_path: Path) -> None:
     events.write_text("".join(kept) + line("end", 1, 1.5, 15, reason="died"))
     read = read_run(run)
     assert read.died() == {1: 15} and read.alive == [0]
-    assert [(step, len(events)) for step, events in read.by_step("evaluation").items()] == [(10, 2), (20, 1)]
+    assert [(step, len(events)) for step, events in read.by_step(EvaluationEvent).items()] == [(10, 2), (20, 1)]
     training = loss_figure([read], "tokens").data[0]
     # The dead one's tokens stay counted.
     assert list(training.x) == [2000, 3000] and list(training.y) == [4.5, 3.0]

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from processes import SMALL, free_port, run_here, saved, trained
+from processes import SMALL, free_port, run_here, same, same_weights, trained
 from torch.distributed import HashStore
 
 from farflung.errors import UserError
@@ -54,11 +54,6 @@ def everything_in(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def same_end(one: Path, other: Path, steps: int = STEPS) -> bool:
-    pairs = [[saved(folder, steps, replica)["model"] for folder in (one, other)] for replica in (0, 1)]
-    return all(torch.equal(a[name], b[name]) for a, b in pairs for name in a)
-
-
 def one_line(capsys: pytest.CaptureFixture[str]) -> str:
     (line,) = capsys.readouterr().err.strip().splitlines()
     return line
@@ -83,7 +78,7 @@ def test_without_a_common_checkpoint_only_a_restart_begins_anew(
     if steps[1]:
         return
     assert run_here(monkeypatch, tmp_path, "train", "--resume", "run", "--restart") == 0
-    assert same_end(undisturbed, folder)
+    assert same_weights(undisturbed, folder, STEPS)
     first = json.loads((folder / "events" / "replica-0.jsonl").read_text().splitlines()[0])
     assert not first["resumed"]
 
@@ -290,7 +285,7 @@ def test_a_simulated_world_goes_on_where_it_stood(tmp_path: Path, monkeypatch: p
     ends = {replica: events(tmp_path / "crashed", replica)[-1] for replica in range(4)}
     assert [ends[replica]["reason"] for replica in range(4)] == ["finished", "finished", "died", "died"]
     assert ends[2]["step"] < 10 and 15 < ends[3]["step"] < STEPS
-    assert same_end(tmp_path / "undisturbed", tmp_path / "crashed")
+    assert same_weights(tmp_path / "undisturbed", tmp_path / "crashed", STEPS)
     for folder in ("undisturbed", "crashed"):  # the dead keep their own files, and no others
         living = [path for replica in (0, 1) for path in tmp_path.glob(f"{folder}/checkpoints/*/replica-{replica}.pt")]
         assert {path.parent.name for path in living} == {"step-000020", "step-000025"}
@@ -312,7 +307,7 @@ def test_what_others_ask_of_a_round_that_was_given_up_is_not_remembered(
     assert run_here(monkeypatch, tmp_path, "train", "--resume", "crashed") == 0
     for replica in range(3):
         assert events(tmp_path / "crashed", replica) == events(tmp_path / "undisturbed", replica)
-    assert same_end(tmp_path / "undisturbed", tmp_path / "crashed", 30)
+    assert same_weights(tmp_path / "undisturbed", tmp_path / "crashed", 30)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="a small disk can only be mounted by root")
@@ -350,7 +345,7 @@ def test_a_disk_that_is_full_at_the_end_loses_no_result(
         averaged, expected = (
             checkpoint.read(checkpoint.average_of(run))["model"] for run in (disk / "run", undisturbed)
         )
-        assert all(torch.equal(averaged[name], expected[name]) for name in expected)
+        assert same(averaged, expected)
 
         filled[0] = False
         monkeypatch.setattr(finish, "TRY_FOR_SECONDS", 0.0)

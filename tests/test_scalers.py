@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from farflung import methods
 from farflung.errors import UserError
+from farflung.inner import SignSGD
 from farflung.networks import SimulatedNetwork, Simulation
-from farflung.outer import Average, DivergedError, Method, Round, Schedule, SignSGD
+from farflung.outer import Average, DivergedError, Method, Round, Schedule
 
 optim = torch.optim
 

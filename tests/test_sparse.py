@@ -10,10 +10,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from farflung import methods
-from farflung.codecs import ErrorFeedback, Frequency, Quantize, Threshold, TopK
-from farflung.methods import bytes_per_parameter
+from farflung.codecs import BlockDCT, ErrorFeedback, Quantize, Threshold, TopK
+from farflung.inner import SignSGD
 from farflung.networks import SimulatedNetwork, Simulation
-from farflung.outer import SignSGD, Way
+from farflung.outer import Way, bytes_per_parameter
 
 Array = NDArray[np.float64]
 SHAPES = [(64,), (64, 64), (64, 64), (128,), (64, 128)]
@@ -155,7 +155,7 @@ def test_sparse_packets_go_to_everyone_unless_parts_are_asked_for(name: str) -> 
 def test_demo_keeps_so_many_frequencies_of_each_chunk_of_each_tensor() -> None:
     """Whatever the tensors beside it: 32 of a vector's 64 and 32 of a matrix's 4096."""
     message = [torch.from_numpy(gradient).float() for gradient in progress(0, 0)]
-    codec = Frequency(chunk=64) | TopK(share=32 / 4096, chunk=4096)
+    codec = BlockDCT(chunk=64) | TopK(share=32 / 4096, chunk=4096)
     packet = codec.encode(message)
     for tensor in codec.decode(packet, message):
         for chunk in chunks_of(tuple(tensor.shape)):
@@ -184,7 +184,7 @@ def test_what_is_large_in_one_chunk_does_not_drown_what_is_small_in_the_next(bit
     """Blocks of a later stage end where chunks do, so that each tensor errs in proportion to itself."""
     generator = torch.Generator().manual_seed(1)
     message = [torch.randn(size, generator=generator) * 10.0**-n for n, size in enumerate((100, 7, 100, 100, 7, 1))]
-    for codec in (TopK(share=0.02) | Quantize(bits), Frequency() | TopK(share=32 / 4096) | Quantize(bits)):
+    for codec in (TopK(share=0.02) | Quantize(bits), BlockDCT() | TopK(share=32 / 4096) | Quantize(bits)):
         for tensor, back in zip(message, codec.decode(codec.encode(message), message), strict=True):
             assert (tensor - back).norm() < tensor.norm()
 
@@ -192,7 +192,7 @@ def test_what_is_large_in_one_chunk_does_not_drown_what_is_small_in_the_next(bit
 def test_tensors_smaller_than_a_chunk_are_transformed_by_themselves() -> None:
     """A chunk is no larger than its tensor, so nothing is spent on what fills it up."""
     message = [torch.randn(5), torch.tensor(2.0), torch.randn(3, 4), torch.randn(0, 4), torch.randn(8, 4)]
-    codec = Frequency(chunk=64) | TopK(share=32 / 4096, chunk=4096)
+    codec = BlockDCT(chunk=64) | TopK(share=32 / 4096, chunk=4096)
     packet = codec.encode(message)
     assert packet.nbytes < 4 * (5 + 1 + 12 + 32) + 200
     for tensor, back in zip(message, codec.decode(packet, message), strict=True):

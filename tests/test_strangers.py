@@ -40,7 +40,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
 
 @pytest.fixture
 def liar(pair: Run, tmp_path: Path) -> Iterator[Liar]:
-    made = Liar(pair.ticket, tmp_path / "liar.key", "s", version="1")
+    made = Liar(pair.ticket, tmp_path / "liar.key", "s")
     made.swarm._directory._node.protocol.record_validator = None  # it stores what it likes
     yield made
     made.close()

@@ -10,9 +10,9 @@ from problem import replica
 from torch import Tensor
 
 from farflung import methods
-from farflung.codecs import Apart, Codec, Dense, ErrorFeedback, Modulo, Quantize, TopK
+from farflung.codecs import Codec, Dense, ErrorFeedback, Modulo, Quantize, SplitCodec, TopK
 from farflung.networks import PeerLostError, SimulatedNetwork, Simulation
-from farflung.outer import averaging
+from farflung.outer import Method, RandomGroups, Schedule, averaging
 from farflung.outer.averaging import Averaging, strips
 
 
@@ -79,7 +79,7 @@ def test_halves_that_are_coded_apart_stay_together(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(averaging, "STRIP", 50)
 
     def work(network: SimulatedNetwork) -> int:
-        averaged(network, Apart(Quantize(bits=8), Modulo(bits=8)))(torch.randn(300), "x").wait(5)
+        averaged(network, SplitCodec(Quantize(bits=8), Modulo(bits=8)))(torch.randn(300), "x").wait(5)
         return network.traffic.packets_sent
 
     assert Simulation(2).run(work) == [1, 1]
@@ -87,5 +87,10 @@ def test_halves_that_are_coded_apart_stay_together(monkeypatch: pytest.MonkeyPat
 
 def averaged(network: SimulatedNetwork, codec: Codec) -> Callable[[Tensor, str], averaging.Pending[Tensor]]:
     """Averages messages of 300 values in six tensors among two."""
-    split = Averaging(network, codec, lambda message: list(message.split(50)), "whole", alike=False, name="x")
+    split = Averaging(
+        network,
+        Method(Schedule(every=1), RandomGroups(), codec, averaging="whole"),
+        lambda message: list(message.split(50)),
+        "x",
+    )
     return lambda message, key: split.start(message, (0, 1), key, 0)[0]

@@ -13,7 +13,7 @@ from processes import SMALL, free_port, saved
 from warm import Python
 
 from farflung.networks import Group, PeerLostError, SimulatedNetwork, Simulation
-from farflung.networks.survivors import among_survivors, connected
+from farflung.networks.membership import among_survivors, connected
 from farflung.training import checkpoint
 
 
@@ -156,6 +156,7 @@ def test_when_a_replica_is_killed_the_others_end_the_run(
         summary = json.loads((tmp_path / str(rank) / "summary.json").read_text())
         assert summary["missing"] == [victim] and len(summary["validation_loss_per_replica"]) == len(living)
         averaged = checkpoint.read(checkpoint.average_of(tmp_path / str(rank)))["model"]
+        assert averaged.keys() == final[0].keys()
         for name, weight in averaged.items():
             torch.testing.assert_close(weight, torch.stack([weights[name] for weights in final]).mean(0))
 

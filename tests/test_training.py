@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from patience import patience
-from processes import saved
+from processes import same, same_weights, saved
 from warm import Python
 
 from farflung.cli.training import tell_result
@@ -59,9 +59,10 @@ def final_weights(folder: Path, replicas: int = 3) -> list[dict[str, torch.Tenso
     return [saved(folder, STEPS, replica)["model"] for replica in range(replicas)]
 
 
-def assert_same_weights(one: Path, other: Path) -> None:
-    for mine, theirs in zip(final_weights(one), final_weights(other), strict=True):
-        assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+def assert_means(averaged: dict[str, torch.Tensor], weights: list[dict[str, torch.Tensor]]) -> None:
+    assert averaged.keys() == weights[0].keys()
+    for name, weight in averaged.items():
+        torch.testing.assert_close(weight, torch.stack([w[name] for w in weights]).mean(0))
 
 
 @pytest.fixture(scope="module")
@@ -85,8 +86,7 @@ def test_a_run_leaves_what_it_promises(undisturbed: Path) -> None:
     assert summary["weight_spread"] == pytest.approx(float((flat - flat.mean(0)).square().mean().sqrt()), rel=1e-4)
     assert summary["sample"]
     averaged = checkpoint.read(checkpoint.average_of(undisturbed))["model"]
-    for name in averaged:
-        torch.testing.assert_close(averaged[name], torch.stack([w[name] for w in weights]).mean(0))
+    assert_means(averaged, weights)
     # Four steps a line of loss, the virtual clock, and only the newest checkpoints kept.
     steps = events(undisturbed, 0, "step")
     assert [event["step"] for event in steps] == [4, 8, 12, 16, 20, 24]
@@ -101,7 +101,7 @@ def test_a_run_leaves_what_it_promises(undisturbed: Path) -> None:
 
 def test_the_same_settings_give_the_same_bits(undisturbed: Path, tmp_path: Path) -> None:
     run(tmp_path / "again", delay=3)
-    assert_same_weights(undisturbed, tmp_path / "again")
+    assert same_weights(undisturbed, tmp_path / "again", STEPS, range(3))
     for replica in range(3):
         name = f"events/replica-{replica}.jsonl"
         assert (undisturbed / name).read_bytes() == (tmp_path / "again" / name).read_bytes()
@@ -168,7 +168,7 @@ def test_killed_at_any_instant_it_goes_on_bit_for_bit(undisturbed: Path, tmp_pat
         killed(folder, instant, resumes(folder))
     config = Config(out=str(folder), **SMALL, delay=3)
     launch.run_simulated(config, folder, resumes(folder))
-    assert_same_weights(undisturbed, folder)
+    assert same_weights(undisturbed, folder, STEPS, range(3))
     one, other = (json.loads((f / "summary.json").read_text()) for f in (undisturbed, folder))
     for key in ("validation_loss", "validation_loss_averaged", "bytes_sent", "rounds", "weight_spread", "sample"):
         assert one[key] == other[key], key
@@ -193,7 +193,7 @@ def test_a_stop_leaves_a_whole_checkpoint_of_one_step(undisturbed: Path, tmp_pat
     assert 16 <= newest <= 18 and f"stopped after step {newest}" in said
     assert not (folder / "summary.json").exists()
     launch.run_simulated(Config(out=str(folder), **SMALL, delay=3), folder, True)
-    assert_same_weights(undisturbed, folder)
+    assert same_weights(undisturbed, folder, STEPS, range(3))
 
 
 def test_a_finished_run_resumes_to_the_same_end(undisturbed: Path, tmp_path: Path) -> None:
@@ -230,8 +230,7 @@ def test_the_summary_of_a_partition_is_of_its_largest_side_and_names_who_is_miss
     assert summary["ddp_bytes"] == 3 * (4 * summary["parameters"] * 2 * 3 * STEPS) / 4
     averaged = checkpoint.read(checkpoint.average_of(folder))["model"]
     weights = final_weights(folder, 4)[1:]
-    for name in averaged:
-        torch.testing.assert_close(averaged[name], torch.stack([w[name] for w in weights]).mean(0))
+    assert_means(averaged, weights)
     tell_result(folder)
     words = "without replica 0, which the others could not reach at the end"
     assert words in capsys.readouterr().out and words in (folder / "report.html").read_text()
@@ -255,7 +254,7 @@ def test_an_export_loads_with_transformers(undisturbed: Path, tmp_path: Path) ->
     assert "averaged at the end" in origin
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model").state_dict()
     averaged = checkpoint.read(checkpoint.average_of(undisturbed))["model"]
-    assert all(torch.equal(loaded[name], averaged[name]) for name in averaged)
+    assert same({name: loaded[name] for name in averaged}, averaged)
     with pytest.raises(UserError, match="exists already"):
         export(undisturbed, tmp_path / "model")
     with pytest.raises(UserError, match="holds no run"):

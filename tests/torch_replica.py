@@ -24,7 +24,7 @@ METHODS = {
     "diloco": lambda: methods.diloco(every=4),
     "noloco": lambda: methods.noloco(every=4),
     "noloco-streaming": lambda: methods.noloco(every=4, fragments=2, delay=2),
-    "nolocox": lambda: methods.nolocox(every=4, codec=Modulo(bits=3, turns=2)),
+    "nolocox": lambda: methods.nolocox(every=4, codec=Modulo(bits=3, round_robin=2)),
     "dilocox": lambda: methods.dilocox(every=4, codec=ErrorFeedback(LowRank(2) | Quantize(4, stochastic=True))),
 }
 
@@ -50,7 +50,7 @@ def contract(network: Network, _: str) -> Any:
     large = torch.full((700_001,), float(rank))
     pending = network.all_reduce(large, pair, "pair")
     pair_mean = pending.wait(patience(20))
-    summed = network.relay(
+    summed = network.scatter_combine_gather(
         {m: torch.full((3,), 10 * rank + place[m], dtype=torch.uint8) for m in members if m != network.rank},
         members,
         "relay",
@@ -130,7 +130,7 @@ def _told(pending: Pending[Any], until: tuple[int, ...], words: str = "") -> str
 def death(network: TorchNetwork, _: str) -> Any:
     """Rank 2 kills itself in the middle of training; the others train to the end."""
     if network.rank == 2:
-        network.computed = lambda: os.kill(os.getpid(), signal.SIGKILL) if dies() else None  # type: ignore[method-assign]
+        network.advance = lambda: os.kill(os.getpid(), signal.SIGKILL) if dies() else None  # type: ignore[method-assign]
         steps = 0
 
         def dies() -> bool:

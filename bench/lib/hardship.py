@@ -18,6 +18,7 @@ from typing import Any
 
 from bench.lib.store import Store
 from bench.lib.table import Table
+from farflung.events import StepEvent
 from farflung.testing.hosts import NetLab
 from farflung.testing.peers import Peer, Peers
 
@@ -88,10 +89,10 @@ def rate(peers: Iterable[Peer], begin: float, end: float) -> float:
     """Tokens a second that peers trained on between two moments of the wall clock."""
     total = 0.0
     for peer in peers:
-        steps = peer.since("step", begin)
-        steps = steps[: len(steps) - len(peer.since("step", end))]
+        steps = peer.since(StepEvent, begin)
+        steps = steps[: len(steps) - len(peer.since(StepEvent, end))]
         if len(steps) > 1:
-            total += (steps[-1]["tokens"] - steps[0]["tokens"]) / (steps[-1]["at"] - steps[0]["at"])
+            total += (steps[-1].tokens - steps[0].tokens) / (steps[-1].at - steps[0].at)
     return total
 
 

@@ -16,8 +16,9 @@ from typing import Any
 
 from bench.lib.store import Result, Settings
 from farflung.config import Config
+from farflung.events import EvaluationEvent, StepEvent
 from farflung.outer import DivergedError
-from farflung.report.read import Event, Run, read_run
+from farflung.report.read import E, Run, read_run
 from farflung.training import launch
 
 KEPT = (
@@ -36,13 +37,13 @@ class Finished:
     @property
     def losses(self) -> list[float]:
         """Replica 0's training losses, one for each line of its events."""
-        return [event["loss"] for event in self.run.of(0, "step")]
+        return [event.loss for event in self.run.of(0, StepEvent)]
 
     @property
     def tokens_per_second(self) -> float:
         """Of all replicas together, the median over the run without its beginning."""
-        steps = self.run.by_step("step")
-        rates = [sum(event["tokens_per_second"] for event in events) for events in steps.values()]
+        steps = self.run.by_step(StepEvent)
+        rates = [sum(event.tokens_per_second for event in events) for events in steps.values()]
         return median(rates[len(rates) // 4 :])
 
     @property
@@ -51,10 +52,10 @@ class Finished:
         assert self.run.summary is not None
         return self.run.summary
 
-    def processes(self, kind: str) -> list[list[Event]]:
+    def processes(self, kind: type[E]) -> list[list[E]]:
         """Each process's events of one kind."""
         everything = [*self.run.events.values(), *self.run.parts.values()]
-        return [[event for event in events if event["event"] == kind] for events in everything]
+        return [[event for event in events if isinstance(event, kind)] for events in everything]
 
 
 def outcome(settings: Settings, seed: int) -> Result:
@@ -70,8 +71,8 @@ def outcome(settings: Settings, seed: int) -> Result:
         except DivergedError:
             return {"validation_loss": None}
         losses = {
-            step: sum(event["validation_loss"] for event in events) / len(events)
-            for step, events in run.run.by_step("evaluation").items()
+            step: sum(event.validation_loss for event in events) / len(events)
+            for step, events in run.run.by_step(EvaluationEvent).items()
         }
         kept = {key: run.summary[key] for key in KEPT}
         return {**kept, "losses": losses, "wall_seconds": round(time.time() - began, 1)}

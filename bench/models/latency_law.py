@@ -18,8 +18,7 @@ from typing import Any
 from bench.lib.store import Store
 from bench.lib.table import Cell, Part, Table
 from farflung.networks import Conditions
-from farflung.networks.carrier import Demand
-from farflung.networks.meetings import Meeting, World
+from farflung.networks.simulator import Demand, Meeting, World
 
 Replica = Generator[Meeting, None, None]
 

@@ -18,9 +18,7 @@ import numpy as np
 from bench.lib.store import Store
 from bench.lib.table import Cell, Part, Table
 from farflung.networks import Conditions, conditions_named
-from farflung.networks.carrier import Demand
-from farflung.networks.conditions import Link, Site
-from farflung.networks.meetings import World
+from farflung.networks.simulator import Demand, Link, Site, World
 from farflung.planner.placement import Groups, Problem, chains, random_placement, search
 
 GBIT = 125e6

@@ -21,8 +21,8 @@ from bench.lib.table import Part, Table
 from farflung import methods
 from farflung.config import Config
 from farflung.networks import Conditions
+from farflung.outer import message_bytes
 from farflung.planner.architecture import architecture_of
-from farflung.planner.sizes import message_bytes
 from farflung.planner.timing import Timer
 
 WITH_ADAMW: dict[str, Settings] = {

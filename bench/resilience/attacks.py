@@ -17,6 +17,7 @@ from typing import Any
 from bench.lib.hardship import Check, check, checks
 from bench.lib.store import Store
 from bench.lib.table import Part
+from farflung.events import RoundEvent, StepEvent, WarningEvent
 from farflung.networks.internet import Ticket
 from farflung.testing.hosts import LOOPBACK, free_port
 from farflung.testing.liars import Liar, as_a_stranger
@@ -73,14 +74,14 @@ def attack(options: Options, ticket: Ticket, folder: Path, victim: Peer) -> Iter
 
 def meanwhile(victim: Peer, before: float) -> Iterator[Check]:
     """What the attack has done to the victim."""
-    refused = [event["refused"] for event in victim.events("step") if "refused" in event]
+    refused = [event.refused for event in victim.events(StepEvent) if event.refused]
     yield check("what the peer says of it", f"refused {refused[-1] if refused else {}}", "counted", bool(refused))
-    shunned = [event["message"] for event in victim.events("warning") if "shunned" in event["message"]]
+    shunned = [event.message for event in victim.events(WarningEvent) if "shunned" in event.message]
     yield check("the liar is shunned, visibly", shunned[-1] if shunned else "no", "a clear message", bool(shunned))
     grown = memory(victim) - before
     yield check("its memory meanwhile", f"{before:.0f} MB, then {grown:+.0f} MB", "100 MB", grown < 100)
-    rounds = [event["outcome"] for event in victim.events("round")]
-    averaged, loss = rounds.count("averaged"), victim.events("step")[-1]["loss"]
+    rounds = [event.outcome for event in victim.events(RoundEvent)]
+    averaged, loss = rounds.count("averaged"), victim.events(StepEvent)[-1].loss
     measured = f"{averaged} of {len(rounds)} rounds averaged, loss {loss:.3f}"
     yield check("its run meanwhile", measured, "it goes on", averaged > 5)
 

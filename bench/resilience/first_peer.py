@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from bench.lib.hardship import Hardship, check, checks, running
 from bench.lib.store import Store
 from bench.lib.table import Part
+from farflung.events import RoundEvent, StepEvent
 from farflung.testing.hosts import unavailable
 
 needs = unavailable
@@ -33,14 +34,14 @@ def run(options: Options, store: Store) -> Iterator[Part]:
         peers.start(len(founders))
         options.wait(15)
         founders[0].kill()
-        before = [len(peer.events("step")) for peer in others]
+        before = [len(peer.events(StepEvent)) for peer in others]
         began = time.time()
         newcomer.start(ticket=others[0].folder / "run.ticket")
         peers.wait_for_steps([newcomer], 1)
         took = time.time() - began
         options.wait(20)
-        met = [event for event in newcomer.events("round") if event["outcome"] == "averaged"]
-        more = [len(peer.events("step")) - b for peer, b in zip(others, before, strict=True)]
+        met = [event for event in newcomer.events(RoundEvent) if event.outcome == "averaged"]
+        more = [len(peer.events(StepEvent)) - b for peer, b in zip(others, before, strict=True)]
     yield checks(
         [
             check("the first peer killed: a newcomer trains after", f"{took:.1f} s", "it joins by another", True),

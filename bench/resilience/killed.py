@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from bench.lib.hardship import Hardship, check, checks, running
 from bench.lib.store import Store
 from bench.lib.table import Part
+from farflung.events import EvaluationEvent, RoundEvent, StartEvent, StepEvent
 from farflung.testing.hosts import unavailable
 from farflung.testing.peers import Peer, Peers
 
@@ -48,7 +49,7 @@ def run(options: Options, store: Store) -> Iterator[Part]:
     ]
     disturbed = final_loss(peers)
     if options.undisturbed:
-        share = sum(peer.events("step")[-1]["tokens"] for peer in peers) / (options.peers * steps * 1024)
+        share = sum(peer.events(StepEvent)[-1].tokens for peer in peers) / (options.peers * steps * 1024)
         with running(options, store, "calm", **{**everything, "steps": round(steps * share)}) as (_, calm):
             calm.start(options.peers)
             calm.wait(2 * options.seconds)
@@ -58,7 +59,7 @@ def run(options: Options, store: Store) -> Iterator[Part]:
         rows.append(
             check("validation loss, beside the same tokens undisturbed", what, "within 2 %", abs(change) < 0.02)
         )
-    longest = max((e["landed"] - e["waited_from"] for peer in peers for e in peer.events("round")), default=0.0)
+    longest = max((e.landed - e.waited_from for peer in peers for e in peer.events(RoundEvent)), default=0.0)
     rows.append(check("longest wait in a round", f"{longest:.1f} s", "20 s (the deadline)", longest <= 20))
     lost = sum(repeated(peer) for peer in peers)
     rows.append(check("steps that survivors trained twice or lost", f"{lost}", "0", lost == 0))
@@ -86,16 +87,14 @@ def newest(peers: Peers) -> float:
 
 
 def final_loss(peers: Peers) -> float:
-    losses = [evaluations[-1]["validation_loss"] for peer in peers if (evaluations := peer.events("evaluation"))]
+    losses = [evaluations[-1].validation_loss for peer in peers if (evaluations := peer.events(EvaluationEvent))]
     return sum(losses) / len(losses)
 
 
 def repeated(peer: Peer) -> int:
     """Steps after which a peer, without a new start between them, had not trained on more tokens than before."""
-    steps = peer.events("step")
-    starts = {event["at"] for event in peer.events("start")}
+    steps = peer.events(StepEvent)
+    starts = {event.at for event in peer.events(StartEvent)}
     return sum(
-        b["tokens"] < a["tokens"] + 1024
-        for a, b in itertools.pairwise(steps)
-        if not any(a["at"] <= at <= b["at"] for at in starts)
+        b.tokens < a.tokens + 1024 for a, b in itertools.pairwise(steps) if not any(a.at <= at <= b.at for at in starts)
     )

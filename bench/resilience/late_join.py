@@ -14,6 +14,7 @@ from bench.lib.hardship import Hardship, check, checks, rate, running
 from bench.lib.store import Store
 from bench.lib.table import Part
 from bench.lib.training import save_llama
+from farflung.events import RoundEvent, StartEvent
 from farflung.testing.hosts import unavailable
 from farflung.testing.waiting import until
 
@@ -52,13 +53,13 @@ def run(options: Options, store: Store) -> Iterator[Part]:
         peers.wait_for_steps(others, 40, timeout_s=300)
         calm = rate(others, time.time() - 30, time.time())
         # Only then is there an outer momentum to fetch.
-        until(lambda: all(peer.events("round") for peer in others), 300, "the first round")
+        until(lambda: all(peer.events(RoundEvent) for peer in others), 300, "the first round")
         began = time.time()
         newcomer.start()
         peers.wait_for_steps([newcomer], 1, timeout_s=400)
         took = time.time() - began
         serving = rate(others, began, time.time())
-        values = newcomer.events("start")[0]["parameters"]
+        values = newcomer.events(StartEvent)[0].parameters
     limit = values * 8 * 8e-6 / options.rate_mbit
     yield checks(
         [

@@ -18,6 +18,7 @@ from pathlib import Path
 from bench.lib.hardship import CLOCK, Check, Hardship, check, checks, running
 from bench.lib.store import Store
 from bench.lib.table import Part
+from farflung.events import CheckpointEvent, RoundEvent, StepEvent, WarningEvent
 from farflung.testing.hosts import unavailable
 from farflung.testing.peers import Peer
 
@@ -68,8 +69,8 @@ def stand_still(options: Options, still: Peer, others: list[Peer]) -> list[Check
     os.kill(still.process.pid, signal.SIGCONT)
     awake = time.time()
     options.wait(40)
-    meanwhile = [len(peer.since("step", stood)) - len(peer.since("step", awake)) for peer in others]
-    met = sum(event["outcome"] == "averaged" for event in still.since("round", awake))
+    meanwhile = [len(peer.since(StepEvent, stood)) - len(peer.since(StepEvent, awake)) for peer in others]
+    met = sum(event.outcome == "averaged" for event in still.since(RoundEvent, awake))
     return [
         check(
             "a peer stopped for 30 s: the others' steps",
@@ -85,12 +86,12 @@ def full_disk(options: Options, peer: Peer) -> list[Check]:
     filler = peer.folder / "filler"
     filler.write_bytes(bytes(20_000_000)[: free(peer.folder) - 100_000])
     options.wait(25)
-    said = [event["message"] for event in peer.events("warning") if "no checkpoint" in event["message"]]
+    said = [event.message for event in peer.events(WarningEvent) if "no checkpoint" in event.message]
     told = check("a full disk", said[-1][:80] if said else "nothing said", "a clear message", bool(said) and peer.lives)
     filler.unlink()
-    before = len(peer.events("checkpoint"))
+    before = len(peer.events(CheckpointEvent))
     options.wait(15)
-    after = len(peer.events("checkpoint"))
+    after = len(peer.events(CheckpointEvent))
     return [told, check("checkpoints once there is room again", f"{after - before}", "nothing lost", after > before)]
 
 

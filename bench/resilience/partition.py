@@ -15,6 +15,7 @@ import numpy as np
 from bench.lib.hardship import Hardship, check, checks, running
 from bench.lib.store import Store
 from bench.lib.table import Part
+from farflung.events import EvaluationEvent, RoundEvent, StepEvent
 from farflung.testing.hosts import unavailable
 from farflung.testing.peers import Peers
 
@@ -40,8 +41,8 @@ def run(options: Options, store: Store) -> Iterator[Part]:
         settled = time.time() + options.pace * 20
         options.wait(60)
         apart = spread(peers)
-        steps = [len(peer.since("step", settled)) for peer in peers]
-        averaged = [sum(e["outcome"] == "averaged" for e in peer.since("round", settled)) for peer in peers]
+        steps = [len(peer.since(StepEvent, settled)) for peer in peers]
+        averaged = [sum(e.outcome == "averaged" for e in peer.since(RoundEvent, settled)) for peer in peers]
         lab.heal()
         rounds_needed, together = together_again(peers, options, usual)
     both = sum(averaged[:half]), sum(averaged[half:])
@@ -71,7 +72,7 @@ def together_again(peers: Peers, options: Options, usual: float) -> tuple[int | 
     while time.time() < healed + 120 * options.pace:
         options.wait(2)
         together = spread(peers)
-        done = [len(peer.since("round", healed)) for peer in peers]
+        done = [len(peer.since(RoundEvent, healed)) for peer in peers]
         if together <= 1.1 * usual and mixed(peers, healed):
             return max(done), together
     return None, together
@@ -79,7 +80,7 @@ def together_again(peers: Peers, options: Options, usual: float) -> tuple[int | 
 
 def spread(peers: Peers) -> float:
     """The last spread of weights between all peers, by the samples that their evaluations write down."""
-    last = [evaluations[-1]["sample"] for peer in peers if (evaluations := peer.events("evaluation"))]
+    last = [evaluations[-1].sample for peer in peers if (evaluations := peer.events(EvaluationEvent))]
     samples = [np.frombuffer(base64.b64decode(sample), dtype="<f4") for sample in last]
     return float(np.sqrt(np.stack(samples).astype(np.float64).var(axis=0).mean()))
 
@@ -88,4 +89,4 @@ def mixed(peers: Peers, since: float) -> bool:
     """Whether peers of both halves have averaged with each other since a moment."""
     ranks = [int(next((p.folder / "events").glob("*.jsonl")).stem.rpartition("-")[2]) for p in peers]
     side = {rank: number < len(peers) // 2 for number, rank in enumerate(ranks)}
-    return any(len({side.get(rank) for rank in e["group"]}) > 1 for p in peers for e in p.since("round", since))
+    return any(len({side.get(rank) for rank in e.group}) > 1 for p in peers for e in p.since(RoundEvent, since))

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from bench.lib.store import Store
 from bench.lib.table import Part, Table
 from bench.lib.training import Finished, flags
+from farflung.events import RoundEvent
 from farflung.report.read import read_run
 from farflung.testing.hosts import NetLab, free_port, run_everywhere, unavailable
 
@@ -86,10 +87,10 @@ def run(options: Options, store: Store) -> Iterator[Part]:
     if options.synchronous_steps:
         ratio = overlapped.tokens_per_second / synchronous.tokens_per_second
         yield f"{ratio:.1f} times the tokens a second of all-reduce every step"
-    rounds = [event for events in overlapped.processes("round") for event in events]
+    rounds = [event for events in overlapped.processes(RoundEvent) for event in events]
     # The last one is landed at once, since the run is over.
-    landed = [event for event in rounds if event["step"] < options.steps and event["group"]]
-    exchange = sum(event["finished"] - event["started"] for event in landed)
-    blocked = sum(max(0.0, event["finished"] - event["waited_from"]) for event in landed)
+    landed = [event for event in rounds if event.step < options.steps and event.group]
+    exchange = sum(event.finished - event.started for event in landed)
+    blocked = sum(max(0.0, event.finished - event.waited_from) for event in landed)
     yield f"{len(landed)} rounds of single stages: {exchange:.1f} s of exchange, {blocked:.2f} s of them waited for:"
     yield f"{1 - blocked / exchange:.1%} hidden; loss {overlapped.losses[0]:.3f} to {overlapped.losses[-1]:.3f}"

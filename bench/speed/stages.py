@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from bench.lib.store import Store
 from bench.lib.table import Cell, Part, Table
 from bench.lib.training import save_llama, train
+from farflung.events import StartEvent, StepEvent
 
 SMALL = {"hidden_size": 128, "num_hidden_layers": 8, "num_attention_heads": 4, "intermediate_size": 352}
 LARGE = {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 2048}
@@ -66,8 +67,8 @@ def memory(store: Store) -> Iterator[Part]:
 
     def row(stages: int) -> tuple[Cell, ...]:
         run = train(store.scratch / f"memory-{stages}", **common, stages=stages)
-        own = [events[0]["own_parameters"] for events in run.processes("start")]
-        peaks = [int(events[-1]["peak_memory"]) for events in run.processes("step")]
+        own = [events[0].own_parameters for events in run.processes(StartEvent)]
+        peaks = [int(events[-1].peak_memory or 0) for events in run.processes(StepEvent)]
         most[stages] = max(peaks)
         return stages, " ".join(f"{n:,}" for n in own), " ".join(f"{peak / 1e6:,.0f}" for peak in peaks)
 

@@ -43,8 +43,9 @@ class _ExportOptions:
 
 def methods(arguments: list[str]) -> None:
     """List the methods: what each does, its paper, its bytes, its settings and their defaults."""
-    from farflung.codecs import CODEC_NAMES
-    from farflung.methods import RECIPES, bytes_per_parameter, settings_of
+    from farflung.codecs import CODECS
+    from farflung.methods import RECIPES, settings_of
+    from farflung.outer import bytes_per_parameter
 
     parse(_NoArguments, arguments, "methods", methods.__doc__)
     for name, recipe in RECIPES.items():
@@ -55,7 +56,9 @@ def methods(arguments: list[str]) -> None:
         size = f"{bytes_per_parameter(method):.3g} bytes a parameter and round: {method.codec!r}"
         lines = [what, paper.strip(), size, f"settings: {settings or 'none'}"]
         print(f"{name:16} " + f"\n{'':17}".join(lines) + "\n")
-    print(f"--codec takes: {CODEC_NAMES}")
+    print("--codec takes one of these, or several joined with - (lowrank64-int4):")
+    for row in CODECS.values():
+        print(f"{', '.join(row.examples):26} {row.travels}")
 
 
 def report(arguments: list[str]) -> None:

@@ -1,40 +1,56 @@
 """Floor 2: how a message becomes bytes, and back. One idea a file; `base.py` and `packets.py` first."""
 
-from farflung.codecs.apart import Apart
-from farflung.codecs.base import Chain, Codec, NotFiniteError, Stage, finite
+from farflung.codecs.base import Codec, Compound, NotFiniteError, Traits
+from farflung.codecs.block_dct import BlockDCT
+from farflung.codecs.block_float import BlockFloat
+from farflung.codecs.chain import Chain, Transform
 from farflung.codecs.dense import Dense
 from farflung.codecs.feedback import ErrorFeedback
-from farflung.codecs.floats import Float
-from farflung.codecs.frequency import Frequency
 from farflung.codecs.lowrank import LowRank
 from farflung.codecs.modulo import Modulo
-from farflung.codecs.names import CODEC_NAMES, codec_named
+from farflung.codecs.names import Name
 from farflung.codecs.packets import Packet, PacketError
 from farflung.codecs.quantize import Quantize
+from farflung.codecs.registry import CODECS, codec_named, codec_names
+from farflung.codecs.split import SplitCodec
 from farflung.codecs.threshold import Threshold
 from farflung.codecs.topk import TopK
+from farflung.codecs.values import finite
 from farflung.renamed import renamed
 
 __all__ = [
-    "CODEC_NAMES",
-    "Apart",
+    "CODECS",
+    "BlockDCT",
+    "BlockFloat",
     "Chain",
     "Codec",
+    "Compound",
     "Dense",
     "ErrorFeedback",
-    "Float",
-    "Frequency",
     "LowRank",
     "Modulo",
+    "Name",
     "NotFiniteError",
     "Packet",
     "PacketError",
     "Quantize",
-    "Stage",
+    "SplitCodec",
     "Threshold",
     "TopK",
+    "Traits",
+    "Transform",
     "codec_named",
+    "codec_names",
     "finite",
 ]
 
-__getattr__ = renamed(__name__, {"NotFinite": "NotFiniteError"})
+__getattr__ = renamed(
+    __name__,
+    {
+        "Apart": "SplitCodec",
+        "Float": "BlockFloat",
+        "Frequency": "BlockDCT",
+        "NotFinite": "NotFiniteError",
+        "Stage": "Transform",
+    },
+)

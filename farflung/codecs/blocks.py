@@ -7,27 +7,27 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from farflung.codecs.base import Stage
+from farflung.codecs.chain import Transform
 from farflung.codecs.flat import by_kind, count_of, expected, flatten, in_order, joined
 
 _ROUND = 8
 """Blocks are of a multiple of so many values, so that they end with a byte."""
 
 
-class BlockStage(Stage):
-    """A stage that works on blocks of values.
+class BlockTransform(Transform):
+    """A transform that works on blocks of values.
 
-    A message is one long row of blocks. Those of chunks that an earlier stage has cut end where a chunk ends: what is
-    large in one tensor would drown what is small in the next.
+    A message is one long row of blocks. Those of chunks that were cut before end where a chunk ends: what is large
+    in one tensor would drown what is small in the next.
     """
 
     block: int
 
-    def compress(self, flat: Tensor, block: int) -> tuple[Tensor, Tensor]:
+    def forward_blocks(self, flat: Tensor, block: int) -> tuple[Tensor, Tensor]:
         """The bytes that a flat float32 tensor becomes: codes, and what each block has in common."""
         raise NotImplementedError
 
-    def expand(self, codes: Tensor, common: Tensor, numel: int, block: int) -> Tensor:
+    def inverse_blocks(self, codes: Tensor, common: Tensor, numel: int, block: int) -> Tensor:
         """The flat tensor again."""
         raise NotImplementedError
 
@@ -35,33 +35,40 @@ class BlockStage(Stage):
         """What one block takes: its codes, and what it has in common."""
         raise NotImplementedError
 
-    def shrink(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """See Stage. Bytes that an earlier stage has finished are handed on."""
+    def outline(self, like: Sequence[Tensor]) -> list[Tensor]:
+        """See Transform."""
+        floating, finished = by_kind(like)
+        sizes = map(sum, self._sizes(floating)[2:])
+        return [*(torch.empty(size, dtype=torch.uint8, device="meta") for size in sizes), *finished]
+
+    def forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """See Transform. Bytes that an earlier transform has finished are handed on."""
         floating, finished = by_kind(tensors)
         flat = flatten([tensor for tensor in floating if tensor.dim() < 2])
         rows = [(flat, self.block), *(self._padded(tensor) for tensor in floating if tensor.dim() == 2)]
-        codes, common = zip(*(self.compress(values, block) for values, block in rows), strict=True)
+        codes, common = zip(*(self.forward_blocks(values, block) for values, block in rows), strict=True)
         return [joined(codes), joined(common), *finished]
 
-    def restore(self, parts: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
-        """See Stage."""
+    def inverse(self, parts: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
+        """See Transform."""
         floating, finished = by_kind(like)
-        flat = [tensor for tensor in floating if tensor.dim() < 2]
-        chunks = [tensor for tensor in floating if tensor.dim() == 2]
-        blocks = [self.block, *(self._block_of(tensor) for tensor in chunks)]
-        sizes = [count_of(flat), *(len(tensor) * self._width_of(tensor) for tensor in chunks)]
-        taken = [
-            [-(-n // block) * size for size in self.bytes_of(block)] for n, block in zip(sizes, blocks, strict=True)
-        ]
-        codes_sizes, common_sizes = map(list, zip(*taken, strict=True))
+        numels, blocks, codes_sizes, common_sizes = self._sizes(floating)
         wanted = (torch.uint8, sum(codes_sizes)), (torch.uint8, sum(common_sizes))
         codes, common = expected(parts[: len(parts) - len(finished)], *wanted)
-        pieces = torch.split(codes, codes_sizes), torch.split(common, common_sizes), sizes, blocks
-        values, *padded = [self.expand(*row) for row in zip(*pieces, strict=True)]
-        in_flat = iter(torch.split(values, [tensor.numel() for tensor in flat]))
-        in_chunks = iter(zip(padded, chunks, strict=True))
-        found = [_cut_off(*next(in_chunks)) if tensor.dim() == 2 else next(in_flat) for tensor in floating]
+        pieces = torch.split(codes, codes_sizes), torch.split(common, common_sizes), numels, blocks
+        values, *padded = [self.inverse_blocks(*row) for row in zip(*pieces, strict=True)]
+        in_flat = iter(torch.split(values, [tensor.numel() for tensor in floating if tensor.dim() < 2]))
+        in_chunks = iter(padded)
+        found = [_cut_off(next(in_chunks), t) if t.dim() == 2 else next(in_flat) for t in floating]
         return in_order(found, parts[2:], like)
+
+    def _sizes(self, floating: Sequence[Tensor]) -> tuple[list[int], list[int], list[int], list[int]]:
+        """Of all flat tensors together, then of each matrix: its values, those of a block, both parts' bytes."""
+        rows = [(count_of([tensor for tensor in floating if tensor.dim() < 2]), self.block)]
+        rows += [(len(t) * self._width_of(t), self._block_of(t)) for t in floating if t.dim() == 2]
+        taken = [[numel, block, *(-(-numel // block) * size for size in self.bytes_of(block))] for numel, block in rows]
+        numels, blocks, codes, common = map(list, zip(*taken, strict=True))
+        return numels, blocks, codes, common
 
     def _block_of(self, chunks: Tensor) -> int:
         """The values of a block where a chunk is cut into equally large ones, of at most `block` values."""

@@ -1,4 +1,4 @@
-"""Chunks: the values of one tensor that a stage works on together. A matrix of chunks has one in each row."""
+"""Chunks: the values of one tensor that a transform works on together. A matrix of chunks has one in each row."""
 
 from __future__ import annotations
 

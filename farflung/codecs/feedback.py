@@ -3,33 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from farflung.codecs.base import Codec, norm
+from farflung.codecs.base import Codec, Compound, Traits
+from farflung.codecs.chain import check_composable
+from farflung.codecs.names import Name
 from farflung.codecs.packets import Packet
+from farflung.codecs.values import norm
 
 
-class ErrorFeedback(Codec):
+class ErrorFeedback(Compound):
     """Adds what the last packets left out to each message.
 
         x = decay · e + message;   packet = encode(x);   e ← x - decode(packet)
 
     (arXiv 1901.09847; with a decay below 1 it is the momentum of SparseLoCo and DeMo.) Packets are those of the codec
     within, and any receiver that has it can read them. e is float32, or float64 where the message is; a message of
-    other shapes than the last begins with nothing owed.
+    other shapes than the last begins with no residual.
 
     Args:
         codec: makes the packets.
         decay: how much of what was left out is kept.
+
+    Raises UserError for a codec that only works alone.
     """
 
     def __init__(self, codec: Codec, decay: float = 1.0) -> None:
+        check_composable(codec)
         self.codec = codec
         self.decay = decay
-        self._error: list[Tensor] = []
+        self._residual: list[Tensor] = []
         self._relative_error = 0.0
 
     def __repr__(self) -> str:
@@ -39,29 +46,35 @@ class ErrorFeedback(Codec):
         return isinstance(other, ErrorFeedback) and (self.codec, self.decay) == (other.codec, other.decay)
 
     @property
-    def lossless(self) -> bool:
-        """See Codec."""
-        return self.codec.lossless
+    def parts(self) -> tuple[Codec, ...]:
+        """See Compound."""
+        return (self.codec,)
 
     @property
-    def needs_receiver(self) -> bool:
+    def traits(self) -> Traits:
         """See Codec."""
-        return self.codec.needs_receiver
+        return replace(super().traits, composable=False, remembers=True, feeds_back=True)
 
-    @property
-    def needs_whole(self) -> bool:
+    def nbytes(self, like: Sequence[Tensor]) -> int:
         """See Codec."""
-        return self.codec.needs_whole
+        return self.codec.nbytes(like)
+
+    def state_nbytes(self, like: Sequence[Tensor]) -> int:
+        """See Codec."""
+        residual = sum(tensor.numel() * _kept_as(tensor).itemsize for tensor in like)
+        return residual + self.codec.state_nbytes(like)
 
     def encode(self, tensors: Sequence[Tensor]) -> Packet:
         """See Codec."""
-        owed = self._error if [e.shape for e in self._error] == [t.shape for t in tensors] else map(_zeros, tensors)
-        total = [torch.add(t.detach(), e, alpha=self.decay) for t, e in zip(tensors, owed, strict=True)]
+        residual = (
+            self._residual if [e.shape for e in self._residual] == [t.shape for t in tensors] else map(_zeros, tensors)
+        )
+        total = [torch.add(t.detach(), e, alpha=self.decay) for t, e in zip(tensors, residual, strict=True)]
         packet = self.codec.encode(total)
         size = norm(total)
         # As a receiver decodes it: rounded to the message's dtype.
-        self._error = [t.sub_(sent) for t, sent in zip(total, self.codec.decode(packet, tensors), strict=True)]
-        self._relative_error = norm(self._error) / max(size, 1e-30)
+        self._residual = [t.sub_(sent) for t, sent in zip(total, self.codec.decode(packet, tensors), strict=True)]
+        self._relative_error = norm(self._residual) / max(size, 1e-30)
         return packet
 
     def decode(self, packet: Packet, like: Sequence[Tensor]) -> list[Tensor]:
@@ -74,26 +87,28 @@ class ErrorFeedback(Codec):
 
     def state_dict(self) -> dict[str, Any]:
         """What was left out, and the inner codec's."""
-        return {"error": self._error, "codec": self.codec.state_dict()}
+        return {"residual": self._residual, **super().state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See Codec."""
-        self._error = list(state["error"])
-        self.codec.load_state_dict(state["codec"])
+        self._residual = list(state["residual"])
+        super().load_state_dict(state)
 
-    def seed(self, seed: int) -> None:
-        """See Codec."""
-        self.codec.seed(seed)
 
-    def shrink_to(self, share: float) -> None:
-        """See Codec."""
-        self.codec.shrink_to(share)
+NAME = Name(
+    pattern="ef",
+    make=ErrorFeedback,
+    examples=("ef-int4", "ef-lowrank64-int4"),
+    travels="error feedback: what a packet leaves out is added to the next message",
+    wraps=True,
+)
 
-    def turn_to(self, round: int) -> None:
-        """See Codec."""
-        self.codec.turn_to(round)
+
+def _kept_as(tensor: Tensor) -> torch.dtype:
+    """In bfloat16, 1 and 0.001 make 1."""
+    return torch.promote_types(tensor.dtype, torch.float32)
 
 
 def _zeros(like: Tensor) -> Tensor:
-    """Nothing owed for a tensor yet."""
-    return torch.zeros(like.shape, dtype=torch.promote_types(like.dtype, torch.float32), device=like.device)
+    """A residual of nothing yet."""
+    return torch.zeros(like.shape, dtype=_kept_as(like), device=like.device)

@@ -8,36 +8,45 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from farflung.codecs.base import Stage
+from farflung.codecs.chain import Transform
 from farflung.codecs.packets import PacketError
 
 PIECE = 1 << 18
 """Elements that are worked on at a time: the few temporaries of one piece fit a CPU's cache together."""
 
 
-class FlatStage(Stage):
-    """A stage that neither shapes nor borders between tensors or chunks matter to."""
+class FlatTransform(Transform):
+    """A transform that neither shapes nor borders between tensors or chunks matter to."""
 
-    def compress(self, flat: Tensor) -> list[Tensor]:
+    def forward_flat(self, flat: Tensor) -> list[Tensor]:
         """The parts that a flat float32 tensor becomes."""
         raise NotImplementedError
 
-    def expand(self, parts: Sequence[Tensor], like: Sequence[Tensor]) -> Tensor:
+    def inverse_flat(self, parts: Sequence[Tensor], like: Sequence[Tensor]) -> Tensor:
         """The flat tensor again; `like` are the tensors that it consists of. Raises PacketError."""
         raise NotImplementedError
 
-    def shrink(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """See Stage. Bytes that an earlier stage has finished are handed on."""
-        floating, finished = by_kind(tensors)
-        return [*self.compress(flatten(floating)), *finished]
+    def outline_flat(self, numel: int) -> list[Tensor]:
+        """What `forward_flat` makes of so many values; see Transform.outline."""
+        raise NotImplementedError
 
-    def restore(self, parts: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
-        """See Stage."""
+    def outline(self, like: Sequence[Tensor]) -> list[Tensor]:
+        """See Transform."""
+        floating, finished = by_kind(like)
+        return [*self.outline_flat(count_of(floating)), *finished]
+
+    def forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """See Transform. Bytes that an earlier transform has finished are handed on."""
+        floating, finished = by_kind(tensors)
+        return [*self.forward_flat(flatten(floating)), *finished]
+
+    def inverse(self, parts: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
+        """See Transform."""
         floating, finished = by_kind(like)
         own = len(parts) - len(finished)
         if own < 0:
             raise PacketError("packet has too few parts")
-        flat = self.expand(parts[:own], floating)
+        flat = self.inverse_flat(parts[:own], floating)
         return in_order(list(torch.split(flat, [tensor.numel() for tensor in floating])), parts[own:], like)
 
 
@@ -75,19 +84,6 @@ def joined(parts: Sequence[Tensor]) -> Tensor:
 def count_of(like: Sequence[Tensor]) -> int:
     """How many values tensors of these shapes hold."""
     return sum(math.prod(tensor.shape) for tensor in like)
-
-
-def unscaled(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """The tensor with a largest magnitude of 1, and what it was divided by: sums of huge values would overflow."""
-    largest = tensor.abs().amax() if tensor.numel() else tensor.new_zeros(())
-    scale = torch.where(largest > 0, largest, 1)
-    return tensor / scale, scale
-
-
-def rescaled(tensor: Tensor, scale: Tensor) -> Tensor:
-    """The product with a scale, in place; what leaves float32's range becomes the largest number."""
-    most = torch.finfo(torch.float32).max
-    return tensor.mul_(scale).clamp_(-most, most)
 
 
 def rows(flat: Tensor, width: int, chosen: slice = slice(None)) -> list[Tensor]:

@@ -9,22 +9,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from farflung.codecs.base import Stage
-from farflung.codecs.chunks import separate, together, totals
-from farflung.codecs.flat import expected, rescaled, unscaled
+from farflung.codecs.base import Traits
+from farflung.codecs.chain import Transform
+from farflung.codecs.chunks import Shape, separate, together, totals
+from farflung.codecs.flat import expected
+from farflung.codecs.names import Name
 from farflung.codecs.packets import PacketError
+from farflung.codecs.values import rescaled, unscaled
 from farflung.errors import UserError
+
+_RANK_BYTES = 4
+"""What the rank takes, as an int32."""
 
 
 @dataclass
-class LowRank(Stage):
+class LowRank(Transform):
     """Sends each matrix M (m × k) as P (m × r) and Q (k × r), by one step of power iteration from the last Q.
 
         P = orthonormalise(M · Q);   Q = Mᵀ · P;   M' = P · Qᵀ
 
     (PowerSGD, arXiv 1905.13727; DiLoCoX, arXiv 2506.21263). The first Q is random. Tensors of more dimensions count as
     matrices of their first one; vectors, and matrices that r (m + k) numbers would not make smaller, are sent whole.
-    The transposed P and Q travel as matrices of chunks, so that what a block of a later stage holds belongs to one
+    The transposed P and Q travel as matrices of chunks, so that what a block of a later transform holds belongs to one
     direction: P's numbers are at most 1, Q's are as large as M's, and would drown them.
 
     Args:
@@ -41,17 +47,22 @@ class LowRank(Stage):
             raise UserError(f"LowRank has rank={self.rank}; choose at least 1")
 
     @property
+    def traits(self) -> Traits:
+        """See Codec."""
+        return Traits(remembers=True)
+
+    @property
     def sees_shapes(self) -> bool:
-        """See Stage."""
+        """See Transform."""
         return True
 
     @property
     def rank_now(self) -> int:
-        """The rank after `shrink_to`."""
+        """The rank after `set_budget`."""
         return max(1, round(self.rank * self._share))
 
-    def shrink(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """All Pᵀ and Qᵀ, a matrix for each width; what is sent whole; and the rank, in 4 bytes."""
+    def forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """All Pᵀ and Qᵀ, a matrix for each width; what is sent whole; and the rank."""
         rank = self.rank_now
         matrices = [_matrix(t).float() for t in tensors if _is_low_rank(t, rank)]
         whole = [t.detach().reshape(-1).float() for t in tensors if not _is_low_rank(t, rank)]
@@ -73,6 +84,21 @@ class LowRank(Stage):
             rank_bytes,
         ]
 
+    def outline(self, like: Sequence[Tensor]) -> list[Tensor]:
+        """See Transform."""
+        rank = self.rank_now
+        factors, whole = _outline(like, rank)
+        return [
+            *(torch.empty(size, device="meta") for size in totals(factors)),
+            torch.empty(sum(whole), device="meta"),
+            torch.empty(_RANK_BYTES, dtype=torch.uint8, device="meta"),
+        ]
+
+    def state_nbytes(self, like: Sequence[Tensor]) -> int:
+        """See Codec: a Q for each matrix."""
+        rank = self.rank_now
+        return sum(4 * rank * _matrix_shape(tensor)[1] for tensor in like if _is_low_rank(tensor, rank))
+
     def _warm_starts(self, matrices: list[Tensor], rank: int) -> list[Tensor]:
         """The last Q of each matrix with `rank` columns: cut, or filled up with random ones."""
         fitting = len(self._bases) == len(matrices)
@@ -86,21 +112,19 @@ class LowRank(Stage):
             bases.append(basis)
         return bases
 
-    def restore(self, parts: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
-        """See Stage."""
-        if not parts or parts[-1].dtype != torch.uint8 or parts[-1].numel() != 4:
+    def inverse(self, parts: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
+        """See Transform."""
+        if not parts or parts[-1].dtype != torch.uint8 or parts[-1].numel() != _RANK_BYTES:
             raise PacketError("packet does not say its rank")
         rank = int(parts[-1].view(torch.int32))
         if rank < 1:
             raise PacketError(f"packet has rank {rank}")
-        shapes = [_matrix_shape(t) for t in like if _is_low_rank(t, rank)]
-        factors = [(rank, m) for m, _ in shapes] + [(rank, k) for _, k in shapes]
+        factors, rest = _outline(like, rank)
         sizes = [(torch.float32, count * width) for count, width in totals(factors)]
-        rest = [t.numel() for t in like if not _is_low_rank(t, rank)]
         *joint, whole = expected(parts[:-1], *sizes, (torch.float32, sum(rest)))
         wide = [part.view(-1, width) for part, (_, width) in zip(joint, totals(factors), strict=True)]
         found = separate(wide, factors)
-        products = map(_product, found[: len(shapes)], found[len(shapes) :])
+        products = map(_product, found[: len(found) // 2], found[len(found) // 2 :])
         wholes = iter(torch.split(whole, rest))
         return [next(products).view(t.shape) if _is_low_rank(t, rank) else next(wholes).view(t.shape) for t in like]
 
@@ -116,9 +140,24 @@ class LowRank(Stage):
         """See Codec."""
         self._seed = seed
 
-    def shrink_to(self, share: float) -> None:
+    def set_budget(self, share: float) -> None:
         """See Codec."""
         self._share = share
+
+
+NAME = Name(
+    pattern=r"lowrank(\d+)",
+    make=lambda rank: LowRank(rank=int(rank)),
+    examples=("lowrank64",),
+    travels="matrices as products of two thin ones, here of rank 64, by power iteration from the last round's",
+)
+
+
+def _outline(like: Sequence[Tensor], rank: int) -> tuple[list[Shape], list[int]]:
+    """The shapes of all Pᵀ, then of all Qᵀ; and the values of each tensor that is sent whole."""
+    shapes = [_matrix_shape(tensor) for tensor in like if _is_low_rank(tensor, rank)]
+    whole = [tensor.numel() for tensor in like if not _is_low_rank(tensor, rank)]
+    return [(rank, m) for m, _ in shapes] + [(rank, k) for _, k in shapes], whole
 
 
 def _matrix_shape(tensor: Tensor) -> tuple[int, int]:

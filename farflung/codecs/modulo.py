@@ -10,16 +10,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from farflung.codecs.base import norm
+from farflung.codecs.base import Traits
 from farflung.codecs.bits import pack_bits, unpack_bits
 from farflung.codecs.dither import Dither
-from farflung.codecs.flat import FlatStage, flatten, row_pieces, rows
+from farflung.codecs.flat import FlatTransform, count_of, flatten, row_pieces, rows
 from farflung.codecs.grid import Grid, checked, counted, valued
+from farflung.codecs.names import Name
 from farflung.codecs.packets import Packet, PacketError
+from farflung.codecs.values import norm
 from farflung.errors import UserError
 
 _PRECISION = 2.0**-20
 """The finest step, relative to a block's largest value: beyond it float32 cannot count in steps."""
+
+_NUMBERS_BYTES = 32
+"""What four int64 take."""
 
 _GROWS = 1.05
 """News that grow by less from one message to the next are taken to grow no more."""
@@ -29,7 +34,7 @@ _KEPT = 0.9
 
 
 @dataclass
-class Modulo(FlatStage):
+class Modulo(FlatTransform):
     """Sends round(u / s) mod 2^bits; the receiver takes the value congruent to it that is nearest its own.
 
         s = R / 2^bits;   k = floor(u / s + d);   sent: k mod 2^bits;   u' = s · (k + 1/2 - d)
@@ -46,19 +51,19 @@ class Modulo(FlatStage):
     move. So a receiver takes the value that is nearest u' of its own last message. Either of the two then knows both
     u', and where they are too far apart for one of both R, each sees it, and both keep their own values.
 
-    It must be a codec's only stage, since it needs the receiver's own values.
+    It must be a codec's only transform, since it needs the receiver's own values.
 
     Args:
         bits: 2 to 8. With 1, equal values could be R / 2 apart as sent.
         block: values that share R, a multiple of 8.
         margin: room for distances to grow within a round.
-        turns: only every so many-th block travels in a round, others in the next; receivers keep their own.
+        round_robin: only every so many-th block travels in a round, others in the next; receivers keep their own.
     """
 
     bits: int = 4
     block: int = 256
     margin: float = 2.0
-    turns: int = 1
+    round_robin: int = 1
     _ranges: Tensor | None = field(default=None, init=False, repr=False, compare=False)
     _farthest: Tensor | None = field(default=None, init=False, repr=False, compare=False)
     _lately: Tensor | None = field(default=None, init=False, repr=False, compare=False)
@@ -66,7 +71,7 @@ class Modulo(FlatStage):
     _news: Tensor | None = field(default=None, init=False, repr=False, compare=False)
     _grows: bool = field(default=True, init=False, repr=False, compare=False)
     _change: Tensor | None = field(default=None, init=False, repr=False, compare=False)
-    _turns_now: int = field(default=0, init=False, repr=False, compare=False)
+    _round_robin_now: int = field(default=0, init=False, repr=False, compare=False)
     _round: int = field(default=0, init=False, repr=False, compare=False)
     _sent: tuple[int, int, int] | None = field(default=None, init=False, repr=False, compare=False)
     _dither: Dither = field(default_factory=Dither, init=False, repr=False, compare=False)
@@ -76,25 +81,36 @@ class Modulo(FlatStage):
             raise UserError(f"Modulo has bits={self.bits}; choose 2 to 8")
         if self.block < 8 or self.block % 8:
             raise UserError(f"Modulo has block={self.block}; choose a multiple of 8")
-        if self.turns < 1:
-            raise UserError(f"Modulo has turns={self.turns}; choose at least 1")
-        self._turns_now = self.turns
+        if self.round_robin < 1:
+            raise UserError(f"Modulo has round_robin={self.round_robin}; choose at least 1")
+        self._round_robin_now = self.round_robin
 
     @property
-    def needs_receiver(self) -> bool:
-        """See Codec."""
-        return True
+    def traits(self) -> Traits:
+        """See Codec: packets of a round robin differ in length by a block."""
+        alike = self._round_robin_now == 1
+        return Traits(needs_receiver=True, composable=False, fixed_length=alike, remembers=True)
 
-    def compress(self, flat: Tensor) -> list[Tensor]:
+    def outline_flat(self, numel: int) -> list[Tensor]:
+        """See FlatTransform."""
+        blocks = -(-numel // (self.block * self._round_robin_now))
+        sizes = blocks * self.block * self.bits // 8, 2 * blocks, blocks, _NUMBERS_BYTES
+        return [torch.empty(size, dtype=torch.uint8, device="meta") for size in sizes]
+
+    def state_nbytes(self, like: Sequence[Tensor]) -> int:
+        """See Codec: the ranges of blocks, two distances, and the news."""
+        return 4 * 4 * -(-count_of(like) // self.block)
+
+    def forward_flat(self, flat: Tensor) -> list[Tensor]:
         """Packed codes, ranges and checks of this turn's blocks; turn and turns, and what dither was taken."""
         ranges = self._ranges_for(flat)
-        self._sent = self._round % self._turns_now, self._turns_now, self._dither.count
-        turn = slice(self._sent[0], None, self._turns_now)
+        self._sent = self._round % self._round_robin_now, self._round_robin_now, self._dither.count
+        turn = slice(self._sent[0], None, self._round_robin_now)
         sent_ranges = ranges[turn].bfloat16().clone(memory_format=torch.contiguous_format)
         steps = Grid(sent_ranges, self.bits).steps
         codes = torch.empty(len(steps), self.block * self.bits // 8, dtype=torch.uint8, device=flat.device)
         checks = torch.empty(len(steps), dtype=torch.uint8, device=flat.device)
-        numbers = torch.tensor([self._sent[0], self._turns_now, self._dither.seed, self._dither.count])
+        numbers = torch.tensor([self._sent[0], self._round_robin_now, self._dither.seed, self._dither.count])
         for u, step, code, check in self._pieces(flat, turn, steps, codes, checks):
             k = counted(u, step, self._dither.take(u)).int()
             # Casts to bytes keep the low bits, and bytes are a quarter of the work.
@@ -104,8 +120,8 @@ class Modulo(FlatStage):
         self._round += 1
         return [codes, sent_ranges.view(torch.uint8), checks, numbers.view(torch.uint8).to(flat.device)]
 
-    def expand(self, parts: Sequence[Tensor], like: Sequence[Tensor]) -> Tensor:
-        """See FlatStage. `like` are the receiver's own values, of which its last message was."""
+    def inverse_flat(self, parts: Sequence[Tensor], like: Sequence[Tensor]) -> Tensor:
+        """See FlatTransform. `like` are the receiver's own values, of which its last message was."""
         flat = flatten(like)
         out = flat.new_empty(-(-flat.numel() // self.block), self.block)
         rows_now, dither, codes, sent_ranges, checks = self._read(parts, len(out))
@@ -164,7 +180,7 @@ class Modulo(FlatStage):
 
     def _read(self, parts: Sequence[Tensor], blocks: int) -> tuple[slice, Dither, Tensor, Tensor, Tensor]:
         """Which blocks are on turn, the dither, and the blocks' codes, ranges and checks."""
-        if len(parts) != 4 or any(part.dtype != torch.uint8 for part in parts) or parts[3].numel() != 32:
+        if len(parts) != 4 or any(part.dtype != torch.uint8 for part in parts) or parts[3].numel() != _NUMBERS_BYTES:
             raise PacketError("packet does not hold codes, ranges, checks and four numbers")
         turn, turns, seed, count = parts[3].view(torch.int64).tolist()
         if not 0 <= turn < turns:
@@ -260,7 +276,7 @@ class Modulo(FlatStage):
             "grows": self._grows,
             "round": self._round,
             "sent": self._sent,
-            "turns": self._turns_now,
+            "turns": self._round_robin_now,
             "count": self._dither.count,
         }
 
@@ -269,29 +285,37 @@ class Modulo(FlatStage):
         self._ranges, self._farthest, self._lately = state["ranges"], state["farthest"], state["lately"]
         self._expected, self._news, self._grows = state["expected"], state["news"], state["grows"]
         self._round, self._sent = state["round"], state["sent"]
-        self._turns_now, self._dither.count = state["turns"], state["count"]
+        self._round_robin_now, self._dither.count = state["turns"], state["count"]
 
     def seed(self, seed: int) -> None:
         """See Codec."""
         self._dither.seed = seed
 
-    def shrink_to(self, share: float) -> None:
+    def set_budget(self, share: float) -> None:
         """See Codec: fewer blocks a round, by halves: so all that one sends is among what another sends more of."""
-        self._turns_now = self.turns * 2 ** max(0, round(-math.log2(share)))
+        self._round_robin_now = self.round_robin * 2 ** max(0, round(-math.log2(share)))
 
-    def turn_to(self, round: int) -> None:
+    def set_round(self, round: int) -> None:
         """See Codec: it says which blocks are on turn, so that a pair that has not met for long sends the same."""
         self._round = round
 
     @property
-    def wants_expectation(self) -> bool:
+    def wants_reference(self) -> bool:
         """See Codec: before the first message, and as long as each brings more news than the last."""
         return self._grows
 
-    def expect(self, tensors: Sequence[Tensor]) -> None:
+    def set_reference(self, tensors: Sequence[Tensor]) -> None:
         """See Codec: the first R is four times as far as this replica's message is from it, times `margin`."""
         self._expected = flatten(tensors)
 
-    def expect_change(self, tensors: Sequence[Tensor]) -> None:
+    def set_change(self, tensors: Sequence[Tensor]) -> None:
         """See Codec: R is at least `margin` times twice the largest change in a block."""
         self._change = self._largest(flatten(tensors))
+
+
+NAME = Name(
+    pattern=r"modulo(\d)(?:x(\d))?",
+    make=lambda bits, blocks: Modulo(bits=int(bits), round_robin=int(blocks or 1)),
+    examples=("modulo4", "modulo4x2"),
+    travels="for gossip: the low 4 bits; the partner, who is near, knows the rest; `x2` sends every second block",
+)

@@ -1,64 +1,27 @@
-"""Codecs by name, as settings give them."""
+"""How a codec is written in settings: one row beside each codec, and nothing else to add one."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
+from dataclasses import dataclass
 
-import torch
-
-from farflung.codecs.base import Chain, Codec, Stage
-from farflung.codecs.dense import Dense
-from farflung.codecs.feedback import ErrorFeedback
-from farflung.codecs.floats import Float
-from farflung.codecs.frequency import Frequency
-from farflung.codecs.lowrank import LowRank
-from farflung.codecs.modulo import Modulo
-from farflung.codecs.quantize import Quantize
-from farflung.codecs.threshold import Threshold
-from farflung.codecs.topk import TopK
-from farflung.errors import UserError
-
-_STAGES: dict[str, Callable[[str], Stage]] = {
-    "float32": lambda _: Dense(),
-    "bfloat16": lambda _: Dense(torch.bfloat16),
-    "float16": lambda _: Dense(torch.float16),
-    r"int([842])": lambda bits: Quantize(bits=int(bits)),
-    "e3m0": lambda _: Float("e3m0"),
-    "e4m3": lambda _: Float("e4m3"),
-    r"lowrank(\d+)": lambda rank: LowRank(rank=int(rank)),
-    r"topk([\d.]+)": lambda percent: TopK(share=float(percent) / 100),
-    r"threshold([\d.]+)": lambda percent: Threshold(share=float(percent) / 100),
-    "frequency": lambda _: Frequency(),
-    r"modulo(\d)": lambda bits: Modulo(bits=int(bits)),
-    r"modulo(\dx\d)": lambda text: Modulo(bits=int(text[0]), turns=int(text[2])),
-}
-
-CODEC_NAMES = (
-    "float32, bfloat16, float16, int8, int4, int2, e4m3, e3m0, modulo4 (bits), modulo4x2 (every second block in turn), "
-    "lowrank64 (rank), topk2 and threshold1 (per cent kept), frequency; "
-    "joined with -, as in lowrank64-int4; a leading ef- adds error feedback"
-)
+from farflung.codecs.base import Codec
 
 
-def codec_named(name: str) -> Codec:
-    """The codec of a name such as `ef-lowrank64-int4`. Raises UserError."""
-    words = name.split("-")
-    feedback = words[0] == "ef"
-    stages = [_stage(word, name) for word in words[feedback:]]
-    if not stages:
-        raise UserError(f"there is no codec {name!r}; there are: {CODEC_NAMES}")
-    if any(stage.needs_receiver for stage in stages) and (len(stages) > 1 or feedback):
-        raise UserError(f"codec {name!r} joins modulo to others; it only works alone")
-    codec = stages[0] if len(stages) == 1 else Chain(tuple(stages))
-    return ErrorFeedback(codec) if feedback else codec
+@dataclass(frozen=True)
+class Name:
+    """A codec's row in the registry.
 
+    Args:
+        pattern: what is written, as a regular expression.
+        make: the codec, given what the pattern's groups match; of a wrapper, given the codec that follows.
+        examples: what may be written, each a complete name; all of them where there are few.
+        travels: what is in its packets, in one line for people.
+        wraps: whether it goes before another codec, with a hyphen between.
+    """
 
-def _stage(word: str, name: str) -> Stage:
-    for pattern, make in _STAGES.items():
-        if found := re.fullmatch(pattern, word):
-            try:
-                return make(found.group(1) if found.groups() else "")
-            except ValueError as error:
-                raise UserError(f"codec {name!r}: {error}") from error
-    raise UserError(f"there is no codec {word!r}; there are: {CODEC_NAMES}")
+    pattern: str
+    make: Callable[..., Codec]
+    examples: tuple[str, ...]
+    travels: str
+    wraps: bool = False

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 Packet = Tensor
-"""One contiguous uint8 tensor: a header of 24 bytes, a table of the parts of each stage, then the last one's parts."""
+"""One contiguous uint8 tensor: a header of 24 bytes, a table of each transform's parts, then the last one's parts."""
 
 MAGIC = b"FARF"
 VERSION = 2
@@ -30,13 +30,13 @@ def shapes_hash(tensors: Sequence[Tensor]) -> int:
     return zlib.crc32(repr([tuple(tensor.shape) for tensor in tensors]).encode())
 
 
-def codec_id(stages: Sequence[object]) -> int:
+def codec_id(codecs: Sequence[object]) -> int:
     """16 bits that stand for a codec and its settings."""
-    return zlib.crc32(" | ".join(map(repr, stages)).encode()) & 0xFFFF
+    return zlib.crc32(" | ".join(map(repr, codecs)).encode()) & 0xFFFF
 
 
-def pack(stages: Sequence[object], tensors: Sequence[Tensor], table: Sequence[Sequence[Tensor]]) -> Packet:
-    """The last stage's parts behind a header; all begin at multiples of 8 bytes, so that they can be read in place."""
+def pack(codecs: Sequence[object], tensors: Sequence[Tensor], table: Sequence[Sequence[Tensor]]) -> Packet:
+    """The last parts behind a header; all begin at multiples of 8 bytes, so that they can be read in place."""
     words = [len(table)]
     for parts in table:
         words += [len(parts), *map(_word, parts)]
@@ -47,13 +47,19 @@ def pack(stages: Sequence[object], tensors: Sequence[Tensor], table: Sequence[Se
         pieces += [part.reshape(-1).view(torch.uint8), rest]
     packet = torch.cat([torch.empty(_HEADER.size, dtype=torch.uint8, device=device), *pieces])
     payload = packet[_HEADER.size :]
-    fields = MAGIC, VERSION, codec_id(stages), shapes_hash(tensors), payload.numel(), _checksum(payload)
+    fields = MAGIC, VERSION, codec_id(codecs), shapes_hash(tensors), payload.numel(), _checksum(payload)
     packet[: _HEADER.size] = _bytes(_HEADER.pack(*fields)).to(device)
     return packet
 
 
-def unpack(stages: Sequence[object], packet: Packet, like: Sequence[Tensor]) -> tuple[list[Tensor], list[list[Tensor]]]:
-    """The last stage's parts, and what the parts of every stage are like. Raises PacketError, saying what is wrong."""
+def packed_nbytes(table: Sequence[Sequence[Tensor]]) -> int:
+    """The bytes of a packet whose parts are like these, which need no memory."""
+    words = 1 + sum(1 + len(parts) for parts in table)
+    return _HEADER.size + _WORD * words + sum(part.nbytes + -part.nbytes % _WORD for part in table[-1])
+
+
+def unpack(codecs: Sequence[object], packet: Packet, like: Sequence[Tensor]) -> tuple[list[Tensor], list[list[Tensor]]]:
+    """The last parts, and what the parts of every transform are like. Raises PacketError, saying what is wrong."""
     if packet.numel() < _HEADER.size:
         raise PacketError(f"packet of {packet.numel()} bytes is shorter than its header ({_HEADER.size})")
     header = packet[: _HEADER.size].cpu().numpy().tobytes()
@@ -62,7 +68,7 @@ def unpack(stages: Sequence[object], packet: Packet, like: Sequence[Tensor]) -> 
     expected = (
         ("magic", magic, MAGIC),
         ("version", version, VERSION),
-        ("codec", codec, codec_id(stages)),
+        ("codec", codec, codec_id(codecs)),
         ("shapes hash", shapes, shapes_hash(like)),
         ("payload length", payload.numel(), length),
         ("checksum", _checksum(payload), checksum),
@@ -70,7 +76,7 @@ def unpack(stages: Sequence[object], packet: Packet, like: Sequence[Tensor]) -> 
     for what, found, wanted in expected:
         if found != wanted:
             raise PacketError(f"packet has {what} {found!r} where {wanted!r} was expected")
-    table, begin = _read_table(payload, len(stages))
+    table, begin = _read_table(payload, len(codecs))
     parts = []
     for part in table[-1]:
         end = begin + part.numel() * part.element_size()
@@ -86,13 +92,13 @@ def unpack(stages: Sequence[object], packet: Packet, like: Sequence[Tensor]) -> 
     return parts, table
 
 
-def _read_table(payload: Tensor, stages: int) -> tuple[list[list[Tensor]], int]:
-    """The parts of each stage as tensors without storage, and where the table ends."""
+def _read_table(payload: Tensor, steps: int) -> tuple[list[list[Tensor]], int]:
+    """The parts of each transform as tensors without storage, and where the table ends."""
     words = _words(payload)
     try:
-        if next(words) != stages:
-            raise PacketError("packet has another number of stages")
-        table = [[_like(next(words)) for _ in range(next(words))] for _ in range(stages)]
+        if next(words) != steps:
+            raise PacketError("packet has another number of transforms")
+        table = [[_like(next(words)) for _ in range(next(words))] for _ in range(steps)]
     except StopIteration:
         raise PacketError("packet ends within its table") from None
     return table, _WORD * (1 + sum(1 + len(parts) for parts in table))

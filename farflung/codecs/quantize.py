@@ -8,10 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from farflung.codecs.base import Traits
 from farflung.codecs.bits import pack_bits, unpack_bits
-from farflung.codecs.blocks import BlockStage
+from farflung.codecs.blocks import BlockTransform
 from farflung.codecs.dither import Dither
-from farflung.codecs.flat import rescaled, row_pieces, rows
+from farflung.codecs.flat import row_pieces, rows
+from farflung.codecs.names import Name
+from farflung.codecs.values import rescaled
 from farflung.errors import UserError
 
 _TO_SIGNED = 128
@@ -19,7 +22,7 @@ _TO_SIGNED = 128
 
 
 @dataclass
-class Quantize(BlockStage):
+class Quantize(BlockTransform):
     """Each value x of a block becomes a whole number of `bits` bits.
 
         step = max|x| / L;   code = round(x / step) + L;   x' = (code - L) · step;   L = 2^(bits - 1) - 1
@@ -46,6 +49,11 @@ class Quantize(BlockStage):
             raise UserError(f"Quantize has block={self.block}; choose a multiple of 8")
 
     @property
+    def traits(self) -> Traits:
+        """See Codec."""
+        return Traits(remembers=self.stochastic)
+
+    @property
     def _grid(self) -> tuple[int, int, int]:
         """The distance of codes in steps, the steps from the first code to zero, and the last code."""
         if self.bits == 2:
@@ -54,10 +62,10 @@ class Quantize(BlockStage):
         return 1, levels, 2 * levels
 
     def bytes_of(self, block: int) -> tuple[int, int]:
-        """See BlockStage; a step is a float32."""
+        """See BlockTransform; a step is a float32."""
         return block * self.bits // 8, 4
 
-    def compress(self, flat: Tensor, block: int) -> tuple[Tensor, Tensor]:
+    def forward_blocks(self, flat: Tensor, block: int) -> tuple[Tensor, Tensor]:
         """The packed codes, and one float32 step a block, as bytes."""
         count = -(-flat.numel() // block)
         codes = torch.empty(count, block * self.bits // 8, dtype=torch.uint8, device=flat.device)
@@ -83,8 +91,8 @@ class Quantize(BlockStage):
             grid.sub_(_TO_SIGNED)
         codes.copy_(pack_bits(grid.to(torch.int8).view(torch.uint8), self.bits))
 
-    def expand(self, codes: Tensor, common: Tensor, numel: int, block: int) -> Tensor:
-        """See BlockStage."""
+    def inverse_blocks(self, codes: Tensor, common: Tensor, numel: int, block: int) -> Tensor:
+        """See BlockTransform."""
         count = -(-numel // block)
         distance, zero, _ = self._grid
         out = torch.empty(count, block, dtype=torch.float32, device=codes.device)
@@ -113,3 +121,11 @@ class Quantize(BlockStage):
     def seed(self, seed: int) -> None:
         """See Codec."""
         self._dither.seed = seed
+
+
+NAME = Name(
+    pattern="int([842])",
+    make=lambda bits: Quantize(bits=int(bits)),
+    examples=("int8", "int4", "int2"),
+    travels="whole numbers of so many bits, with a step for each block of 128",
+)

@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from farflung.codecs.base import Stage
+from farflung.codecs.base import Traits
+from farflung.codecs.chain import Transform
 from farflung.codecs.flat import by_kind, count_of, expected, flatten, in_order
+from farflung.codecs.names import Name
 from farflung.codecs.packets import PacketError
 from farflung.codecs.topk import pack_places, packed_size, unpack_places
 from farflung.errors import UserError
@@ -22,7 +24,7 @@ _OFF = 2.0
 
 
 @dataclass
-class Threshold(Stage):
+class Threshold(Transform):
     """Keeps the values of at least a threshold in magnitude; the others become 0 (DCT, arXiv 2010.08899).
 
     Each tensor has a threshold of its own: the one that keeps `share` of the values, at least one, of the message it
@@ -49,7 +51,7 @@ class Threshold(Stage):
         if self.refresh < 1:
             raise UserError(f"Threshold has refresh={self.refresh}; choose at least 1")
 
-    def shrink(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The kept values, their packed places in chunks, and how many each chunk has."""
         floating, finished = by_kind(tensors)
         flat = flatten(floating)
@@ -57,6 +59,24 @@ class Threshold(Stage):
         counts = torch.bincount(kept // _CHUNK, minlength=-(-flat.numel() // _CHUNK))
         counts_bytes = counts.to(torch.int16).view(torch.uint8)
         return [flat[kept], pack_places(kept % _CHUNK, _CHUNK), counts_bytes, *finished]
+
+    @property
+    def traits(self) -> Traits:
+        """See Codec."""
+        return Traits(fixed_length=False, remembers=True)
+
+    def outline(self, like: Sequence[Tensor]) -> list[Tensor]:
+        """See Transform: of a message that thresholds were set for."""
+        floating, finished = by_kind(like)
+        kept = sum(self._wanted(tensor.numel()) for tensor in floating)
+        counts = _COUNT_BYTES * -(-count_of(floating) // _CHUNK)
+        sizes = packed_size(kept, _CHUNK), counts
+        packed = [torch.empty(size, dtype=torch.uint8, device="meta") for size in sizes]
+        return [torch.empty(kept, device="meta"), *packed, *finished]
+
+    def _wanted(self, numel: int) -> int:
+        """How many values of a tensor its threshold is set for."""
+        return min(max(round(self.share * numel), 1), numel)
 
     def _kept(self, rows: Sequence[Tensor]) -> Tensor:
         """The places of the values that travel, in the row of all tensors; renews thresholds where they are due."""
@@ -84,7 +104,7 @@ class Threshold(Stage):
 
     def _largest(self, magnitudes: Tensor) -> tuple[float, Tensor]:
         """The threshold that fits a tensor, and the places of what it lets through."""
-        wanted = min(max(round(self.share * magnitudes.numel()), 1), magnitudes.numel())
+        wanted = self._wanted(magnitudes.numel())
         if not wanted:
             return 0.0, magnitudes.nonzero().view(-1)
         threshold = magnitudes.kthvalue(magnitudes.numel() - wanted + 1).values
@@ -92,8 +112,8 @@ class Threshold(Stage):
         equal = ((magnitudes == threshold) & (magnitudes > 0)).nonzero().view(-1)[: wanted - above.numel()]
         return float(threshold), torch.cat([above, equal]).sort().values
 
-    def restore(self, parts: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
-        """See Stage."""
+    def inverse(self, parts: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
+        """See Transform."""
         floating, finished = by_kind(like)
         numel = count_of(floating)
         chunks = -(-numel // _CHUNK)
@@ -123,3 +143,11 @@ class Threshold(Stage):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See Codec."""
         self._thresholds, self._age = list(state["thresholds"]), state["age"]
+
+
+NAME = Name(
+    pattern=r"threshold([\d.]+)",
+    make=lambda percent: Threshold(share=float(percent) / 100),
+    examples=("threshold1",),
+    travels="the values above each tensor's threshold, here about 1%, and their places",
+)

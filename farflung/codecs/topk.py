@@ -8,21 +8,22 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from farflung.codecs.base import Stage
 from farflung.codecs.bits import pack_bits, unpack_bits
+from farflung.codecs.chain import Transform
 from farflung.codecs.chunks import chunks_of, cut, separate, together, totals
 from farflung.codecs.flat import by_kind, expected, in_order, joined
+from farflung.codecs.names import Name
 from farflung.codecs.packets import PacketError
 from farflung.errors import UserError
 
 
 @dataclass(frozen=True)
-class TopK(Stage):
+class TopK(Transform):
     """Keeps the k = share · chunk values of each chunk that are largest in magnitude; the others become 0.
 
-    Each tensor is cut into chunks by itself; what an earlier stage has cut (Frequency) stays as it is. A chunk that is
+    Each tensor is cut into chunks by itself; what was cut before (BlockDCT) stays as it is. A chunk that is
     shorter (a vector, a tensor's last one) keeps k values as well, or all where it has no more. A kept value costs
-    itself, which a later stage may quantize, and log2 of the chunk's size in bits for its place (SparseLoCo,
+    itself, which a later transform may quantize, and log2 of the chunk's size in bits for its place (SparseLoCo,
     arXiv 2508.15706); where a chunk keeps all, places cost nothing.
 
     Args:
@@ -43,7 +44,7 @@ class TopK(Stage):
         """Values kept of a chunk of this size."""
         return min(max(1, round(self.share * self.chunk)), size)
 
-    def shrink(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The kept values of chunks of each size, a row for a chunk; then all packed places."""
         floating, finished = by_kind(tensors)
         values, packed = [], [torch.empty(0, dtype=torch.uint8, device=floating[0].device if floating else None)]
@@ -56,8 +57,16 @@ class TopK(Stage):
             values.append(chunks)
         return [*values, torch.cat(packed), *finished]
 
-    def restore(self, parts: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
-        """See Stage."""
+    def outline(self, like: Sequence[Tensor]) -> list[Tensor]:
+        """See Transform."""
+        floating, finished = by_kind(like)
+        sizes = totals(shape for tensor in floating for shape in cut(tensor.shape, self.chunk))
+        values = [torch.empty(count, self._kept(size), device="meta") for count, size in sizes]
+        places = sum(self._places_size(count, size) for count, size in sizes)
+        return [*values, torch.empty(places, dtype=torch.uint8, device="meta"), *finished]
+
+    def inverse(self, parts: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
+        """See Transform."""
         floating, finished = by_kind(like)
         shapes = [cut(tensor.shape, self.chunk) for tensor in floating]
         sizes = totals(shape for those in shapes for shape in those)
@@ -81,6 +90,14 @@ class TopK(Stage):
             return values.view(shape)
         places = unpack_places(packed, count * kept, size).view(count, kept)
         return values.new_zeros(shape).scatter_(1, places, values.view(count, kept))
+
+
+NAME = Name(
+    pattern=r"topk([\d.]+)",
+    make=lambda percent: TopK(share=float(percent) / 100),
+    examples=("topk2",),
+    travels="the largest values of each 4096 of a tensor, here 2% (as many of a shorter rest), and their places",
+)
 
 
 def pack_places(places: Tensor, chunk: int) -> Tensor:

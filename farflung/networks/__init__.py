@@ -7,48 +7,54 @@ import os
 import torch.distributed as dist
 
 from farflung.networks.base import (
+    ElasticNetwork,
     Finished,
     Group,
     Network,
-    OpenNetwork,
     Party,
     PeerLostError,
     Pending,
-    State,
+    SharedState,
     TimedNetwork,
     Traffic,
 )
-from farflung.networks.conditions import Conditions
 from farflung.networks.distributed import TorchNetwork
-from farflung.networks.living import among_the_living
-from farflung.networks.presets import conditions_named
-from farflung.networks.simulated import ReplicaDiedError, SimulatedNetwork, Simulation
-from farflung.networks.survivors import among_survivors
+from farflung.networks.membership import among_members, among_survivors
+from farflung.networks.simulator import Conditions, ReplicaDiedError, SimulatedNetwork, Simulation, conditions_named
 from farflung.renamed import renamed
 
 __all__ = [
     "Conditions",
+    "ElasticNetwork",
     "Finished",
     "Group",
     "Network",
-    "OpenNetwork",
     "Party",
     "PeerLostError",
     "Pending",
     "ReplicaDiedError",
+    "SharedState",
     "SimulatedNetwork",
     "Simulation",
-    "State",
     "TimedNetwork",
     "TorchNetwork",
     "Traffic",
+    "among_members",
     "among_survivors",
-    "among_the_living",
     "conditions_named",
     "from_env",
 ]
 
-__getattr__ = renamed(__name__, {"PeerLost": "PeerLostError", "Died": "ReplicaDiedError"})
+__getattr__ = renamed(
+    __name__,
+    {
+        "PeerLost": "PeerLostError",
+        "Died": "ReplicaDiedError",
+        "OpenNetwork": "ElasticNetwork",
+        "State": "SharedState",
+        "among_the_living": "among_members",
+    },
+)
 
 
 def from_env(starting: float = 600.0, deadline: float = 120.0) -> Network:

@@ -14,7 +14,10 @@ T_co = TypeVar("T_co", covariant=True)
 Group = tuple[int, ...]
 """The ranks that take part in an exchange, sorted, this replica's own among them."""
 
-Combine = Callable[[dict[int, Tensor]], Tensor]
+Packets = dict[int, Tensor]
+"""Packets by rank: of those that sent them, or those that are to get them."""
+
+Combine = Callable[[Packets], Tensor]
 """Makes one packet of several, by the ranks that sent them, in order of rank."""
 
 
@@ -27,7 +30,7 @@ class PeerLostError(Exception):
         delivered: the packets of those who did deliver, own included (of an `exchange`).
     """
 
-    def __init__(self, ranks: Sequence[int], reason: str, delivered: dict[int, Tensor] | None = None) -> None:
+    def __init__(self, ranks: Sequence[int], reason: str, delivered: Packets | None = None) -> None:
         super().__init__(reason)
         self.ranks = tuple(ranks)
         self.delivered = delivered or {}
@@ -103,8 +106,8 @@ class Party:
 
 
 @dataclass(frozen=True)
-class State:
-    """Where a run stands, for a replica that comes to it: float32 tensors by name, and facts that JSON can hold.
+class SharedState:
+    """The state that a late replica downloads: float32 tensors by name, and facts that JSON can hold.
 
     Once it was fetched, `givers` are the replicas that say it is so.
     """
@@ -131,11 +134,11 @@ class Network(Protocol):
         """Counts what holds exchanges here: the number, from 0, by which its keys differ from others'."""
         ...
 
-    def exchange(self, packet: Tensor, group: Group, key: str) -> Pending[dict[int, Tensor]]:
+    def exchange(self, packet: Tensor, group: Group, key: str) -> Pending[Packets]:
         """Sends a packet (flat uint8, any length) to the others of the group; yields every member's, own included."""
         ...
 
-    def relay(self, packets: dict[int, Tensor], group: Group, key: str, combine: Combine) -> Pending[dict[int, Tensor]]:
+    def scatter_combine_gather(self, packets: Packets, group: Group, key: str, combine: Combine) -> Pending[Packets]:
         """Sends each of the others the packet for it; what `combine` makes of those that came goes to the whole group.
 
         Yields every member's combined packet, own included. `combine` may run in another thread, once, while this
@@ -152,8 +155,8 @@ class Network(Protocol):
         """
         ...
 
-    def computed(self) -> None:
-        """Says that one inner step's computation is done; a simulated clock advances by it."""
+    def advance(self) -> None:
+        """Advances a simulated clock by one inner step's computation; elsewhere time has passed by itself."""
         ...
 
     def now(self) -> float:
@@ -175,7 +178,7 @@ class TimedNetwork(Network, Protocol):
 
 
 @runtime_checkable
-class OpenNetwork(Network, Protocol):
+class ElasticNetwork(Network, Protocol):
     """A network whose replicas come and go, train at speeds of their own, and cannot all be trusted."""
 
     @property
@@ -203,18 +206,18 @@ class OpenNetwork(Network, Protocol):
         """
         ...
 
-    def serve(self, source: Callable[[], State]) -> None:
+    def serve(self, source: Callable[[], SharedState]) -> None:
         """Says how to get this replica's state, for those who come late; it is called in `paced` if need be."""
         ...
 
-    def fetch(self, alike: bool) -> Pending[State]:
+    def fetch(self, alike: bool) -> Pending[SharedState]:
         """The state of other replicas; of the same bits throughout where they are `alike`.
 
         `wait` raises PeerLostError.
         """
         ...
 
-    def reject(self, state: State, why: str) -> None:
+    def reject(self, state: SharedState, why: str) -> None:
         """Says that a fetched state cannot be this run's; those who gave it are not asked again."""
         ...
 

@@ -19,11 +19,10 @@ from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import _get_default_store
 
-from farflung.networks.base import Combine, Finished, Group, PeerLostError, Pending, Traffic, mean_in_order
-from farflung.networks.joining import join
+from farflung.networks.base import Combine, Finished, Group, Packets, PeerLostError, Pending, Traffic, mean_in_order
+from farflung.networks.torchrun import join
 
 T = TypeVar("T")
-_Parts = dict[int, Tensor]
 
 CHUNK = 1 << 16
 """Elements that a reduction handles at a time: while one chunk is averaged, others are on the wire."""
@@ -86,15 +85,15 @@ class TorchNetwork:
         """See Network."""
         return next(self._attachments)
 
-    def exchange(self, packet: Tensor, group: Group, key: str) -> Pending[dict[int, Tensor]]:
+    def exchange(self, packet: Tensor, group: Group, key: str) -> Pending[Packets]:
         """See Network. Lengths travel first, then all packets at once, both directions of each link together."""
         if group == (self.rank,):
             return Finished({self.rank: packet}, self.now())
         return _Transfer(self, group, lambda transfer: self._exchange(packet, transfer, key))
 
-    def relay(self, packets: dict[int, Tensor], group: Group, key: str, combine: Combine) -> Pending[dict[int, Tensor]]:
+    def scatter_combine_gather(self, packets: Packets, group: Group, key: str, combine: Combine) -> Pending[Packets]:
         """See Network. Combines in the exchange's thread."""
-        return _Transfer(self, group, lambda transfer: self._relay(packets, combine, transfer, key))
+        return _Transfer(self, group, lambda transfer: self._scatter_combine_gather(packets, combine, transfer, key))
 
     def all_reduce(self, tensor: Tensor, group: Group, key: str) -> Pending[Tensor]:
         """See Network. Each member averages its part of each chunk, and sends it to the others."""
@@ -104,7 +103,7 @@ class TorchNetwork:
         alike = f"{key} of {tensor.numel()} {tensor.dtype}"
         return _Transfer(self, group, lambda transfer: self._all_reduce(tensor, transfer, alike))
 
-    def computed(self) -> None:
+    def advance(self) -> None:
         """Nothing: the wall clock has already advanced."""
 
     def now(self) -> float:
@@ -124,14 +123,14 @@ class TorchNetwork:
         if dist.is_initialized():
             dist.destroy_process_group()
 
-    def _exchange(self, packet: Tensor, transfer: _Transfer[dict[int, Tensor]], key: str) -> dict[int, Tensor]:
+    def _exchange(self, packet: Tensor, transfer: _Transfer[Packets], key: str) -> Packets:
         delivered = self._swap_packets(dict.fromkeys(transfer.others, packet), transfer, key) | {self.rank: packet}
         transfer.raise_if_lost(delivered)
         return {rank: delivered[rank] for rank in transfer.group}
 
-    def _relay(
-        self, packets: dict[int, Tensor], combine: Combine, transfer: _Transfer[dict[int, Tensor]], key: str
-    ) -> dict[int, Tensor]:
+    def _scatter_combine_gather(
+        self, packets: Packets, combine: Combine, transfer: _Transfer[Packets], key: str
+    ) -> Packets:
         received = self._swap_packets(packets, transfer, f"{key}: parts")
         combined = combine({rank: received[rank] for rank in sorted(received)})
         delivered = self._swap_packets(dict.fromkeys(transfer.alive, combined), transfer, f"{key}: means")
@@ -139,7 +138,7 @@ class TorchNetwork:
         transfer.raise_if_lost(delivered)
         return {rank: delivered[rank] for rank in transfer.group}
 
-    def _swap_packets(self, packets: dict[int, Tensor], transfer: _Transfer[Any], key: str) -> dict[int, Tensor]:
+    def _swap_packets(self, packets: Packets, transfer: _Transfer[Any], key: str) -> Packets:
         """Sends each of the living its packet and receives theirs; lengths travel first."""
         device = next((packet.device for packet in packets.values()), self.device)
         outgoing = {peer: packets[peer].to(self.device).contiguous() for peer in transfer.alive}
@@ -165,7 +164,7 @@ class TorchNetwork:
         transfer.raise_if_lost()
         return tensor
 
-    def _collect(self, chunk: Tensor, transfer: _Transfer[Tensor], key: str) -> tuple[_Parts, _Parts, list[_Work]]:
+    def _collect(self, chunk: Tensor, transfer: _Transfer[Tensor], key: str) -> tuple[Packets, Packets, list[_Work]]:
         """Starts sending each member its part of a chunk, and collecting everyone's values of the own part."""
         parts = dict(zip(transfer.group, chunk.tensor_split(len(transfer.group)), strict=True))
         inbox = {peer: torch.empty_like(parts[self.rank]) for peer in transfer.others}
@@ -173,8 +172,8 @@ class TorchNetwork:
         return parts, inbox, self._swap(inbox, outgoing, key)
 
     def _hand_round(
-        self, parts: _Parts, inbox: _Parts, works: list[_Work], transfer: _Transfer[Tensor], key: str
-    ) -> tuple[_Parts, _Parts, list[_Work]]:
+        self, parts: Packets, inbox: Packets, works: list[_Work], transfer: _Transfer[Tensor], key: str
+    ) -> tuple[Packets, Packets, list[_Work]]:
         """Averages the own part, and starts sending it to all for theirs."""
         transfer.complete(works)
         transfer.raise_if_lost()
@@ -185,7 +184,7 @@ class TorchNetwork:
         averaged = {peer: torch.empty_like(parts[peer]) for peer in transfer.others}
         return parts, averaged, self._swap(averaged, dict.fromkeys(transfer.others, own), key)
 
-    def _swap(self, incoming: dict[int, Tensor], outgoing: dict[int, Tensor], key: str) -> list[_Work]:
+    def _swap(self, incoming: Packets, outgoing: Packets, key: str) -> list[_Work]:
         """Starts receiving and sending, receives first: Gloo needs them posted to use both directions of a link."""
         ways = ((dist.irecv, incoming), (dist.isend, outgoing))
         peers = [peer for _, tensors in ways for peer, tensor in tensors.items() if tensor.numel()]
@@ -293,7 +292,7 @@ class _Transfer(Generic[T]):
             watch.join(max(0.0, ends - time.monotonic()))
         return sorted({peer for peer, watch in watches if watch.is_alive()}) or self.others
 
-    def raise_if_lost(self, delivered: dict[int, Tensor] | None = None) -> None:
+    def raise_if_lost(self, delivered: Packets | None = None) -> None:
         """Raises PeerLostError, naming them, if anybody was lost."""
         if self._lost:
             names = ", ".join(self._network.address(rank) for rank in sorted(self._lost))

@@ -1,65 +1,75 @@
 """Floor 3: the rounds between replicas. Read `loop.py` first."""
 
+from farflung.hooks.start import DisagreementError
 from farflung.outer.adaptation import Adapt
-from farflung.outer.attached import Attached, Options
-from farflung.outer.averaging import Way, parts_sent
+from farflung.outer.averaging import Way
+from farflung.outer.counting import Shape, bytes_per_parameter, kept_bytes, message_bytes, traffic_per_hop
+from farflung.outer.elastic import ElasticLoop
 from farflung.outer.faults import DivergedError
 from farflung.outer.gradients import GradientLoop
-from farflung.outer.inner import ADAMW, INNER, MUON, SIGN, Inner, MuonAdamW, SignSGD, names_of
 from farflung.outer.loop import OuterLoop
 from farflung.outer.merges import Drop, Eager, Keep, Merge, Mix, merge_named
 from farflung.outer.method import Method
-from farflung.outer.opened import Anchored
 from farflung.outer.optimizers import (
+    Anchored,
     Average,
     GossipApart,
     GossipNesterov,
     OuterFactory,
     OuterOptimizer,
 )
-from farflung.outer.round import Round
+from farflung.outer.outcomes import Outcome, Round
 from farflung.outer.schedules import Schedule
-from farflung.outer.start import DisagreementError
+from farflung.outer.session import Options, Session
 from farflung.outer.topologies import Everyone, RandomGroups, Topology, group_of
 from farflung.renamed import renamed
 
 __all__ = [
-    "ADAMW",
-    "INNER",
-    "MUON",
-    "SIGN",
     "Adapt",
     "Anchored",
-    "Attached",
     "Average",
     "DisagreementError",
     "DivergedError",
     "Drop",
     "Eager",
+    "ElasticLoop",
     "Everyone",
     "GossipApart",
     "GossipNesterov",
     "GradientLoop",
-    "Inner",
     "Keep",
     "Merge",
     "Method",
     "Mix",
-    "MuonAdamW",
     "Options",
+    "Outcome",
     "OuterFactory",
     "OuterLoop",
     "OuterOptimizer",
     "RandomGroups",
     "Round",
     "Schedule",
-    "SignSGD",
+    "Session",
+    "Shape",
     "Topology",
     "Way",
+    "bytes_per_parameter",
     "group_of",
+    "kept_bytes",
     "merge_named",
-    "names_of",
-    "parts_sent",
+    "message_bytes",
+    "traffic_per_hop",
 ]
 
-__getattr__ = renamed(__name__, {"Disagreement": "DisagreementError", "Diverged": "DivergedError"})
+_OF_INNER = ("ADAMW", "INNER", "MUON", "SIGN", "Inner", "MuonAdamW", "SignSGD")
+
+__getattr__ = renamed(
+    __name__,
+    {
+        "Attached": "Session",
+        "Disagreement": "DisagreementError",
+        "Diverged": "DivergedError",
+        "parts_sent": "traffic_per_hop",
+        **{name: f"farflung.inner.{name}" for name in _OF_INNER},
+    },
+)

@@ -1,4 +1,4 @@
-"""The mean of a group's messages, by whichever way is cheapest for the codec and the group's size."""
+"""The mean of a group's messages: by all-reduce where nothing is encoded, else of packets."""
 
 from __future__ import annotations
 
@@ -8,18 +8,21 @@ import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from threading import Event
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
 from farflung.codecs import Codec, Packet, PacketError
-from farflung.codecs.base import norm
+from farflung.codecs.values import norm
 from farflung.networks import Group, Network, PeerLostError, Pending
-from farflung.outer.fusion import Fuse, Fusion
 
 Views = Callable[[Tensor], list[Tensor]]
 """A flat message as the tensors that it consists of."""
+
+if TYPE_CHECKING:
+    from farflung.outer.aggregation import Aggregation
+    from farflung.outer.method import Method
 
 Way = Literal["whole", "parts"]
 """How packets are averaged among more than two members. `whole`: each goes to everyone, n - 1 times its bytes, and is
@@ -34,63 +37,70 @@ MOST_STRIPS = 16
 """In how many packets a message goes at most."""
 
 
-def parts_sent(codec: Codec, way: Way, members: int) -> tuple[float, ...]:
-    """What part of a message goes from each member of a group to each other, hop after hop.
-
-    What a codec need not encode is averaged in the network, part by part.
-    """
-    if not codec.lossless and _goes_whole(codec, way, members):
-        return (1.0,)
-    return (1 / members, 1 / members)
-
-
-def _goes_whole(codec: Codec, way: Way, members: int) -> bool:
-    """Whether packets go to everyone.
+def uses_all_gather(codec: Codec, way: Way, members: int) -> bool:
+    """Whether each member's packet goes to everyone.
 
     A pair's do anyhow, since that is no more bytes; and those that each receiver reads by its own values, of which a
     mean in parts has none.
     """
-    return way == "whole" or members <= 2 or codec.needs_receiver
+    return way == "whole" or members <= 2 or codec.traits.needs_receiver
+
+
+class Mean:
+    """The weighted mean, summed in the order given: the one order that every network uses, for equal bits.
+
+    Of nothing, and of messages that all count nothing, it is `like`.
+    """
+
+    def __init__(self, like: Sequence[Tensor]) -> None:
+        self._like = like
+        self._sum = [torch.zeros_like(tensor) for tensor in like]
+        self._weight = 0.0
+
+    def add(self, message: Sequence[Tensor], weight: float) -> None:
+        """Takes one message; its memory may be used again afterwards."""
+        for to, tensor in zip(self._sum, message, strict=True):
+            to.add_(tensor, alpha=weight)
+        self._weight += weight
+
+    def result(self) -> list[Tensor]:
+        """The mean of those taken."""
+        return [tensor.div_(self._weight) for tensor in self._sum] if self._weight else list(self._like)
 
 
 class Averaging:
-    """Averages one stream of messages, round after round, and keeps what its codecs remember between them.
-
-    What a codec need not encode is averaged in the network, 2 (n - 1) / n times its bytes from each member; for the
-    packets of others, see Way.
+    """Averages one fragment's messages, round after round, and keeps what its codecs remember between them.
 
     Args:
         network: the replica's seat.
-        codec: each use of it works with a copy of its own.
+        method: whose codec, each use of which works with a copy of its own, and way of averaging it takes. Where all
+            members must end alike, each takes its own message as decoded, too; else as it is.
         views: a flat message as tensors of the parameters' shapes.
-        way: how packets are averaged among more than two.
-        alike: whether all members must get the same mean; else each takes its own message as it is, not as decoded.
-        name: tells this stream's random numbers from others'.
+        name: tells this fragment's random numbers from others'.
         exact: whether messages of float64 must not be rounded to float32, by a codec that loses nothing else.
-        fusion: how messages are made one; on an open network no message goes without its looking at it.
+        aggregation: for a network whose members cannot all be trusted; no message goes without its looking at it.
     """
 
     def __init__(
         self,
         network: Network,
-        codec: Codec,
+        method: Method,
         views: Views,
-        way: Way,
-        alike: bool,
         name: str,
         exact: bool = False,
-        fusion: Fusion | None = None,
+        aggregation: Aggregation | None = None,
     ) -> None:
         self._network = network
-        self._prototype = codec
+        self._prototype = method.codec
         self._views = views
-        self._way = way
-        self._alike = alike
+        self._way = method.averaging
+        self._alike = method.topology.alike
         self._name = name
         self._exact = exact
-        self._fusion = fusion
+        self._aggregation = aggregation
         self._codecs: dict[str, Codec] = {}
         self._round = 0
+        self._weights: Mapping[int, float] = {}
         self.share = 1.0
 
     def start(
@@ -104,29 +114,32 @@ class Averaging:
         `wait` of the result raises PeerLostError when somebody's part is missing or unreadable. The message then holds
         the mean of the others', or where that cannot be, this replica's own values.
         """
-        if self._fusion is None and self._prototype.lossless and (self._exact or message.dtype == torch.float32):
+        if (
+            self._aggregation is None
+            and self._prototype.traits.lossless
+            and (self._exact or message.dtype == torch.float32)
+        ):
             return self._network.all_reduce(message, group, key), 0.0
-        self._round = round
-        fuse = (self._fusion or Fusion()).of(self._network.rank, weights or {})
-        if _goes_whole(self._prototype, self._way, len(group)) or (self._fusion and self._fusion.whole):
-            return self._gather(message, group, key, fuse)
-        return self._share_out(message, group, key, fuse)
+        self._round, self._weights = round, weights or {}
+        whole = self._aggregation is not None and self._aggregation.whole
+        if whole or uses_all_gather(self._prototype, self._way, len(group)):
+            return self._all_gather(message, group, key)
+        return self._reduce_scatter(message, group, key)
 
-    def expect(self, message: Tensor) -> None:
+    def set_reference(self, message: Tensor) -> None:
         """Says what the next message would be like if it brought no news."""
         for codec, strip in self._strips(message):
-            codec.expect(strip)
+            codec.set_reference(strip)
 
-    def wants_expectation(self, group: Group) -> bool:
-        """Whether a codec could make use of `expect` now."""
-        codecs = self._codecs.values() or [self._prototype]
-        return bool(group) and any(codec.wants_expectation for codec in codecs)
+    def wants_reference(self) -> bool:
+        """Whether a codec could make use of `set_reference` now."""
+        return any(codec.wants_reference for codec in self._codecs.values() or [self._prototype])
 
-    def shrink_to(self, share: float) -> None:
+    def set_budget(self, share: float) -> None:
         """See Codec."""
         self.share = share
         for codec in self._codecs.values():
-            codec.shrink_to(share)
+            codec.set_budget(share)
 
     def state_dict(self) -> dict[str, Any]:
         """What the codecs remember."""
@@ -143,17 +156,17 @@ class Averaging:
         if use not in self._codecs:
             codec = copy.deepcopy(self._prototype)
             codec.seed(zlib.crc32(f"{self._network.rank} {self._name} {use}".encode()))
-            codec.shrink_to(self.share)
+            codec.set_budget(self.share)
             self._codecs[use] = codec
-        self._codecs[use].turn_to(self._round)
+        self._codecs[use].set_round(self._round)
         return self._codecs[use]
 
-    def _gather(self, message: Tensor, group: Group, key: str, fuse: Fuse) -> tuple[Pending[Tensor], float]:
+    def _all_gather(self, message: Tensor, group: Group, key: str) -> tuple[Pending[Tensor], float]:
         strips, packets, pendings = self._strips(message), [], []
         for number, (codec, strip) in enumerate(strips):
             packets.append(codec.encode(strip))
             pending = self._network.exchange(packets[-1], group, f"{key}, strip {number}")
-            pendings.append(_Averaged(pending, message, partial(self._fuse_strip, fuse, codec, strip)))
+            pendings.append(_Averaged(pending, message, partial(self._average_strip, codec, strip, self._weights)))
         # What follows is computed while the packets are on the wire.
         errors = [codec.error_of(packet, strip) for (codec, strip), packet in zip(strips, packets, strict=True)]
         if len(strips) == 1:
@@ -165,19 +178,56 @@ class Averaging:
     def _strips(self, message: Tensor) -> list[tuple[Codec, list[Tensor]]]:
         """A message's tensors in runs of neighbours, each with its own codec; all together if need be."""
         tensors = self._views(message)
-        runs = [tensors] if self._prototype.needs_whole or self._fusion else strips(tensors)
+        runs = [tensors] if self._prototype.traits.needs_whole or self._aggregation else strips(tensors)
         if len(runs) == 1:
             return [(self._codec("whole"), tensors)]
         return [(self._codec(f"strip {number} of {len(runs)}"), run) for number, run in enumerate(runs)]
 
-    def _fuse_strip(self, fuse: Fuse, codec: Codec, strip: list[Tensor], packets: dict[int, Packet]) -> dict[int, str]:
+    def _average_strip(
+        self, codec: Codec, strip: list[Tensor], weights: Mapping[int, float], packets: dict[int, Packet]
+    ) -> dict[int, str]:
         own = None if self._alike else strip
         others = {rank: p for rank, p in packets.items() if self._alike or rank != self._network.rank}
-        mean, unreadable = fuse(codec, others, strip, own)
+        mean, unreadable = self._mean(codec, others, strip, own, weights)
         _copy(mean, strip)
         return unreadable
 
-    def _share_out(self, message: Tensor, group: Group, key: str, fuse: Fuse) -> tuple[Pending[Tensor], float]:
+    def _mean(
+        self,
+        codec: Codec,
+        packets: Mapping[int, Packet],
+        like: Sequence[Tensor],
+        own: Sequence[Tensor] | None,
+        weights: Mapping[int, float],
+    ) -> tuple[list[Tensor], dict[int, str]]:
+        """One message of packets and of the own message; and why some packets could not be used."""
+        total = self._aggregation.total(like) if self._aggregation else Mean(like)
+        unreadable: dict[int, str] = {}
+        for sender, packet in packets.items():
+            try:
+                total.add(self._decoded(sender, codec, packet, like, own), weights.get(sender, 1.0))
+            except PacketError as error:
+                unreadable[sender] = str(error)
+        if own is not None:
+            total.add(own, weights.get(self._network.rank, 1.0))
+        return total.result(), unreadable
+
+    def _decoded(
+        self, sender: int, codec: Codec, packet: Packet, like: Sequence[Tensor], own: Sequence[Tensor] | None
+    ) -> list[Tensor]:
+        """A packet's message, once it was looked at. Raises PacketError."""
+        try:
+            # What came over the internet lies in the host's memory.
+            message = codec.decode(packet.to(like[0].device) if like else packet, like)
+            if self._aggregation and (own is None or sender != self._network.rank):
+                self._aggregation.check(sender, message, own)
+        except PacketError as error:
+            if self._aggregation:
+                self._aggregation.blame(sender, str(error))
+            raise
+        return message
+
+    def _reduce_scatter(self, message: Tensor, group: Group, key: str) -> tuple[Pending[Tensor], float]:
         tensors, own = self._views(message), self._network.rank
         parts = dict(zip(group, cut(tensors, len(group)), strict=True))
         senders = {rank: self._codec(f"part {number} of {len(group)}") for number, rank in enumerate(group)}
@@ -185,8 +235,10 @@ class Averaging:
         unreadable: dict[int, str] = {}
         given_up = Event()
 
+        weights = self._weights
+
         def combine(received: dict[int, Packet]) -> Packet:
-            mean, bad = fuse(senders[own], received, parts[own], parts[own])
+            mean, bad = self._mean(senders[own], received, parts[own], parts[own], weights)
             unreadable.update(bad)
             codec = self._codec(f"mean of {len(group)}")
             # Others may still want it, but what is remembered must not depend on when that was.
@@ -195,15 +247,12 @@ class Averaging:
         def finish(combined: dict[int, Packet]) -> dict[int, str]:
             for rank, packet in combined.items():
                 try:
-                    decoded = senders[rank].decode(packet.to(message.device), parts[rank])
-                    if self._fusion and rank != own:
-                        self._fusion.check(rank, decoded, parts[rank])
-                    _copy(decoded, parts[rank])
+                    _copy(self._decoded(rank, senders[rank], packet, parts[rank], parts[rank]), parts[rank])
                 except PacketError as error:
                     unreadable[rank] = str(error)
             return unreadable
 
-        pending = self._network.relay(packets, group, key, combine)
+        pending = self._network.scatter_combine_gather(packets, group, key, combine)
         errors = [senders[rank].error_of(packet, parts[rank]) for rank, packet in packets.items()]
         return _Averaged(pending, message, finish, given_up), sum(errors) / len(errors)
 

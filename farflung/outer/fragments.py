@@ -1,16 +1,20 @@
-"""Parts of a model's parameters that travel together, as one flat buffer."""
+"""Parts of a model's parameters that travel together: their weights, fast and slow, as flat tensors."""
 
 from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor, nn
 
 from farflung.errors import UserError
-from farflung.outer.shards import own_of
+from farflung.hooks.shards import own_of
+from farflung.outer.merges import Merge
+from farflung.outer.optimizers import OuterOptimizer, message_of, step_with
+from farflung.outer.round import Offer
 
 LARGEST = torch.finfo(torch.float32).max
 
@@ -67,6 +71,95 @@ class Fragment:
     def sound(self) -> bool:
         """Whether all values can be sent."""
         return all(sendable(own_of(parameter.detach())) for parameter in self.parameters)
+
+
+class Weights:
+    """A fragment's weights θ and their anchor φ: what is offered in a round, and what becomes of a mean.
+
+    Args:
+        fragment: the parameters.
+        anchor: flat, of the fragment's dtype; the outer state lives on its device.
+        outer: the optimizer of all anchors.
+        merge: what becomes of the steps that are trained while a round is under way.
+        writing: a context in which the parameters are written.
+    """
+
+    def __init__(
+        self,
+        fragment: Fragment,
+        anchor: Tensor,
+        outer: torch.optim.Optimizer,
+        merge: Merge,
+        writing: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        self.fragment = fragment
+        self.anchor = anchor
+        self._outer = outer
+        self._merge = merge
+        self._writing = writing
+
+    def offer(self, fault: str) -> Offer[Tensor]:
+        """The progress; with a fault, the weights become the anchor, which stands for none."""
+        if fault:
+            self.write(self.anchor)
+        weights = self.anchor.clone() if fault else self.fragment.read(self.anchor.device)
+        keeps_anchor = self._merge.eager and isinstance(self._outer, OuterOptimizer)
+        anchor = self.anchor.clone() if keeps_anchor else None
+        return Offer(message_of(self._outer, self.anchor, weights), fault, anchor)
+
+    def nothing(self, anchor: Tensor | None = None) -> Tensor:
+        """The message of a replica that has made no progress since an anchor, by default its own."""
+        anchor = self.anchor if anchor is None else anchor
+        return message_of(self._outer, anchor, anchor.clone())
+
+    def keep(self, offer: Offer[Tensor], delayed: bool) -> None:
+        """See Content."""
+        offer.at_start = self.fragment.read(self.anchor.device) if self._merge.needs_start and delayed else None
+        offer.own = offer.message.clone() if self._merge.eager else None
+
+    def step_alone(self, offer: Offer[Tensor], members: int) -> None:
+        """The first step of an eager merge: before any exchange, assume that the others made no progress."""
+        if self._merge.eager:
+            offer.applied = 1 / members
+            step_with(self._outer, self.anchor, self.nothing().lerp_(offer.message, offer.applied))
+            self.write(self.anchor)
+
+    def absorb(self, offer: Offer[Tensor], mean: Tensor, fresh: Offer[Tensor] | None, delayed: bool) -> bool:
+        """Gives a mean to the outer optimizer if it is finite, and the new anchor to the weights; whether it was.
+
+        Without a `fresh` offer, an eager merge keeps what was trained meanwhile.
+        """
+        at_start = offer.at_start
+        if offer.own is not None:
+            self._make_eager(mean, offer, fresh)
+            at_start = None if fresh else self.anchor.clone()
+        if usable := sendable(mean):
+            step_with(self._outer, self.anchor, mean)
+        merged = self.anchor
+        if delayed:
+            now = self.fragment.read(out=mean[: self.fragment.numel])
+            merged = self._merge.merge(now, at_start, self.anchor)
+        self.write(merged)
+        return usable
+
+    def write(self, weights: Tensor) -> None:
+        """Gives the parameters these values."""
+        with self._writing():
+            self.fragment.write(weights)
+
+    def _make_eager(self, mean: Tensor, offer: Offer[Tensor], fresh: Offer[Tensor] | None) -> None:
+        """Makes of a round's mean what an eager merge steps with: the group's last messages, but its own fresh one.
+
+        Of the last own one, what was applied is taken back; of the fresh one, what the next group will make of it is
+        applied. The others' count as if from the anchor of now.
+        """
+        assert offer.own is not None
+        mean.sub_(offer.own, alpha=offer.applied)
+        if fresh:
+            mean.add_(fresh.message, alpha=fresh.applied)
+        if offer.anchor is not None:
+            mean.add_(self.nothing(), alpha=1 - (fresh.applied if fresh else 0.0))
+            mean.sub_(self.nothing(offer.anchor), alpha=1 - offer.applied)
 
 
 def sendable(tensor: Tensor) -> bool:

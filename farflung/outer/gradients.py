@@ -10,18 +10,18 @@ import torch
 from torch import nn
 
 from farflung.errors import UserError
+from farflung.hooks.digests import digest
+from farflung.hooks.shards import own_of
+from farflung.hooks.steps import hook_steps
 from farflung.networks import Network
-from farflung.outer.attached import Attached, Options
-from farflung.outer.digests import digest
 from farflung.outer.mean_gradient import SPARSE, MeanGradient
-from farflung.outer.shards import own_of
-from farflung.outer.steps import hook_steps
+from farflung.outer.session import Options, Session
 
 if TYPE_CHECKING:
     from farflung.outer.method import Method
 
 
-class GradientLoop(Attached):
+class GradientLoop(Session):
     """Hands each inner optimizer the mean of all replicas' gradients as its own.
 
     A replica without a sound gradient counts as zero. A parameter that has a gradient nowhere gets none. Where a
@@ -91,7 +91,7 @@ class GradientLoop(Attached):
             self.trained.check_left_alone()
 
     def spoil(self, reason: str) -> None:
-        """See Attached: each optimizer's next gradients are withheld."""
+        """See Session: each optimizer's next gradients are withheld."""
         for mean in self._means:
             mean.faults.spoil(reason)
 

@@ -7,6 +7,7 @@ momentum; from then on their pseudo-gradients would be taken from unlike points.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -21,30 +22,6 @@ TOLERANCE = 1e-6
 """Sums may differ by this part of the stretch's norm: machines of different kinds round differently."""
 
 
-class Compared:
-    """A pending mean; once it is there, `apart` says whether the group's anchors must be drawn together."""
-
-    def __init__(self, mean: Pending[Tensor], sketches: Pending[dict[int, Tensor]]) -> None:
-        self.apart = False
-        self._mean = mean
-        self._sketches = sketches
-
-    def done(self) -> bool:
-        """See Pending."""
-        return self._mean.done() and self._sketches.done()
-
-    @property
-    def finished_at(self) -> float:
-        """See Pending."""
-        return self._mean.finished_at
-
-    def wait(self, timeout: float) -> Tensor:
-        """See Pending."""
-        mean = self._mean.wait(timeout)
-        self.apart = _differ([packet.cpu().view(torch.float64) for packet in self._sketches.wait(timeout).values()])
-        return mean
-
-
 def sketch(anchor: Tensor, lost: bool) -> Tensor:
     """The sums and norms of an anchor's stretches, and whether its last round was lost: a packet of 136 bytes."""
     parts = anchor.tensor_split(STRETCHES)
@@ -54,8 +31,9 @@ def sketch(anchor: Tensor, lost: bool) -> Tensor:
     return torch.cat([torch.stack([*sums, *norms]).cpu(), flag]).view(torch.uint8)
 
 
-def _differ(sketches: list[Tensor]) -> bool:
+def differ(packets: Mapping[int, Tensor]) -> bool:
     """Whether anchors must be drawn together. All members have the same sketches, and so find the same."""
+    sketches = [packet.cpu().view(torch.float64) for packet in packets.values()]
     first = sketches[0]
     allowed = TOLERANCE * first[STRETCHES:-1]
     apart = any(bool(((other - first)[:STRETCHES].abs() > allowed).any()) for other in sketches)

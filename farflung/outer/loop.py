@@ -9,41 +9,55 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from farflung.networks import Finished, Network, OpenNetwork, PeerLostError, State
-from farflung.networks.joining import log
-from farflung.outer.attached import Attached, Options
-from farflung.outer.fragments import Fragment, split
-from farflung.outer.fusion import Fusion
-from farflung.outer.healing import Compared, draw_together, stay_away
-from farflung.outer.opened import Anchored, Opened, by_lineage, kept_names, state_of, state_tensors, take_state
-from farflung.outer.optimizers import OuterOptimizer, gradient_of, load_into, refuse_rounded_weights, sends_weights
+from farflung.hooks.copies import Copies
+from farflung.hooks.scaling import unscaled_steps
+from farflung.hooks.steps import hook_steps
+from farflung.networks import Finished, Network, PeerLostError, Pending
+from farflung.networks.torchrun import log
+from farflung.outer.adaptation import Adaptation
+from farflung.outer.averaging import Averaging
+from farflung.outer.fragments import Fragment, Weights, split
+from farflung.outer.healing import differ, draw_together, sketch, stay_away
+from farflung.outer.optimizers import gradient_of, load_into, refuse_rounded_weights, sends_weights, state_of
+from farflung.outer.outcomes import Outcome, Result, Round
 from farflung.outer.replica import Replica
-from farflung.outer.scaling import unscaled_steps
-from farflung.outer.start import Fact, method_facts
-from farflung.outer.steps import hook_steps
-from farflung.outer.streams import Flight, Offer, Stream, copied, streams_of
+from farflung.outer.round import Offer, PendingRound, Rounds, Sync
+from farflung.outer.session import Options, Session, copied
 
 if TYPE_CHECKING:
+    from farflung.outer.aggregation import Aggregation
     from farflung.outer.method import Method
 
 
-class OuterLoop(Attached):
+@dataclass
+class Exchange:
+    """A round's exchange under way: since when, on the network's clock, and what its encoding has left out."""
+
+    started_s: float
+    result: Pending[Result]
+    compression_error: float = 0.0
+
+
+class OuterLoop(Session):
     """Holds rounds with other replicas while the user trains, hooked to the inner optimizers' steps.
 
     A step of the last optimizer is an inner step. Keeps, for the parameters that the optimizers train, one anchor in
     float32, whatever the outer optimizer and the codec keep, plus one message for each fragment in flight, and with a
     delay what the merge needs: the fragment's weights at the round's start, or its own message.
 
+    This is for members that stay, and are done without once they are lost. See ElasticLoop for others.
+
     Args:
         method: the choices that its rounds are made of.
         model, optimizers: what the user trains; the weights must start equal on all replicas.
-        network, options, undo: see Attached.
+        network, options, undo: see Session.
 
     Raises, out of `optimizer.step()`:
         DisagreementError: at the first step, if replicas start from different weights.
@@ -60,33 +74,218 @@ class OuterLoop(Attached):
         options: Options,
         undo: ExitStack,
     ) -> None:
-        schedule, topology, codec = method.schedule, method.topology, method.codec
         super().__init__(method, model, optimizers, network, options, undo)
-        self._opened, fusion = None, None
-        if isinstance(network, OpenNetwork):
-            self._opened = Opened(network, topology.alike, by_lineage(topology, codec), self.deadline)
-            fusion = partial(Fusion, options.robust, network.blame)
-            network.serve(self.state)
+        schedule = method.schedule
         device = torch.device(options.outer_device) if options.outer_device else None
         fragments = split(model, schedule.fragments, self.trained.parameters) if schedule.every else [Fragment([])]
         self.anchors = [fragment.read(device) for fragment in fragments]
-        assert method.outer is not None
-        self.outer = method.outer(self.anchors)
-        refuse_rounded_weights(self.outer, codec, self.anchors if self._opened else ())
-        if self._opened and topology.alike and not isinstance(self.outer, OuterOptimizer) and codec.lossless:
-            self.outer = Anchored(self.outer)
-        self._streams = streams_of(method, network, fragments, self.anchors, sends_weights(self.outer), fusion)
-        self._replica = Replica(self.trained, self._untrained, self._streams, self.outer, method.merge, device)
-        self._flights: list[Flight] = []
-        self._spoilt: tuple[int, str] = (-1, "")
+        self.outer: torch.optim.Optimizer = self._make_outer()
+        parameters = [fragment.parameters for fragment in fragments]
+        copies = Copies(optimizers, parameters if any(parameters) else [self.trained.parameters])
+        self._weights = [
+            Weights(fragment, anchor, self.outer, method.merge, partial(copies.following, index))
+            for index, (fragment, anchor) in enumerate(zip(fragments, self.anchors, strict=True))
+        ]
+        exact = sends_weights(self.outer)
+        self._averagings = [
+            Averaging(network, method, fragment.views, f"fragment {index}", exact, self._aggregation())
+            for index, fragment in enumerate(fragments)
+        ]
+        self._adaptations = [Adaptation(method.adapt) if method.adapt else None for _ in fragments]
+        self._replica = Replica(self._weights, self.trained, self._untrained, copies, self._faults)
+        self._rounds = Rounds[Tensor, Exchange](schedule, self._weights)
         self._everyone = network.members()
-        self.trained.restore = self._restore_if_spoilt
+        self.trained.restore = lambda: self._replica.restore_if_spoilt(self._rounds.pending)
         for optimizer in optimizers:
             self._undo.callback(unscaled_steps(optimizer))
         self._undo.callback(hook_steps(optimizers[-1], after=self._after_inner_step))
 
-    def _facts(self) -> list[Fact]:
-        return method_facts(self.method, self.outer)
+    def _make_outer(self) -> torch.optim.Optimizer:
+        assert self.method.outer is not None
+        outer = self.method.outer(self.anchors)
+        refuse_rounded_weights(outer, self.method.codec, ())
+        return outer
+
+    def _aggregation(self) -> Aggregation | None:
+        """The rule by which a fragment's messages are aggregated, where they must be looked at."""
+        return None
+
+    @torch.no_grad()
+    def _after_inner_step(self) -> None:
+        self.network.advance()
+        self._replica.copies.stepped()
+        self.step = self._counted(self.step + 1)
+        if self.step & (self.step - 1) == 0:  # from the start, since a first round may be long
+            self._look()
+        for due in self._rounds.after(self.step):
+            if isinstance(due, Sync):
+                self._start(due)
+            else:
+                self._land(due, starts=self._rounds.syncs[due.fragment].due(self.step))
+        if not self.method.schedule.every:
+            self._faults.judge(self.step, self.step)  # without rounds, each step answers for itself
+
+    def _counted(self, step: int) -> int:
+        """The step that this replica counts itself at, after its own."""
+        return step
+
+    def _start(self, sync: Sync[Tensor]) -> None:
+        """Puts a fragment's message on its way to the group."""
+        self.trained.check()
+        self.trained.check_left_alone()
+        self._look()
+        group = sync.group(self.network.rank, self.network.members(), self.method.topology)
+        self._prepare(sync, len(group))
+        offer = sync.offer(partial(self._fault, sync), len(group))
+        exchange = self._exchange(sync, offer, group)
+        self._rounds.pending.append(sync.start(self.step, group, offer, exchange))
+
+    def _fault(self, sync: Sync[Tensor]) -> str:
+        return self._replica.fault(sync.rounds, self.step, self._rounds.pending)
+
+    def _prepare(self, sync: Sync[Tensor], members: int) -> None:
+        """Tells the codec what a message without news would be."""
+        averaging = self._averagings[sync.index]
+        if members and averaging.wants_reference():
+            averaging.set_reference(self._weights[sync.index].nothing())
+
+    def _exchange(self, sync: Sync[Tensor], offer: Offer[Tensor], group: tuple[int, ...]) -> Exchange:
+        """Starts averaging a message; where all anchors should be equal, compares them, too."""
+        began = self.network.now()
+        if not group:
+            return Exchange(began, Finished(Result(offer.message, (), Outcome.SAT_OUT), began))
+        key, sketches = self._round_key(sync.index, sync.rounds), None
+        if self._compares(group):
+            # In an eager merge each anchor has the own last part in it; then only rounds that were lost count.
+            anchor = self.anchors[sync.index]
+            own = sketch(anchor[:0] if self.method.merge.eager else anchor, sync.lost or sync.met not in ((), group))
+            sketches = self.network.exchange(own, group, f"{key}, anchors")
+        mean, error = self._averagings[sync.index].start(offer.message, group, key, sync.rounds)
+        return Exchange(began, _Averaged(mean, sketches, group), error)
+
+    def _compares(self, group: tuple[int, ...]) -> bool:
+        return self.method.topology.alike and len(group) > 1
+
+    def _round_key(self, fragment: int, round: int) -> str:
+        return f"round {round} of {self._name}, fragment {fragment}"
+
+    def _land(self, pending: PendingRound[Tensor, Exchange], starts: bool) -> None:
+        """Gives a round's mean to the outer optimizer, and its new anchor to the weights.
+
+        `starts` says whether the fragment's next round starts now.
+        """
+        sync, waited_from = self._rounds.syncs[pending.fragment], self.network.now()
+        try:
+            result = self._result(pending)
+            if pending.offer.fault:
+                result.lacks_progress(pending.offer.fault)
+            self._settle(sync, pending, result)
+            landed = self.network.now()
+            effective_rank, share = self._adapt(sync, result)
+            if pending.delayed:  # landing may hide what is not finite
+                self._replica.restore_if_spoilt([pending, *self._rounds.pending])
+            if result.group or pending.offer.applied:
+                self._absorb(sync, pending, result, starts)
+        except BaseException:  # as when a user interrupts a wait, and goes on
+            sync.lost = True
+            raise
+        sync.lost |= result.outcome == Outcome.PEER_LOST
+        self._report(
+            Round(
+                round=pending.round,
+                fragment=pending.fragment,
+                group=result.group,
+                started_step=pending.started_step,
+                step=self.step,
+                started=pending.exchange.started_s,
+                finished=pending.exchange.result.finished_at,
+                waited_from=waited_from,
+                landed=landed,
+                outcome=result.outcome,
+                reason=result.reason,
+                compression_error=result.compression_error,
+                effective_rank=effective_rank,
+                share=share,
+                every=sync.every_steps if self.method.adapt else None,
+            )
+        )
+
+    def _result(self, pending: PendingRound[Tensor, Exchange]) -> Result:
+        """What an exchange came to: the mean, or this replica's own message if a peer is lost."""
+        try:
+            result = pending.exchange.result.wait(self.deadline)
+        except PeerLostError as lost:
+            # A copy: a peer that is only late may still be writing its values into the message.
+            result = Result(pending.offer.message.clone(), pending.group, Outcome.PEER_LOST, str(lost))
+        result.compression_error = result.compression_error or pending.exchange.compression_error
+        return result
+
+    def _settle(self, sync: Sync[Tensor], pending: PendingRound[Tensor, Exchange], result: Result) -> None:
+        """Makes anchors, outer momentum and schedule equal again in a group that was found to hold different ones."""
+        key = self._round_key(pending.fragment, pending.round)
+        if not result.apart:
+            if result.outcome == Outcome.PEER_LOST and self._compares(pending.group):
+                stay_away(self.network, pending.group, key)
+            return
+        anchor, pace = self.anchors[sync.index], self._pace(sync)
+        state = state_of(self.outer, anchor)
+        try:
+            pace = draw_together(anchor, state, pace, self.network, pending.group, key, self.deadline)
+        except PeerLostError as lost:
+            result.note(Outcome.PEER_LOST, str(lost))  # the next round tries again
+            return
+        self._keep_pace(sync, pace)
+        sync.lost = False
+        if pending.offer.own is not None:
+            pending.offer.own.copy_(result.mean)  # what is left of the own part in the anchors' mean
+
+    def _pace(self, sync: Sync[Tensor]) -> dict[str, Any]:
+        """When rounds come, and what that follows: what members of one group must have alike."""
+        adaptation = self._adaptations[sync.index]
+        return {
+            "sync": sync.pace(),
+            "adaptation": adaptation.state_dict() if adaptation else None,
+            "share": self._averagings[sync.index].share,
+        }
+
+    def _keep_pace(self, sync: Sync[Tensor], pace: dict[str, Any]) -> None:
+        sync.keep_pace(pace["sync"])
+        if adaptation := self._adaptations[sync.index]:
+            adaptation.load_state_dict(pace["adaptation"])
+        self._averagings[sync.index].set_budget(pace["share"])
+
+    def _adapt(self, sync: Sync[Tensor], result: Result) -> tuple[float | None, float | None]:
+        """Follows the effective rank: how much the codec may send, and how many steps the next round is away.
+
+        Where steps adapt all must see the same means, so a round that somebody may have missed counts for nobody.
+        """
+        adaptation, weights = self._adaptations[sync.index], self._weights[sync.index]
+        if adaptation is None or not result.group:
+            return None, None
+        if adaptation.settings.steps and (result.outcome == Outcome.PEER_LOST or result.group != self._everyone):
+            return None, None
+        gradient = gradient_of(self.outer, weights.anchor, result.mean)
+        rank, share = adaptation.observe(weights.fragment.views(gradient))
+        self._averagings[sync.index].set_budget(share)
+        if adaptation.settings.steps:
+            sync.every_steps, sync.delay_steps = self.method.schedule.shortened(share)
+        return rank, share
+
+    def _absorb(
+        self, sync: Sync[Tensor], pending: PendingRound[Tensor, Exchange], result: Result, starts: bool
+    ) -> None:
+        """Makes new weights of a mean; an eager merge makes the next round's offer before that, if it `starts` now."""
+        if pending.offer.own is not None and starts:
+            group = sync.group(self.network.rank, self.network.members(), self.method.topology)
+            if group:
+                sync.offer_at_landing(self._fault(sync), len(group))
+        if not sync.absorb(pending, result.mean):
+            result.note(Outcome.PEER_LOST, "the mean of the messages is not finite")
+        if self._options.buffers == "round" and pending.fragment == 0:
+            try:
+                self._average_buffers_in(pending.round, result.group)
+            except PeerLostError as lost:
+                result.note(Outcome.PEER_LOST, str(lost))
 
     def _begin(self) -> None:
         self._replica.begin()
@@ -94,237 +293,93 @@ class OuterLoop(Attached):
     def _writing_weights(self) -> AbstractContextManager[None]:
         return self._replica.copies.following()
 
-    def _settle(self) -> None:
-        self.spoil(self._replica.fault())
-        if fault := self._faults.judge(self.step, self.step):
+    def _settle_at_end(self) -> None:
+        if fault := self._replica.settle(self.step, self._rounds.pending):
             log.warning("replica %d ends with the weights of its last round: %s", self.network.rank, fault)
-            self._replica.restore(self._flights)
-
-    @torch.no_grad()
-    def _after_inner_step(self) -> None:
-        self.network.computed()
-        self._replica.copies.stepped()
-        if self._opened:
-            self._follow(self._opened)
-        else:
-            self.step += 1
-        if self.step & (self.step - 1) == 0:  # from the start, since a first round may be long
-            self._look()
-        fresh = self._land_those_due()
-        for stream in self._streams:
-            stream.trained += 1
-            if stream.due(self.step):
-                self._flights.append(self._start(stream, fresh.get(stream.index)))
-        self._land_those_due()
-        if not self.method.schedule.every:
-            self._faults.judge(self.step, self.step)  # without rounds, each step answers for itself
-
-    def _follow(self, opened: Opened) -> None:
-        """Counts a step as the others do, and takes their state once it has come for one that was behind."""
-        self.step = opened.network.paced(self.step + 1, self.method.schedule.every or 1)
-        opened.hand_over(self.take)
-        for stream in self._streams:
-            stream.skip_to(self.step - stream.every + 1)  # to the latest that has started, which it may yet come to
-
-    def _start(self, stream: Stream, fresh: Offer | None) -> Flight:
-        """Puts a fragment's message on its way to the group; a landing may have made a `fresh` one already."""
-        network, method = self.network, self.method
-        self.trained.check()
-        self.trained.check_left_alone()
-        self._look()
-        group = stream.next_group(network, method.topology)
-        if not self._opened and stream.averaging.wants_expectation(group):
-            stream.averaging.expect(self._replica.nothing(stream.anchor))
-        offer = fresh or self._offer(stream)
-        message = offer.message
-        at_start, own = self._replica.kept_until_landing(stream, message)
-        if method.merge.eager and fresh is None and group:
-            self._replica.step_alone(stream, offer, len(group))
-        flight = Flight(
-            fragment=stream.index,
-            round=stream.rounds,
-            group=group,
-            started_step=self.step,
-            lands_at=self.step + stream.delay,
-            started=network.now(),
-            message=message,
-            pending=Finished(message, network.now()),
-            own=own,
-            anchor=offer.anchor,
-            applied=offer.applied,
-            at_start=at_start,
-            compression_error=0.0,
-            outcome="no progress offered" if offer.fault else "averaged" if group else "sat out",
-            reason=offer.fault,
-        )
-        if self._opened:
-            weight = 0.0 if offer.fault else float(stream.trained)
-            flight.pending = self._opened.start(stream, message, group, stream.key(self._name), self.step, weight)
-        elif group:
-            flight.pending, flight.compression_error = stream.start(message, group, self._name, network, method)
-        stream.began(self.step, method.schedule, group)
-        flight.lands_at = min(flight.lands_at, stream.next_start)  # one that starts late, after an interrupt, say
-        return flight
-
-    def _offer(self, stream: Stream) -> Offer:
-        """What to send of a fragment in its next round: its progress, or none where training has been spoilt.
-
-        Then the whole replica goes back to its anchors, and all fragments of the round offer nothing. So what is not
-        finite never travels, and no partner waits in vain.
-        """
-        self.spoil(self._replica.fault())
-        if fault := self._faults.judge(stream.rounds, self.step):
-            self._replica.restore(self._flights)
-            self._spoilt = (stream.rounds, fault)
-            self.trained.restore_beside()  # else what is wrong there would come back from there
-        return self._replica.offer(stream, self._spoilt[1] if stream.rounds <= self._spoilt[0] else "")
-
-    def _restore_if_spoilt(self, *landing: Flight) -> None:
-        """Goes back to the anchors at once where weights are not finite; the next round says so."""
-        if fault := self._replica.fault():
-            self.spoil(fault)
-            self._replica.restore([*landing, *self._flights])
-
-    def _land(self, flight: Flight, starts: bool) -> Offer | None:
-        """Gives a round's mean to the outer optimizer, and its new anchor to the weights.
-
-        Where the fragment's next round starts now, an eager merge returns what it has made of the weights before that,
-        to offer there.
-        """
-        waited_from = self.network.now()
-        mean = flight.wait(self.deadline)
-        stream = self._streams[flight.fragment]
-        if self._opened and flight.outcome == "behind":
-            self._opened.fetch()
-        if flight.apart:
-            self._heal(stream, flight, mean)
-        elif flight.outcome == "peer lost" and isinstance(flight.pending, Compared):
-            stay_away(self.network, flight.group, stream.key(self._name, flight.round))
-        landed = self.network.now()
-        effective_rank, share = self._adapt(stream, flight, mean)
-        fresh = None
-        if flight.lands_at > flight.started_step:
-            self._restore_if_spoilt(flight)  # which landing may hide
-        if flight.group or flight.applied:
-            if flight.own is not None and starts and (group := stream.next_group(self.network, self.method.topology)):
-                fresh = self._offer(stream)
-                fresh.applied = 1 / len(group)
-            self._replica.absorb(stream, flight, mean, fresh)
-            if self._options.buffers == "round" and flight.fragment == 0:
-                try:
-                    self._average_buffers_in(flight.round, flight.group)
-                except PeerLostError as lost:
-                    flight.note("peer lost", str(lost))
-        stream.lost |= flight.outcome == "peer lost"
-        every = stream.every if stream.adaptation else None
-        self._report(flight.told(self.step, waited_from, landed, effective_rank, share, every))
-        return fresh
-
-    def _heal(self, stream: Stream, flight: Flight, mean: Tensor) -> None:
-        """Makes anchors, outer momentum and schedule equal again in a group that was found to hold different ones."""
-        key = stream.key(self._name, flight.round)
-        state = state_of(self.outer, stream.anchor)
-        try:
-            pace = draw_together(stream.anchor, state, stream.pace(), self.network, flight.group, key, self.deadline)
-        except PeerLostError as lost:
-            flight.note("peer lost", str(lost))  # the next round tries again
-            return
-        stream.keep_pace(pace)
-        stream.lost = False
-        if flight.own is not None:
-            flight.own.copy_(mean)  # what is left of the own part in the anchors' mean
-
-    def _adapt(self, stream: Stream, flight: Flight, mean: Tensor) -> tuple[float | None, float | None]:
-        """Follows the effective rank: how much the codec may send, and how many steps the next round is away.
-
-        Where steps adapt all must see the same means, so a round that somebody may have missed counts for nobody.
-        """
-        adaptation = stream.adaptation
-        if adaptation is None or not flight.group:
-            return None, None
-        if adaptation.settings.steps and (flight.outcome == "peer lost" or flight.group != self._everyone):
-            return None, None
-        rank, share = adaptation.observe(stream.fragment.views(gradient_of(self.outer, stream.anchor, mean)))
-        stream.averaging.shrink_to(share)
-        if adaptation.settings.steps:
-            stream.every, stream.delay = self.method.schedule.shortened(share)
-        return rank, share
-
-    def _land_those_due(self) -> dict[int, Offer]:
-        """Lands the rounds whose time has come; an eager merge's fresh offers, by fragment."""
-        due = [flight for flight in self._flights if flight.lands_at <= self.step]
-        fresh = {}
-        for flight in due:
-            self._flights.remove(flight)
-            stream = self._streams[flight.fragment]
-            try:
-                offer = self._land(flight, starts=stream.due(self.step))
-            except BaseException:  # as when a user interrupts a wait, and goes on
-                stream.lost = True
-                raise
-            if offer is not None:
-                fresh[flight.fragment] = offer
-        return fresh
 
     @torch.inference_mode(False)
     @torch.no_grad()
     def land(self) -> None:
-        """Lands all rounds in flight now, however much of their delay is left."""
-        while self._flights:
-            self._land(self._flights.pop(0), starts=False)
-
-    def state(self) -> State:
-        """What a late replica takes: anchors, outer optimizer's state and step; good until the next round starts."""
-        facts = {"step": self.step, "until": min(stream.next_start for stream in self._streams)}
-        return State(dict(state_tensors(self.anchors, self.outer)), facts)
-
-    @torch.no_grad()
-    def take(self, state: State) -> None:
-        """Goes on from where other replicas stand; what was under way here is dropped. Raises UserError."""
-        if not self._begun:
-            self._begin()
-        assert self.method.outer is not None
-        take_state(self.anchors, self.outer, state.tensors, kept_names(self.method.outer))
-        self._flights.clear()
-        self.step = max(self.step, int(state.facts["step"]))
-        self._begun = True
-        for stream in self._streams:
-            self._replica.take_anchor(stream)
-            stream.skip_to(self.step + 1)
-
-    @torch.no_grad()
-    def catch_up(self, wait: float) -> bool:
-        """Takes the others' state before training, on an open network; False when nobody is there to give it.
-
-        Raises UserError when all give what cannot be this run's.
-        """
-        if self._opened is None:
-            return False
-        self._opened.fetch()
-        return self._opened.hand_over(self.take, wait)
+        """Lands all pending rounds now, however much of their delay is left."""
+        while self._rounds.pending:
+            self._land(self._rounds.pending.pop(0), starts=False)
 
     def state_dict(self) -> dict[str, Any]:
-        """Anchors, outer optimizer, what codecs remember, and rounds in flight.
+        """Anchors, outer optimizer, what codecs remember, and pending rounds.
 
         These are waited for, but land in their own time.
         """
         return {
             **super().state_dict(),
-            "spoilt": self._spoilt,
+            **self._replica.state_dict(),
             "outer": self.outer.state_dict(),
-            "copies": self._replica.copies.state_dict(),
-            "flights": [flight.packed(flight.wait(self.deadline), self.network.now()) for flight in self._flights],
-            "streams": [stream.state_dict() for stream in self._streams],
+            "flights": [self._packed(pending) for pending in self._rounds.pending],
+            "streams": [self._fragment_state(sync) for sync in self._rounds.syncs],
         }
 
+    def _fragment_state(self, sync: Sync[Tensor]) -> dict[str, Any]:
+        adaptation = self._adaptations[sync.index]
+        return {
+            **sync.state_dict(),
+            "anchor": self.anchors[sync.index],
+            "rounded_off": self._weights[sync.index].fragment.rounded_off,
+            "averaging": self._averagings[sync.index].state_dict(),
+            "adaptation": adaptation.state_dict() if adaptation else None,
+        }
+
+    def _packed(self, pending: PendingRound[Tensor, Exchange]) -> dict[str, Any]:
+        """As plain values, once the mean is there; times as ages, since clocks begin anew with a process."""
+        exchange, result = pending.exchange, self._result(pending)
+        now = self.network.now()
+        exchange.result = Finished(result, exchange.result.finished_at)
+        times = {"started": exchange.started_s - now, "finished": exchange.result.finished_at - now}
+        offer = {**vars(pending.offer), "message": result.mean.clone()}
+        became = {**vars(result), "mean": None, "outcome": result.outcome.value}
+        return {**vars(pending), **times, "offer": offer, "exchange": became}
+
+    def _unpacked(self, saved: dict[str, Any]) -> PendingRound[Tensor, Exchange]:
+        now = self.network.now()
+        values = copied(saved, self.anchors[saved["fragment"]].device)
+        started_s, finished = values.pop("started") + now, values.pop("finished") + now
+        offer = Offer(**values["offer"])
+        result = Result(**{**values["exchange"], "mean": offer.message})
+        result.outcome = Outcome(result.outcome)
+        return PendingRound(**{**values, "offer": offer, "exchange": Exchange(started_s, Finished(result, finished))})
+
+    @torch.no_grad()
     def _load(self, state: dict[str, Any]) -> None:
         super()._load(state)
-        self._spoilt = state["spoilt"]
         load_into(self.outer, copied(state["outer"], self.anchors[0].device))
-        self._replica.copies.load_state_dict(state["copies"])
-        for stream, saved in zip(self._streams, state["streams"], strict=True):
-            stream.load_state_dict(saved)
-        self._flights = [
-            Flight.unpacked(saved, self.anchors[saved["fragment"]].device, self.network.now())
-            for saved in state["flights"]
-        ]
+        self._replica.load_state_dict(state)
+        for sync, saved in zip(self._rounds.syncs, state["streams"], strict=True):
+            anchor, adaptation = self.anchors[sync.index], self._adaptations[sync.index]
+            anchor.copy_(saved["anchor"])
+            self._weights[sync.index].fragment.rounded_off = copied(saved["rounded_off"], anchor.device)
+            self._averagings[sync.index].load_state_dict(copied(saved["averaging"], anchor.device))
+            if adaptation:
+                adaptation.load_state_dict(saved["adaptation"])
+            sync.load_state_dict(saved)
+        self._rounds.pending = [self._unpacked(saved) for saved in state["flights"]]
+
+
+class _Averaged:
+    """A pending mean, with the sketches by which the group's anchors are compared."""
+
+    def __init__(
+        self, mean: Pending[Tensor], sketches: Pending[dict[int, Tensor]] | None, group: tuple[int, ...]
+    ) -> None:
+        self._mean = mean
+        self._sketches = sketches
+        self._group = group
+
+    def done(self) -> bool:
+        return self._mean.done() and (self._sketches is None or self._sketches.done())
+
+    @property
+    def finished_at(self) -> float:
+        return self._mean.finished_at
+
+    def wait(self, timeout: float) -> Result:
+        result = Result(self._mean.wait(timeout), self._group)
+        result.apart = self._sketches is not None and differ(self._sketches.wait(timeout))
+        return result

@@ -4,34 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from farflung.codecs import ErrorFeedback, finite
+from farflung.codecs import finite
 from farflung.errors import UserError
+from farflung.hooks.scaling import is_scaled, step_always, take_gradients, unscale
+from farflung.hooks.shards import own_of
+from farflung.hooks.steps import Arguments, hook_steps
+from farflung.hooks.trained import Trained, held_by
+from farflung.hooks.untrained import Untrained
 from farflung.networks import Network
 from farflung.outer.averaging import Averaging
 from farflung.outer.faults import Faults
 from farflung.outer.fragments import Fragment
-from farflung.outer.notes import Noted
-from farflung.outer.round import Round
-from farflung.outer.scaling import is_scaled, step_always, take_gradients, unscale
-from farflung.outer.shards import own_of
-from farflung.outer.steps import Arguments, hook_steps
-from farflung.outer.streams import copied
+from farflung.outer.notes import NOTES, Noted
+from farflung.outer.outcomes import Outcome, Round
+from farflung.outer.session import copied
 from farflung.outer.topologies import group_of
-from farflung.outer.trained import Trained, held_by
-from farflung.outer.untrained import Untrained
 
 if TYPE_CHECKING:
     from farflung.outer.method import Method
 
 SPARSE = "{} has sparse gradients, which cannot be averaged; make the embedding with sparse=False, or use diloco"
-
-_NOTES = 3
-"""Numbers in a message beside those of each parameter."""
 
 
 class MeanGradient:
@@ -80,10 +78,10 @@ class MeanGradient:
         self._parameters = [p for p in trained.parameters if p in held]
         self._fragment = Fragment(self._parameters)
         self._topology = method.topology
-        self._owes = isinstance(method.codec, ErrorFeedback)
-        codec = method.codec if method.codec.lossless else Noted(method.codec)
+        self._feeds_back = method.codec.traits.feeds_back
+        codec = method.codec if method.codec.traits.lossless else Noted(method.codec)
         name = f"gradients of optimizer {index}"
-        self._averaging = Averaging(network, codec, self._tensors, method.averaging, method.topology.alike, name)
+        self._averaging = Averaging(network, replace(method, codec=codec), self._tensors, name)
         self._exchanges = 0
         self._exchanges_before_step = 0
         self._ever_present = [False] * len(self._parameters)
@@ -123,7 +121,7 @@ class MeanGradient:
     def _average(self, loss: Any) -> Any:
         """Puts the mean gradients in the place of this replica's; returns the mean of the loss."""
         network = self._network
-        network.computed()
+        network.advance()
         self._trained.check()
         self._exchanges += 1
 
@@ -140,7 +138,7 @@ class MeanGradient:
         if overflowed:
             take_gradients(self._optimizer)
             if remembered is not None:
-                self._averaging.load_state_dict(remembered)  # what was sent in vain is still owed
+                self._averaging.load_state_dict(remembered)  # what was sent in vain is still to be sent
         else:
             self._scatter(mean, present)
         self._report(
@@ -154,7 +152,7 @@ class MeanGradient:
                 finished=pending.finished_at,
                 waited_from=started,
                 landed=network.now(),
-                outcome="no progress offered" if fault else "averaged",
+                outcome=Outcome.NO_PROGRESS if fault else Outcome.AVERAGED,
                 reason=fault,
                 compression_error=error,
             )
@@ -165,7 +163,7 @@ class MeanGradient:
         """What goes to the others, and why it holds no gradients, or ""."""
         device = self._parameters[0].device if self._parameters else None
         numel = self._fragment.numel
-        message = torch.zeros(numel + len(self._parameters) + _NOTES, dtype=torch.float32, device=device)
+        message = torch.zeros(numel + len(self._parameters) + NOTES, dtype=torch.float32, device=device)
         present = [parameter.grad is not None for parameter in self._parameters]
         for parameter, part in zip(self._parameters, self._fragment.views(message[:numel]), strict=True):
             if parameter.grad is not None:
@@ -190,13 +188,13 @@ class MeanGradient:
     def _scatter(self, mean: Tensor, present: Sequence[float]) -> None:
         """Gives each parameter its mean gradient, and none where no replica has one.
 
-        What a codec still owed a parameter, from steps in which it had a gradient, is a gradient, too.
+        A residual of a parameter, from steps in which it had a gradient, is a gradient, too.
         """
         gradients = self._fragment.views(mean[: self._fragment.numel])
         self._ever_present = [bool(now) or before for now, before in zip(present, self._ever_present, strict=True)]
-        owed = [self._owes and ever for ever in self._ever_present]
-        for parameter, gradient, has_one, is_owed in zip(self._parameters, gradients, present, owed, strict=True):
-            if not has_one and not (is_owed and bool(gradient.any())):
+        residuals = [self._feeds_back and ever for ever in self._ever_present]
+        for parameter, gradient, has_one, has_more in zip(self._parameters, gradients, present, residuals, strict=True):
+            if not has_one and not (has_more and bool(gradient.any())):
                 parameter.grad = None
                 continue
             if parameter.grad is None:

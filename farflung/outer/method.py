@@ -12,20 +12,20 @@ from torch import nn
 
 from farflung.codecs import Codec, Dense
 from farflung.errors import UserError
-from farflung.networks import Network, OpenNetwork
+from farflung.hooks.shards import check_shards
+from farflung.inner import MUON, Inner
+from farflung.networks import ElasticNetwork, Network
 from farflung.outer.adaptation import Adapt
-from farflung.outer.attached import Attached, Options
+from farflung.outer.aggregation import ROBUST
 from farflung.outer.averaging import Way
-from farflung.outer.fusion import ROBUST
+from farflung.outer.elastic import ElasticLoop
 from farflung.outer.gradients import GradientLoop
-from farflung.outer.inner import MUON, Inner
 from farflung.outer.loop import OuterLoop
 from farflung.outer.merges import Keep, Merge
-from farflung.outer.opened import by_lineage
 from farflung.outer.optimizers import OuterFactory
-from farflung.outer.round import Round
+from farflung.outer.outcomes import Round
 from farflung.outer.schedules import Schedule
-from farflung.outer.shards import check_shards
+from farflung.outer.session import Options, Session
 from farflung.outer.topologies import Everyone, Topology
 
 
@@ -64,7 +64,7 @@ class Method:
             )
         if self.merge.eager and (self.schedule.delay != self.schedule.every or self.schedule.final is not None):
             raise UserError("eager needs a delay of a whole round; set delay to the same as every, without every_final")
-        if self.topology.alike and self.codec.needs_receiver:
+        if self.topology.alike and self.codec.traits.needs_receiver:
             raise UserError(
                 f"codec {self.codec!r} reads messages by the receiver's own values, so that replicas which must end "
                 "alike would drift apart; use it with noloco or in groups, or choose another codec, such as int4"
@@ -75,12 +75,17 @@ class Method:
         """Whether replicas ever exchange anything."""
         return self.outer is None or self.schedule.every is not None
 
+    @property
+    def needs_equal_anchors(self) -> bool:
+        """Whether only replicas with the same anchors may average; else rounds draw them together."""
+        return self.topology.alike and not self.codec.traits.lossless
+
     def check_open(self) -> None:
         """Refuses what needs replicas to stay, for networks on which they come and go. Raises UserError."""
         if self.outer is None:
             raise UserError("this method needs all replicas at every step; on the internet use noloco or diloco")
         faults = []
-        if by_lineage(self.topology, self.codec) and self.schedule.delay == self.schedule.every:
+        if self.needs_equal_anchors and self.schedule.delay == self.schedule.every:
             faults.append(
                 "this method needs equal anchors everywhere, and its rounds never pause, so that nobody could join; "
                 "on the internet use nolocox, a smaller delay, or --codec float32"
@@ -106,7 +111,7 @@ class Method:
         robust: str = "mean",
         buffers: Literal["end", "round"] = "end",
         on_round: Callable[[Round], None] | None = None,
-    ) -> Attached:
+    ) -> Session:
         """Hooks the method to the steps of the model's optimizers, for use in a `with` statement. Raises UserError.
 
         Args:
@@ -120,10 +125,10 @@ class Method:
         options = Options(outer_device, deadline, starting, robust, buffers, on_round)
         self._check(model, optimizers, network, options)
         check_shards(model, network)
-        loop = GradientLoop if self.outer is None else OuterLoop
+        loop = ElasticLoop if isinstance(network, ElasticNetwork) else OuterLoop
         undo = ExitStack()
         try:
-            return loop(self, model, optimizers, network, options, undo)
+            return (GradientLoop if self.outer is None else loop)(self, model, optimizers, network, options, undo)
         except BaseException:
             undo.close()
             raise
@@ -144,7 +149,7 @@ class Method:
             raise UserError(f"buffers is {options.buffers!r}; choose 'end' or 'round'")
         if options.robust not in ROBUST:
             raise UserError(f"robust is {options.robust!r}; choose one of {', '.join(ROBUST)}")
-        if isinstance(network, OpenNetwork):
+        if isinstance(network, ElasticNetwork):
             self.check_open()
         elif options.robust != "mean":
             raise UserError(f"robust is {options.robust!r}, but only peers on the internet need it; leave it out")

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from farflung.codecs import Codec, Dense, Packet, PacketError
-from farflung.codecs.packets import pack, unpack
+from farflung.codecs import Codec, Compound, Dense, Packet, PacketError
+from farflung.codecs.packets import pack, packed_nbytes, unpack
+
+NOTES = 3
+"""Notes of a message of gradients beside that of each parameter: the loss, whether it counts, an overflow."""
 
 
-class Noted(Codec):
+class Noted(Compound):
     """Sends tensors without dimensions, which notes are, as they are, and all others by a codec.
 
     Args:
@@ -27,6 +29,20 @@ class Noted(Codec):
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Noted) and self.codec == other.codec
+
+    @property
+    def parts(self) -> tuple[Codec, ...]:
+        """See Compound."""
+        return (self.codec,)
+
+    def nbytes(self, like: Sequence[Tensor]) -> int:
+        """See Codec."""
+        sizes = [codec.nbytes([like[n] for n in places]) for codec, places in self._parts(like)]
+        return packed_nbytes([[torch.empty(size, dtype=torch.uint8, device="meta") for size in sizes]])
+
+    def state_nbytes(self, like: Sequence[Tensor]) -> int:
+        """See Codec."""
+        return self.codec.state_nbytes([tensor for tensor in like if tensor.dim()])
 
     def encode(self, tensors: Sequence[Tensor]) -> Packet:
         """See Codec."""
@@ -53,26 +69,6 @@ class Noted(Codec):
             if codec is self.codec:
                 return codec.error_of(part, [tensors[n] for n in places])
         return 0.0
-
-    def state_dict(self) -> dict[str, Any]:
-        """The codec's."""
-        return self.codec.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See Codec."""
-        self.codec.load_state_dict(state)
-
-    def seed(self, seed: int) -> None:
-        """See Codec."""
-        self.codec.seed(seed)
-
-    def shrink_to(self, share: float) -> None:
-        """See Codec."""
-        self.codec.shrink_to(share)
-
-    def turn_to(self, round: int) -> None:
-        """See Codec."""
-        self.codec.turn_to(round)
 
     def _parts(self, tensors: Sequence[Tensor]) -> list[tuple[Codec, list[int]]]:
         """Which tensors go by which codec; a codec that none goes by is left out."""

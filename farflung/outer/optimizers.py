@@ -93,7 +93,7 @@ def refuse_rounded_weights(outer: torch.optim.Optimizer, codec: Codec, encoded: 
     """
     if not sends_weights(outer):
         return
-    if not (codec.lossless or codec.needs_receiver):
+    if not (codec.traits.lossless or codec.traits.needs_receiver):
         raise UserError(
             f"the outer optimizer {type(outer).__name__} sends whole weights, in which {codec!r} would round "
             "small steps away; use methods.noloco, or an outer optimizer of pseudo-gradients, such as torch's SGD"
@@ -190,6 +190,48 @@ class Average(OuterOptimizer):
     def step_with(self, anchor: Tensor, mean: Tensor) -> None:
         """φ ← mean(θ)."""
         anchor.copy_(mean)
+
+
+class Anchored(OuterOptimizer):
+    """Any torch optimizer, for replicas that should hold the same anchor φ but may not: the weights θ travel.
+
+    The gradient φ - mean(θ) is the mean pseudo-gradient where anchors are equal; where they are not, it also draws
+    them together.
+    """
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__(inner.param_groups[0]["params"], {})
+        self.inner = inner
+
+    def message(self, anchor: Tensor, weights: Tensor) -> Tensor:
+        """θ."""
+        return weights
+
+    def step_with(self, anchor: Tensor, mean: Tensor) -> None:
+        """A step of the optimizer with the gradient φ - mean(θ)."""
+        descend(self.inner, anchor, self.gradient(anchor, mean))
+
+    def gradient(self, anchor: Tensor, mean: Tensor) -> Tensor:
+        """φ - mean(θ), in the memory of the mean."""
+        return torch.sub(anchor, mean, out=mean)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The optimizer's own."""
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """The optimizer's own."""
+        self.inner.load_state_dict(state_dict)
+
+
+def state_by_anchor(outer: torch.optim.Optimizer) -> dict[Tensor, dict[str, Any]]:
+    """What an outer optimizer keeps of each anchor."""
+    return (outer.inner if isinstance(outer, Anchored) else outer).state
+
+
+def state_of(outer: torch.optim.Optimizer, anchor: Tensor) -> dict[str, Any]:
+    """What an outer optimizer keeps of an anchor."""
+    return state_by_anchor(outer).get(anchor, {})
 
 
 def blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:

@@ -1,36 +1,219 @@
-"""What is told of a round."""
+"""One replica's rounds as a machine, with neither a network nor a clock in it.
+
+After each inner step it says which rounds land and which start. `offer` makes a round's message, `absorb` makes new
+weights of the group's mean; what happens between is a driver's affair. What a fragment holds is its weights
+(weights.py), or only their size, where a driver looks at nothing but time.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
 
 from farflung.networks import Group
+from farflung.outer.schedules import Schedule
+from farflung.outer.topologies import Topology, group_of
+
+M = TypeVar("M")
+"""A message: a flat tensor, or a number of bytes."""
+E = TypeVar("E")
+"""A driver's own handle of an exchange under way."""
 
 
-@dataclass(frozen=True)
-class Round:
-    """What happened in one round of one replica. Times are seconds on the network's clock.
+@dataclass(eq=False)
+class Offer(Generic[M]):
+    """What a replica has to say in a round, and what its merge needs when the round lands.
 
-    The exchange ran from `started` to `finished`; the replica stood waiting from `waited_from` to `landed`.
-    `group` is empty when the replica sat out. `outcome` is one of averaged, sat out, peer lost, no progress offered,
-    behind.
-    `compression_error` is the part of the message, 0 to 1, that its packet left out. An adapting loop tells the
-    averaged message's `effective_rank`, and what it has decided for the next round: which `share` of its first rank
-    the codec may have, and `every`, the steps until then.
+    Args:
+        message: its memory belongs to the exchange once that has started.
+        fault: why it holds no progress, or "".
+        anchor: a copy of the anchor that it was made with.
+        applied: what part of it the anchor has been moved by already, before any exchange.
+        own: a copy of the message.
+        at_start: a copy of the weights at the round's start.
     """
 
-    round: int
+    message: M
+    fault: str = ""
+    anchor: M | None = None
+    applied: float = 0.0
+    own: M | None = None
+    at_start: M | None = None
+
+
+class Content(Protocol[M]):
+    """What the rounds of a fragment are about."""
+
+    def offer(self, fault: str) -> Offer[M]:
+        """What to send: the progress since the last round; none with a fault."""
+        ...
+
+    def keep(self, offer: Offer[M], delayed: bool) -> None:
+        """Keeps what will be needed when the round lands, some steps later if `delayed`."""
+        ...
+
+    def step_alone(self, offer: Offer[M], members: int) -> None:
+        """Moves the anchor by the own part of a mean of so many, before any exchange, if the merge is eager."""
+        ...
+
+    def absorb(self, offer: Offer[M], mean: M, fresh: Offer[M] | None, delayed: bool) -> bool:
+        """Makes new weights of a mean, whose memory is used up; whether the mean was of any use.
+
+        `fresh` is what the next round will offer, where that starts at once and the merge has made it already.
+        """
+        ...
+
+
+@dataclass(eq=False)
+class PendingRound(Generic[M, E]):
+    """A round of one fragment between its start and its landing, both given as inner steps."""
+
     fragment: int
+    round: int
     group: Group
     started_step: int
-    step: int
-    started: float
-    finished: float
-    waited_from: float
-    landed: float
-    outcome: str
-    reason: str = ""
-    compression_error: float = 0.0
-    effective_rank: float | None = None
-    share: float | None = None
-    every: int | None = None
+    lands_at_step: int
+    offer: Offer[M]
+    exchange: E
+
+    @property
+    def delayed(self) -> bool:
+        """Whether steps are trained meanwhile."""
+        return self.lands_at_step > self.started_step
+
+
+class Sync(Generic[M]):
+    """One fragment's rounds: when each starts, with whom, and what is said in it.
+
+    Public: `every_steps` and `delay_steps` are the schedule's, until adaptation changes them; `next_start` is a step;
+    `rounds` counts those that have started, `trained` the inner steps since the last one. `met` is the last round's
+    group, and `lost` says that a round was lost since anchors were last known to be equal.
+
+    Args:
+        index: the fragment's place among the fragments.
+        schedule: of all rounds.
+        content: what they are about.
+    """
+
+    def __init__(self, index: int, schedule: Schedule, content: Content[M]) -> None:
+        self.index = index
+        self.content = content
+        self.every_steps = schedule.every or 0
+        self.delay_steps = schedule.delay
+        self.next_start = schedule.first(index)
+        self.rounds = self.next_start // (self.every_steps or 1)
+        self.trained = 0
+        self.met: Group = ()
+        self.lost = False
+        self._schedule = schedule
+        self._fresh: Offer[M] | None = None
+
+    def group(self, rank: int, members: Group, topology: Topology) -> Group:
+        """With whom a replica averages in its next round; nobody when it sits out."""
+        return group_of(rank, topology.groups(members, self.label))
+
+    @property
+    def label(self) -> str:
+        """The next round's, by which groups are drawn."""
+        return f"round {self.rounds} of fragment {self.index}"
+
+    def due(self, step: int) -> bool:
+        """Whether its next round starts after a step."""
+        return 0 < self.next_start <= step
+
+    def offer(self, fault: Callable[[], str], members: int) -> Offer[M]:
+        """What to say in the next round, in a group of so many; `fault` tells why it holds no progress.
+
+        A landing may have made it just before, and has asked for the fault then.
+        """
+        offer, self._fresh = self._fresh or self.content.offer(fault()), None
+        self.content.keep(offer, self.delay_steps > 0)
+        if members and not offer.applied:
+            self.content.step_alone(offer, members)
+        return offer
+
+    def offer_at_landing(self, fault: str, members: int) -> None:
+        """Makes the next round's offer before the last one lands, as an eager merge needs it."""
+        self._fresh = self.content.offer(fault)
+        self._fresh.applied = 1 / members
+
+    def start(self, step: int, group: Group, offer: Offer[M], exchange: E) -> PendingRound[M, E]:
+        """The next round, whose exchange is under way; on to the one after it."""
+        number = self.rounds
+        lands_at_step = step + self.delay_steps
+        self.trained, self.met = 0, group
+        self.rounds += 1
+        if self._schedule.final is not None:
+            self.every_steps = self._schedule.every_at(step)
+        self.next_start += self.every_steps
+        lands_at_step = min(lands_at_step, self.next_start)  # one that starts late, after an interrupt, say
+        return PendingRound(self.index, number, group, step, lands_at_step, offer, exchange)
+
+    def absorb(self, pending: PendingRound[M, E], mean: M) -> bool:
+        """Makes new weights of a round's mean, whose memory is used up; whether it was of any use."""
+        return self.content.absorb(pending.offer, mean, self._fresh, pending.delayed)
+
+    def forget_offer(self) -> None:
+        """Drops what a landing has made for a round that then did not start."""
+        self._fresh = None
+
+    def skip_to(self, step: int) -> None:
+        """Leaves out the rounds before a step that a replica has missed."""
+        if self.every_steps and self.next_start < step:
+            missed = -(-(step - self.next_start) // self.every_steps)
+            self.next_start += missed * self.every_steps
+            self.rounds += missed
+
+    def pace(self) -> dict[str, int]:
+        """When rounds come: what members of one group must have alike."""
+        return {"every_steps": self.every_steps, "delay_steps": self.delay_steps, "next_start": self.next_start}
+
+    def keep_pace(self, pace: dict[str, int]) -> None:
+        """Goes by another replica's `pace`."""
+        self.every_steps, self.delay_steps = pace["every_steps"], pace["delay_steps"]
+        self.next_start = pace["next_start"]
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that changes from round to round, but what it is about."""
+        return {**self.pace(), **{name: getattr(self, name) for name in ("rounds", "trained", "met", "lost")}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from a `state_dict`."""
+        self.keep_pace(state)
+        self.rounds, self.trained = state["rounds"], state["trained"]
+        self.met, self.lost = tuple(state["met"]), state["lost"]
+
+
+class Rounds(Generic[M, E]):
+    """All rounds of one replica.
+
+    Args:
+        schedule: when they come.
+        contents: each fragment's.
+    """
+
+    def __init__(self, schedule: Schedule, contents: Sequence[Content[M]]) -> None:
+        self.syncs = [Sync(index, schedule, content) for index, content in enumerate(contents)]
+        self.pending: list[PendingRound[M, E]] = []
+
+    def after(self, step: int) -> Iterator[Sync[M] | PendingRound[M, E]]:
+        """What there is to do after a step: rounds that land, fragments that start one, rounds that land at once."""
+        for sync in self.syncs:
+            sync.forget_offer()
+        yield from self._landing(step)
+        for sync in self.syncs:
+            sync.trained += 1
+            if sync.due(step):
+                yield sync
+        yield from self._landing(step)
+
+    def _landing(self, step: int) -> Iterator[PendingRound[M, E]]:
+        for pending in [pending for pending in self.pending if pending.lands_at_step <= step]:
+            self.pending.remove(pending)
+            yield pending
+
+    def next_step(self) -> int:
+        """The next step after which there is something to do; 0 for never."""
+        starts = [sync.next_start for sync in self.syncs if sync.next_start]
+        return min([*starts, *(pending.lands_at_step for pending in self.pending)], default=0)

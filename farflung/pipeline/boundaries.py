@@ -33,7 +33,7 @@ class Boundary:
         self._subspace = subspace
         self._device = torch.device(device)
         self._like = torch.empty(*shape[:-1], subspace.rank if subspace else shape[-1])
-        self._codec = None if codec.lossless else codec
+        self._codec = None if codec.traits.lossless else codec
         self._room = self._like if self._codec is None else self._codec.encode([torch.zeros_like(self._like)])
         self.spoilt = False
         """Whether something that is not finite had to be sent; nought went in its place."""

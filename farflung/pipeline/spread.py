@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import math
 from collections.abc import Iterator
 from functools import partial
@@ -30,6 +29,7 @@ from farflung.pipeline.parts import Part, own_of, persistent_buffers
 from farflung.pipeline.routes import Routes, fixed_routes, random_routes
 from farflung.pipeline.split import Piece
 from farflung.pipeline.stages import RoutedStage
+from farflung.scoped import quiet
 from farflung.workloads import models
 from farflung.workloads.data import Data
 
@@ -71,8 +71,6 @@ class Spread:
         self._part = Part(self._owned(), buffers)
         self.model: nn.Module = self._part
         self._stages = [self._stage(piece, division, number) for number, piece in enumerate(pieces)]
-        # It would print its whole plan when a process is lost.
-        logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.CRITICAL)
         self._schedule: Any = SCHEDULES[config.schedule](
             self._stages if config.schedule in ("interleaved", "zero-bubble") else self._stages[0],
             n_microbatches=self._microbatches,
@@ -89,7 +87,8 @@ class Spread:
             for parameter in stage.submod.parameters():
                 parameter.grad = None
         losses: list[Tensor] = []
-        with self._groups.naming_the_lost():
+        # Its schedule would print its whole plan when a process is lost.
+        with self._groups.naming_the_lost(), quiet("torch.distributed.pipelining.schedules"):
             given = (torch.cat(self._stages[0].tokens).to(self._device),) if self._is_first else ()
             labels = torch.cat(self._stages[-1].tokens).to(self._device) if self._is_last else None
             self._schedule.step(*given, target=labels, losses=losses, return_outputs=False)

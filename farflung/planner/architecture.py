@@ -12,12 +12,12 @@ from torch import nn
 
 from farflung.config import Config
 from farflung.errors import UserError
+from farflung.outer import Shape
 from farflung.pipeline.balance import Span
 from farflung.pipeline.boundaries import boundary_named
 from farflung.pipeline.experts import active_shares, chosen_experts
 from farflung.pipeline.split import anatomy, is_tied, spans_of
 from farflung.pipeline.subspace import confine, subspace_of
-from farflung.planner.sizes import Shape
 from farflung.workloads import models, tokenizers
 
 VOCABULARY = 32_000

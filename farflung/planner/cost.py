@@ -10,11 +10,11 @@ from statistics import mean
 
 from farflung.codecs import Dense
 from farflung.networks import Conditions
-from farflung.outer import Everyone, Method, parts_sent
+from farflung.outer import Everyone, Method, message_bytes, traffic_per_hop
 from farflung.planner.architecture import Architecture
 from farflung.planner.layout import Layout, UnderWay, latency
 from farflung.planner.machines import Cluster
-from farflung.planner.sizes import message_bytes, shard_shapes
+from farflung.planner.sizes import shard_shapes
 from farflung.planner.timing import Timer
 
 SAMPLES = 3
@@ -72,7 +72,7 @@ def _exchange(
 ) -> Exchange:
     under_way, away, sent = UnderWay(cluster), 0.0, 0.0
     for group in groups:
-        parts = parts_sent(method.codec, method.averaging, len(group))
+        parts = traffic_per_hop(method.codec, method.averaging, len(group))
         for place, size in enumerate(sizes[len(group)]):
             machines = [cluster.workers[layout.islands[replica][place]] for replica in group]
             under_way.all_to_all(machines, sum(parts) * size)

@@ -11,7 +11,7 @@ import numpy as np
 from farflung.config import from_table, toml_table
 from farflung.errors import UserError
 from farflung.networks import Conditions, conditions_named
-from farflung.networks.conditions import HEADERS, SMALLEST, Link, Site, check_number
+from farflung.networks.simulator import HEADERS, SMALLEST, Link, Site, check_number
 from farflung.planner.paths import Matrix
 
 MOST_MACHINES = 10_000

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 
-from farflung.codecs import ErrorFeedback
 from farflung.config import Config
 from farflung.methods import from_config
-from farflung.outer import Method
+from farflung.outer import kept_bytes
 from farflung.pipeline.balance import Span
 from farflung.pipeline.division import microbatches_of
 from farflung.planner.architecture import Architecture
@@ -39,7 +38,8 @@ def memory_bytes(model: Architecture, config: Config) -> float:
 def _stage_bytes(model: Architecture, config: Config, stage: int, span: Span) -> float:
     parameters = sum(part.parameters for part in model.parts(span))
     copied = math.prod(model.tied) if model.tied and span.last and not span.first else 0
-    kept = parameters * (TRAINED + outer_bytes(from_config(config))) + copied * 2 * COPY
+    shapes = [shape for part in model.parts(span) for shape in part.shapes]
+    kept = parameters * TRAINED + kept_bytes(from_config(config), shapes) + copied * 2 * COPY
     whole = 0.0
     if config.shard > 1 or config.offload:
         # FSDP gathers a stage's weights and adds up its gradients whole until the last microbatch is through.
@@ -62,16 +62,3 @@ def activation_bytes(model: Architecture, config: Config, stage: int, span: Span
         return held * tokens * model.hidden * COPY * len(layers) + whole + logits
     weights = half * sum(layer.parameters for layer in layers)
     return held * (tokens * model.hidden * ACTIVATIONS[config.precision] * len(layers) + weights) + logits
-
-
-def outer_bytes(method: Method) -> float:
-    """What rounds keep for each parameter: anchor, outer momentum, messages in flight, and what encoding left out."""
-    schedule = method.schedule
-    if schedule.every is None:
-        return 0.0
-    feedback = COPY if isinstance(method.codec, ErrorFeedback) else 0
-    if method.outer is None:
-        return COPY + feedback
-    flights = min(max(1, math.ceil(schedule.delay * schedule.fragments / schedule.every)), schedule.fragments)
-    in_flight = COPY * flights / schedule.fragments * (1 + bool(schedule.delay))
-    return 2 * COPY + in_flight + feedback

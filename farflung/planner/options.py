@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from farflung.errors import UserError
-from farflung.networks.conditions import check_number
+from farflung.networks.simulator import check_number
 from farflung.pipeline.boundaries import boundary_named
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from farflung.errors import UserError
+from farflung.outer import message_bytes
 from farflung.pipeline.division import microbatches_of
 from farflung.planner.architecture import Architecture, architecture_of
 from farflung.planner.choices import Choice, Failure, Fitting, choices
@@ -16,7 +17,7 @@ from farflung.planner.machines import Cluster, read_cluster
 from farflung.planner.memory import memory_bytes
 from farflung.planner.options import PlanOptions
 from farflung.planner.placement import Problem, chains, search
-from farflung.planner.sizes import message_bytes, shard_shapes
+from farflung.planner.sizes import shard_shapes
 from farflung.planner.step import boundary_bytes, island_bytes, step_seconds
 
 PLACED = 3

@@ -14,10 +14,10 @@ from farflung.errors import UserError
 from farflung.files import write_text
 from farflung.methods import RECIPES, settings_of
 from farflung.networks import Conditions, conditions_named
-from farflung.networks.conditions import SMALLEST, check_number
-from farflung.outer import Method
+from farflung.networks.simulator import SMALLEST, check_number
+from farflung.outer import Method, Shape, message_bytes
 from farflung.planner.architecture import architecture_of
-from farflung.planner.sizes import Shape, message_bytes, square_model
+from farflung.planner.sizes import square_model
 from farflung.planner.table import Column, Table, figures, percent
 from farflung.planner.timing import Timer, Timing
 

@@ -11,6 +11,7 @@ from itertools import pairwise
 import torch
 
 from farflung.config import Config
+from farflung.outer import Shape
 from farflung.pipeline.balance import Span
 from farflung.pipeline.boundaries import Boundary, boundary_named
 from farflung.pipeline.division import microbatches_of
@@ -19,7 +20,7 @@ from farflung.planner.architecture import Architecture
 from farflung.planner.layout import Layout, UnderWay, latency
 from farflung.planner.machines import Cluster
 from farflung.planner.memory import COPY
-from farflung.planner.sizes import Shape, shard_shapes
+from farflung.planner.sizes import shard_shapes
 
 
 def step_seconds(model: Architecture, cluster: Cluster, layout: Layout, config: Config) -> float:

@@ -13,10 +13,8 @@ from dataclasses import dataclass, field
 
 from farflung.errors import UserError
 from farflung.networks import Conditions, Group
-from farflung.networks.carrier import Demand
-from farflung.networks.computation import Computation
-from farflung.networks.meetings import Meeting, World
-from farflung.outer import Method, parts_sent
+from farflung.networks.simulator import Computation, Demand, Meeting, World
+from farflung.outer import Method, traffic_per_hop
 
 Replica = Generator["float | Meeting", None, None]
 """Yields seconds to compute for, or a meeting to wait for."""
@@ -224,7 +222,7 @@ class Timer:
     def _hops(self, group: Group) -> Callable[[dict[int, None]], Iterator[Demand]]:
         def hops(brought: dict[int, None]) -> Iterator[Demand]:
             nbytes = self._message_bytes(len(group)) / self._method.schedule.fragments
-            for part in parts_sent(self._method.codec, self._method.averaging, len(group)):
+            for part in traffic_per_hop(self._method.codec, self._method.averaging, len(group)):
                 demand = Demand.alike(group, part * nbytes)
                 self._result.bytes_sent += sum(demand.sent)
                 yield demand

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import plotly.graph_objects as go
 
-from farflung.report.read import Run, mean
+from farflung.events import EvaluationEvent, ProgressEvent, RoundEvent, StepEvent
+from farflung.report.read import P, Run, mean
+
+Line = tuple[list[float], list[float | None]]
+"""Where a line goes; None interrupts it."""
 
 COLOURS = ("#1f6feb", "#d1495b", "#2a9d8f", "#e9a03b", "#7b5ea7", "#5c6770", "#b5651d", "#3a3a8c")
 """One colour a run, the same in every picture."""
@@ -27,7 +31,7 @@ def loss_figure(runs: list[Run], axis: str) -> go.Figure:
     """Validation loss against `axis` (tokens, bytes or seconds), the mean of the replicas; training loss lighter."""
     figure = _figure(AXES[axis], "loss, nats a token")
     for colour, run in zip(_colours(runs), runs, strict=True):
-        x, y = _mean_line(run, "step", "loss", axis)
+        x, y = _mean_line(run, StepEvent, lambda event: event.loss, axis)
         line = {"color": colour, "width": 1.5}
         figure.add_scatter(x=x, y=y, name=f"{run.name}, training", mode="lines", line=line, opacity=0.45)
         if len(runs) == 1:
@@ -36,7 +40,7 @@ def loss_figure(runs: list[Run], axis: str) -> go.Figure:
                 label = f"replica {replica}"
                 line = {"color": colour, "width": 1, "dash": "dot"}
                 figure.add_scatter(x=x, y=y, name=label, mode="lines", line=line, opacity=0.6)
-        x, y = _mean_line(run, "evaluation", "validation_loss", axis)
+        x, y = _mean_line(run, EvaluationEvent, lambda event: event.validation_loss, axis)
         line = {"color": colour, "width": 3}
         figure.add_scatter(x=x, y=y, name=f"{run.name}, validation", mode="lines+markers", line=line)
     return figure
@@ -56,7 +60,7 @@ def compression_figure(runs: list[Run]) -> go.Figure:
     """How much of the messages their packets left out, against steps, the mean of the replicas."""
     figure = _figure("inner steps", "left out, share of the norm")
     for colour, run in zip(_colours(runs), runs, strict=True):
-        x, y = _by_started_step(run, "compression_error")
+        x, y = _by_started_step(run, lambda event: event.compression_error)
         line = {"color": colour, "width": 3}
         figure.add_scatter(x=x, y=y, name=run.name, mode="lines+markers", line=line)
     figure.update_yaxes(rangemode="tozero")
@@ -66,8 +70,12 @@ def compression_figure(runs: list[Run]) -> go.Figure:
 def adaptation_figure(run: Run) -> go.Figure:
     """What an adapting run saw and decided: effective rank, steps between rounds, bytes of a round."""
     figure = _figure("inner steps", "in per cent of the first round's")
-    names = {"effective_rank": "effective rank", "every": "steps between rounds", "bytes_sent": "bytes of a round"}
-    for colour, (value, name) in zip(COLOURS, names.items(), strict=False):
+    values: dict[str, Callable[[RoundEvent], float | None]] = {
+        "effective rank": lambda event: event.effective_rank,
+        "steps between rounds": lambda event: event.every,
+        "bytes of a round": lambda event: event.bytes_sent,
+    }
+    for colour, (name, value) in zip(COLOURS, values.items(), strict=False):
         x, y = _by_started_step(run, value)
         figure.add_scatter(
             x=x,
@@ -84,20 +92,20 @@ def adaptation_figure(run: Run) -> go.Figure:
 
 def adapts(run: Run) -> bool:
     """Whether the run has decided anything from effective ranks."""
-    return any(event.get("effective_rank") is not None for event in run.all_of("round"))
+    return any(event.effective_rank is not None for event in run.all_of(RoundEvent))
 
 
 def compresses(run: Run) -> bool:
     """Whether any packet of the run left something out."""
-    return any(event.get("compression_error") for event in run.all_of("round"))
+    return any(event.compression_error for event in run.all_of(RoundEvent))
 
 
-def _by_started_step(run: Run, value: str) -> tuple[list[int], list[float]]:
+def _by_started_step(run: Run, value: Callable[[RoundEvent], float | None]) -> tuple[list[int], list[float]]:
     """The mean over replicas of one value of their rounds, by the step at which those started."""
     seen: dict[int, list[float]] = {}
-    for event in run.all_of("round"):
-        if event.get(value) is not None and event["group"]:
-            seen.setdefault(event["started_step"], []).append(event[value])
+    for event in run.all_of(RoundEvent):
+        if (height := value(event)) is not None and event.group:
+            seen.setdefault(event.started_step, []).append(height)
     return sorted(seen), [sum(seen[step]) / len(seen[step]) for step in sorted(seen)]
 
 
@@ -106,15 +114,15 @@ def timeline_figure(run: Run) -> go.Figure:
     figure = _figure("seconds", "")
     bars: dict[str, list[tuple[float, float, str]]] = {"compute": [], "exchange": [], "waiting": []}
     for replica in run.replicas:
-        all_rounds = run.of(replica, "round")
+        all_rounds = run.of(replica, RoundEvent)
         rounds = all_rounds[-ROUNDS_SHOWN:]
-        busy_from = all_rounds[-ROUNDS_SHOWN - 1]["landed"] if len(all_rounds) > ROUNDS_SHOWN else 0.0
+        busy_from = all_rounds[-ROUNDS_SHOWN - 1].landed if len(all_rounds) > ROUNDS_SHOWN else 0.0
         for round in rounds:
-            bars["compute"].append((busy_from, round["waited_from"], f"replica {replica}"))
-            bars["waiting"].append((round["waited_from"], round["landed"], f"replica {replica}"))
-            bars["exchange"].append((round["started"], round["finished"], f"replica {replica}, link"))
-            busy_from = round["landed"]
-        last = run.events[replica][-1]["at"]
+            bars["compute"].append((busy_from, round.waited_from, f"replica {replica}"))
+            bars["waiting"].append((round.waited_from, round.landed, f"replica {replica}"))
+            bars["exchange"].append((round.started, round.finished, f"replica {replica}, link"))
+            busy_from = round.landed
+        last = run.events[replica][-1].at
         bars["compute"].append((busy_from, max(last, busy_from), f"replica {replica}"))
     for (kind, pieces), colour in zip(bars.items(), (WORK, EXCHANGE, WAITING), strict=True):
         figure.add_bar(
@@ -146,31 +154,32 @@ def _figure(x: str, y: str) -> go.Figure:
     return figure
 
 
-def _mean_line(run: Run, kind: str, value: str, axis: str) -> tuple[list[float], list[float]]:
-    xs, ys = [], []
+def _mean_line(run: Run, kind: type[P], value: Callable[[P], float | None], axis: str) -> Line:
+    xs: list[float] = []
+    ys: list[float | None] = []
     for step, events in run.by_step(kind).items():
-        if (height := mean([event[value] for event in events])) is not None:
-            xs.append(_position(run, kind, step, events, axis))
+        if (height := mean([value(event) for event in events])) is not None:
+            xs.append(_position(run, step, events, axis))
             ys.append(height)
     return xs, ys
 
 
-def _replica_line(run: Run, replica: int, axis: str) -> tuple[list[float], list[float]]:
+def _replica_line(run: Run, replica: int, axis: str) -> Line:
     """One replica's validation loss, at the place on the axis that all had reached together."""
     xs, ys = [], []
-    for step, events in run.by_step("evaluation").items():
+    for step, events in run.by_step(EvaluationEvent).items():
         for event in events:
-            if event["replica"] == replica:
-                xs.append(_position(run, "evaluation", step, events, axis))
-                ys.append(event["validation_loss"])
+            if event.replica == replica:
+                xs.append(_position(run, step, events, axis))
+                ys.append(event.validation_loss)
     return xs, ys
 
 
-def _position(run: Run, kind: str, step: int, events: list[dict[str, Any]], axis: str) -> float:
+def _position(run: Run, step: int, events: Sequence[ProgressEvent], axis: str) -> float:
     if axis == "seconds":
-        return float(max(event["at"] for event in events))
-    value = "tokens" if axis == "tokens" else "bytes_sent"
-    return float(sum(event[value] for event in events) + run.of_the_dead(kind, value, step)) * _SCALE[axis]
+        return max(event.at for event in events)
+    everyone = run.up_to(step, events)
+    return sum(event.tokens if axis == "tokens" else event.bytes_sent for event in everyone) * _SCALE[axis]
 
 
 def _colours(runs: list[Run]) -> list[str]:

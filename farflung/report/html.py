@@ -11,6 +11,7 @@ from typing import Any
 import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 
+from farflung.events import RoundEvent, WarningEvent
 from farflung.files import write_text
 from farflung.report.figures import (
     COLOURS,
@@ -64,7 +65,7 @@ def page(runs: list[Run]) -> str:
         *(_section(f"Adaptation{_of(run, runs)}", _picture(adaptation_figure(run))) for run in runs if adapts(run)),
         *(_section(f"Timeline{_of(run, runs)}", _timeline_note(run) + _picture(timeline_figure(run))) for run in runs),
         *(_section(f"Inside the islands{_of(run, runs)}", islands_table(run)) for run in runs if has_islands(run)),
-        *(_section(f"Warnings{_of(run, runs)}", _warnings(run)) for run in runs if run.all_of("warning")),
+        *(_section(f"Warnings{_of(run, runs)}", _warnings(run)) for run in runs if run.all_of(WarningEvent)),
         *(
             _section(f"Written by the trained model{_of(run, runs)}", f"<pre>{escape(run.summary['sample'])}</pre>")
             for run in runs
@@ -110,7 +111,7 @@ def _known(text: Callable[[dict[str, Any]], str], results: dict[str, Any]) -> st
 
 
 def _outcomes(run: Run) -> str:
-    counts = Counter(str(event["outcome"]) for event in run.all_of("round"))
+    counts = Counter(event.outcome for event in run.all_of(RoundEvent))
     return escape(", ".join(f"{outcome} {count}" for outcome, count in counts.most_common())) or "none"
 
 
@@ -137,16 +138,14 @@ def _table(runs: list[Run], cells: list[list[str]]) -> str:
 
 
 def _warnings(run: Run) -> str:
-    warnings = run.all_of("warning")
-    items = [
-        f"<li>step {w['step']}, replica {w['replica']}: {escape(w['message'])}</li>" for w in warnings[:WARNINGS_SHOWN]
-    ]
+    warnings = run.all_of(WarningEvent)
+    items = [f"<li>step {w.step}, replica {w.replica}: {escape(w.message)}</li>" for w in warnings[:WARNINGS_SHOWN]]
     more = f"<p>… and {len(warnings) - WARNINGS_SHOWN} more.</p>" if len(warnings) > WARNINGS_SHOWN else ""
     return f"<ul>{''.join(items)}</ul>{more}"
 
 
 def _timeline_note(run: Run) -> str:
-    if any(len(run.of(replica, "round")) > ROUNDS_SHOWN for replica in run.replicas):
+    if any(len(run.of(replica, RoundEvent)) > ROUNDS_SHOWN for replica in run.replicas):
         return f"<p>The last {ROUNDS_SHOWN} rounds of each replica.</p>"
     return ""
 

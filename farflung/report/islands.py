@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from html import escape
 
+from farflung.events import Event, RoundEvent, StartEvent, StepEvent
 from farflung.report.live import nbytes
-from farflung.report.read import Event, Run
+from farflung.report.read import Run
 
 HEADINGS = ("process", "parameters", "peak memory", "rounds", "sent in rounds", "waited for rounds")
 
@@ -21,7 +22,7 @@ def islands_table(run: Run) -> str:
     rows = [_row(events) for _, events in sorted(processes) if events]
     lines = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
     heads = "".join(f"<th>{heading}</th>" for heading in HEADINGS)
-    crossed = sum(steps[-1]["boundary_bytes"] for replica in run.replicas if (steps := run.of(replica, "step")))
+    crossed = sum(steps[-1].boundary_bytes for replica in run.replicas if (steps := run.of(replica, StepEvent)))
     return (
         f"<p>{nbytes(crossed)} went from stage to stage, in all replicas.</p>"
         f'<div class="wide"><table><tr>{heads}</tr>{lines}</table></div>'
@@ -29,16 +30,16 @@ def islands_table(run: Run) -> str:
 
 
 def _row(events: list[Event]) -> tuple[str, ...]:
-    start = next(event for event in events if event["event"] == "start")
-    rounds = [event for event in events if event["event"] == "round"]
-    memory = [event["peak_memory"] for event in events if event["event"] == "step" and "peak_memory" in event]
-    waited = sum(max(0.0, event["landed"] - event["waited_from"]) for event in rounds)
-    shard = f", shard {start['shard']}" if start["shards"] > 1 else ""
+    start = next(event for event in events if isinstance(event, StartEvent))
+    rounds = [event for event in events if isinstance(event, RoundEvent)]
+    memory = [event.peak_memory for event in events if isinstance(event, StepEvent) and event.peak_memory]
+    waited = sum(max(0.0, event.landed - event.waited_from) for event in rounds)
+    shard = f", shard {start.shard}" if start.shards > 1 else ""
     return (
-        f"replica {start['replica']}, stage {start['stage']}{shard}",
-        f"{start['own_parameters']:,}",
+        f"replica {start.replica}, stage {start.stage}{shard}",
+        f"{start.own_parameters:,}",
         nbytes(memory[-1]) if memory else "…",
         str(len(rounds)),
-        nbytes(sum(event["bytes_sent"] for event in rounds)),
+        nbytes(sum(event.bytes_sent for event in rounds)),
         f"{waited:.1f} s",
     )

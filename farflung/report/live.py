@@ -12,6 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from farflung.events import EvaluationEvent, StartEvent, StepEvent, WarningEvent
 from farflung.report.read import Run, mean
 
 PLAIN_SECONDS, PLAIN_SHARE = 10.0, 0.05
@@ -49,9 +50,9 @@ def _watch_on_terminal(run: Run, finished: threading.Event, console: Console, re
         while not done:
             done = finished.wait(refresh_seconds)
             run.refresh()
-            first = next(iter(run.all_of("start")), None)
+            first = next(iter(run.all_of(StartEvent)), None)
             if first:
-                progress.update(task, description=first["method"], total=first["steps"], completed=_slowest_step(run))
+                progress.update(task, description=first.method, total=first.steps, completed=_slowest_step(run))
             live.update(Group(progress, table(run), *_notes(run)), refresh=True)
 
 
@@ -62,15 +63,15 @@ def _watch_plainly(run: Run, finished: threading.Event, console: Console, refres
     while not done:
         done = finished.wait(refresh_seconds)
         run.refresh()
-        evaluations = run.by_step("evaluation")
+        evaluations = run.by_step(EvaluationEvent)
         spreads = run.spread() if evaluations.keys() - told_steps else {}
         for step in sorted(evaluations.keys() - told_steps):
-            loss = mean([event["validation_loss"] for event in evaluations[step]])
+            loss = mean([event.validation_loss for event in evaluations[step]])
             _print(console, f"step {step} · validation loss {number(loss)} · spread {spreads[step]:.3g}")
             told_steps.add(step)
-        warnings = run.all_of("warning")
+        warnings = run.all_of(WarningEvent)
         for warning in warnings[told_warnings:]:
-            _print(console, f"warning: replica {warning['replica']}: {warning['message']}")
+            _print(console, f"warning: replica {warning.replica}: {warning.message}")
         told_warnings = len(warnings)
         if not (step := _slowest_step(run)):
             continue
@@ -86,18 +87,18 @@ def table(run: Run) -> Table:
     for heading in ("replica", "step", "loss", "validation", "tokens/s", "rounds", "sent", "blocked"):
         shown.add_column(heading, justify="right")
     for replica in run.replicas:
-        steps, evaluations = run.of(replica, "step"), run.of(replica, "evaluation")
-        validation = number(evaluations[-1]["validation_loss"]) if evaluations else "…"
+        steps, evaluations = run.of(replica, StepEvent), run.of(replica, EvaluationEvent)
+        validation = number(evaluations[-1].validation_loss) if evaluations else "…"
         if steps:
             last = steps[-1]
             values = (
-                str(last["step"]),
-                number(last["loss"]),
+                str(last.step),
+                number(last.loss),
                 validation,
-                f"{last['tokens_per_second']:,.0f}",
-                str(last["rounds"]),
-                nbytes(last["bytes_sent"]),
-                f"{last['seconds_blocked']:.1f} s",
+                f"{last.tokens_per_second:,.0f}",
+                str(last.rounds),
+                nbytes(last.bytes_sent),
+                f"{last.seconds_blocked:.1f} s",
             )
         else:
             values = ("0", "…", validation, "…", "0", nbytes(0), "0.0 s")
@@ -107,14 +108,14 @@ def table(run: Run) -> Table:
 
 def plain_line(run: Run) -> str:
     """The state of all replicas in one line."""
-    last = [steps[-1] for replica in run.alive if (steps := run.of(replica, "step"))]
-    sent = sum(steps[-1]["bytes_sent"] for replica in run.replicas if (steps := run.of(replica, "step")))
+    last = [steps[-1] for replica in run.alive if (steps := run.of(replica, StepEvent))]
+    sent = sum(steps[-1].bytes_sent for replica in run.replicas if (steps := run.of(replica, StepEvent)))
     parts = [
         f"step {_slowest_step(run)}/{_steps(run)}",
-        f"loss {number(mean([event['loss'] for event in last]))}",
-        f"{sum(event['tokens_per_second'] for event in last):,.0f} tokens/s",
+        f"loss {number(mean([event.loss for event in last]))}",
+        f"{sum(event.tokens_per_second for event in last):,.0f} tokens/s",
         f"sent {nbytes(sent)}",
-        f"blocked {number(mean([event['seconds_blocked'] for event in last]), 1)} s",
+        f"blocked {number(mean([event.seconds_blocked for event in last]), 1)} s",
         *(f"spread {spread:.3g}" for spread in list(run.spread().values())[-1:]),
     ]
     return " · ".join(parts)
@@ -138,19 +139,19 @@ def _notes(run: Run) -> list[Text]:
     notes = []
     for step, spread in list(run.spread().items())[-1:]:
         notes.append(Text(f"spread of weights between replicas {spread:.3g} (at step {step})"))
-    for warning in run.all_of("warning")[-WARNINGS_SHOWN:]:
-        notes.append(Text(f"replica {warning['replica']}: {warning['message']}", style="yellow"))
+    for warning in run.all_of(WarningEvent)[-WARNINGS_SHOWN:]:
+        notes.append(Text(f"replica {warning.replica}: {warning.message}", style="yellow"))
     return notes
 
 
 def _slowest_step(run: Run) -> int:
     """The step that every living replica has reached."""
-    return min((steps[-1]["step"] if (steps := run.of(r, "step")) else 0 for r in run.alive), default=0)
+    return min((steps[-1].step if (steps := run.of(r, StepEvent)) else 0 for r in run.alive), default=0)
 
 
 def _steps(run: Run) -> int:
     """The steps that the run is to have."""
-    return int(run.all_of("start")[0]["steps"])
+    return run.all_of(StartEvent)[0].steps
 
 
 def _print(console: Console, text: str) -> None:

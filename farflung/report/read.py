@@ -8,16 +8,21 @@ import json
 import re
 import tomllib
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
+from farflung import formats
 from farflung.errors import UserError, disk_errors
-from farflung.files import holds_no_run, readable_events
+from farflung.events import EndEvent, EvaluationEvent, Event, ProgressEvent, StartEvent, StepEvent, events_in
+from farflung.files import holds_no_run
+from farflung.formats import RUN_FOLDER
 
-Event = dict[str, Any]
+E = TypeVar("E", bound=Event)
+P = TypeVar("P", bound=ProgressEvent)
 
 _EVENTS_OF = re.compile(r"replica-(\d+)(?:-part-(\d+)-of-(\d+))?")
 
@@ -41,13 +46,13 @@ class EventReader:
         return changed
 
     def read(self) -> list[Event]:
-        """The events since the last call."""
+        """The events since the last call. Raises UserError for those of a format that cannot be read."""
         with self.path.open("rb") as file:
             file.seek(self._position)
             whole, newline, _ = file.read().rpartition(b"\n")
         self._position += len(whole) + len(newline)
-        events = readable_events(whole)
-        self.spoilt += len(whole.splitlines()) - len(events)
+        events, spoilt = events_in(whole, str(self.path))
+        self.spoilt += spoilt
         return events
 
 
@@ -73,8 +78,8 @@ class Run:
 
         What another layout has left, before the run was resumed, is not among them.
         """
-        starts = self.all_of("start")[-1:]
-        island = starts[0].get("stages", 1) * starts[0].get("shards", 1) if starts else 1
+        starts = self.all_of(StartEvent)[-1:]
+        island = starts[0].stages * starts[0].shards if starts else 1
         return {(replica, part): events for (replica, part, of), events in self._parts.items() if of == island}
 
     @property
@@ -82,21 +87,23 @@ class Run:
         """The replicas that have written something, sorted."""
         return sorted(replica for replica, events in self.events.items() if events)
 
-    def of(self, replica: int, kind: str) -> list[Event]:
+    def of(self, replica: int, kind: type[E]) -> list[E]:
         """One replica's events of one kind, in order."""
-        return [event for event in self.events[replica] if event["event"] == kind]
+        return [event for event in self.events[replica] if isinstance(event, kind)]
 
-    def all_of(self, kind: str) -> list[Event]:
+    def all_of(self, kind: type[E]) -> list[E]:
         """All replicas' events of one kind, in order of time."""
-        return sorted((e for replica in self.replicas for e in self.of(replica, kind)), key=lambda e: float(e["at"]))
+        return sorted((e for replica in self.replicas for e in self.of(replica, kind)), key=lambda e: e.at)
 
     def refresh(self) -> None:
-        """Reads what has been written since."""
+        """Reads what has been written since. Raises UserError for formats that cannot be read."""
         for name, loads in (("config.toml", tomllib.loads), ("summary.json", json.loads)):
             path = self.folder / name
             # One that is being written, or is not there yet, is read the next time.
             with contextlib.suppress(OSError, ValueError):
                 setattr(self, "settings" if name == "config.toml" else "summary", loads(path.read_text("utf-8")))
+        RUN_FOLDER.check(self.settings, str(self.folder))
+        self.settings.pop(formats.KEY, None)
         for path in sorted(self.folder.glob("events/replica-*.jsonl")):
             found = _EVENTS_OF.fullmatch(path.stem)
             if found is None:
@@ -114,8 +121,8 @@ class Run:
 
     def died(self) -> dict[int, int]:
         """The replicas that have died, and their last steps."""
-        ends = {replica: self.of(replica, "end")[-1:] for replica in self.replicas}
-        return {replica: end[0]["step"] for replica, end in ends.items() if end and end[0]["reason"] == "died"}
+        ends = {replica: self.of(replica, EndEvent)[-1:] for replica in self.replicas}
+        return {replica: end[0].step for replica, end in ends.items() if end and end[0].reason == "died"}
 
     @property
     def alive(self) -> list[int]:
@@ -123,13 +130,13 @@ class Run:
         died = self.died()
         return [replica for replica in self.replicas if replica not in died]
 
-    def by_step(self, kind: str) -> dict[int, list[Event]]:
+    def by_step(self, kind: type[E]) -> dict[int, list[E]]:
         """The events of the steps at which every replica that was alive has one, by replica."""
-        steps: dict[int, dict[int, Event]] = defaultdict(dict)
+        steps: dict[int, dict[int, E]] = defaultdict(dict)
         died = self.died()
         for replica in self.replicas:
             for event in self.of(replica, kind):
-                steps[event["step"]][replica] = event
+                steps[event.step][replica] = event
         complete = {}
         for step, seen in sorted(steps.items()):
             alive = [replica for replica in self.replicas if step <= died.get(replica, step)]
@@ -137,31 +144,31 @@ class Run:
                 complete[step] = [seen[replica] for replica in alive]
         return complete
 
-    def of_the_dead(self, kind: str, value: str, step: int) -> float:
-        """What the replicas that died before a step had added up to."""
+    def up_to(self, step: int, events: Sequence[P]) -> list[P]:
+        """The living replicas' events of a step, and the last ones of the same kind of those that had died before."""
         gone = [replica for replica, last in self.died().items() if last < step]
-        return float(sum(event[value] for replica in gone for event in self.of(replica, kind)[-1:]))
+        return [*events, *(event for replica in gone for event in self.of(replica, type(events[0]))[-1:])]
 
     def results(self) -> dict[str, Any]:
         """The summary of a run that has ended; before that, those of its figures that the events tell."""
         if self.summary is not None:
             return self.summary
         results: dict[str, Any] = {}
-        for start in self.all_of("start")[:1]:
-            known = ("method", "replicas", "parameters", "stages", "shards")
-            results |= {name: start[name] for name in known if name in start}
-        for step, events in list(self.by_step("step").items())[-1:]:
+        for start in self.all_of(StartEvent)[:1]:
+            results |= {"method": start.method, "replicas": start.replicas, "parameters": start.parameters}
+            results |= {"stages": start.stages, "shards": start.shards}
+        for step, steps in list(self.by_step(StepEvent).items())[-1:]:
+            everyone = self.up_to(step, steps)
             results |= {
                 "steps": step,
-                "tokens": sum(event["tokens"] for event in events) + int(self.of_the_dead("step", "tokens", step)),
-                "bytes_sent": sum(event["bytes_sent"] for event in events)
-                + int(self.of_the_dead("step", "bytes_sent", step)),
-                "rounds": max(event["rounds"] for event in events),
-                "seconds": max(event["at"] for event in events),
-                "seconds_blocked": mean([event["seconds_blocked"] for event in events]),
+                "tokens": sum(event.tokens for event in everyone),
+                "bytes_sent": sum(event.bytes_sent for event in everyone),
+                "rounds": max(event.rounds for event in steps),
+                "seconds": max(event.at for event in steps),
+                "seconds_blocked": mean([event.seconds_blocked for event in steps]),
             }
-        for step, events in list(self.by_step("evaluation").items())[-1:]:
-            losses = [event["validation_loss"] for event in events]
+        for step, evaluations in list(self.by_step(EvaluationEvent).items())[-1:]:
+            losses = [event.validation_loss for event in evaluations]
             results |= {"validation_loss": mean(losses), "validation_loss_per_replica": losses}
             results["weight_spread"] = self.spread()[step]
         return results
@@ -172,13 +179,13 @@ class Run:
         The root mean square, over replicas and the sampled weights, of the deviation from the replicas' mean.
         """
         spreads = {}
-        for step, events in self.by_step("evaluation").items():
-            samples = np.stack([np.frombuffer(base64.b64decode(event["sample"]), dtype="<f4") for event in events])
+        for step, events in self.by_step(EvaluationEvent).items():
+            samples = np.stack([np.frombuffer(base64.b64decode(event.sample), dtype="<f4") for event in events])
             spreads[step] = float(np.sqrt(np.square(samples - samples.mean(0, dtype=np.float64)).mean()))
         return spreads
 
 
-def mean(values: list[float | None]) -> float | None:
+def mean(values: Sequence[float | None]) -> float | None:
     """Their mean; None, which stands for not finite in events, if any of them is."""
     finite = [value for value in values if value is not None]
     return sum(finite) / len(finite) if len(finite) == len(values) else None

@@ -9,7 +9,6 @@ import json
 import random
 import zlib
 from collections.abc import Awaitable, Callable
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -123,17 +122,10 @@ class Liar:
         ticket: of the run that it is a member of.
         key: where its key is, or comes to be.
         settings: the hash of the run's settings.
-        version: the farflung that it says it runs; the installed one unless given.
     """
 
-    def __init__(self, ticket: Ticket, key: Path, settings: str, version: str = "") -> None:
-        about = {
-            "version": version or metadata.version("farflung"),
-            "settings": settings,
-            "shapes": "",
-            "host": "liar",
-            "trains": False,
-        }
+    def __init__(self, ticket: Ticket, key: Path, settings: str) -> None:
+        about = {"version": "0", "settings": settings, "shapes": "", "host": "liar", "trains": False}
         self.ticket = ticket
         self.swarm = Swarm(ticket, Identity(key), Seat("127.0.0.1"), about, lambda _: None)
         self.post = Post(self.swarm, ticket.run, 1 << 30, 5.0, Traffic())

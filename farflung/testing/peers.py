@@ -11,8 +11,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from farflung.events import StartEvent, StepEvent
 from farflung.networks.internet import Identity, InternetNetwork, Seat, Ticket, read_ticket
-from farflung.report.read import Event, Run
+from farflung.report.read import E, Run
 from farflung.testing.hosts import Host, Process
 from farflung.testing.waiting import until
 
@@ -82,17 +83,17 @@ class Peer:
             self.process.kill()
             self.process.wait()
 
-    def events(self, kind: str) -> list[Event]:
+    def events(self, kind: type[E]) -> list[E]:
         """What it says has happened, of one kind."""
         run = Run(self.folder)
         run.refresh()
         return [event for replica in run.replicas for event in run.of(replica, kind)]
 
-    def since(self, kind: str, moment: float) -> list[Event]:
+    def since(self, kind: type[E], moment: float) -> list[E]:
         """What has happened since a moment of the wall clock, by when it began."""
-        start = self.events("start")[-1]
-        origin = start["clock"] - start["at"]
-        return [e for e in self.events(kind) if origin + e.get("started", e["at"]) > moment]
+        start = self.events(StartEvent)[-1]
+        origin = (start.clock or 0.0) - start.at
+        return [e for e in self.events(kind) if origin + getattr(e, "started", e.at) > moment]
 
 
 class Peers:
@@ -152,7 +153,7 @@ class Peers:
         """Until each of them has trained so many steps. Raises TimeoutError."""
         chosen = list(peers)
         what = f"{steps} steps of each peer (see the logs in {self.folder})"
-        until(lambda: all(len(peer.events("step")) >= steps for peer in chosen), timeout_s, what)
+        until(lambda: all(len(peer.events(StepEvent)) >= steps for peer in chosen), timeout_s, what)
 
     def wait(self, timeout_s: float) -> None:
         """Until all that were started have come to the run's last step. Raises TimeoutError."""

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from farflung.config import Config
 from farflung.errors import UserError
+from farflung.hooks.digests import digest
 from farflung.methods import settled
 from farflung.networks import Network
-from farflung.outer.digests import digest
 from farflung.training.gather import gather
 
 PLACES = ("out", "data", "tokenizer", "device", "outer_device", "offload")

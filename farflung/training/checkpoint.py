@@ -13,29 +13,86 @@ import pickle
 import re
 import zipfile
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, NotRequired, TypedDict
 
 import torch
+from torch import Tensor
 
 from farflung.errors import UserError
 from farflung.files import beside
+from farflung.formats import CHECKPOINT
 from farflung.training.events import died
 
 _PART_NAME = re.compile(r"replica-([0-9]+)(?:-part-([0-9]+)-of-([0-9]+))?")
 
 
-def save(folder: Path, step: int, seat: str, state: dict[str, Any]) -> None:
-    """Writes one process's part of a checkpoint. `state` holds tensors, numbers, strings and containers of them."""
+class Weights(TypedDict):
+    """One process's part of a replica's weights: what files of averaged weights hold."""
+
+    format: NotRequired[int]
+    """The version of the format, which `write` adds; files from before versions have none."""
+    shard: int
+    """Which shard of its stage the process is, from 0."""
+    model: dict[str, Tensor]
+    """The model's state_dict: parameters as this process has them, and buffers."""
+    buffers: list[str]
+    """The names of the buffers in it, which every shard has whole."""
+
+
+class Names(TypedDict):
+    """What the numbers of optimizers stand for."""
+
+    names: list[str]
+    """The parameters' names, in the order in which the inner optimizer numbers them."""
+    fragments: list[list[str]]
+    """The names in each fragment, in the order in which the rounds' flat tensors hold them."""
+
+
+class Checkpoint(Weights, Names):
+    """All that one process goes on from. Tensors are on the CPU when it is read."""
+
+    optimizer: dict[str, Any]
+    """The inner optimizer's state_dict."""
+    outer: dict[str, Any]
+    """The state_dict of the rounds: anchors, outer optimizers, codecs' memories, rounds in flight."""
+    random: Tensor
+    """The state of torch's random numbers on the CPU."""
+    random_cuda: Tensor | None
+    """And on the GPU, if there is one."""
+    trained: int
+    """Inner steps that the replica has computed itself."""
+    rounds: int
+    """Rounds with others so far."""
+    late: dict[str, Any]
+    """The state_dict of the mean of late weights."""
+    traffic: dict[str, float]
+    """What was sent and waited for in rounds so far: the fields of Traffic, in bytes, packets and seconds."""
+    boundary_traffic: dict[str, float]
+    """The same from stage to stage."""
+    clock: Any
+    """A simulated network's clock; None on others."""
+    bytes_told: int
+    """Bytes sent in rounds that events have told of."""
+    elapsed: float
+    """Seconds since the run began, on the network's clock."""
+    events_size: int
+    """Bytes of the process's file of events then."""
+    reshaped: NotRequired[bool]
+    """In memory only: it was made of the parts of another layout."""
+
+
+def save(folder: Path, step: int, seat: str, state: Checkpoint) -> None:
+    """Writes one process's part of a checkpoint."""
     write(path_of(folder, step, seat), state)
 
 
-def write(path: Path, state: dict[str, Any]) -> None:
-    """Writes a file as a whole or not at all."""
+def write(path: Path, state: Weights) -> None:
+    """Writes a file as a whole or not at all, with the version of the format."""
     path.parent.mkdir(parents=True, exist_ok=True)
     new = beside(path)
     try:
         with new.open("wb") as file:
-            _save(state, file)
+            _save({"format": CHECKPOINT.version, **state}, file)
             file.flush()
             os.fsync(file.fileno())
         new.rename(path)
@@ -51,7 +108,7 @@ def write(path: Path, state: dict[str, Any]) -> None:
         os.close(directory)
 
 
-def _save(state: dict[str, Any], file: BinaryIO) -> None:
+def _save(state: Weights, file: BinaryIO) -> None:
     """As torch.save; a write that fails is an OSError, where torch tells of a position in its own format."""
     try:
         torch.save(state, file)
@@ -75,18 +132,22 @@ def averages(folder: Path) -> list[Path]:
     return [found[part] for part in parts] if parts and len(parts) == parts[0].of else []
 
 
-def read(path: Path) -> dict[str, Any]:
-    """What `write` wrote, on the CPU. Raises UserError when a disk or a copy has spoilt it."""
+def read(path: Path) -> Checkpoint:
+    """What `write` wrote; of averaged weights, what Weights has.
+
+    Raises UserError when it is damaged or of a format that is not read.
+    """
     try:
         with zipfile.ZipFile(path) as file:
             if spoilt := file.testzip():  # torch itself compares no checksums
                 raise ValueError(f"the checksum of {spoilt} is wrong")
-        state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+        state: Checkpoint = torch.load(path, map_location="cpu", weights_only=True)
     except (OSError, ValueError, RuntimeError, zipfile.BadZipFile, pickle.UnpicklingError) as error:
         why = str(error).partition("\n")[0]
         raise UserError(
             f"{path} is damaged: {why}; take a copy from a backup, or remove it to use what is older"
         ) from error
+    CHECKPOINT.check(state, str(path))
     return state
 
 

@@ -1,20 +1,18 @@
-"""What happens to one replica, as one JSON object a line: all that reports and live views read."""
+"""Writing what happens to one replica, line by line: all that reports and live views read."""
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
-import math
 import os
 import shlex
 from collections.abc import Callable
+from dataclasses import replace
 from io import FileIO
 from pathlib import Path
-from typing import Any
 
 from farflung.errors import UserError
-from farflung.files import readable_events
+from farflung.events import EndEvent, Event, events_in, line_of
 
 
 class EventLog:
@@ -53,14 +51,10 @@ class EventLog:
         self._clock = clock
         self._origin = clock() - elapsed
 
-    def write(self, event: str, step: int, **values: Any) -> None:
-        """Appends one event; values that JSON cannot hold (NaN, infinity) become null.
-
-        On a full disk, it is kept in memory until there is room.
-        """
-        line = {"event": event, "replica": self._replica, "at": round(self.elapsed(), 6), "step": step, **values}
-        plain = {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in line.items()}
-        self._unwritten += json.dumps(plain).encode() + b"\n"
+    def write(self, event: Event) -> None:
+        """Appends one event of this replica and moment. On a full disk, it is kept in memory until there is room."""
+        told = replace(event, replica=self._replica, at=round(self.elapsed(), 6))
+        self._unwritten += line_of(told) + b"\n"
         with contextlib.suppress(OSError):
             while self._unwritten:
                 self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
@@ -123,14 +117,14 @@ def resume_command(folder: Path) -> str:
 
 def tell_of_training(folder: Path) -> bool:
     """Whether the events in a run folder tell of any inner step."""
-    return any(event["step"] > 0 for path in folder.glob("events/*.jsonl") for event in _whole_lines(path))
+    return any(event.step > 0 for path in folder.glob("events/*.jsonl") for event in _whole_lines(path))
 
 
 def died(folder: Path) -> set[int]:
     """The simulated replicas whose machines have stopped for good."""
     ends = [event for path in folder.glob("events/replica-*.jsonl") for event in _whole_lines(path)[-1:]]
-    return {event["replica"] for event in ends if event["event"] == "end" and event["reason"] == "died"}
+    return {event.replica for event in ends if isinstance(event, EndEvent) and event.reason == "died"}
 
 
-def _whole_lines(path: Path) -> list[dict[str, Any]]:
-    return readable_events(path.read_bytes().rpartition(b"\n")[0])
+def _whole_lines(path: Path) -> list[Event]:
+    return events_in(path.read_bytes().rpartition(b"\n")[0], str(path))[0]

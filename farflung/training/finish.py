@@ -12,7 +12,7 @@ from torch import Tensor
 
 from farflung.config import Config
 from farflung.files import write_text
-from farflung.networks import Network, PeerLostError, Traffic, among_the_living
+from farflung.networks import Network, PeerLostError, Traffic, among_members
 from farflung.outer.fragments import split
 from farflung.training import checkpoint
 from farflung.training.gather import gather
@@ -60,7 +60,7 @@ def finish(trainer: Trainer, together: Together) -> dict[str, Any]:
     own = weights.read()
 
     def ended(network: Network) -> Ended:
-        mean = among_the_living(
+        mean = among_members(
             network,
             lambda group: network.all_reduce(own.clone(), group, f"average at the end of {group}").wait(deadline),
         )
@@ -116,7 +116,11 @@ def write_results(trainer: Trainer, summary: dict[str, Any], tells: bool) -> Non
     """
     summary = {**summary, "sample": sample_text(trainer)}
     model = trainer.model
-    average = {"shard": trainer.island.place.shard, "model": model.state_dict(), "buffers": buffer_names(model)}
+    average: checkpoint.Weights = {
+        "shard": trainer.island.place.shard,
+        "model": model.state_dict(),
+        "buffers": buffer_names(model),
+    }
 
     def write() -> None:
         if tells:

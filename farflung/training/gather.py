@@ -7,13 +7,11 @@ from typing import Any
 
 import torch
 
-from farflung.networks import Network, among_the_living
+from farflung.networks import Network, among_members
 
 
 def gather(network: Network, value: Any, key: str, deadline: float) -> dict[int, Any]:
     """The value (anything that JSON holds) of every replica that can be reached, by rank. Raises PeerLostError."""
     packet = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-    packets = among_the_living(
-        network, lambda group: network.exchange(packet, group, f"{key} of {group}").wait(deadline)
-    )
+    packets = among_members(network, lambda group: network.exchange(packet, group, f"{key} of {group}").wait(deadline))
     return {rank: json.loads(packet.numpy().tobytes()) for rank, packet in sorted(packets.items())}

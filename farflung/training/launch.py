@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 import os
 import re
 import signal
@@ -20,10 +19,12 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from farflung import methods
+from farflung import formats, methods, scoped
 from farflung.config import Config, to_toml
 from farflung.errors import UserError, disk_errors
+from farflung.events import EndEvent
 from farflung.files import write_text
+from farflung.formats import RUN_FOLDER
 from farflung.networks import Conditions, ReplicaDiedError, SimulatedNetwork, Simulation, TorchNetwork, conditions_named
 from farflung.pipeline import Layout, check
 from farflung.training import checkpoint
@@ -101,7 +102,8 @@ def write_settings(config: Config, folder: Path) -> None:
     """Writes config.toml. Raises UserError."""
     with disk_errors(f"write to {folder}", "choose another folder with --out"):
         folder.mkdir(parents=True, exist_ok=True)
-        write_text(folder / "config.toml", to_toml(methods.settled(config)))
+        version = f"{formats.KEY} = {RUN_FOLDER.version}\n"
+        write_text(folder / "config.toml", version + to_toml(methods.settled(config)))
 
 
 def check_network(config: Config) -> None:
@@ -143,7 +145,7 @@ def run_simulated(config: Config, folder: Path, resume: bool) -> None:
                 trainer.train()
                 endings.finish(trainer)
             except ReplicaDiedError:
-                trainer.events.write("end", trainer.step, reason="died")
+                trainer.events.write(EndEvent(step=trainer.step, reason="died"))
                 raise
 
     with stopping_on_signals(stop):
@@ -252,10 +254,11 @@ def launch_torch(config: Config, folder: Path, resume: bool) -> None:
 
     Raises StoppedError, UserError or RunFailedError.
     """
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
-    os.environ.setdefault("OMP_NUM_THREADS", str(cores_for(Layout.of(config).processes)))
-    os.environ[STARTED_HERE] = "1"
+    environment = {
+        "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
+        "OMP_NUM_THREADS": str(cores_for(Layout.of(config).processes)),
+        STARTED_HERE: "1",
+    }
     (folder / "logs").mkdir(exist_ok=True)
     launcher = LaunchConfig(
         min_nodes=1,
@@ -272,7 +275,8 @@ def launch_torch(config: Config, folder: Path, resume: bool) -> None:
     )
     arguments = ["--resume", str(folder)] if resume else [str(folder / "config.toml")]
     try:
-        elastic_launch(launcher, sys.executable)("-m", "farflung", "train", *arguments)
+        with scoped.quiet("torch.distributed.elastic"), scoped.environment(**environment):
+            elastic_launch(launcher, sys.executable)("-m", "farflung", "train", *arguments)
     except SignalException as error:
         raise StoppedError("stopped by a signal") from error
     except ChildFailedError as error:

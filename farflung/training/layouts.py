@@ -7,19 +7,20 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from farflung.errors import UserError
+from farflung.inner import names_of
 from farflung.networks import Traffic
-from farflung.outer import names_of
 from farflung.outer.fragments import split
 from farflung.pipeline import Layout, Place
 from farflung.pipeline.parts import persistent_buffers
 from farflung.training import checkpoint
+from farflung.training.checkpoint import Checkpoint, Names
 
 Named = dict[str, Tensor]
 State = dict[str, Any]
@@ -30,8 +31,8 @@ def whole_weights(paths: Sequence[Path]) -> Named:
     return _whole_model([checkpoint.read(path) for path in paths])
 
 
-def _whole_model(parts: list[State]) -> Named:
-    buffers = {name for part in parts for name in part.get("buffers", ())}
+def _whole_model(parts: list[Checkpoint]) -> Named:
+    buffers = {name for part in parts for name in part["buffers"]}
     return merged(((part["shard"], part["model"]) for part in parts), buffers)
 
 
@@ -57,7 +58,7 @@ def buffer_names(model: nn.Module) -> list[str]:
     return sorted(persistent_buffers(model))
 
 
-def own_names(model: nn.Module, optimizer: Optimizer, fragments: int) -> State:
+def own_names(model: nn.Module, optimizer: Optimizer, fragments: int) -> Names:
     """What a checkpoint says of the tensors in it: their names, in the orders in which optimizers number them."""
     return {
         "names": names_of(optimizer),
@@ -73,7 +74,7 @@ def load_state(
     model: nn.Module,
     optimizer: Optimizer,
     fragments: int,
-) -> State:
+) -> Checkpoint:
     """What a process goes on from.
 
     Its own file, if it was saved by one that trained the same; else made of all of the replica's parts. Then what
@@ -85,9 +86,8 @@ def load_state(
     wanted = own_names(model, optimizer, fragments)
     if own in paths:
         state = checkpoint.read(own)
-        if all(state[key] == names for key, names in wanted.items()) and all(
-            state["model"][name].shape == parameter.shape for name, parameter in model.named_parameters()
-        ):
+        alike = state["names"] == wanted["names"] and state["fragments"] == wanted["fragments"]
+        if alike and all(state["model"][name].shape == one.shape for name, one in model.named_parameters()):
             return state
     if not checkpoint.complete(folder, step, place.replica):
         raise UserError(
@@ -99,13 +99,13 @@ def load_state(
 
 
 def _reshaped(
-    parts: list[State], layout: Layout, place: Place, model: nn.Module, wanted: State, groups: list[State]
-) -> State:
+    parts: list[Checkpoint], layout: Layout, place: Place, model: nn.Module, wanted: Names, groups: list[State]
+) -> Checkpoint:
     cut = _cutter(layout, place)
     first, speaks = parts[0], layout.part(place) == 0
     counters = list(vars(Traffic()))
 
-    def traffic(kind: str) -> dict[str, float]:
+    def traffic(kind: Literal["traffic", "boundary_traffic"]) -> dict[str, float]:
         return {name: sum(part[kind][name] for part in parts) if speaks else 0 for name in counters}
 
     return {
@@ -117,7 +117,7 @@ def _reshaped(
         "outer": _outer_state(parts, wanted["fragments"], cut),
         "late": {"count": first["late"]["count"], "mean": _late_mean(parts, wanted["names"], cut)},
         "traffic": traffic("traffic"),
-        "bytes_told": traffic("traffic")["bytes_sent"],
+        "bytes_told": int(traffic("traffic")["bytes_sent"]),
         "boundary_traffic": traffic("boundary_traffic"),
         "events_size": first["events_size"] if speaks else 0,
         "reshaped": True,
@@ -143,12 +143,12 @@ def _model_state(model: nn.Module, whole: Named, cut: Callable[[Tensor], Tensor]
     return {name: tensor if name in buffers else cut(tensor) for name, tensor in found.items()}
 
 
-def _late_mean(parts: list[State], names: list[str], cut: Callable[[Tensor], Tensor]) -> Named:
+def _late_mean(parts: list[Checkpoint], names: list[str], cut: Callable[[Tensor], Tensor]) -> Named:
     whole = merged((part["shard"], part["late"]["mean"]) for part in parts)
     return {name: cut(whole[name]) for name in names if name in whole}
 
 
-def _optimizer_state(parts: list[State], names: list[str], cut: Callable[[Tensor], Tensor]) -> dict[int, Named]:
+def _optimizer_state(parts: list[Checkpoint], names: list[str], cut: Callable[[Tensor], Tensor]) -> dict[int, Named]:
     """What the inner optimizer keeps of each parameter, by number: tensors of its shape, or single numbers."""
     found: dict[str, list[tuple[int, Named]]] = defaultdict(list)
     for part in parts:
@@ -164,7 +164,7 @@ def _optimizer_state(parts: list[State], names: list[str], cut: Callable[[Tensor
     return {number: kept for number, kept in state.items() if kept}
 
 
-def _outer_state(parts: list[State], fragments: list[list[str]], cut: Callable[[Tensor], Tensor]) -> State:
+def _outer_state(parts: list[Checkpoint], fragments: list[list[str]], cut: Callable[[Tensor], Tensor]) -> State:
     """The rounds', whose tensors are whole fragments, flat."""
     first = parts[0]["outer"]
     if "streams" not in first:
@@ -173,7 +173,7 @@ def _outer_state(parts: list[State], fragments: list[list[str]], cut: Callable[[
         ]
         return {**first, "optimizers": optimizers}
 
-    if not any(stream["every"] for stream in first["streams"]):
+    if not any(stream["every_steps"] for stream in first["streams"]):
         return dict(first)  # a method without rounds keeps nothing
 
     anchors = _of_parameters(parts, lambda outer, n: outer["streams"][n]["anchor"])
@@ -199,7 +199,7 @@ def _outer_state(parts: list[State], fragments: list[list[str]], cut: Callable[[
     return {**first, "streams": streams, "outer": {**first["outer"], "state": dict(state)}, "flights": []}
 
 
-def _of_parameters(parts: list[State], of: Callable[[State, int], Tensor | None]) -> Named:
+def _of_parameters(parts: list[Checkpoint], of: Callable[[State, int], Tensor | None]) -> Named:
     """Whole tensors by parameter, from flat ones by fragment; what is None is left out."""
     return merged(
         (part["shard"], _unflattened(flat, names, part["model"]))
@@ -209,7 +209,7 @@ def _of_parameters(parts: list[State], of: Callable[[State, int], Tensor | None]
     )
 
 
-def _outer_kept(parts: list[State]) -> Iterator[tuple[list[str], str, Any, bool]]:
+def _outer_kept(parts: list[Checkpoint]) -> Iterator[tuple[list[str], str, Any, bool]]:
     """Everything that outer optimizers keep: the parameters' names, the key, the value, and whether it is flat."""
     for part in parts:
         for n, values in part["outer"]["outer"]["state"].items():
@@ -218,7 +218,7 @@ def _outer_kept(parts: list[State]) -> Iterator[tuple[list[str], str, Any, bool]
                 yield part["fragments"][n], key, value, isinstance(value, Tensor) and value.shape == (length,)
 
 
-def _outer_tensors(parts: list[State]) -> dict[str, Named]:
+def _outer_tensors(parts: list[Checkpoint]) -> dict[str, Named]:
     """What outer optimizers keep of each parameter, whole, by key and the parameter's name."""
     keys = sorted({key for _, key, _, flat in _outer_kept(parts) if flat})
     return {key: _of_parameters(parts, partial(_outer_tensor, key)) for key in keys}
@@ -229,7 +229,7 @@ def _outer_tensor(key: str, outer: State, n: int) -> Tensor | None:
     return flat
 
 
-def _outer_numbers(parts: list[State]) -> dict[str, State]:
+def _outer_numbers(parts: list[Checkpoint]) -> dict[str, State]:
     """The single numbers that outer optimizers keep, such as steps, by key and parameter."""
     numbers: dict[str, State] = defaultdict(dict)
     for names, key, value, flat in _outer_kept(parts):

@@ -7,15 +7,24 @@ import dataclasses
 import socket
 import time
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 
 from farflung import methods
 from farflung.config import Config
-from farflung.networks import Network, OpenNetwork, TimedNetwork
-from farflung.outer import Attached, Round
+from farflung.events import (
+    CheckpointEvent,
+    EndEvent,
+    EvaluationEvent,
+    JoinedEvent,
+    RoundEvent,
+    StartEvent,
+    StepEvent,
+    WarningEvent,
+)
+from farflung.networks import ElasticNetwork, Network, TimedNetwork
+from farflung.outer import Round, Session
 from farflung.pipeline import assemble
 from farflung.training import checkpoint
 from farflung.training.events import EventLog
@@ -135,9 +144,9 @@ class Trainer:
         self.island.after_step()  # leaving has landed what was pending
         self.save(outer)
         self._evaluate()
-        self.events.write("end", self.step, reason="finished")
+        self.events.write(EndEvent(step=self.step, reason="finished"))
 
-    def _train_step(self, outer: Attached) -> None:
+    def _train_step(self, outer: Session) -> None:
         config, before = self.config, self.step
         for group in self.optimizer.param_groups:
             group["lr"] = self.lr * left_of_lr(config, self.step)
@@ -167,20 +176,22 @@ class Trainer:
             self.save(outer)
         if self.stop.due_after(self.process, self.step) and not last:
             self.save(outer)
-            self.events.write("end", self.step, reason="stopped")
+            self.events.write(EndEvent(step=self.step, reason="stopped"))
             raise StoppedError(f"stopped after step {self.step}")
 
     def validation_loss(self) -> float:
         """The mean loss of the held-out sequences, in nats a token."""
         return self.island.loss_of(self.held_out)
 
-    def save(self, outer: Attached) -> None:
+    def save(self, outer: Session) -> None:
         """Writes this replica's part of a checkpoint."""
         with self._rate.paused():
             began = self.network.now()
-            state = {
+            names = own_names(self.model, self.optimizer, self.method.schedule.fragments)
+            state: checkpoint.Checkpoint = {
                 "shard": self.island.place.shard,
-                **own_names(self.model, self.optimizer, self.method.schedule.fragments),
+                "names": names["names"],
+                "fragments": names["fragments"],
                 "model": self.model.state_dict(),
                 "buffers": buffer_names(self.model),
                 "optimizer": self.optimizer.state_dict(),
@@ -206,14 +217,14 @@ class Trainer:
                 return
             self.kept.add(self.process, self.step)
             self.prune()
-            self.events.write("checkpoint", self.step, seconds=self.network.now() - began)
+            self.events.write(CheckpointEvent(step=self.step, seconds=self.network.now() - began))
 
     def prune(self) -> None:
         """Removes old checkpoints, once all are known to have as many newer ones as are to be kept."""
         oldest = self.kept.oldest_needed(self.process, self.config.keep_checkpoints)
         checkpoint.prune(self.folder, self.island.place.replica, before=oldest)
 
-    def _restore(self, state: dict[str, Any], outer: Attached) -> None:
+    def _restore(self, state: checkpoint.Checkpoint, outer: Session) -> None:
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         outer.load_state_dict(state["outer"])
@@ -224,17 +235,18 @@ class Trainer:
             self.warn("went on from another layout: rounds in flight and what codecs remembered are dropped")
         self.trained, self.rounds, self._bytes_told = state["trained"], state["rounds"], state["bytes_told"]
         self.late.load_state_dict(state["late"])
-        for traffic, saved in ((self.network.traffic, "traffic"), (self.island.traffic, "boundary_traffic")):
-            for name, value in state[saved].items():
+        saved = (state["traffic"], state["boundary_traffic"])
+        for traffic, values in zip((self.network.traffic, self.island.traffic), saved, strict=True):
+            for name, value in values.items():
                 setattr(traffic, name, value)
         self.island.after_step()  # a tied head's copy is in no checkpoint
         self._saved = None
 
-    def _catch_up(self, outer: Attached) -> None:
+    def _catch_up(self, outer: Session) -> None:
         began = self.network.now()
         if outer.catch_up(CATCH_UP_SECONDS):
             self.step = outer.step
-            self.events.write("joined", self.step, seconds=self.network.now() - began)
+            self.events.write(JoinedEvent(step=self.step, seconds=self.network.now() - began))
         else:
             self.warn("no other peer had the run's state to give; goes on from its own")
 
@@ -242,12 +254,13 @@ class Trainer:
         with self._rate.paused():
             sample = self._sampled_weights().numpy().astype(np.dtype("<f4"))
             self.events.write(
-                "evaluation",
-                self.step,
-                tokens=self.trained * self.config.tokens_per_step,
-                bytes_sent=self.total(self.network.traffic.bytes_sent),
-                validation_loss=self.validation_loss(),
-                sample=base64.b64encode(sample.tobytes()).decode(),
+                EvaluationEvent(
+                    step=self.step,
+                    tokens=self.trained * self.config.tokens_per_step,
+                    bytes_sent=self.total(self.network.traffic.bytes_sent),
+                    validation_loss=self.validation_loss(),
+                    sample=base64.b64encode(sample.tobytes()).decode(),
+                )
             )
 
     def total(self, value: float) -> int:
@@ -267,29 +280,30 @@ class Trainer:
         layout, place = self.island.layout, self.island.place
         own = sum(p.numel() for p in self.model.parameters())
         self.events.write(
-            "start",
-            self.step,
-            method=self.config.method,
-            replicas=self.config.replicas,
-            steps=self.config.steps,
-            parameters=self.total(own),
-            own_parameters=own,
-            stage=place.stage,
-            stages=layout.stages,
-            shard=place.shard,
-            shards=layout.shards,
-            network=self.config.network,
-            host=socket.gethostname(),
-            device=str(self.device),
-            tokens_per_step=self.config.tokens_per_step,
-            resumed=self._resumed,
-            **({"clock": time.time()} if isinstance(self.network, OpenNetwork) else {}),
+            StartEvent(
+                step=self.step,
+                method=self.config.method,
+                replicas=self.config.replicas,
+                steps=self.config.steps,
+                parameters=self.total(own),
+                own_parameters=own,
+                stage=place.stage,
+                stages=layout.stages,
+                shard=place.shard,
+                shards=layout.shards,
+                network=self.config.network,
+                host=socket.gethostname(),
+                device=str(self.device),
+                tokens_per_step=self.config.tokens_per_step,
+                resumed=self._resumed,
+                clock=time.time() if isinstance(self.network, ElasticNetwork) else None,
+            )
         )
 
     def _log_step(self, loss: float) -> None:
         traffic, island = self.network.traffic, self.island
         speed, refused = self._rate.take(), {}
-        if isinstance(self.network, OpenNetwork):
+        if isinstance(self.network, ElasticNetwork):
             refused = dict(self.network.refused)
             self.network.tell_others(
                 loss=loss, tokens_per_second=speed, rounds=self.rounds, refused=sum(refused.values())
@@ -297,19 +311,20 @@ class Trainer:
         facts = torch.tensor([traffic.bytes_sent, island.traffic.bytes_sent, traffic.seconds_blocked]).double()
         sent, boundary, blocked = island.total(facts).tolist()
         self.events.write(
-            "step",
-            self.step,
-            tokens=self.trained * self.config.tokens_per_step,
-            loss=loss,
-            lr=self.optimizer.param_groups[0]["lr"],
-            tokens_per_second=speed,
-            rounds=self.rounds,
-            bytes_sent=round(sent),
-            boundary_bytes=round(boundary),
-            seconds_blocked=blocked / island.layout.island,
-            **({"refused": refused} if refused else {}),
-            # Replicas that are simulated share their process's memory, and what it is differs from run to run.
-            **({"peak_memory": peak_memory(self.device)} if self.config.network == "torch" else {}),
+            StepEvent(
+                step=self.step,
+                tokens=self.trained * self.config.tokens_per_step,
+                loss=loss,
+                lr=self.optimizer.param_groups[0]["lr"],
+                tokens_per_second=speed,
+                rounds=self.rounds,
+                bytes_sent=round(sent),
+                boundary_bytes=round(boundary),
+                seconds_blocked=blocked / island.layout.island,
+                refused=refused or None,
+                # Replicas that are simulated share their process's memory, and what it is differs from run to run.
+                peak_memory=peak_memory(self.device) if self.config.network == "torch" else None,
+            )
         )
 
     def _log_round(self, round: Round) -> None:
@@ -321,10 +336,10 @@ class Trainer:
         for moment in ("started", "finished", "waited_from", "landed"):
             values[moment] = self.events.since_start(values[moment])
         sent, self._bytes_told = self.network.traffic.bytes_sent - self._bytes_told, self.network.traffic.bytes_sent
-        self.events.write("round", values.pop("step"), **values, bytes_sent=sent)
+        self.events.write(RoundEvent(**values, bytes_sent=sent))
         if round.reason:
             self.warn(f"round {round.round}: {round.outcome}: {round.reason}")
 
     def warn(self, message: str) -> None:
         """Tells the user, by way of the events."""
-        self.events.write("warning", self.step, message=message)
+        self.events.write(WarningEvent(step=self.step, message=message))

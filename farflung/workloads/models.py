@@ -13,6 +13,7 @@ from torch import nn
 
 from farflung.config import Config
 from farflung.errors import UserError
+from farflung.scoped import quiet
 from farflung.workloads.tokenizers import Tokenizer, reason
 
 PRESETS: dict[str, dict[str, int]] = {
@@ -109,9 +110,9 @@ def model_config(config: Config, tokenizer: Tokenizer) -> Any:
             bos_token_id=tokenizer.end,
             eos_token_id=tokenizer.end,
         )
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it would tell of each attempt at an absent name
     try:
-        settings = AutoConfig.from_pretrained(config.model)
+        with quiet("huggingface_hub", logging.ERROR):  # it would tell of each attempt at an absent name
+            settings = AutoConfig.from_pretrained(config.model)
     except (OSError, ValueError) as error:
         raise _cannot_load(config.model, error) from error
     vocabulary = getattr(settings, "vocab_size", tokenizer.size)

@@ -1,9 +1,5 @@
 """Peers on the open internet: what `farflung[internet]` adds. Nothing else imports hivemind."""
 
-import os
-
-os.environ.setdefault("HIVEMIND_LOGLEVEL", "CRITICAL")  # what concerns a user, farflung says; hivemind reads it at once
-
 from farflung.networks.internet.admission import introduction
 from farflung.networks.internet.examination import Finding, examine
 from farflung.networks.internet.host import Seat

@@ -6,10 +6,10 @@ import contextlib
 import re
 import secrets
 import socket
-from importlib.metadata import version
 from typing import Any
 
 from farflung.errors import UserError
+from farflung.formats import PROTOCOL, package_version
 from farflung.networks.internet.frames import Frame, FrameError, entry, number, reading, whole
 from farflung.networks.internet.host import leads_to
 from farflung.networks.internet.identity import Identity, peer_of, rank_of
@@ -32,6 +32,7 @@ LARGEST_FACT = 1e15
 FASTEST, FURTHEST = 1e6, 1 << 40
 """Steps a second, and steps, that nobody has."""
 LAST_BEAT = 1 << 53
+LAST_PROTOCOL = 1 << 16
 
 
 class StrangerError(FrameError):
@@ -73,7 +74,7 @@ class Admission:
 def introduction(ticket: Ticket) -> Frame:
     """What one says of itself that does not train yet, and has no model."""
     return {
-        "version": version("farflung"),
+        "version": package_version(),
         "settings": ticket.settings_hash,
         "shapes": "",
         "host": socket.gethostname(),
@@ -118,10 +119,11 @@ def _facts_in(told: Frame) -> dict[str, float]:
 @reading("what a peer says of itself")
 def disagreement(newcomer: Frame, run: Frame) -> str:
     """Why one cannot train with those of the run, and what it can do; "" when it can."""
-    if newcomer.get("version") != run["version"]:
+    if (spoken := whole(newcomer.get("protocol", 0), LAST_PROTOCOL)) != PROTOCOL.version:
+        remedy = "update farflung" if spoken < PROTOCOL.version else "use theirs"
         return (
-            f"this is farflung {newcomer.get('version')}, the run's peers have {run['version']}; "
-            f"install theirs: pip install farflung=={run['version']}"
+            f"this is farflung {newcomer.get('version')!s:.20} with {PROTOCOL.name} {spoken}, the run's peers have "
+            f"farflung {run['version']} with {PROTOCOL.version}; {remedy}: pip install farflung=={run['version']}"
         )
     if newcomer.get("settings") != run["settings"]:
         return "the ticket's settings are not the run's; ask for a new ticket, and do not edit it"

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch
 
-from farflung.networks.base import State
+from farflung.networks.base import SharedState
 from farflung.networks.internet.frames import FrameError, read_frame, read_payload, write_frame
 from farflung.networks.internet.host import UNREACHABLE
 from farflung.networks.internet.lines import PROMPT_SECONDS, RequestRefusedError, accepted
@@ -40,12 +40,12 @@ class Download:
         """Where a piece goes."""
         return piece_of(self.content.numpy().data, number)
 
-    def state(self) -> State:
+    def state(self) -> SharedState:
         """The whole."""
         names, lengths = zip(*self.manifest.tensors, strict=True)
         parts = torch.split(self.content.view(torch.float32), list(lengths))
         tensors = dict(zip(names, parts, strict=True))
-        return State(tensors, {"step": self.manifest.step}, tuple(sorted(self.givers)))
+        return SharedState(tensors, {"step": self.manifest.step}, tuple(sorted(self.givers)))
 
 
 class Fetching:
@@ -66,7 +66,7 @@ class Fetching:
         self._told = time.monotonic()
         self._refused: set[str] = set()
 
-    async def fetch(self, alike: bool) -> State:
+    async def fetch(self, alike: bool) -> SharedState:
         """The state of a live peer; pieces come from several, and from others when some fail. Raises PacketLostError.
 
         Where peers are `alike`, only from those with the same bits; else each piece may be another peer's.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import os
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from hivemind.p2p.p2p_daemon_bindings.control import P2PDaemonError
 from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure
 from hivemind.utils.multiaddr import Multiaddr
 
+from farflung import scoped
 from farflung.errors import UserError
 from farflung.networks.internet.identity import Identity
 
@@ -83,18 +85,20 @@ class Host:
         seat = self._seat
         check_place(seat)
         on_internet = seat.listen == "0.0.0.0"
+        levels = {} if "HIVEMIND_LOGLEVEL" in os.environ else {"GOLOG_LOG_LEVEL": "FATAL"}  # the daemon's
         try:
-            self.p2p = await P2P.create(
-                initial_peers=list(knocked) or None,
-                host_maddrs=[f"/ip4/{seat.listen}/tcp/{seat.port}"],
-                announce_maddrs=list(seat.announce) or None,
-                identity_path=str(self._identity.path),
-                check_if_identity_free=False,
-                auto_nat=on_internet,
-                nat_port_map=on_internet,
-                use_auto_relay=on_internet and bool(knocked),
-                startup_timeout=deadline,
-            )
+            with scoped.environment(**levels):
+                self.p2p = await P2P.create(
+                    initial_peers=list(knocked) or None,
+                    host_maddrs=[f"/ip4/{seat.listen}/tcp/{seat.port}"],
+                    announce_maddrs=list(seat.announce) or None,
+                    identity_path=str(self._identity.path),
+                    check_if_identity_free=False,
+                    auto_nat=on_internet,
+                    nat_port_map=on_internet,
+                    use_auto_relay=on_internet and bool(knocked),
+                    startup_timeout=deadline,
+                )
         except P2PDaemonError as error:
             if knocked:
                 raise NobodyAnswersError(knocked) from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -17,9 +18,10 @@ from farflung.networks.base import (
     Combine,
     Finished,
     Group,
+    Packets,
     Party,
     Pending,
-    State,
+    SharedState,
     Traffic,
     mean_in_order,
 )
@@ -50,6 +52,9 @@ ROOM = 1 << 20
 """Bytes that a packet may be larger than expected."""
 
 
+log = logging.getLogger(__name__)
+
+
 class InternetNetwork:
     """A peer's seat in a run on the internet. Its rank is a number made of its key.
 
@@ -57,10 +62,10 @@ class InternetNetwork:
         ticket: the run's.
         identity: this peer's key.
         seat: where it listens.
-        about: what others must agree to: `version`, `settings`, `shapes`, `host`; and whether it `trains`.
+        about: what others must agree to: `settings`, `shapes`; its `version`, `host`, and whether it `trains`.
         largest: bytes of the largest message that is taken.
         deadline: the longest that others are waited for, in seconds.
-        tell: told in one line what a user should know.
+        tell: told in one line what a user should know; unset, farflung's logger is.
         listed: whether others are to know of it.
 
     Raises UserError when there is nobody to join, or they do not want this peer.
@@ -75,7 +80,7 @@ class InternetNetwork:
         *,
         largest: int,
         deadline: float = 120.0,
-        tell: Callable[[str], None] = print,
+        tell: Callable[[str], None] = log.warning,
         listed: bool = True,
     ) -> None:
         self.ticket = ticket
@@ -89,17 +94,17 @@ class InternetNetwork:
         answer_probes(self.swarm)
         self._snapshots = Snapshots(self.swarm, stall)
         self._states = Fetching(self.swarm, 4 * largest + ROOM, stall, tell)
-        self._source: Callable[[], State] | None = None
+        self._source: Callable[[], SharedState] | None = None
         self._met: dict[str, float] = {}
         self.background = threading.local()
-        self._fetching: Transfer[State] | None = None
+        self._fetching: Transfer[SharedState] | None = None
         self._pace = Pace()
         self._attachments = itertools.count()
         self.swarm.start(deadline)
 
     @property
     def refused(self) -> Mapping[str, int]:
-        """See OpenNetwork."""
+        """See ElasticNetwork."""
         return self.swarm.guard.refused
 
     def members(self) -> Group:
@@ -110,15 +115,15 @@ class InternetNetwork:
         """See Network."""
         return next(self._attachments)
 
-    def exchange(self, packet: Tensor, group: Group, key: str) -> Pending[dict[int, Tensor]]:
+    def exchange(self, packet: Tensor, group: Group, key: str) -> Pending[Packets]:
         """See Network."""
         if group == (self.rank,):
             return Finished({self.rank: packet}, self.now())
         return Transfer(self, group, lambda transfer: self._exchange(packet, transfer, key))
 
-    def relay(self, packets: dict[int, Tensor], group: Group, key: str, combine: Combine) -> Pending[dict[int, Tensor]]:
+    def scatter_combine_gather(self, packets: Packets, group: Group, key: str, combine: Combine) -> Pending[Packets]:
         """See Network. Combines in a thread of its own."""
-        return Transfer(self, group, lambda transfer: self._relay(packets, combine, transfer, key))
+        return Transfer(self, group, lambda transfer: self._scatter_combine_gather(packets, combine, transfer, key))
 
     def all_reduce(self, tensor: Tensor, group: Group, key: str) -> Pending[Tensor]:
         """See Network. Each member averages one part."""
@@ -129,7 +134,7 @@ class InternetNetwork:
     def meet(
         self, wanted: Group, key: str, step: int, weight: float, lineage: str, then: Callable[[Party], T]
     ) -> Pending[T]:
-        """See OpenNetwork. Who cannot come soon is not waited for."""
+        """See ElasticNetwork. Who cannot come soon is not waited for."""
         stream = key.rpartition(" of ")[2]
         between = self.now() - self._met.get(stream, self.now() - FIRST_ROUND)
         self._met[stream] = self.now()
@@ -149,7 +154,7 @@ class InternetNetwork:
             self.background.on = False
 
     def paced(self, step: int, every: int) -> int:
-        """See OpenNetwork."""
+        """See ElasticNetwork."""
         if self._snapshots.due and self._source:
             self._snapshots.give(self._source())
         about = self.swarm.about
@@ -170,8 +175,8 @@ class InternetNetwork:
         self._post.largest = BYTES_A_VALUE * values + ROOM
         self._states.largest = 4 * BYTES_A_VALUE * values + ROOM
 
-    def serve(self, source: Callable[[], State]) -> None:
-        """See OpenNetwork."""
+    def serve(self, source: Callable[[], SharedState]) -> None:
+        """See ElasticNetwork."""
         self._source = source
 
     def behind(self, step: int) -> float | None:
@@ -179,28 +184,28 @@ class InternetNetwork:
         lead = self.swarm.members.lead()
         return None if lead is None else lead - step
 
-    def fetch(self, alike: bool) -> Pending[State]:
-        """See OpenNetwork. One that is under way is joined."""
+    def fetch(self, alike: bool) -> Pending[SharedState]:
+        """See ElasticNetwork. One that is under way is joined."""
         if self._fetching is None or self._fetching.taken:
             self._fetching = Transfer(self, self.members(), lambda _: self._states.fetch(alike))
         return self._fetching
 
-    def reject(self, state: State, why: str) -> None:
-        """See OpenNetwork."""
+    def reject(self, state: SharedState, why: str) -> None:
+        """See ElasticNetwork."""
         for rank in state.givers:
             if member := self.swarm.members.by_rank.get(rank):
                 self._states.refuse(member, "bad state", why)
 
     def blame(self, rank: int, why: str) -> None:
-        """See OpenNetwork."""
+        """See ElasticNetwork."""
         if member := self.swarm.members.by_rank.get(rank):
             self.swarm.guard.strike(member.peer, "bad message", f"{member.described}: {why}")
 
     def tell_others(self, **facts: float) -> None:
-        """See OpenNetwork."""
+        """See ElasticNetwork."""
         self.swarm.about["facts"] = {**self.swarm.about["facts"], **facts}
 
-    def computed(self) -> None:
+    def advance(self) -> None:
         """Nothing: the wall clock has already advanced."""
 
     def now(self) -> float:
@@ -220,15 +225,15 @@ class InternetNetwork:
         """Leaves the swarm."""
         self.swarm.close()
 
-    async def _exchange(self, packet: Tensor, transfer: Transfer[dict[int, Tensor]], key: str) -> dict[int, Tensor]:
+    async def _exchange(self, packet: Tensor, transfer: Transfer[Packets], key: str) -> Packets:
         await self._swap(dict.fromkeys(transfer.others, packet), transfer, key)
         transfer.delivered[self.rank] = packet
         transfer.raise_if_lost()
         return {rank: transfer.delivered[rank] for rank in transfer.group}
 
-    async def _relay(
-        self, packets: dict[int, Tensor], combine: Combine, transfer: Transfer[Any], key: str
-    ) -> dict[int, Tensor]:
+    async def _scatter_combine_gather(
+        self, packets: Packets, combine: Combine, transfer: Transfer[Any], key: str
+    ) -> Packets:
         # The second half of the time is for the second half of the way.
         await self._swap(packets, transfer, f"{key}, to be combined", self.deadline / 2)
         received = {rank: transfer.delivered.pop(rank) for rank in sorted(transfer.delivered)}
@@ -243,21 +248,19 @@ class InternetNetwork:
         parts = dict(zip(group, torch.tensor_split(flat, len(group)), strict=True))
         packets = {rank: _bytes_of(parts[rank]) for rank in transfer.others}
 
-        def combine(received: dict[int, Tensor]) -> Tensor:
+        def combine(received: Packets) -> Tensor:
             own = parts[self.rank]
             if len(received) < len(group) - 1 or any(len(p) != own.nbytes for p in received.values()):
                 return _bytes_of(own)
             values = {rank: packet.view(tensor.dtype) for rank, packet in received.items()} | {self.rank: own}
             return _bytes_of(mean_in_order([values[rank] for rank in group]))
 
-        combined = await self._relay(packets, combine, transfer, key)
+        combined = await self._scatter_combine_gather(packets, combine, transfer, key)
         for rank, part in parts.items():
             part.copy_(combined[rank].view(tensor.dtype).to(part.device))
         return tensor
 
-    async def _swap(
-        self, packets: dict[int, Tensor], transfer: Transfer[Any], key: str, deadline: float | None = None
-    ) -> None:
+    async def _swap(self, packets: Packets, transfer: Transfer[Any], key: str, deadline: float | None = None) -> None:
         """Sends each its packet and takes each one's; who fails in one is lost, the rest goes on."""
         limit = deadline or self.deadline
         await asyncio.gather(*(self._swap_with(rank, packet, transfer, key, limit) for rank, packet in packets.items()))

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from farflung.networks.base import State
+from farflung.networks.base import SharedState
 from farflung.networks.internet.frames import Frame, entry, whole, write_frame, write_payload
 from farflung.networks.internet.host import UNREACHABLE
 from farflung.networks.internet.lines import PROMPT_SECONDS, Line, RequestRefusedError
@@ -50,7 +50,7 @@ class Snapshots:
         """Whether somebody waits for a snapshot."""
         return bool(self._wanted)
 
-    def give(self, state: State) -> None:
+    def give(self, state: SharedState) -> None:
         """Takes a copy of the state, at the end of a step, for those who wait."""
         content, described = _packed(state.tensors)
         self._swarm.look_after(self._swarm.submit(self._keep(content, {"facts": state.facts, "tensors": described})))

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import uvloop
 
 from farflung.errors import UserError
+from farflung.formats import PROTOCOL
 from farflung.networks.internet.admission import (
     CLOCK_SECONDS,
     Admission,
@@ -31,6 +32,7 @@ from farflung.networks.internet.identity import Identity
 from farflung.networks.internet.lines import PROMPT_SECONDS, Handler, Line, RequestRefusedError, accepted
 from farflung.networks.internet.members import BEAT_SECONDS, Member, Members
 from farflung.networks.internet.ticket import Ticket
+from farflung.scoped import quiet
 
 T = TypeVar("T")
 
@@ -47,7 +49,7 @@ class Swarm:
         ticket: the run's.
         identity: this peer's key.
         seat: where it listens.
-        about: version, settings, shapes, host, trains; see `disagreement`.
+        about: release of farflung, settings, shapes, host, trains; see `disagreement`.
         tell: told in one line what a user should know.
         listed: whether others are to know of it.
     """
@@ -66,6 +68,7 @@ class Swarm:
         self.guard = Guard(tell)
         self.handlers: dict[str, Handler] = {}
         self.about: Frame = {
+            "protocol": PROTOCOL.version,
             "rank": identity.rank,
             "public": identity.public,
             "session": os.urandom(8).hex(),
@@ -85,6 +88,7 @@ class Swarm:
         self._host = Host(seat, identity, f"farflung/1/{ticket.run}")
         self._loop = uvloop.new_event_loop()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._quiet = contextlib.ExitStack()
         self._failure = ""
         self._clock_gap = time.time() - time.monotonic()
         self._leaving = False
@@ -93,6 +97,8 @@ class Swarm:
 
     def start(self, deadline: float) -> None:
         """Takes its place. Raises UserError."""
+        if "HIVEMIND_LOGLEVEL" not in os.environ:
+            self._quiet.enter_context(quiet("hivemind"))  # what concerns a user, farflung says
         self._thread.start()
         try:
             self.run(self._start(deadline), deadline + 30)
@@ -119,6 +125,7 @@ class Swarm:
             self.run(self._stop(), 10)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(5)
+        self._quiet.close()
 
     @property
     def addresses(self) -> tuple[str, ...]:

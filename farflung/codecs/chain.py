@@ -1,0 +1,179 @@
+"""Codecs made of transforms.
+
+Each transform makes smaller tensors of those it is given: floating ones, which the next may make smaller still, and
+uint8 ones, which are finished. What is left at the end is the packet's payload. Transforms are given each tensor of a
+message as one row; between them, a matrix holds a chunk of a tensor in each row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from farflung.codecs.base import Codec, Compound, NotFiniteError
+from farflung.codecs.packets import Packet, PacketError, pack, packed_nbytes, unpack
+from farflung.codecs.values import finite
+from farflung.errors import UserError
+
+_EXCESS = 16, 1 << 16
+"""No transform makes more of a message than so many times its values, and so many; who says so lies."""
+
+
+class Transform(Codec):
+    """One step of compression: a codec by itself, or joined to another with `|`."""
+
+    @property
+    def sees_shapes(self) -> bool:
+        """Whether a message's tensors must come in their shapes; else each comes as one row."""
+        return False
+
+    def forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Smaller tensors: floating ones that a later transform may shrink, and finished ones of bytes.
+
+        Flat ones; or contiguous matrices, of floating numbers with a chunk in each row, which later ones keep apart.
+        """
+        raise NotImplementedError
+
+    def inverse(self, parts: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
+        """What `forward` was given, as far as it can be had back. Raises PacketError."""
+        raise NotImplementedError
+
+    def outline(self, like: Sequence[Tensor]) -> list[Tensor]:
+        """What `forward` makes of such tensors, without memory: its shapes and dtypes, at least about."""
+        raise NotImplementedError
+
+    def __or__(self, other: Codec) -> Chain:
+        return join(self, other)
+
+    def encode(self, tensors: Sequence[Tensor]) -> Packet:
+        """See Codec."""
+        return Chain((self,)).encode(tensors)
+
+    def decode(self, packet: Packet, like: Sequence[Tensor]) -> list[Tensor]:
+        """See Codec."""
+        return Chain((self,)).decode(packet, like)
+
+    def nbytes(self, like: Sequence[Tensor]) -> int:
+        """See Codec."""
+        return Chain((self,)).nbytes(like)
+
+
+class Chain(Compound):
+    """Transforms one after the other: `LowRank(rank=64) | Quantize(bits=4)`. Raises UserError."""
+
+    def __init__(self, transforms: Sequence[Transform]) -> None:
+        self.transforms = tuple(transforms)
+        for place, transform in enumerate(self.transforms):
+            if place and transform.sees_shapes:
+                raise UserError(f"{transform!r} needs whole tensors, so that it must come first; put it there")
+
+    @property
+    def parts(self) -> tuple[Transform, ...]:
+        """See Compound."""
+        return self.transforms
+
+    def __or__(self, other: Codec) -> Chain:
+        return join(self, other)
+
+    def __repr__(self) -> str:
+        return " | ".join(map(repr, self.transforms))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Chain) and self.transforms == other.transforms
+
+    def encode(self, tensors: Sequence[Tensor]) -> Packet:
+        """See Codec."""
+        if not all(finite(tensor) for tensor in tensors):
+            raise NotFiniteError("the message holds NaN or infinity; it was not sent")
+        table: list[list[Tensor]] = []
+        parts = self._given(tensors)
+        for transform in self.transforms:
+            parts = [part.detach() for part in transform.forward(parts)]
+            table.append(parts)
+        return pack(self.transforms, tensors, table)
+
+    def decode(self, packet: Packet, like: Sequence[Tensor]) -> list[Tensor]:
+        """See Codec."""
+        parts, table = unpack(self.transforms, packet, like)
+        times, more = _EXCESS
+        most = times * sum(tensor.numel() for tensor in like) + more
+        if any(sum(part.numel() for part in made) > most for made in table[:-1]):
+            raise PacketError("packet has a table of more values than its codec makes of such tensors")
+        wanted = [*reversed(table[:-1]), self._given(like)]
+        try:
+            for transform, before in zip(reversed(self.transforms), wanted, strict=True):
+                parts = transform.inverse(parts, before)
+        except PacketError:
+            raise
+        except (RuntimeError, ValueError, IndexError) as error:
+            # A packet is a stranger's word: whatever a transform stumbles over is the packet's fault.
+            raise PacketError(f"packet cannot be read: {error}") from error
+        if not all(finite(part) for part in parts):
+            raise PacketError("packet holds values that are not finite")
+        return [_fit(part.view(tensor.shape), tensor.dtype) for part, tensor in zip(parts, like, strict=True)]
+
+    def nbytes(self, like: Sequence[Tensor]) -> int:
+        """See Codec."""
+        return packed_nbytes(self._outlines(like))
+
+    def state_nbytes(self, like: Sequence[Tensor]) -> int:
+        """See Codec."""
+        given = [self._given(like), *self._outlines(like)[:-1]]
+        return sum(transform.state_nbytes(parts) for transform, parts in zip(self.transforms, given, strict=True))
+
+    def _outlines(self, like: Sequence[Tensor]) -> list[list[Tensor]]:
+        table: list[list[Tensor]] = []
+        parts = self._given(like)
+        for transform in self.transforms:
+            parts = transform.outline(parts)
+            table.append(parts)
+        return table
+
+    def _given(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The message as the first transform wants to see it."""
+        shaped = self.transforms[0].sees_shapes
+        return [tensor.detach() if shaped else tensor.detach().reshape(-1) for tensor in tensors]
+
+    def seed(self, seed: int) -> None:
+        """See Codec."""
+        for number, transform in enumerate(self.transforms):
+            transform.seed(seed + number)
+
+    @property
+    def wants_reference(self) -> bool:
+        """See Codec."""
+        return self.transforms[0].wants_reference
+
+    def set_reference(self, tensors: Sequence[Tensor]) -> None:
+        """See Codec: only the first transform sees messages."""
+        self.transforms[0].set_reference(tensors)
+
+
+def join(one: Codec, other: Codec) -> Chain:
+    """Both, one after the other. Raises UserError for what cannot be joined."""
+    return Chain((*_transforms(one), *_transforms(other)))
+
+
+def _transforms(codec: Codec) -> tuple[Transform, ...]:
+    check_composable(codec)
+    if isinstance(codec, Chain):
+        return codec.transforms
+    if not isinstance(codec, Transform):
+        raise UserError(f"{codec!r} is no Transform, which alone can be joined to others; use it alone")
+    return (codec,)
+
+
+def check_composable(codec: Codec) -> None:
+    """Refuses to join a codec to others, or to feed it back, where that cannot be. Raises UserError."""
+    if not codec.traits.composable:
+        raise UserError(f"{codec!r} only works alone; leave out what it is joined to")
+
+
+def _fit(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """The tensor in `dtype`; what is beyond its range becomes its largest number."""
+    if tensor.dtype == dtype:
+        return tensor
+    most = torch.finfo(dtype).max
+    return tensor.to(dtype) if most > torch.finfo(tensor.dtype).max else tensor.clamp(-most, most).to(dtype)

@@ -1,0 +1,43 @@
+"""Sizes of values, from the smallest to those that leave float32's range."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def norm(tensors: Sequence[Tensor]) -> float:
+    """The Euclidean norm of all values together."""
+    size = math.hypot(*(float(torch.linalg.vector_norm(tensor)) for tensor in tensors))
+    if math.isfinite(size):
+        return size
+    # Squares of large values leave float32's range.
+    return math.hypot(*(float(torch.linalg.vector_norm(tensor, dtype=torch.float64)) for tensor in tensors))
+
+
+def finite(tensor: Tensor) -> bool:
+    """Whether no value is infinite or NaN, in one pass and without a temporary of the tensor's size."""
+    # One value that is not finite makes a sum that is not; a finite sum, at a fifth of the time, settles it.
+    return bool(torch.isfinite(tensor.sum(dtype=torch.promote_types(tensor.dtype, torch.float32)))) or _all_finite(
+        tensor
+    )
+
+
+def _all_finite(tensor: Tensor) -> bool:
+    return tensor.numel() == 0 or bool(torch.isfinite(torch.stack(tensor.aminmax())).all())
+
+
+def unscaled(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """The tensor with a largest magnitude of 1, and what it was divided by: sums of huge values would overflow."""
+    largest = tensor.abs().amax() if tensor.numel() else tensor.new_zeros(())
+    scale = torch.where(largest > 0, largest, 1)
+    return tensor / scale, scale
+
+
+def rescaled(tensor: Tensor, scale: Tensor) -> Tensor:
+    """The product with a scale, in place; what leaves float32's range becomes the largest number."""
+    most = torch.finfo(torch.float32).max
+    return tensor.mul_(scale).clamp_(-most, most)

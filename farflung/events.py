@@ -1,0 +1,238 @@
+"""What a run folder's `events/*.jsonl` hold: one JSON object a line, and each kind of line as a dataclass.
+
+A process of a replica writes them (training/events.py); live view and report read them. A line has its kind as `event`,
+and the fields of that kind. Fields that are None are left out, and numbers that are not finite are written as null.
+A reader leaves out kinds and fields that it does not know, so that newer releases may add some.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from farflung import formats
+from farflung.formats import EVENTS
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """What all lines have."""
+
+    kind: ClassVar[str]
+    replica: int = 0
+    """Whose line it is; on the internet, the peer's rank. The log knows it, and when it was written."""
+    at: float = 0.0
+    """Seconds since the run began, on the network's clock: virtual ones where the network is simulated."""
+    step: int
+    """Inner steps that the replica had done."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProgressEvent(Event):
+    """What a replica has done so far; of an island, all of its processes together."""
+
+    tokens: int
+    """Tokens that it has trained on."""
+    bytes_sent: int
+    """Bytes that it has sent in rounds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StartEvent(Event):
+    """A process begins the run, or goes on with it. With it goes the version of this format."""
+
+    kind = "start"
+    method: str
+    """The method's name."""
+    replicas: int
+    """Replicas that the run has; on the internet 1."""
+    steps: int
+    """Inner steps that the run is to have."""
+    parameters: int = 0
+    """Values in the replica's parameters."""
+    own_parameters: int = 0
+    """Those of them that this process holds."""
+    stage: int = 0
+    stages: int = 1
+    """Which of the replica's stages the process is, from 0, and of how many."""
+    shard: int = 0
+    shards: int = 1
+    """Which shard of its stage the process is, from 0, and of how many."""
+    network: str = ""
+    """As in the settings: torch, simulated or internet."""
+    host: str = ""
+    """The machine's name."""
+    device: str = ""
+    """What torch calls the device."""
+    tokens_per_step: int = 0
+    """Tokens that the replica trains on in one inner step."""
+    resumed: bool = False
+    """Whether it goes on with a run that had begun before."""
+    clock: float | None = None
+    """On the internet, the wall clock's Unix time in seconds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepEvent(ProgressEvent):
+    """An inner step, each `log_every` of them."""
+
+    kind = "step"
+    loss: float | None
+    """Training loss of this step, in nats a token, before it was taken; None when it is not finite."""
+    lr: float
+    """Learning rate of the inner optimizer."""
+    tokens_per_second: float
+    """Since the line before, without the time of evaluations and checkpoints."""
+    rounds: int
+    """Rounds with others so far."""
+    boundary_bytes: int = 0
+    """Bytes sent from stage to stage so far."""
+    seconds_blocked: float
+    """Seconds so far that the replica stood waiting for others; of an island, the mean of its processes."""
+    refused: dict[str, int] | None = None
+    """On the internet, what this peer has refused so far, by why."""
+    peak_memory: int | None = None
+    """The most bytes that the process has held so far: of its GPU, or else of the machine's memory."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundEvent(Event):
+    """A round has ended, and its result is applied. Its moments are seconds as `at` is."""
+
+    kind = "round"
+    round: int
+    """Its number, from 1."""
+    fragment: int
+    """The fragment that was exchanged, from 0."""
+    group: Sequence[int]
+    """The ranks of those who took part; empty when this replica sat out."""
+    started_step: int
+    """The inner step after which it began."""
+    started: float
+    finished: float
+    """When its exchange began, and ended."""
+    waited_from: float
+    landed: float
+    """From when until when the replica stood waiting for it."""
+    outcome: str
+    """averaged, sat out, peer lost, no progress offered, or behind."""
+    reason: str = ""
+    """Why it was not averaged, in words."""
+    bytes_sent: int
+    """Bytes that this process has sent since its round before."""
+    compression_error: float = 0.0
+    """The share, 0 to 1, of the message's norm that its packet left out."""
+    effective_rank: float | None = None
+    """Of an adapting run: the effective rank of the averaged message."""
+    share: float | None = None
+    """Of an adapting run: the share, 0 to 1, of its first rank that the codec may have in the next round."""
+    every: int | None = None
+    """Of an adapting run: inner steps until the next round."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationEvent(ProgressEvent):
+    """The weights were judged by held-out sequences, each `eval_every` inner steps."""
+
+    kind = "evaluation"
+    validation_loss: float | None
+    """Mean loss of the held-out sequences, in nats a token; None when it is not finite."""
+    sample: str
+    """Some of the replica's weights, always the same ones: float32, little-endian, base64."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointEvent(Event):
+    """A checkpoint was written."""
+
+    kind = "checkpoint"
+    seconds: float
+    """How long that took."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class JoinedEvent(Event):
+    """On the internet, a peer has taken the others' state and trains with them."""
+
+    kind = "joined"
+    seconds: float
+    """How long that took."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WarningEvent(Event):
+    """What the user should know."""
+
+    kind = "warning"
+    message: str
+    """One line."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EndEvent(Event):
+    """The process trains no more."""
+
+    kind = "end"
+    reason: str
+    """finished, stopped, or died (of a simulated replica)."""
+
+
+_KINDS: dict[str, type[Event]] = {
+    kind.kind: kind
+    for kind in (
+        *(StartEvent, StepEvent, RoundEvent, EvaluationEvent),
+        *(CheckpointEvent, JoinedEvent, WarningEvent, EndEvent),
+    )
+}
+
+
+def line_of(event: Event) -> bytes:
+    """An event as a line, without its end."""
+    table: dict[str, Any] = {"event": event.kind}
+    if isinstance(event, StartEvent):
+        table[formats.KEY] = EVENTS.version
+    values = {field.name: getattr(event, field.name) for field in dataclasses.fields(event)}
+    for name, value in values.items():
+        if value is not None:
+            table[name] = None if isinstance(value, float) and not math.isfinite(value) else value
+    return json.dumps(table).encode()
+
+
+def events_in(lines: bytes, where: str) -> tuple[list[Event], int]:
+    """The events in whole lines, and how many lines a disk or a copy has spoilt, which are left out.
+
+    Raises UserError for a format that this release cannot read; `where` says of what file.
+    """
+    events, spoilt = [], 0
+    for line in lines.splitlines():
+        table = _table_in(line)
+        kind = _KINDS.get(table.get("event", ""))
+        if kind is StartEvent:
+            EVENTS.check(table, where)
+        event = _event_of(kind, table) if kind else None
+        events += [event] if event else []
+        spoilt += not table or (kind is not None and event is None)
+    return events, spoilt
+
+
+def _table_in(line: bytes) -> dict[str, Any]:
+    """What a line holds; empty where it is no event."""
+    try:
+        table = json.loads(line)
+    except ValueError:
+        return {}
+    sound = isinstance(table, dict) and isinstance(table.get("event"), str) and isinstance(table.get("step"), int)
+    return table if sound else {}
+
+
+def _event_of(kind: type[Event], table: dict[str, Any]) -> Event | None:
+    """None when a field is missing."""
+    known = {field.name for field in dataclasses.fields(kind)}
+    try:
+        return kind(**{name: value for name, value in table.items() if name in known})
+    except TypeError:
+        return None

@@ -1,0 +1,104 @@
+"""Weights that inner optimizers keep besides the model's: schedule-free averages, float32 masters of half precision.
+
+A round changes the model's weights under the optimizer's hands. Copies in the optimizer's state move along with them.
+An optimizer that keeps copies out of sight puts the old weights back, and is found out by that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from farflung.hooks.hidden import Watch
+from farflung.hooks.kept import Kept
+from farflung.hooks.shards import own_of
+from farflung.hooks.trained import held_by
+
+
+class Copies:
+    """The weights that some optimizers keep themselves. Torch's own keep none.
+
+    Args:
+        optimizers: the inner ones.
+        fragments: the parameters that rounds write together.
+    """
+
+    def __init__(self, optimizers: Sequence[Optimizer], fragments: Sequence[Sequence[nn.Parameter]]) -> None:
+        self._fragments = fragments
+        self._plain = [optimizer for optimizer in optimizers if _known(optimizer)]
+        self._kept = [Kept(optimizer) for optimizer in optimizers if optimizer not in self._plain]
+        self._watches: list[list[Watch]] = [[] for _ in fragments]
+        for kept in self._kept:
+            held = set(held_by(kept.optimizer))
+            for watches, parameters in zip(self._watches, fragments, strict=True):
+                if own := [parameter for parameter in parameters if parameter in held]:
+                    name = type(kept.optimizer).__name__
+                    watches.append(Watch(name, own, partial(kept.in_sight, own)))
+
+    def begin(self) -> None:
+        """Takes note of optimizers and weights as they are before the first step."""
+        for kept in self._kept:
+            kept.begin()
+        self._restart()
+
+    @torch.no_grad()
+    def stepped(self) -> None:
+        """Takes note of an inner step."""
+        for kept in self._kept:
+            kept.stepped()
+        for watches in self._watches:
+            for watch in watches:
+                watch.stepped()
+
+    @contextmanager
+    def following(self, *fragments: int) -> Iterator[None]:
+        """Within, a round writes the parameters of these fragments, or of all if none are given; copies move as far.
+
+        Raises UserError when an optimizer has been seen to put back what rounds have written.
+        """
+        for kept in self._kept:
+            kept.look()
+        written = fragments or range(len(self._fragments))
+        follows = any(kept.followers for kept in self._kept)
+        wanted = [parameter for fragment in written for parameter in self._fragments[fragment] if follows]
+        before = {parameter: own_of(parameter.detach()).clone() for parameter in wanted}
+        yield
+        for kept in self._kept:
+            kept.follow(before)
+        for fragment in written:
+            for watch in self._watches[fragment]:
+                watch.written()
+            self._watches[fragment] = [watch for watch in self._watches[fragment] if not watch.trusts]
+
+    def put_back(self) -> None:
+        """Gives all state its first values again, or those of the weights where it holds copies of them."""
+        for optimizer in self._plain:
+            for parameter in held_by(optimizer):
+                optimizer.state.pop(parameter, None)
+        for kept in self._kept:
+            kept.put_back()
+        self._restart()
+
+    def _restart(self) -> None:
+        for watches in self._watches:
+            for watch in watches:
+                watch.restart()
+
+    def state_dict(self) -> list[dict[str, Any]]:
+        """What is known of each optimizer's copies."""
+        return [kept.state_dict() for kept in self._kept]
+
+    def load_state_dict(self, state: list[dict[str, Any]]) -> None:
+        """Goes on from a `state_dict`."""
+        for kept, saved in zip(self._kept, state, strict=True):
+            kept.load_state_dict(saved)
+
+
+def _known(optimizer: Optimizer) -> bool:
+    return type(optimizer).__module__.startswith(("torch.optim.", "farflung."))

@@ -1,0 +1,44 @@
+"""Models whose users have sharded them with FSDP2: what of them is here, and with whom rounds may be held."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from farflung.errors import UserError
+from farflung.networks import ElasticNetwork, Network, TorchNetwork
+
+
+def own_of(tensor: Tensor) -> Tensor:
+    """What this process holds of a tensor: the local shard of a DTensor, else all of it.
+
+    FSDP may put another tensor in a shard's place, so this is to be asked each time.
+    """
+    to_local = getattr(tensor, "to_local", None)  # DTensor is slow to import, and few need it
+    return to_local() if to_local else tensor
+
+
+def check_shards(model: nn.Module, network: Network) -> None:
+    """Refuses to average different shards of one replica with each other. Raises UserError."""
+    meshes = (getattr(parameter, "device_mesh", None) for parameter in model.parameters())
+    island = sorted({process for mesh in meshes if mesh is not None for process in mesh.mesh.flatten().tolist()})
+    if len(island) < 2:
+        return
+    sharded = f"the model is sharded over processes {', '.join(map(str, island[:-1]))} and {island[-1]}"
+    if isinstance(network, ElasticNetwork):
+        raise UserError(
+            f"{sharded}, and an open network cannot tell one shard from another; hold rounds over torch.distributed, "
+            "or train a replica that one process has all of"
+        )
+    if isinstance(network, TorchNetwork) and len(set(network.processes) & set(island)) > 1:
+        raise UserError(
+            f"{sharded}, which are replicas of this network, too; "
+            f"hold rounds between equal shards: network.among({_equal_shards(network, island)})"
+        )
+
+
+def _equal_shards(network: TorchNetwork, island: list[int]) -> list[int]:
+    """The processes that hold the same shard as this one, where islands are blocks of processes, or are dealt out."""
+    own, size, stride = network.process, len(island), island[1] - island[0]
+    if stride == 1:
+        return [process for process in network.processes if process % size == own % size]
+    return [process for process in network.processes if process // stride == own // stride]

@@ -1,0 +1,109 @@
+"""The first agreement: all replicas are there, and begin alike."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, TypeVar
+
+import torch
+
+from farflung.networks import Network, PeerLostError, Pending
+from farflung.networks.torchrun import REMINDER_SECONDS, log
+
+T = TypeVar("T")
+
+BYTES = 4
+"""Of each fact's hash travel so many."""
+
+
+class DisagreementError(RuntimeError):
+    """The replicas do not start alike."""
+
+
+SETTING = "give all replicas the same method and settings"
+STATE = (
+    "seed every replica alike before making the model, or load the same weights into all, and attach in the same order "
+    "everywhere"
+)
+
+
+class Fact(NamedTuple):
+    """Something that must be equal on all replicas.
+
+    Args:
+        what: how it is called in a DisagreementError.
+        told: what is told of it; it is enough that all tell the same in one of these places.
+        remedy: what to do where they do not.
+    """
+
+    what: str
+    told: tuple[str, ...]
+    remedy: str = STATE
+
+
+def agree_on_start(network: Network, key: str, facts: Sequence[Fact], seconds: float) -> None:
+    """Waits for all replicas, at most so many seconds, and compares what they begin with.
+
+    Args:
+        network: the replica's seat.
+        key: of the exchange.
+        facts: what must be equal; how many there are may depend on those before.
+        seconds: the longest that starting may take.
+
+    Raises DisagreementError, and PeerLostError when somebody does not come.
+    """
+    hashes = b"".join(hashlib.sha256(value.encode()).digest()[:BYTES] for fact in facts for value in fact.told)
+    packets = all_there(network, network.exchange(_packet(hashes), network.members(), key), seconds)
+    told = {rank: packet.cpu().numpy().tobytes() for rank, packet in packets.items()}
+    end = 0
+    for fact in facts:
+        places = [slice(end + way * BYTES, end + (way + 1) * BYTES) for way in range(len(fact.told))]
+        end += len(fact.told) * BYTES
+        if all(len({words[place] for words in told.values()}) > 1 for place in places):
+            others = [rank for rank, words in told.items() if any(words[p] != told[network.rank][p] for p in places)]
+            values = _values(network, f"{key}, in words", fact, seconds) if fact.remedy == SETTING else {}
+            raise DisagreementError(_described(network.rank, fact, others, values))
+
+
+def _values(network: Network, key: str, fact: Fact, seconds: float) -> dict[int, str]:
+    """What each replica has in the place of a fact that differs; all have found that it does."""
+    packets = network.exchange(_packet(fact.told[0].encode()), network.members(), key).wait(seconds)
+    return {rank: packet.cpu().numpy().tobytes().decode() for rank, packet in packets.items()}
+
+
+def _packet(words: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(words), dtype=torch.uint8)
+
+
+def _described(own: int, fact: Fact, others: Sequence[int], values: Mapping[int, str]) -> str:
+    """Who starts from something else than this replica, from what if that can be said, and the remedy."""
+    unlike = next((rank for rank in others if values and values[rank] != values[own]), None)
+    said = "" if unlike is None else f": {values[own]}, and replica {unlike} from {values[unlike]}"
+    return f"replica {own} starts from other {fact.what} than {', '.join(map(str, others))}{said}; {fact.remedy}"
+
+
+def all_there(network: Network, pending: Pending[T], seconds: float) -> T:
+    """The result of an exchange that waits for replicas to start; says now and then who is missing.
+
+    Raises PeerLostError.
+    """
+    began = network.now()
+    while True:
+        waited = network.now() - began
+        try:
+            return pending.wait(min(REMINDER_SECONDS, seconds - waited))
+        except PeerLostError as lost:
+            missing = ", ".join(map(str, lost.ranks))
+            waited = network.now() - began
+            if pending.done():
+                raise
+            if waited >= seconds:
+                raise PeerLostError(
+                    lost.ranks,
+                    f"replica {missing} has not started within {seconds:g} s; see whether it is running and can be "
+                    "reached, or give it longer with starting=",
+                ) from None
+            log.warning(
+                "replica %d waits for replica %s to start: %.0f of %g s", network.rank, missing, waited, seconds
+            )

@@ -1,0 +1,137 @@
+"""What an attachment trains: the model's parameters that its optimizers hold, and what it leaves alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from threading import Lock
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from farflung.errors import UserError
+from farflung.hooks.digests import digest
+from farflung.hooks.shards import own_of
+from farflung.networks import Network
+
+_ATTACHED: WeakSet[Trained] = WeakSet()
+"""Those that are in use: what one leaves alone, another may train."""
+_CHANGES = Lock()
+"""Replicas in threads attach at once."""
+
+
+def _attached() -> list[Trained]:
+    with _CHANGES:
+        return list(_ATTACHED)
+
+
+class Trained:
+    """The parameters of a model that some optimizers train.
+
+    Args:
+        model: as the user's loop has it.
+        optimizers: that step it.
+        network: the one that they are averaged over. Another may average the same parameters, within a site, say.
+
+    Raises UserError: an optimizer has parameters that are not the model's, or that are attached already.
+    """
+
+    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer], network: Network) -> None:
+        self._model = model
+        self._network = network
+        self.optimizers = tuple(optimizers)
+        self._names = {parameter: name for name, parameter in model.named_parameters()}
+        for optimizer in self.optimizers:
+            self._check_owner(optimizer)
+        self.parameters = self._held()
+        self.restore: Callable[[], None] = lambda: None
+        """Takes back what is not finite, where an attachment has something to go back to."""
+        self._left_alone: dict[nn.Parameter, Tensor] = {}
+        if self.again():
+            raise UserError(
+                "these parameters are attached to this network already, so that each round would count twice; call "
+                "finish() of the first attachment, or leave its with statement"
+            )
+        with _CHANGES:
+            _ATTACHED.add(self)
+
+    def _check_owner(self, optimizer: Optimizer) -> None:
+        for parameter in held_by(optimizer):
+            if parameter not in self._names:
+                raise UserError(
+                    f"{type(optimizer).__name__} trains parameters that the model does not have (copies in another "
+                    "precision?); make the optimizer of model.parameters(), or attach a module that has them all"
+                )
+            if parameter.is_complex():
+                raise UserError(f"{self._names[parameter]} is complex, which no round can carry; use two real ones")
+
+    def _held(self) -> list[nn.Parameter]:
+        held = {parameter for optimizer in self.optimizers for parameter in held_by(optimizer)}
+        return [parameter for parameter in self._names if parameter in held and parameter.requires_grad]
+
+    def others(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The model's parameters that these optimizers do not train, by name."""
+        own = set(self.parameters)
+        return ((name, parameter) for parameter, name in self._names.items() if parameter not in own)
+
+    def averaged(self) -> set[nn.Parameter]:
+        """The parameters that some attachment trains, of this model or another."""
+        return {parameter for trained in _attached() for parameter in trained.parameters}
+
+    def begin(self) -> None:
+        """Takes note of what is left alone, for `check_left_alone`."""
+        self._left_alone = {p: digest([own_of(p)]) for p in self._not_attached()}
+
+    def check(self) -> None:
+        """Sees that no further parameter has come to be trained. Raises UserError."""
+        known = set(self.parameters)
+        for optimizer in self.optimizers:
+            for parameter in held_by(optimizer):
+                if parameter.requires_grad and parameter not in known:
+                    raise UserError(
+                        f"{self._names.get(parameter, 'a parameter')} has come to be trained since attach; "
+                        "leave the with statement and attach again, on all replicas"
+                    )
+
+    def left_alone(self) -> list[nn.Parameter]:
+        """The trainable parameters that no attachment averages, of those that there were at the beginning."""
+        self._left_alone = {p: self._left_alone[p] for p in self._not_attached() if p in self._left_alone}
+        return list(self._left_alone)
+
+    def check_left_alone(self) -> None:
+        """Sees that none of them has changed. Raises UserError."""
+        for parameter in self.left_alone():
+            if not torch.equal(digest([own_of(parameter)]), self._left_alone[parameter]):
+                raise UserError(
+                    f"{self._names[parameter]} is trained, but none of the attached optimizers holds it; "
+                    "give attach all of the model's optimizers, as a list, or freeze what they do not train"
+                )
+
+    def again(self) -> bool:
+        """Whether another attachment averages some of these parameters over the same network."""
+        own = set(self.parameters)
+        return any(not own.isdisjoint(trained.parameters) for trained in self._beside())
+
+    def restore_beside(self) -> None:
+        """Has this replica's other attachments on the network, which may hang together with this one, see to theirs."""
+        for trained in self._beside():
+            trained.restore()
+
+    def _beside(self) -> list[Trained]:
+        return [trained for trained in _attached() if trained is not self and trained._network is self._network]
+
+    def end(self) -> None:
+        """Says that these parameters are no longer averaged."""
+        with _CHANGES:
+            _ATTACHED.discard(self)
+
+    def _not_attached(self) -> list[nn.Parameter]:
+        """Trainable parameters that no attachment averages."""
+        averaged = self.averaged()
+        return [parameter for _, parameter in self.others() if parameter.requires_grad and parameter not in averaged]
+
+
+def held_by(optimizer: Optimizer) -> list[nn.Parameter]:
+    """The parameters of an optimizer's groups."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -1,0 +1,114 @@
+"""Work among all members, whoever they are by now; at the end, among those left, who agree on who they are."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Set
+from typing import NamedTuple, TypeVar
+
+import torch
+
+from farflung.networks.base import Group, Network, PeerLostError
+
+T = TypeVar("T")
+
+LONGER = 2.0
+"""Whoever has lost somebody waits so many times as long for the rest, who may still be waiting for the same."""
+
+
+def among_members(network: Network, exchange: Callable[[Group], T]) -> T:
+    """What an exchange among all members yields, which is tried again when some of them have died or come meanwhile.
+
+    Raises PeerLostError.
+    """
+    while True:
+        group = network.members()
+        try:
+            return exchange(group)
+        except PeerLostError:
+            if network.members() == group:
+                raise
+
+
+class Row(NamedTuple):
+    """What one replica has found: whom it could reach, and a word of its own."""
+
+    reached: list[int]
+    word: str
+
+
+def among_survivors(
+    network: Network, whole: Callable[[Group], Group], work: Callable[[Group], T], seconds: float
+) -> tuple[Group, T]:
+    """What `work` yields among those who are left, and who they are; the same on all of them.
+
+    Of those who can reach each other, `whole` picks those who take part; it decides alike everywhere. When somebody is
+    lost during the work, the rest do it again without. Every wait is about `seconds` long. Raises PeerLostError when
+    this replica is not among them, or when the work fails though nobody has gone.
+    """
+    before: Group = ()
+    word, attempt = "", 0
+    result: tuple[T] | None = None
+    fault = PeerLostError((), "some replicas could not end the run, though all can be reached")
+    while True:
+        attempt += 1
+        candidates, patience = (before, LONGER) if before else (network.members(), 1.0)
+        said = _reachable(network, candidates, f"survivors {attempt}", word, patience * seconds)
+        group = whole(tuple(said))
+        if network.rank not in group:
+            lost = sorted(set(network.members()) - set(said)) or [network.rank]
+            raise PeerLostError(
+                lost, f"lost {', '.join(map(str, lost))} of {network.members()}, so the rest end without us"
+            )
+        if result and {said[rank] for rank in group} == {f"done {before}"}:
+            return before, result[0]
+        if group == before:
+            raise fault
+        before = group
+        try:
+            result, word = (work(group),), f"done {group}"
+        except PeerLostError as error:
+            result, word, fault = None, "lost", error
+
+
+def _reachable(network: Network, candidates: Group, key: str, word: str, seconds: float) -> dict[int, str]:
+    """Those of the candidates who can all reach each other, in order, and each one's word; the same on all of them.
+
+    Three times everyone sends everyone a note: a greeting, then whom the greetings have come from, then what the others
+    have said of that; so one who was lost in between is lost to all, or to none.
+    """
+    own = Row(sorted(_notes(network, candidates, f"{key}, greeting", "", seconds)), word)
+    rows = {network.rank: own}
+    for turn in (1, 2):
+        told = _notes(network, tuple(own.reached), f"{key}, {turn}", json.dumps(list(rows.items())), LONGER * seconds)
+        for note in told.values():
+            rows |= {rank: Row(*row) for rank, row in json.loads(note)}
+    group = connected({rank: set(row.reached) for rank, row in rows.items()})
+    return {rank: rows[rank].word for rank in group}
+
+
+def connected(reached: Mapping[int, Set[int]]) -> Group:
+    """The replicas that all reach each other, without those who have the fewest to talk to (of these, the last)."""
+    left = set(reached)
+
+    def company(rank: int) -> int:
+        return sum(other in reached[rank] and rank in reached[other] for other in left)
+
+    while left and company(last := min(left, key=lambda rank: (company(rank), -rank))) < len(left):
+        left.remove(last)
+    return tuple(sorted(left))
+
+
+def _notes(network: Network, group: Group, key: str, note: str, seconds: float) -> dict[int, str]:
+    """The notes of those who have sent theirs; each pair by itself, so that nobody's loss holds up the others."""
+    packet = torch.frombuffer(bytearray(b" " + note.encode()), dtype=torch.uint8)
+    own = network.rank
+    pending = {other: network.exchange(packet, tuple(sorted((own, other))), key) for other in group if other != own}
+    ends, notes = network.now() + seconds, {own: note}
+    for other, exchange in pending.items():
+        try:
+            received = exchange.wait(max(0.0, ends - network.now()))[other]
+        except PeerLostError:
+            continue
+        notes[other] = received.cpu().numpy().tobytes().decode()[1:]
+    return notes

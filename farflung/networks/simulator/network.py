@@ -1,0 +1,326 @@
+"""N replicas in one process, under a virtual clock.
+
+Each replica runs in a thread of its own, but only one thread runs at a time: it holds the baton. A replica that waits,
+or that computes a step, passes it on: to whoever is ready, or else time goes on to what happens next. So no result
+depends on thread timing, and the replicas' code is the same as on a real network.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Generic, NoReturn, TypeVar
+
+import torch
+from torch import Tensor
+
+from farflung.networks.base import Combine, Finished, Group, Packets, PeerLostError, Pending, Traffic, mean_in_order
+from farflung.networks.simulator.cluster import CUT_OFF, Hops, Meeting, World, described
+from farflung.networks.simulator.conditions import Conditions
+from farflung.networks.simulator.fabric import Demand
+from farflung.networks.simulator.step_times import Computation
+
+T = TypeVar("T")
+
+
+class ReplicaDiedError(BaseException):
+    """A simulated replica's machine stopped, as its conditions say; not for catching."""
+
+
+class Simulation:
+    """The simulated replicas, and who of them runs now."""
+
+    def __init__(self, replicas: int, conditions: Conditions | None = None) -> None:
+        self.conditions = conditions or Conditions()
+        self.world = World(replicas, self.conditions)
+        self.world.when_dead = self._stop
+        self.networks = [SimulatedNetwork(self, rank) for rank in range(replicas)]
+        self._ready: deque[SimulatedNetwork] = deque()
+
+    def run(self, work: Callable[[SimulatedNetwork], T]) -> list[T]:
+        """Runs `work` once for each replica; returns what each returned, by rank, and None for those that died.
+
+        A replica whose work returns or raises has left: whoever waits for it then gets PeerLostError. The error that
+        came first is raised once all have left.
+        """
+        results: list[Any] = [None] * len(self.networks)
+        errors: list[BaseException] = []
+
+        def live(network: SimulatedNetwork) -> None:
+            network.seat.take()
+            try:
+                results[network.rank] = work(network)
+            except ReplicaDiedError:
+                pass
+            except BaseException as error:
+                errors.append(error)
+            finally:
+                network.seat.left = True
+                self.world.leave(network.rank)
+                self.pass_baton(network)
+
+        threads = [
+            threading.Thread(target=live, args=(network,), name=f"replica-{network.rank}", daemon=True)
+            for network in self.networks
+        ]
+        random_state = torch.get_rng_state()
+        for network, thread in zip(self.networks, threads, strict=True):
+            network.seat.random_state = random_state
+            thread.start()
+        self._ready.extend(self.networks[1:])
+        self.networks[0].seat.turn.set()
+        for thread in threads:
+            thread.join()
+        torch.set_rng_state(random_state)
+        if errors:
+            raise errors[0]
+        return results
+
+    def make_ready(self, network: SimulatedNetwork) -> None:
+        """Lets a replica run that waits, when its turn comes."""
+        if network.seat.waits:
+            network.seat.waits = False
+            self._ready.append(network)
+
+    def block(self, network: SimulatedNetwork) -> None:
+        """Passes the baton on; returns when somebody has made the replica ready."""
+        network.seat.waits = True
+        self.pass_baton(network)
+        if network.seat.died:
+            raise ReplicaDiedError
+
+    def pass_baton(self, holder: SimulatedNetwork) -> None:
+        """Lets the next one run; returns when it is the holder's turn again, or at once if it has left."""
+        while not self._ready:
+            if all(network.seat.left for network in self.networks):
+                return
+            if not self.world.clock.advance():
+                raise RuntimeError("all simulated replicas wait, and nothing is to come")
+        chosen = self._ready.popleft()
+        if chosen is holder:
+            return
+        holder.seat.keep()
+        chosen.seat.turn.set()
+        if not holder.seat.left:
+            holder.seat.take()
+
+    def _stop(self, rank: int) -> None:
+        network = self.networks[rank]
+        network.seat.died = True
+        self.make_ready(network)
+
+
+@dataclass
+class _Seat:
+    """What the baton needs to know of one replica."""
+
+    turn: threading.Event = field(default_factory=threading.Event)
+    left: bool = False
+    waits: bool = False
+    died: bool = False
+    random_state: Tensor = field(default_factory=torch.get_rng_state)
+
+    def take(self) -> None:
+        """Waits for the baton; each replica has its own stream of torch's random numbers, as in its own process."""
+        self.turn.wait()
+        self.turn.clear()
+        torch.set_rng_state(self.random_state)
+
+    def keep(self) -> None:
+        self.random_state = torch.get_rng_state()
+
+
+class SimulatedNetwork:
+    """One simulated replica's seat. Made by `Simulation`, or alone by `alone()`."""
+
+    def __init__(self, simulation: Simulation, rank: int) -> None:
+        self.simulation = simulation
+        self.rank = rank
+        self.traffic = Traffic()
+        self.seat = _Seat()
+        self._world = simulation.world
+        self._computation = Computation(simulation.conditions, rank)
+        self._attachments = itertools.count()
+        self._computed = 0
+
+    @classmethod
+    def alone(cls, conditions: Conditions | None = None) -> SimulatedNetwork:
+        """A network of one replica, for code that runs without others."""
+        return Simulation(1, conditions).networks[0]
+
+    def members(self) -> Group:
+        """The living whom this replica can reach, also those that have finished: these fail at once."""
+        return self._world.members(self.rank)
+
+    def attachment(self) -> int:
+        """See Network."""
+        return next(self._attachments)
+
+    def exchange(self, packet: Tensor, group: Group, key: str) -> Pending[Packets]:
+        """See Network."""
+        if group == (self.rank,):
+            return Finished({self.rank: packet}, self.now())
+        others = len(group) - 1
+        self.traffic.sent(others * packet.nbytes)
+
+        def hops(packets: Packets) -> Iterator[Demand]:
+            sizes = [packets[rank].nbytes for rank in group]
+            yield Demand(group, [others * size for size in sizes], [sum(sizes) - size for size in sizes], max(sizes))
+
+        def collect(meeting: Meeting) -> Packets:
+            packets = dict(sorted(meeting.brought.items()))
+            for rank, other in packets.items():
+                if rank != self.rank:
+                    self.traffic.received(other.nbytes)
+            return packets
+
+        return self._meet(group, key, packet, hops, collect)
+
+    def scatter_combine_gather(self, packets: Packets, group: Group, key: str, combine: Combine) -> Pending[Packets]:
+        """See Network. All members combine at once, in order of rank."""
+        self.traffic.sent(sum(packet.nbytes for packet in packets.values()))
+        brings = _Parcels(packets, combine)
+
+        def hops(brought: dict[int, _Parcels]) -> Iterator[Demand]:
+            sizes = {rank: {to: packet.nbytes for to, packet in brought[rank].packets.items()} for rank in group}
+            sent = [sum(sizes[rank].values()) for rank in group]
+            received = [sum(theirs.get(rank, 0) for theirs in sizes.values()) for rank in group]
+            yield Demand(group, sent, received, max(max(theirs.values()) for theirs in sizes.values()))
+            for rank in group:
+                theirs = {other: brought[other].packets[rank] for other in group if other != rank}
+                brought[rank].combined = brought[rank].combine(theirs)
+            ends = [brought[rank].combined.nbytes for rank in group]
+            yield Demand(group, [(len(group) - 1) * n for n in ends], [sum(ends) - n for n in ends], max(ends))
+
+        def collect(meeting: Meeting) -> Packets:
+            brought: dict[int, _Parcels] = meeting.brought
+            combined = {rank: brought[rank].combined for rank in group}
+            self.traffic.sent((len(group) - 1) * combined[self.rank].nbytes)
+            for rank in group:
+                if rank != self.rank:
+                    self.traffic.received(brought[rank].packets[self.rank].nbytes)
+                    self.traffic.received(combined[rank].nbytes)
+            return combined
+
+        return self._meet(group, key, brings, hops, collect)
+
+    def all_reduce(self, tensor: Tensor, group: Group, key: str) -> Pending[Tensor]:
+        """See Network. Each member averages one part of the tensor and sends it to all."""
+        if group == (self.rank,):
+            return Finished(tensor, self.now())
+        nbytes = round(2 * (len(group) - 1) / len(group) * tensor.nbytes)
+        self.traffic.sent(nbytes)
+
+        def hops(tensors: Packets) -> Iterator[Demand]:
+            part = tensor.nbytes / len(group)
+            yield Demand.alike(group, part)
+            yield Demand.alike(group, part)
+            mean = mean_in_order([tensors[rank] for rank in group])
+            for rank in group:
+                tensors[rank].copy_(mean)
+
+        def collect(meeting: Meeting) -> Tensor:
+            self.traffic.received(nbytes)
+            return tensor
+
+        return self._meet(group, key, tensor, hops, collect)
+
+    def advance(self) -> None:
+        """One inner step takes its time; others go on meanwhile."""
+        self._computed += 1
+        self._sleep_until(self.now() + self._computation.seconds(1))
+
+    def now(self) -> float:
+        """The virtual clock, seconds."""
+        return self._world.clock.now
+
+    def clock(self) -> dict[str, float]:
+        """See TimedNetwork."""
+        return {"now": self.now(), "computed": self._computed}
+
+    def resume(self, clock: Mapping[str, float]) -> None:
+        """See TimedNetwork. Faults of before happen in passing, when nobody is there whom they could concern."""
+        self._computed = int(clock["computed"])
+        for _ in range(self._computed):
+            self._computation.seconds(1)
+        self._sleep_until(clock["now"])
+
+    def stay_dead(self) -> NoReturn:
+        """Comes to no meeting until the moment of this replica's death, which an earlier part of the run has seen."""
+        if all(death.replica != self.rank for death in self.simulation.conditions.deaths):
+            self._world.die(self.rank)
+        else:
+            self.simulation.block(self)
+        raise ReplicaDiedError
+
+    def _sleep_until(self, moment: float) -> None:
+        self._world.clock.at(moment, lambda: self.simulation.make_ready(self))
+        self.simulation.block(self)
+
+    def _meet(
+        self, group: Group, key: str, brings: Any, hops: Hops, collect: Callable[[Meeting], T]
+    ) -> _SimulatedPending[T]:
+        meeting = self._world.meet(self.rank, group, key, brings, hops)
+        return _SimulatedPending(self, meeting, collect)
+
+
+@dataclass
+class _Parcels:
+    """What one member brings, and what it then makes of the others' packets."""
+
+    packets: Packets
+    combine: Combine
+    combined: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
+
+
+class _SimulatedPending(Generic[T]):
+    """An exchange on the virtual clock."""
+
+    def __init__(self, network: SimulatedNetwork, meeting: Meeting, collect: Callable[[Meeting], T]) -> None:
+        self._network = network
+        self._meeting = meeting
+        self._collect = collect
+        self.finished_at = math.inf
+
+    def done(self) -> bool:
+        return self._meeting.settled
+
+    def wait(self, timeout: float) -> T:
+        network, meeting = self._network, self._meeting
+        began = network.now()
+        if not meeting.settled:
+            simulation = network.simulation
+
+            def wake() -> None:
+                simulation.make_ready(network)
+
+            deadline = simulation.world.clock.at(began + timeout, wake)
+            meeting.waiting.append(wake)
+            simulation.block(network)
+            deadline.cancel()
+            if wake in meeting.waiting:
+                meeting.waiting.remove(wake)  # or a late end of this one would wake the replica from another wait
+        network.traffic.seconds_blocked += network.now() - began
+        self.finished_at = min(meeting.ended_at, network.now())
+        if meeting.ended_at > network.now():
+            raise self._lost(timeout)
+        return self._collect(meeting)
+
+    def _lost(self, timeout: float) -> PeerLostError:
+        meeting, own = self._meeting, self._network.rank
+        away = self._network.simulation.world.cut_off_from(own, meeting.group)
+        late = meeting.lost or meeting.missing()
+        if meeting.lost:
+            lost = meeting.lost_to(own)
+        elif away or late:
+            lost = dict.fromkeys(late, f"did not deliver within {timeout:g} s") | dict.fromkeys(away, CUT_OFF)
+        else:
+            others = [rank for rank in meeting.group if rank != own]
+            lost = dict.fromkeys(others, f"is still delivering after {timeout:g} s")
+        brought = sorted(meeting.brought.items()) if late else []
+        delivered = {rank: packet for rank, packet in brought if isinstance(packet, Tensor) and rank not in late}
+        return PeerLostError(sorted(lost), described(lost), delivered)

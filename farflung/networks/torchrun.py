@@ -1,0 +1,80 @@
+"""Joining the processes that torchrun started, with errors that say what to do."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import time
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+
+from farflung.errors import UserError
+
+log = logging.getLogger(__name__)
+
+REMINDER_SECONDS = 15.0
+"""Between two words about who is being waited for."""
+
+
+def join(starting: float) -> tuple[dict[int, str], Store]:
+    """Joins the process group that torchrun's environment variables describe.
+
+    Returns how each process is called in messages, and a store where they can leave each other word. Raises UserError.
+    """
+    limit = timedelta(seconds=starting)
+    try:
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        store = _meeting_place(rank, limit)
+        addresses = _check_in(store, rank, size, starting)
+        dist.init_process_group("gloo", store=PrefixStore("gloo", store), rank=rank, world_size=size, timeout=limit)
+    except (dist.DistError, RuntimeError, ValueError, LookupError, TimeoutError) as error:
+        raise UserError(_explain(error)) from error
+    return addresses, store
+
+
+def _meeting_place(rank: int, limit: timedelta) -> Store:
+    """The store at MASTER_ADDR and MASTER_PORT, which torchrun or else replica 0 keeps."""
+    kept_by_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    store = TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        is_master=rank == 0 and not kept_by_torchrun,
+        timeout=limit,
+        wait_for_workers=False,
+    )
+    return PrefixStore(f"farflung/attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+
+
+def _check_in(store: Store, rank: int, size: int, starting: float) -> dict[int, str]:
+    """Says where this replica is, and waits for everyone's word; without it, joining hangs for who is missing."""
+    host = socket.gethostname()
+    store.set(f"address/{rank}", f"{host}, process {os.getpid()}")
+    began = time.monotonic()
+    for other in range(size):
+        while not store.check([f"address/{other}"]):
+            waited = time.monotonic() - began
+            if waited >= starting:
+                raise TimeoutError(f"replica {other} of {size} has not come within {starting:g} s (--starting)")
+            if waited >= REMINDER_SECONDS:
+                log.warning("replica %d waits for replica %d to start: %.0f of %g s", rank, other, waited, starting)
+            with contextlib.suppress(dist.DistError, RuntimeError):  # that is the next turn's question
+                store.wait([f"address/{other}"], timedelta(seconds=max(0.1, min(REMINDER_SECONDS, starting - waited))))
+    return {other: store.get(f"address/{other}").decode() for other in range(size)}
+
+
+def _explain(error: Exception) -> str:
+    where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    text = str(error)
+    if "EADDRINUSE" in text or "address already in use" in text.lower():
+        return f"port {where} is in use; choose another with MASTER_PORT or torchrun's --master-port"
+    if isinstance(error, ValueError | LookupError):
+        return f"cannot join the other replicas: bad or missing {text}; start with torchrun, or set RANK and MASTER_*"
+    first_line = text.splitlines()[0] if text else type(error).__name__
+    return (
+        f"cannot join the other replicas at {where}: {first_line}; see that this host can reach that one, "
+        "that each process has been started, and which interface GLOO_SOCKET_IFNAME names"
+    )

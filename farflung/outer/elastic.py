@@ -1,0 +1,205 @@
+"""Rounds among replicas that come and go: who takes part is found out as a round starts.
+
+Messages count by the inner steps behind them, and none goes into a mean before it was looked at. Who was away fetches
+the others' state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from farflung.codecs import finite
+from farflung.errors import UserError
+from farflung.hooks.digests import digest
+from farflung.networks import ElasticNetwork, Group, Network, Party, PeerLostError, Pending, SharedState
+from farflung.outer.aggregation import Aggregation
+from farflung.outer.loop import Exchange, OuterLoop
+from farflung.outer.optimizers import (
+    Anchored,
+    OuterFactory,
+    OuterOptimizer,
+    message_of,
+    refuse_rounded_weights,
+    state_by_anchor,
+    state_of,
+    step_with,
+)
+from farflung.outer.outcomes import Outcome, Result
+from farflung.outer.round import Offer, PendingRound, Sync
+from farflung.outer.session import Options
+
+if TYPE_CHECKING:
+    from farflung.outer.method import Method
+
+
+class ElasticLoop(OuterLoop):
+    """See OuterLoop; for an elastic network."""
+
+    def __init__(
+        self,
+        method: Method,
+        model: nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        network: Network,
+        options: Options,
+        undo: ExitStack,
+    ) -> None:
+        assert isinstance(network, ElasticNetwork)
+        self._elastic = network
+        self._fetching: Pending[SharedState] | None = None
+        super().__init__(method, model, optimizers, network, options, undo)
+        network.serve(self.state)
+
+    def _make_outer(self) -> torch.optim.Optimizer:
+        assert self.method.outer is not None
+        outer = self.method.outer(self.anchors)
+        refuse_rounded_weights(outer, self.method.codec, self.anchors)
+        draws_together = self.method.topology.alike and self.method.codec.traits.lossless
+        return Anchored(outer) if draws_together and not isinstance(outer, OuterOptimizer) else outer
+
+    def _aggregation(self) -> Aggregation:
+        return Aggregation(self._options.robust, self._elastic.blame)
+
+    def _counted(self, step: int) -> int:
+        """Counts a step as the others do, and takes their state once it has come for one that was behind."""
+        self.step = self._elastic.paced(step, self.method.schedule.every or 1)
+        self._take_fetched()
+        for sync in self._rounds.syncs:
+            sync.skip_to(self.step - sync.every_steps + 1)  # to the latest that has started, which it may yet come to
+        return self.step
+
+    def _prepare(self, sync: Sync[Tensor], members: int) -> None:
+        """Who will take part is not known yet."""
+
+    def _exchange(self, sync: Sync[Tensor], offer: Offer[Tensor], group: Group) -> Exchange:
+        """Starts a round with those of the group who come, or others whose partners do not."""
+        message, number, averaging = offer.message, sync.rounds, self._averagings[sync.index]
+        key = self._round_key(sync.index, number)
+
+        @torch.no_grad()
+        def average(party: Party) -> Result:
+            if party.behind:
+                return Result(message, (), Outcome.BEHIND, "its anchors are not the others'; it fetches theirs")
+            if len(party.group) < 2:
+                return Result(message, (), Outcome.SAT_OUT)
+            pending, error = averaging.start(message, party.group, key, number, party.weights)
+            try:
+                return Result(pending.wait(self.deadline), party.group, compression_error=error)
+            except PeerLostError as lost:
+                return Result(message, party.group, Outcome.PEER_LOST, str(lost), error)
+
+        lineage = str(digest([self.anchors[sync.index]]).tolist()) if self.method.needs_equal_anchors else ""
+        weight = 0.0 if offer.fault else float(sync.trained)
+        began = self.network.now()
+        return Exchange(began, self._elastic.meet(group, key, self.step, weight, lineage, average))
+
+    def _settle(self, sync: Sync[Tensor], pending: PendingRound[Tensor, Exchange], result: Result) -> None:
+        if result.outcome == Outcome.BEHIND:
+            self._fetch()
+
+    def state(self) -> SharedState:
+        """What a late replica takes: anchors, outer optimizer's state and step; good until the next round starts."""
+        facts = {"step": self.step, "until": min(sync.next_start for sync in self._rounds.syncs)}
+        return SharedState(dict(state_tensors(self.anchors, self.outer)), facts)
+
+    @torch.no_grad()
+    def take(self, state: SharedState) -> None:
+        """Goes on from where other replicas stand; what was under way here is dropped. Raises UserError."""
+        if not self._begun:
+            self._begin()
+        assert self.method.outer is not None
+        take_state(self.anchors, self.outer, state.tensors, kept_names(self.method.outer))
+        self._rounds.pending.clear()
+        self.step = max(self.step, int(state.facts["step"]))
+        self._begun = True
+        for sync, weights in zip(self._rounds.syncs, self._weights, strict=True):
+            weights.write(weights.anchor)
+            sync.skip_to(self.step + 1)
+
+    @torch.no_grad()
+    def catch_up(self, wait: float) -> bool:
+        """Takes the others' state before training; False when nobody is there to give it.
+
+        Raises UserError when all give what cannot be this run's.
+        """
+        self._fetch()
+        return self._take_fetched(wait)
+
+    def _fetch(self) -> None:
+        """Starts to fetch the others' state, unless that is under way."""
+        if self._fetching is None:
+            self._fetching = self._elastic.fetch(self.method.topology.alike)
+
+    def _take_fetched(self, wait: float = 0.0) -> bool:
+        """Takes the others' state, when it is there, or after at most `wait` seconds; whether it did.
+
+        What cannot be this run's is fetched from another peer. With a `wait`, raises the last UserError over that when
+        nobody gives another.
+        """
+        refusal = None
+        while state := self._fetched(wait):
+            try:
+                self.take(state)
+            except UserError as error:
+                refusal = error
+                self._elastic.reject(state, str(error))
+                self._fetch()
+            else:
+                return True
+        if wait and refusal:
+            raise refusal
+        return False
+
+    def _fetched(self, wait: float) -> SharedState | None:
+        if self._fetching is None or not (wait or self._fetching.done()):
+            return None
+        fetching, self._fetching = self._fetching, None
+        try:
+            return fetching.wait(wait)
+        except PeerLostError:
+            return None
+
+
+def state_tensors(anchors: list[Tensor], outer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor]]:
+    """The anchors and what the outer optimizer keeps of each, by name."""
+    for index, anchor in enumerate(anchors):
+        yield f"anchor {index}", anchor
+        for name, value in sorted(state_of(outer, anchor).items()):
+            if isinstance(value, Tensor) and value.shape == anchor.shape:
+                yield f"{name} {index}", value
+
+
+def kept_names(make: OuterFactory) -> set[str]:
+    """The names of what an outer optimizer keeps of an anchor, of its length: what a first step leaves."""
+    anchor = torch.zeros(2)
+    outer = make([anchor])
+    step_with(outer, anchor, message_of(outer, anchor, torch.ones(2)))
+    return {name.rpartition(" ")[0] for name, _ in state_tensors([anchor], outer)} - {"anchor"}
+
+
+def take_state(
+    anchors: list[Tensor], outer: torch.optim.Optimizer, tensors: dict[str, Tensor], names: set[str]
+) -> None:
+    """Gives the anchors and the outer optimizer what `state_tensors` said elsewhere.
+
+    Raises UserError, and changes nothing, when that is not all anchors and, of each, some of what `names` says.
+    """
+    wanted = {f"anchor {index}": anchor for index, anchor in enumerate(anchors)}
+    known = wanted | {f"{name} {index}": anchor for index, anchor in enumerate(anchors) for name in names}
+    fits = all(name in known and value.numel() == known[name].numel() for name, value in tensors.items())
+    if not fits or not wanted.keys() <= tensors.keys():
+        raise UserError("the run's anchors have other shapes than the model here; see that both use the same model")
+    if not all(map(finite, tensors.values())):
+        raise UserError("a peer gave a state that is not finite; join again, from other peers' RUN/run.ticket")
+    state = state_by_anchor(outer)
+    for name, value in tensors.items():
+        kind, anchor = name.rpartition(" ")[0], known[name]
+        if kind == "anchor":
+            anchor.copy_(value)
+        else:
+            state[anchor][kind] = value.to(anchor.device, copy=True)

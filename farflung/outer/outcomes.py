@@ -1,0 +1,83 @@
+"""How rounds end, and what is told of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from torch import Tensor
+
+from farflung.networks import Group
+
+
+class Outcome(StrEnum):
+    """How a round ended for a replica."""
+
+    AVERAGED = "averaged"
+    SAT_OUT = "sat out"
+    """Nobody was there to average with."""
+    PEER_LOST = "peer lost"
+    """Somebody's message is missing or unusable."""
+    NO_PROGRESS = "no progress offered"
+    """This replica's own training was spoilt, so it has offered its anchor."""
+    BEHIND = "behind"
+    """This replica's anchors are not the others', so it fetches theirs."""
+
+
+@dataclass
+class Result:
+    """What an exchange came to.
+
+    Args:
+        mean: of the group's messages; where somebody was lost, what there is of it, often this replica's own message.
+        group: who took part; empty when the replica sat out.
+        outcome: how it ended.
+        reason: why, where it was not as it should be.
+        compression_error: the part of the message, 0 to 1, that its packet left out.
+        apart: whether anchors were seen to differ that should be equal.
+    """
+
+    mean: Tensor
+    group: Group
+    outcome: Outcome = Outcome.AVERAGED
+    reason: str = ""
+    compression_error: float = 0.0
+    apart: bool = False
+
+    def note(self, outcome: Outcome, reason: str) -> None:
+        """Says that it ended otherwise; what was said before stays said."""
+        self.outcome = outcome
+        self.reason = "; ".join(filter(None, (self.reason, reason)))
+
+    def lacks_progress(self, fault: str) -> None:
+        """Says why this replica had no progress to offer."""
+        self.reason = "; ".join(filter(None, (fault, self.reason)))
+        if self.outcome in (Outcome.AVERAGED, Outcome.SAT_OUT):
+            self.outcome = Outcome.NO_PROGRESS
+
+
+@dataclass(frozen=True)
+class Round:
+    """What happened in one round of one replica. Times are seconds on the network's clock.
+
+    The exchange ran from `started` to `finished`; the replica stood waiting from `waited_from` to `landed`.
+    `group` is empty when the replica sat out. `compression_error` is the part of the message, 0 to 1, that its packet
+    left out. An adapting loop tells the averaged message's `effective_rank`, and what it has decided for the next
+    round: which `share` of its first rank the codec may have, and `every`, the steps until then.
+    """
+
+    round: int
+    fragment: int
+    group: Group
+    started_step: int
+    step: int
+    started: float
+    finished: float
+    waited_from: float
+    landed: float
+    outcome: Outcome
+    reason: str = ""
+    compression_error: float = 0.0
+    effective_rank: float | None = None
+    share: float | None = None
+    every: int | None = None

@@ -1,0 +1,318 @@
+"""What is common to all that hooks into a user's training loop."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from farflung.errors import UserError
+from farflung.hooks.buffers import average
+from farflung.hooks.digests import digest
+from farflung.hooks.shards import own_of
+from farflung.hooks.start import SETTING, Fact, agree_on_start
+from farflung.hooks.steps import hook_steps
+from farflung.hooks.trained import Trained
+from farflung.hooks.untrained import Untrained
+from farflung.networks import ElasticNetwork, Group, Network, among_members
+from farflung.outer.faults import Faults
+from farflung.outer.outcomes import Round
+
+if TYPE_CHECKING:
+    from farflung.outer.method import Method
+
+UNSEEN = (
+    "the rounds end, but no step of the attached optimizers was seen; call optimizer.step() itself, not the step of "
+    "what wraps it"
+)
+ENDED = (
+    "the rounds have ended with finish(), so this step is this replica's alone; attach again to hold more, or call "
+    "average_buffers() where only an evaluation is due"
+)
+
+END_DEADLINES = 10
+"""The end waits this many times the deadline: replicas that never met may be far apart in time."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a method is attached.
+
+    Args:
+        outer_device: where the outer state lives; by default, with the model.
+        deadline: the longest that a round is waited for, in seconds.
+        starting: the longest that the others are waited for before the first step, in seconds.
+        robust: how messages become one on an open network; see Fusion.
+        buffers: whether buffers are averaged in every "round", or only at the "end" and by `average_buffers`.
+        on_round: told of every round when it has landed.
+    """
+
+    outer_device: torch.device | str | None = None
+    deadline: float = 120.0
+    starting: float = 600.0
+    robust: str = "mean"
+    buffers: Literal["end", "round"] = "end"
+    on_round: Callable[[Round], None] | None = None
+
+
+class Session:
+    """A context that does something about inner optimizers' steps, and undoes its hooks at the end.
+
+    Public besides the methods: `step`, the inner steps so far, and `rounds`, the rounds that this replica took part in.
+
+    Args:
+        method: the choices that its exchanges are made of.
+        model: what the user trains.
+        optimizers: that step it, in this order.
+        network: the replica's seat.
+        options: see Options.
+        undo: takes what undoes the hooks; whoever makes this closes it if that fails.
+    """
+
+    def __init__(
+        self,
+        method: Method,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        network: Network,
+        options: Options,
+        undo: ExitStack,
+    ) -> None:
+        self.method = method
+        self.network = network
+        self.deadline = options.deadline
+        self.outer: Optimizer | None = None
+        self.step = 0
+        self.rounds = 0
+        self.trained = Trained(model, optimizers, network)
+        undo.callback(self.trained.end)
+        number = network.attachment()
+        self._name = f"attachment {number}"
+        self._options = options
+        self._begun = False
+        self._noted = False
+        self._ended = False
+        self._left = False
+        self._warned = False
+        self._exchanges = 0
+        self._faults = Faults(network.rank)
+        self._undo = undo
+        self._untrained = Untrained(model, self.trained, undo)
+        for optimizer in optimizers:
+            self._undo.callback(hook_steps(optimizer, before=self._before_first_step))
+        if isinstance(network, ElasticNetwork):
+            _check_open(number, self._untrained, options.buffers)
+
+    def __enter__(self) -> Self:
+        if self._left:
+            raise UserError("this attachment was left before, so it holds no rounds any more; attach again")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._left = True
+        if error is None:
+            self.finish()
+        self._undo.close()
+
+    def land(self) -> None:
+        """Lands what is pending."""
+
+    @torch.no_grad()
+    def finish(self, average_weights: bool = False) -> None:
+        """Ends the rounds: lands what is pending, averages the buffers, and the weights where asked.
+
+        Every replica must call it alike. The end of the `with` statement does, if the loop has not. With
+        `average_weights` all replicas end with the same ones; an optimizer that has others for evaluation must be
+        switched to these before, as with `optimizer.eval()` of schedule-free ones. Steps after it are this replica's
+        alone. Raises PeerLostError when somebody does not come to that within ten deadlines, and UserError when what is
+        trained has changed.
+        """
+        if average_weights:
+            self.trained.check()
+        if not self._ended:
+            self._end()
+        if average_weights:
+            weights = {str(number): p.detach() for number, p in enumerate(self.trained.parameters)}
+            with self._writing_weights():
+                self._average_among_all("weights", weights, directions=False)
+
+    def _end(self) -> None:
+        self._ended = True
+        if not self._begun and self.method.exchanges:
+            warnings.warn(UNSEEN, stacklevel=4)
+        self.land()
+        self._settle_at_end()
+        self._undo.close()
+        self._undo.callback(hook_steps(self.trained.optimizers[-1], after=self._warn_of_steps_alone))
+        if self._begun and self.method.exchanges:
+            self.average_buffers()
+
+    def _writing_weights(self) -> AbstractContextManager[None]:
+        """Within, all weights are written; what optimizers keep beside them goes along."""
+        return nullcontext()
+
+    def _settle_at_end(self) -> None:
+        """Takes back what is not sound in the weights when the rounds end."""
+
+    def _warn_of_steps_alone(self) -> None:
+        if self.trained.again():
+            return
+        if not self._warned:
+            self._warned = True
+            warnings.warn(ENDED, stacklevel=6)
+
+    def average_buffers(self) -> None:
+        """Averages the model's buffers over all replicas, for an evaluation; every replica must call it alike.
+
+        So it does with frozen weights that differ, since the loop moves them itself. Floating ones get their mean,
+        whole numbers their largest, and unit vectors, such as spectral norm's, are taken from the lowest rank.
+        Raises PeerLostError, and UserError where sizes differ.
+        """
+        self._average_among_all("buffers", self._untrained.named(), directions=True)
+
+    def catch_up(self, wait: float) -> bool:
+        """Takes the state of others before training, where it can be had within `wait` seconds; whether it was."""
+        return False
+
+    def spoil(self, reason: str) -> None:
+        """Says that training went wrong since the last round: what this replica has is not for the others."""
+        self._faults.spoil(reason)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that a later `load_state_dict` needs to go on bit for bit; not to be called in `on_round`."""
+        return {
+            "step": self.step,
+            "rounds": self.rounds,
+            "faults": self._faults.state_dict(),
+            "untrained": self._untrained.state_dict(),
+        }
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from a `state_dict` of the same method, model and optimizers. Raises UserError for another's."""
+        try:
+            self._load(state)
+        except (KeyError, ValueError, TypeError, AttributeError, RuntimeError) as error:
+            reason = str(error).partition("\n")[0]
+            raise UserError(
+                f"this state is of another method or model ({type(error).__name__}: {reason}); attach what it was of"
+            ) from error
+
+    def _load(self, state: dict[str, Any]) -> None:
+        self.step, self.rounds = state["step"], state["rounds"]
+        self._faults.load_state_dict(state["faults"])
+        self._untrained.load_state_dict(state["untrained"])
+        self._begun = self.step > 0
+        self._noted = False
+
+    def _key(self, what: str) -> str:
+        """The key of an exchange: no two attachments on a network share one."""
+        return f"{self._name}, {what}"
+
+    @torch.no_grad()
+    def _before_first_step(self, *_: Any) -> None:
+        if self._noted:
+            return
+        self._noted = True
+        self.trained.begin()
+        untrained = self._untrained.begin()
+        if self._begun:
+            return
+        self._begun = True
+        self._begin()
+        if self.method.exchanges and not isinstance(self.network, ElasticNetwork):
+            weights = [own_of(parameter) for parameter in self.trained.parameters]
+            shapes = [tuple(tensor.shape) for tensor in (*weights, *self._untrained.named().values())]
+            facts = [
+                *self._facts(),
+                Fact("shapes", (str(shapes),)),
+                Fact("weights", (str(digest(weights).tolist()),)),
+                *untrained,
+            ]
+            agree_on_start(self.network, self._key("start"), facts, self._options.starting)
+
+    def _facts(self) -> list[Fact]:
+        """What must be equal on all replicas, besides the weights."""
+        group = self.outer.param_groups[0] if self.outer else {}
+        settings = {name: value for name, value in group.items() if name != "params"}
+        method = self.method
+        parts: dict[str, object] = {
+            "schedule": method.schedule,
+            "topology": method.topology,
+            "codec": method.codec,
+            "merge": method.merge,
+            "adaptation": method.adapt,
+            "way of averaging": method.averaging,
+            "outer optimizer": f"{type(self.outer).__name__} {settings}" if self.outer else "none",
+        }
+        # Where an object lies in memory is not a setting.
+        return [Fact(what, (re.sub(r" at 0x[0-9a-f]+", "", str(part)),), SETTING) for what, part in parts.items()]
+
+    def _look(self) -> None:
+        """Finds frozen weights that the loop moves itself. Raises UserError where they cannot go along."""
+        moving = self._untrained.look()
+        if moving and isinstance(self.network, ElasticNetwork):
+            raise UserError(
+                f"{moving[0]} is frozen, and yet it moves, which peers on the internet cannot average; "
+                "keep it outside of the model that is attached"
+            )
+
+    def _begin(self) -> None:
+        """Takes note of the weights that training starts from, which may have been loaded since attach."""
+
+    def _report(self, round: Round) -> None:
+        self.rounds += bool(round.group)
+        if self._options.on_round:
+            self._options.on_round(round)
+
+    def _average_buffers_in(self, round: int, group: Group) -> None:
+        key = self._key(f"buffers of round {round}")
+        average(self._untrained.named(), self.network, group, key, self.deadline, directions=True)
+
+    def _average_among_all(self, what: str, tensors: Mapping[str, Tensor], directions: bool) -> None:
+        if isinstance(self.network, ElasticNetwork):
+            return  # who comes and goes has nobody to end with
+        self._exchanges += 1
+        key = self._key(f"{what} {self._exchanges}")
+
+        def exchange(group: Group) -> None:
+            average(tensors, self.network, group, f"{key} of {group}", END_DEADLINES * self.deadline, directions)
+
+        among_members(self.network, exchange)
+
+
+def _check_open(number: int, untrained: Untrained, buffers: str) -> None:
+    if number:
+        raise UserError(
+            "peers on the internet hold the rounds of one attachment, and this network has had one; give attach all "
+            "optimizers in a list, or open another network with a ticket of its own"
+        )
+    if buffers != "end":
+        raise UserError(f"buffers is {buffers!r}, but peers on the internet average none; leave it out")
+    if floating := untrained.floating():
+        raise UserError(
+            f"the model keeps {floating[0]} besides its weights, which peers on the internet cannot average; "
+            "replace BatchNorm by LayerNorm or GroupNorm, or register such buffers with persistent=False"
+        )
+
+
+def copied(state: Any, device: torch.device) -> Any:
+    """The same containers with copies of all tensors in them, on `device`: what is loaded twice must not change."""
+    if isinstance(state, Tensor):
+        return state.to(device, copy=True)
+    if isinstance(state, dict):
+        return {key: copied(value, device) for key, value in state.items()}
+    if isinstance(state, list | tuple):
+        return type(state)(copied(value, device) for value in state)
+    return state

@@ -1,0 +1,44 @@
+"""What other libraries and programs are told by way of this process, changed for only as long as it is needed."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+from collections import Counter
+from collections.abc import Iterator
+
+_lock = threading.Lock()
+_holders: Counter[str] = Counter()
+_before: dict[str, int] = {}
+
+
+@contextlib.contextmanager
+def quiet(name: str, level: int = logging.CRITICAL) -> Iterator[None]:
+    """Keeps another library's logger at a level meanwhile; the last of several to leave puts back what was before."""
+    logger = logging.getLogger(name)
+    with _lock:
+        if not _holders[name]:
+            _before[name] = logger.level
+            logger.setLevel(level)
+        _holders[name] += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _holders[name] -= 1
+            if not _holders[name]:
+                logger.setLevel(_before.pop(name))
+
+
+@contextlib.contextmanager
+def environment(**variables: str) -> Iterator[None]:
+    """Sets environment variables meanwhile, but for those that the user has set."""
+    ours = {name: value for name, value in variables.items() if name not in os.environ}
+    os.environ.update(ours)
+    try:
+        yield
+    finally:
+        for name in ours:
+            os.environ.pop(name, None)

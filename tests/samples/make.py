@@ -1,0 +1,83 @@
+"""Writes the samples of the formats as they are now: python tests/samples/make.py N, with the next N that is free."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from farflung.events import JoinedEvent, StartEvent, StepEvent, WarningEvent, events_in, line_of
+from farflung.networks.internet import Identity, Seat, Ticket
+from farflung.networks.internet.admission import Admission, introduction
+from farflung.networks.internet.swarm import Swarm
+
+HERE = Path(__file__).parent
+SETTINGS = {
+    "network": "simulated",
+    "replicas": 2,
+    "steps": 4,
+    "every": 2,
+    "delay": 1,
+    "codec": "ef-int8",
+    "model": "model",
+    "data": "text.txt",
+    "sequence-length": 8,
+    "batch-size": 2,
+    "max-tokens": 3000,
+    "eval-every": 2,
+    "eval-sequences": 2,
+    "checkpoint-every": 2,
+    "log-every": 1,
+    "warmup": 0,
+    "late-average": 0.5,
+}
+
+
+def run_folder(folder: Path) -> None:
+    flags = [word for name, value in SETTINGS.items() for word in (f"--{name}", str(value))]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "farflung", "train", *flags, "--out", folder.name]
+    subprocess.run(command, cwd=HERE, check=True, env=environment)
+    (folder / "report.html").unlink()
+    shutil.rmtree(folder / "checkpoints" / "step-000004")
+    for path in folder.glob("events/*"):
+        path.write_text(re.sub('"host": "[^"]*"', '"host": "here"', path.read_text()))
+
+
+def events(path: Path, run: Path) -> None:
+    found, _ = events_in((run / "events" / "replica-0.jsonl").read_bytes(), "")
+    found = [*found[:6], found[-1]]
+    found[0] = StartEvent(**{**vars(found[0]), "network": "internet", "clock": 1.75e9})
+    found[1] = StepEvent(**{**vars(found[1]), "refused": {"stranger": 3}, "peak_memory": 1 << 30})
+    found[1:1] = [JoinedEvent(step=0, at=0.1, seconds=0.1), WarningEvent(step=0, at=0.1, message="round 1: peer lost")]
+    path.write_bytes(b"".join(line_of(event) + b"\n" for event in found))
+
+
+def handshake(folder: Path) -> None:
+    """What two peers say to each other first, in order, by whom."""
+    folder.mkdir()
+    ticket = Ticket.new("sample", {"model": "micro"})
+    ticket.write(folder / "ticket")
+    with tempfile.TemporaryDirectory() as keys:
+        asker, answerer = (Identity(Path(keys) / name) for name in ("asker", "answerer"))
+    admissions = Admission(ticket, asker), Admission(ticket, answerer)
+    about = introduction(ticket) | {"host": "here"}
+    abouts = [Swarm(ticket, identity, Seat(), about, print).about for identity in (asker, answerer)]
+    ask = admissions[0].ask()
+    answer = admissions[1].answer(ask, asker.peer)
+    proof = admissions[0].proof(ask, answer, answerer.peer)
+    frames = [ask, answer, {"proof": proof, "about": abouts[0]}, {**abouts[1], "time": time.time()}]
+    (folder / "frames.jsonl").write_text("".join(f"{json.dumps(frame)}\n" for frame in frames))
+
+
+if __name__ == "__main__":
+    number = sys.argv[1]
+    run_folder(HERE / f"run-{number}")
+    events(HERE / f"events-{number}.jsonl", HERE / f"run-{number}")
+    handshake(HERE / f"handshake-{number}")

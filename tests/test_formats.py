@@ -1,0 +1,205 @@
+"""What earlier releases have written is still read, or refused in one line that says what to do.
+
+`samples/run-N` is a run folder of version N of all formats, cut back to its first checkpoint; `model` and `text.txt`
+are what it was trained on. Samples are never changed: a release that changes a format adds its own.
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import json
+import shutil
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from processes import run_here
+
+from farflung import formats
+from farflung.config import read_toml
+from farflung.errors import UserError
+from farflung.events import EvaluationEvent, Event, RoundEvent, StartEvent, StepEvent, WarningEvent, events_in, line_of
+from farflung.formats import CHECKPOINT, EVENTS, FORMATS, PROTOCOL, RUN_FOLDER, Format
+from farflung.networks.internet import read_ticket
+from farflung.networks.internet.admission import disagreement, member_of
+from farflung.networks.internet.identity import peer_of
+from farflung.report import read_run, write_report
+from farflung.training import checkpoint, launch
+
+SAMPLES = Path(__file__).parent / "samples"
+RUNS = sorted(SAMPLES.glob("run-*"))
+HANDSHAKES = sorted(SAMPLES.glob("handshake-*"))
+
+
+def copy_of(run: Path, to: Path) -> Path:
+    shutil.copytree(run, to)
+    return to
+
+
+def test_the_newest_version_of_each_format_has_a_sample() -> None:
+    newest = RUNS[-1]
+    assert tomllib.loads((newest / "config.toml").read_text())["format"] == RUN_FOLDER.version
+    assert json.loads((newest / "events" / "replica-0.jsonl").read_text().splitlines()[0])["format"] == EVENTS.version
+    assert checkpoint.read(newest / "checkpoints" / "averaged.pt")["format"] == CHECKPOINT.version
+    assert [int(run.name.partition("-")[2]) for run in RUNS] == list(range(len(RUNS)))
+    assert frames_of(HANDSHAKES[-1])[-1]["protocol"] == PROTOCOL.version
+    assert [int(kept.name.partition("-")[2]) for kept in HANDSHAKES] == list(range(len(HANDSHAKES)))
+
+
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: run.name)
+def test_a_run_folder_of_each_version_goes_on_to_where_it_went(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(SAMPLES)
+    folder = copy_of(run, tmp_path / "run")
+    averaged = checkpoint.average_of(folder)
+    expected = checkpoint.read(averaged)["model"]
+    averaged.unlink()
+    config = read_toml(folder / "config.toml")
+    launch.prepare(config, folder, resume=True)
+    launch.run_simulated(config, folder, resume=True)
+    found = checkpoint.read(averaged)["model"]
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=1e-5)
+    assert checkpoint.read(checkpoint.path_of(folder, 4, "replica-1"))["format"] == CHECKPOINT.version
+
+
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: run.name)
+def test_a_run_folder_of_each_version_is_reported(run: Path, tmp_path: Path) -> None:
+    read = read_run(run)
+    summary = json.loads((run / "summary.json").read_text())
+    assert not read.unread() and "format" not in read.settings
+    assert [event.kind for event in read.events[1]] == [
+        *("start", "step", "step", "evaluation", "checkpoint", "round", "step", "step"),
+        *("round", "checkpoint", "evaluation", "end"),
+    ]
+    (start,) = read.of(1, StartEvent)
+    assert start == dataclasses.replace(start, replica=1, at=0.0, step=0, method="noloco", steps=4, device="cpu")
+    assert [event.outcome for event in read.of(0, RoundEvent)] == ["averaged", "averaged"]
+    assert [event.group for event in read.of(0, RoundEvent)] == [[0, 1], [0, 1]]
+    assert read.of(0, StepEvent)[-1].tokens == 64 and summary["tokens"] == 128
+    last = read.by_step(EvaluationEvent)[4]
+    assert [event.validation_loss for event in last] == pytest.approx(summary["validation_loss_per_replica"])
+    one, other = (torch.tensor(list(base64.b64decode(event.sample)), dtype=torch.uint8) for event in last)
+    apart = one.view(torch.float32) - other.view(torch.float32)
+    assert read.spread()[4] == pytest.approx(float((apart / 2).square().mean().sqrt()))
+    write_report([run], tmp_path / "report.html")
+
+
+def lines_of(sample: str) -> list[dict[str, object]]:
+    return [json.loads(line) for line in (SAMPLES / sample).read_text().splitlines()]
+
+
+@pytest.mark.parametrize("sample", [path.name for path in sorted(SAMPLES.glob("events-*.jsonl"))])
+def test_every_kind_of_line_is_read_with_all_that_it_says(sample: str) -> None:
+    events, spoilt = events_in((SAMPLES / sample).read_bytes(), sample)
+    assert not spoilt and {event.kind for event in events} == {kind.kind for kind in kinds()}
+    for event, line in zip(events, lines_of(sample), strict=True):
+        told = {name: value for name, value in line.items() if name not in ("event", "format")}
+        assert told.items() <= dataclasses.asdict(event).items()
+
+
+def kinds() -> list[type[Event]]:
+    return [kind for one in Event.__subclasses__() for kind in [one, *one.__subclasses__()] if hasattr(kind, "kind")]
+
+
+def test_what_is_written_is_read_again() -> None:
+    for event in events_in((SAMPLES / f"events-{EVENTS.version}.jsonl").read_bytes(), "")[0]:
+        assert events_in(line_of(event), "") == ([event], 0)
+
+
+def test_unknown_kinds_and_fields_are_left_out_and_spoilt_lines_counted() -> None:
+    warning = {"event": "warning", "replica": 0, "at": 1.0, "step": 3, "message": "odd"}
+    lines = [
+        warning | {"colour": "red"},
+        {"event": "eclipse", "replica": 0, "at": 1.0, "step": 3},
+        {"event": "warning", "replica": 0, "at": 1.0, "step": 3},
+        {"event": "warning"},
+        [],
+    ]
+    text = "\n".join([*map(json.dumps, lines), '{"event": "warn'])
+    assert events_in(text.encode(), "") == ([WarningEvent(replica=0, at=1.0, step=3, message="odd")], 4)
+
+
+def test_numbers_that_are_not_finite_are_null_and_what_is_not_known_is_not_there() -> None:
+    (step,) = (
+        event for event in events_in((RUNS[0] / "events/replica-0.jsonl").read_bytes(), "")[0] if event.step == 1
+    )
+    assert isinstance(step, StepEvent)
+    line = json.loads(line_of(dataclasses.replace(step, loss=float("nan"), lr=float("inf"))))
+    assert line["loss"] is None and line["lr"] is None and "peak_memory" not in line and "refused" not in line
+    (again,) = events_in(json.dumps(line).encode(), "")[0]
+    assert isinstance(again, StepEvent) and again.loss is None
+
+
+def test_versions_are_whole_numbers_that_this_release_reads() -> None:
+    cart = Format("cart", 3, last_releases={0: "0.4.1"})
+    assert [cart.check({"format": version}, "x.cart") for version in (1, 2, 3)] == [1, 2, 3]
+    assert Format("cart", 3).check({}, "x.cart") == 0
+    for table, words in (
+        ({"format": 4}, "x.cart: cart format 4 is newer than farflung"),
+        ({"format": 4}, "update farflung: pip install -U farflung"),
+        (
+            {},
+            "cart format 0 is no longer read; farflung 0.4.1 is the last that does: pip install farflung==0.4.1",
+        ),
+        ({"format": "1"}, "x.cart: format is '1'; it is damaged"),
+        ({"format": True}, "x.cart: format is True"),
+        ({"format": -1}, "x.cart: format is -1"),
+    ):
+        with pytest.raises(UserError) as refused:
+            cart.check(table, "x.cart")
+        assert words in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_newer_files_are_refused_where_they_are_read(tmp_path: Path) -> None:
+    folder = copy_of(RUNS[-1], tmp_path / "run")
+    config, events = folder / "config.toml", folder / "events" / "replica-0.jsonl"
+    texts = {path: path.read_text() for path in (config, events)}
+    config.write_text(texts[config].replace("format = ", "format = 9"))
+    for read in (lambda: read_toml(config), lambda: read_run(folder)):
+        with pytest.raises(UserError, match=r"run folder format 91 is newer.*update farflung"):
+            read()
+    config.write_text(texts[config])
+    events.write_text(texts[events].replace('"format": ', '"format": 9'))
+    with pytest.raises(UserError, match=r"replica-0.jsonl: events format 91 is newer.*update farflung"):
+        read_run(folder)
+    path = tmp_path / "newer.pt"
+    checkpoint.write(path, {"format": CHECKPOINT.version + 1})  # type: ignore[typeddict-item]
+    with pytest.raises(UserError, match=r"newer.pt: checkpoint format \d+ is newer.*update farflung"):
+        checkpoint.read(path)
+
+
+def frames_of(kept: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (kept / "frames.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("kept", HANDSHAKES, ids=lambda kept: kept.name)
+def test_a_handshake_of_each_version_proves_the_same_and_is_taken_or_refused(kept: Path) -> None:
+    ticket = read_ticket(kept / "ticket")
+    ask, answer, told, run = frames_of(kept)
+    asker, answerer = (peer_of(about["public"]) for about in (told["about"], run))
+    assert ticket.proves(answer["proof"], "answer", ask["nonce"], answer["nonce"], asker, answerer)
+    assert ticket.proves(told["proof"], "ask", answer["nonce"], ask["nonce"], asker, answerer)
+    assert [member_of(told["about"], asker).trains, member_of(run, answerer).peer] == [False, answerer]
+    now = {**run, "protocol": PROTOCOL.version, "version": "7.0"}
+    said = disagreement(told["about"], now)
+    version = told["about"].get("protocol", 0)
+    assert (version == PROTOCOL.version) == (said == "")
+    if said:
+        assert f"with internet protocol {version}, the run's peers have farflung 7.0" in said and "\n" not in said
+        assert said.endswith("update farflung: pip install farflung==7.0")
+
+
+def test_the_command_line_says_all_versions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_here(monkeypatch, tmp_path, "--version") == 0
+    assert capsys.readouterr().out.splitlines() == [
+        f"farflung {formats.package_version()}",
+        *(f"{one.name} {one.version}" for one in FORMATS),
+    ]
