@@ -51,6 +51,7 @@ def seconds_of_a_copy(parameters: int) -> float:
 
 def tensor_bytes() -> int:
     """What all tensors that Python knows of hold."""
+    gc.collect()
     storages = [t.untyped_storage() for t in gc.get_objects() if type(t) in (Tensor, nn.Parameter)]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
