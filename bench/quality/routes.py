@@ -33,7 +33,7 @@ class Options:
     """What is trained."""
 
 
-SMOKE = Options(steps=2, seeds=(0,), every=2, replicas=2)
+SMOKE = Options(steps=2, seeds=(0,), every=2, replicas=1)
 
 
 def run(options: Options, store: Store) -> Iterator[Part]:
