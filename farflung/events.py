@@ -69,7 +69,11 @@ class StartEvent(Event):
     device: str = ""
     """What torch calls the device."""
     tokens_per_step: int = 0
-    """Tokens that the replica trains on in one inner step."""
+    """Units that the replica trains on in one inner step."""
+    units: str = "tokens"
+    """What is counted of the workload's samples; `tokens` of all events are these."""
+    measure: str = "nats a token"
+    """What losses are measured in."""
     resumed: bool = False
     """Whether it goes on with a run that had begun before."""
     clock: float | None = None

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, fields, make_dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
+from typing_extensions import Doc
 
 from farflung.codecs import (
     BlockDCT,
@@ -28,22 +29,86 @@ from farflung.codecs import (
     TopK,
     codec_named,
 )
-from farflung.config import Config
-from farflung.errors import UserError, suggestion
-from farflung.inner import ADAMW, INNER, MUON, SIGN
+from farflung.errors import UserError
+from farflung.inner import SIGN
 from farflung.outer import (
     Adapt,
     Average,
     Everyone,
-    GossipApart,
     GossipNesterov,
     Method,
     OuterFactory,
     RandomGroups,
     Schedule,
+    SplitGossip,
     Way,
     merge_named,
 )
+from farflung.registry import Registry
+from farflung.renamed import renamed
+from farflung.tables import BETWEEN_MACHINES, Checked, setting
+
+
+@dataclass(frozen=True)
+class RoundSettings(Checked):
+    """How the replicas work together. What a method takes, and its own default for it, is said by its recipe."""
+
+    method: str = "noloco"
+    """The method: see `farflung methods`."""
+    every: int | None = setting(None, least=1)
+    """Inner steps between rounds; unset: the method's own default, as for all settings of a method."""
+    delay: int | None = setting(None, least=0)
+    """Inner steps between a round's start and its landing; training goes on meanwhile."""
+    fragments: int | None = setting(None, least=1)
+    """Parts of the parameters that have rounds of their own, spread over the steps between rounds."""
+    outer_lr: float | None = None
+    """Learning rate of the outer optimizer."""
+    outer_momentum: float | None = setting(None, least=0)
+    """Momentum of the outer optimizer."""
+    codec: str | None = None
+    """How messages become bytes, such as bfloat16, int8, modulo4, topk2-int2 or ef-lowrank64-int4 (see the README)."""
+    merge: Literal["kept", "dropped", "mixed", "eager"] | None = None
+    """What becomes of steps trained while a round is under way."""
+    adapt: bool | None = None
+    """Whether compression and steps between rounds follow the effective rank of what is exchanged."""
+    gamma: float | None = None
+    """How strongly the anchors of a group are pulled together (noloco)."""
+    group_size: int | None = setting(None, least=1)
+    """Replicas that average with each other in a round (noloco, diloco)."""
+    averaging: Literal["whole", "parts"] | None = None
+    """How more than two average (sparseloco, demo, dynamic-threshold): whole packets from everyone to everyone, as
+    published, or in parts, each averaged by one and encoded again: another algorithm, whose bytes do not grow with the
+    replicas."""
+    every_final: int | None = setting(None, least=1)
+    """Inner steps between rounds at the end of the run; from every, it gets there by equal factors."""
+    robust: Literal["mean", "median", "clipped"] = "mean"
+    """On the internet, how groups of more than two average: median and clipped bear a minority that sends anything."""
+    outer_device: Literal["model", "cpu"] = setting("model", may_differ=BETWEEN_MACHINES)
+    """Where anchors and outer momentum live: beside the model, or on the CPU."""
+
+    def __post_init__(self) -> None:
+        """Takes a method's present name for an old one. Raises UserError for values out of their limits."""
+        object.__setattr__(self, "method", RECIPES.current(self.method))
+        super().__post_init__()
+
+    def given(self) -> dict[str, Any]:
+        """What was chosen for the method; what it is to take its own default for is left out."""
+        owned = _OWNED | defaults_of(self.method).keys()
+        return {name: value for name, value in vars(self).items() if name in owned and value is not None}
+
+    def of_method(self, name: str) -> RoundSettings:
+        """The same for another method; one of another package may take settings of its own besides."""
+        kind: type = RoundSettings
+        taken = {one.name for one in fields(RoundSettings)} | {"seed"}
+        parameters = inspect.signature(RECIPES[name], eval_str=True).parameters.values()
+        plain = [one for one in parameters if one.name not in taken and one.annotation in (int, float, bool, str)]
+        if plain:
+            told = Doc(f"A setting of {name}; unset: its own default.")
+            more = [(one.name, Annotated[one.annotation | None, told], None) for one in plain]
+            kind = make_dataclass("RoundSettings", more, bases=(RoundSettings,), frozen=True)
+        usual = {one.name: getattr(self, one.name) for one in fields(RoundSettings)}
+        made: RoundSettings = kind(**usual | {"method": name})
+        return made
 
 
 def ddp(codec: Codec | str | None = None) -> Method:
@@ -156,10 +221,10 @@ def demo(averaging: Way = "whole") -> Method:
     Paper: Peng and others 2024, arXiv 2411.19870
     """
     codec = ErrorFeedback(BlockDCT(chunk=64) | TopK(share=32 / 4096, chunk=4096), decay=0.999)
-    return Method(Schedule(every=1), codec=codec, averaging=averaging, inner=SIGN)
+    return Method(Schedule(every=1), codec=codec, averaging=averaging, inner=SIGN, needs_inner=True)
 
 
-def dct(codec: Codec | str | None = None, averaging: Way = "whole") -> Method:
+def dynamic_threshold(codec: Codec | str | None = None, averaging: Way = "whole") -> Method:
     """Synchronous training with the largest 1 % of the gradient, by a threshold that is set now and then.
 
     Paper: Gupta and others 2020, arXiv 2010.08899
@@ -190,7 +255,7 @@ def noloco(
         schedule=Schedule(every, fragments, delay),
         topology=RandomGroups(group_size, seed),
         codec=codec if together else SplitCodec(codec, Modulo(bits=4, round_robin=2)),
-        outer=partial(GossipNesterov if together else GossipApart, lr=outer_lr, momentum=outer_momentum, gamma=gamma),
+        outer=partial(GossipNesterov if together else SplitGossip, lr=outer_lr, momentum=outer_momentum, gamma=gamma),
         merge=merge_named(merge),
         averaging="whole",
     )
@@ -224,52 +289,61 @@ def _nesterov(lr: float, momentum: float) -> OuterFactory:
     return partial(torch.optim.SGD, lr=lr, momentum=momentum, nesterov=momentum > 0, fused=True)
 
 
-_ALL = (noloco, nolocox, diloco, dilocox, streaming_diloco, eager_diloco, sparseloco, demo, dct, ddp, local)
-
-RECIPES: dict[str, Callable[..., Method]] = {recipe.__name__.replace("_", "-"): recipe for recipe in _ALL}
-"""The methods that the command line offers, by name."""
-
-_METHOD_SETTINGS = (
-    *("every", "delay", "fragments", "outer_lr", "outer_momentum", "codec", "merge", "adapt", "gamma", "group_size"),
-    *("averaging",),
+_ALL = (
+    noloco,
+    nolocox,
+    diloco,
+    dilocox,
+    streaming_diloco,
+    eager_diloco,
+    sparseloco,
+    demo,
+    dynamic_threshold,
+    ddp,
+    local,
 )
 
+RECIPES: Registry[Callable[..., Method]] = Registry(
+    "method",
+    {recipe.__name__.replace("_", "-"): recipe for recipe in _ALL},
+    renamed={"dct": "dynamic-threshold"},
+)
+"""The methods that the command line offers, by name."""
 
-def settings_of(name: str) -> dict[str, Any]:
+_OWNED = {name for recipe in _ALL for name in inspect.signature(recipe).parameters}
+
+
+__getattr__ = renamed(__name__, {"dct": "dynamic_threshold", "settings_of": "defaults_of"})
+
+
+def defaults_of(name: str) -> dict[str, Any]:
     """A method's settings and their defaults. Raises UserError for a name that is none."""
-    if name not in RECIPES:
-        raise UserError(f"there is no method {name!r}{suggestion(name, list(RECIPES))}")
     parameters = inspect.signature(RECIPES[name]).parameters
     return {key: parameter.default for key, parameter in parameters.items()}
 
 
-def from_config(config: Config) -> Method:
+def chosen(rounds: RoundSettings, seed: int = 0, steps: int = 0) -> Method:
     """The method that the settings name, with those of its settings that are not left at its defaults.
 
-    Raises UserError for a setting that the method does not have.
+    Args:
+        rounds: the settings.
+        seed: of what is random in it.
+        steps: inner steps of the whole run, which `every_final` is about.
+
+    Raises:
+        UserError: a setting is given that the method does not have.
     """
-    known = settings_of(config.method)
-    given = {key: value for key in _METHOD_SETTINGS if (value := getattr(config, key)) is not None}
-    unknown = [key for key in given if key not in known]
-    if config.every_final is not None and "every" not in known:
-        unknown.append("every_final")
-    if unknown:
-        settings = ", ".join(name for name in _METHOD_SETTINGS if name in known) or "none"
-        raise UserError(f"{config.method} has no setting {unknown[0]}; remove it (its settings: {settings})")
+    known, given = defaults_of(rounds.method), rounds.given()
+    asked = [*given, *(["every_final"] if rounds.every_final is not None else [])]
+    for name in asked:
+        if name not in known and not (name == "every_final" and "every" in known):
+            settings = ", ".join(setting for setting in vars(rounds) if setting in known) or "none"
+            raise UserError(f"{rounds.method} has no setting {name}; remove it (its settings: {settings})")
     if "codec" in given:
         given["codec"] = codec_named(given["codec"])
     if "seed" in known:
-        given["seed"] = config.seed
-    method = RECIPES[config.method](**given)
-    if config.every_final is not None:
-        method = replace(method, schedule=replace(method.schedule, final=config.every_final, steps=config.steps))
-    if config.inner is None and method.inner is MUON and config.shard > 1:
-        return replace(method, inner=ADAMW)  # Muon needs whole matrices
-    return replace(method, inner=INNER[config.inner]) if config.inner else method
-
-
-def settled(config: Config) -> Config:
-    """The settings with the inner optimizer and the learning rate that a run takes where they do not say."""
-    inner = from_config(config).inner
-    name = next(name for name, known in INNER.items() if known is inner)
-    return replace(config, inner=name, lr=config.lr or inner.lr)  # type: ignore[arg-type]
+        given["seed"] = seed
+    method = RECIPES[rounds.method](**given)
+    if rounds.every_final is not None:
+        method = replace(method, schedule=replace(method.schedule, final=rounds.every_final, steps=steps))
+    return method

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Iterator, Mapping
 from importlib.metadata import EntryPoint, entry_points
 from typing import TypeVar
@@ -18,11 +19,13 @@ class Registry(Mapping[str, T]):
     Args:
         kind: what these are, in one word, such as "method".
         rows: farflung's own.
+        renamed: the new names of old ones, which work for one version more, with a warning.
     """
 
-    def __init__(self, kind: str, rows: Mapping[str, T]) -> None:
+    def __init__(self, kind: str, rows: Mapping[str, T], renamed: Mapping[str, str] | None = None) -> None:
         self.kind = kind
         self._rows = dict(rows)
+        self._renamed = renamed or {}
 
     @functools.cached_property
     def _added(self) -> dict[str, EntryPoint]:
@@ -31,11 +34,24 @@ class Registry(Mapping[str, T]):
 
     def __getitem__(self, name: str) -> T:
         """Raises UserError for a name that there is not, and for a package that cannot be imported."""
+        name = self.current(name)
         if name not in self:
             raise UserError(f"there is no {self.kind} {name!r}{suggestion(name, list(self))}")
         if name not in self._rows:
             self._rows[name] = self._loaded(self._added[name])
         return self._rows[name]
+
+    def current(self, name: str) -> str:
+        """What a name is now; warns of an old one."""
+        if name not in self._renamed:
+            return name
+        new = self._renamed[name]
+        warnings.warn(
+            f"the {self.kind} {name} is called {new} now; the old name goes with the next version",
+            FutureWarning,
+            stacklevel=1,  # one place, so that it is told once
+        )
+        return new
 
     def __contains__(self, name: object) -> bool:
         return name in self._rows or name in self._added

@@ -17,6 +17,11 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from farflung.pipeline.balance import spans
+from farflung.workloads import models
+from farflung.workloads.base import Span
+from farflung.workloads.decoder import check_passes_on, loads
+
 COMMON: dict[str, Any] = {
     "hidden_size": 32,
     "num_hidden_layers": 5,
@@ -74,3 +79,10 @@ ROUTED: dict[str, PretrainedConfig] = {
     ),
 }
 """Mixtures of experts whose routers are trained to use all experts alike."""
+
+
+def cut(config: PretrainedConfig, count: int) -> list[Span]:
+    """The spans of a model that can be split into so many pieces."""
+    found = spans(*loads(models.outline(config)), count)
+    check_passes_on(config)
+    return found

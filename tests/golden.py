@@ -38,8 +38,8 @@ Trace = dict[str, Any]
 STEPS, EVERY = 22, 4
 
 CODECS = (
-    *("float32", "bfloat16", "float16", "int8", "int4", "e4m3", "e3m0", "frequency", "topk5", "threshold5"),
-    *("ef-int2", "ef-int4", "ef-e3m0", "ef-topk5-int2", "ef-threshold5", "ef-lowrank2-int4", "ef-frequency-topk5"),
+    *("float32", "bfloat16", "float16", "int8", "int4", "e4m3", "e3m0", "block-dct", "topk5", "threshold5"),
+    *("ef-int2", "ef-int4", "ef-e3m0", "ef-topk5-int2", "ef-threshold5", "ef-lowrank2-int4", "ef-block-dct-topk5"),
 )
 MODULO = ("modulo3x2", "modulo4", "modulo4x2")
 
@@ -53,7 +53,7 @@ def cases() -> dict[str, tuple[Callable[[], Method], int]]:
         found[" ".join(words)] = partial(_made, recipe, settings), replicas
 
     for recipe in methods.RECIPES:
-        every = {} if recipe in ("ddp", "local", "demo", "dct") else {"every": EVERY}
+        every = {} if recipe in ("ddp", "local", "demo", "dynamic-threshold") else {"every": EVERY}
         for replicas in (2, 3, 5):
             add(recipe, replicas, **every)
     for codec in CODECS:

@@ -35,7 +35,7 @@ def trained(
     model = small_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     rounds: list[Round] = []
-    with method.attach(model, optimizer, network, on_round=rounds.append, deadline=deadline) as outer:
+    with method.attach(model, optimizer, network, on_round=rounds.append, deadline_s=deadline) as outer:
         assert isinstance(outer, OuterLoop)
         for step in range(steps):
             before(step, model, outer)

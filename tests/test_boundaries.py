@@ -1,4 +1,4 @@
-"""What crosses from stage to stage: packets of one length, and hidden numbers in a subspace."""
+"""What crosses from stage to stage: packets of one length, and hidden states in a subspace."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-from families import COMMON, gpt2
+from families import COMMON, cut, gpt2
 from torch import Tensor
 from transformers import LlamaConfig, Olmo2Config, Qwen2Config
 
 from farflung.codecs import Dense
 from farflung.errors import UserError
 from farflung.pipeline.boundaries import Boundary, boundary_named
-from farflung.pipeline.split import Piece, anatomy, check_split, keep
-from farflung.pipeline.subspace import ConfinedLinear, Subspace, check_confined, confine, subspace_of
 from farflung.workloads import models
+from farflung.workloads.decoder import Piece, anatomy, keep
+from farflung.workloads.subspace import ConfinedLinear, Subspace, check_confined, confine, subspace_of
 
 RANK = 6
 CONFIG = LlamaConfig(**COMMON)
@@ -78,11 +78,11 @@ def test_names() -> None:
 
 def test_a_subspace_says_the_stream_its_gradients_and_the_loss_exactly() -> None:
     subspace = subspace_of(CONFIG, RANK, seed=5)
-    cut = check_split(CONFIG, 3)
-    whole = confined(subspace, cut[-1].begin)
+    spans = cut(CONFIG, 3)
+    whole = confined(subspace, spans[-1].begin)
     models.materialise(whole, seed=3)
     streams: list[Tensor] = []
-    for span in cut[:-1]:
+    for span in spans[:-1]:
         whole.get_decoder().layers[span.end - 1].register_forward_hook(lambda _, __, output: streams.append(output))
     expected = models.sequence_loss(whole.train(), TOKENS)
     expected.backward()
@@ -90,8 +90,8 @@ def test_a_subspace_says_the_stream_its_gradients_and_the_loss_exactly() -> None
     pieces, passing = [], TOKENS
     boundary = Boundary(SHAPE, Dense(), subspace)
     assert boundary.nbytes == 2 * 12 * RANK * 4
-    for span in cut:
-        model = confined(subspace, cut[-1].begin)
+    for span in spans:
+        model = confined(subspace, spans[-1].begin)
         keep(model, span)
         models.materialise(model, seed=3)
         pieces.append(Piece(model.train(), span))

@@ -43,7 +43,7 @@ def ended(make: Callable[[int], nn.Module], change: Callable[[nn.Module, int], N
     def work(network: SimulatedNetwork) -> nn.Module:
         model = make(network.rank)
         optimizer = sgd(model)
-        with methods.diloco(every=2).attach(model, optimizer, network, deadline=5):
+        with methods.diloco(every=2).attach(model, optimizer, network, deadline_s=5):
             inner_steps(model, optimizer, network.rank, range(2))
             with torch.no_grad():
                 change(model, network.rank)

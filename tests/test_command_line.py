@@ -18,14 +18,14 @@ from processes import farflung, free_port, run_here, same_weights, train_togethe
 from warm import Python
 
 from farflung import cli
-from farflung.cli import peers, runs
+from farflung.cli import peers, runs, training
 from farflung.cli.arguments import parse
-from farflung.config import Config, Resume
 from farflung.errors import UserError
+from farflung.networks.listening import ListenAddress
 from farflung.planner.options import PlanOptions
 from farflung.planner.simulation import SimulateOptions
+from farflung.settings import Settings
 from farflung.training import checkpoint, launch
-from farflung.training.peer import Listening, OwnSettings
 
 QUICK = [
     *("--replicas", 2, "--every", 5, "--batch-size", 2, "--sequence-length", 32, "--eval-sequences", 4),
@@ -61,7 +61,10 @@ QUICK = [
         (["train", "missing.toml"], ["missing.toml", "No such file"]),
         (["train", "--resume", "/no/such"], ["/no/such", "holds no run"]),
         (["train", "--restart", "--out", "x"], ["say which: farflung train --resume RUN --restart"]),
-        (["train", "--resume", "x", "--steps", 8], ["--steps cannot go with --resume", "only --stages, --shard"]),
+        (
+            ["train", "--resume", "x", "--steps", 8],
+            ["--steps cannot go with --resume", "only --device, --microbatches, --stages, --shard"],
+        ),
         (["train", "--resume=x", "--every_final=8"], ["--every-final cannot go with --resume"]),
         (["train", "config.toml", "--resume", "x"], ["config.toml cannot go with --resume", "--deadline can change"]),
         (["train", "--resume", "x", "--stagse", 8], ["did you mean --stages"]),
@@ -83,21 +86,21 @@ def test_a_mistake_gets_one_line_and_exit_code_2(
     assert not any(tmp_path.iterdir())
 
 
-OPTIONS = (Config, Resume, Listening, OwnSettings, PlanOptions, SimulateOptions)
+OPTIONS = (*map(type, vars(Settings()).values()), ListenAddress, PlanOptions, SimulateOptions)
 OF_TORCHRUN = {"nnodes", "node-rank", "nproc-per-node", "master-addr", "master-port", "max-restarts"}
 
 
 def test_every_flag_that_a_message_or_the_readme_names_exists() -> None:
-    own = [kind for room in (peers, runs) for kind in vars(room).values() if is_dataclass(kind)]
+    own = [kind for room in (peers, runs, training) for kind in vars(room).values() if is_dataclass(kind)]
     known = {field.name.replace("_", "-") for kind in (*OPTIONS, *own) for field in fields(kind)}
     package = Path(cli.__file__).parents[1]
     texts = {path: path.read_text() for path in package.rglob("*.py")}
     for path in (package.parent / "README.md", package.parent / "docs" / "internet.md"):
         texts[path] = "\n".join(line for line in path.read_text().splitlines() if line.startswith("farflung "))
     named = {path: set(re.findall(r"(?<![\w-])--([a-z][a-z-]*[a-z])", text)) for path, text in texts.items()}
-    assert {"resume", "listen", "adapt"} <= set.union(*named.values())
+    assert {"resume", "announce", "adapt"} <= set.union(*named.values())
     for path, flags in named.items():
-        assert flags <= known | OF_TORCHRUN | {"help"}, path
+        assert flags <= known | OF_TORCHRUN | {"help", "version"}, path
 
 
 @pytest.mark.parametrize("command", [["report", "wan"], ["export", "wan", "model"], ["train", "--resume", "wan"]])
@@ -130,7 +133,7 @@ def test_a_mistake_reads_the_same_on_a_terminal_without_boxes(
     for encoding in ("utf-8", "ascii"):
         monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding))
         with pytest.raises(UserError) as error:
-            parse(Config, arguments, "train", None)
+            parse(Settings, arguments, "train", None)
         said.append(str(error.value))
     boxed, plain = said
     assert plain == boxed and "--- " not in plain and "helptext" not in plain
@@ -267,7 +270,7 @@ def test_a_run_that_ends_before_its_first_round_says_so(
     assert run_here(monkeypatch, tmp_path, "train", *small, "--steps", "8", "--every", "9") == 0
     assert "no round will be held: the first comes after step 9 of 8" in capsys.readouterr().err
     for arguments in (["--every", "8"], ["--every", "9", "--fragments", "2", "--method", "diloco"]):
-        assert not launch.without_rounds(cli.training._train_settings(["--steps", "8", *arguments])[0])
+        assert not launch.without_rounds(training.what_is_asked(["--steps", "8", *arguments]).settings)
 
 
 def torchrun(rank: int, port: int, folder: Path, resume: bool) -> Python:

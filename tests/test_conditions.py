@@ -16,7 +16,7 @@ from farflung.networks.simulator.clock import Clock
 from farflung.networks.simulator.conditions import HEADERS, Cut, Death, Link, Site
 from farflung.networks.simulator.flows import Links
 from farflung.networks.simulator.randomness import largest_factor, uniform
-from farflung.networks.simulator.step_times import Computation
+from farflung.networks.simulator.step_times import StepTimes
 
 QUIET = Conditions(bandwidth_mbps=8, latency_ms=0, step_ms=1000)
 """A megabyte a second, and a second a step."""
@@ -184,10 +184,10 @@ def test_resendings_are_distributed_as_if_each_segment_had_been_sent(segments: i
 
 def test_steps_take_the_same_time_one_by_one_and_many_at_a_time() -> None:
     conditions = Conditions(step_ms=100, speed_sigma=0.3, step_sigma=0.2, slow_share=0.05, slow_factor=10)
-    singly, together = Computation(conditions, 3), Computation(conditions, 3)
+    singly, together = StepTimes(conditions, 3), StepTimes(conditions, 3)
     assert sum(singly.seconds(1) for _ in range(3000)) == pytest.approx(together.seconds(3000), rel=1e-9)
     typical = conditions.step_seconds(3)
-    mean = Computation(conditions, 3).seconds(20_000) / 20_000
+    mean = StepTimes(conditions, 3).seconds(20_000) / 20_000
     assert mean == pytest.approx(typical * math.exp(0.02) * 1.45, rel=0.05)
     assert len({conditions.step_seconds(rank) for rank in range(8)}) == 8
 

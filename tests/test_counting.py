@@ -12,7 +12,7 @@ from torch import nn
 from farflung import methods
 from farflung.methods import RECIPES, Method
 from farflung.networks import Network, Simulation
-from farflung.outer import message_bytes, parts_sent
+from farflung.outer import message_bytes, traffic_per_hop
 from farflung.outer.fragments import split
 from farflung.outer.healing import sketch
 
@@ -67,8 +67,8 @@ def expected_bytes(method: Method, replicas: int) -> float:
     total = 0.0
     fragments = [[tuple(p.shape) for p in f.parameters] for f in split(parameters(), method.schedule.fragments)]
     for members in map(len, method.topology.groups(tuple(range(replicas)), "any")):
-        hops = sum(parts_sent(method.codec, method.averaging, members))
-        compared = sketch(torch.zeros(1), False).nbytes if method.outer and method.topology.alike else 0
+        hops = sum(traffic_per_hop(method.codec, method.averaging, members))
+        compared = sketch(torch.zeros(1), False).nbytes if method.outer and method.topology.identical else 0
         each = (hops * message_bytes(method, shapes, members) + compared for shapes in fragments)
         total += members * (members - 1) * sum(each)
     return total
@@ -77,7 +77,7 @@ def expected_bytes(method: Method, replicas: int) -> float:
 @pytest.mark.parametrize("name", CASES)
 def test_what_a_round_sends_is_told_to_the_byte_where_packets_are_of_one_length(name: str) -> None:
     method = CASES[name]()
-    replicas = 3 if method.topology.alike else 4
+    replicas = 3 if method.topology.identical else 4
     ends = trained(CASES[name], replicas, lambda attached: attached.network.traffic.bytes_sent)
     sent = sum(replica[-1] - replica[-2] for replica in ends)
     if method.codec.traits.fixed_length:

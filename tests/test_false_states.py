@@ -21,14 +21,14 @@ from farflung import methods
 from farflung.errors import UserError
 from farflung.networks import SharedState
 from farflung.networks.internet import InternetNetwork
-from farflung.networks.internet.lines import Line
+from farflung.networks.internet.streams import PeerStream
 from farflung.testing.liars import Liar
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """These tests mostly wait for beats."""
-    monkeypatch.setattr("farflung.networks.internet.swarm.BEAT_SECONDS", 0.5)
+    monkeypatch.setattr("farflung.networks.internet.heartbeat.BEAT_SECONDS", 0.5)
 
 
 @pytest.fixture
@@ -49,19 +49,19 @@ def liar(run: Run, tmp_path: Path) -> Iterator[Liar]:
 def serve(liar: Liar, manifest: dict[str, Any], content: bytes) -> None:
     """Has a liar serve a state."""
 
-    async def on_state(line: Line, _: Any) -> None:
+    async def on_state(stream: PeerStream, _: Any) -> None:
         body = json.dumps(manifest).encode()
-        line.writer.write(struct.pack(">I", len(body)) + body)
-        await line.writer.drain()
+        stream.writer.write(struct.pack(">I", len(body)) + body)
+        await stream.writer.drain()
 
-    async def on_piece(line: Line, _: Any) -> None:
+    async def on_piece(stream: PeerStream, _: Any) -> None:
         body = b'{"go":true}'
-        line.writer.write(struct.pack(">I", len(body)) + body + content)
-        await line.writer.drain()
-        await line.reader.read(1)
+        stream.writer.write(struct.pack(">I", len(body)) + body + content)
+        await stream.writer.drain()
+        await stream.reader.read(1)
 
-    liar.swarm.handlers.update(state=on_state, piece=on_piece)
-    liar.swarm.about.update(trains=True, step=0)
+    liar.peers.handlers.update(state=on_state, piece=on_piece)
+    liar.peers.info.update(trains=True, step=0)
 
 
 def manifest_of(content: bytes, tensors: Any, **changes: Any) -> dict[str, Any]:
@@ -84,7 +84,7 @@ def test_a_state_that_cannot_be_is_fetched_from_another(run: Run, liar: Liar, li
     content = values.view(torch.uint8).numpy().tobytes()
     digests = [hashlib.sha256(content).hexdigest()] if content else []
     serve(liar, manifest_of(content, tensors, digests=digests), content)
-    until(lambda: liar.swarm.identity.rank in newcomer.members())
+    until(lambda: liar.peers.identity.rank in newcomer.members())
     one.serve(lambda: SharedState({"anchor 0": torch.arange(4.0)}, {"step": 7, "until": 10**6}))
     with training(one):
         state = newcomer.fetch(alike=True).wait(patience(60))
@@ -96,7 +96,7 @@ def joins_after(liar: Liar, network: InternetNetwork, tensors: dict[str, int]) -
     """Whether a newcomer has caught up where a liar says that it has gone furthest, and serves such tensors."""
     content = torch.full((sum(tensors.values()),), 0.01).view(torch.uint8).numpy().tobytes()
     serve(liar, manifest_of(content, [list(tensor) for tensor in tensors.items()]), content)
-    until(lambda: liar.swarm.identity.rank in network.members())
+    until(lambda: liar.peers.identity.rank in network.members())
     model = small_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with methods.diloco(every=10).attach(model, optimizer, network) as outer:

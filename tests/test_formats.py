@@ -19,14 +19,15 @@ import torch
 from processes import run_here
 
 from farflung import formats
-from farflung.config import read_toml
 from farflung.errors import UserError
 from farflung.events import EvaluationEvent, Event, RoundEvent, StartEvent, StepEvent, WarningEvent, events_in, line_of
 from farflung.formats import CHECKPOINT, EVENTS, FORMATS, PROTOCOL, RUN_FOLDER, Format
 from farflung.networks.internet import read_ticket
-from farflung.networks.internet.admission import disagreement, member_of
+from farflung.networks.internet.handshake import disagreement
 from farflung.networks.internet.identity import peer_of
+from farflung.networks.internet.members import member_of
 from farflung.report import read_run, write_report
+from farflung.settings import read_settings
 from farflung.training import checkpoint, launch
 
 SAMPLES = Path(__file__).parent / "samples"
@@ -58,7 +59,7 @@ def test_a_run_folder_of_each_version_goes_on_to_where_it_went(
     averaged = checkpoint.average_of(folder)
     expected = checkpoint.read(averaged)["model"]
     averaged.unlink()
-    config = read_toml(folder / "config.toml")
+    config = read_settings(folder / "config.toml")
     launch.prepare(config, folder, resume=True)
     launch.run_simulated(config, folder, resume=True)
     found = checkpoint.read(averaged)["model"]
@@ -161,7 +162,7 @@ def test_newer_files_are_refused_where_they_are_read(tmp_path: Path) -> None:
     config, events = folder / "config.toml", folder / "events" / "replica-0.jsonl"
     texts = {path: path.read_text() for path in (config, events)}
     config.write_text(texts[config].replace("format = ", "format = 9"))
-    for read in (lambda: read_toml(config), lambda: read_run(folder)):
+    for read in (lambda: read_settings(config), lambda: read_run(folder)):
         with pytest.raises(UserError, match=r"run folder format 91 is newer.*update farflung"):
             read()
     config.write_text(texts[config])

@@ -51,7 +51,7 @@ PARTIAL: dict[str, tuple[Callable[[], Method], int]] = {
     "feedback": (partial(methods.ddp, codec=ErrorFeedback(Threshold(share=0.5, refresh=1))), 2),
     "feedback int2": (partial(methods.ddp, codec=ErrorFeedback(Quantize(bits=2))), 2),
     "demo": (methods.demo, 2),
-    "dct": (methods.dct, 3),
+    "dynamic-threshold": (methods.dynamic_threshold, 3),
 }
 
 
@@ -79,7 +79,7 @@ def test_who_has_a_gradient_nowhere_stays_without_one(name: str) -> None:
         assert not torch.equal(flat(model.used), flat(start.used))
         # Only feedback may owe the rare part something in the steps in between.
         assert moved == [False, True, moved[2], True]
-        assert name in ("demo", "dct") or moved[2] == name.startswith("feedback")
+        assert name in ("demo", "dynamic-threshold") or moved[2] == name.startswith("feedback")
 
 
 def test_one_replicas_gradient_counts_zeros_for_the_others() -> None:

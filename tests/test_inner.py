@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from processes import same, saved
 from torch import nn
 
-from farflung import methods
-from farflung.config import Config
 from farflung.errors import UserError
 from farflung.inner import ADAMW, MUON, SIGN, MuonAdamW, names_of
+from farflung.settings import Settings
 from farflung.training import launch
-from farflung.training.late import LateAverage
-from farflung.training.learning_rate import left_of_lr
+from farflung.training.learning_rate import lr_scale
+from farflung.training.tail import TailAverage
+from farflung.workloads.base import drawn_ids
 from farflung.workloads.data import Data
 
 
@@ -105,7 +105,7 @@ SMALL: dict[str, Any] = {
 
 
 def run(folder: Path, resume: bool = False, **more: Any) -> dict[str, Any]:
-    config = Config(**{**SMALL, **more}, out=str(folder))
+    config = Settings.of(**{**SMALL, **more}, out=str(folder))
     launch.prepare(config, folder, resume)
     launch.run_simulated(config, folder, resume)
     summary: dict[str, Any] = json.loads((folder / "summary.json").read_text())
@@ -114,7 +114,7 @@ def run(folder: Path, resume: bool = False, **more: Any) -> dict[str, Any]:
 
 def test_a_run_with_all_of_it_is_resumed_bit_for_bit(tmp_path: Path) -> None:
     """Muon's momenta, rounds that grow rarer, and the late average all lie in the checkpoint."""
-    everything = {"method": "noloco", "inner": "muon", "every": 2, "every_final": 4, "late_average": 0.9}
+    everything = {"method": "noloco", "inner": "muon", "every": 2, "every_final": 4, "tail_average": 0.9}
     whole = run(tmp_path / "whole", **everything)
     run(tmp_path / "broken", **everything)
     for path in (tmp_path / "broken" / "checkpoints").glob("step-000012/*"):
@@ -130,7 +130,7 @@ def test_a_run_with_all_of_it_is_resumed_bit_for_bit(tmp_path: Path) -> None:
 def test_late_weights_are_averaged_into_the_final_ones(tmp_path: Path) -> None:
     """With rounds at every step of a single pair, the late average is the mean of the weights that steps left."""
     settings = {"method": "diloco", "every": 1, "outer_momentum": 0.0, "outer_lr": 1.0, "checkpoint_every": 1}
-    run(tmp_path / "run", **settings, keep_checkpoints=100, late_average=0.5)
+    run(tmp_path / "run", **settings, keep_checkpoints=100, tail_average=0.5)
     steps = [saved(tmp_path / "run", step, 0) for step in range(7, 13)]
     assert steps[-1]["late"]["count"] == 6 and steps[-1]["late"]["mean"].keys() == steps[-1]["model"].keys()
     for name, mean in steps[-1]["late"]["mean"].items():
@@ -142,7 +142,7 @@ def test_late_weights_are_averaged_into_the_final_ones(tmp_path: Path) -> None:
 
 def test_the_late_average_is_a_mean_of_all_that_was_added() -> None:
     model = nn.Linear(2, 1)
-    late = LateAverage(model)
+    late = TailAverage(model)
     late.apply()
     before = weights(model)
     samples = [before]
@@ -162,10 +162,10 @@ def test_the_late_average_is_a_mean_of_all_that_was_added() -> None:
     [("cosine", 0.625, 0.2684), ("linear", 0.625, 0.325), ("stable", 1.0, 0.625)],
 )
 def test_the_learning_rate_falls_as_asked(schedule: Any, halfway: float, near_the_end: float) -> None:
-    config = Config(lr=1.0, warmup=0, steps=100, lr_schedule=schedule, lr_final=0.25)
-    assert left_of_lr(config, 50) == pytest.approx(halfway, abs=1e-4)
-    assert left_of_lr(config, 90) == pytest.approx(near_the_end, abs=1e-3)
-    assert left_of_lr(config, 100) == pytest.approx(0.25)
+    config = Settings.of(lr=1.0, warmup=0, steps=100, lr_schedule=schedule, lr_final=0.25)
+    assert lr_scale(config.inner, 50, 100) == pytest.approx(halfway, abs=1e-4)
+    assert lr_scale(config.inner, 90, 100) == pytest.approx(near_the_end, abs=1e-3)
+    assert lr_scale(config.inner, 100, 100) == pytest.approx(0.25)
 
 
 @given(replicas=st.integers(1, 9), sequences=st.integers(1, 60), step=st.integers(0, 99))
@@ -173,7 +173,10 @@ def test_the_learning_rate_falls_as_asked(schedule: Any, halfway: float, near_th
 def test_shares_apart_do_not_overlap(replicas: int, sequences: int, step: int) -> None:
     tokens = np.arange(sequences * replicas * 3)
     data = Data(tokens, tokens, 3, "numbers", shares=replicas)
-    drawn = [set(data.batch(0, replica, step, 40)[:, 0].tolist()) for replica in range(replicas)]
+    drawn = [
+        set(data.batch(drawn_ids(0, replica, step, 40, data.available, replicas))[:, 0].tolist())
+        for replica in range(replicas)
+    ]
     assert sum(map(len, drawn)) == len(set.union(*drawn))
     assert all(max(mine) - min(mine) < 3 * sequences for mine in drawn)
 
@@ -196,21 +199,21 @@ def test_shares_apart_train_otherwise_and_need_enough_text(tmp_path: Path) -> No
         ({"method": "eager-diloco", "every_final": 90}, "without every_final"),
         ({"inner": "muon", "shard": 2, "network": "torch"}, "muon needs whole matrices"),
         ({"shares": "apart", "network": "internet"}, "nobody knows how many replicas"),
-        ({"late_average": 1.5}, "late_average is 1.5; it is a share"),
+        ({"tail_average": 1.5}, "tail_average is 1.5; it must be at most 1"),
         ({"inner": "adam"}, "inner is 'adam'; it must be one of adamw, muon, sign"),
     ],
 )
 def test_what_cannot_work_is_refused_before_it_starts(wrong: dict[str, Any], words: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=words):
-        launch.prepare(Config(**{**SMALL, **wrong}), tmp_path / "run", resume=False)
+        launch.prepare(Settings.of(**{**SMALL, **wrong}), tmp_path / "run", resume=False)
 
 
 def test_the_inner_optimizer_that_is_named_takes_the_methods_own_place() -> None:
-    assert methods.from_config(Config(method="demo")).inner is SIGN
-    assert methods.from_config(Config(method="demo", shard=2)).inner is SIGN
-    assert methods.from_config(Config(method="demo", inner="muon")).inner is MUON
-    assert methods.from_config(Config(method="noloco")).inner is MUON
-    assert methods.from_config(Config(method="noloco", shard=2)).inner is ADAMW
+    assert Settings.of(method="demo").method().inner is SIGN
+    assert Settings.of(method="demo", shard=2).method().inner is SIGN
+    assert Settings.of(method="demo", inner="muon").method().inner is MUON
+    assert Settings.of(method="noloco").method().inner is MUON
+    assert Settings.of(method="noloco", shard=2).method().inner is ADAMW
 
 
 @pytest.mark.parametrize("make", [MUON.make, SIGN.make])

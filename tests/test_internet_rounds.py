@@ -27,7 +27,7 @@ from farflung.errors import UserError
 from farflung.methods import Method
 from farflung.networks import PeerLostError, SimulatedNetwork, Simulation
 from farflung.networks.internet import InternetNetwork
-from farflung.outer import Anchored, GossipNesterov, Round, Session
+from farflung.outer import GossipNesterov, ParameterAveraging, Round, Session
 from farflung.outer.aggregation import LARGEST_RATIO, Aggregation, Blame, clipped, median
 from farflung.outer.averaging import Averaging
 from farflung.outer.elastic import kept_names, state_tensors, take_state
@@ -66,7 +66,7 @@ def train(network: InternetNetwork, method: Method, goes_on: GoesOn, pace: float
         rounds.append(round)
         anchors[round.round] = outer.anchors[0].clone()  # type: ignore[attr-defined]
 
-    with method.attach(model, optimizer, network, deadline=patience(10), on_round=landed) as outer:
+    with method.attach(model, optimizer, network, deadline_s=patience(10), on_round=landed) as outer:
         if join:
             assert outer.catch_up(patience(20))
         trained = 0
@@ -118,7 +118,7 @@ def test_diloco_averages_all_who_come(run: Run) -> None:
 
 def test_anchors_that_differ_are_drawn_together_where_weights_travel() -> None:
     anchors = [torch.full((3,), 1.0), torch.full((3,), 5.0)]
-    outers = [Anchored(torch.optim.SGD([anchor], lr=0.7, momentum=0.9, nesterov=True)) for anchor in anchors]
+    outers = [ParameterAveraging(torch.optim.SGD([anchor], lr=0.7, momentum=0.9, nesterov=True)) for anchor in anchors]
     for _ in range(60):
         mean = (anchors[0] + anchors[1]) / 2
         for outer, anchor in zip(outers, anchors, strict=True):
@@ -132,7 +132,7 @@ def test_anchored_is_the_plain_optimizer_where_anchors_are_equal() -> None:
     one = torch.randn(50, generator=generator)
     other = one.clone()
     plain = torch.optim.SGD([one], lr=0.7, momentum=0.9, nesterov=True)
-    anchored = Anchored(torch.optim.SGD([other], lr=0.7, momentum=0.9, nesterov=True))
+    anchored = ParameterAveraging(torch.optim.SGD([other], lr=0.7, momentum=0.9, nesterov=True))
     for _ in range(10):
         weights = [one - torch.randn(50, generator=generator) for _ in range(4)]
         one.grad = torch.stack([one - w for w in weights]).mean(0)

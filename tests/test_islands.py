@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +18,18 @@ from torch import Tensor
 from torch_island import STEPS, observed
 from warm import Python
 
-from farflung.config import Config
 from farflung.events import StartEvent, StepEvent, WarningEvent
 from farflung.networks import Conditions, Simulation
-from farflung.pipeline.division import division_of, microbatches_of
+from farflung.pipeline.division import division_of
 from farflung.pipeline.routes import random_routes
-from farflung.pipeline.split import keep
+from farflung.pipeline.settings import IslandSettings
 from farflung.report.read import read_run
+from farflung.settings import Settings
 from farflung.training.export import export
-from farflung.training.layouts import merged
-from farflung.workloads import data, models, tokenizers
+from farflung.training.resharding import merged
+from farflung.workloads import Language
+from farflung.workloads.models import sequence_loss
+from farflung.workloads.settings import LanguageSettings
 
 COMMON: dict[str, Any] = {
     "method": "local",
@@ -34,14 +37,20 @@ COMMON: dict[str, Any] = {
     "sequence_length": 16,
     "batch_size": 8,
     "max_tokens": 100_000,
+    "eval_sequences": 5,
     "lr": 3e-3,
 }
 LAYOUTS: dict[str, dict[str, Any]] = {
     "1f1b": {"stages": 4},
-    "gpipe, recompute": {"stages": 4, "schedule": "gpipe", "microbatches": 2, "recompute": True},
-    "interleaved": {"stages": 4, "schedule": "interleaved", "microbatches": 4},
+    "gpipe, recompute": {"stages": 4, "pipeline_schedule": "gpipe", "microbatches": 2, "recompute": True},
+    "interleaved": {"stages": 4, "pipeline_schedule": "interleaved", "microbatches": 4},
     "tied": {"stages": 4, "microbatches": 4},
-    "tied, zero-bubble, recompute": {"stages": 4, "microbatches": 4, "schedule": "zero-bubble", "recompute": True},
+    "tied, zero-bubble, recompute": {
+        "stages": 4,
+        "microbatches": 4,
+        "pipeline_schedule": "zero-bubble",
+        "recompute": True,
+    },
     "shards": {"shard": 4},
     "shards, stages, tied, offload": {"stages": 2, "shard": 2, "offload": True},
     "ddp": {"replicas": 2, "stages": 2, "method": "ddp"},
@@ -50,8 +59,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "dilocox": {"replicas": 2, "stages": 2, "method": "dilocox", "every": 2, "codec": "ef-lowrank8-int8"},
     "random routes": {"replicas": 2, "stages": 2, "routes": "random"},
     "8 bits": {"stages": 4, "boundary": "int8"},
-    "routers, interleaved": {"stages": 4, "schedule": "interleaved", "microbatches": 4},
-    "routers, zero-bubble": {"stages": 4, "schedule": "zero-bubble", "microbatches": 4},
+    "routers, interleaved": {"stages": 4, "pipeline_schedule": "interleaved", "microbatches": 4},
+    "routers, zero-bubble": {"stages": 4, "pipeline_schedule": "zero-bubble", "microbatches": 4},
     "routers, shards, recompute": {"stages": 2, "shard": 2, "microbatches": 2, "recompute": True},
     "subspace": {"stages": 4, "boundary": "subspace8"},
     "poisoned": {"stages": 4},
@@ -90,12 +99,13 @@ def islands(folders: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -
 
 def undivided(settings: dict[str, Any]) -> list[dict[str, Any]]:
     """What the replicas observe when one process has all of each, and computes as many sequences at a time."""
-    divided = Config(**settings)
-    usual = {key: getattr(Config, key) for key in ("stages", "shard", "schedule", "offload")}
-    config = Config(**{**settings, **usual, "microbatches": divided.shard * microbatches_of(divided)})
-    text = data.load(config, tokenizers.load("bytes"))
+    divided = Settings.of(**settings)
+    usual = {key: getattr(IslandSettings, key) for key in ("stages", "shard", "pipeline_schedule", "offload")}
+    config = Settings.of(**{**settings, **usual, "microbatches": divided.island.shard * divided.island.parts})
     torch.set_num_threads(1)
-    return Simulation(config.replicas, Conditions()).run(lambda network: observed(network, config, text))
+    return Simulation(config.run.replicas, Conditions()).run(
+        lambda network: observed(network, config, config.made_workload())
+    )
 
 
 INEXACT = ("random routes", "8 bits", "subspace", "dilocox", "poisoned", "poisoned, 8 bits")
@@ -106,16 +116,16 @@ EXACT = [name for name in LAYOUTS if name not in INEXACT]
 def test_every_layout_trains_the_same_model(name: str, islands: list[Any], folders: dict[str, str]) -> None:
     expected = undivided(settings_of(name, folders))
     for replica, whole in enumerate(expected):
-        seen = [process[name] for process in islands if process[name]["place"].replica == replica]
+        seen = [process[name] for process in islands if process[name]["coordinates"].replica == replica]
         for process in seen:
             assert process["losses"] == pytest.approx(whole["losses"], abs=1e-5)
             assert process["validation_loss"] == pytest.approx(whole["validation_loss"], abs=1e-5)
-            assert process["written"] == seen[0]["written"] and len(process["written"]) == 11
+            assert process["written"] == seen[0]["written"] and process["written"]
             assert process["peers"] == tuple(range(len(expected)))
         assert {key for process in seen for key in process["buffers"]} == whole["buffers"].keys()
         for process in seen:
             assert all(torch.equal(buffer, whole["buffers"][key]) for key, buffer in process["buffers"].items())
-        weights = merged((process["place"].shard, process["weights"]) for process in seen)
+        weights = merged((process["coordinates"].shard, process["weights"]) for process in seen)
         assert weights.keys() == whole["weights"].keys()  # a tied head's copy belongs to nobody's weights
         for key, weight in weights.items():
             torch.testing.assert_close(weight, whole["weights"][key], atol=1e-3, rtol=1e-3)
@@ -125,7 +135,7 @@ def test_every_layout_trains_the_same_model(name: str, islands: list[Any], folde
 def test_compressed_rounds_of_stages_are_those_of_the_whole(islands: list[Any], folders: dict[str, str]) -> None:
     """Blocks of 8 bits are cut otherwise in stages than in the whole, so the last digits may differ."""
     for replica, whole in enumerate(undivided(settings_of("dilocox", folders))):
-        seen = [process["dilocox"] for process in islands if process["dilocox"]["place"].replica == replica]
+        seen = [process["dilocox"] for process in islands if process["dilocox"]["coordinates"].replica == replica]
         assert seen[0]["losses"] == pytest.approx(whole["losses"], abs=5e-3)
 
 
@@ -154,36 +164,36 @@ def test_a_step_that_is_not_finite_is_told_to_all_stages_and_over_with_the_next(
 
 def test_random_routes_mix_the_replicas_gradients(islands: list[Any], folders: dict[str, str]) -> None:
     """Against two whole replicas in one process, whose microbatches change models half-way."""
-    config = Config(**settings_of("random routes", folders))
-    tokenizer = tokenizers.load("bytes")
-    text = data.load(config, tokenizer)
-    outline = models.outline(models.model_config(config, tokenizer))
-    cut = division_of(config, outline).spans
-    replicas = [[models.build(config, tokenizer, lambda m, s=span: keep(m, s)) for span in cut] for _ in range(2)]
-    optimizers = [[torch.optim.AdamW(stage.parameters(), lr=config.lr, fused=True) for stage in r] for r in replicas]
+    config = Settings.of(**settings_of("random routes", folders))
+    workload = Language(config.workload)
+    cut = division_of(config.island, workload, seed=0).spans
+    replicas = [[workload.build(0, partial(workload.keep, span=span)) for span in cut] for _ in range(2)]
+    optimizers = [
+        [torch.optim.AdamW(stage.parameters(), lr=config.inner.lr, fused=True) for stage in r] for r in replicas
+    ]
     seen = []
     for step in range(STEPS):
         losses: list[list[Tensor]] = [[], []]
-        routes = random_routes(2, config.seed, step)
+        routes = random_routes(2, config.run.seed, step)
         for origin in range(2):
-            batch = text.batch(config.seed, origin, step, config.batch_size)
-            for number, part in enumerate(batch.chunk(4)):
+            ids = workload.sample_ids(0, origin, step, config.island.batch_size)
+            for number, part in enumerate(workload.batch(ids).chunk(4)):
                 target = routes.permutation(number, 0)[origin]
                 hidden = replicas[origin][0].model(input_ids=part).last_hidden_state
                 logits = replicas[target][1](inputs_embeds=hidden).logits
-                losses[target].append(outline.loss_function(logits=logits, labels=part, vocab_size=256) / 4)
+                losses[target].append(workload.outline().loss_function(logits=logits, labels=part, vocab_size=256) / 4)
         sum(loss for group in losses for loss in group).backward()  # type: ignore[union-attr]
         seen.append([float(sum(group).detach()) for group in losses])
         for replica, made in zip(replicas, optimizers, strict=True):
-            torch.nn.utils.clip_grad_norm_([p for stage in replica for p in stage.parameters()], config.clip)
+            torch.nn.utils.clip_grad_norm_([p for stage in replica for p in stage.parameters()], config.island.clip)
             for optimizer in made:
                 optimizer.step()
                 optimizer.zero_grad()
-    crossed = {random_routes(2, config.seed, s).permutation(m, 0) for s in range(STEPS) for m in range(4)}
+    crossed = {random_routes(2, config.run.seed, s).permutation(m, 0) for s in range(STEPS) for m in range(4)}
     assert crossed == {(0, 1), (1, 0)}
     for process in islands:
         found = process["random routes"]
-        assert found["losses"] == pytest.approx([losses[found["place"].replica] for losses in seen], abs=1e-5)
+        assert found["losses"] == pytest.approx([losses[found["coordinates"].replica] for losses in seen], abs=1e-5)
         assert found["peers"] == (0, 1)
 
 
@@ -203,7 +213,7 @@ def test_a_run_goes_on_with_other_stages_and_exports(tmp_path: Path) -> None:
     undisturbed = losses_of(folder)
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["stages"] == 2 and summary["boundary_bytes"] == 2 * 8 * 8 * 32 * 64 * 4
-    whole = sum(p.numel() for p in models.build(Config(model="micro"), tokenizers.load("bytes")).parameters())
+    whole = sum(p.numel() for p in Language(LanguageSettings(model="micro")).build(0).parameters())
     assert summary["parameters"] == whole
     run = read_run(folder)
     assert run.replicas == [0] and list(run.parts) == [(0, 1)]
@@ -226,11 +236,10 @@ def test_a_run_goes_on_with_other_stages_and_exports(tmp_path: Path) -> None:
     export(folder, tmp_path / "model")
     from transformers import AutoModelForCausalLM
 
-    config = Config(model="micro", sequence_length=32, max_tokens=200_000)
-    held_out = data.load(config, tokenizers.load("bytes")).held_out(8)
+    held_out = Language(LanguageSettings(model="micro", sequence_length=32, max_tokens=200_000)).data.held_out(8)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model").eval()
     with torch.no_grad():
-        loss = float(models.sequence_loss(model, held_out))
+        loss = float(sequence_loss(model, held_out))
     assert loss == pytest.approx(again["validation_loss_averaged"], abs=1e-5)
 
 

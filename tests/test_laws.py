@@ -16,6 +16,7 @@ import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from problem import flat, inner_steps, small_model
+from registered import MERGES
 from test_accidents import lose_one
 from torch import Tensor, nn
 
@@ -83,13 +84,13 @@ class Case:
 @st.composite
 def cases(draw: st.DrawFn, kinds: tuple[str, ...] = ("diloco", "noloco"), replicas: tuple[int, int] = (2, 4)) -> Case:
     kind = draw(st.sampled_from(kinds))
-    merge = draw(st.sampled_from(("kept", "dropped", "mixed", "eager")))
+    merge = draw(st.sampled_from(sorted(MERGES)))
     fragments = draw(st.sampled_from((1, 1, 2, 3)))
     return Case(
         kind=kind,
         codec=draw(st.sampled_from(CODECS + (MODULO if kind == "noloco" else ()))),
         merge=merge,
-        delay=EVERY if merge == "eager" else draw(st.integers(0, EVERY)),
+        delay=EVERY if MERGES[merge].eager else draw(st.integers(0, EVERY)),
         fragments=fragments,
         replicas=draw(st.integers(*replicas)),
         optimizer=draw(st.sampled_from(sorted(OPTIMIZERS))),
@@ -144,7 +145,7 @@ def test_equal_replicas_stay_equal(case: Case) -> None:
 @law
 @given(case=cases(kinds=("diloco",)))
 def test_anchors_are_equal_bit_for_bit_whatever_replicas_see(case: Case) -> None:
-    assume(case.merge != "eager")
+    assume(not MERGES[case.merge].eager)
     seen = Simulation(case.replicas).run(lambda network: train(network, case, 5 * EVERY))
     for other in seen[1:]:
         assert torch.equal(other.anchors, seen[0].anchors)
@@ -186,7 +187,7 @@ def test_constant_progress_arrives_whole(case: Case, step: float) -> None:
 @law
 @given(case=cases(kinds=("diloco",), replicas=(3, 4)), rank=st.integers(0, 2), number=st.integers(2, 4))
 def test_a_lost_round_heals(case: Case, rank: int, number: int) -> None:
-    assume(case.merge != "eager")
+    assume(not MERGES[case.merge].eager)
 
     def work(network: SimulatedNetwork) -> Seen:
         lose_one(network, rank, f"round {number} of")

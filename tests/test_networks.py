@@ -1,5 +1,8 @@
 """The network contract, on all networks; and what only one of them has."""
 
+import os
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -7,30 +10,37 @@ from typing import Any
 import pytest
 import torch
 from internet import run_peers
+from patience import patience
 from problem import replica
 from processes import run_replicas
+from torch_replica import METHODS, SHORT, contract
 
 from farflung import methods
-from farflung.networks import Conditions, PeerLostError, SimulatedNetwork, Simulation
+from farflung.networks import NETWORKS, Conditions, NetworkKind, PeerLostError, SimulatedNetwork, Simulation
 from farflung.outer import averaging
 
 
 def observe_simulated(network: SimulatedNetwork) -> Any:
-    from torch_replica import contract
-
     return contract(network, "")  # type: ignore[arg-type]
 
 
-def observe(kind: str, folder: Path) -> list[Any]:
-    if kind == "simulated":
-        return Simulation(4).run(observe_simulated)
-    return run_replicas(4, "contract", "", folder) if kind == "torch" else run_peers(4, "contract", "", folder)
+def observe(kind: NetworkKind, folder: Path) -> list[Any]:
+    if kind.simulate:
+        return kind.simulate(4, Conditions()).run(observe_simulated)
+    return (run_peers if kind.elastic else run_replicas)(4, "contract", "", folder)
 
 
-@pytest.mark.parametrize("kind", ["simulated", "torch", "internet"])
-def test_contract(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", NETWORKS)
+def test_contract(name: str, tmp_path: Path) -> None:
+    kind = NETWORKS[name]
     seen = observe(kind, tmp_path)
     for rank, observed in enumerate(seen):
+        assert observed["elastic"] == observed["elastic too"] == kind.elastic
+        assert observed["timed"] == observed["timed too"]
+        assert observed["processes"] in ((), (0, 1, 2, 3))
+        assert observed["alone"] and observed["attachments"] == [0, 1, 2]
+        # Those who have left the simulation meanwhile are named alone; on real networks, all who have not come.
+        assert set(observed["lost"]) <= {0, 1, 2, 3} - {rank} and observed["lost"]
         assert observed["packets"] == {peer: [peer] * (peer + 1) for peer in range(4)}
         assert observed["mean"] == [2.5 * i for i in range(10)]
         assert observed["in_place"] and observed["done"] and observed["empty"] == 0
@@ -42,21 +52,38 @@ def test_contract(kind: str, tmp_path: Path) -> None:
     assert sum(o["sent"] for o in seen) == sum(o["received"] for o in seen)
 
 
-SAME_BITS = ("ddp", "diloco", "noloco-streaming", "nolocox", "dilocox")
+def test_a_package_adds_a_network_by_an_entry_point(tmp_path: Path) -> None:
+    about = tmp_path / "theirs-1.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Name: theirs\nVersion: 1\n")
+    (about / "entry_points.txt").write_text("[farflung.networks]\npigeons = theirs:KIND\n")
+    (tmp_path / "theirs.py").write_text(
+        "from farflung.networks import NetworkKind, SimulatedNetwork, Simulation\n"
+        "class Pigeons(SimulatedNetwork):\n    pass\n"
+        "KIND = NetworkKind(lambda starting, deadline: Pigeons(Simulation(1), 0))\n"
+    )
+    (tmp_path / "opens.py").write_text("from farflung import networks\nprint(type(networks.from_env()).__name__)\n")
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    opened = subprocess.run(
+        [sys.executable, tmp_path / "opens.py"],
+        env={**os.environ, "PYTHONPATH": path, "FARFLUNG_NETWORK": "pigeons"},
+        capture_output=True,
+        text=True,
+        timeout=patience(60),
+    )
+    assert opened.stdout == "Pigeons\n", opened.stderr
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     """What four real processes end with, by method."""
-    return run_replicas(4, "train", ",".join(SAME_BITS), tmp_path_factory.mktemp("trained"))
+    return run_replicas(4, "train", ",".join(METHODS), tmp_path_factory.mktemp("trained"))
 
 
-@pytest.mark.parametrize("method", SAME_BITS)
+@pytest.mark.parametrize("method", METHODS)
 def test_simulated_and_torch_give_the_same_weights_bit_for_bit(
     method: str, trained: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from torch_replica import METHODS, SHORT
-
     monkeypatch.setattr(averaging, "STRIP", SHORT)
     simulated = [result.weights for result in Simulation(4).run(replica(METHODS[method], steps=12))]
     real = [weights[method] for weights in trained]

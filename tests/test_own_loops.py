@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from problem import flat, inner_steps, small_model
+from registered import METHODS, made
 from torch import Tensor, nn
 
 from farflung import methods
@@ -124,7 +125,7 @@ def test_loops_of_unequal_length_end_together() -> None:
         outcomes: list[str] = []
         method = methods.noloco(every=4)
         with method.attach(
-            model, optimizer, network, deadline=5, on_round=lambda round: outcomes.append(round.outcome)
+            model, optimizer, network, deadline_s=5, on_round=lambda round: outcomes.append(round.outcome)
         ) as outer:
             inner_steps(model, optimizer, network.rank, range(12 - network.rank))
             outer.finish(average_weights=True)
@@ -273,7 +274,7 @@ def test_a_late_start_is_waited_for_and_who_is_missing_is_named(caplog: pytest.L
             with pytest.raises(PeerLostError):
                 pending.wait(late)
         try:
-            with methods.noloco(every=2).attach(model, optimizer, network, deadline=5, starting=100):
+            with methods.noloco(every=2).attach(model, optimizer, network, deadline_s=5, starting_s=100):
                 inner_steps(model, optimizer, network.rank, range(2))
         except PeerLostError as lost:
             return f"{lost.ranks} {lost}"
@@ -373,7 +374,7 @@ def test_options_that_have_no_effect_are_refused(options: dict[str, Any], compla
         (methods.diloco(every=5), methods.diloco(every=5, codec=Quantize(bits=8)), "codec"),
         (methods.diloco(every=5), methods.diloco(every=4), "schedule"),
         (methods.diloco(every=5, delay=2), methods.diloco(every=5, delay=2, merge="mixed"), "merge"),
-        (methods.ddp(), methods.dct(), "codec"),
+        (methods.ddp(), methods.dynamic_threshold(), "codec"),
         (methods.ddp(), methods.diloco(every=1), "outer optimizer"),
     ],
 )
@@ -493,15 +494,14 @@ def test_what_is_spoilt_after_the_last_round_does_not_end_a_run(how: str, delay:
         assert torch.isfinite(weights).all() and float(weights.abs().max()) < 100
 
 
-@pytest.mark.parametrize("name", ["ddp", "dct", "sparseloco", "dilocox", "demo", "streaming-diloco", "nolocox"])
+@pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_torchs_default_dtype_does_not_matter(name: str, dtype: torch.dtype) -> None:
     def work(network: SimulatedNetwork) -> Tensor:
         torch.manual_seed(0)
         model = nn.Sequential(*(nn.Linear(64, 64, dtype=torch.float32) for _ in range(3)))
         optimizer = sgd(model)
-        every = {} if name in ("ddp", "dct", "demo") else {"every": 3}
-        with methods.RECIPES[name](**every).attach(model, optimizer, network):
+        with made(name, every=3).attach(model, optimizer, network):
             for number in range(9):
                 generator = torch.Generator().manual_seed(100 * network.rank + number)
                 inputs = torch.randn(8, 64, generator=generator, dtype=torch.float32)

@@ -87,21 +87,21 @@ def swarm(tmp_path: Path) -> Iterator[Swarm]:
         process.kill()
 
 
-def test_a_beacon_invites_peers_meet_leave_and_come_back_and_onlookers_see_it(swarm: Swarm) -> None:
+def test_a_bootstrap_invites_peers_meet_leave_and_come_back_and_onlookers_see_it(swarm: Swarm) -> None:
     arguments = ("invite", "--name", "test", "--port", swarm.port, *SETTINGS, "--steps", 100_000)
-    beacon = swarm.start(*arguments, log="beacon")
-    until(lambda: "[settings]" in (swarm.folder / "beacon.out").read_text())
-    ticket = swarm.folder / "beacon.out"
+    bootstrap = swarm.start(*arguments, log="bootstrap")
+    until(lambda: "[settings]" in (swarm.folder / "bootstrap.out").read_text())
+    ticket = swarm.folder / "bootstrap.out"
     assert read_ticket(ticket).settings["model"] == "micro"
     one = swarm.join("one", ticket=ticket.name)
     until(lambda: swarm.step("one") > 5)
-    time.sleep(patience(2 * BEAT_SECONDS))  # until its record at the beacon says so
+    time.sleep(patience(2 * BEAT_SECONDS))  # until its record at the bootstrap says so
     swarm.join("two", ticket=ticket.name)
     until(lambda: swarm.averaged("one") > 1 and swarm.averaged("two") > 1)
     assert swarm.events("two", JoinedEvent), "it has fetched the state of the other"
 
     seen = farflung("status", ticket, "--once", "--listen", "127.0.0.1", COLUMNS="160")
-    assert seen.returncode == 0 and "2 peers train" in seen.stdout and "beacon" in seen.stdout, seen
+    assert seen.returncode == 0 and "2 peers train" in seen.stdout and "bootstrap" in seen.stdout, seen
     found = farflung("doctor", ticket, "--listen", "127.0.0.1")
     assert found.returncode == 0 and found.stdout.count("there and back") == 3, found
 
@@ -109,9 +109,9 @@ def test_a_beacon_invites_peers_meet_leave_and_come_back_and_onlookers_see_it(sw
     assert one.wait(patience(60)) == 130
     assert "come back with: farflung join one/run.ticket --out one" in swarm.said("one")
     left_at = swarm.step("one")
-    beacon.send_signal(signal.SIGINT)
-    assert beacon.wait(patience(30)) == 0
-    swarm.join("one", ticket="two/run.ticket")  # the beacon is gone
+    bootstrap.send_signal(signal.SIGINT)
+    assert bootstrap.wait(patience(30)) == 0
+    swarm.join("one", ticket="two/run.ticket")  # the bootstrap is gone
     until(lambda: swarm.step("one") > left_at + 20)
 
 
@@ -216,7 +216,7 @@ def fill(folder: Path) -> None:
         (["doctor", "x", "--once"], ["--once"]),
         (["invite", "--name", "x", "--listen", "1.2.3.4"], ["1.2.3.4", "an address of this machine"]),
         (["invite", "--name", "x", "--train", "--method", "ddp"], ["needs all replicas at every step"]),
-        (["invite", "--name", "x", "--method", "dct"], ["needs all replicas at every step"]),
+        (["invite", "--name", "x", "--method", "dynamic-threshold"], ["needs all replicas at every step"]),
         (["invite", "--name", "x", "--shares", "apart"], ["nobody knows how many replicas"]),
         (["invite", "--name", "x", "--every-final", 90], ["rounds must be equally far apart"]),
         (["train", "--network", "internet"], ["farflung invite", "farflung join"]),

@@ -7,14 +7,12 @@ import pytest
 from families import FAMILIES, gpt2
 from processes import run_replicas
 
-from farflung import methods
-from farflung.config import Config
-from farflung.pipeline.division import microbatches_of
 from farflung.planner.architecture import Architecture, architecture_of
 from farflung.planner.cost import exchange
 from farflung.planner.layout import Layout
 from farflung.planner.machines import Cluster, Machines
 from farflung.planner.step import Gathered, island_bytes
+from farflung.settings import Settings
 
 COMMON: dict[str, Any] = {"sequence_length": 16, "batch_size": 8, "max_tokens": 100_000, "every": 2, "replicas": 2}
 RANKED = {"codec": "ef-lowrank4-int8"}
@@ -44,28 +42,28 @@ def models_saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def processes(models_saved: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each of four processes has sent in every layout."""
-    cases = json.dumps({name: run_of(name, models_saved).__dict__ for name in LAYOUTS})
+    cases = json.dumps({name: run_of(name, models_saved).flat() for name in LAYOUTS})
     return run_replicas(4, cases, "", tmp_path_factory.mktemp("sent"), script="torch_bytes.py")
 
 
-def run_of(name: str, models_saved: dict[str, str]) -> Config:
+def run_of(name: str, models_saved: dict[str, str]) -> Settings:
     settings = {"model": "llama", **COMMON, **LAYOUTS[name]}
-    return Config(**{**settings, "model": models_saved[settings["model"]]})
+    return Settings.of(**{**settings, "model": models_saved[settings["model"]]})
 
 
-def planned(model: Architecture, config: Config) -> dict[str, float]:
+def planned(model: Architecture, config: Settings) -> dict[str, float]:
     """Of all processes, in one round and in one step."""
-    size = config.stages * config.shard
-    islands = tuple(tuple(range(size * n, size * (n + 1))) for n in range(config.replicas))
-    layout = Layout(config.replicas, config.stages, config.shard, islands)
-    method = methods.from_config(config)
+    size = config.island.stages * config.island.shard
+    islands = tuple(tuple(range(size * n, size * (n + 1))) for n in range(config.run.replicas))
+    layout = Layout(config.run.replicas, config.island.stages, config.island.shard, islands)
+    method = config.method()
     found = exchange(model, method, Cluster((Machines(4, 80, 100),)), layout)
-    parts = microbatches_of(config)
-    gathered = [Gathered.of(model, span, config.shard, parts) for span in model.spans(config.stages)]
-    others = config.replicas * config.shard * (config.shard - 1)
+    parts = config.island.parts
+    gathered = [Gathered.of(model, span, config.island.shard, parts) for span in model.spans(config.island.stages)]
+    others = config.run.replicas * config.island.shard * (config.island.shard - 1)
     return {
         "rounds": found.bytes_sent * method.schedule.fragments,
-        "stages": config.replicas * island_bytes(model, config),
+        "stages": config.run.replicas * island_bytes(model, config.island, config.workload.sequence_length),
         "weights": others * sum(stage.weights for stage in gathered),
         "gradients": others * sum(stage.gradients for stage in gathered),
     }
@@ -76,8 +74,8 @@ def test_planned_bytes_are_those_that_are_sent(
     name: str, processes: list[dict[str, Any]], models_saved: dict[str, str]
 ) -> None:
     config = run_of(name, models_saved)
-    model = architecture_of(config.model, config.sequence_length, "bytes")
-    expected = planned(model.confined(config.boundary, config.stages, config.seed), config)
+    model = architecture_of(config.workload.model, config.workload.sequence_length, "bytes")
+    expected = planned(model.confined(config.island.boundary, config.island.stages, config.run.seed), config)
     seen = {what: sum(process[name][what] for process in processes) for what in expected}
     # Packets have headers, which matter for so small a model only.
     assert seen.pop("rounds") == pytest.approx(expected.pop("rounds"), rel=0.04)

@@ -6,7 +6,6 @@ import re
 import shlex
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +13,14 @@ import pytest
 from patience import patience
 from processes import free_port, run_here
 
-from farflung import methods
 from farflung.cli.arguments import parse
-from farflung.config import Config
 from farflung.planner.choices import Choice
 from farflung.planner.command import commands
 from farflung.planner.layout import Layout
 from farflung.planner.machines import Cluster, Machines
 from farflung.planner.options import PlanOptions
 from farflung.planner.plan import plan
+from farflung.settings import Settings
 from farflung.training import launch
 
 
@@ -56,16 +54,16 @@ ASKED = {
 def printed(folder: Path, text: str, asked: list[str], capsys: Any, monkeypatch: Any) -> list[str]:
     """The commands that `farflung plan` prints."""
     (folder / "m.toml").write_text(text)
-    arguments = ["plan", *SMALL, "--machines", "m.toml", "--place", "1", "--show", "100", *asked]
+    arguments = ["plan", *SMALL, "--machines", "m.toml", "--search-s", "1", "--show", "100", *asked]
     assert run_here(monkeypatch, folder, *arguments) == 0
     lines = capsys.readouterr().out.splitlines()
     return [re.sub(r"^ *\d+ ", "", line) for line in lines if "farflung train" in line]
 
 
-def settings_in(command: str) -> Config:
+def settings_in(command: str) -> Settings:
     """What training is told."""
     words = shlex.split(command, comments=True)
-    return parse(Config, words[words.index("train") + 1 :], "train", None)
+    return parse(Settings, words[words.index("train") + 1 :], "train", None)
 
 
 @pytest.mark.parametrize(
@@ -80,29 +78,29 @@ def test_training_takes_every_command_that_is_printed(
     taken = set()
     for number, line in enumerate(lines):
         config = settings_in(line)
-        methods.settled(config)
-        if (config.stages, config.shard) not in taken:
+        config.settled()
+        if (config.island.stages, config.island.shard) not in taken:
             launch.prepare(config, tmp_path / f"run {number}", resume=False)  # all that is refused before a run starts
-        tokens = config.replicas * config.tokens_per_step
-        assert 256 <= tokens <= 512 and config.steps == -(-1024 // tokens)
-        taken.add((config.stages, config.shard))
+        tokens = config.run.replicas * config.island.batch_size * config.workload.sequence_length
+        assert 256 <= tokens <= 512 and config.run.steps == -(-1024 // tokens)
+        taken.add((config.island.stages, config.island.shard))
         if asked == "lean":
-            assert config.precision == "bfloat16" and config.recompute
-            assert config.boundary == ("int8" if config.stages > 1 else "float32")
+            assert config.island.precision == "bfloat16" and config.island.recompute
+            assert config.island.boundary == ("int8" if config.island.stages > 1 else "float32")
         if asked == "late":
-            assert (config.every, config.delay) == (2, 1) or config.method == "local"
+            assert (config.rounds.every, config.rounds.delay) == (2, 1) or config.rounds.method == "local"
         started = re.search(r"--nnodes (\d+) .*--nproc-per-node (\d+)", line)
         if started and "on " not in line:
             processes = int(started[1]) * int(started[2])
-            assert processes == config.replicas * config.stages * config.shard
+            assert processes == config.run.replicas * config.island.stages * config.island.shard
     if name == "one worker":
-        assert [settings_in(line).method for line in lines] == ["local"]
+        assert [settings_in(line).rounds.method for line in lines] == ["local"]
 
 
 def test_stages_that_are_placed_anyhow_have_a_command_for_each_stretch_of_processes() -> None:
     """Torchrun numbers a machine's processes one after the other; islands may go to and fro between machines."""
     two = Cluster((Machines(2, 80, 100, "a", workers=2),))
-    config = Config(method="diloco", stages=2, replicas=2)
+    config = Settings.of(method="diloco", stages=2, replicas=2)
     apart = commands(Choice(config, Layout(2, 2, 1, ((0, 2), (1, 3)))), two)
     assert [line.partition(" --master")[0] for line in apart] == [
         "on a 0: CUDA_VISIBLE_DEVICES=0 torchrun --nnodes 4 --node-rank 0 --nproc-per-node 1",
@@ -113,7 +111,7 @@ def test_stages_that_are_placed_anyhow_have_a_command_for_each_stretch_of_proces
     assert len({line.split()[-1] for line in apart}) == 4  # a machine's runs have folders of their own
     (together,) = commands(Choice(config, Layout(2, 2, 1, ((2, 3), (0, 1)))), two)
     assert together.endswith("--method diloco --stages 2 --replicas 2 --out runs/planned   # RANK from 0: a 1, a 0")
-    uneven = commands(Choice(replace(config, replicas=1, stages=3), Layout(1, 3, 1, ((0, 1, 2),))), two)
+    uneven = commands(Choice(config.changed(replicas=1, stages=3), Layout(1, 3, 1, ((0, 1, 2),))), two)
     assert [line.partition(" --master")[0] for line in uneven] == [
         "on a 0: torchrun --nnodes 2 --node-rank 0 --nproc-per-node 2",
         "on a 1: torchrun --nnodes 2 --node-rank 1 --nproc-per-node 1",
@@ -148,7 +146,7 @@ def run(commands: list[str], folder: Path) -> list[dict[str, Any]]:
 
 def test_islands_that_share_a_machine_with_half_of_another_train_as_planned(tmp_path: Path) -> None:
     (tmp_path / "m.toml").write_text(FILES["uneven"])
-    asked = PlanOptions("micro", tmp_path / "m.toml", 1024, sequence_length=32, batch_tokens=512, place=0)
+    asked = PlanOptions("micro", tmp_path / "m.toml", 1024, sequence_length=32, batch_tokens=512, search_s=0)
     plans, _, cluster = plan(asked)
     choice = next(
         found.choice for found in plans if (found.choice.layout.stages, found.choice.layout.replicas) == (2, 2)
@@ -159,7 +157,7 @@ def test_islands_that_share_a_machine_with_half_of_another_train_as_planned(tmp_
         "on b 1: torchrun --nnodes 2 --node-rank 1 --nproc-per-node 1",
     ]
     (summary,) = run(lines, tmp_path / "runs")
-    assert summary["tokens"] == choice.config.steps * choice.config.replicas * choice.config.tokens_per_step
+    assert summary["tokens"] == choice.settings.run.steps * 512
 
 
 def test_the_best_command_trains_as_it_was_planned(
@@ -167,7 +165,10 @@ def test_the_best_command_trains_as_it_was_planned(
 ) -> None:
     best = printed(tmp_path, FILES["two pairs"], ["--every", "1", "--boundary", "int8"], capsys, monkeypatch)[0]
     config = settings_in(best)
-    assert (config.replicas, config.stages, config.boundary) == (2, 2, "int8")
+    assert (config.run.replicas, config.island.stages, config.island.boundary) == (2, 2, "int8")
     (summary,) = run([best], tmp_path / "runs")
-    assert summary["tokens"] == config.steps * config.replicas * config.tokens_per_step
-    assert (summary["method"], summary["replicas"], summary["stages"]) == (config.method, 2, 2)
+    assert (
+        summary["tokens"]
+        == config.run.steps * config.run.replicas * config.island.batch_size * config.workload.sequence_length
+    )
+    assert (summary["method"], summary["replicas"], summary["stages"]) == (config.rounds.method, 2, 2)

@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from farflung import methods
-from farflung.config import Config
 from farflung.networks import Conditions
-from farflung.networks.simulator.cluster import World
+from farflung.networks.simulator.cluster import SimulatedCluster
 from farflung.networks.simulator.conditions import HEADERS, Link
 from farflung.networks.simulator.fabric import Demand
 from farflung.outer import message_bytes
+from farflung.pipeline.settings import IslandSettings
 from farflung.planner.architecture import architecture_of
 from farflung.planner.cost import Exchange, blocked_seconds, exchange
 from farflung.planner.layout import Layout
@@ -66,19 +66,21 @@ def test_fragments_that_do_not_meet_each_wait_for_their_own_exchange_only() -> N
 def passed(cluster: Cluster, pipelines: int, microbatches: int, nbytes: float) -> float:
     """Seconds of a step that only passes microbatches, one after the other, on the simulated network."""
     network = cluster.network
-    world = World(2 * pipelines, replace(network, bandwidth_mbps=1000 * cluster.machines[0].network_gbps))
+    simulated = SimulatedCluster(
+        2 * pipelines, replace(network, bandwidth_mbps=1000 * cluster.machines[0].network_gbps)
+    )
 
     def send(way: tuple[int, int], left: int) -> None:
         demand = Demand(way, (nbytes, 0.0), (0.0, nbytes), nbytes)
-        world.carrier.carry(demand, f"{way}", lambda: send(way, left - 1) if left > 1 else None)
+        simulated.fabric.send(demand, f"{way}", lambda: send(way, left - 1) if left > 1 else None)
 
     for number in range(pipelines):
         # Activations go on while others' gradients come back, so both directions are busy all the time.
         send((2 * number, 2 * number + 1), 2 * microbatches)
         send((2 * number + 1, 2 * number), 2 * microbatches)
-    while world.clock.advance():
+    while simulated.clock.advance():
         pass
-    return world.clock.now
+    return simulated.clock.now
 
 
 @quickly
@@ -96,10 +98,10 @@ def test_pipelines_share_what_they_have_in_common(
     link = Link(("east", "west"), 10, mbps, shared=shared)
     cluster = Cluster((each, replace(each, site="west")), (link,))
     layout = Layout(pipelines, 2, 1, tuple((n, pipelines + n) for n in range(pipelines)))
-    run = Config(batch_size=microbatches, sequence_length=128, stages=2, microbatches=microbatches)
-    nbytes = boundary_bytes(MODEL, run)
+    run = IslandSettings(batch_size=microbatches, stages=2, microbatches=microbatches)
+    nbytes = boundary_bytes(MODEL, run, 128)
     assert nbytes == 128 * MODEL.hidden * 4
-    planned = step_seconds(MODEL, cluster, layout, run)
+    planned = step_seconds(MODEL, cluster, layout, run, 128)
     assert planned == pytest.approx(passed(cluster, pipelines, microbatches, nbytes), rel=1e-3)
     if shared:
         assert planned > pipelines * microbatches * nbytes / (mbps * 125e3)

@@ -20,12 +20,13 @@ from transformers import GPT2Config, LlamaConfig, LlamaForCausalLM
 from bench.models import throughput
 from farflung import Method, methods
 from farflung.codecs import Modulo, Quantize
-from farflung.config import Config
 from farflung.errors import UserError
 from farflung.networks import Conditions, Simulation
 from farflung.networks.simulator.conditions import HEADERS, Cut, Death, Link
 from farflung.outer import Round, Schedule, kept_bytes, message_bytes
+from farflung.outer.round import Rounds, Sync
 from farflung.pipeline.assemble import training
+from farflung.pipeline.settings import IslandSettings
 from farflung.planner.architecture import architecture, architecture_of
 from farflung.planner.cost import Exchange, blocked_seconds, exchange
 from farflung.planner.layout import Layout
@@ -35,7 +36,7 @@ from farflung.planner.options import PlanOptions
 from farflung.planner.plan import plan
 from farflung.planner.sizes import square_model
 from farflung.planner.step import step_seconds
-from farflung.planner.timing import Timer, moments
+from farflung.planner.timing import Size, Timer
 from farflung.workloads import models
 
 ROUGH = Conditions(
@@ -138,12 +139,20 @@ def test_the_sides_of_a_cut_go_on_by_themselves_and_together_when_it_has_healed(
     assert sum(times.failed for times in timing.rounds) == 0
 
 
-def test_moments_are_the_schedule() -> None:
-    steps = {m.step: (m.landing, m.starting) for m in moments(Method(Schedule(4, 2, 1), outer=torch.optim.SGD), 2)}
-    assert steps == {
-        2: ((), ((1, 0),)), 3: (((1, 0),), ()), 4: ((), ((0, 1),)), 5: (((0, 1),), ()),
-        6: ((), ((1, 1),)), 7: (((1, 1),), ()), 8: ((), ((0, 2),)), 9: (((0, 2),), ()),
-    }  # fmt: skip
+def test_rounds_come_when_the_schedule_says() -> None:
+    rounds = Rounds[float, None](Schedule(4, 2, 1), [Size(0.5), Size(0.5)])
+    seen: list[tuple[int, str, int, int]] = []
+    while (step := rounds.next_step()) and step < 10:
+        for due in rounds.after(step):
+            if isinstance(due, Sync):
+                seen.append((step, "starts", due.index, due.rounds))
+                rounds.pending.append(due.start(step, (0, 1), due.offer(str, 2), None))
+            else:
+                seen.append((step, "lands", due.fragment, due.round))
+    assert seen == [
+        (2, "starts", 1, 0), (3, "lands", 1, 0), (4, "starts", 0, 1), (5, "lands", 0, 1),
+        (6, "starts", 1, 1), (7, "lands", 1, 1), (8, "starts", 0, 2), (9, "lands", 0, 2),
+    ]  # fmt: skip
 
 
 # Sizes
@@ -236,11 +245,11 @@ def test_a_planned_round_takes_as_long_as_a_simulated_one(name: str) -> None:
 
 def test_a_step_fills_its_pipeline_and_then_goes_on_microbatch_by_microbatch() -> None:
     model = architecture_of("small", 128)
-    run = Config(batch_size=8, sequence_length=128, microbatches=8)
+    run = IslandSettings(batch_size=8, microbatches=8)
     (whole,) = model.spans(1)
-    one = step_seconds(model, TWO, Layout(1, 1, 1, ((0,),)), run)
+    one = step_seconds(model, TWO, Layout(1, 1, 1, ((0,),)), run, 128)
     assert one == pytest.approx(model.flops_per_token(whole, 128) * 8 * 128 / 50e12)
-    two_stages = step_seconds(model, TWO, Layout(1, 2, 1, ((0, 1),)), replace(run, stages=2))
+    two_stages = step_seconds(model, TWO, Layout(1, 2, 1, ((0, 1),)), replace(run, stages=2), 128)
     compute = [model.flops_per_token(span, 128) * 128 / 50e12 for span in model.spans(2)]
     passing = 2 * (0.05 + 128 * model.hidden * 4 * (1 + HEADERS) / 100e6)
     assert sum(compute) == pytest.approx(one / 8)
@@ -283,7 +292,7 @@ def test_activations_are_those_that_a_real_layer_keeps(precision: Any, recompute
     def kept(layers: int) -> float:
         torch.manual_seed(0)
         model = LlamaForCausalLM(LlamaConfig(**settings, num_hidden_layers=layers))
-        training(model, Config(recompute=recompute))
+        training(model, IslandSettings(recompute=recompute))
         own = {p.untyped_storage().data_ptr() for p in model.parameters()}
         seen: dict[int, torch.Tensor] = {}
 
@@ -301,18 +310,18 @@ def test_activations_are_those_that_a_real_layer_keeps(precision: Any, recompute
 
     def planned(layers: int) -> float:
         outline = models.outline(LlamaConfig(**settings, num_hidden_layers=layers))
-        run = Config(precision=precision, recompute=recompute, batch_size=1, sequence_length=length)
+        run = IslandSettings(precision=precision, recompute=recompute, batch_size=1)
         made = architecture("Llama", outline)
-        return activation_bytes(made, run, 0, made.spans(1)[0])
+        return activation_bytes(made, run, length, 0, made.spans(1)[0])
 
     assert planned(4) - planned(2) == pytest.approx(kept(4) - kept(2), rel=0.05)
 
 
 def test_more_stages_and_shards_need_less_memory_each() -> None:
     model = architecture_of("llama-1.3b")
-    run = Config(method="diloco", batch_size=16, microbatches=4, sequence_length=1024)
+    run, method = IslandSettings(batch_size=16, microbatches=4), methods.diloco()
     needed = [
-        memory_bytes(model, replace(run, stages=stages, shard=shards))
+        memory_bytes(model, replace(run, stages=stages, shard=shards), method, 1024)
         for stages, shards in ((1, 1), (1, 4), (2, 4), (4, 4))
     ]
     assert needed == sorted(needed, reverse=True)
@@ -350,13 +359,20 @@ shared = true
 
 def options(path: Path, text: str = MACHINES, **settings: Any) -> PlanOptions:
     path.write_text(text)
-    return PlanOptions(**{"model": "llama-1.3b", "machines": path, "tokens": 1e9, "place": 0.0, **settings})
+    return PlanOptions(**{"model": "llama-1.3b", "machines": path, "tokens": 1e9, "search_s": 0.0, **settings})
 
 
 def test_a_plan_is_sorted_fits_and_adds_up(tmp_path: Path) -> None:
     plans, failures, cluster = plan(options(tmp_path / "m.toml"))
     assert [p.hours for p in plans] == sorted(p.hours for p in plans)
-    assert {p.choice.config.method for p in plans} == {"ddp", "diloco", "noloco", "dilocox", "nolocox", "local"}
+    assert {p.choice.settings.rounds.method for p in plans} == {
+        "ddp",
+        "diloco",
+        "noloco",
+        "dilocox",
+        "nolocox",
+        "local",
+    }
     for found in plans:
         assert found.memory <= 24e9
         assert found.hours == pytest.approx(1e9 / found.tokens_per_second / 3600)
@@ -365,7 +381,9 @@ def test_a_plan_is_sorted_fits_and_adds_up(tmp_path: Path) -> None:
         every = found.choice.method.schedule.every or 1
         assert found.round == pytest.approx(every * found.step / (1 - found.blocked), rel=1e-6)
     assert any("does not fit: " in f.reason and " GB of 24" in f.reason for f in failures)
-    by_method = {name: min(p.hours for p in plans if p.choice.config.method == name) for name in ("ddp", "dilocox")}
+    by_method = {
+        name: min(p.hours for p in plans if p.choice.settings.rounds.method == name) for name in ("ddp", "dilocox")
+    }
     assert by_method["dilocox"] < by_method["ddp"]
     assert cluster.currency == "EUR"
 
@@ -382,7 +400,7 @@ def test_stages_are_placed_where_links_suit_them(tmp_path: Path) -> None:
     )
     settings = {"methods": "diloco", "model": "llama-125m", "show": 3}
     as_they_come = plan(options(tmp_path / "m.toml", mixed, **settings))[0]
-    placed = plan(options(tmp_path / "m.toml", mixed, **settings, place=3.0))[0]
+    placed = plan(options(tmp_path / "m.toml", mixed, **settings, search_s=3.0))[0]
     two_stages = [next(p for p in plans if p.choice.layout.stages == 2) for plans in (as_they_come, placed)]
     assert two_stages[1].placed and two_stages[1].step < two_stages[0].step / 3
     assert {frozenset(island) for island in two_stages[1].choice.layout.islands} == {
@@ -444,7 +462,7 @@ def test_each_number_of_machines_is_finite_and_in_its_range(tmp_path: Path, line
 def test_one_island_trains_alone(tmp_path: Path) -> None:
     text = "[[machines]]\ncount = 1\nmemory_gb = 24\ntflops = 100\n"
     plans, failures, _ = plan(options(tmp_path / "m.toml", text, model="llama-125m"))
-    assert [found.choice.config.method for found in plans] == ["local"] and not failures
+    assert [found.choice.settings.rounds.method for found in plans] == ["local"] and not failures
 
 
 def test_what_training_would_refuse_is_not_planned(tmp_path: Path) -> None:
@@ -467,7 +485,7 @@ def test_settings_of_training_change_what_a_plan_costs(tmp_path: Path) -> None:
     assert recomputed.memory < usual.memory and usual.step < recomputed.step < usual.step * 8 / 6
     assert costs(offload=True).memory < usual.memory
     assert costs(delay=50).blocked < usual.blocked
-    assert costs(delay=50).choice.config.delay == 50
+    assert costs(delay=50).choice.settings.rounds.delay == 50
 
 
 def test_a_file_that_is_not_there_is_told(tmp_path: Path) -> None:
@@ -525,7 +543,7 @@ def test_plan_prints_units_reasons_and_costs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "m.toml").write_text(MACHINES)
-    arguments = ["plan", "--model", "llama-1.3b", "--machines", "m.toml", "--tokens", "1e9", "--place", "1"]
+    arguments = ["plan", "--model", "llama-1.3b", "--machines", "m.toml", "--tokens", "1e9", "--search-s", "1"]
     assert run_here(monkeypatch, tmp_path, *arguments) == 0
     out = capsys.readouterr().out
     _, header, units, *_ = [line for line in out.splitlines() if line]

@@ -17,14 +17,14 @@ from hypothesis import strategies as st
 
 from farflung.formats import PROTOCOL
 from farflung.networks.internet import Identity
-from farflung.networks.internet.admission import disagreement, member_of
 from farflung.networks.internet.directory import member_in
 from farflung.networks.internet.fetching import Download
 from farflung.networks.internet.frames import FrameError, parsed
-from farflung.networks.internet.lines import RequestRefusedError, accepted
+from farflung.networks.internet.handshake import disagreement
 from farflung.networks.internet.manifests import Manifest, manifest_of, piece_of
 from farflung.networks.internet.matchmaker import HEAVIEST, guest_of, party_of
-from farflung.networks.internet.members import Member, Members
+from farflung.networks.internet.members import Member, Members, member_of
+from farflung.networks.internet.streams import RequestRefusedError, accepted
 
 T = TypeVar("T")
 
@@ -81,7 +81,7 @@ def identity(tmp_path_factory: pytest.TempPathFactory) -> Identity:
     return Identity(tmp_path_factory.mktemp("reader") / "key")
 
 
-def about_of(identity: Identity) -> dict[str, Any]:
+def info_of(identity: Identity) -> dict[str, Any]:
     return {
         "protocol": PROTOCOL.version,
         "version": "1",
@@ -112,17 +112,17 @@ def check_member(member: Member, identity: Identity) -> None:
     members = Members()
     assert members.hear(member)
     members.heard_step(member.rank, 7)
-    assert math.isfinite(members.lead() or 0.0) and member.arrives(10, 3.0) in (True, False)
+    assert math.isfinite(members.median_step() or 0.0) and member.arrives(10, 3.0) in (True, False)
     json.dumps({"step": member.step_now(), **member.facts}, allow_nan=False)
 
 
 @settings(max_examples=300)
 @given(st.data())
 def test_what_a_peer_says_of_itself(identity: Identity, data: st.DataObject) -> None:
-    about = data.draw(nearly(about_of(identity)))
-    if member := read(lambda: member_of(about, identity.peer)):
+    info = data.draw(nearly(info_of(identity)))
+    if member := read(lambda: member_of(info, identity.peer)):
         check_member(member, identity)
-    assert isinstance(read(lambda: disagreement(about, about_of(identity))) or "", str)
+    assert isinstance(read(lambda: disagreement(info, info_of(identity))) or "", str)
 
 
 @pytest.mark.parametrize(
@@ -139,22 +139,22 @@ def test_what_a_peer_says_of_itself(identity: Identity, data: st.DataObject) -> 
     ],
 )
 def test_what_a_peer_cannot_say_of_itself(identity: Identity, lie: dict[str, Any]) -> None:
-    about = json.loads(json.dumps({**about_of(identity), **lie}).replace("{peer}", identity.peer))
+    info = json.loads(json.dumps({**info_of(identity), **lie}).replace("{peer}", identity.peer))
     with pytest.raises(FrameError):
-        member_of(about, identity.peer)
+        member_of(info, identity.peer)
 
 
 def test_a_fact_that_is_no_number_is_left_out(identity: Identity) -> None:
-    about = {**about_of(identity), "facts": {"loss": HUGE, "rounds": 3, "refused": True, "other": 1}}
-    assert member_of(about, identity.peer).facts == {"rounds": 3}
+    info = {**info_of(identity), "facts": {"loss": HUGE, "rounds": 3, "refused": True, "other": 1}}
+    assert member_of(info, identity.peer).facts == {"rounds": 3}
 
 
 @settings(max_examples=100)
 @given(st.data())
 def test_a_record_of_the_directory(identity: Identity, data: st.DataObject) -> None:
     """Signed by its peer, who may sign what it likes."""
-    about = data.draw(nearly(about_of(identity)) | anything)
-    text = data.draw(st.sampled_from([json.dumps(about), DEEP, "", "1" * 5000]))
+    info = data.draw(nearly(info_of(identity)) | anything)
+    text = data.draw(st.sampled_from([json.dumps(info), DEEP, "", "1" * 5000]))
     record = {"about": text, "signature": identity.sign(text.encode())}
     told = data.draw(st.just(record) | nearly(record) | anything)
     if found := read(lambda: member_in(told, identity.peer)):

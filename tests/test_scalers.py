@@ -75,7 +75,7 @@ def test_one_overflow_skips_the_step_for_all(name: str, unscale: bool) -> None:
         assert [n for n, outcome in enumerate(outcomes) if outcome != "averaged"] == [2] * rank
 
 
-@pytest.mark.parametrize("make", [methods.demo, methods.dct], ids=["demo", "dct"])
+@pytest.mark.parametrize("make", [methods.demo, methods.dynamic_threshold], ids=["demo", "dynamic-threshold"])
 def test_a_skipped_step_loses_nothing_that_a_codec_owes(make: Callable[[], Method]) -> None:
     def work(network: SimulatedNetwork, steps: Sequence[int]) -> Tensor:
         model = small_model()

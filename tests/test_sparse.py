@@ -130,7 +130,7 @@ def test_sparseloco_is_the_papers_equations_at_any_number_of_replicas(replicas: 
             np.testing.assert_allclose(parameter.numpy(), anchor, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["demo", "sparseloco", "dct"])
+@pytest.mark.parametrize("name", ["demo", "sparseloco", "dynamic-threshold"])
 def test_sparse_packets_go_to_everyone_unless_parts_are_asked_for(name: str) -> None:
     """N - 1 times the bytes that are listed; in parts, two messages at most and the headers."""
 

@@ -3,29 +3,31 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from families import COMMON, FAMILIES, ROUTED, gpt2, opt
+from families import COMMON, FAMILIES, ROUTED, cut, gpt2, opt
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import BambaConfig, BloomConfig, DogeConfig, GraniteConfig, LlamaConfig, PretrainedConfig
 
-from farflung.config import Config, Resume
 from farflung.errors import UserError
-from farflung.pipeline import Layout, check
-from farflung.pipeline.balance import Load, spans
-from farflung.pipeline.layout import replicas_of
+from farflung.pipeline import Mesh, check
+from farflung.pipeline.balance import spans
+from farflung.pipeline.check import refuse_other_weights
+from farflung.pipeline.mesh import whole_replicas
 from farflung.pipeline.routes import fixed_routes, random_routes
-from farflung.pipeline.split import Piece, check_split, keep
+from farflung.settings import Settings
 from farflung.workloads import models, tokenizers
+from farflung.workloads.base import Load
+from farflung.workloads.decoder import Piece, keep
+from farflung.workloads.settings import LanguageSettings
 
 
 def pieces(config: PretrainedConfig, count: int) -> list[Piece]:
     made = []
-    for span in check_split(config, count):
+    for span in cut(config, count):
         model = models.outline(config)
         keep(model, span)
         models.materialise(model, seed=3)
@@ -113,7 +115,7 @@ OTHER_LAYERS = BambaConfig(**COMMON | {"num_hidden_layers": 3}, attn_layer_indic
 )
 def test_a_model_that_cannot_be_split_says_why(config: PretrainedConfig, reason: str) -> None:
     with pytest.raises(UserError, match=reason):
-        check_split(config, 3)
+        cut(config, 3)
 
 
 LOADS = st.builds(Load, st.floats(0.01, 10), st.floats(0.01, 10))
@@ -176,17 +178,21 @@ def test_routes_differ_by_step_microbatch_boundary_and_seed() -> None:
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 3))
 @settings(max_examples=40, deadline=None)
 def test_every_process_has_one_place(replicas: int, stages: int, shards: int) -> None:
-    layout = Layout(replicas, stages, shards)
-    places = [layout.place(process) for process in range(layout.processes)]
-    assert len({layout.seat(place) for place in places}) == replicas * stages * shards
-    for process, place in enumerate(places):
-        assert layout.process(place.replica, place.stage, place.shard) == process
-        assert process in layout.island_of(place) and len(layout.island_of(place)) == layout.island
-        assert layout.peers(place)[place.replica] == process == layout.column(place)[place.stage]
-        assert layout.shards_of(place)[place.shard] == process
+    mesh = Mesh(replicas, stages, shards)
+    places = [mesh.coordinates(process) for process in range(mesh.processes)]
+    assert len({mesh.file_stem(place) for place in places}) == replicas * stages * shards
+    for process, coordinates in enumerate(places):
+        assert mesh.process(coordinates.replica, coordinates.stage, coordinates.shard) == process
+        assert process in mesh.island_group(coordinates) and len(mesh.island_group(coordinates)) == mesh.island
+        assert (
+            mesh.data_parallel_group(coordinates)[coordinates.replica]
+            == process
+            == mesh.pipeline_group(coordinates)[coordinates.stage]
+        )
+        assert mesh.shard_group(coordinates)[coordinates.shard] == process
 
 
-BASE = Config(model="tiny", replicas=2, stages=2, batch_size=8)
+BASE = Settings.of(model="tiny", replicas=2, stages=2, batch_size=8)
 
 
 @pytest.mark.parametrize(
@@ -194,45 +200,43 @@ BASE = Config(model="tiny", replicas=2, stages=2, batch_size=8)
     [
         ({"stages": 5}, "batch_size is 8, which 1 shards × 10 microbatches do not divide"),
         ({"stages": 5, "batch_size": 10}, "5 pieces of a model that has only 4 layers"),
-        ({"stages": 4, "schedule": "interleaved"}, "8 pieces of a model that has only 4 layers"),
+        ({"stages": 4, "pipeline_schedule": "interleaved"}, "8 pieces of a model that has only 4 layers"),
         ({"shard": 3}, "batch_size is 8, which 3 shards × 4 microbatches"),
         ({"microbatches": 1}, "microbatches is 1, too few to fill 2 stages"),
-        ({"microbatches": 5, "batch_size": 10, "schedule": "zero-bubble"}, "choose a multiple of 2"),
-        ({"network": "simulated"}, "need real processes"),
+        ({"microbatches": 5, "batch_size": 10, "pipeline_schedule": "zero-bubble"}, "choose a multiple of 2"),
         ({"stages": 1, "routes": "random"}, "routes is 'random', but one stage has no boundary"),
         ({"stages": 1, "boundary": "int8"}, "boundary is 'int8', but one stage has no boundary"),
-        ({"stages": 1, "network": "simulated", "offload": True}, "offload needs real processes"),
         ({"boundary": "ef-int8"}, "remembers or measures its messages"),
         ({"boundary": "threshold1"}, "remembers or measures its messages"),
         ({"boundary": "modulo4"}, "remembers or measures its messages"),
         ({"boundary": "int9"}, "choose one of float32, bfloat16"),
         ({"boundary": "subspace0"}, "at least 1 dimension"),
         ({"boundary": "subspace129"}, "more dimensions than the model's 128"),
-        ({"schedule": "zero-bubble", "shard": 2}, "would train shards wrongly"),
-        ({"schedule": "zero-bubble", "offload": True}, "would train shards wrongly"),
+        ({"pipeline_schedule": "zero-bubble", "shard": 2}, "would train shards wrongly"),
+        ({"pipeline_schedule": "zero-bubble", "offload": True}, "would train shards wrongly"),
     ],
 )
 def test_a_layout_that_cannot_work_is_refused(changes: dict[str, object], reason: str) -> None:
+    settings = BASE.changed(**changes)
     with pytest.raises(UserError, match=reason):
-        check(replace(BASE, **changes), tokenizers.load("bytes"))  # type: ignore[arg-type]
+        check(settings.island, settings.made_workload(), seed=0)
 
 
 def test_a_run_may_go_on_with_other_stages_unless_they_decide_which_weights_there_are() -> None:
-    changed = Resume(Path("run"), stages=4, microbatches=4).applied(BASE)
-    assert (changed.stages, changed.microbatches, changed.schedule) == (4, 4, "1f1b")
+    subspace = BASE.changed(boundary="subspace8")
+    refuse_other_weights(BASE.island, BASE.changed(stages=4, microbatches=4).island)
+    refuse_other_weights(subspace.island, subspace.changed(shard=2).island)
     with pytest.raises(UserError, match="boundary subspace8 decides which weights"):
-        Resume(Path("run"), stages=4).applied(replace(BASE, boundary="subspace8"))
+        refuse_other_weights(subspace.island, subspace.changed(stages=4).island)
     with pytest.raises(UserError, match="boundary subspace4 decides which weights"):
-        Resume(Path("run"), boundary="subspace4").applied(BASE)
-    assert Resume(Path("run"), shard=2).applied(replace(BASE, boundary="subspace8")).shard == 2
-    with pytest.raises(UserError, match="schedule is 'fast'; it must be one of"):
-        Resume(Path("run"), schedule="fast").applied(BASE)
+        refuse_other_weights(BASE.island, BASE.changed(boundary="subspace4").island)
 
 
 def test_processes_that_make_no_whole_replicas_are_refused() -> None:
-    assert replicas_of(8, replace(BASE, shard=2)) == 2
+    island = BASE.changed(shard=2).island
+    assert whole_replicas(8, island) == 2
     with pytest.raises(UserError, match="6 processes cannot be replicas of 2 stages × 2 shards; start a multiple of 4"):
-        replicas_of(6, replace(BASE, shard=2))
+        whole_replicas(6, island)
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
@@ -241,9 +245,9 @@ def test_published_weights_are_read_piece_by_piece(name: str, tmp_path: Path) ->
     published = models.outline(config)
     models.materialise(published, seed=9)
     published.save_pretrained(tmp_path)
-    settings = Config(model=str(tmp_path), pretrained=True, sequence_length=32)
-    for span in check_split(config, 2):
-        model = models.build(settings, tokenizers.load("bytes"), lambda model, span=span: keep(model, span))
+    settings = LanguageSettings(model=str(tmp_path), pretrained=True, sequence_length=32)
+    for span in cut(config, 2):
+        model = models.build(settings, tokenizers.load("bytes"), 0, lambda model, span=span: keep(model, span))
         own = dict(model.named_parameters())
         theirs = dict(published.named_parameters())
         assert own.keys() < theirs.keys()

@@ -19,7 +19,7 @@ from patience import patience, until
 from test_internet import Run, two_peers
 
 from farflung.networks.internet import InternetNetwork
-from farflung.networks.internet.lines import Line
+from farflung.networks.internet.streams import PeerStream
 from farflung.testing.liars import Liar
 
 YEARS = 10 * 365 * 86400.0
@@ -29,7 +29,7 @@ YEARS = 10 * 365 * 86400.0
 def quick_beats() -> Iterator[None]:
     """These tests mostly wait for beats."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("farflung.networks.internet.swarm.BEAT_SECONDS", 0.5)
+        patch.setattr("farflung.networks.internet.heartbeat.BEAT_SECONDS", 0.5)
         yield
 
 
@@ -41,29 +41,29 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
 @pytest.fixture
 def liar(pair: Run, tmp_path: Path) -> Iterator[Liar]:
     made = Liar(pair.ticket, tmp_path / "liar.key", "s")
-    made.swarm._directory._node.protocol.record_validator = None  # it stores what it likes
+    made.peers._directory._node.protocol.record_validator = None  # it stores what it likes
     yield made
     made.close()
     for peer in pair.peers:
-        peer.swarm.members.by_rank.pop(made.swarm.identity.rank, None)
+        peer.peers.members.by_rank.pop(made.peers.identity.rank, None)
 
 
 def store(liar: Liar, subkey: str, record: Any, seconds: float, key: str = "") -> None:
     """What a liar's own node makes the others' store."""
-    directory = liar.swarm._directory
-    liar.swarm.run(
+    directory = liar.peers._directory
+    liar.peers.background.run(
         directory._node.store(key or directory._key, record, get_dht_time() + seconds, subkey=subkey), patience(30)
     )
 
 
-def signed(liar: Liar, **about: Any) -> dict[str, str]:
+def signed(liar: Liar, **info: Any) -> dict[str, str]:
     """A record in the liar's own name."""
-    text = json.dumps({**liar.swarm.about, **about})
-    return {"about": text, "signature": liar.swarm.identity.sign(text.encode())}
+    text = json.dumps({**liar.peers.info, **info})
+    return {"about": text, "signature": liar.peers.identity.sign(text.encode())}
 
 
 def beat_of(other: InternetNetwork, at: InternetNetwork) -> int:
-    return at.swarm.members.by_rank[other.rank].beat
+    return at.peers.members.by_rank[other.rank].beat
 
 
 def go_on(pair: Run) -> None:
@@ -87,11 +87,11 @@ def test_no_record_in_the_directory_ends_a_beat_or_shuts_out_a_newcomer(pair: Ru
         )
     ):
         store(liar, f"Qmnobody{number}", record, 3600)
-    store(liar, liar.swarm.identity.peer, signed(liar, facts={"loss": 10**401}), 15)
+    store(liar, liar.peers.identity.peer, signed(liar, facts={"loss": 10**401}), 15)
     go_on(pair)
     newcomer = pair.join()
     try:
-        assert newcomer.swarm.members.by_rank.keys() >= {peer.rank for peer in pair.peers[:2]}
+        assert newcomer.peers.members.by_rank.keys() >= {peer.rank for peer in pair.peers[:2]}
     finally:
         pair.peers.remove(newcomer)
         newcomer.close()
@@ -103,22 +103,22 @@ def test_nobody_can_hide_another_s_record(pair: Run, liar: Liar, replayed: bool)
     victim = pair.peers[1]
     record: Any = {"about": "x", "signature": ""}
     if replayed:
-        directory = liar.swarm._directory
-        found = liar.swarm.run(directory._node.get(directory._key, latest=True), patience(30))
-        record = found.value[victim.swarm.identity.peer].value
-    store(liar, victim.swarm.identity.peer, record, YEARS)
-    begun = victim.swarm.about["beat"]
-    until(lambda: victim.swarm.about["beat"] > begun + 1)  # the one before it has been written
-    found = pair.peers[0].swarm.run(pair.peers[0].swarm._directory.read(), patience(20))
+        directory = liar.peers._directory
+        found = liar.peers.background.run(directory._node.get(directory._key, latest=True), patience(30))
+        record = found.value[victim.peers.identity.peer].value
+    store(liar, victim.peers.identity.peer, record, YEARS)
+    begun = victim.peers.info["beat"]
+    until(lambda: victim.peers.info["beat"] > begun + 1)  # the one before it has been written
+    found = pair.peers[0].peers.background.run(pair.peers[0].peers._directory.read(), patience(20))
     assert max(member.beat for member in found if member.rank == victim.rank) > begun
 
 
 def test_one_s_own_record_lasts_only_as_long_as_others_and_nothing_else_is_stored(pair: Run, liar: Liar) -> None:
     until_then = get_dht_time() + YEARS
-    store(liar, liar.swarm.identity.peer, signed(liar, until=until_then), YEARS)
+    store(liar, liar.peers.identity.peer, signed(liar, until=until_then), YEARS)
     store(liar, "anything", "at all", 60, key="another key")
     for peer in pair.peers:
-        stored = peer.swarm._directory._node.protocol.storage
+        stored = peer.peers._directory._node.protocol.storage
         assert len(stored) <= 1
         kept = [item for _, record in stored.items() for _, item in record.value.items()]
         assert all(item.expiration_time < get_dht_time() + 60 for item in kept)
@@ -126,18 +126,18 @@ def test_one_s_own_record_lasts_only_as_long_as_others_and_nothing_else_is_store
 
 def test_a_node_that_answers_with_an_empty_directory_that_never_expires_hides_nobody(pair: Run, liar: Liar) -> None:
     one, other = pair.peers
-    protocol = liar.swarm._directory._node.protocol
-    (key,) = [key for key, _ in one.swarm._directory._node.protocol.storage.items()]
+    protocol = liar.peers._directory._node.protocol
+    (key,) = [key for key, _ in one.peers._directory._node.protocol.storage.items()]
     protocol.storage.data[key] = ValueWithExpiration(DictionaryDHTValue(), float("inf"))
 
     async def read_without_own_copy() -> set[str]:
-        node = one.swarm._directory._node
+        node = one.peers._directory._node
         node.protocol.storage.clear()
         node.protocol.cache.clear()
-        return {member.peer for member in await one.swarm._directory.read()}
+        return {member.peer for member in await one.peers._directory.read()}
 
     for _ in range(10):
-        assert other.swarm.identity.peer in one.swarm.run(read_without_own_copy(), patience(20))
+        assert other.peers.identity.peer in one.peers.background.run(read_without_own_copy(), patience(20))
 
 
 def test_a_beat_that_fails_is_told_once_and_the_next_ones_go_on(pair: Run) -> None:
@@ -146,8 +146,8 @@ def test_a_beat_that_fails_is_told_once_and_the_next_ones_go_on(pair: Run) -> No
     one.tell_others(loss=object())  # type: ignore[arg-type]
     try:
         until(lambda: len(pair.told) > told)
-        begun = one.swarm.about["beat"]
-        until(lambda: one.swarm.about["beat"] > begun + 2)
+        begun = one.peers.info["beat"]
+        until(lambda: one.peers.info["beat"] > begun + 2)
     finally:
         one.tell_others(loss=1.0)
     assert ["not JSON serializable" in line for line in pair.told[told:]] == [True]
@@ -160,13 +160,13 @@ def test_a_beat_that_fails_is_told_once_and_the_next_ones_go_on(pair: Run) -> No
 def meet(liar: Liar, answer: bytes) -> None:
     """Has a liar answer every meeting so."""
 
-    async def on_meet(line: Line, _: Any) -> None:
-        body = answer % line.member.rank
-        line.writer.write(struct.pack(">I", len(body)) + body)
-        await line.writer.drain()
+    async def on_meet(stream: PeerStream, _: Any) -> None:
+        body = answer % stream.member.rank
+        stream.writer.write(struct.pack(">I", len(body)) + body)
+        await stream.writer.drain()
 
-    liar.swarm.handlers["meet"] = on_meet
-    liar.swarm.about["trains"] = True
+    liar.peers.handlers["meet"] = on_meet
+    liar.peers.info["trains"] = True
 
 
 @pytest.mark.parametrize(
@@ -182,7 +182,7 @@ def meet(liar: Liar, answer: bytes) -> None:
 def test_a_host_s_answer_that_cannot_be_read_costs_one_question(pair: Run, liar: Liar, answer: bytes) -> None:
     """The next host is asked, by all alike."""
     meet(liar, answer)
-    rank = liar.swarm.identity.rank
+    rank = liar.peers.identity.rank
     until(lambda: all(rank in peer.members() for peer in pair.peers))
     group = tuple(sorted(peer.rank for peer in pair.peers))
     keys = [f"round {number} of {answer[:30]!r}" for number in range(1000)]
@@ -205,11 +205,11 @@ def test_a_host_s_answer_that_cannot_be_read_costs_one_question(pair: Run, liar:
 
 @pytest.mark.parametrize("address", ["garbage", "/ip4/999.1.1.1/tcp/1/p2p/{}", "/p2p/{}", "/ip4/127.0.0.1/tcp/1"])
 def test_a_peer_with_an_address_that_is_none_is_not_taken_for_a_member(pair: Run, liar: Liar, address: str) -> None:
-    peer = liar.swarm.identity.peer
-    liar.swarm.about["addresses"] = [address.format(peer)]
-    one = pair.peers[0].swarm
+    peer = liar.peers.identity.peer
+    liar.peers.info["addresses"] = [address.format(peer)]
+    one = pair.peers[0].peers
     with pytest.raises(Exception, match="address"):
-        liar.swarm.run(liar.swarm.greet(one.identity.peer), patience(20))
+        liar.peers.background.run(liar.peers.handshake(one.identity.peer), patience(20))
     assert address.format(peer) not in one.addresses
 
 
@@ -220,9 +220,9 @@ def test_who_leaves_when_its_daemon_is_gone_leaves_in_silence(pair: Run, caplog:
     """As after Ctrl-C, which a terminal also sends to the daemon."""
     peer = pair.join()
     pair.peers.remove(peer)
-    peer.swarm._host.p2p._child.terminate()
-    about, begun = peer.swarm.about, peer.swarm.about["beat"]
-    until(lambda: about["beat"] > begun + 1)
+    peer.peers._host.p2p._child.terminate()
+    info, begun = peer.peers.info, peer.peers.info["beat"]
+    until(lambda: info["beat"] > begun + 1)
     peer.close()
     del peer
     gc.collect()

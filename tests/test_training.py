@@ -14,14 +14,14 @@ from processes import same, same_weights, saved
 from warm import Python
 
 from farflung.cli.training import tell_result
-from farflung.config import Config
 from farflung.errors import UserError
 from farflung.outer import DivergedError
+from farflung.settings import Settings
 from farflung.training import checkpoint, launch
 from farflung.training.beginning import clear
 from farflung.training.events import EventLog
 from farflung.training.export import export
-from farflung.training.learning_rate import left_of_lr
+from farflung.training.learning_rate import lr_scale
 from farflung.workloads import models
 
 STEPS = 24
@@ -43,7 +43,7 @@ SMALL: dict[str, Any] = {
 
 
 def run(folder: Path, resume: bool = False, **settings: Any) -> dict[str, Any]:
-    config = Config(out=str(folder), **{**SMALL, **settings})
+    config = Settings.of(out=str(folder), **{**SMALL, **settings})
     launch.prepare(config, folder, resume)
     launch.run_simulated(config, folder, resume)
     summary: dict[str, Any] = json.loads((folder / "summary.json").read_text())
@@ -110,7 +110,7 @@ def test_the_same_settings_give_the_same_bits(undisturbed: Path, tmp_path: Path)
 KILLER = """
 import os, signal, sys, torch
 from pathlib import Path
-from farflung.config import read_toml
+from farflung.settings import read_settings
 from farflung.training import checkpoint, launch, trainer
 
 at, folder, resume = sys.argv[1], Path(sys.argv[2]), sys.argv[3] == "resume"
@@ -141,7 +141,7 @@ elif at.startswith("rename"):
         original(self, target)
         if renames == int(at[6:]): die()
     Path.rename = rename
-config = read_toml(folder / "config.toml")
+config = read_settings(folder / "config.toml")
 launch.run_simulated(config, folder, resume)
 """
 
@@ -163,10 +163,10 @@ def killed(folder: Path, at: str, resume: bool) -> None:
 def test_killed_at_any_instant_it_goes_on_bit_for_bit(undisturbed: Path, tmp_path: Path, instants: list[str]) -> None:
     """Before the first checkpoint, between two, in the middle of a round, while a file is written or just renamed."""
     folder = tmp_path / "killed"
-    launch.prepare(Config(out=str(folder), **SMALL, delay=3), folder, False)
+    launch.prepare(Settings.of(out=str(folder), **SMALL, delay=3), folder, False)
     for instant in instants:
         killed(folder, instant, resumes(folder))
-    config = Config(out=str(folder), **SMALL, delay=3)
+    config = Settings.of(out=str(folder), **SMALL, delay=3)
     launch.run_simulated(config, folder, resumes(folder))
     assert same_weights(undisturbed, folder, STEPS, range(3))
     one, other = (json.loads((f / "summary.json").read_text()) for f in (undisturbed, folder))
@@ -179,7 +179,7 @@ def test_killed_at_any_instant_it_goes_on_bit_for_bit(undisturbed: Path, tmp_pat
 
 def test_a_stop_leaves_a_whole_checkpoint_of_one_step(undisturbed: Path, tmp_path: Path) -> None:
     folder = tmp_path / "stopped"
-    launch.prepare(Config(out=str(folder), **SMALL, delay=3), folder, False)
+    launch.prepare(Settings.of(out=str(folder), **SMALL, delay=3), folder, False)
     script = KILLER.replace("signal.SIGKILL", "signal.SIGTERM").replace(
         "launch.run_simulated(config, folder, resume)",
         "from farflung.training.stopping import StoppedError\n"
@@ -192,7 +192,7 @@ def test_a_stop_leaves_a_whole_checkpoint_of_one_step(undisturbed: Path, tmp_pat
     (newest, *_) = checkpoint.whole_steps(folder)
     assert 16 <= newest <= 18 and f"stopped after step {newest}" in said
     assert not (folder / "summary.json").exists()
-    launch.run_simulated(Config(out=str(folder), **SMALL, delay=3), folder, True)
+    launch.run_simulated(Settings.of(out=str(folder), **SMALL, delay=3), folder, True)
     assert same_weights(undisturbed, folder, STEPS, range(3))
 
 
@@ -312,8 +312,8 @@ def test_nan_loss_is_survived_once_and_stops_a_run_that_stays_sick(
 
 
 def test_the_learning_rate_rises_then_falls_to_a_tenth() -> None:
-    config = Config(lr=1.0, warmup=10, steps=110)
-    rates = [left_of_lr(config, step) for step in range(110)]
+    config = Settings.of(lr=1.0, warmup=10, steps=110)
+    rates = [lr_scale(config.inner, step, config.run.steps) for step in range(110)]
     assert rates[:10] == pytest.approx([(i + 1) / 11 for i in range(10)]) and rates[10] == 1.0
     assert rates[60] == pytest.approx(0.55) and 0.1 < rates[-1] < 0.101
     assert max(rates) == 1.0

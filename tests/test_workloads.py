@@ -10,9 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from farflung.config import Config
 from farflung.errors import UserError
 from farflung.workloads import data, models, tokenizers
+from farflung.workloads.base import drawn_ids
+from farflung.workloads.settings import LanguageSettings
 from farflung.workloads.text import documents
 
 TEXTS = [f"document {i}: " + "the quick brown fox jumps over the lazy dog. " * (i % 5 + 1) for i in range(60)]
@@ -69,24 +70,28 @@ def test_the_standard_library_is_real_python_in_a_fixed_order() -> None:
 @given(st.integers(0, 2**31), st.integers(0, 999), st.integers(0, 10**6), st.integers(1, 10**7))
 @settings(max_examples=50)
 def test_sample_ids_are_pure_and_in_range(seed: int, replica: int, step: int, available: int) -> None:
-    ids = data.sample_ids(seed, replica, step, 8, available)
+    ids = drawn_ids(seed, replica, step, 8, available)
     assert ids.shape == (8,) and ids.min() >= 0 and ids.max() < available
-    assert np.array_equal(ids, data.sample_ids(seed, replica, step, 8, available))
+    assert np.array_equal(ids, drawn_ids(seed, replica, step, 8, available))
 
 
 def test_replicas_seeds_and_steps_draw_differently_and_evenly() -> None:
-    draws = {tuple(data.sample_ids(s, r, t, 8, 10**6)) for s in range(3) for r in range(3) for t in range(3)}
+    draws = {tuple(drawn_ids(s, r, t, 8, 10**6)) for s in range(3) for r in range(3) for t in range(3)}
     assert len(draws) == 27
-    many = np.concatenate([data.sample_ids(0, 0, step, 10, 10) for step in range(1000)])
+    many = np.concatenate([drawn_ids(0, 0, step, 10, 10) for step in range(1000)])
     assert np.abs(np.bincount(many) - 1000).max() < 150
+
+
+def drawn(loaded: data.Data, step: int, size: int) -> torch.Tensor:
+    return loaded.batch(drawn_ids(0, 0, step, size, loaded.available))
 
 
 def test_held_out_documents_are_never_trained_on(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text("\n".join(json.dumps({"text": chr(200 + i) * 40}) for i in range(100)))
-    loaded = data.load(Config(data=str(path), sequence_length=8), tokenizers.Bytes())
+    loaded = data.load(LanguageSettings(data=str(path), sequence_length=8), tokenizers.Bytes())
     held_out = loaded.held_out(1000)
-    sequences = {tuple(row) for step in range(200) for row in loaded.batch(0, 0, step, 50).tolist()}
+    sequences = {tuple(row) for step in range(200) for row in drawn(loaded, step, 50).tolist()}
     assert len(sequences) > 150 and 10 <= len(held_out) <= 150
     assert not sequences & {tuple(row) for row in held_out.tolist()}
 
@@ -94,14 +99,14 @@ def test_held_out_documents_are_never_trained_on(tmp_path: Path) -> None:
 def test_few_documents_hold_out_the_end_of_the_text(tmp_path: Path) -> None:
     path = tmp_path / "one.txt"
     path.write_text("a" * 950 + "b" * 50)
-    loaded = data.load(Config(data=str(path), sequence_length=10), tokenizers.Bytes())
+    loaded = data.load(LanguageSettings(data=str(path), sequence_length=10), tokenizers.Bytes())
     assert set(loaded.held_out(99).flatten().tolist()) <= {ord("b"), 0}
-    assert set(loaded.batch(0, 0, 0, 99).flatten().tolist()) == {ord("a")}
+    assert set(drawn(loaded, 0, 99).flatten().tolist()) == {ord("a")}
 
 
 def test_max_tokens_stops_reading(tmp_path: Path) -> None:
     path = write_all_kinds(tmp_path)["jsonl"]
-    loaded = data.load(Config(data=str(path), sequence_length=8, max_tokens=1000), tokenizers.Bytes())
+    loaded = data.load(LanguageSettings(data=str(path), sequence_length=8, max_tokens=1000), tokenizers.Bytes())
     assert len(loaded._training) + len(loaded._held_out) == 1000
 
 
@@ -118,7 +123,7 @@ def test_bad_text_is_refused(tmp_path: Path, content: str | None, words: list[st
     if content is not None:
         path.write_text(content)
     with pytest.raises(UserError) as error:
-        data.load(Config(data=str(path)), tokenizers.Bytes())
+        data.load(LanguageSettings(data=str(path)), tokenizers.Bytes())
     assert "\n" not in str(error.value) and all(word in str(error.value) for word in [str(path), *words])
 
 
@@ -150,8 +155,8 @@ def test_a_trained_tokenizer_is_loaded_and_saved(trained_tokenizer: str, tmp_pat
 
 
 def test_a_preset_takes_the_tokenizers_vocabulary(trained_tokenizer: str) -> None:
-    config = Config(tokenizer=trained_tokenizer, data="unused")
-    model = models.build(config, tokenizers.load(trained_tokenizer))
+    config = LanguageSettings(tokenizer=trained_tokenizer, data="unused")
+    model = models.build(config, tokenizers.load(trained_tokenizer), 0)
     assert model.config.vocab_size == tokenizers.load(trained_tokenizer).size
     assert type(model).__name__ == "LlamaForCausalLM"
 
@@ -166,7 +171,9 @@ def test_presets_have_the_papers_sizes() -> None:
         with torch.device("meta"):
             return sum(
                 p.numel()
-                for p in AutoModelForCausalLM.from_config(models.model_config(Config(model=name), Large())).parameters()
+                for p in AutoModelForCausalLM.from_config(
+                    models.model_config(LanguageSettings(model=name), Large())
+                ).parameters()
             )
 
     assert parameters("tiny", 256) == 869_504
@@ -179,12 +186,14 @@ def test_a_saved_model_is_built_with_or_without_its_weights(saved_model: str) ->
     from transformers import AutoModelForCausalLM
 
     original = AutoModelForCausalLM.from_pretrained(saved_model).state_dict()
-    config = Config(model=saved_model, sequence_length=64)
-    fresh = models.build(config, tokenizers.Bytes()).state_dict()
-    warm = models.build(Config(model=saved_model, sequence_length=64, pretrained=True), tokenizers.Bytes()).state_dict()
+    config = LanguageSettings(model=saved_model, sequence_length=64)
+    fresh = models.build(config, tokenizers.Bytes(), 0).state_dict()
+    warm = models.build(
+        LanguageSettings(model=saved_model, sequence_length=64, pretrained=True), tokenizers.Bytes(), 0
+    ).state_dict()
     name = "transformer.h.0.attn.c_attn.weight"
     assert torch.equal(warm[name], original[name]) and not torch.equal(fresh[name], original[name])
-    assert torch.equal(fresh[name], models.build(config, tokenizers.Bytes()).state_dict()[name])
+    assert torch.equal(fresh[name], models.build(config, tokenizers.Bytes(), 0).state_dict()[name])
 
 
 @pytest.mark.parametrize(
@@ -198,7 +207,7 @@ def test_a_saved_model_is_built_with_or_without_its_weights(saved_model: str) ->
 def test_bad_models_are_refused(saved_model: str, settings: dict[str, Any], words: list[str]) -> None:
     settings = {key: saved_model if value == "SAVED" else value for key, value in settings.items()}
     with pytest.raises(UserError) as error:
-        models.model_config(Config(**settings), tokenizers.Bytes())
+        models.model_config(LanguageSettings(**settings), tokenizers.Bytes())
     assert "\n" not in str(error.value) and all(word in str(error.value) for word in words), error.value
 
 
@@ -209,7 +218,7 @@ def test_a_family_without_first_values_for_all_weights_is_refused(tmp_path: Path
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
     ApertusConfig(**sizes, vocab_size=260, pad_token_id=0).save_pretrained(tmp_path)
     with pytest.raises(UserError, match=r"no first value for its model.layers.0.mlp.act_fn.alpha_p"):
-        models.build(Config(model=str(tmp_path), sequence_length=32), tokenizers.load("bytes"))
+        models.build(LanguageSettings(model=str(tmp_path), sequence_length=32), tokenizers.load("bytes"), 0)
 
 
 def test_a_model_that_sees_or_repeats_what_it_is_to_predict_is_refused() -> None:
@@ -235,7 +244,7 @@ def test_a_tokenizer_larger_than_the_model_is_refused(saved_model: str) -> None:
         size = 257
 
     with pytest.raises(UserError, match=r"257 tokens but model .* only 256"):
-        models.model_config(Config(model=saved_model, sequence_length=64), Large())
+        models.model_config(LanguageSettings(model=saved_model, sequence_length=64), Large())
 
 
 def test_a_missing_tokenizer_is_refused() -> None:

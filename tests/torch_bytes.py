@@ -15,11 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from farflung import methods
-from farflung.config import Config
 from farflung.networks import TorchNetwork
 from farflung.pipeline import assemble
-from farflung.workloads import data, tokenizers
+from farflung.settings import Settings
 
 ROUNDS = 3
 gathered = {"weights": 0, "gradients": 0}
@@ -41,13 +39,15 @@ dist.all_gather_single = counting("weights", dist.all_gather_single)
 dist.reduce_scatter_single = counting("gradients", dist.reduce_scatter_single)
 
 
-def sent(network: TorchNetwork, config: Config, text: data.Data) -> dict[str, int]:
-    island, rounds = assemble(config, tokenizers.load("bytes"), text, network, torch.device("cpu"))
-    method = methods.from_config(config)
+def sent(network: TorchNetwork, config: Settings) -> dict[str, int]:
+    island, rounds = assemble(
+        config.island, config.made_workload(), network, config.mesh(), 0, 120.0, torch.device("cpu")
+    )
+    method = config.method()
     optimizer = method.inner.make(island.model.named_parameters(), lr=1e-3, weight_decay=0.0)
     every = method.schedule.every or 1
     noted = []
-    with method.attach(island.model, optimizer, rounds, deadline=60):
+    with method.attach(island.model, optimizer, rounds, deadline_s=60):
         for step in range(ROUNDS * every):
             island.gradients(step)
             optimizer.step()
@@ -64,9 +64,6 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     network = TorchNetwork.from_env(starting=60)
     results: dict[str, Any] = {}
-    text: data.Data | None = None
     for name, settings in json.loads(cases).items():
-        config = Config(**settings)
-        text = text or data.load(config, tokenizers.load(config.tokenizer))
-        results[name] = sent(network, config, text)
+        results[name] = sent(network, Settings.of(**settings))
     torch.save(results, Path(out) / f"{network.process}.pt")

@@ -14,26 +14,28 @@ from typing import Any
 import torch
 from patience import patience
 
-from farflung import methods
-from farflung.config import Config
 from farflung.networks import Network, TorchNetwork
-from farflung.pipeline import Layout, assemble
-from farflung.pipeline.parts import persistent_buffers
-from farflung.workloads import data, tokenizers
+from farflung.pipeline import Island, assemble
+from farflung.pipeline.local_model import persistent_buffers
+from farflung.settings import Settings
+from farflung.workloads import Workload
 
 STEPS = 4
 
 
-def observed(network: Network, config: Config, text: data.Data) -> dict[str, Any]:
+def assembled(network: Network, config: Settings, workload: Workload) -> tuple[Island, Network]:
+    return assemble(config.island, workload, network, config.mesh(), 0, 120.0, torch.device("cpu"))
+
+
+def observed(network: Network, config: Settings, workload: Workload) -> dict[str, Any]:
     """The losses of some steps, the validation loss, what the model writes, and the own weights."""
-    tokenizer = tokenizers.load(config.tokenizer)
-    island, rounds = assemble(config, tokenizer, text, network, torch.device("cpu"))
+    island, rounds = assembled(network, config, workload)
     for name, buffer in persistent_buffers(island.model).items():
         assert name.endswith("e_score_correction_bias")  # by which the best experts are chosen, and no step changes it
         buffer.copy_(torch.arange(len(buffer)) / 100)
-    optimizer = torch.optim.AdamW(island.model.parameters(), lr=config.lr, fused=True)
+    optimizer = torch.optim.AdamW(island.model.parameters(), lr=config.inner.lr, fused=True)
     losses = []
-    with methods.from_config(config).attach(island.model, optimizer, rounds, deadline=patience(60)):
+    with config.method().attach(island.model, optimizer, rounds, deadline_s=patience(60)):
         for step in range(STEPS):
             loss, fault = island.gradients(step)
             assert not fault
@@ -42,27 +44,26 @@ def observed(network: Network, config: Config, text: data.Data) -> dict[str, Any
             island.after_step()
             losses.append(loss)
     island.after_step()  # what leaving has landed
-    held_out = text.held_out(5)
     return {
-        "place": island.place,
+        "coordinates": island.coordinates,
         "peers": rounds.members(),
         "losses": losses,
-        "validation_loss": island.loss_of(held_out),
-        "written": island.continued(held_out[:1, :8], 11, tokenizer.end),
+        "validation_loss": island.evaluate(),
+        "written": island.sample(),
         "weights": {name: p.detach().clone() for name, p in island.model.named_parameters()},
         "buffers": persistent_buffers(island.model),
         "sent": island.traffic.bytes_sent,
     }
 
 
-def poisoned(network: Network, config: Config, text: data.Data) -> list[tuple[str, bool]]:
+def poisoned(network: Network, config: Settings, workload: Workload) -> list[tuple[str, bool]]:
     """What three steps report, and whether there are gradients: in the second, a weight of the first stage is NaN."""
-    island, _ = assemble(config, tokenizers.load(config.tokenizer), text, network, torch.device("cpu"))
+    island, _ = assembled(network, config, workload)
     weight = next(island.model.parameters())
     before = weight.detach().clone()
     seen = []
     for step in range(3):
-        if step == 1 and island.place.stage == 0:
+        if step == 1 and island.coordinates.stage == 0:
             weight.data.fill_(float("nan"))
         _, fault = island.gradients(step)
         seen.append((fault, all(parameter.grad is not None for parameter in island.model.parameters())))
@@ -75,10 +76,8 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     network = TorchNetwork.from_env(starting=patience(60))
     results: dict[str, Any] = {}
-    text: data.Data | None = None
     for name, settings in json.loads(cases).items():
-        config = Config(**settings)
-        text = text or data.load(config, tokenizers.load(config.tokenizer))
-        assert Layout.of(config).processes == torch.distributed.get_world_size()
-        results[name] = (poisoned if name.startswith("poisoned") else observed)(network, config, text)
+        config = Settings.of(**settings)
+        assert config.mesh().processes == torch.distributed.get_world_size()
+        results[name] = (poisoned if name.startswith("poisoned") else observed)(network, config, config.made_workload())
     torch.save(results, Path(out) / f"{network.process}.pt")

@@ -7,25 +7,26 @@ import signal
 import sys
 import time
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import registered
 import torch
 from patience import patience
 from problem import replica
 
 from farflung import methods
-from farflung.codecs import ErrorFeedback, LowRank, Modulo, Quantize
-from farflung.networks import Network, PeerLostError, Pending, TorchNetwork
+from farflung.codecs import ErrorFeedback, LowRank, Quantize
+from farflung.networks import ElasticNetwork, Network, PeerLostError, Pending, TimedNetwork, TorchNetwork
 from farflung.outer import averaging
 
+RANDOM_DIGITS = ErrorFeedback(LowRank(2) | Quantize(4, stochastic=True))
+
 METHODS = {
-    "ddp": methods.ddp,
-    "diloco": lambda: methods.diloco(every=4),
-    "noloco": lambda: methods.noloco(every=4),
-    "noloco-streaming": lambda: methods.noloco(every=4, fragments=2, delay=2),
-    "nolocox": lambda: methods.nolocox(every=4, codec=Modulo(bits=3, round_robin=2)),
-    "dilocox": lambda: methods.dilocox(every=4, codec=ErrorFeedback(LowRank(2) | Quantize(4, stochastic=True))),
+    **{name: partial(registered.made, name, every=4) for name in registered.METHODS},
+    "noloco in fragments": lambda: methods.noloco(every=4, fragments=2, delay=2),
+    "dilocox rounded at random": lambda: methods.dilocox(every=4, codec=RANDOM_DIGITS),
 }
 
 
@@ -57,7 +58,7 @@ def contract(network: Network, _: str) -> Any:
         lambda received: torch.tensor([rank, *(int(packet[0]) for packet in received.values())], dtype=torch.uint8),
     ).wait(patience(20))
     empty = network.all_reduce(torch.empty(0), members, "empty").wait(patience(20))
-    return {
+    observed = {
         "packets": {place[member]: p.tolist() for member, p in packets.items()},
         "mean": mean.tolist(),
         "in_place": mean is tensor,
@@ -67,7 +68,19 @@ def contract(network: Network, _: str) -> Any:
         "empty": empty.numel(),
         "received": network.traffic.bytes_received,
         "sent": network.traffic.bytes_sent,
+        "alone": network.exchange(packet, (network.rank,), "alone").wait(0.0)[network.rank] is packet,
+        "attachments": [network.attachment() for _ in range(3)],
+        "elastic": network.elastic,
+        "elastic too": isinstance(network, ElasticNetwork),
+        "timed": network.timed,
+        "timed too": isinstance(network, TimedNetwork),
+        "processes": network.processes,
     }
+    try:
+        network.exchange(packet, members, f"only {rank}").wait(0.2)
+    except PeerLostError as lost:
+        observed["lost"] = [place[member] for member in lost.ranks]
+    return observed
 
 
 def late(network: TorchNetwork, _: str) -> Any:

@@ -61,7 +61,7 @@ def trained(
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
     step = 0
     for end in (STEPS // 2 + 1, STEPS):
-        with METHODS[name]().attach(model, optimizer, network, deadline=60) as outer:
+        with METHODS[name]().attach(model, optimizer, network, deadline_s=60) as outer:
             if states:
                 outer.load_state_dict(states[-1])
             while step < end:

@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 
-from farflung.config import Config
+from farflung.settings import Settings
 from farflung.testing.waiting import until
-from farflung.workloads import data, models, tokenizers
+from farflung.workloads.models import sequence_loss
 
 REPLICAS = 4
 OUTER = {"lr": 0.7, "momentum": 0.5, "nesterov": True}
@@ -40,23 +40,24 @@ class Replica:
         torch.set_num_threads(1)
         self.number, self.address, self.scratch = number, address, scratch
         self.every, self.steps = settings.pop("every"), settings["steps"]
-        self.config = Config(**settings, replicas=REPLICAS)
-        tokenizer = tokenizers.load("bytes")
-        self._data = data.load(self.config, tokenizer)
-        self.model = models.build(self.config, tokenizer)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=self.config.lr, weight_decay=0.1, fused=True)
+        self.config = Settings.of(**settings, replicas=REPLICAS)
+        self._workload = self.config.made_workload()
+        self.model = self._workload.build(0).train()
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=self.config.inner.lr, weight_decay=0.1, fused=True
+        )
 
     def backward(self, step: int) -> None:
         """Leaves the gradient of the step's loss."""
-        batch = self._data.batch(self.config.seed, self.number, step, self.config.batch_size)
-        models.sequence_loss(self.model, batch).backward()
+        ids = self._workload.sample_ids(self.config.run.seed, self.number, step, self.config.island.batch_size)
+        self._workload.loss(self.model, self._workload.batch(ids)).backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
 
     @torch.no_grad()
     def validation_loss(self) -> float:
         """Of this replica's weights."""
         self.model.eval()
-        return float(models.sequence_loss(self.model, self._data.held_out(128)))
+        return float(sequence_loss(self.model, self._workload.data.held_out(128)))
 
     def meet(self, where: str) -> None:
         """Waits until all replicas have come so far."""
@@ -204,8 +205,8 @@ def hivemind_optimizer(replica: Replica) -> Iterator[Step]:
         optimizer = hivemind.Optimizer(
             dht=dht,
             run_id="beside",
-            batch_size_per_step=replica.config.batch_size,
-            target_batch_size=replica.config.batch_size * REPLICAS * replica.every,
+            batch_size_per_step=replica.config.island.batch_size,
+            target_batch_size=replica.config.island.batch_size * REPLICAS * replica.every,
             optimizer=replica.optimizer,
             use_local_updates=True,
             matchmaking_time=1.0,

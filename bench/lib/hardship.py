@@ -20,7 +20,7 @@ from bench.lib.store import Store
 from bench.lib.table import Table
 from farflung.events import StepEvent
 from farflung.testing.hosts import NetLab
-from farflung.testing.peers import Peer, Peers
+from farflung.testing.peers import PeerProcess, PeerProcesses
 
 PORT = 4600
 CLOCK = "FARFLUNG_BENCH_CLOCK"
@@ -57,7 +57,7 @@ def running(
     paces: Mapping[int, float] | None = None,
     rates: dict[int, float] | None = None,
     **settings: Any,
-) -> Iterator[tuple[NetLab, Peers]]:
+) -> Iterator[tuple[NetLab, PeerProcesses]]:
     """A run's peers, not started yet, each on a host of its own.
 
     `paces` are milliseconds a step of single peers, `rates` Mbit/s of single links.
@@ -70,7 +70,7 @@ def running(
     commands = [(sys.executable, "-m", __name__, str(step)) for step in steps]
     with (
         NetLab(count, options.rate_mbit, rates) as lab,
-        Peers(store.scratch / name, lab.hosts, PORT, everything, commands) as made,
+        PeerProcesses(store.scratch / name, lab.hosts, PORT, everything, commands) as made,
     ):
         yield lab, made
 
@@ -85,7 +85,7 @@ def check(what: str, measured: str, wanted: str, good: bool) -> Check:
     return what, measured, wanted, "ok" if good else "MISSED"
 
 
-def rate(peers: Iterable[Peer], begin: float, end: float) -> float:
+def rate(peers: Iterable[PeerProcess], begin: float, end: float) -> float:
     """Tokens a second that peers trained on between two moments of the wall clock."""
     total = 0.0
     for peer in peers:
@@ -99,20 +99,20 @@ def rate(peers: Iterable[Peer], begin: float, end: float) -> float:
 def paced_peer(step_ms: float, arguments: list[str]) -> None:
     """`farflung join` with stretched steps, and perhaps a clock that is off."""
     from farflung.cli import main as command
-    from farflung.pipeline.island import Alone
+    from farflung.pipeline.island import WholeIsland
 
-    gradients, clock = Alone.gradients, time.time
+    gradients, clock = WholeIsland.gradients, time.time
     off = float(os.environ.get(CLOCK, "0"))
     if off:
         time.time = lambda: clock() + off
 
-    def stretched(island: Alone, step: int) -> tuple[float, str]:
+    def stretched(island: WholeIsland, step: int) -> tuple[float, str]:
         began = time.monotonic()
         result = gradients(island, step)
         time.sleep(max(0.0, step_ms / 1e3 - (time.monotonic() - began)))
         return result
 
-    Alone.gradients = stretched  # type: ignore[method-assign]
+    WholeIsland.gradients = stretched  # type: ignore[method-assign]
     sys.argv = ["farflung", "join", *arguments]
     command()
 

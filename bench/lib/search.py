@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from bench.lib.runs import Runs
 from bench.lib.store import Settings
-from farflung.methods import settings_of
+from farflung.methods import defaults_of
 
 Point = dict[str, float]
 
@@ -73,7 +73,7 @@ AXES = (
 
 def tune(runs: Runs, name: str, settings: Settings, budget: int, seed: int, along: tuple[Axis, ...] = AXES) -> Settings:
     """A row's settings with what the search finds, of the axes that its method has; notes it."""
-    axes = [axis for axis in along if axis.name == "lr" or axis.name in settings_of(settings["method"])]
+    axes = [axis for axis in along if axis.name == "lr" or axis.name in defaults_of(settings["method"])]
     start = {axis.name: START[axis.name] for axis in axes}
     found = compass(lambda point: runs.loss(settings | point, seed), start, axes, budget)
     runs.store.choose(name, settings | found)

@@ -15,7 +15,7 @@ from statistics import median
 from typing import Any
 
 from bench.lib.store import Result, Settings
-from farflung.config import Config
+from farflung import settings as run_settings
 from farflung.events import EvaluationEvent, StepEvent
 from farflung.outer import DivergedError
 from farflung.report.read import E, Run, read_run
@@ -80,7 +80,7 @@ def outcome(settings: Settings, seed: int) -> Result:
 
 def simulate(folder: Path, **settings: Any) -> Finished:
     """All replicas in this process, on the simulated network."""
-    config = Config(**settings, network="simulated", out=str(folder))
+    config = run_settings.Settings.of(**settings, network="simulated", out=str(folder))
     launch.prepare(config, folder, resume=False, restart=True)
     launch.run_simulated(config, folder, resume=False)
     return Finished(read_run(folder))

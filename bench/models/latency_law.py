@@ -18,9 +18,9 @@ from typing import Any
 from bench.lib.store import Store
 from bench.lib.table import Cell, Part, Table
 from farflung.networks import Conditions
-from farflung.networks.simulator import Demand, Meeting, World
+from farflung.networks.simulator import Demand, SimulatedCluster, SimulatedCollective
 
-Replica = Generator[Meeting, None, None]
+Replica = Generator[SimulatedCollective, None, None]
 
 
 @dataclass(frozen=True)
@@ -40,14 +40,14 @@ def hop(brought: dict[int, None]) -> Iterator[Demand]:
     yield Demand.alike(tuple(sorted(brought)), 0.0)
 
 
-def pair(world: World, rank: int, replicas: int) -> Replica:
+def pair(cluster: SimulatedCluster, rank: int, replicas: int) -> Replica:
     """Two hops with the neighbour."""
     group = tuple(sorted((rank, rank ^ 1)))
     for number in range(2):
-        yield world.meet(rank, group, f"pair {number}", None, hop)
+        yield cluster.join(rank, group, f"pair {number}", None, hop)
 
 
-def tree(world: World, rank: int, replicas: int) -> Replica:
+def tree(cluster: SimulatedCluster, rank: int, replicas: int) -> Replica:
     """Up to replica 0, where all is averaged, and down again."""
     levels = range(int(math.log2(replicas)))
     height = next((level for level in levels if rank >> level & 1), len(levels))
@@ -55,25 +55,25 @@ def tree(world: World, rank: int, replicas: int) -> Replica:
         for level in order:
             if level <= height and level < len(levels):
                 group = tuple(sorted((rank, rank ^ (1 << level))))
-                yield world.meet(rank, group, f"{way} {level}", None, hop)
+                yield cluster.join(rank, group, f"{way} {level}", None, hop)
 
 
 def seconds(average: object, replicas: int, sigma: float, seed: int) -> list[float]:
     """When each replica has its average."""
-    world = World(replicas, Conditions(latency_ms=100, latency_sigma=sigma, seed=seed))
+    cluster = SimulatedCluster(replicas, Conditions(latency_ms=100, latency_sigma=sigma, seed=seed))
     ended = [0.0] * replicas
-    running = [average(world, rank, replicas) for rank in range(replicas)]  # type: ignore[operator]
+    running = [average(cluster, rank, replicas) for rank in range(replicas)]  # type: ignore[operator]
 
     def go_on(rank: int) -> None:
         for meeting in running[rank]:
             if not meeting.settled:
                 meeting.waiting.append(lambda: go_on(rank))
                 return
-        ended[rank] = world.clock.now
+        ended[rank] = cluster.clock.now
 
     for rank in range(replicas):
         go_on(rank)
-    while world.clock.advance():
+    while cluster.clock.advance():
         pass
     return ended
 

@@ -18,7 +18,7 @@ import numpy as np
 from bench.lib.store import Store
 from bench.lib.table import Cell, Part, Table
 from farflung.networks import Conditions, conditions_named
-from farflung.networks.simulator import Demand, Link, Site, World
+from farflung.networks.simulator import Demand, Link, SimulatedCluster, Site
 from farflung.planner.placement import Groups, Problem, chains, random_placement, search
 
 GBIT = 125e6
@@ -97,7 +97,7 @@ def simulated(conditions: Conditions, problem: Problem, placement: Groups) -> fl
 
     Each connection has its link's bandwidth to itself, so that a replica hears from all others at the same time.
     """
-    world = World(problem.devices, conditions)
+    cluster = SimulatedCluster(problem.devices, conditions)
     replicas = chains(problem, placement)
     walking = len(replicas)
 
@@ -106,7 +106,7 @@ def simulated(conditions: Conditions, problem: Problem, placement: Groups) -> fl
         if route:
             (one, other), *rest = route
             demand = Demand((one, other), (problem.pp_bytes, 0.0), (0.0, problem.pp_bytes), problem.pp_bytes)
-            world.carrier.carry(demand, f"{route}", lambda: walk(rest))
+            cluster.fabric.send(demand, f"{route}", lambda: walk(rest))
             return
         walking -= 1
         if not walking:
@@ -116,14 +116,14 @@ def simulated(conditions: Conditions, problem: Problem, placement: Groups) -> fl
     def average(group: tuple[int, ...], hops: int) -> None:
         if hops:
             demand = Demand.alike(group, problem.dp_bytes / len(group))
-            world.carrier.carry(demand, f"{group} {hops}", lambda: average(group, hops - 1))
+            cluster.fabric.send(demand, f"{group} {hops}", lambda: average(group, hops - 1))
 
     for replica in replicas:
         steps = list(pairwise(replica))
         walk([*steps, *((other, one) for one, other in reversed(steps))])
-    while world.clock.advance():
+    while cluster.clock.advance():
         pass
-    return world.clock.now
+    return cluster.clock.now
 
 
 def run(options: Options, store: Store) -> Iterator[Part]:

@@ -69,7 +69,7 @@ def rounds_on(network: Network, name: str, parameters: int, step_ms: float, roun
     model, optimizer = model_of(parameters, network.rank)
     method = METHODS[name]()
     every = method.schedule.every or 1
-    with method.attach(model, optimizer, network, deadline=120):
+    with method.attach(model, optimizer, network, deadline_s=120):
         for step in range(every * (WARM_UP + rounds)):
             if step == every * WARM_UP:
                 all_ready(network, "begin")

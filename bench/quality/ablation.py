@@ -59,8 +59,8 @@ def questions(base: Settings) -> dict[str, dict[str, Settings]]:
         },
         "Are late weights averaged at the end?": {
             "no": {},
-            "the last tenth": {"late_average": 0.1},
-            "the last half": {"late_average": 0.5},
+            "the last tenth": {"tail_average": 0.1},
+            "the last half": {"tail_average": 0.5},
         },
         "Is the replicas' data of one kind?": {
             "NoLoCo, alike": {},

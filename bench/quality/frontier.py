@@ -18,8 +18,7 @@ from bench.lib.runs import Runs, around, in_words, regime
 from bench.lib.search import tune_all
 from bench.lib.store import Result, Settings, Store
 from bench.lib.table import Part, Table
-from farflung import methods
-from farflung.config import Config
+from farflung import settings as run_settings
 from farflung.networks import Conditions
 from farflung.outer import message_bytes
 from farflung.planner.architecture import architecture_of
@@ -27,7 +26,7 @@ from farflung.planner.timing import Timer
 
 WITH_ADAMW: dict[str, Settings] = {
     "ddp": {"method": "ddp"},
-    "dct": {"method": "dct"},
+    "dynamic-threshold": {"method": "dynamic-threshold"},
     "diloco, every 5": {"method": "diloco", "every": 5},
     "diloco, every 20": {"method": "diloco", "every": 20},
     "streaming-diloco, every 20": {"method": "streaming-diloco", "every": 20, "fragments": 2, "delay": 2},
@@ -154,15 +153,16 @@ CONDITIONS = Conditions(latency_ms=20, step_ms=100)
 
 def seconds_of(settings: Settings, rate: float) -> float:
     """What a run takes on the simulated clock with links of this rate; trains nothing."""
-    config = Config(**settings)
-    method = methods.from_config(config)
+    config = run_settings.Settings.of(**settings)
+    method = config.method()
     if not method.schedule.every:
-        return config.steps * CONDITIONS.step_ms / 1000
+        return config.run.steps * CONDITIONS.step_ms / 1000
     conditions = Conditions(latency_ms=CONDITIONS.latency_ms, step_ms=CONDITIONS.step_ms, bandwidth_mbps=rate)
-    sizes = cache(partial(message_bytes, method, architecture_of(config.model, config.sequence_length).shapes))
-    rounds = max(1, config.steps // method.schedule.every)
-    timing = Timer(method, sizes, conditions, config.replicas, rounds, math.inf).run()
-    return timing.seconds * config.steps / timing.steps
+    shapes = architecture_of(config.workload.model, config.workload.sequence_length).shapes
+    sizes = cache(partial(message_bytes, method, shapes))
+    rounds = max(1, config.run.steps // method.schedule.every)
+    timing = Timer(method, sizes, conditions, config.run.replicas, rounds, math.inf).run()
+    return timing.seconds * config.run.steps / timing.steps
 
 
 def by_hours(rows: list[Row]) -> Table:

@@ -73,7 +73,7 @@ STEPS: dict[str, dict[str, Settings]] = {
         "a line to nothing": {"lr_schedule": "linear", "lr_final": 0.0},
         "stable, then a line to nothing": {"lr_schedule": "stable", "lr_final": 0.0},
     },
-    "late average": {"the last tenth": {"late_average": 0.1}, "the last quarter": {"late_average": 0.25}},
+    "late average": {"the last tenth": {"tail_average": 0.1}, "the last quarter": {"tail_average": 0.25}},
 }
 """What is added, and its alternatives; for lr and every, factors."""
 

@@ -21,15 +21,16 @@ from bench.lib.store import Result, Store
 from bench.lib.table import Cell, Part, Table
 from bench.lib.training import Finished, flags
 from farflung.codecs import Dense, Quantize, TopK
-from farflung.config import Config
-from farflung.pipeline.balance import Span
+from farflung.pipeline.balance import spans
 from farflung.pipeline.boundaries import Boundary
-from farflung.pipeline.split import Piece, anatomy, check_split, keep
-from farflung.pipeline.subspace import Subspace, confine, subspace_of
 from farflung.report.read import read_run
+from farflung.settings import Settings
 from farflung.testing.hosts import NetLab, torch_everywhere, unavailable
-from farflung.training.learning_rate import left_of_lr
-from farflung.workloads import data, models, tokenizers
+from farflung.training.learning_rate import lr_scale
+from farflung.workloads import Language, models
+from farflung.workloads.base import Span
+from farflung.workloads.decoder import Piece, anatomy, keep, loads
+from farflung.workloads.subspace import Subspace, confine, subspace_of
 
 STAGES = 4
 
@@ -57,9 +58,9 @@ class Options:
 SMOKE = Options(steps=2, evaluate_every=1, timed_steps=0, divisors=(4,), kinds=("subspace",))
 
 
-def config_of(options: Options) -> Config:
+def config_of(options: Options) -> Settings:
     """Of the runs that are made in one process."""
-    return Config(model=options.model, steps=options.steps, batch_size=options.batch_size, lr=3e-3)
+    return Settings.of(model=options.model, steps=options.steps, batch_size=options.batch_size, lr=3e-3)
 
 
 class Crossing(torch.autograd.Function):
@@ -78,12 +79,12 @@ class Crossing(torch.autograd.Function):
 class Chain:
     """The pieces of a model one after the other, with boundaries between them."""
 
-    def __init__(self, config: Config, kind: str, rank: int) -> None:
-        settings = models.model_config(config, tokenizers.load("bytes"))
-        self.spans = check_split(settings, STAGES)
-        self.subspace = subspace_of(settings, rank, config.seed) if kind == "subspace" else None
+    def __init__(self, config: Settings, kind: str, rank: int) -> None:
+        settings = Language(config.workload).config
+        self.spans = spans(*loads(models.outline(settings)), STAGES)
+        self.subspace = subspace_of(settings, rank, config.run.seed) if kind == "subspace" else None
         self.pieces = [Piece(self.model(settings, span), span) for span in self.spans]
-        self.shape = torch.Size((config.batch_size, config.sequence_length, settings.hidden_size))
+        self.shape = torch.Size((config.island.batch_size, config.workload.sequence_length, settings.hidden_size))
         self.boundary = boundary_of(kind, rank, self.shape, self.subspace)
         self.parameters = [p for piece in self.pieces for p in piece.model.parameters()]
 
@@ -129,10 +130,10 @@ def boundary_of(kind: str, rank: int, shape: torch.Size, subspace: Subspace | No
     return Boundary(shape, Quantize(bits=8) if kind == "int8" else Dense())
 
 
-def exactness(config: Config, rank: int) -> tuple[float, float, float]:
+def exactness(config: Settings, rank: int) -> tuple[float, float, float]:
     """The largest differences of activations, of the loss, and of gradients (of their largest), to the whole model."""
     chain = Chain(config, "subspace", rank)
-    whole = chain.model(models.model_config(config, tokenizers.load("bytes")), None)
+    whole = chain.model(Language(config.workload).config, None)
     expected: list[Tensor] = []
     for span in chain.spans[:-1]:
         whole.get_decoder().layers[span.end - 1].register_forward_hook(lambda _, __, out: expected.append(out.detach()))
@@ -153,13 +154,13 @@ def trained(options: Options, kind: str, rank: int) -> Result:
     torch.set_num_threads(1)
     config = config_of(options)
     chain = Chain(config, kind, rank)
-    text = data.load(config, tokenizers.load("bytes"))
-    held_out = text.held_out(64).split(options.batch_size)
-    optimizer = torch.optim.AdamW(chain.parameters, lr=config.lr, weight_decay=0.1, betas=(0.9, 0.95), fused=True)
+    workload = Language(config.workload)
+    held_out = workload.data.held_out(64).split(options.batch_size)
+    optimizer = torch.optim.AdamW(chain.parameters, lr=config.inner.lr, weight_decay=0.1, betas=(0.9, 0.95), fused=True)
     losses = {}
     for step in range(options.steps):
-        optimizer.param_groups[0]["lr"] = config.lr * left_of_lr(config, step)
-        chain.loss(text.batch(0, 0, step, options.batch_size)).backward()
+        optimizer.param_groups[0]["lr"] = config.inner.lr * lr_scale(config.inner, step, config.run.steps)
+        chain.loss(workload.batch(workload.sample_ids(0, 0, step, options.batch_size))).backward()
         torch.nn.utils.clip_grad_norm_(chain.parameters, 1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -187,7 +188,7 @@ def step_seconds(options: Options, store: Store, boundary: str) -> float:
 
 
 def run(options: Options, store: Store) -> Iterator[Part]:
-    width = models.model_config(config_of(options), tokenizers.load("bytes")).hidden_size
+    width = Language(config_of(options).workload).config.hidden_size
     ranks = [width // divisor for divisor in options.divisors]
     yield f"{options.model}, width {width}, {STAGES} stages"
     yield Table(

@@ -21,7 +21,7 @@ from farflung.events import RoundEvent, StepEvent, WarningEvent
 from farflung.networks.internet import Ticket
 from farflung.testing.hosts import LOOPBACK, free_port
 from farflung.testing.liars import Liar, as_a_stranger
-from farflung.testing.peers import Peer, Peers
+from farflung.testing.peers import PeerProcess, PeerProcesses
 
 LIES: dict[str, list[dict[str, Any]]] = {
     "a forged sender": [{"sender": 12345}],
@@ -50,13 +50,13 @@ def run(options: Options, store: Store) -> Iterator[Part]:
     folder = store.scratch / "attacked"
     shutil.rmtree(folder, ignore_errors=True)
     settings = {"model": "micro", "every": 50, "steps": 1_000_000, "eval_every": 100_000, "log_every": 10}
-    with Peers(folder, [LOOPBACK, LOOPBACK], free_port(), settings) as peers:
+    with PeerProcesses(folder, [LOOPBACK, LOOPBACK], free_port(), settings) as peers:
         peers.start(2)
         time.sleep(options.rest_s)
         yield checks(attack(options, peers.ticket, folder, peers[0]))
 
 
-def attack(options: Options, ticket: Ticket, folder: Path, victim: Peer) -> Iterator[Check]:
+def attack(options: Options, ticket: Ticket, folder: Path, victim: PeerProcess) -> Iterator[Check]:
     before, began = memory(victim), time.time()
     first = as_a_stranger(ticket, lambda stranger: stranger.send(stranger.message()))
     yield check("a stranger asks for something", short(first), "", True)
@@ -72,12 +72,12 @@ def attack(options: Options, ticket: Ticket, folder: Path, victim: Peer) -> Iter
     yield from meanwhile(victim, before)
 
 
-def meanwhile(victim: Peer, before: float) -> Iterator[Check]:
+def meanwhile(victim: PeerProcess, before: float) -> Iterator[Check]:
     """What the attack has done to the victim."""
     refused = [event.refused for event in victim.events(StepEvent) if event.refused]
     yield check("what the peer says of it", f"refused {refused[-1] if refused else {}}", "counted", bool(refused))
-    shunned = [event.message for event in victim.events(WarningEvent) if "shunned" in event.message]
-    yield check("the liar is shunned, visibly", shunned[-1] if shunned else "no", "a clear message", bool(shunned))
+    banned = [event.message for event in victim.events(WarningEvent) if "banned" in event.message]
+    yield check("the liar is banned, visibly", banned[-1] if banned else "no", "a clear message", bool(banned))
     grown = memory(victim) - before
     yield check("its memory meanwhile", f"{before:.0f} MB, then {grown:+.0f} MB", "100 MB", grown < 100)
     rounds = [event.outcome for event in victim.events(RoundEvent)]
@@ -108,7 +108,7 @@ def lies(options: Options, ticket: Ticket, folder: Path) -> Iterator[Check]:
     yield row("a request that cannot be read", meet)
 
 
-def memory(peer: Peer) -> float:
+def memory(peer: PeerProcess) -> float:
     """What a peer's process holds, in MB."""
     assert peer.process is not None
     status = Path(f"/proc/{peer.process.pid}/status").read_text()

@@ -16,7 +16,7 @@ from bench.lib.store import Store
 from bench.lib.table import Part
 from farflung.events import EvaluationEvent, RoundEvent, StartEvent, StepEvent
 from farflung.testing.hosts import unavailable
-from farflung.testing.peers import Peer, Peers
+from farflung.testing.peers import PeerProcess, PeerProcesses
 
 needs = unavailable
 
@@ -66,7 +66,7 @@ def run(options: Options, store: Store) -> Iterator[Part]:
     yield checks(rows)
 
 
-def kill_some(peers: Peers, options: Options) -> list[float]:
+def kill_some(peers: PeerProcesses, options: Options) -> list[float]:
     """Kills one after the other until the run is over; the seconds without a step of anyone, each time."""
     chance, gaps = random.Random(0), []
     while all(peer.lives for peer in peers):
@@ -81,17 +81,17 @@ def kill_some(peers: Peers, options: Options) -> list[float]:
     return gaps
 
 
-def newest(peers: Peers) -> float:
+def newest(peers: PeerProcesses) -> float:
     """How many seconds ago any peer has written its last event."""
     return min(time.time() - path.stat().st_mtime for peer in peers for path in peer.folder.glob("events/*.jsonl"))
 
 
-def final_loss(peers: Peers) -> float:
+def final_loss(peers: PeerProcesses) -> float:
     losses = [evaluations[-1].validation_loss for peer in peers if (evaluations := peer.events(EvaluationEvent))]
     return sum(losses) / len(losses)
 
 
-def repeated(peer: Peer) -> int:
+def repeated(peer: PeerProcess) -> int:
     """Steps after which a peer, without a new start between them, had not trained on more tokens than before."""
     steps = peer.events(StepEvent)
     starts = {event.at for event in peer.events(StartEvent)}

@@ -20,7 +20,7 @@ from bench.lib.store import Store
 from bench.lib.table import Part
 from farflung.events import CheckpointEvent, RoundEvent, StepEvent, WarningEvent
 from farflung.testing.hosts import unavailable
-from farflung.testing.peers import Peer
+from farflung.testing.peers import PeerProcess
 
 needs = unavailable
 
@@ -61,7 +61,7 @@ def small_disk(folder: Path) -> Iterator[None]:
         subprocess.run(["umount", "-l", str(folder)], check=False)
 
 
-def stand_still(options: Options, still: Peer, others: list[Peer]) -> list[Check]:
+def stand_still(options: Options, still: PeerProcess, others: list[PeerProcess]) -> list[Check]:
     assert still.process is not None  # `ip netns exec` becomes the peer's own process
     os.kill(still.process.pid, signal.SIGSTOP)
     stood = time.time()
@@ -82,7 +82,7 @@ def stand_still(options: Options, still: Peer, others: list[Peer]) -> list[Check
     ]
 
 
-def full_disk(options: Options, peer: Peer) -> list[Check]:
+def full_disk(options: Options, peer: PeerProcess) -> list[Check]:
     filler = peer.folder / "filler"
     filler.write_bytes(bytes(20_000_000)[: free(peer.folder) - 100_000])
     options.wait(25)
@@ -100,7 +100,7 @@ def free(folder: Path) -> int:
     return status.f_bavail * status.f_frsize
 
 
-def refusals(peer: Peer) -> list[Check]:
+def refusals(peer: PeerProcess) -> list[Check]:
     clock = said_by(peer, {CLOCK: "3600"})
     folder = said_by(peer, {}, "--out", "/proc/farflung")
     return [
@@ -109,7 +109,7 @@ def refusals(peer: Peer) -> list[Check]:
     ]
 
 
-def said_by(peer: Peer, env: Mapping[str, str], *arguments: str) -> str:
+def said_by(peer: PeerProcess, env: Mapping[str, str], *arguments: str) -> str:
     """The last line of a peer that does not get as far as training."""
     peer.start(*arguments, env=env)
     assert peer.process is not None

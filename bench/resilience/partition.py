@@ -17,7 +17,7 @@ from bench.lib.store import Store
 from bench.lib.table import Part
 from farflung.events import EvaluationEvent, RoundEvent, StepEvent
 from farflung.testing.hosts import unavailable
-from farflung.testing.peers import Peers
+from farflung.testing.peers import PeerProcesses
 
 needs = unavailable
 
@@ -66,7 +66,7 @@ def run(options: Options, store: Store) -> Iterator[Part]:
     )
 
 
-def together_again(peers: Peers, options: Options, usual: float) -> tuple[int | None, float]:
+def together_again(peers: PeerProcesses, options: Options, usual: float) -> tuple[int | None, float]:
     """The rounds from now until the spread is as usual and the halves have met, if they do; and the spread then."""
     healed, together = time.time(), float("nan")
     while time.time() < healed + 120 * options.pace:
@@ -78,14 +78,14 @@ def together_again(peers: Peers, options: Options, usual: float) -> tuple[int | 
     return None, together
 
 
-def spread(peers: Peers) -> float:
+def spread(peers: PeerProcesses) -> float:
     """The last spread of weights between all peers, by the samples that their evaluations write down."""
     last = [evaluations[-1].sample for peer in peers if (evaluations := peer.events(EvaluationEvent))]
     samples = [np.frombuffer(base64.b64decode(sample), dtype="<f4") for sample in last]
     return float(np.sqrt(np.stack(samples).astype(np.float64).var(axis=0).mean()))
 
 
-def mixed(peers: Peers, since: float) -> bool:
+def mixed(peers: PeerProcesses, since: float) -> bool:
     """Whether peers of both halves have averaged with each other since a moment."""
     ranks = [int(next((p.folder / "events").glob("*.jsonl")).stem.rpartition("-")[2]) for p in peers]
     side = {rank: number < len(peers) // 2 for number, rank in enumerate(ranks)}

@@ -16,7 +16,7 @@ from statistics import median
 
 from bench.lib.store import Store
 from bench.lib.table import Cell, Part, Table
-from farflung.config import Config
+from farflung.settings import Settings
 from farflung.training import launch
 
 
@@ -43,7 +43,7 @@ def measure(method: str, options: Options) -> tuple[float, float]:
     """Tokens a second of all replicas from the first logged step to the last, and the share of time not blocked."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / method
-        config = Config(
+        config = Settings.of(
             method=method,
             inner="adamw",
             every=None if method == "local" else options.every,
@@ -63,7 +63,9 @@ def measure(method: str, options: Options) -> tuple[float, float]:
     began = max(event["at"] for event in steps if event["step"] == first)
     ended = max(event["at"] for event in steps if event["step"] == last)
     blocked = [event["seconds_blocked"] / event["at"] for event in steps if event["step"] == last]
-    rate = (last - first) * config.tokens_per_step * options.replicas / (ended - began)
+    rate = (
+        (last - first) * config.island.batch_size * config.workload.sequence_length * options.replicas / (ended - began)
+    )
     return rate, 1 - sum(blocked) / len(blocked)
 
 

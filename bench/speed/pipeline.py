@@ -22,14 +22,14 @@ import torch
 
 from bench.lib.store import Store
 from bench.lib.table import Cell, Part, Table
-from farflung.config import Config, read_toml, to_toml
 from farflung.networks import TorchNetwork
 from farflung.pipeline import assemble
 from farflung.pipeline.build import pieces_of
 from farflung.pipeline.division import division_of
-from farflung.pipeline.split import Piece
+from farflung.settings import Settings, read_settings, settings_toml
 from farflung.testing.hosts import LOOPBACK, torch_everywhere
-from farflung.workloads import data, models, tokenizers
+from farflung.workloads import Language
+from farflung.workloads.decoder import Piece
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,8 @@ class Options:
 SMOKE = Options("micro", stages=2, microbatches=2, sequences=1, steps=2)
 
 
-def settings(options: Options) -> Config:
-    return Config(
+def settings(options: Options) -> Settings:
+    return Settings.of(
         model=options.model,
         replicas=1,
         stages=options.stages,
@@ -60,12 +60,12 @@ def settings(options: Options) -> Config:
     )
 
 
-def worker(config: Config, steps: int) -> None:
+def worker(config: Settings, steps: int) -> None:
     """Prints the seconds of each step of one process."""
     torch.set_num_threads(1)
     network = TorchNetwork.from_env()
-    tokenizer = tokenizers.load(config.tokenizer)
-    island, _ = assemble(config, tokenizer, data.load(config, tokenizer), network, torch.device("cpu"))
+    workload = Language(config.workload)
+    island, _ = assemble(config.island, workload, network, config.mesh(), 0, 120.0, torch.device("cpu"))
     for step in range(steps + 2):
         torch.distributed.barrier()
         began = time.monotonic()
@@ -77,28 +77,28 @@ def worker(config: Config, steps: int) -> None:
 Passes = list[tuple[float, float]]
 
 
-def all_pass_seconds(config: Config, steps: int) -> Passes:
+def all_pass_seconds(config: Settings, steps: int) -> Passes:
     """What each stage's forward and backward pass of one microbatch take, in this process's one thread."""
     torch.set_num_threads(1)
-    tokenizer = tokenizers.load(config.tokenizer)
-    division = division_of(config, models.outline(models.model_config(config, tokenizer)))
+    workload = Language(config.workload)
+    division = division_of(config.island, workload, seed=0)
     return [
         pass_seconds(piece.train(), config, steps)
-        for stage in range(config.stages)
-        for piece in pieces_of(config, tokenizer, division, stage)
+        for stage in range(config.island.stages)
+        for piece in pieces_of(config.island, workload, division, stage, seed=0)
     ]
 
 
-def busy_pass_seconds(config: Config, steps: int, cores: int) -> Passes:
+def busy_pass_seconds(config: Settings, steps: int, cores: int) -> Passes:
     """The same while as many processes as there are cores do it; the mean of their medians."""
     with ProcessPoolExecutor(cores, mp_context=get_context("spawn")) as pool:
         seen = list(pool.map(all_pass_seconds, [config] * cores, [steps] * cores))
     return [(mean(f for f, _ in stage), mean(b for _, b in stage)) for stage in zip(*seen, strict=True)]
 
 
-def pass_seconds(piece: Piece, config: Config, steps: int) -> tuple[float, float]:
+def pass_seconds(piece: Piece, config: Settings, steps: int) -> tuple[float, float]:
     """What a piece's forward and backward pass of one microbatch take."""
-    size = (config.batch_size // config.microbatches, config.sequence_length)  # type: ignore[operator]
+    size = (config.island.batch_size // config.island.microbatches, config.workload.sequence_length)  # type: ignore[operator]
     forward, backward = [], []
     for _ in range(steps):
         tokens = torch.randint(256, size)
@@ -155,12 +155,14 @@ def ideal_seconds(seconds: list[tuple[float, float]], microbatches: int, cores: 
     return now
 
 
-def measured_seconds(config: Config, steps: int) -> float:
+def measured_seconds(config: Settings, steps: int) -> float:
     """The median over steps of the slowest process's time."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "config.toml"
-        path.write_text(to_toml(config))
-        outputs = torch_everywhere([LOOPBACK] * config.stages, ["-m", __name__, str(path), str(steps)], timeout_s=900)
+        path.write_text(settings_toml(config))
+        outputs = torch_everywhere(
+            [LOOPBACK] * config.island.stages, ["-m", __name__, str(path), str(steps)], timeout_s=900
+        )
     return median(max(map(float, step)) for step in zip(*(output.split() for output in outputs), strict=True))
 
 
@@ -183,4 +185,4 @@ def run(options: Options, store: Store) -> Iterator[Part]:
 
 
 if __name__ == "__main__":
-    worker(read_toml(Path(sys.argv[1])), int(sys.argv[2]))
+    worker(read_settings(Path(sys.argv[1])), int(sys.argv[2]))

@@ -49,7 +49,7 @@ def losses(options: Options, store: Store) -> Iterator[Part]:
     yield f"{options.steps} steps of one replica in one process: loss {first:.6f} to {last:.6f}"
 
     def row(schedule: str, stages: int) -> tuple[Cell, ...]:
-        settings = {"stages": stages, "schedule": schedule, "microbatches": 4}
+        settings = {"stages": stages, "pipeline_schedule": schedule, "microbatches": 4}
         run = train(store.scratch / f"{schedule}-{stages}", **common, **settings)
         apart = max(abs(a - b) for a, b in zip(run.losses, whole.losses, strict=True))
         validation = abs(run.summary["validation_loss"] - whole.summary["validation_loss"])

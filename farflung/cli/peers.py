@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import signal
 import sys
 import tempfile
@@ -17,10 +16,12 @@ from typing import Any
 
 import tyro
 
-from farflung.cli.arguments import FAILURE, INTERRUPTED, free_folder, parse
+from farflung.cli.arguments import FAILURE, INTERRUPTED, free_folder, given, kinds_among, parse, unset, with_field
 from farflung.cli.training import tell_result, watched
-from farflung.config import Config
-from farflung.training.peer import Listening, OwnSettings
+from farflung.networks.listening import ListenAddress
+from farflung.settings import Settings
+from farflung.tables import BETWEEN_PEERS
+from farflung.workloads import WORKLOADS
 
 
 @dataclass(frozen=True)
@@ -30,11 +31,10 @@ class _Invite:
     name: str
     """What the run is called."""
     train: bool = False
-    """Train here as the first peer, instead of being a beacon that others only find each other by."""
+    """Train here as the first peer, instead of being a bootstrap node that others only find each other by."""
     key: Path | None = None
-    """A beacon's key file, made if there is none; with the same key, port and machine its addresses stay the same."""
-    listening: tyro.conf.OmitArgPrefixes[Listening] = field(default_factory=Listening)
-    config: tyro.conf.OmitArgPrefixes[Config] = field(default_factory=Config)
+    """A bootstrap node's key file, made if there is none; with the same key, port and machine it keeps its address."""
+    local: tyro.conf.OmitArgPrefixes[ListenAddress] = field(default_factory=ListenAddress)
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,7 @@ class _Join:
     """The ticket's file."""
     first: bool = False
     """Knock at no address: begin the run, or begin it again from this peer's checkpoint when all have gone."""
-    listening: tyro.conf.OmitArgPrefixes[Listening] = field(default_factory=Listening)
-    own: tyro.conf.OmitArgPrefixes[OwnSettings] = field(default_factory=OwnSettings)
+    local: tyro.conf.OmitArgPrefixes[ListenAddress] = field(default_factory=ListenAddress)
 
 
 @dataclass(frozen=True)
@@ -57,7 +56,7 @@ class _Look:
     """The ticket's file."""
     once: bool = False
     """Show it once, instead of anew every few seconds."""
-    listening: tyro.conf.OmitArgPrefixes[Listening] = field(default_factory=Listening)
+    local: tyro.conf.OmitArgPrefixes[ListenAddress] = field(default_factory=ListenAddress)
     """Who looks on calls peers, and needs these only where a firewall lets one interface or port through."""
 
 
@@ -67,27 +66,27 @@ class _Examine:
 
     ticket: tyro.conf.Positional[Path]
     """The ticket's file."""
-    listening: tyro.conf.OmitArgPrefixes[Listening] = field(default_factory=Listening)
+    local: tyro.conf.OmitArgPrefixes[ListenAddress] = field(default_factory=ListenAddress)
     """What farflung join is to be given here: it is what is tried."""
 
 
 def invite(arguments: list[str]) -> None:
-    """Begin a run on the internet: print its ticket, and be its first peer or a beacon."""
+    """Begin a run on the internet: print its ticket, and be its first peer or a bootstrap node."""
     from farflung.training import peer
 
-    options = parse(_Invite, arguments, "invite", invite.__doc__)
-    ticket = peer.internet().Ticket.new(options.name, peer.shared_settings(options.config))
-    seat = peer.seat_of(options.listening, first=True)
+    over = kinds_among(arguments)
+    options: Any = parse(with_field(_Invite, "settings", Settings.of(**over)), arguments, "invite", invite.__doc__)
+    ticket = peer.internet().Ticket.new(options.name, peer.shared_settings(options.settings))
     if options.train:
-        folder = Path(options.config.out) if options.config.out else free_folder(options.name)
-        config = dataclasses.replace(peer.settings_of(ticket), out=str(folder))
-        _train(ticket, config, seat, lambda network: print(network.invitation().text(), flush=True))
+        folder = Path(options.settings.run.out) if options.settings.run.out else free_folder(options.name)
+        settings = peer.ticket_settings(ticket).changed(out=str(folder))
+        _train(ticket, settings, options.local, True, lambda network: print(network.invitation().text(), flush=True))
         return
     with tempfile.TemporaryDirectory() as scratch, _until_stopped() as stopped:
-        network = peer.look_on(ticket, options.key or Path(scratch) / "beacon.key", seat, listed=True)
+        network = peer.look_on(ticket, options.key or Path(scratch) / "bootstrap.key", options.local, bootstrap=True)
         try:
             print(network.invitation().text(), flush=True)
-            _say(f"a beacon of {options.name}, whose ticket it has printed; Ctrl-C ends it")
+            _say(f"a bootstrap node of {options.name}, whose ticket it has printed; Ctrl-C ends it")
             while not stopped.wait(60):
                 _say(f"{len(network.members()) - 1} peers train")
         finally:
@@ -98,11 +97,12 @@ def join(arguments: list[str]) -> None:
     """Train as one more peer of a run on the internet; Ctrl-C leaves, the same command with --out comes back."""
     from farflung.training import peer
 
-    options = parse(_Join, arguments, "join", join.__doc__)
+    own = unset((*map(type, vars(Settings()).values()), *(kind.Settings for kind in WORKLOADS.values())), BETWEEN_PEERS)
+    options: Any = parse(with_field(_Join, "own", own), arguments, "join", join.__doc__)
     ticket = peer.internet().read_ticket(options.ticket)
     folder = Path(options.own.out) if options.own.out else free_folder(ticket.name)
-    config = options.own.applied(peer.settings_of(ticket))
-    _train(ticket, dataclasses.replace(config, out=str(folder)), peer.seat_of(options.listening, options.first))
+    settings = peer.ticket_settings(ticket).changed(**given(options.own) | {"out": str(folder)})
+    _train(ticket, settings, options.local, options.first)
 
 
 def status(arguments: list[str]) -> None:
@@ -121,21 +121,27 @@ def doctor(arguments: list[str]) -> None:
 
     options = parse(_Examine, arguments, "doctor", doctor.__doc__)
     healthy = True
-    for finding in examined(options.ticket, options.listening):
+    for finding in examined(options.ticket, options.local):
         print(f"{'ok  ' if finding.good else 'BAD '} {finding.text}", flush=True)
         healthy = healthy and finding.good
     if not healthy:
         sys.exit(FAILURE)
 
 
-def _train(ticket: Any, config: Config, seat: Any, joined: Callable[[Any], None] = lambda network: None) -> None:
+def _train(
+    ticket: Any,
+    settings: Settings,
+    local: ListenAddress,
+    first: bool,
+    joined: Callable[[Any], None] = lambda network: None,
+) -> None:
     from farflung.training import peer
     from farflung.training.failures import RUN_ERRORS
     from farflung.training.stopping import StoppedError
 
-    folder = Path(config.out)
+    folder = Path(settings.run.out)
     back = f"come back with: farflung join {quote(f'{folder}/run.ticket')} --out {quote(str(folder))}"
-    _say(f"{ticket.name}: {config.method}, {config.steps} steps; run folder {folder}")
+    _say(f"{ticket.name}: {settings.rounds.method}, {settings.run.steps} steps; run folder {folder}")
     try:
         with _on_signals(signal.default_int_handler), watched(folder, sys.stderr) as show:
 
@@ -143,7 +149,7 @@ def _train(ticket: Any, config: Config, seat: Any, joined: Callable[[Any], None]
                 joined(network)
                 show()
 
-            peer.run_peer(ticket, config, seat, tell)
+            peer.run_peer(ticket, settings, local, first, tell)
         tell_result(folder, sys.stderr)
     except StoppedError as stopped:
         _say(f"{stopped}; {back}")
@@ -155,12 +161,12 @@ def _train(ticket: Any, config: Config, seat: Any, joined: Callable[[Any], None]
 
 @contextmanager
 def _onlooker(options: _Look) -> Iterator[Any]:
-    """A seat at a run for one who does not train, and is not listed."""
+    """A place in a run for one who does not train, and is not listed."""
     from farflung.training import peer
 
     ticket = peer.internet().read_ticket(options.ticket)
     with tempfile.TemporaryDirectory() as scratch:
-        network = peer.look_on(ticket, Path(scratch) / "onlooker.key", peer.seat_of(options.listening, first=False))
+        network = peer.look_on(ticket, Path(scratch) / "onlooker.key", options.local)
         try:
             yield network
         finally:

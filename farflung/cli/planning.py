@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from farflung.cli.arguments import free_folder, parse
+from farflung.cli.arguments import free_folder, parse, under_new_names
 from farflung.errors import disk_errors
+from farflung.tables import new_names
 
 
 def plan(arguments: list[str]) -> None:
@@ -11,13 +12,14 @@ def plan(arguments: list[str]) -> None:
     from farflung.planner.command import commands
     from farflung.planner.options import PlanOptions
     from farflung.planner.plan import plan as make_plans
-    from farflung.planner.shown import reasons, shown, table_of, where
+    from farflung.planner.printed import best_per_method, plan_table, reasons, where
 
+    arguments = under_new_names(arguments, new_names([PlanOptions]))
     options = parse(PlanOptions, arguments, "plan", plan.__doc__)
     plans, failures, cluster = make_plans(options)
-    listed = shown(plans, options.show)
+    listed = best_per_method(plans, options.show)
     print(f"farflung: {options.model}, {options.tokens:.3g} tokens, {len(cluster.workers)} workers\n")
-    print(table_of(listed, cluster.currency).text())
+    print(plan_table(listed, cluster.currency).text())
     if plans[0].placed:
         print("\n* stages placed on the links that suit them; the best:")
         print("\n".join(f"  {line}" for line in where(plans[0], cluster)))
@@ -35,14 +37,14 @@ def plan(arguments: list[str]) -> None:
 def simulate(arguments: list[str]) -> None:
     """Show what rounds would cost for up to thousands of replicas, under given conditions; trains nothing."""
     from farflung.planner.page import write_simulation
-    from farflung.planner.simulation import SimulateOptions, table_of, write_events
+    from farflung.planner.simulation import SimulateOptions, simulation_table, write_events
     from farflung.planner.simulation import simulate as time_methods
 
     options = parse(SimulateOptions, arguments, "simulate", simulate.__doc__)
     results = time_methods(options)
     size = f"{options.params:.3g} parameters" if options.params else options.model
     described = f"{options.replicas} replicas of {size}, {options.rounds} rounds, conditions {options.conditions}"
-    print(f"farflung: {described}\n\n{table_of(results).text()}\n")
+    print(f"farflung: {described}\n\n{simulation_table(results).text()}\n")
     folder = options.out or free_folder("simulation", "simulation.html")
     with disk_errors(f"write to {folder}", "give another folder with --out"):
         write_events(results, folder / "events")

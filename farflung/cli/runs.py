@@ -44,14 +44,14 @@ class _ExportOptions:
 def methods(arguments: list[str]) -> None:
     """List the methods: what each does, its paper, its bytes, its settings and their defaults."""
     from farflung.codecs import CODECS
-    from farflung.methods import RECIPES, settings_of
+    from farflung.methods import RECIPES, defaults_of
     from farflung.outer import bytes_per_parameter
 
     parse(_NoArguments, arguments, "methods", methods.__doc__)
     for name, recipe in RECIPES.items():
         what, _, paper = (recipe.__doc__ or "").partition("\n")
         method = recipe()
-        shown = {key: value for key, value in settings_of(name).items() if key != "seed" and value is not None}
+        shown = {key: value for key, value in defaults_of(name).items() if key != "seed" and value is not None}
         settings = ", ".join(f"{key}={value}" for key, value in shown.items())
         size = f"{bytes_per_parameter(method):.3g} bytes a parameter and round: {method.codec!r}"
         lines = [what, paper.strip(), size, f"settings: {settings or 'none'}"]

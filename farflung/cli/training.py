@@ -10,17 +10,30 @@ import shlex
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
-import tyro
 from rich.console import Console
 
-from farflung.cli.arguments import FAILURE, INTERRUPTED, free_folder, parse
-from farflung.config import Config, Resume, read_toml
+from farflung.cli.arguments import (
+    FAILURE,
+    INTERRUPTED,
+    flag,
+    flags_among,
+    free_folder,
+    given,
+    kinds_among,
+    parse,
+    under_new_names,
+    unset,
+    value_among,
+    with_field,
+)
 from farflung.errors import UserError
 from farflung.files import holds_no_run
+from farflung.settings import Settings, names_that_may_differ, read_settings
+from farflung.tables import AFTER_RESUME, new_names
 
 
 @dataclass(frozen=True)
@@ -31,101 +44,141 @@ class _Train:
     """Go on with the run in this folder from its last whole checkpoint, with its settings."""
     restart: bool = False
     """With --resume: begin that run anew instead; its events and checkpoints are removed."""
-    config: tyro.conf.OmitArgPrefixes[Config] = field(default_factory=Config)
+
+
+@dataclass(frozen=True)
+class _Resume:
+    """Which run to go on with."""
+
+    resume: Path
+    """The run folder."""
+    restart: bool = False
+    """Begin the run anew, from its settings alone; its events and checkpoints are removed."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A run that is asked for: its settings and folder, whether it goes on, and whether it begins anew there."""
+
+    settings: Settings
+    folder: Path
+    resume: bool = False
+    restart: bool = False
 
 
 def train(arguments: list[str]) -> None:
     """Train a model with several replicas, or go on with a run."""
-    from farflung.training import launch
     from farflung.training.beginning import how_to_go_on
     from farflung.training.failures import RUN_ERRORS
     from farflung.training.stopping import StoppedError
-    from farflung.training.terminal import STARTED_HERE
 
-    config, folder, resume, restart = _train_settings(arguments)
+    asked = what_is_asked(arguments)
     under_torchrun = "WORLD_SIZE" in os.environ
-    shows = "LOCAL_RANK" not in os.environ or (os.environ["LOCAL_RANK"] == "0" and STARTED_HERE not in os.environ)
+    network = asked.settings.network
+    if network.kind.elastic:
+        raise UserError(
+            "a run on the internet begins with farflung invite; peers join, and come back, with farflung join"
+        )
+    if network.kind.simulate and under_torchrun:
+        raise UserError(f"network is {network.network!r}, which one process does alone; start it without torchrun")
     try:
-        if config.network == "internet":
-            raise UserError(
-                "a run on the internet begins with farflung invite; peers join, and come back, with farflung join"
-            )
-        if config.network == "simulated" and under_torchrun:
-            raise UserError("network is 'simulated', which one process does alone; start it without torchrun")
-        if not under_torchrun:
-            launch.prepare(config, folder, resume, restart)
-        if shows:
-            island = f" of {config.stages} stages × {config.shard} shards" if config.stages * config.shard > 1 else ""
-            what = f"{config.replicas} replicas{island}, {config.method}, {config.steps} steps"
-            print(f"farflung: {what}; run folder {folder}")
-        with watched(folder) if shows else contextlib.nullcontext(lambda: None) as show:
-            if under_torchrun:
-                tells = launch.run_torch_replica(config, folder, resume, restart, show)
-                tells = tells and STARTED_HERE not in os.environ
-            else:
-                tells = True
-                show()
-                start = launch.run_simulated if config.network == "simulated" else launch.launch_torch
-                start(config, folder, resume)
-        if tells:
-            tell_result(folder)
+        if (_train_part if under_torchrun else _train_all)(asked):
+            tell_result(asked.folder)
     except StoppedError as stopped:
-        print(f"farflung: {stopped}; {how_to_go_on(folder)}", file=sys.stderr)
+        print(f"farflung: {stopped}; {how_to_go_on(asked.folder)}", file=sys.stderr)
         sys.exit(0 if under_torchrun else INTERRUPTED)
     except RUN_ERRORS as error:
-        print(f"farflung: {error}; {how_to_go_on(folder)}", file=sys.stderr)
+        print(f"farflung: {error}; {how_to_go_on(asked.folder)}", file=sys.stderr)
         sys.exit(FAILURE)
 
 
-def _train_settings(arguments: list[str]) -> tuple[Config, Path, bool, bool]:
-    """The settings, the run folder, whether its run goes on, and whether it begins anew. Flags win over the file."""
-    if "--resume" in _flags(arguments):
-        _refuse_what_is_settled(arguments)
-        options = parse(Resume, arguments, "train", train.__doc__)
-        folder = options.resume
-        if not (folder / "config.toml").exists():
-            raise UserError(
-                holds_no_run(folder, f"there is no config.toml to go on with; start one with --out {folder}")
-            )
-        config = _with_replicas(options.applied(read_toml(folder / "config.toml")))
-        return config, folder, not options.restart, options.restart
-    defaults = Config()
+def _train_all(asked: Asked) -> bool:
+    """Starts all replicas from here. Returns whether to tell what has come of them."""
+    from farflung.training.launch import launch_all, prepare
+
+    prepare(asked.settings, asked.folder, asked.resume, asked.restart)
+    _announce(asked)
+    with watched(asked.folder) as show:
+        show()
+        launch_all(asked.settings, asked.folder, asked.resume)
+    return True
+
+
+def _train_part(asked: Asked) -> bool:
+    """Is one of the replicas, or a part of one. Returns whether to tell what has come of them."""
+    from farflung.training.launch import run_torch_replica
+    from farflung.training.terminal import STARTED_HERE
+
+    started_here = STARTED_HERE in os.environ
+    shows = "LOCAL_RANK" not in os.environ or (os.environ["LOCAL_RANK"] == "0" and not started_here)
+    if shows:
+        _announce(asked)
+    with watched(asked.folder) if shows else contextlib.nullcontext(lambda: None) as show:
+        tells = run_torch_replica(asked.settings, asked.folder, asked.resume, asked.restart, show)
+    return bool(tells) and not started_here
+
+
+def _announce(asked: Asked) -> None:
+    run, island = asked.settings.run, asked.settings.island
+    divided = f" of {island.stages} stages × {island.shard} shards" if island.processes > 1 else ""
+    what = f"{run.replicas} replicas{divided}, {asked.settings.rounds.method}, {run.steps} steps"
+    print(f"farflung: {what}; run folder {asked.folder}")
+
+
+def what_is_asked(arguments: list[str]) -> Asked:
+    """The run that some arguments ask for: flags win over the file. Raises UserError."""
+    arguments = under_new_names(arguments, new_names(map(type, vars(Settings()).values())))
+    if "--resume" in flags_among(arguments):
+        return _resumed(arguments)
+    over = kinds_among(arguments)
     if arguments and not arguments[0].startswith("-"):
-        defaults = read_toml(Path(arguments[0]))
-        arguments = arguments[1:]
-    given = parse(_Train, arguments, "train", HELP, _Train(config=defaults))
-    if given.restart:
+        defaults, arguments = read_settings(Path(arguments[0]), **over), arguments[1:]
+    else:
+        defaults = Settings.of(**over)
+    found: Any = parse(with_field(_Train, "settings", defaults), arguments, "train", HELP)
+    if found.restart:
         raise UserError("--restart begins a run anew that is there; say which: farflung train --resume RUN --restart")
-    config = _with_replicas(given.config)
-    folder = Path(config.out) if config.out else free_folder(config.method)
-    return replace(config, out=str(folder)), folder, False, False
+    settings = _with_replicas(found.settings)
+    folder = Path(settings.run.out) if settings.run.out else free_folder(settings.rounds.method)
+    return Asked(settings.changed(out=str(folder)), folder)
 
 
-def _flags(arguments: list[str]) -> list[str]:
-    """The flags among some arguments, as --every-final."""
-    return [argument.partition("=")[0].replace("_", "-") for argument in arguments if argument.startswith("--")]
+def _resumed(arguments: list[str]) -> Asked:
+    from farflung.pipeline.check import refuse_other_weights
+
+    folder = Path(value_among(arguments, "--resume") or "")
+    there = (folder / "config.toml").exists()
+    before = read_settings(folder / "config.toml") if there else Settings()
+    _refuse_what_is_settled(arguments, before)
+    changes = unset(map(type, vars(before).values()), AFTER_RESUME)
+    options: Any = parse(with_field(_Resume, "changes", changes), arguments, "train", train.__doc__)
+    if not there:
+        raise UserError(holds_no_run(folder, f"there is no config.toml to go on with; start one with --out {folder}"))
+    settings = before.changed(**given(options.changes))
+    refuse_other_weights(before.island, settings.island)
+    return Asked(_with_replicas(settings), folder, not options.restart, options.restart)
 
 
-def _refuse_what_is_settled(arguments: list[str]) -> None:
+def _refuse_what_is_settled(arguments: list[str], settings: Settings) -> None:
     """Refuses settings that a run which goes on keeps. Raises UserError."""
-    free, known = (["--" + one.name.replace("_", "-") for one in fields(kind)] for kind in (Resume, Config))
-    settled = [flag for flag in _flags(arguments) if flag in known and flag not in free]
+    free = [flag(name) for name in names_that_may_differ(AFTER_RESUME, settings)]
+    settled = [one for one in flags_among(arguments) if one in map(flag, settings.flat()) and one not in free]
     if arguments[0].endswith(".toml"):
         settled.insert(0, arguments[0])
     if settled:
         raise UserError(
             f"{settled[0]} cannot go with --resume: a run that goes on keeps its settings; only "
-            f"{', '.join(free[2:])} can change; for other ones, begin a run with another --out"
+            f"{', '.join(free)} can change; for other ones, begin a run with another --out"
         )
 
 
-def _with_replicas(config: Config) -> Config:
+def _with_replicas(settings: Settings) -> Settings:
     """Under torchrun there are as many replicas as the processes that it has started make."""
     if "WORLD_SIZE" not in os.environ:
-        return config
-    from farflung.pipeline.layout import replicas_of
+        return settings
+    from farflung.pipeline import whole_replicas
 
-    return replace(config, replicas=replicas_of(int(os.environ["WORLD_SIZE"]), config))
+    return settings.changed(replicas=whole_replicas(int(os.environ["WORLD_SIZE"]), settings.island))
 
 
 @contextlib.contextmanager
@@ -154,10 +207,10 @@ def tell_result(folder: Path, to: TextIO | None = None) -> None:
     without = f"{told}\n" if (told := missing_from(summary)) else ""
     fewer = f", {ddp / sent:.0f} times fewer than ddp's {ddp / 1e6:,.1f} MB" if sent and ddp else ""
     print(
-        f"\nvalidation loss {summary['validation_loss']:.4f} nats a token (mean of the replicas), "
+        f"\nvalidation loss {summary['validation_loss']:.4f} {summary['measure']} (mean of the replicas), "
         f"{summary['validation_loss_averaged']:.4f} with their weights averaged\n"
         f"sent {sent / 1e6:,.1f} MB{fewer}\n{without}\n"
-        f"the trained model writes:\n{_indented(summary['sample'])}\n\n"
+        f"the trained model makes:\n{_indented(summary['sample'])}\n\n"
         f"run folder {folder}\nreport     {_report_of(folder)}",
         file=to,
     )
@@ -184,7 +237,7 @@ def _indented(text: str) -> str:
 HELP = f"{train.__doc__}" + (
     "\n\nfarflung train [CONFIG.toml] [flags] starts a run: every flag is also a key of the file, and flags win. "
     "farflung train --resume RUN goes on with one from its last whole checkpoint, if need be with other --stages, "
-    "--shard, --schedule, --microbatches, --boundary, --device and --deadline. It is refused where replicas have no "
-    "checkpoint in common; with --restart, the run begins anew from its settings, and what is in the folder is lost. "
-    "Under torchrun, this process becomes one of the replicas, or a part of one."
+    "--shard, --pipeline-schedule, --microbatches, --boundary, --device and --deadline. It is refused where replicas "
+    "have no checkpoint in common; with --restart, the run begins anew from its settings, and what is in the folder is "
+    "lost. Under torchrun, this process becomes one of the replicas, or a part of one."
 )

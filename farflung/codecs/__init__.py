@@ -11,7 +11,7 @@ from farflung.codecs.modulo import Modulo
 from farflung.codecs.names import Name
 from farflung.codecs.packets import Packet, PacketError
 from farflung.codecs.quantize import Quantize
-from farflung.codecs.registry import CODECS, codec_named, codec_names
+from farflung.codecs.registry import CODECS, codec_named
 from farflung.codecs.split import SplitCodec
 from farflung.codecs.threshold import Threshold
 from farflung.codecs.topk import TopK
@@ -40,7 +40,6 @@ __all__ = [
     "Traits",
     "Transform",
     "codec_named",
-    "codec_names",
     "finite",
 ]
 

@@ -43,7 +43,9 @@ class Dense(FlatTransform):
 
     def inverse_flat(self, parts: Sequence[Tensor], like: Sequence[Tensor]) -> Tensor:
         """See FlatTransform; a new tensor, never a view of the packet."""
-        (values,) = expected(parts, (self.dtype, count_of(like)))
+        # What a later transform gives back is float32.
+        dtype = torch.float32 if parts and parts[0].dtype == torch.float32 else self.dtype
+        (values,) = expected(parts, (dtype, count_of(like)))
         return values.to(torch.float32, copy=True)
 
 

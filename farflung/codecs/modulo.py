@@ -17,20 +17,24 @@ from farflung.codecs.flat import FlatTransform, count_of, flatten, row_pieces, r
 from farflung.codecs.grid import Grid, checked, counted, valued
 from farflung.codecs.names import Name
 from farflung.codecs.packets import Packet, PacketError
+from farflung.codecs.ranges import RangeTracker
 from farflung.codecs.values import norm
 from farflung.errors import UserError
-
-_PRECISION = 2.0**-20
-"""The finest step, relative to a block's largest value: beyond it float32 cannot count in steps."""
 
 _NUMBERS_BYTES = 32
 """What four int64 take."""
 
-_GROWS = 1.05
-"""News that grow by less from one message to the next are taken to grow no more."""
 
-_KEPT = 0.9
-"""How much of a distance is still expected a message later: who has sat out is far away, and now and then one has."""
+@dataclass
+class RoundRobin:
+    """Which blocks travel in a round: every so many-th, others in the next rounds."""
+
+    every: int
+    round: int = 0
+
+    def slice(self) -> slice:
+        """The blocks of this round."""
+        return slice(self.round % self.every, None, self.every)
 
 
 @dataclass
@@ -41,11 +45,9 @@ class Modulo(FlatTransform):
 
     where d is dither that both know, so that u' errs by at most s / 2, and not always to the same side (Moniqua,
     arXiv 2002.11787). The error is in proportion to R, which need only exceed twice the distance between sender and
-    receiver, and not to the values. R is chosen by the sender for each block: `margin` times twice the largest
-    distance that it has seen lately, times what news have grown by since as in a warm-up, or the largest change that it
-    was told of. Where the two are farther apart, the
-    receiver would take a wrong value. A byte of checksum of the part of k that was not sent tells; it then keeps its
-    own values of the block, and doubles R for it.
+    receiver, and not to the values; the sender chooses it for each block (see RangeTracker). Where the two are farther
+    apart, the receiver would take a wrong value. A byte of checksum of the part of k that was not sent tells; it then
+    keeps its own values of the block, and doubles R for it.
 
     No block counts for one of two alone: one would be drawn to the other, not the other to it, and their mean would
     move. So a receiver takes the value that is nearest u' of its own last message. Either of the two then knows both
@@ -64,15 +66,8 @@ class Modulo(FlatTransform):
     block: int = 256
     margin: float = 2.0
     round_robin: int = 1
-    _ranges: Tensor | None = field(default=None, init=False, repr=False, compare=False)
-    _farthest: Tensor | None = field(default=None, init=False, repr=False, compare=False)
-    _lately: Tensor | None = field(default=None, init=False, repr=False, compare=False)
-    _expected: Tensor | None = field(default=None, init=False, repr=False, compare=False)
-    _news: Tensor | None = field(default=None, init=False, repr=False, compare=False)
-    _grows: bool = field(default=True, init=False, repr=False, compare=False)
-    _change: Tensor | None = field(default=None, init=False, repr=False, compare=False)
-    _round_robin_now: int = field(default=0, init=False, repr=False, compare=False)
-    _round: int = field(default=0, init=False, repr=False, compare=False)
+    _tracker: RangeTracker = field(init=False, repr=False, compare=False)
+    _robin: RoundRobin = field(init=False, repr=False, compare=False)
     _sent: tuple[int, int, int] | None = field(default=None, init=False, repr=False, compare=False)
     _dither: Dither = field(default_factory=Dither, init=False, repr=False, compare=False)
 
@@ -83,41 +78,39 @@ class Modulo(FlatTransform):
             raise UserError(f"Modulo has block={self.block}; choose a multiple of 8")
         if self.round_robin < 1:
             raise UserError(f"Modulo has round_robin={self.round_robin}; choose at least 1")
-        self._round_robin_now = self.round_robin
+        self._tracker = RangeTracker(self.bits, self.block, self.margin)
+        self._robin = RoundRobin(self.round_robin)
 
     @property
     def traits(self) -> Traits:
         """See Codec: packets of a round robin differ in length by a block."""
-        alike = self._round_robin_now == 1
-        return Traits(needs_receiver=True, composable=False, fixed_length=alike, remembers=True)
+        return Traits(needs_receiver=True, composable=False, fixed_length=self._robin.every == 1, remembers=True)
 
     def outline_flat(self, numel: int) -> list[Tensor]:
         """See FlatTransform."""
-        blocks = -(-numel // (self.block * self._round_robin_now))
+        blocks = -(-numel // (self.block * self._robin.every))
         sizes = blocks * self.block * self.bits // 8, 2 * blocks, blocks, _NUMBERS_BYTES
         return [torch.empty(size, dtype=torch.uint8, device="meta") for size in sizes]
 
     def state_nbytes(self, like: Sequence[Tensor]) -> int:
-        """See Codec: the ranges of blocks, two distances, and the news."""
-        return 4 * 4 * -(-count_of(like) // self.block)
+        """See Codec."""
+        return self._tracker.state_nbytes(-(-count_of(like) // self.block))
 
     def forward_flat(self, flat: Tensor) -> list[Tensor]:
-        """Packed codes, ranges and checks of this turn's blocks; turn and turns, and what dither was taken."""
-        ranges = self._ranges_for(flat)
-        self._sent = self._round % self._round_robin_now, self._round_robin_now, self._dither.count
-        turn = slice(self._sent[0], None, self._round_robin_now)
-        sent_ranges = ranges[turn].bfloat16().clone(memory_format=torch.contiguous_format)
+        """Packed codes, ranges and checks of this round's blocks; which these are, and what dither was taken."""
+        chosen = self._robin.slice()
+        self._sent = chosen.start, chosen.step, self._dither.count
+        sent_ranges = self._tracker.next(flat)[chosen].bfloat16().clone(memory_format=torch.contiguous_format)
         steps = Grid(sent_ranges, self.bits).steps
         codes = torch.empty(len(steps), self.block * self.bits // 8, dtype=torch.uint8, device=flat.device)
         checks = torch.empty(len(steps), dtype=torch.uint8, device=flat.device)
-        numbers = torch.tensor([self._sent[0], self._round_robin_now, self._dither.seed, self._dither.count])
-        for u, step, code, check in self._pieces(flat, turn, steps, codes, checks):
+        numbers = torch.tensor([chosen.start, chosen.step, self._dither.seed, self._dither.count])
+        for u, step, code, check in self._pieces(flat, chosen, steps, codes, checks):
             k = counted(u, step, self._dither.take(u)).int()
             # Casts to bytes keep the low bits, and bytes are a quarter of the work.
             code.copy_(pack_bits(k.to(torch.int8).view(torch.uint8) & ((1 << self.bits) - 1), self.bits))
             check.copy_(checked(k.bitwise_right_shift_(self.bits)))
-        self._ranges, self._farthest = ranges, None
-        self._round += 1
+        self._robin.round += 1
         return [codes, sent_ranges.view(torch.uint8), checks, numbers.view(torch.uint8).to(flat.device)]
 
     def inverse_flat(self, parts: Sequence[Tensor], like: Sequence[Tensor]) -> Tensor:
@@ -126,7 +119,7 @@ class Modulo(FlatTransform):
         out = flat.new_empty(-(-flat.numel() // self.block), self.block)
         rows_now, dither, codes, sent_ranges, checks = self._read(parts, len(out))
         if rows_now.step > 1:
-            out.view(-1)[: flat.numel()] = flat  # blocks that are not on turn stay as they are
+            out.view(-1)[: flat.numel()] = flat  # blocks that have not travelled stay as they are
         grid = Grid(sent_ranges, self.bits)
         said, own_errors, reach = self._said(flat, rows_now, len(out))
         farthest, surely = torch.empty(2, len(sent_ranges), dtype=torch.float32, device=flat.device)
@@ -149,7 +142,7 @@ class Modulo(FlatTransform):
             taken = readable & (distance < near)
             if not bool(taken.all()):
                 found[~taken] = own[~taken]
-        self._remember(rows_now, farthest, surely, len(out))
+        self._tracker.saw(rows_now, farthest, surely, len(out))
         return out.view(-1)[: flat.numel()]
 
     def _said(self, flat: Tensor, chosen: slice, count: int) -> tuple[Iterable[Tensor], Tensor, Tensor]:
@@ -158,15 +151,15 @@ class Modulo(FlatTransform):
         What was not in the message is read nowhere. Who has sent none need not keep in step with anybody.
         """
         none = torch.zeros(count, dtype=torch.float32, device=flat.device)
-        if self._sent is None or self._ranges is None or len(self._ranges) != count:
+        if self._sent is None or self._tracker.ranges is None or len(self._tracker.ranges) != count:
             return rows(flat, self.block, chosen), none[chosen], none[chosen] + math.inf
-        turn, turns, taken = self._sent
-        mine = slice(turn, None, turns)
-        grid = Grid(self._ranges[mine].bfloat16(), self.bits)
+        first, every, taken = self._sent
+        mine = slice(first, None, every)
+        grid = Grid(self._tracker.ranges[mine].bfloat16(), self.bits)
         said = self._read_back(flat, mine, grid, Dither(self._dither.seed, taken))
         if mine == chosen:
             return said, grid.errors, grid.reach
-        # Each has turns of its own, as where adaptation has gone different ways.
+        # Each sends other blocks, as where adaptation has gone different ways.
         values, errors, reach = torch.cat(rows(flat, self.block)), none.clone(), none.clone()
         values[mine], errors[mine], reach[mine] = torch.cat(list(said)), grid.errors, grid.reach
         return row_pieces(values[chosen], self.block), errors[chosen], reach[chosen]
@@ -179,78 +172,26 @@ class Modulo(FlatTransform):
             yield said.masked_fill_(zero[:, None], 0.0) if grid.any_zeros else said
 
     def _read(self, parts: Sequence[Tensor], blocks: int) -> tuple[slice, Dither, Tensor, Tensor, Tensor]:
-        """Which blocks are on turn, the dither, and the blocks' codes, ranges and checks."""
+        """Which blocks have travelled, the dither, and the blocks' codes, ranges and checks."""
         if len(parts) != 4 or any(part.dtype != torch.uint8 for part in parts) or parts[3].numel() != _NUMBERS_BYTES:
             raise PacketError("packet does not hold codes, ranges, checks and four numbers")
-        turn, turns, seed, count = parts[3].view(torch.int64).tolist()
-        if not 0 <= turn < turns:
-            raise PacketError(f"packet has turn {turn} of {turns}")
-        on_turn = len(range(turn, blocks, turns))
+        first, every, seed, count = parts[3].view(torch.int64).tolist()
+        if not 0 <= first < every:
+            raise PacketError(f"packet has block {first} of every {every}")
+        count_sent = len(range(first, blocks, every))
         sizes = [part.numel() for part in parts[:3]]
-        if sizes != [on_turn * self.block * self.bits // 8, 2 * on_turn, on_turn]:
-            raise PacketError(f"packet has parts of {sizes} bytes for {on_turn} blocks")
+        if sizes != [count_sent * self.block * self.bits // 8, 2 * count_sent, count_sent]:
+            raise PacketError(f"packet has parts of {sizes} bytes for {count_sent} blocks")
         ranges = parts[1].view(torch.bfloat16)
         if not bool(((ranges >= 0) & ~torch.isinf(ranges)).all()):
             raise PacketError("packet has ranges that are not positive numbers")
         return (
-            slice(turn, None, turns),
+            slice(first, None, every),
             Dither(seed, count),
-            parts[0].view(on_turn, self.block * self.bits // 8),
+            parts[0].view(count_sent, self.block * self.bits // 8),
             ranges,
             parts[2],
         )
-
-    def _ranges_for(self, flat: Tensor) -> Tensor:
-        """R for each block: from the distances seen since the last message, else as it was."""
-        largest = self._largest(flat)
-        news = None if self._expected is None else self._largest(flat - self._expected)
-        growth = self._growth(news)
-
-        def grown(ranges: Tensor) -> Tensor:
-            """Ranges for distances that grow as news do, but by no more than the news of two."""
-            return ranges if news is None else torch.minimum(ranges * growth, ranges + 4 * self.margin * news)
-
-        if self._ranges is None or len(self._ranges) != len(largest):
-            # Nobody has been heard yet. Each is as far from what was expected as this replica, at most, it is hoped.
-            ranges = (largest if news is None else news) * (4 * self.margin)
-        elif self._farthest is None:
-            ranges = grown(self._ranges)
-        else:
-            assert self._lately is not None
-            distances = self._farthest.maximum(self._lately)
-            heard = self._farthest >= 0
-            ranges = grown(torch.where(heard, 2 * self.margin * distances, self._ranges))
-            self._lately = torch.where(heard, _KEPT * self._lately, self._lately)
-        if self._change is not None and len(self._change) == len(ranges):
-            ranges = ranges.maximum(2 * self.margin * self._change)
-        self._change = None
-        ranges = ranges.maximum(largest * (_PRECISION * 2.0**self.bits))
-        return ranges.clamp(max=torch.finfo(torch.bfloat16).max)
-
-    def _growth(self, news: Tensor | None) -> float:
-        """By how much news have grown since the last message, as norms over all blocks; 1 where that is not known."""
-        before, self._news, self._expected = self._news, news, None
-        if before is None or news is None or len(before) != len(news) or not before.any():
-            return 1.0
-        growth = float(news.norm() / before.norm())
-        self._grows = growth > _GROWS
-        return max(growth, 1.0)
-
-    def _remember(self, rows_now: slice, distances: Tensor, surely: Tensor, count: int) -> None:
-        """Keeps the largest distance of each block for the next message; below 0 for what has not been heard.
-
-        `surely` is what is also kept for later ones.
-        """
-        if self._farthest is None or len(self._farthest) != count:
-            self._farthest = torch.full((count,), -1.0, dtype=torch.float32, device=distances.device)
-        if self._lately is None or len(self._lately) != count:
-            self._lately = torch.zeros(count, dtype=torch.float32, device=distances.device)
-        self._farthest[rows_now] = self._farthest[rows_now].maximum(distances)
-        self._lately[rows_now] = self._lately[rows_now].maximum(surely)
-
-    def _largest(self, flat: Tensor) -> Tensor:
-        """The largest magnitude of each block."""
-        return torch.cat([piece.abs().amax(1) for piece in rows(flat, self.block)])
 
     def _pieces(self, flat: Tensor, chosen: slice, *tensors: Tensor) -> Any:
         """Chosen rows of a flat tensor, and tensors with an entry for each of these, piece by piece."""
@@ -259,33 +200,27 @@ class Modulo(FlatTransform):
 
     def error_of(self, packet: Packet, tensors: Sequence[Tensor]) -> float:
         """See Codec; as if every value erred evenly by up to half a step, which spares a decoding."""
-        ranges = self._ranges
+        ranges = self._tracker.ranges
         if ranges is None or not len(ranges):
             return 0.0
         sizes = math.sqrt(self.block / 12) / 2.0**self.bits
         return sizes * norm([ranges]) / max(norm([flatten(tensors)]), 1e-30)
 
     def state_dict(self) -> dict[str, Any]:
-        """Ranges and distances of the blocks, whose turn it is, and how many random numbers have been taken."""
+        """What is known of the blocks' ranges, which blocks travel, and how many random numbers have been taken."""
         return {
-            "ranges": self._ranges,
-            "farthest": self._farthest,
-            "lately": self._lately,
-            "expected": self._expected,
-            "news": self._news,
-            "grows": self._grows,
-            "round": self._round,
+            "tracker": self._tracker.state_dict(),
+            "every": self._robin.every,
+            "round": self._robin.round,
             "sent": self._sent,
-            "turns": self._round_robin_now,
             "count": self._dither.count,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See Codec."""
-        self._ranges, self._farthest, self._lately = state["ranges"], state["farthest"], state["lately"]
-        self._expected, self._news, self._grows = state["expected"], state["news"], state["grows"]
-        self._round, self._sent = state["round"], state["sent"]
-        self._round_robin_now, self._dither.count = state["turns"], state["count"]
+        self._tracker.load_state_dict(state["tracker"])
+        self._robin = RoundRobin(state["every"], state["round"])
+        self._sent, self._dither.count = state["sent"], state["count"]
 
     def seed(self, seed: int) -> None:
         """See Codec."""
@@ -293,24 +228,24 @@ class Modulo(FlatTransform):
 
     def set_budget(self, share: float) -> None:
         """See Codec: fewer blocks a round, by halves: so all that one sends is among what another sends more of."""
-        self._round_robin_now = self.round_robin * 2 ** max(0, round(-math.log2(share)))
+        self._robin.every = self.round_robin * 2 ** max(0, round(-math.log2(share)))
 
     def set_round(self, round: int) -> None:
-        """See Codec: it says which blocks are on turn, so that a pair that has not met for long sends the same."""
-        self._round = round
+        """See Codec: it says which blocks travel, so that a pair that has not met for long sends the same."""
+        self._robin.round = round
 
     @property
     def wants_reference(self) -> bool:
         """See Codec: before the first message, and as long as each brings more news than the last."""
-        return self._grows
+        return self._tracker.news_grow
 
     def set_reference(self, tensors: Sequence[Tensor]) -> None:
         """See Codec: the first R is four times as far as this replica's message is from it, times `margin`."""
-        self._expected = flatten(tensors)
+        self._tracker.set_reference(flatten(tensors))
 
     def set_change(self, tensors: Sequence[Tensor]) -> None:
         """See Codec: R is at least `margin` times twice the largest change in a block."""
-        self._change = self._largest(flatten(tensors))
+        self._tracker.set_change(flatten(tensors))
 
 
 NAME = Name(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import warnings
 
 from farflung.codecs import (
     block_dct,
@@ -35,26 +34,18 @@ CODECS: Registry[Name] = Registry(
         "modulo": modulo.NAME,
         "ef": feedback.NAME,
     },
+    renamed={"frequency": "block-dct"},
 )
 """All codecs that settings can name."""
-
-_RENAMED = {"frequency": "block-dct"}
 
 
 def codec_named(name: str) -> Codec:
     """The codec of a name such as `ef-lowrank64-int4`. Raises UserError."""
-    for old, new in _RENAMED.items():
-        if old in name.split("-"):
-            warnings.warn(
-                f"the codec {old} is called {new} now; the old name goes with the next version",
-                FutureWarning,
-                stacklevel=2,
-            )
-            name = name.replace(old, new)
+    name = re.sub("(?<![^-])frequency(?![^-])", lambda found: CODECS.current(found[0]), name)
     return _codec(name, name)
 
 
-def codec_names() -> str:
+def _known() -> str:
     """What can be written, in one line."""
     plain, wraps = (
         ", ".join(example for row in CODECS.values() if row.wraps == wraps for example in row.examples)
@@ -69,7 +60,7 @@ def _codec(name: str, whole: str) -> Codec:
         if found := re.match(rf"(?:{row.pattern})(?=-|$)", name):
             break
     else:
-        raise UserError(f"there is no codec {name.partition('-')[0]!r}; there are: {codec_names()}")
+        raise UserError(f"there is no codec {name.partition('-')[0]!r}; there are: {_known()}")
     rest = name[found.end() :]
     if row.wraps and not rest:
         raise UserError(f"there is no codec {name!r} by itself; say what follows, as in {row.examples[0]}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from farflung.errors import UserError
-from farflung.networks import ElasticNetwork, Network, TorchNetwork
+from farflung.networks import Network
 
 
 def own_of(tensor: Tensor) -> Tensor:
@@ -24,21 +24,21 @@ def check_shards(model: nn.Module, network: Network) -> None:
     if len(island) < 2:
         return
     sharded = f"the model is sharded over processes {', '.join(map(str, island[:-1]))} and {island[-1]}"
-    if isinstance(network, ElasticNetwork):
+    if network.elastic:
         raise UserError(
-            f"{sharded}, and an open network cannot tell one shard from another; hold rounds over torch.distributed, "
-            "or train a replica that one process has all of"
+            f"{sharded}, and an elastic network cannot tell one shard from another; hold rounds over "
+            "torch.distributed, or train a replica that one process has all of"
         )
-    if isinstance(network, TorchNetwork) and len(set(network.processes) & set(island)) > 1:
+    if len(set(network.processes) & set(island)) > 1:
         raise UserError(
             f"{sharded}, which are replicas of this network, too; "
             f"hold rounds between equal shards: network.among({_equal_shards(network, island)})"
         )
 
 
-def _equal_shards(network: TorchNetwork, island: list[int]) -> list[int]:
+def _equal_shards(network: Network, island: list[int]) -> list[int]:
     """The processes that hold the same shard as this one, where islands are blocks of processes, or are dealt out."""
-    own, size, stride = network.process, len(island), island[1] - island[0]
+    own, size, stride = network.processes[network.rank], len(island), island[1] - island[0]
     if stride == 1:
         return [process for process in network.processes if process % size == own % size]
     return [process for process in network.processes if process // stride == own // stride]

@@ -19,16 +19,20 @@ from farflung.networks.base import (
     Traffic,
 )
 from farflung.networks.distributed import TorchNetwork
+from farflung.networks.kinds import NetworkKind
 from farflung.networks.membership import among_members, among_survivors
 from farflung.networks.simulator import Conditions, ReplicaDiedError, SimulatedNetwork, Simulation, conditions_named
+from farflung.registry import Registry
 from farflung.renamed import renamed
 
 __all__ = [
+    "NETWORKS",
     "Conditions",
     "ElasticNetwork",
     "Finished",
     "Group",
     "Network",
+    "NetworkKind",
     "Party",
     "PeerLostError",
     "Pending",
@@ -57,17 +61,35 @@ __getattr__ = renamed(
 )
 
 
+def _peer(starting: float, deadline: float) -> Network:
+    from farflung.networks.internet import InternetNetwork  # an extra
+
+    return InternetNetwork.from_env(deadline)
+
+
+NETWORKS: Registry[NetworkKind] = Registry(
+    "network",
+    {
+        "torch": NetworkKind(lambda starting, deadline: TorchNetwork.from_env(starting)),
+        "simulated": NetworkKind(lambda starting, deadline: SimulatedNetwork.alone(), simulate=Simulation),
+        "internet": NetworkKind(_peer, elastic=True),
+    },
+)
+"""All kinds by name. A package adds its own with an entry point in the group farflung.networks: a NetworkKind."""
+
+
 def from_env(starting: float = 600.0, deadline: float = 120.0) -> Network:
     """The network this process was started for: torchrun's, a ticket's, or else one simulated replica alone.
+
+    FARFLUNG_NETWORK names another.
 
     Args:
         starting: the longest that torchrun's other processes are waited for, in seconds.
         deadline: the longest that peers on the internet are waited for, in seconds.
     """
-    if dist.is_initialized() or "WORLD_SIZE" in os.environ:
-        return TorchNetwork.from_env(starting)
+    name = "simulated"
     if "FARFLUNG_TICKET" in os.environ:
-        from farflung.networks.internet.environment import from_ticket  # an extra
-
-        return from_ticket(deadline)
-    return SimulatedNetwork.alone()
+        name = "internet"
+    if dist.is_initialized() or "WORLD_SIZE" in os.environ:
+        name = "torch"
+    return NETWORKS[os.environ.get("FARFLUNG_NETWORK", name)].open(starting, deadline)

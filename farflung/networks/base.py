@@ -121,10 +121,25 @@ class Network(Protocol):
     """One replica's seat among the others. It moves packets and knows nothing of what is in them.
 
     A `key` names one exchange: every member of the group calls with the same key, once.
+
+    What it can do, besides:
+        elastic: replicas come and go; it is an ElasticNetwork.
+        timed: its clock is a part of the run, and stands still between two parts; it is a TimedNetwork.
+        processes: the ranks of the replicas in torch.distributed's process group, in order, where they are such
+            processes; then `among` some of them there is a network, too.
     """
 
     rank: int
     traffic: Traffic
+
+    @property
+    def elastic(self) -> bool: ...  # noqa: D102
+
+    @property
+    def timed(self) -> bool: ...  # noqa: D102
+
+    @property
+    def processes(self) -> tuple[int, ...]: ...  # noqa: D102
 
     def members(self) -> Group:
         """The replicas believed alive, sorted, this one among them."""

@@ -8,10 +8,8 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
 from datetime import timedelta
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,8 +17,9 @@ from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import _get_default_store
 
-from farflung.networks.base import Combine, Finished, Group, Packets, PeerLostError, Pending, Traffic, mean_in_order
+from farflung.networks.base import Combine, Finished, Group, Packets, Pending, Traffic, mean_in_order
 from farflung.networks.torchrun import join
+from farflung.networks.transfer import Transfer
 
 T = TypeVar("T")
 
@@ -31,11 +30,11 @@ IN_FLIGHT = 32
 """Chunks on the wire at a time in each phase: 8 MB of float32, about what one TCP connection keeps in flight."""
 
 # Gloo closes ALL of a process's connections when one operation times out, so its own limit must never
-# be what ends a wait: `_Transfer.wait` keeps the deadlines.
+# be what ends a wait: `_Exchange.wait` keeps the deadlines.
 _NEVER = timedelta(days=30)
 
-_GRACE = 0.5
-"""Seconds after a passed deadline in which those who have delivered are told from those who have not."""
+_GRACE_SECONDS = 0.5
+"""After a passed deadline, in this time those who have delivered are told from those who have not."""
 
 
 class TorchNetwork:
@@ -46,6 +45,8 @@ class TorchNetwork:
         store: where the processes can leave each other word; the process group's own by default.
         processes: the ranks in the process group of the replicas, in order; all of them by default.
     """
+
+    elastic = timed = False
 
     def __init__(
         self,
@@ -89,11 +90,11 @@ class TorchNetwork:
         """See Network. Lengths travel first, then all packets at once, both directions of each link together."""
         if group == (self.rank,):
             return Finished({self.rank: packet}, self.now())
-        return _Transfer(self, group, lambda transfer: self._exchange(packet, transfer, key))
+        return _Exchange(self, group, lambda transfer: self._exchange(packet, transfer, key))
 
     def scatter_combine_gather(self, packets: Packets, group: Group, key: str, combine: Combine) -> Pending[Packets]:
         """See Network. Combines in the exchange's thread."""
-        return _Transfer(self, group, lambda transfer: self._scatter_combine_gather(packets, combine, transfer, key))
+        return _Exchange(self, group, lambda transfer: self._scatter_combine_gather(packets, combine, transfer, key))
 
     def all_reduce(self, tensor: Tensor, group: Group, key: str) -> Pending[Tensor]:
         """See Network. Each member averages its part of each chunk, and sends it to the others."""
@@ -101,7 +102,7 @@ class TorchNetwork:
             return Finished(tensor, self.now())
         # Whoever calls with another size or dtype must not be taken for a partner: it would be averaged half.
         alike = f"{key} of {tensor.numel()} {tensor.dtype}"
-        return _Transfer(self, group, lambda transfer: self._all_reduce(tensor, transfer, alike))
+        return _Exchange(self, group, lambda transfer: self._all_reduce(tensor, transfer, alike))
 
     def advance(self) -> None:
         """Nothing: the wall clock has already advanced."""
@@ -123,22 +124,19 @@ class TorchNetwork:
         if dist.is_initialized():
             dist.destroy_process_group()
 
-    def _exchange(self, packet: Tensor, transfer: _Transfer[Packets], key: str) -> Packets:
-        delivered = self._swap_packets(dict.fromkeys(transfer.others, packet), transfer, key) | {self.rank: packet}
-        transfer.raise_if_lost(delivered)
-        return {rank: delivered[rank] for rank in transfer.group}
+    def _exchange(self, packet: Tensor, transfer: _Exchange[Packets], key: str) -> Packets:
+        transfer.delivered = self._swap_packets(dict.fromkeys(transfer.others, packet), transfer, key)
+        return transfer.all_with(packet)
 
     def _scatter_combine_gather(
-        self, packets: Packets, combine: Combine, transfer: _Transfer[Packets], key: str
+        self, packets: Packets, combine: Combine, transfer: _Exchange[Packets], key: str
     ) -> Packets:
         received = self._swap_packets(packets, transfer, f"{key}: parts")
         combined = combine({rank: received[rank] for rank in sorted(received)})
-        delivered = self._swap_packets(dict.fromkeys(transfer.alive, combined), transfer, f"{key}: means")
-        delivered[self.rank] = combined
-        transfer.raise_if_lost(delivered)
-        return {rank: delivered[rank] for rank in transfer.group}
+        transfer.delivered = self._swap_packets(dict.fromkeys(transfer.alive, combined), transfer, f"{key}: means")
+        return transfer.all_with(combined)
 
-    def _swap_packets(self, packets: Packets, transfer: _Transfer[Any], key: str) -> Packets:
+    def _swap_packets(self, packets: Packets, transfer: _Exchange[Any], key: str) -> Packets:
         """Sends each of the living its packet and receives theirs; lengths travel first."""
         device = next((packet.device for packet in packets.values()), self.device)
         outgoing = {peer: packets[peer].to(self.device).contiguous() for peer in transfer.alive}
@@ -151,7 +149,7 @@ class TorchNetwork:
         transfer.complete(self._swap(inbox, {peer: outgoing[peer] for peer in transfer.alive}, f"{key}: packets"))
         return {peer: inbox[peer].to(device) for peer in transfer.alive}
 
-    def _all_reduce(self, tensor: Tensor, transfer: _Transfer[Tensor], key: str) -> Tensor:
+    def _all_reduce(self, tensor: Tensor, transfer: _Exchange[Tensor], key: str) -> Tensor:
         buffer = tensor.to(self.device)
         collected = _ahead(self._collect(chunk, transfer, f"{key}: parts") for chunk in torch.split(buffer, CHUNK))
         handed_round = _ahead(self._hand_round(*parts, transfer, f"{key}: means") for parts in collected)
@@ -164,7 +162,7 @@ class TorchNetwork:
         transfer.raise_if_lost()
         return tensor
 
-    def _collect(self, chunk: Tensor, transfer: _Transfer[Tensor], key: str) -> tuple[Packets, Packets, list[_Work]]:
+    def _collect(self, chunk: Tensor, transfer: _Exchange[Tensor], key: str) -> tuple[Packets, Packets, list[_Work]]:
         """Starts sending each member its part of a chunk, and collecting everyone's values of the own part."""
         parts = dict(zip(transfer.group, chunk.tensor_split(len(transfer.group)), strict=True))
         inbox = {peer: torch.empty_like(parts[self.rank]) for peer in transfer.others}
@@ -172,7 +170,7 @@ class TorchNetwork:
         return parts, inbox, self._swap(inbox, outgoing, key)
 
     def _hand_round(
-        self, parts: Packets, inbox: Packets, works: list[_Work], transfer: _Transfer[Tensor], key: str
+        self, parts: Packets, inbox: Packets, works: list[_Work], transfer: _Exchange[Tensor], key: str
     ) -> tuple[Packets, Packets, list[_Work]]:
         """Averages the own part, and starts sending it to all for theirs."""
         transfer.complete(works)
@@ -239,78 +237,46 @@ def _start(post: dist.P2POp, peer: int) -> _Work:
         return _Work(peer, None, str(error))
 
 
-class _Transfer(Generic[T]):
-    """An exchange that runs in a thread of its own, so that it goes on while the replica trains."""
+class _Exchange(Transfer[T]):
+    """An exchange that runs in a thread of its own."""
 
-    def __init__(self, network: TorchNetwork, group: Group, run: Callable[[_Transfer[T]], T]) -> None:
-        self.group = group
-        self.others = [rank for rank in group if rank != network.rank]
-        self.alive = list(self.others)
-        self.finished_at = float("inf")
-        self._network = network
-        self._lost: dict[int, str] = {}
+    def __init__(self, network: TorchNetwork, group: Group, work: Callable[[_Exchange[T]], T]) -> None:
+        super().__init__(network, group)
         self._awaited: list[_Work] = []
-        self._result: Future[T] = Future()
-        threading.Thread(target=self._run, args=(run,), daemon=True).start()
+        threading.Thread(target=self._run, args=(work, network.device), daemon=True).start()
 
-    def done(self) -> bool:
-        return self._result.done()
-
-    def wait(self, timeout: float) -> T:
-        network = self._network
-        began = network.now()
-        try:
-            return self._result.result(timeout)
-        except FutureTimeout:
-            self.finished_at = network.now()
-            late = self._late()
-            names = ", ".join(map(network.address, late))
-            raise PeerLostError(
-                late,
-                f"{names} did not deliver within {timeout:g} s; "
-                f"see whether {'it is' if len(late) == 1 else 'they are'} running and can be reached, "
-                "or raise the deadline",
-            ) from None
-        finally:
-            network.traffic.seconds_blocked += network.now() - began
+    @property
+    def alive(self) -> list[int]:
+        """The others that have not been lost."""
+        return [rank for rank in self.others if rank not in self.lost]
 
     def complete(self, works: list[_Work]) -> None:
         """Waits for sends and receives; who fails in one is lost, the rest goes on."""
         self._awaited = works
         for work in works:
-            if work.failed() and work.peer in self.alive:
-                self.alive.remove(work.peer)
-                self._lost[work.peer] = work.error
+            if work.failed():
+                # Gloo's message begins with a source line and ends with advice for its own developers.
+                self.lost.setdefault(work.peer, work.error.split("] ", 1)[-1].split(". ")[0])
 
-    def _late(self) -> list[int]:
+    def late(self) -> list[int]:
         """Those with whom something is still under way; all others, where the exchange has not come to that."""
         if len(self.others) == 1:
             return self.others
         watches = [(work.peer, work.watch()) for work in self._awaited]
-        ends = time.monotonic() + _GRACE
+        ends = time.monotonic() + _GRACE_SECONDS
         for _, watch in watches:
             watch.join(max(0.0, ends - time.monotonic()))
         return sorted({peer for peer, watch in watches if watch.is_alive()}) or self.others
 
-    def raise_if_lost(self, delivered: Packets | None = None) -> None:
-        """Raises PeerLostError, naming them, if anybody was lost."""
-        if self._lost:
-            names = ", ".join(self._network.address(rank) for rank in sorted(self._lost))
-            # Gloo's message begins with a source line and ends with advice for its own developers.
-            cause = next(iter(self._lost.values())).split("] ", 1)[-1].split(". ")[0]
-            raise PeerLostError(sorted(self._lost), f"lost {names}: {cause}", delivered)
-
-    def _run(self, run: Callable[[_Transfer[T]], T]) -> None:
+    def _run(self, work: Callable[[_Exchange[T]], T], device: torch.device) -> None:
         try:
-            result = run(self)
-            if self._network.device.type == "cuda":
+            result = work(self)
+            if device.type == "cuda":
                 torch.cuda.current_stream().synchronize()
         except BaseException as error:
-            self.finished_at = self._network.now()
-            self._result.set_exception(error)
+            self.fail(error)
         else:
-            self.finished_at = self._network.now()
-            self._result.set_result(result)
+            self.finish(result)
 
 
 def _ahead(items: Iterator[T]) -> Iterator[T]:

@@ -11,12 +11,12 @@ from farflung.outer.loop import OuterLoop
 from farflung.outer.merges import Drop, Eager, Keep, Merge, Mix, merge_named
 from farflung.outer.method import Method
 from farflung.outer.optimizers import (
-    Anchored,
     Average,
-    GossipApart,
     GossipNesterov,
     OuterFactory,
     OuterOptimizer,
+    ParameterAveraging,
+    SplitGossip,
 )
 from farflung.outer.outcomes import Outcome, Round
 from farflung.outer.schedules import Schedule
@@ -26,7 +26,6 @@ from farflung.renamed import renamed
 
 __all__ = [
     "Adapt",
-    "Anchored",
     "Average",
     "DisagreementError",
     "DivergedError",
@@ -34,7 +33,6 @@ __all__ = [
     "Eager",
     "ElasticLoop",
     "Everyone",
-    "GossipApart",
     "GossipNesterov",
     "GradientLoop",
     "Keep",
@@ -46,11 +44,13 @@ __all__ = [
     "OuterFactory",
     "OuterLoop",
     "OuterOptimizer",
+    "ParameterAveraging",
     "RandomGroups",
     "Round",
     "Schedule",
     "Session",
     "Shape",
+    "SplitGossip",
     "Topology",
     "Way",
     "bytes_per_parameter",
@@ -66,9 +66,11 @@ _OF_INNER = ("ADAMW", "INNER", "MUON", "SIGN", "Inner", "MuonAdamW", "SignSGD")
 __getattr__ = renamed(
     __name__,
     {
+        "Anchored": "ParameterAveraging",
         "Attached": "Session",
         "Disagreement": "DisagreementError",
         "Diverged": "DivergedError",
+        "GossipApart": "SplitGossip",
         "parts_sent": "traffic_per_hop",
         **{name: f"farflung.inner.{name}" for name in _OF_INNER},
     },

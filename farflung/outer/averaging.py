@@ -94,7 +94,7 @@ class Averaging:
         self._prototype = method.codec
         self._views = views
         self._way = method.averaging
-        self._alike = method.topology.alike
+        self._identical = method.topology.identical
         self._name = name
         self._exact = exact
         self._aggregation = aggregation
@@ -114,11 +114,8 @@ class Averaging:
         `wait` of the result raises PeerLostError when somebody's part is missing or unreadable. The message then holds
         the mean of the others', or where that cannot be, this replica's own values.
         """
-        if (
-            self._aggregation is None
-            and self._prototype.traits.lossless
-            and (self._exact or message.dtype == torch.float32)
-        ):
+        lossless = self._prototype.traits.lossless and (self._exact or message.dtype == torch.float32)
+        if lossless and self._aggregation is None:
             return self._network.all_reduce(message, group, key), 0.0
         self._round, self._weights = round, weights or {}
         whole = self._aggregation is not None and self._aggregation.whole
@@ -186,8 +183,8 @@ class Averaging:
     def _average_strip(
         self, codec: Codec, strip: list[Tensor], weights: Mapping[int, float], packets: dict[int, Packet]
     ) -> dict[int, str]:
-        own = None if self._alike else strip
-        others = {rank: p for rank, p in packets.items() if self._alike or rank != self._network.rank}
+        own = None if self._identical else strip
+        others = {rank: p for rank, p in packets.items() if self._identical or rank != self._network.rank}
         mean, unreadable = self._mean(codec, others, strip, own, weights)
         _copy(mean, strip)
         return unreadable

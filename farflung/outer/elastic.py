@@ -20,9 +20,9 @@ from farflung.networks import ElasticNetwork, Group, Network, Party, PeerLostErr
 from farflung.outer.aggregation import Aggregation
 from farflung.outer.loop import Exchange, OuterLoop
 from farflung.outer.optimizers import (
-    Anchored,
     OuterFactory,
     OuterOptimizer,
+    ParameterAveraging,
     message_of,
     refuse_rounded_weights,
     state_by_anchor,
@@ -59,11 +59,11 @@ class ElasticLoop(OuterLoop):
         assert self.method.outer is not None
         outer = self.method.outer(self.anchors)
         refuse_rounded_weights(outer, self.method.codec, self.anchors)
-        draws_together = self.method.topology.alike and self.method.codec.traits.lossless
-        return Anchored(outer) if draws_together and not isinstance(outer, OuterOptimizer) else outer
+        draws_together = self.method.topology.identical and self.method.codec.traits.lossless
+        return ParameterAveraging(outer) if draws_together and not isinstance(outer, OuterOptimizer) else outer
 
     def _aggregation(self) -> Aggregation:
-        return Aggregation(self._options.robust, self._elastic.blame)
+        return Aggregation(self._options["robust"], self._elastic.blame)
 
     def _counted(self, step: int) -> int:
         """Counts a step as the others do, and takes their state once it has come for one that was behind."""
@@ -89,7 +89,7 @@ class ElasticLoop(OuterLoop):
                 return Result(message, (), Outcome.SAT_OUT)
             pending, error = averaging.start(message, party.group, key, number, party.weights)
             try:
-                return Result(pending.wait(self.deadline), party.group, compression_error=error)
+                return Result(pending.wait(self.deadline_s), party.group, compression_error=error)
             except PeerLostError as lost:
                 return Result(message, party.group, Outcome.PEER_LOST, str(lost), error)
 
@@ -133,7 +133,7 @@ class ElasticLoop(OuterLoop):
     def _fetch(self) -> None:
         """Starts to fetch the others' state, unless that is under way."""
         if self._fetching is None:
-            self._fetching = self._elastic.fetch(self.method.topology.alike)
+            self._fetching = self._elastic.fetch(self.method.topology.identical)
 
     def _take_fetched(self, wait: float = 0.0) -> bool:
         """Takes the others' state, when it is there, or after at most `wait` seconds; whether it did.

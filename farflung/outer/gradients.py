@@ -55,29 +55,15 @@ class GradientLoop(Session):
     ) -> None:
         super().__init__(method, model, optimizers, network, options, undo)
         _refuse_sparse_gradients(model, set(self.trained.parameters))
-        self._means = [
-            MeanGradient(
-                method,
-                self.trained,
-                optimizer,
-                index,
-                network,
-                self._key,
-                self._untrained,
-                self.deadline,
-                self._report,
-                self._undo,
-            )
-            for index, optimizer in enumerate(optimizers)
-        ]
-        self._undo.callback(hook_steps(optimizers[-1], after=self._after_inner_step))
+        self._means = [MeanGradient(self, optimizer, index) for index, optimizer in enumerate(optimizers)]
+        self.undo.callback(hook_steps(optimizers[-1], after=self._after_inner_step))
 
     def _after_inner_step(self) -> None:
         self.step += 1
         if self.step & (self.step - 1) == 0:  # at 1, 2, 4, 8 …, since looking takes time
-            self._untrained.look()
+            self.untrained.look()
             self._look_beside()
-        if self._options.buffers == "round":
+        if self._options["buffers"] == "round":
             self.average_buffers()
 
     def _look_beside(self) -> None:
@@ -85,8 +71,8 @@ class GradientLoop(Session):
         if not (beside := self.trained.left_alone()):
             return
         own = digest(map(own_of, beside)).view(torch.uint8)
-        key = self._key(f"beside, step {self.step}")
-        packets = self.network.exchange(own, self.network.members(), key).wait(self.deadline)
+        key = self.key(f"beside, step {self.step}")
+        packets = self.network.exchange(own, self.network.members(), key).wait(self.deadline_s)
         if any(not torch.equal(packet.cpu(), own) for packet in packets.values()):
             self.trained.check_left_alone()
 

@@ -76,7 +76,7 @@ class OuterLoop(Session):
     ) -> None:
         super().__init__(method, model, optimizers, network, options, undo)
         schedule = method.schedule
-        device = torch.device(options.outer_device) if options.outer_device else None
+        device = torch.device(given) if (given := options["outer_device"]) else None
         fragments = split(model, schedule.fragments, self.trained.parameters) if schedule.every else [Fragment([])]
         self.anchors = [fragment.read(device) for fragment in fragments]
         self.outer: torch.optim.Optimizer = self._make_outer()
@@ -92,13 +92,13 @@ class OuterLoop(Session):
             for index, fragment in enumerate(fragments)
         ]
         self._adaptations = [Adaptation(method.adapt) if method.adapt else None for _ in fragments]
-        self._replica = Replica(self._weights, self.trained, self._untrained, copies, self._faults)
+        self._replica = Replica(self._weights, self.trained, self.untrained, copies, self._faults)
         self._rounds = Rounds[Tensor, Exchange](schedule, self._weights)
         self._everyone = network.members()
         self.trained.restore = lambda: self._replica.restore_if_spoilt(self._rounds.pending)
         for optimizer in optimizers:
-            self._undo.callback(unscaled_steps(optimizer))
-        self._undo.callback(hook_steps(optimizers[-1], after=self._after_inner_step))
+            self.undo.callback(unscaled_steps(optimizer))
+        self.undo.callback(hook_steps(optimizers[-1], after=self._after_inner_step))
 
     def _make_outer(self) -> torch.optim.Optimizer:
         assert self.method.outer is not None
@@ -164,7 +164,7 @@ class OuterLoop(Session):
         return Exchange(began, _Averaged(mean, sketches, group), error)
 
     def _compares(self, group: tuple[int, ...]) -> bool:
-        return self.method.topology.alike and len(group) > 1
+        return self.method.topology.identical and len(group) > 1
 
     def _round_key(self, fragment: int, round: int) -> str:
         return f"round {round} of {self._name}, fragment {fragment}"
@@ -190,7 +190,7 @@ class OuterLoop(Session):
             sync.lost = True
             raise
         sync.lost |= result.outcome == Outcome.PEER_LOST
-        self._report(
+        self.report(
             Round(
                 round=pending.round,
                 fragment=pending.fragment,
@@ -213,7 +213,7 @@ class OuterLoop(Session):
     def _result(self, pending: PendingRound[Tensor, Exchange]) -> Result:
         """What an exchange came to: the mean, or this replica's own message if a peer is lost."""
         try:
-            result = pending.exchange.result.wait(self.deadline)
+            result = pending.exchange.result.wait(self.deadline_s)
         except PeerLostError as lost:
             # A copy: a peer that is only late may still be writing its values into the message.
             result = Result(pending.offer.message.clone(), pending.group, Outcome.PEER_LOST, str(lost))
@@ -230,7 +230,7 @@ class OuterLoop(Session):
         anchor, pace = self.anchors[sync.index], self._pace(sync)
         state = state_of(self.outer, anchor)
         try:
-            pace = draw_together(anchor, state, pace, self.network, pending.group, key, self.deadline)
+            pace = draw_together(anchor, state, pace, self.network, pending.group, key, self.deadline_s)
         except PeerLostError as lost:
             result.note(Outcome.PEER_LOST, str(lost))  # the next round tries again
             return
@@ -281,7 +281,7 @@ class OuterLoop(Session):
                 sync.offer_at_landing(self._fault(sync), len(group))
         if not sync.absorb(pending, result.mean):
             result.note(Outcome.PEER_LOST, "the mean of the messages is not finite")
-        if self._options.buffers == "round" and pending.fragment == 0:
+        if self._options["buffers"] == "round" and pending.fragment == 0:
             try:
                 self._average_buffers_in(pending.round, result.group)
             except PeerLostError as lost:

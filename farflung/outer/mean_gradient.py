@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,19 +14,14 @@ from farflung.errors import UserError
 from farflung.hooks.scaling import is_scaled, step_always, take_gradients, unscale
 from farflung.hooks.shards import own_of
 from farflung.hooks.steps import Arguments, hook_steps
-from farflung.hooks.trained import Trained, held_by
-from farflung.hooks.untrained import Untrained
-from farflung.networks import Network
+from farflung.hooks.trained import held_by
 from farflung.outer.averaging import Averaging
 from farflung.outer.faults import Faults
 from farflung.outer.fragments import Fragment
 from farflung.outer.notes import NOTES, Noted
 from farflung.outer.outcomes import Outcome, Round
-from farflung.outer.session import copied
+from farflung.outer.session import Session, copied
 from farflung.outer.topologies import group_of
-
-if TYPE_CHECKING:
-    from farflung.outer.method import Method
 
 SPARSE = "{} has sparse gradients, which cannot be averaged; make the embedding with sparse=False, or use diloco"
 
@@ -39,44 +33,22 @@ class MeanGradient:
     for each parameter whether it has a gradient; the loss, whether it counts, and whether a gradient overflowed.
 
     Args:
-        method: the choices that make a method.
-        trained: the parameters of the loop, this optimizer's among them.
-        optimizer: whose steps are hooked until `undo` is closed.
+        session: whose gradients these are, in part.
+        optimizer: whose steps are hooked until the session ends.
         index: its place among the optimizers.
-        network: the replica's seat.
-        key: makes the keys of exchanges from what they are.
-        untrained: taken back when training was spoilt.
-        deadline: the longest that an exchange is waited for, in seconds.
-        report: told of every exchange.
-        undo: what ends with the attachment.
     """
 
-    def __init__(
-        self,
-        method: Method,
-        trained: Trained,
-        optimizer: torch.optim.Optimizer,
-        index: int,
-        network: Network,
-        key: Callable[[str], str],
-        untrained: Untrained,
-        deadline: float,
-        report: Callable[[Round], None],
-        undo: ExitStack,
-    ) -> None:
+    def __init__(self, session: Session, optimizer: torch.optim.Optimizer, index: int) -> None:
         held = set(held_by(optimizer))
         self.step = 0
-        self.faults = Faults(network.rank)
-        self._network = network
-        self._trained = trained
+        self.faults = Faults(session.network.rank)
+        self._session = session
+        self._network = network = session.network
         self._optimizer = optimizer
         self._index = index
-        self._key = key
-        self._untrained = untrained
-        self._deadline = deadline
-        self._report = report
-        self._parameters = [p for p in trained.parameters if p in held]
+        self._parameters = [p for p in session.trained.parameters if p in held]
         self._fragment = Fragment(self._parameters)
+        method = session.method
         self._topology = method.topology
         self._feeds_back = method.codec.traits.feeds_back
         codec = method.codec if method.codec.traits.lossless else Noted(method.codec)
@@ -85,8 +57,8 @@ class MeanGradient:
         self._exchanges = 0
         self._exchanges_before_step = 0
         self._ever_present = [False] * len(self._parameters)
-        undo.callback(step_always(optimizer))
-        undo.callback(hook_steps(optimizer, self._before_step, self._after_step))
+        session.undo.callback(step_always(optimizer))
+        session.undo.callback(hook_steps(optimizer, self._before_step, self._after_step))
 
     def _before_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -122,7 +94,7 @@ class MeanGradient:
         """Puts the mean gradients in the place of this replica's; returns the mean of the loss."""
         network = self._network
         network.advance()
-        self._trained.check()
+        self._session.trained.check()
         self._exchanges += 1
 
         remembered = self._averaging.state_dict() if is_scaled(self._optimizer) else None
@@ -131,9 +103,9 @@ class MeanGradient:
         number = self._exchanges
         group = group_of(network.rank, self._topology.groups(network.members(), str(number)))
         started = network.now()
-        key = self._key(f"gradient {number} of optimizer {self._index}")
+        key = self._session.key(f"gradient {number} of optimizer {self._index}")
         pending, error = self._averaging.start(message, group, key, number)
-        mean = pending.wait(self._deadline)
+        mean = pending.wait(self._session.deadline_s)
         *present, total_loss, counted, overflowed = mean[self._fragment.numel :].tolist()
         if overflowed:
             take_gradients(self._optimizer)
@@ -141,7 +113,7 @@ class MeanGradient:
                 self._averaging.load_state_dict(remembered)  # what was sent in vain is still to be sent
         else:
             self._scatter(mean, present)
-        self._report(
+        self._session.report(
             Round(
                 round=number,
                 fragment=self._index,
@@ -173,7 +145,7 @@ class MeanGradient:
         if not overflow and not finite(message):
             self.faults.spoil("the gradient is not finite")
         fault = self.faults.judge(self._exchanges, self.step)
-        self._untrained.restore() if fault else self._untrained.keep()
+        self._session.untrained.restore() if fault else self._session.untrained.keep()
         if overflow:
             fault = fault or "a gradient overflowed at the GradScaler's scale"
         if fault:

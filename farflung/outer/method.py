@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Unpack
 
 import torch
 from torch import nn
@@ -14,7 +15,7 @@ from farflung.codecs import Codec, Dense
 from farflung.errors import UserError
 from farflung.hooks.shards import check_shards
 from farflung.inner import MUON, Inner
-from farflung.networks import ElasticNetwork, Network
+from farflung.networks import Network
 from farflung.outer.adaptation import Adapt
 from farflung.outer.aggregation import ROBUST
 from farflung.outer.averaging import Way
@@ -23,9 +24,8 @@ from farflung.outer.gradients import GradientLoop
 from farflung.outer.loop import OuterLoop
 from farflung.outer.merges import Keep, Merge
 from farflung.outer.optimizers import OuterFactory
-from farflung.outer.outcomes import Round
 from farflung.outer.schedules import Schedule
-from farflung.outer.session import Options, Session
+from farflung.outer.session import Options, Session, completed
 from farflung.outer.topologies import Everyone, Topology
 
 
@@ -45,6 +45,7 @@ class Method:
             "parts": each member averages one and sends it round, encoded again, so that bytes do not grow with the
             group.
         inner: the inner optimizer that goes with it. Muon lowered the loss under every method (docs/evidence.md).
+        needs_inner: whether it is another method with any other inner optimizer than that.
     """
 
     schedule: Schedule
@@ -55,6 +56,7 @@ class Method:
     adapt: Adapt | None = None
     averaging: Way = "parts"
     inner: Inner = MUON
+    needs_inner: bool = False
 
     def __post_init__(self) -> None:
         """Refuses choices that do not go together. Raises UserError."""
@@ -64,7 +66,7 @@ class Method:
             )
         if self.merge.eager and (self.schedule.delay != self.schedule.every or self.schedule.final is not None):
             raise UserError("eager needs a delay of a whole round; set delay to the same as every, without every_final")
-        if self.topology.alike and self.codec.traits.needs_receiver:
+        if self.topology.identical and self.codec.traits.needs_receiver:
             raise UserError(
                 f"codec {self.codec!r} reads messages by the receiver's own values, so that replicas which must end "
                 "alike would drift apart; use it with noloco or in groups, or choose another codec, such as int4"
@@ -78,9 +80,9 @@ class Method:
     @property
     def needs_equal_anchors(self) -> bool:
         """Whether only replicas with the same anchors may average; else rounds draw them together."""
-        return self.topology.alike and not self.codec.traits.lossless
+        return self.topology.identical and not self.codec.traits.lossless
 
-    def check_open(self) -> None:
+    def check_elastic(self) -> None:
         """Refuses what needs replicas to stay, for networks on which they come and go. Raises UserError."""
         if self.outer is None:
             raise UserError("this method needs all replicas at every step; on the internet use noloco or diloco")
@@ -104,13 +106,7 @@ class Method:
         model: nn.Module,
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         network: Network,
-        *,
-        outer_device: torch.device | str | None = None,
-        deadline: float = 120.0,
-        starting: float = 600.0,
-        robust: str = "mean",
-        buffers: Literal["end", "round"] = "end",
-        on_round: Callable[[Round], None] | None = None,
+        **options: Unpack[Options],
     ) -> Session:
         """Hooks the method to the steps of the model's optimizers, for use in a `with` statement. Raises UserError.
 
@@ -119,37 +115,47 @@ class Method:
             optimizer: the inner optimizer, or several, in the order in which they step; a step of the last one is an
                 inner step. Those that step within backward step from the last layer to the first.
             network: the replica's seat.
-            outer_device, deadline, starting, robust, buffers, on_round: see Options.
+            options: see Options.
         """
         optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
-        options = Options(outer_device, deadline, starting, robust, buffers, on_round)
-        self._check(model, optimizers, network, options)
+        chosen = completed(options)
+        _check_given(model, optimizers)
+        self._check_network(network, chosen["robust"])
+        self._look_at_inner(optimizers)
         check_shards(model, network)
-        loop = ElasticLoop if isinstance(network, ElasticNetwork) else OuterLoop
+        loop = GradientLoop if self.outer is None else ElasticLoop if network.elastic else OuterLoop
         undo = ExitStack()
         try:
-            return (GradientLoop if self.outer is None else loop)(self, model, optimizers, network, options, undo)
+            return loop(self, model, optimizers, network, chosen, undo)
         except BaseException:
             undo.close()
             raise
 
-    def _check(
-        self, model: nn.Module, optimizers: list[torch.optim.Optimizer], network: Network, options: Options
-    ) -> None:
-        if not isinstance(model, nn.Module):
-            raise UserError(f"attach was given a {type(model).__name__} for the model; give the model first")
-        for optimizer in optimizers:
-            if not isinstance(optimizer, torch.optim.Optimizer):
-                raise UserError(
-                    f"attach was given a {type(optimizer).__name__} for an optimizer; give one of torch's kind"
-                )
-        if not optimizers:
-            raise UserError("attach was given no optimizer; give the model's")
-        if options.buffers not in ("end", "round"):
-            raise UserError(f"buffers is {options.buffers!r}; choose 'end' or 'round'")
-        if options.robust not in ROBUST:
-            raise UserError(f"robust is {options.robust!r}; choose one of {', '.join(ROBUST)}")
-        if isinstance(network, ElasticNetwork):
-            self.check_open()
-        elif options.robust != "mean":
-            raise UserError(f"robust is {options.robust!r}, but only peers on the internet need it; leave it out")
+    def _check_network(self, network: Network, robust: str) -> None:
+        if robust not in ROBUST:
+            raise UserError(f"robust is {robust!r}; choose one of {', '.join(ROBUST)}")
+        if network.elastic:
+            self.check_elastic()
+        elif robust != "mean":
+            raise UserError(f"robust is {robust!r}, but only peers on the internet need it; leave it out")
+
+    def _look_at_inner(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Says so where the method would be another one."""
+        kind = self.inner.kind.__name__
+        others = [type(one).__name__ for one in optimizers if not isinstance(one, self.inner.kind)]
+        if self.needs_inner and others:
+            warnings.warn(
+                f"this method is published with {kind}, and is another one with {others[0]}; "
+                f"give attach farflung.inner.{kind}",
+                stacklevel=3,
+            )
+
+
+def _check_given(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    if not isinstance(model, nn.Module):
+        raise UserError(f"attach was given a {type(model).__name__} for the model; give the model first")
+    for optimizer in optimizers:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise UserError(f"attach was given a {type(optimizer).__name__} for an optimizer; give one of torch's kind")
+    if not optimizers:
+        raise UserError("attach was given no optimizer; give the model's")

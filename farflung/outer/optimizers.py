@@ -152,7 +152,7 @@ class GossipNesterov(OuterOptimizer):
         return self.param_groups[0]
 
 
-class GossipApart(GossipNesterov):
+class SplitGossip(GossipNesterov):
     """GossipNesterov whose message is both of its halves, βΔ and -γ·φ, for codecs that treat them apart.
 
     A pseudo-gradient may be compressed like a gradient. Of an anchor only what it differs from the partner's may.
@@ -192,7 +192,7 @@ class Average(OuterOptimizer):
         anchor.copy_(mean)
 
 
-class Anchored(OuterOptimizer):
+class ParameterAveraging(OuterOptimizer):
     """Any torch optimizer, for replicas that should hold the same anchor φ but may not: the weights θ travel.
 
     The gradient φ - mean(θ) is the mean pseudo-gradient where anchors are equal; where they are not, it also draws
@@ -226,7 +226,7 @@ class Anchored(OuterOptimizer):
 
 def state_by_anchor(outer: torch.optim.Optimizer) -> dict[Tensor, dict[str, Any]]:
     """What an outer optimizer keeps of each anchor."""
-    return (outer.inner if isinstance(outer, Anchored) else outer).state
+    return (outer.inner if isinstance(outer, ParameterAveraging) else outer).state
 
 
 def state_of(outer: torch.optim.Optimizer, anchor: Tensor) -> dict[str, Any]:

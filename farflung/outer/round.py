@@ -107,7 +107,7 @@ class Sync(Generic[M]):
         self.met: Group = ()
         self.lost = False
         self._schedule = schedule
-        self._fresh: Offer[M] | None = None
+        self.fresh: Offer[M] | None = None
 
     def group(self, rank: int, members: Group, topology: Topology) -> Group:
         """With whom a replica averages in its next round; nobody when it sits out."""
@@ -127,7 +127,7 @@ class Sync(Generic[M]):
 
         A landing may have made it just before, and has asked for the fault then.
         """
-        offer, self._fresh = self._fresh or self.content.offer(fault()), None
+        offer, self.fresh = self.fresh or self.content.offer(fault()), None
         self.content.keep(offer, self.delay_steps > 0)
         if members and not offer.applied:
             self.content.step_alone(offer, members)
@@ -135,8 +135,8 @@ class Sync(Generic[M]):
 
     def offer_at_landing(self, fault: str, members: int) -> None:
         """Makes the next round's offer before the last one lands, as an eager merge needs it."""
-        self._fresh = self.content.offer(fault)
-        self._fresh.applied = 1 / members
+        self.fresh = self.content.offer(fault)
+        self.fresh.applied = 1 / members
 
     def start(self, step: int, group: Group, offer: Offer[M], exchange: E) -> PendingRound[M, E]:
         """The next round, whose exchange is under way; on to the one after it."""
@@ -152,11 +152,11 @@ class Sync(Generic[M]):
 
     def absorb(self, pending: PendingRound[M, E], mean: M) -> bool:
         """Makes new weights of a round's mean, whose memory is used up; whether it was of any use."""
-        return self.content.absorb(pending.offer, mean, self._fresh, pending.delayed)
+        return self.content.absorb(pending.offer, mean, self.fresh, pending.delayed)
 
-    def forget_offer(self) -> None:
-        """Drops what a landing has made for a round that then did not start."""
-        self._fresh = None
+    def stop(self) -> None:
+        """Starts no more rounds."""
+        self.next_start = 0
 
     def skip_to(self, step: int) -> None:
         """Leaves out the rounds before a step that a replica has missed."""
@@ -199,14 +199,16 @@ class Rounds(Generic[M, E]):
 
     def after(self, step: int) -> Iterator[Sync[M] | PendingRound[M, E]]:
         """What there is to do after a step: rounds that land, fragments that start one, rounds that land at once."""
-        for sync in self.syncs:
-            sync.forget_offer()
-        yield from self._landing(step)
+        if self.pending:
+            yield from self._landing(step)
         for sync in self.syncs:
             sync.trained += 1
             if sync.due(step):
                 yield sync
-        yield from self._landing(step)
+            else:
+                sync.fresh = None  # of an offer that was made at a landing, where no round has started then
+        if self.pending:
+            yield from self._landing(step)
 
     def _landing(self, step: int) -> Iterator[PendingRound[M, E]]:
         for pending in [pending for pending in self.pending if pending.lands_at_step <= step]:
@@ -215,5 +217,7 @@ class Rounds(Generic[M, E]):
 
     def next_step(self) -> int:
         """The next step after which there is something to do; 0 for never."""
-        starts = [sync.next_start for sync in self.syncs if sync.next_start]
-        return min([*starts, *(pending.lands_at_step for pending in self.pending)], default=0)
+        steps = [sync.next_start for sync in self.syncs if sync.next_start]
+        for pending in self.pending:
+            steps.append(pending.lands_at_step)
+        return min(steps, default=0)

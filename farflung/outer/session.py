@@ -6,15 +6,14 @@ import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self, TypedDict
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from farflung.errors import UserError
+from farflung.errors import UserError, suggestion
 from farflung.hooks.buffers import average
 from farflung.hooks.digests import digest
 from farflung.hooks.shards import own_of
@@ -22,7 +21,7 @@ from farflung.hooks.start import SETTING, Fact, agree_on_start
 from farflung.hooks.steps import hook_steps
 from farflung.hooks.trained import Trained
 from farflung.hooks.untrained import Untrained
-from farflung.networks import ElasticNetwork, Group, Network, among_members
+from farflung.networks import Group, Network, among_members
 from farflung.outer.faults import Faults
 from farflung.outer.outcomes import Round
 
@@ -42,25 +41,41 @@ END_DEADLINES = 10
 """The end waits this many times the deadline: replicas that never met may be far apart in time."""
 
 
-@dataclass(frozen=True)
-class Options:
-    """How a method is attached.
+class Options(TypedDict, total=False):
+    """How a method is attached. Durations are in seconds."""
 
-    Args:
-        outer_device: where the outer state lives; by default, with the model.
-        deadline: the longest that a round is waited for, in seconds.
-        starting: the longest that the others are waited for before the first step, in seconds.
-        robust: how messages become one on an open network; see Fusion.
-        buffers: whether buffers are averaged in every "round", or only at the "end" and by `average_buffers`.
-        on_round: told of every round when it has landed.
-    """
+    outer_device: torch.device | str | None
+    """Where the outer state lives; by default, with the model."""
+    deadline_s: float
+    """The longest that a round is waited for: 120."""
+    starting_s: float
+    """The longest that the others are waited for before the first step: 600."""
+    robust: str
+    """How messages become one on an elastic network: mean, median or clipped; see Aggregation."""
+    buffers: Literal["end", "round"]
+    """Whether buffers are averaged in every "round", or only at the "end" and by `average_buffers`."""
+    on_round: Callable[[Round], None] | None
+    """Told of every round when it has landed."""
 
-    outer_device: torch.device | str | None = None
-    deadline: float = 120.0
-    starting: float = 600.0
-    robust: str = "mean"
-    buffers: Literal["end", "round"] = "end"
-    on_round: Callable[[Round], None] | None = None
+
+USUAL = Options(outer_device=None, deadline_s=120.0, starting_s=600.0, robust="mean", buffers="end", on_round=None)
+_FORMERLY = {"deadline": "deadline_s", "starting": "starting_s"}
+
+
+def completed(given: Mapping[str, Any]) -> Options:
+    """All options, the usual ones where none were given. Raises UserError for one that there is not, or cannot be."""
+    options: dict[str, Any] = {**USUAL}
+    for name, value in given.items():
+        if name in _FORMERLY:
+            told = f"attach's {name} is called {_FORMERLY[name]} now; the old name goes with the next version"
+            warnings.warn(told, DeprecationWarning, stacklevel=4)
+            name = _FORMERLY[name]
+        if name not in USUAL:
+            raise UserError(f"attach has no option {name!r}{suggestion(name, list(USUAL))}")
+        options[name] = value
+    if options["buffers"] not in ("end", "round"):
+        raise UserError(f"buffers is {options['buffers']!r}; choose 'end' or 'round'")
+    return options  # type: ignore[return-value]
 
 
 class Session:
@@ -88,7 +103,7 @@ class Session:
     ) -> None:
         self.method = method
         self.network = network
-        self.deadline = options.deadline
+        self.deadline_s = options["deadline_s"]
         self.outer: Optimizer | None = None
         self.step = 0
         self.rounds = 0
@@ -104,12 +119,12 @@ class Session:
         self._warned = False
         self._exchanges = 0
         self._faults = Faults(network.rank)
-        self._undo = undo
-        self._untrained = Untrained(model, self.trained, undo)
+        self.undo = undo
+        self.untrained = Untrained(model, self.trained, undo)
         for optimizer in optimizers:
-            self._undo.callback(hook_steps(optimizer, before=self._before_first_step))
-        if isinstance(network, ElasticNetwork):
-            _check_open(number, self._untrained, options.buffers)
+            self.undo.callback(hook_steps(optimizer, before=self._before_first_step))
+        if network.elastic:
+            _check_elastic(number, self.untrained, options["buffers"])
 
     def __enter__(self) -> Self:
         if self._left:
@@ -122,7 +137,7 @@ class Session:
         self._left = True
         if error is None:
             self.finish()
-        self._undo.close()
+        self.undo.close()
 
     def land(self) -> None:
         """Lands what is pending."""
@@ -152,8 +167,8 @@ class Session:
             warnings.warn(UNSEEN, stacklevel=4)
         self.land()
         self._settle_at_end()
-        self._undo.close()
-        self._undo.callback(hook_steps(self.trained.optimizers[-1], after=self._warn_of_steps_alone))
+        self.undo.close()
+        self.undo.callback(hook_steps(self.trained.optimizers[-1], after=self._warn_of_steps_alone))
         if self._begun and self.method.exchanges:
             self.average_buffers()
 
@@ -178,7 +193,7 @@ class Session:
         whole numbers their largest, and unit vectors, such as spectral norm's, are taken from the lowest rank.
         Raises PeerLostError, and UserError where sizes differ.
         """
-        self._average_among_all("buffers", self._untrained.named(), directions=True)
+        self._average_among_all("buffers", self.untrained.named(), directions=True)
 
     def catch_up(self, wait: float) -> bool:
         """Takes the state of others before training, where it can be had within `wait` seconds; whether it was."""
@@ -194,7 +209,7 @@ class Session:
             "step": self.step,
             "rounds": self.rounds,
             "faults": self._faults.state_dict(),
-            "untrained": self._untrained.state_dict(),
+            "untrained": self.untrained.state_dict(),
         }
 
     @torch.inference_mode(False)
@@ -212,11 +227,11 @@ class Session:
     def _load(self, state: dict[str, Any]) -> None:
         self.step, self.rounds = state["step"], state["rounds"]
         self._faults.load_state_dict(state["faults"])
-        self._untrained.load_state_dict(state["untrained"])
+        self.untrained.load_state_dict(state["untrained"])
         self._begun = self.step > 0
         self._noted = False
 
-    def _key(self, what: str) -> str:
+    def key(self, what: str) -> str:
         """The key of an exchange: no two attachments on a network share one."""
         return f"{self._name}, {what}"
 
@@ -226,21 +241,21 @@ class Session:
             return
         self._noted = True
         self.trained.begin()
-        untrained = self._untrained.begin()
+        untrained = self.untrained.begin()
         if self._begun:
             return
         self._begun = True
         self._begin()
-        if self.method.exchanges and not isinstance(self.network, ElasticNetwork):
+        if self.method.exchanges and not self.network.elastic:
             weights = [own_of(parameter) for parameter in self.trained.parameters]
-            shapes = [tuple(tensor.shape) for tensor in (*weights, *self._untrained.named().values())]
+            shapes = [tuple(tensor.shape) for tensor in (*weights, *self.untrained.named().values())]
             facts = [
                 *self._facts(),
                 Fact("shapes", (str(shapes),)),
                 Fact("weights", (str(digest(weights).tolist()),)),
                 *untrained,
             ]
-            agree_on_start(self.network, self._key("start"), facts, self._options.starting)
+            agree_on_start(self.network, self.key("start"), facts, self._options["starting_s"])
 
     def _facts(self) -> list[Fact]:
         """What must be equal on all replicas, besides the weights."""
@@ -261,8 +276,8 @@ class Session:
 
     def _look(self) -> None:
         """Finds frozen weights that the loop moves itself. Raises UserError where they cannot go along."""
-        moving = self._untrained.look()
-        if moving and isinstance(self.network, ElasticNetwork):
+        moving = self.untrained.look()
+        if moving and self.network.elastic:
             raise UserError(
                 f"{moving[0]} is frozen, and yet it moves, which peers on the internet cannot average; "
                 "keep it outside of the model that is attached"
@@ -271,28 +286,29 @@ class Session:
     def _begin(self) -> None:
         """Takes note of the weights that training starts from, which may have been loaded since attach."""
 
-    def _report(self, round: Round) -> None:
+    def report(self, round: Round) -> None:
+        """Tells of a round that has landed."""
         self.rounds += bool(round.group)
-        if self._options.on_round:
-            self._options.on_round(round)
+        if on_round := self._options["on_round"]:
+            on_round(round)
 
     def _average_buffers_in(self, round: int, group: Group) -> None:
-        key = self._key(f"buffers of round {round}")
-        average(self._untrained.named(), self.network, group, key, self.deadline, directions=True)
+        key = self.key(f"buffers of round {round}")
+        average(self.untrained.named(), self.network, group, key, self.deadline_s, directions=True)
 
     def _average_among_all(self, what: str, tensors: Mapping[str, Tensor], directions: bool) -> None:
-        if isinstance(self.network, ElasticNetwork):
+        if self.network.elastic:
             return  # who comes and goes has nobody to end with
         self._exchanges += 1
-        key = self._key(f"{what} {self._exchanges}")
+        key = self.key(f"{what} {self._exchanges}")
 
         def exchange(group: Group) -> None:
-            average(tensors, self.network, group, f"{key} of {group}", END_DEADLINES * self.deadline, directions)
+            average(tensors, self.network, group, f"{key} of {group}", END_DEADLINES * self.deadline_s, directions)
 
         among_members(self.network, exchange)
 
 
-def _check_open(number: int, untrained: Untrained, buffers: str) -> None:
+def _check_elastic(number: int, untrained: Untrained, buffers: str) -> None:
     if number:
         raise UserError(
             "peers on the internet hold the rounds of one attachment, and this network has had one; give attach all "

@@ -14,7 +14,7 @@ class Topology(Protocol):
     """Splits the members into groups, anew each round."""
 
     @property
-    def alike(self) -> bool:
+    def identical(self) -> bool:
         """Whether a group's members must all end a round with the same bits."""
         ...
 
@@ -33,7 +33,7 @@ class Everyone:
     """All members in one group (DiLoCo, synchronous training)."""
 
     @property
-    def alike(self) -> bool:
+    def identical(self) -> bool:
         """True: they are one model."""
         return True
 
@@ -57,7 +57,7 @@ class RandomGroups:
     seed: int = 0
 
     @property
-    def alike(self) -> bool:
+    def identical(self) -> bool:
         """False: each has anchors of its own."""
         return False
 

@@ -3,33 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import NamedTuple
 
 from farflung.errors import UserError
-
-
-@dataclass(frozen=True)
-class Span:
-    """The part of a model that one stage has: layers from `begin` to before `end`, and perhaps a model's ends."""
-
-    begin: int
-    end: int
-    first: bool
-    last: bool
-
-
-class Load(NamedTuple):
-    """What something takes: parameters, and those of them that are multiplied with for every token."""
-
-    memory: float
-    work: float
-
-    def plus(self, other: Load) -> Load:
-        """Both together."""
-        return Load(self.memory + other.memory, self.work + other.work)
-
+from farflung.workloads.base import Load, Span
 
 NOTHING = Load(0.0, 0.0)
 

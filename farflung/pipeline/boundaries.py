@@ -1,4 +1,4 @@
-"""What crosses from one stage to the next and back: hidden numbers forward, their gradients backward, encoded."""
+"""What crosses from one stage to the next and back: hidden states forward, their gradients backward, encoded."""
 
 from __future__ import annotations
 
@@ -7,34 +7,31 @@ import re
 import torch
 from torch import Tensor
 
-from farflung.codecs import Codec, NotFiniteError, PacketError, codec_named
+from farflung.codecs import CODECS, Codec, NotFiniteError, codec_named
 from farflung.errors import UserError
-from farflung.pipeline.subspace import Subspace
-
-BOUNDARY_NAMES = (
-    "float32, bfloat16, int8, int4, topk10 (per cent kept), subspace32 (numbers a token); "
-    "joined with -, as in topk10-int8 or subspace32-int8"
-)
+from farflung.workloads.base import Coordinates
 
 
 class Boundary:
     """The packets of one boundary, all of one length, so that their receiver can make room before they come.
 
     Args:
-        shape: (sequences of a microbatch, length, width).
+        shape: of a microbatch's hidden states: (…, width).
         codec: how numbers become bytes; what must not be lost travels as it is, without one.
-        subspace: where the hidden numbers lie in one, its coordinates travel in their place.
+        subspace: where the hidden states lie in one, its coordinates travel in their place.
         device: where what arrives is wanted.
     """
 
     def __init__(
-        self, shape: torch.Size, codec: Codec, subspace: Subspace | None = None, device: torch.device | str = "cpu"
+        self, shape: torch.Size, codec: Codec, subspace: Coordinates | None = None, device: torch.device | str = "cpu"
     ) -> None:
         self._subspace = subspace
         self._device = torch.device(device)
         self._like = torch.empty(*shape[:-1], subspace.rank if subspace else shape[-1])
         self._codec = None if codec.traits.lossless else codec
-        self._room = self._like if self._codec is None else self._codec.encode([torch.zeros_like(self._like)])
+        self._room = self._like
+        if self._codec:
+            self._room = torch.empty(self._codec.nbytes([self._like]), dtype=torch.uint8)
         self.spoilt = False
         """Whether something that is not finite had to be sent; nought went in its place."""
 
@@ -47,14 +44,14 @@ class Boundary:
         """Memory for a packet that is to come."""
         return torch.empty_like(self._room)
 
-    def pack(self, hidden: Tensor, tokens: Tensor) -> Tensor:
-        """Hidden numbers on their way forward; `tokens` are the ids that they were made of."""
-        return self._packed(self._subspace.coordinates(hidden, tokens) if self._subspace else hidden)
+    def pack(self, hidden: Tensor, batch: Tensor) -> Tensor:
+        """Hidden states on their way forward; `batch` is what they were made of."""
+        return self._packed(self._subspace.coordinates(hidden, batch) if self._subspace else hidden)
 
-    def unpack(self, packet: Tensor, tokens: Tensor) -> Tensor:
-        """The hidden numbers of a packet."""
+    def unpack(self, packet: Tensor, batch: Tensor) -> Tensor:
+        """The hidden states of a packet."""
         numbers = self._unpacked(packet)
-        return self._subspace.hidden(numbers, tokens) if self._subspace else numbers
+        return self._subspace.hidden(numbers, batch) if self._subspace else numbers
 
     def pack_gradient(self, gradient: Tensor) -> Tensor:
         """A gradient on its way back."""
@@ -90,24 +87,23 @@ def boundary_named(name: str) -> tuple[int, Codec]:
     try:
         codec = codec_named(rest)
     except UserError as error:
-        raise UserError(f"boundary is {name!r}; choose one of {BOUNDARY_NAMES}") from error
+        raise UserError(f"boundary is {name!r}; choose one of {boundary_names()}") from error
     if not _is_plain(codec):
         raise UserError(
             f"boundary {name!r} remembers or measures its messages, and packets between stages must all be alike; "
-            f"choose one of {BOUNDARY_NAMES}"
+            f"choose one of {boundary_names()}"
         )
     return rank, codec
 
 
+def boundary_names() -> str:
+    """What can be written, in one line."""
+    examples = (example for row in CODECS.values() for example in row.examples)
+    plain = [example for example in examples if _is_plain(codec_named(example))]
+    return f"{', '.join(plain)}, subspace32 (numbers a token); joined with -, as in topk10-int8 or subspace32-int8"
+
+
 def _is_plain(codec: Codec) -> bool:
     """Whether equal messages make equal packets, all packets are of one length, and reading one needs nothing else."""
-    noise = torch.randn(2, 16, 64, generator=torch.Generator().manual_seed(0))
-    one_large = torch.zeros_like(noise)
-    one_large[0, 0, 0] = 1e6
-    packets = [codec.encode([tensor]) for tensor in (noise, noise, one_large, torch.zeros_like(noise))]
-    try:
-        read = [codec.decode(packets[0], [like])[0] for like in (noise, noise + 100)]
-    except PacketError:
-        return False
-    one_length = len({packet.numel() for packet in packets}) == 1
-    return one_length and torch.equal(packets[0], packets[1]) and torch.equal(*read)
+    traits = codec.traits
+    return traits.fixed_length and not traits.remembers and not traits.needs_receiver

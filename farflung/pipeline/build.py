@@ -2,65 +2,57 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
-from farflung.config import Config
 from farflung.networks import TorchNetwork
 from farflung.pipeline.assemble import training
-from farflung.pipeline.balance import Span
-from farflung.pipeline.division import Division, division_of
-from farflung.pipeline.groups import Groups
-from farflung.pipeline.layout import Layout
-from farflung.pipeline.split import Piece, anatomy, keep
-from farflung.pipeline.spread import Spread
-from farflung.pipeline.subspace import confine
-from farflung.workloads import models
-from farflung.workloads.data import Data
-from farflung.workloads.tokenizers import Tokenizer
+from farflung.pipeline.divided import DividedIsland
+from farflung.pipeline.division import Division, divisible, division_of
+from farflung.pipeline.groups import ProcessGroups
+from farflung.pipeline.mesh import Mesh
+from farflung.pipeline.settings import IslandSettings
+from farflung.workloads.base import Divisible, Workload
 
 
 def part_of_island(
-    config: Config, tokenizer: Tokenizer, data: Data, network: TorchNetwork, device: torch.device
-) -> Spread:
-    """This process's part of its replica. Raises UserError."""
-    layout = Layout.of(config)
-    groups = Groups(network, layout, config.deadline, config.routes == "random", device)
-    division = division_of(config, models.outline(models.model_config(config, tokenizer)))
-    pieces = [piece.to(device) for piece in pieces_of(config, tokenizer, division, groups.place.stage)]
+    settings: IslandSettings,
+    workload: Workload,
+    network: TorchNetwork,
+    mesh: Mesh,
+    seed: int,
+    deadline: float,
+    device: torch.device,
+) -> DividedIsland:
+    """This process's part of its replica; see assemble. Raises UserError."""
+    whole = divisible(workload)
+    groups = ProcessGroups(network, mesh, deadline, settings.routes == "random", device)
+    division = division_of(settings, whole, seed)
+    pieces = [piece.to(device) for piece in pieces_of(settings, whole, division, groups.coordinates.stage, seed)]
     for piece in pieces:
-        training(piece.model, config)
-    if layout.shards > 1 or config.offload:
-        shard_pieces(pieces, groups.mesh(), config.offload)
-    return Spread(config, groups, pieces, division, data, device)
+        training(piece.model, settings)
+    if mesh.shards > 1 or settings.offload:
+        shard_pieces(pieces, whole, groups.shard_mesh(), settings.offload)
+    return DividedIsland(settings, groups, pieces, division, whole, seed, device)
 
 
-def pieces_of(config: Config, tokenizer: Tokenizer, division: Division, stage: int) -> list[Piece]:
+def pieces_of(settings: IslandSettings, workload: Divisible, division: Division, stage: int, seed: int) -> list[Any]:
     """A stage's pieces, on the CPU; of the rest of the model nothing is ever made. Raises UserError."""
-    return [
-        Piece(_span_of(config, tokenizer, division, span), span, config.precision == "bfloat16")
-        for span in division.spans[stage :: config.stages]
-    ]
+    pieces = []
+    for span in division.spans[stage :: settings.stages]:
+        keep = partial(workload.keep, span=span, subspace=division.subspace, confined=division.confined_layers)
+        pieces.append(workload.piece(workload.build(seed, keep), span, settings.precision == "bfloat16"))
+    return pieces
 
 
-def _span_of(config: Config, tokenizer: Tokenizer, division: Division, span: Span) -> Any:
-    def reshape(model: Any) -> None:
-        if division.subspace:
-            parts = anatomy(model)
-            confine(model, parts[parts.layers], division.subspace, division.confined_layers)
-        keep(model, span)
-
-    return models.build(config, tokenizer, reshape)
-
-
-def shard_pieces(pieces: list[Piece], mesh: DeviceMesh, offload: bool) -> None:
+def shard_pieces(pieces: list[Any], workload: Divisible, mesh: DeviceMesh, offload: bool) -> None:
     """Divides each piece's parameters among the processes of a mesh, layer by layer (FSDP2)."""
     policy = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else OffloadPolicy()
     for piece in pieces:
-        parts = anatomy(piece.model)
-        for layer in parts[parts.layers][piece.span.begin : piece.span.end]:
+        for layer in workload.layers(piece.model)[piece.span.begin : piece.span.end]:
             fully_shard(layer, mesh=mesh, offload_policy=policy)
         fully_shard(piece, mesh=mesh, offload_policy=policy)

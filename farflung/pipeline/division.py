@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from farflung.codecs import Codec
-from farflung.config import Config
-from farflung.pipeline.balance import Span
+from farflung.errors import UserError
+from farflung.pipeline.balance import spans
 from farflung.pipeline.boundaries import boundary_named
-from farflung.pipeline.split import is_tied, spans_of
-from farflung.pipeline.subspace import Subspace, subspace_of
-
-PIECES_EACH = {"1f1b": 1, "gpipe": 1, "zero-bubble": 1, "interleaved": 2}
-"""How many pieces of the model a process has, by schedule."""
+from farflung.pipeline.settings import IslandSettings
+from farflung.workloads.base import Coordinates, Divisible, Span, Workload
 
 
 @dataclass(frozen=True)
@@ -25,7 +21,7 @@ class Division:
 
     spans: list[Span]
     codec: Codec
-    subspace: Subspace | None
+    subspace: Coordinates | None
     tied: bool
 
     @property
@@ -34,14 +30,17 @@ class Division:
         return self.spans[-1].begin
 
 
-def microbatches_of(config: Config) -> int:
-    """Parts that a process's share of a batch is computed in."""
-    return config.microbatches or (2 * config.stages if config.stages > 1 else 1)
+def divisible(workload: Workload) -> Divisible:
+    """The workload, as one that can be divided. Raises UserError where it cannot be."""
+    if not isinstance(workload, Divisible):
+        raise UserError(f"{type(workload).__name__} cannot be divided; leave out --stages, --shard and --offload")
+    return workload
 
 
-def division_of(config: Config, model: Any) -> Division:
-    """How a model, which needs no memory yet, is divided. Raises UserError."""
-    rank, codec = boundary_named(config.boundary)
-    subspace = subspace_of(model.config, rank, config.seed) if rank else None
-    spans = spans_of(model, config.stages * PIECES_EACH[config.schedule])
-    return Division(spans, codec, subspace, is_tied(model))
+def division_of(settings: IslandSettings, workload: Divisible, seed: int) -> Division:
+    """How the settings divide a workload's model. Raises UserError."""
+    rank, codec = boundary_named(settings.boundary)
+    model = workload.outline()
+    cut = spans(*workload.loads(model), settings.pieces)
+    subspace = workload.subspace(rank, seed) if rank else None
+    return Division(cut, codec, subspace, workload.tied_weight(model) is not None)

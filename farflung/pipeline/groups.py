@@ -13,41 +13,39 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from farflung.networks import PeerLostError, TorchNetwork
-from farflung.pipeline.layout import Layout
+from farflung.pipeline.mesh import Mesh
 
-PATIENCE = 2
+DEADLINES_OF_A_STAGE = 2
 """A stage may wait this many deadlines for another, which itself may wait for a round."""
 
 NOTICE_SECONDS = 0.5
 """What it takes until the end of a process on another machine has shown at its connections."""
 
 
-class Groups:
+class ProcessGroups:
     """The process groups that this process belongs to.
 
     Args:
         network: of all processes of the run.
-        layout: who is where.
+        mesh: who is where.
         deadline: the longest wait for a round, in seconds.
         roaming: whether microbatches leave the island.
         device: what shards are gathered on.
     """
 
-    def __init__(
-        self, network: TorchNetwork, layout: Layout, deadline: float, roaming: bool, device: torch.device
-    ) -> None:
-        self.layout = layout
-        self.place = layout.place(network.process)
+    def __init__(self, network: TorchNetwork, mesh: Mesh, deadline: float, roaming: bool, device: torch.device) -> None:
+        self.mesh = mesh
+        self.coordinates = mesh.coordinates(network.process)
         self._network = network
-        self._limit = timedelta(seconds=PATIENCE * deadline)
-        self.island = self._group(layout.island_of(self.place))
-        self.column = self._group(layout.column(self.place))
-        self._near = range(layout.processes) if roaming else layout.island_of(self.place)
+        self._limit = timedelta(seconds=DEADLINES_OF_A_STAGE * deadline)
+        self.island = self._group(mesh.island_group(self.coordinates))
+        self.pipeline_group = self._group(mesh.pipeline_group(self.coordinates))
+        self._near = range(mesh.processes) if roaming else mesh.island_group(self.coordinates)
         self.everyone = self._group(self._near)
-        self._shards = layout.shards_of(self.place)
+        self._shards = mesh.shard_group(self.coordinates)
         self._device = device
 
-    def mesh(self) -> DeviceMesh:
+    def shard_mesh(self) -> DeviceMesh:
         """The processes that hold this stage together, for FSDP."""
         backend = "gloo"
         if self._device.type == "cuda":
@@ -71,12 +69,12 @@ class Groups:
             lost = self._others() if late else self._lost()
             if not lost:
                 raise
-            names = ", ".join(f"{self.layout.describe(p)} ({self._network.address_of(p)})" for p in lost)
+            names = ", ".join(f"{self.mesh.describe(p)} ({self._network.address_of(p)})" for p in lost)
             reason = f"lost {names}: a replica cannot train without all of its stages and shards"
             if late:
                 limit = self._limit.total_seconds()
                 reason = f"no word within {limit:g} s from one of: {names}; see which hangs, or raise the deadline"
-            replicas = [self.layout.place(process).replica for process in lost]
+            replicas = [self.mesh.coordinates(process).replica for process in lost]
             raise PeerLostError(replicas, self._first_cause(reason)) from error
 
     def _lost(self) -> list[int]:
@@ -96,7 +94,7 @@ class Groups:
 
     def _first_cause(self, reason: str) -> str:
         """What the first to notice says: those who leave because of it are no cause."""
-        key = f"lost in replica {self.place.replica}"
+        key = f"lost in replica {self.coordinates.replica}"
         try:
             return self._network.store.compare_set(key, "", reason).decode()
         except (dist.DistError, RuntimeError):  # the store's keeper may be the one that is lost

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from farflung.config import Config
 from farflung.networks import Traffic
-from farflung.pipeline.layout import Layout, Place
-from farflung.workloads import models
-from farflung.workloads.data import Data
-
-TEMPERATURE = 0.7
-"""Of the text that a trained model writes."""
+from farflung.pipeline.mesh import Mesh, MeshCoordinates
+from farflung.pipeline.settings import IslandSettings
+from farflung.workloads.base import Ids, Workload, to
 
 
 class Island(Protocol):
@@ -24,8 +23,8 @@ class Island(Protocol):
     `model` is what this process trains, `traffic` what it has sent to other stages.
     """
 
-    layout: Layout
-    place: Place
+    mesh: Mesh
+    coordinates: MeshCoordinates
     model: nn.Module
     traffic: Traffic
 
@@ -40,15 +39,12 @@ class Island(Protocol):
         """What is to be done when the weights have changed. Raises PeerLostError."""
         ...
 
-    def loss_of(self, sequences: Tensor) -> float:
-        """The mean loss of (n, length) sequences, in nats a token, nothing lost between stages.
-
-        Raises PeerLostError.
-        """
+    def evaluate(self) -> float:
+        """What the workload judges the model by, nothing lost between stages. Raises PeerLostError."""
         ...
 
-    def continued(self, prompt: Tensor, length: int, end: int) -> list[int]:
-        """A (1, n) prompt and what the model writes after it, up to `length` tokens or `end`. Raises PeerLostError."""
+    def sample(self) -> str:
+        """Something to look at that the model makes. Raises PeerLostError."""
         ...
 
     def total(self, values: Tensor) -> Tensor:
@@ -56,30 +52,42 @@ class Island(Protocol):
         ...
 
 
-class Alone:
+class WholeIsland:
     """A replica that one process has all of.
 
     Args:
-        config: the settings.
+        settings: how it computes.
+        workload: what is trained.
         model: on its device.
-        data: where batches come from.
+        mesh: who is where.
         replica: its number.
+        seed: of batches and samples.
     """
 
-    def __init__(self, config: Config, model: Any, data: Data, replica: int, device: torch.device) -> None:
-        self.layout = Layout.of(config)
-        self.place = Place(replica)
+    def __init__(
+        self,
+        settings: IslandSettings,
+        workload: Workload,
+        model: Any,
+        mesh: Mesh,
+        replica: int,
+        seed: int,
+        device: torch.device,
+    ) -> None:
+        self.mesh = mesh
+        self.coordinates = MeshCoordinates(replica)
         self.model = model
         self.traffic = Traffic()
-        self._config = config
-        self._data = data
+        self._settings = settings
+        self._workload = workload
+        self._seed = seed
         self._device = device
 
     def gradients(self, step: int) -> tuple[float, str]:
         """See Island."""
-        config = self._config
-        batch = self._data.batch(config.seed, self.place.replica, step, config.batch_size)
-        parts = batch.tensor_split(config.microbatches or 1)
+        settings = self._settings
+        ids = self._workload.sample_ids(self._seed, self.coordinates.replica, step, settings.batch_size)
+        parts = np.array_split(ids, settings.microbatches or 1)
         total = 0.0
         for part in parts:
             loss = self._loss(part) / len(parts)
@@ -89,42 +97,37 @@ class Alone:
                 self.model.zero_grad()
                 return total, f"loss is {total}"
             torch.autograd.backward(loss)
-        if config.clip:
-            nn.utils.clip_grad_norm_(self.model.parameters(), config.clip)
+        if settings.clip:
+            nn.utils.clip_grad_norm_(self.model.parameters(), settings.clip)
         return total, ""
 
     def after_step(self) -> None:
         """See Island."""
 
-    @torch.no_grad()
-    def loss_of(self, sequences: Tensor) -> float:
+    def evaluate(self) -> float:
         """See Island."""
-        self.model.eval()
-        losses = [float(self._loss(part)) * len(part) for part in torch.split(sequences, self._config.batch_size)]
-        self.model.train()
-        return sum(losses) / len(sequences)
+        with self._evaluating(), self._precision():
+            return self._workload.evaluate(self.model, self._settings.batch_size, self._device)
 
-    @torch.no_grad()
-    def continued(self, prompt: Tensor, length: int, end: int) -> list[int]:
+    def sample(self) -> str:
         """See Island."""
-        torch.manual_seed(self._config.seed)
-        self.model.eval()
-        prompt = prompt.to(self._device)
-        tokens = self.model.generate(
-            prompt,
-            attention_mask=torch.ones_like(prompt),
-            max_length=length,
-            do_sample=True,
-            temperature=TEMPERATURE,
-            pad_token_id=end,
-        )
-        return tokens[0].tolist()  # type: ignore[no-any-return]
+        with self._evaluating():
+            return self._workload.sample(self.model, self._seed, self._device)
 
     def total(self, values: Tensor) -> Tensor:
         """See Island."""
         return values
 
-    def _loss(self, sequences: Tensor) -> Tensor:
-        half = self._config.precision == "bfloat16"
-        with torch.autocast(self._device.type, torch.bfloat16, enabled=half):
-            return models.sequence_loss(self.model, sequences.to(self._device))
+    def _loss(self, ids: Ids) -> Tensor:
+        with self._precision():
+            return self._workload.loss(self.model, to(self._workload.batch(ids), self._device))
+
+    def _precision(self) -> torch.autocast:
+        return torch.autocast(self._device.type, torch.bfloat16, enabled=self._settings.precision == "bfloat16")
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        self.model.eval()
+        with torch.no_grad():
+            yield
+        self.model.train()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,10 +14,29 @@ from torch.distributed.pipelining import PipelineStage
 from farflung.networks import Traffic
 from farflung.pipeline.boundaries import Boundary
 from farflung.pipeline.routes import Routes
-from farflung.pipeline.split import Piece
 
 ProcessOf = Callable[[int, int], int]
 """The process that has a replica's piece."""
+
+
+@dataclass
+class Transport:
+    """How microbatches reach a stage and leave it.
+
+    Args:
+        group: over which they travel.
+        replica: this process's.
+        process_of: who has which piece of which replica.
+        before, after: the boundaries on both sides.
+        traffic: where what is sent and received is counted.
+    """
+
+    group: dist.ProcessGroup
+    replica: int
+    process_of: ProcessOf
+    before: Boundary
+    after: Boundary
+    traffic: Traffic
 
 
 class RoutedStage(PipelineStage):
@@ -24,47 +44,36 @@ class RoutedStage(PipelineStage):
 
     Args:
         piece, index, count: the piece, its number, and of how many.
-        entering, leaving: what goes in and comes out, shapes and dtypes only.
-        column: the group of the processes of this replica's pipeline.
-        everyone: the group over which microbatches travel.
-        replica, process_of: this replica, and who has which piece.
-        before, after: the boundaries on both sides.
-        traffic: where what is sent and received is counted.
+        shapes: what goes in, and what comes out, shapes and dtypes only.
+        pipeline_group: the processes of this replica's pipeline.
+        transport: where microbatches come from and go to.
 
-    Where pieces hand on sums of routers beside the hidden numbers, these travel as they are, in packets of their own.
+    Where pieces hand on sums beside the hidden states, these travel as they are, in packets of their own.
     """
 
     def __init__(
         self,
-        piece: Piece,
+        piece: Any,
         index: int,
         count: int,
-        entering: tuple[Tensor, ...],
-        leaving: tuple[Tensor, ...],
-        column: dist.ProcessGroup,
-        everyone: dist.ProcessGroup,
-        replica: int,
-        process_of: ProcessOf,
-        before: Boundary,
-        after: Boundary,
+        shapes: tuple[tuple[Tensor, ...], tuple[Tensor, ...]],
+        pipeline_group: dist.ProcessGroup,
+        transport: Transport,
         device: torch.device,
-        traffic: Traffic,
     ) -> None:
-        super().__init__(piece, index, count, device, input_args=entering, output_args=leaving, group=column)
-        self.traffic = traffic
-        self.tokens: list[Tensor] = []
-        """The ids that each microbatch of the step was made of."""
+        entering, leaving = shapes
+        super().__init__(piece, index, count, device, input_args=entering, output_args=leaving, group=pipeline_group)
+        self.batches: list[Tensor] = []
+        """The samples of each microbatch of the step."""
         self.routes: Routes
-        self._everyone = everyone
-        self._replica = replica
-        self._process_of = process_of
-        self._before, self._after = before, after
-        self._sums = [torch.empty(piece.routers.numbers)] if piece.routers else []
+        self._transport = transport
+        self._before, self._after = transport.before, transport.after
+        self._sums = [torch.empty(piece.sums)] if piece.sums else []
         self._inbox: dict[tuple[str, int], list[Tensor]] = {}
 
-    def begin_step(self, routes: Routes, tokens: list[Tensor]) -> None:
+    def begin_step(self, routes: Routes, batches: list[Tensor]) -> None:
         """Says what the next step's microbatches are, and how they go."""
-        self.routes, self.tokens = routes, tokens
+        self.routes, self.batches = routes, batches
         self._before.spoilt = self._after.spoilt = False
         self._inbox.clear()
 
@@ -82,7 +91,7 @@ class RoutedStage(PipelineStage):
         if self.is_last:
             return []
         (hidden, *sums), _ = self.fwd_cache[fwd_chunk_id]
-        packet = self._after.pack(hidden, self.tokens[fwd_chunk_id])
+        packet = self._after.pack(hidden, self.batches[fwd_chunk_id])
         return self._send("forward", fwd_chunk_id, self._onward(fwd_chunk_id), packet, sums)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
@@ -102,7 +111,7 @@ class RoutedStage(PipelineStage):
 
     def _retrieve_recv_activations(self, fwd_chunk_id: int) -> tuple[Tensor, ...]:
         packet, *sums = self._inbox.pop(("forward", fwd_chunk_id))
-        entering = (self._before.unpack(packet, self.tokens[fwd_chunk_id]), *(s.to(self.device) for s in sums))
+        entering = (self._before.unpack(packet, self.batches[fwd_chunk_id]), *(s.to(self.device) for s in sums))
         return tuple(tensor.requires_grad_(self.has_backward) for tensor in entering)
 
     def _retrieve_recv_grads(self, bwd_chunk_id: int) -> tuple[Tensor, ...]:
@@ -110,27 +119,27 @@ class RoutedStage(PipelineStage):
         return (self._after.unpack_gradient(packet), *(s.to(self.device) for s in of_sums))
 
     def _onward(self, microbatch: int) -> int:
-        replica = self.routes.onward(self._replica, microbatch, self.stage_index)
-        return self._process_of(replica, self.stage_index + 1)
+        replica = self.routes.onward(self._transport.replica, microbatch, self.stage_index)
+        return self._transport.process_of(replica, self.stage_index + 1)
 
     def _back(self, microbatch: int) -> int:
-        replica = self.routes.back(self._replica, microbatch, self.stage_index - 1)
-        return self._process_of(replica, self.stage_index - 1)
+        replica = self.routes.back(self._transport.replica, microbatch, self.stage_index - 1)
+        return self._transport.process_of(replica, self.stage_index - 1)
 
     def _receive(self, way: str, microbatch: int, peer: int, boundary: Boundary) -> list[dist.P2POp]:
         rooms = self._inbox[way, microbatch] = [boundary.room(), *(torch.empty_like(sums) for sums in self._sums)]
         for room in rooms:
-            self.traffic.received(room.nbytes)
+            self._transport.traffic.received(room.nbytes)
         return self._ops(dist.irecv, rooms, peer, way, microbatch)
 
     def _send(self, way: str, microbatch: int, peer: int, packet: Tensor, sums: Sequence[Any]) -> list[dist.P2POp]:
         packets = [packet, *(tensor.detach().cpu() for tensor in sums)]
         for tensor in packets:
-            self.traffic.sent(tensor.nbytes)
+            self._transport.traffic.sent(tensor.nbytes)
         return self._ops(dist.isend, packets, peer, way, microbatch)
 
     def _ops(self, op: Any, tensors: list[Tensor], peer: int, way: str, microbatch: int) -> list[dist.P2POp]:
         # Two boundaries may join the same two processes, so each message says by its tag which it is.
         boundary = self.stage_index - (op is dist.irecv) if way == "forward" else self.stage_index - (op is dist.isend)
         first = 4 * (boundary * (self.chunks or 1) + microbatch) + 2 * (way == "backward")
-        return [dist.P2POp(op, tensor, peer, self._everyone, first + n) for n, tensor in enumerate(tensors)]
+        return [dist.P2POp(op, tensor, peer, self._transport.group, first + n) for n, tensor in enumerate(tensors)]

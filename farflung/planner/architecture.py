@@ -10,15 +10,15 @@ from typing import Any
 
 from torch import nn
 
-from farflung.config import Config
 from farflung.errors import UserError
 from farflung.outer import Shape
-from farflung.pipeline.balance import Span
+from farflung.pipeline.balance import spans
 from farflung.pipeline.boundaries import boundary_named
-from farflung.pipeline.experts import active_shares, chosen_experts
-from farflung.pipeline.split import anatomy, is_tied, spans_of
-from farflung.pipeline.subspace import confine, subspace_of
-from farflung.workloads import models, tokenizers
+from farflung.workloads import Language, models
+from farflung.workloads.base import Span
+from farflung.workloads.decoder import anatomy, is_tied, loads
+from farflung.workloads.experts import active_shares, chosen_experts
+from farflung.workloads.subspace import confine, subspace_of
 
 VOCABULARY = 32_000
 """Tokens that the presets of published sizes are counted with where no tokenizer is given."""
@@ -28,7 +28,7 @@ PUBLISHED_WIDTH = 768
 
 
 @dataclass(frozen=True)
-class Part:
+class Block:
     """A layer, or what comes before or after the layers.
 
     Args:
@@ -60,9 +60,9 @@ class Architecture:
         outline: the model itself, without memory.
     """
 
-    layers: tuple[Part, ...]
-    first: Part
-    last: Part
+    layers: tuple[Block, ...]
+    first: Block
+    last: Block
     hidden: int
     attention: int
     vocabulary: int
@@ -87,7 +87,7 @@ class Architecture:
         if stages == 1:
             return [Span(0, len(self.layers), first=True, last=True)]
         if stages not in self._spans:
-            self._spans[stages] = spans_of(self.outline, stages)
+            self._spans[stages] = spans(*loads(self.outline), stages)
         return self._spans[stages]
 
     def confined(self, boundary: str, stages: int, seed: int) -> Architecture:
@@ -99,15 +99,15 @@ class Architecture:
         if not rank or stages == 1:
             return self
         if (boundary, stages) not in self._confined:
-            model, spans = models.outline(self.outline.config), self.spans(stages)
+            model, cut = models.outline(self.outline.config), self.spans(stages)
             parts = anatomy(model)
-            confine(model, parts[parts.layers], subspace_of(model.config, rank, seed), spans[-1].begin)
+            confine(model, parts[parts.layers], subspace_of(model.config, rank, seed), cut[-1].begin)
             made = architecture(type(model).__name__, model)
-            made._spans[stages] = spans  # layers are dealt out before any is confined
+            made._spans[stages] = cut  # layers are dealt out before any is confined
             self._confined[boundary, stages] = made
         return self._confined[boundary, stages]
 
-    def parts(self, span: Span) -> list[Part]:
+    def parts(self, span: Span) -> list[Block]:
         """What a stage has."""
         ends = [self.first] * span.first, [self.last] * span.last
         return [*ends[0], *self.layers[span.begin : span.end], *ends[1]]
@@ -128,12 +128,12 @@ class Architecture:
 
 def architecture_of(name: str, sequence_length: int = 1024, tokenizer: str = "") -> Architecture:
     """A preset, or a model that transformers can configure, built without memory for its weights. Raises UserError."""
-    config = Config(model=name, sequence_length=sequence_length)
-    settings = models.model_config(config, tokenizers.load(tokenizer or "bytes"))
-    if not tokenizer and name in models.PRESETS and settings.hidden_size >= PUBLISHED_WIDTH:
-        settings.vocab_size = max(settings.vocab_size, VOCABULARY)
+    settings = Language.Settings(model=name, tokenizer=tokenizer or "bytes", sequence_length=sequence_length)
+    config = Language(settings).config
+    if not tokenizer and name in models.PRESETS and config.hidden_size >= PUBLISHED_WIDTH:
+        config.vocab_size = max(config.vocab_size, VOCABULARY)
     try:
-        model = models.outline(settings)
+        model = models.outline(config)
     except (ValueError, TypeError, RuntimeError, ImportError) as error:
         reason = str(error).partition("\n")[0]
         raise UserError(f"model {name!r} cannot be built as a causal language model: {reason}") from error
@@ -152,16 +152,16 @@ def architecture(name: str, model: Any) -> Architecture:
     settings = model.config.get_text_config()
     tied = tuple(head.weight.shape) if is_tied(model) else None
 
-    def part(parameters: Iterable[nn.Parameter], works: bool = True) -> Part:
+    def part(parameters: Iterable[nn.Parameter], works: bool = True) -> Block:
         listed = list(parameters)
         work = sum(shares.get(id(p), 1.0) * p.numel() for p in listed if p.dim() > 1) if works else 0.0
-        return Part(tuple(tuple(p.shape) for p in listed), work)
+        return Block(tuple(tuple(p.shape) for p in listed), work)
 
     last = part(p for p in outside if id(p) not in looked_up)
     return Architecture(
         layers=tuple(part(layer.parameters()) for layer in layers),
         first=part((p for p in outside if id(p) in looked_up), works=False),
-        last=Part(last.shapes, last.work + (math.prod(tied) if tied else 0)),
+        last=Block(last.shapes, last.work + (math.prod(tied) if tied else 0)),
         hidden=settings.hidden_size,
         attention=_attention(settings),
         vocabulary=settings.vocab_size,

@@ -7,9 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from farflung.config import Config
 from farflung.errors import UserError
-from farflung.methods import from_config, settings_of
+from farflung.methods import RoundSettings, chosen, defaults_of
 from farflung.outer import Method
 from farflung.pipeline import check
 from farflung.planner.architecture import Architecture
@@ -17,8 +16,8 @@ from farflung.planner.layout import Layout
 from farflung.planner.machines import Cluster
 from farflung.planner.memory import memory_bytes
 from farflung.planner.options import PlanOptions
-from farflung.planner.simulation import names_of
-from farflung.workloads import tokenizers
+from farflung.planner.simulation import method_names
+from farflung.settings import Settings
 
 ALONE = "local"
 """The method of a single island."""
@@ -28,17 +27,17 @@ ALONE = "local"
 class Choice:
     """One run: the settings that `farflung train` would have, and the workers."""
 
-    config: Config
+    settings: Settings
     layout: Layout
 
     @cached_property
     def method(self) -> Method:
         """The settings' method. Raises UserError."""
-        return from_config(self.config)
+        return self.settings.method()
 
 
 @dataclass(frozen=True)
-class Failure:
+class Infeasible:
     """A method in a layout that cannot be, and why."""
 
     method: str
@@ -46,7 +45,7 @@ class Failure:
     reason: str
 
 
-def choices(options: PlanOptions, model: Architecture, cluster: Cluster) -> Iterator[Choice | Failure]:
+def choices(options: PlanOptions, model: Architecture, cluster: Cluster) -> Iterator[Choice | Infeasible]:
     """Every method with every setting asked for, in every layout of the machines."""
     ways = list(_ways(options))
     for layout in layouts(model, cluster):
@@ -55,11 +54,11 @@ def choices(options: PlanOptions, model: Architecture, cluster: Cluster) -> Iter
         for method, every, codec in ways if layout.replicas > 1 else [(ALONE, None, None)]:
             if sequences < together:
                 reason = f"too few sequences: {sequences} a step for {together} that train at the same time"
-                yield Failure(method, layout, reason)
+                yield Infeasible(method, layout, reason)
                 continue
-            known = settings_of(method)
+            known = defaults_of(method)
             try:
-                config = Config(
+                settings = Settings.of(
                     model=options.model,
                     tokenizer=options.tokenizer,
                     sequence_length=options.sequence_length,
@@ -78,20 +77,20 @@ def choices(options: PlanOptions, model: Architecture, cluster: Cluster) -> Iter
                     replicas=layout.replicas,
                     steps=math.ceil(options.tokens / (sequences // together * together * options.sequence_length)),
                 )
-                from_config(config)
+                settings.method()
             except UserError as error:
-                yield Failure(method, layout, str(error))
+                yield Infeasible(method, layout, str(error))
             else:
-                yield Choice(config, layout)
+                yield Choice(settings, layout)
 
 
 def _ways(options: PlanOptions) -> Iterator[tuple[str, int | None, str | None]]:
     """Names of methods, steps between rounds, and codecs, each once."""
-    for name in names_of(options.methods):
-        known = settings_of(name)
+    for name in method_names(options.methods):
+        known = defaults_of(name)
         for every in options.everys if "every" in known else [None]:
             for codec in options.codec_names if "codec" in known else [None]:
-                from_config(Config(method=name, codec=codec))  # what is wrong with a codec is so in every layout
+                chosen(RoundSettings(method=name, codec=codec))  # what is wrong with a codec is so in every layout
                 yield name, every, codec
 
 
@@ -113,7 +112,7 @@ def _powers(most: int) -> list[int]:
     return [2**power for power in range(max(most, 1).bit_length())]
 
 
-class Fitting:
+class Feasibility:
     """Says why choices cannot be; what does not depend on the method is looked at once for each layout."""
 
     def __init__(self, model: Architecture, cluster: Cluster) -> None:
@@ -123,20 +122,22 @@ class Fitting:
 
     def reason(self, choice: Choice) -> str:
         """Why a choice cannot be; empty if it can."""
-        config, layout = choice.config, choice.layout
+        settings, layout = choice.settings, choice.layout
+        island = settings.island
         place = layout.stages, layout.shards
         if place not in self._refused:
             self._refused[place] = self._refusal(choice)
         if self._refused[place]:
             return self._refused[place]
-        needed = memory_bytes(self._model.confined(config.boundary, config.stages, config.seed), config)
+        model = self._model.confined(island.boundary, island.stages, settings.run.seed)
+        needed = memory_bytes(model, island, choice.method, settings.workload.sequence_length)
         available = min(self._cluster.each[machine].memory_gb for machine in layout.machines(self._cluster)) * 1e9
         return f"does not fit: {needed / 1e9:.3g} GB of {available / 1e9:.3g}" if needed > available else ""
 
     def _refusal(self, choice: Choice) -> str:
         """What training itself would say."""
         try:
-            check(choice.config, tokenizers.load(choice.config.tokenizer))
+            check(choice.settings.island, choice.settings.made_workload(), choice.settings.run.seed)
         except UserError as error:
             return str(error)
         return ""

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import shlex
 from dataclasses import dataclass
 from itertools import chain, groupby
 
-from farflung.config import Config
 from farflung.planner.choices import Choice
 from farflung.planner.machines import Cluster
+from farflung.settings import Settings
 
 FOLDER = "runs/planned"
 """Where the run goes; under torchrun every machine has to be told."""
@@ -28,7 +27,7 @@ class Start:
 
 def commands(choice: Choice, cluster: Cluster) -> list[str]:
     """What starts a run: one command, for all machines alike, or else one for each node rank of torchrun's."""
-    train = f"farflung train {flags(choice.config)}"
+    train = f"farflung train {flags(choice.settings)}"
     starts = _starts(choice, cluster)
     if len(starts) == 1:
         return [train]
@@ -67,12 +66,10 @@ def _devices(start: Start) -> str:
     return f"CUDA_VISIBLE_DEVICES={','.join(map(str, numbers))} "
 
 
-def flags(config: Config) -> str:
+def flags(settings: Settings) -> str:
     """The method, and the settings that are not left at their defaults, as flags."""
     words = []
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        if value != field.default or field.name == "method":
-            name = "--" + field.name.replace("_", "-")
-            words += [name] if value is True else [name, shlex.quote(str(value))]
+    for name, value in ({"method": settings.rounds.method} | settings.changes()).items():
+        flag = "--" + name.replace("_", "-")
+        words += [flag] if value is True else [flag, shlex.quote(str(value))]
     return " ".join(words)

@@ -54,7 +54,7 @@ def exchange(model: Architecture, method: Method, cluster: Cluster, layout: Layo
     ]
     sizes: dict[int, list[float]] = {}
     samples = []
-    for number in range(SAMPLES if not method.topology.alike else 1):
+    for number in range(SAMPLES if not method.topology.identical else 1):
         groups = method.topology.groups(tuple(range(layout.replicas)), f"plan {number}")
         for members in set(map(len, groups)) - set(sizes):
             whole = (message_bytes(method, shapes, members) for shapes in places)

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import numpy as np
 
-from farflung.config import from_table, toml_table
 from farflung.errors import UserError
 from farflung.networks import Conditions, conditions_named
 from farflung.networks.simulator import HEADERS, SMALLEST, Link, Site, check_number
 from farflung.planner.paths import Matrix
+from farflung.tables import from_table, toml_table
 
 MOST_MACHINES = 10_000
 """Of one kind, and workers of one machine."""

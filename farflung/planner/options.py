@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Literal
 
 from farflung.errors import UserError
-from farflung.networks.simulator import check_number
 from farflung.pipeline.boundaries import boundary_named
+from farflung.tables import Checked, setting
 
 
 @dataclass(frozen=True)
-class PlanOptions:
+class PlanOptions(Checked):
     """What is to be trained, on what. Settings that farflung train has, too, mean the same there."""
 
     model: str
@@ -28,7 +28,7 @@ class PlanOptions:
     """Names, with commas between: see `farflung methods`. A single island trains with local."""
     every: str = ""
     """Inner steps between rounds to try, with commas between; unset: each method's own default."""
-    delay: int | None = None
+    delay: int | None = setting(None, least=0)
     """Inner steps between a round's start and its landing; unset: each method's own default."""
     codecs: str = ""
     """Codecs to try besides each method's own, with commas between, such as bfloat16,int8."""
@@ -40,26 +40,22 @@ class PlanOptions:
     """Keep no layer's inner activations; compute them once more in the backward pass."""
     offload: bool = False
     """Keep weights and the state of both optimizers on the CPU, and only what is computed with on the device."""
-    batch_tokens: float = 524288
+    batch_tokens: float = setting(524288, least=1, most=1e12)
     """Tokens that all replicas together train on in one inner step."""
-    sequence_length: int = 1024
+    sequence_length: int = setting(1024, least=2)
     """Tokens in one sequence."""
-    micro_batch: int = 1
+    micro_batch: int = setting(1, least=1, most=1e12)
     """Sequences that pass through a pipeline together."""
-    place: float = 10.0
+    search_s: float = setting(10.0, least=0, formerly="place")
     """Longest search for where the best layouts' stages go on uneven links, seconds; 0 leaves them as they come."""
-    show: int = 10
+    show: int = setting(10, least=1)
     """Layouts to show."""
 
     def __post_init__(self) -> None:
         """Refuses what cannot be. Raises UserError."""
-        for name in ("batch_tokens", "micro_batch", "show"):
-            check_number(name, getattr(self, name), 1)
-        check_number("tokens", self.tokens, 1, 1e18)
-        check_number("sequence_length", self.sequence_length, 2)
-        check_number("place", self.place)
-        if self.delay is not None:
-            check_number("delay", self.delay)
+        super().__post_init__()
+        if not 1 <= self.tokens <= 1e18:
+            raise UserError(f"tokens is {self.tokens}; it must be at least 1 and at most 1e+18")
         _ = self.everys, boundary_named(self.boundary)  # their own checks
 
     @property

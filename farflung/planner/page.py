@@ -12,7 +12,7 @@ from plotly.offline import get_plotlyjs
 from plotly.subplots import make_subplots
 
 from farflung.files import write_text
-from farflung.planner.simulation import Simulated, table_of
+from farflung.planner.simulation import Simulated, simulation_table
 from farflung.planner.table import figures
 
 BLUE = "#1f6feb"
@@ -32,7 +32,7 @@ def simulation_figure(results: Sequence[Simulated]) -> go.Figure:
     titles = ("time, seconds a round", "time blocked, %", "uplinks used, %", "sent, MB a replica and round")
     figure = make_subplots(2, 2, subplot_titles=titles, vertical_spacing=0.16)
     names = [result.name for result in results]
-    rows = table_of(results).rows
+    rows = simulation_table(results).rows
     values = (
         [row[2] for row in rows],
         [100 * row[5] for row in rows],
@@ -62,7 +62,7 @@ def _decades(heights: Sequence[float]) -> list[float]:
 def write_simulation(results: Sequence[Simulated], described: str, out: Path) -> None:
     """One self-contained page: the table and its pictures."""
     picture = simulation_figure(results).to_html(full_html=False, include_plotlyjs=False)
-    write_page("farflung: simulated rounds", described, table_of(results).html() + picture, out)
+    write_page("farflung: simulated rounds", described, simulation_table(results).html() + picture, out)
 
 
 def write_page(title: str, described: str, body: str, out: Path) -> None:

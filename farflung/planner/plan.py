@@ -9,9 +9,8 @@ import numpy as np
 
 from farflung.errors import UserError
 from farflung.outer import message_bytes
-from farflung.pipeline.division import microbatches_of
 from farflung.planner.architecture import Architecture, architecture_of
-from farflung.planner.choices import Choice, Failure, Fitting, choices
+from farflung.planner.choices import Choice, Feasibility, Infeasible, choices
 from farflung.planner.cost import blocked_seconds, exchange
 from farflung.planner.machines import Cluster, read_cluster
 from farflung.planner.memory import memory_bytes
@@ -48,29 +47,29 @@ class Plan:
     placed: bool = False
 
 
-def plan(options: PlanOptions) -> tuple[list[Plan], list[Failure], Cluster]:
+def plan(options: PlanOptions) -> tuple[list[Plan], list[Infeasible], Cluster]:
     """All choices that work, the fastest first; and those that fail. Raises UserError."""
     cluster = read_cluster(options.machines)
     model = architecture_of(options.model, options.sequence_length, options.tokenizer)
-    fitting = Fitting(model, cluster)
+    fitting = Feasibility(model, cluster)
     plans, failures = [], []
     for choice in choices(options, model, cluster):
-        if isinstance(choice, Failure):
+        if isinstance(choice, Infeasible):
             failures.append(choice)
         elif reason := fitting.reason(choice):
-            failures.append(Failure(choice.config.method, choice.layout, reason))
+            failures.append(Infeasible(choice.settings.rounds.method, choice.layout, reason))
         else:
-            plans.append(priced(choice, model, cluster, options.tokens))
+            plans.append(estimate(choice, model, cluster, options.tokens))
     if not plans:
         raise _nothing_fits(options, failures)
     plans.sort(key=lambda plan: (plan.hours, plan.memory))
-    if options.place and len(cluster.sites) > 1:
-        best = [placed(plan, model, cluster, options) for plan in plans[:PLACED]]
+    if options.search_s and len(cluster.sites) > 1:
+        best = [optimise_placement(plan, model, cluster, options) for plan in plans[:PLACED]]
         plans = sorted([*best, *plans[PLACED:]], key=lambda plan: (plan.hours, plan.memory))
     return plans, failures, cluster
 
 
-def _nothing_fits(options: PlanOptions, failures: Sequence[Failure]) -> UserError:
+def _nothing_fits(options: PlanOptions, failures: Sequence[Infeasible]) -> UserError:
     """With the layout that came nearest: of most stages and shards."""
     nearest = max(failures, key=lambda failure: failure.layout.stages * failure.layout.shards)
     return UserError(
@@ -79,22 +78,24 @@ def _nothing_fits(options: PlanOptions, failures: Sequence[Failure]) -> UserErro
     )
 
 
-def priced(choice: Choice, model: Architecture, cluster: Cluster, tokens: float) -> Plan:
+def estimate(choice: Choice, model: Architecture, cluster: Cluster, tokens: float) -> Plan:
     """What a choice costs for so many tokens."""
-    config, layout, schedule = choice.config, choice.layout, choice.method.schedule
-    model = model.confined(config.boundary, config.stages, config.seed)
-    step = step_seconds(model, cluster, layout, config)
+    settings, layout, schedule = choice.settings, choice.layout, choice.method.schedule
+    island, length = settings.island, settings.workload.sequence_length
+    model = model.confined(island.boundary, island.stages, settings.run.seed)
+    step = step_seconds(model, cluster, layout, island, length)
     exchanged = exchange(model, choice.method, cluster, layout)
     steps = schedule.every or 1
     blocked = blocked_seconds(choice.method, exchanged, step)
     round_seconds = steps * step + blocked
-    rate = steps * config.tokens_per_step * layout.replicas / round_seconds
+    round_tokens = steps * island.batch_size * length * layout.replicas
+    rate = round_tokens / round_seconds
     hours = tokens / rate / 3600
-    rounds = tokens / (steps * config.tokens_per_step * layout.replicas)
+    rounds = tokens / round_tokens
     hourly = cluster.price(layout.machines(cluster))
     return Plan(
         choice=choice,
-        memory=memory_bytes(model, config),
+        memory=memory_bytes(model, island, choice.method, length),
         step=step,
         exchange=exchanged.seconds * schedule.fragments,
         round=round_seconds,
@@ -102,18 +103,19 @@ def priced(choice: Choice, model: Architecture, cluster: Cluster, tokens: float)
         tokens_per_second=rate,
         hours=hours,
         bytes_sent=exchanged.bytes_sent * schedule.fragments * rounds,
-        bytes_inside=island_bytes(model, config) * layout.replicas * steps * rounds,
+        bytes_inside=island_bytes(model, island, length) * layout.replicas * steps * rounds,
         price=None if hourly is None else hourly * hours,
     )
 
 
-def placed(plan: Plan, model: Architecture, cluster: Cluster, options: PlanOptions) -> Plan:
+def optimise_placement(plan: Plan, model: Architecture, cluster: Cluster, options: PlanOptions) -> Plan:
     """The same layout with its stages where links suit them best, if that is faster."""
     choice, layout = plan.choice, plan.choice.layout
     schedule = choice.method.schedule
     if layout.stages == 1 or layout.replicas == 1:
         return plan
-    trained = model.confined(choice.config.boundary, layout.stages, choice.config.seed)
+    island, length = choice.settings.island, choice.settings.workload.sequence_length
+    trained = model.confined(island.boundary, layout.stages, choice.settings.run.seed)
     # Shards stay together on one machine: a unit is the first of them.
     units = [layout.islands[r][s * layout.shards] for r in range(layout.replicas) for s in range(layout.stages)]
     machines = [cluster.workers[unit] for unit in units]
@@ -123,16 +125,16 @@ def placed(plan: Plan, model: Architecture, cluster: Cluster, options: PlanOptio
         bandwidth=cluster.bandwidth[np.ix_(machines, machines)],
         groups=layout.stages,
         dp_bytes=max(message_bytes(choice.method, shapes, layout.replicas) for shapes in stages),
-        pp_bytes=float(boundary_bytes(model, choice.config) * microbatches_of(choice.config)),
+        pp_bytes=float(boundary_bytes(model, island, length) * island.parts),
         every=schedule.every or 1,
         delay_seconds=schedule.delay * plan.step,
-        pairs=not choice.method.topology.alike,
+        pairs=not choice.method.topology.identical,
     )
-    _, groups = search(problem, options.place / PLACED)
+    _, groups = search(problem, options.search_s / PLACED)
     islands = tuple(
         tuple(units[device] + shard for device in chain for shard in range(layout.shards))
         for chain in chains(problem, groups)
     )
     moved = replace(choice, layout=replace(layout, islands=islands))
-    other = priced(moved, model, cluster, options.tokens)
+    other = estimate(moved, model, cluster, options.tokens)
     return replace(other, placed=True) if other.hours < plan.hours else plan

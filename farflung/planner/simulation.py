@@ -12,39 +12,40 @@ from pathlib import Path
 
 from farflung.errors import UserError
 from farflung.files import write_text
-from farflung.methods import RECIPES, settings_of
+from farflung.methods import RECIPES, defaults_of
 from farflung.networks import Conditions, conditions_named
-from farflung.networks.simulator import SMALLEST, check_number
+from farflung.networks.simulator import SMALLEST
 from farflung.outer import Method, Shape, message_bytes
 from farflung.planner.architecture import architecture_of
 from farflung.planner.sizes import square_model
 from farflung.planner.table import Column, Table, figures, percent
 from farflung.planner.timing import Timer, Timing
+from farflung.tables import Checked, setting
 
 
 @dataclass(frozen=True)
-class SimulateOptions:
+class SimulateOptions(Checked):
     """Which methods, how large, and in which world."""
 
     methods: str = "ddp,diloco,noloco,dilocox,nolocox"
     """Names, with commas between: see `farflung methods`."""
-    replicas: int = 64
+    replicas: int = setting(64, least=1, most=1e12)
     """Copies of the model."""
-    params: float | None = None
+    params: float | None = setting(None, least=1, most=1e12)
     """Parameters of the model, such as 1.3e9; or else give --model."""
     model: str | None = None
     """A preset, or anything that AutoConfig loads."""
     conditions: str = "two-data-centres"
     """same-rack, two-data-centres, three-regions, home, world, or a TOML file (see the README)."""
-    rounds: int = 100
+    rounds: int = setting(100, least=1, most=1e12)
     """Rounds of each replica."""
-    every: int | None = None
+    every: int | None = setting(None, least=1)
     """Inner steps between rounds; unset: each method's own default."""
-    step_ms: float | None = None
+    step_ms: float | None = setting(None, least=SMALLEST, most=1e12)
     """What the computation of one inner step takes, milliseconds; unset: the conditions' own."""
-    work_ms: float = 0.0
+    work_ms: float = setting(0.0, least=0, most=1e12)
     """What a round takes of a replica's own time (encoding, decoding, the outer step), milliseconds."""
-    deadline: float | None = None
+    deadline: float | None = setting(None, least=SMALLEST, most=1e12)
     """Longest wait for other replicas, seconds; unset: for ever."""
     seed: int | None = None
     """Of everything random; unset: the conditions' own."""
@@ -53,13 +54,7 @@ class SimulateOptions:
 
     def __post_init__(self) -> None:
         """Refuses what cannot be. Raises UserError."""
-        for name in ("replicas", "rounds", "every", "params"):
-            if (value := getattr(self, name)) is not None:
-                check_number(name, value, 1)
-        for name in ("step_ms", "deadline"):
-            if (value := getattr(self, name)) is not None:
-                check_number(name, value, SMALLEST)
-        check_number("work_ms", self.work_ms)
+        super().__post_init__()
         if (self.params is None) == (self.model is None):
             raise UserError("how large is the model? give either --params, such as 1.3e9, or --model")
 
@@ -87,11 +82,11 @@ def simulate(options: SimulateOptions) -> list[Simulated]:
     if options.seed is not None:
         conditions = replace(conditions, seed=options.seed)
     shapes = shapes_of(options)
-    methods = {name: method_named(name, options.every) for name in names_of(options.methods)}
+    methods = {name: method_named(name, options.every) for name in method_names(options.methods)}
     return [time_rounds(name, method, shapes, conditions, options) for name, method in methods.items()]
 
 
-def names_of(listed: str) -> list[str]:
+def method_names(listed: str) -> list[str]:
     """The names in a list with commas between. Raises UserError for none."""
     names = [name.strip() for name in listed.split(",") if name.strip()]
     if not names:
@@ -101,7 +96,7 @@ def names_of(listed: str) -> list[str]:
 
 def method_named(name: str, every: int | None = None) -> Method:
     """A method with its defaults, but for `every` where it has that. Raises UserError."""
-    known = settings_of(name)
+    known = defaults_of(name)
     return RECIPES[name](every=every) if every is not None and "every" in known else RECIPES[name]()
 
 
@@ -137,7 +132,7 @@ COLUMNS = (
 )
 
 
-def table_of(results: Sequence[Simulated]) -> Table:
+def simulation_table(results: Sequence[Simulated]) -> Table:
     """What the rounds cost; a unit under every column's name."""
     rows = []
     for result in results:

@@ -10,26 +10,25 @@ from itertools import pairwise
 
 import torch
 
-from farflung.config import Config
 from farflung.outer import Shape
-from farflung.pipeline.balance import Span
 from farflung.pipeline.boundaries import Boundary, boundary_named
-from farflung.pipeline.division import microbatches_of
-from farflung.pipeline.subspace import Subspace
+from farflung.pipeline.settings import IslandSettings
 from farflung.planner.architecture import Architecture
 from farflung.planner.layout import Layout, UnderWay, latency
 from farflung.planner.machines import Cluster
 from farflung.planner.memory import COPY
 from farflung.planner.sizes import shard_shapes
+from farflung.workloads.base import Span
+from farflung.workloads.subspace import Subspace
 
 
-def step_seconds(model: Architecture, cluster: Cluster, layout: Layout, config: Config) -> float:
+def step_seconds(model: Architecture, cluster: Cluster, layout: Layout, settings: IslandSettings, length: int) -> float:
     """One inner step of the slowest island: a filling pipeline, then one microbatch after the other."""
-    microbatches = microbatches_of(config)
-    tokens = sequences_of(config) * config.sequence_length
+    microbatches = settings.parts
+    tokens = sequences_of(settings) * length
     spans = model.spans(layout.stages)
-    flops = [tokens * model.flops_per_token(span, config.sequence_length, config.recompute) for span in spans]
-    passing = _passing_seconds(cluster, layout, boundary_bytes(model, config))
+    flops = [tokens * model.flops_per_token(span, length, settings.recompute) for span in spans]
+    passing = _passing_seconds(cluster, layout, boundary_bytes(model, settings, length))
     tied = _tied_seconds(model, cluster, layout)
     slowest = 0.0
     for island, between in zip(layout.islands, passing, strict=True):
@@ -44,14 +43,14 @@ def step_seconds(model: Architecture, cluster: Cluster, layout: Layout, config: 
     return slowest + tied
 
 
-def sequences_of(config: Config) -> int:
+def sequences_of(settings: IslandSettings) -> int:
     """In one microbatch of one worker."""
-    return config.batch_size // (config.shard * microbatches_of(config))
+    return settings.batch_size // (settings.shard * settings.parts)
 
 
-def boundary_bytes(model: Architecture, config: Config) -> int:
+def boundary_bytes(model: Architecture, settings: IslandSettings, length: int) -> int:
     """What crosses one boundary, one way, of one microbatch of one worker."""
-    return _boundary_bytes(sequences_of(config), config.sequence_length, model.hidden, config.boundary)
+    return _boundary_bytes(sequences_of(settings), length, model.hidden, settings.boundary)
 
 
 @lru_cache
@@ -93,10 +92,10 @@ def tied_bytes(model: Architecture, stages: int, shards: int) -> list[int]:
     return [COPY * sum(map(math.prod, shapes)) for shapes in held]
 
 
-def island_bytes(model: Architecture, config: Config) -> int:
+def island_bytes(model: Architecture, settings: IslandSettings, length: int) -> int:
     """What the stages of one replica send each other in a step."""
-    crossing = 2 * (config.stages - 1) * microbatches_of(config) * config.shard * boundary_bytes(model, config)
-    return crossing + 2 * sum(tied_bytes(model, config.stages, config.shard))
+    crossing = 2 * (settings.stages - 1) * settings.parts * settings.shard * boundary_bytes(model, settings, length)
+    return crossing + 2 * sum(tied_bytes(model, settings.stages, settings.shard))
 
 
 def _tied_seconds(model: Architecture, cluster: Cluster, layout: Layout) -> float:

@@ -1,6 +1,6 @@
 """When the rounds of a method happen, for thousands of replicas: the simulated network without tensors.
 
-Clock, links and meetings are those that simulated training runs on; a replica here is its schedule alone.
+Clock, links and collectives are those that simulated training runs on, rounds those of training; a message is its size.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from dataclasses import dataclass, field
 
 from farflung.errors import UserError
 from farflung.networks import Conditions, Group
-from farflung.networks.simulator import Computation, Demand, Meeting, World
+from farflung.networks.simulator import Demand, SimulatedCluster, SimulatedCollective, StepTimes
 from farflung.outer import Method, traffic_per_hop
+from farflung.outer.round import Offer, PendingRound, Rounds, Sync
 
-Replica = Generator["float | Meeting", None, None]
-"""Yields seconds to compute for, or a meeting to wait for."""
+Replica = Generator["float | SimulatedCollective", None, None]
+"""Yields seconds to compute for, or a collective to wait for."""
 
 KNOWN_GROUPS = 100
 """Rounds whose groups are kept: some replicas are ahead of others."""
@@ -68,13 +69,25 @@ class Timing:
         return len(self.rounds) // len({times.fragment for times in self.rounds})
 
 
-@dataclass(frozen=True)
-class Moment:
-    """A step after which rounds begin or land: (fragment, round) of each."""
+class Size:
+    """What a fragment's rounds are about where only time counts: its share of the whole message."""
 
-    step: int
-    landing: tuple[tuple[int, int], ...]
-    starting: tuple[tuple[int, int], ...]
+    def __init__(self, share: float) -> None:
+        self._share = share
+
+    def offer(self, fault: str) -> Offer[float]:
+        """See Content."""
+        return Offer(self._share)
+
+    def keep(self, offer: Offer[float], delayed: bool) -> None:
+        """See Content."""
+
+    def step_alone(self, offer: Offer[float], members: int) -> None:
+        """See Content."""
+
+    def absorb(self, offer: Offer[float], mean: float, fresh: Offer[float] | None, delayed: bool) -> bool:
+        """See Content."""
+        return True
 
 
 class Timer:
@@ -107,50 +120,50 @@ class Timer:
         self._message_bytes = message_bytes
         self._deadline = deadline
         self._work = work
-        self._world = World(replicas, conditions)
-        self._world.when_dead = self._bury
+        self._cluster = SimulatedCluster(replicas, conditions)
+        self._cluster.when_dead = self._bury
         self._replicas = replicas
         self._running: dict[int, Replica] = {}
-        self._moments = moments(method, rounds)
-        if not self._moments:
+        self._rounds = rounds
+        if not method.schedule.every:
             raise UserError("a method without rounds has nothing to simulate; remove it")
         self._groups: dict[str, tuple[Group, dict[int, Group]]] = {}
-        self._result = Timing(steps=self._moments[-1].step)
+        self._result = Timing()
         self._times: dict[tuple[int, int], RoundTimes] = {}
 
     def run(self) -> Timing:
         """All rounds of all replicas."""
-        world, result = self._world, self._result
+        cluster, result = self._cluster, self._result
         for rank in range(self._replicas):
             self._running[rank] = self._replica(rank)
             self._resume(rank)
         with _no_collection():
-            while self._running and world.clock.advance():
+            while self._running and cluster.clock.advance():
                 pass
         if not self._times:
             raise UserError("every replica dies before its first round; let some live longer")
         result.rounds = [self._times[key] for key in sorted(self._times, key=lambda key: (key[1], key[0]))]
         result.seconds = max(times.landed for times in result.rounds)
-        capacity = sum(world.carrier.links.capacities[2 * rank] for rank in range(self._replicas))
-        carried = sum(world.carrier.bytes_sent(rank) for rank in range(self._replicas))
+        capacity = sum(cluster.fabric.links.capacities[2 * rank] for rank in range(self._replicas))
+        carried = sum(cluster.fabric.bytes_sent(rank) for rank in range(self._replicas))
         result.uplink = carried / capacity / result.seconds if result.seconds else 0.0
         return result
 
     def _resume(self, rank: int) -> None:
         """Lets a replica go on to what it waits for next."""
-        replica, world = self._running.get(rank), self._world
+        replica, cluster = self._running.get(rank), self._cluster
         if replica is None:
             return
         wish = next(replica, None)
         if wish is None:
-            del self._running[rank]  # it has come to every meeting that others could wait for it in
-        elif isinstance(wish, Meeting):
+            del self._running[rank]  # it has come to every collective that others could wait for it in
+        elif isinstance(wish, SimulatedCollective):
             self._wait(rank, wish)
         else:
             self._result.computed += wish
-            world.clock.at(world.clock.now + wish, lambda: self._resume(rank))
+            cluster.clock.at(cluster.clock.now + wish, lambda: self._resume(rank))
 
-    def _wait(self, rank: int, meeting: Meeting) -> None:
+    def _wait(self, rank: int, collective: SimulatedCollective) -> None:
         waits = True
 
         def go_on() -> None:
@@ -161,55 +174,60 @@ class Timer:
                     deadline.cancel()
                 self._resume(rank)
 
-        meeting.waiting.append(go_on)
-        clock = self._world.clock
+        collective.waiting.append(go_on)
+        clock = self._cluster.clock
         deadline = clock.at(clock.now + self._deadline, go_on) if self._deadline < math.inf else None
 
     def _bury(self, rank: int) -> None:
         self._running.pop(rank, None)
 
     def _replica(self, rank: int) -> Replica:
-        """One replica's run: compute up to the next moment, land what is due, start what begins."""
-        computation = Computation(self._world.conditions, rank)
-        in_flight: dict[tuple[int, int], Meeting | None] = {}
+        """One replica's run: compute up to the next step at which there is something to do, and do that."""
+        computation = StepTimes(self._cluster.conditions, rank)
+        schedule = self._method.schedule
+        sizes = [Size(1 / schedule.fragments)] * schedule.fragments
+        rounds = Rounds[float, SimulatedCollective | None](schedule, sizes)
+        last = [sync.rounds + self._rounds - 1 for sync in rounds.syncs]
         step = 0
-        for moment in self._moments:
-            if moment.step > step:
-                yield computation.seconds(moment.step - step)
-                step = moment.step
-            for key in moment.landing:
-                if key in in_flight:
-                    yield from self._land(key, in_flight.pop(key))
-            for key in moment.starting:
-                in_flight[key] = self._start(rank, *key)
-            for key in moment.landing:
-                if key in in_flight:  # without a delay, a round lands where it starts
-                    yield from self._land(key, in_flight.pop(key))
+        while following := rounds.next_step():
+            if following > step:
+                yield computation.seconds(following - step)
+                step = following
+            for due in rounds.after(step):
+                if isinstance(due, PendingRound):
+                    yield from self._land(due)
+                    continue
+                rounds.pending.append(self._start(rank, due, step))
+                if due.rounds > last[due.index]:
+                    due.stop()
+        self._result.steps = max(self._result.steps, step)
 
-    def _start(self, rank: int, fragment: int, round: int) -> Meeting | None:
-        times = self._times.get((fragment, round))
+    def _start(self, rank: int, sync: Sync[float], step: int) -> PendingRound[float, SimulatedCollective | None]:
+        label, times = sync.label, self._times.get((sync.index, sync.rounds))
         if times is None:
-            times = self._times[fragment, round] = RoundTimes(round, fragment)
-        times.started = min(times.started, self._world.clock.now)
-        key = f"round {round} of fragment {fragment}"
-        group = self._group(rank, key)
-        return self._world.meet(rank, group, key, None, self._hops(group)) if len(group) > 1 else None
+            times = self._times[sync.index, sync.rounds] = RoundTimes(sync.rounds, sync.index)
+        times.started = min(times.started, self._cluster.clock.now)
+        group = self._group(rank, label)
+        offer = sync.offer(str, len(group))
+        hops = self._hops(group, offer.message)
+        collective = self._cluster.join(rank, group, label, None, hops) if len(group) > 1 else None
+        return sync.start(step, group, offer, collective)
 
-    def _land(self, key: tuple[int, int], meeting: Meeting | None) -> Iterator[float | Meeting]:
-        clock, times = self._world.clock, self._times[key]
+    def _land(self, pending: PendingRound[float, SimulatedCollective | None]) -> Iterator[float | SimulatedCollective]:
+        clock, times, collective = self._cluster.clock, self._times[pending.fragment, pending.round], pending.exchange
         began = clock.now
-        if meeting and not meeting.settled:
-            yield meeting
+        if collective and not collective.settled:
+            yield collective
         times.landed = max(times.landed, clock.now)
         times.blocked += clock.now - began
-        times.failed += meeting is not None and meeting.ended_at > clock.now
+        times.failed += collective is not None and collective.ended_at > clock.now
         times.replicas += 1
         self._result.blocked += clock.now - began
         if self._work:
             yield self._work
 
     def _group(self, rank: int, key: str) -> Group:
-        members = self._world.members(rank)
+        members = self._cluster.members(rank)
         known, groups = self._groups.get(key, (None, {}))
         if known is not members:
             chosen = self._method.topology.groups(members, key)
@@ -219,9 +237,9 @@ class Timer:
                 del self._groups[next(iter(self._groups))]
         return groups.get(rank, ())
 
-    def _hops(self, group: Group) -> Callable[[dict[int, None]], Iterator[Demand]]:
+    def _hops(self, group: Group, share: float) -> Callable[[dict[int, None]], Iterator[Demand]]:
         def hops(brought: dict[int, None]) -> Iterator[Demand]:
-            nbytes = self._message_bytes(len(group)) / self._method.schedule.fragments
+            nbytes = self._message_bytes(len(group)) * share
             for part in traffic_per_hop(self._method.codec, self._method.averaging, len(group)):
                 demand = Demand.alike(group, part * nbytes)
                 self._result.bytes_sent += sum(demand.sent)
@@ -240,23 +258,3 @@ def _no_collection() -> Iterator[None]:
     finally:
         if collects:
             gc.enable()
-
-
-def moments(method: Method, rounds: int) -> list[Moment]:
-    """The steps at which something happens, up to the landing of each fragment's last round."""
-    schedule = method.schedule
-    if not schedule.every:
-        return []
-    starting: dict[int, list[tuple[int, int]]] = {}
-    landing: dict[int, list[tuple[int, int]]] = {}
-    for fragment in range(schedule.fragments):
-        first = schedule.first(fragment)
-        for number in range(rounds):
-            key = fragment, first // schedule.every + number
-            begins = first + number * schedule.every
-            starting.setdefault(begins, []).append(key)
-            landing.setdefault(begins + schedule.delay, []).append(key)
-    return [
-        Moment(step, tuple(landing.get(step, ())), tuple(starting.get(step, ())))
-        for step in sorted({*starting, *landing})
-    ]

@@ -20,16 +20,21 @@ ROUNDS_SHOWN = 200
 """A timeline with more rounds of a replica shows the last so many."""
 
 AXES = {
-    "tokens": "tokens, all replicas together",
     "bytes": "megabytes sent, all replicas together",
     "seconds": "seconds",
 }
 _SCALE = {"tokens": 1.0, "bytes": 1e-6, "seconds": 1.0}
 
 
+def units_of(runs: list[Run]) -> str:
+    """What is counted of these runs' samples."""
+    return " or ".join(dict.fromkeys(run.units for run in runs))
+
+
 def loss_figure(runs: list[Run], axis: str) -> go.Figure:
     """Validation loss against `axis` (tokens, bytes or seconds), the mean of the replicas; training loss lighter."""
-    figure = _figure(AXES[axis], "loss, nats a token")
+    measures = " or ".join(dict.fromkeys(run.measure for run in runs))
+    figure = _figure(AXES.get(axis, f"{units_of(runs)}, all replicas together"), f"loss, {measures}")
     for colour, run in zip(_colours(runs), runs, strict=True):
         x, y = _mean_line(run, StepEvent, lambda event: event.loss, axis)
         line = {"color": colour, "width": 1.5}

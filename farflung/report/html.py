@@ -23,6 +23,7 @@ from farflung.report.figures import (
     loss_figure,
     spread_figure,
     timeline_figure,
+    units_of,
 )
 from farflung.report.islands import has_islands, islands_table
 from farflung.report.live import nbytes, number
@@ -49,11 +50,11 @@ def write_report(folders: list[Path], out: Path) -> list[str]:
 def page(runs: list[Run]) -> str:
     """The report as HTML."""
     title = f"farflung: {runs[0].name}" if len(runs) == 1 else f"farflung: {len(runs)} runs compared"
-    settings = _section("Settings", _settings(runs))
+    settings, units = _section("Settings", _settings(runs)), units_of(runs)
     sections = [
         _section("Results", _results(runs)),
         *([settings] if len(runs) > 1 else []),
-        _section("Loss against tokens", _picture(loss_figure(runs, "tokens"))),
+        _section(f"Loss against {units}", _picture(loss_figure(runs, "tokens"))),
         _section("Loss against bytes", _picture(loss_figure(runs, "bytes"))),
         _section("Loss against time", _clock_note(runs) + _picture(loss_figure(runs, "seconds"))),
         _section("Spread between replicas", _picture(spread_figure(runs))),
@@ -67,7 +68,7 @@ def page(runs: list[Run]) -> str:
         *(_section(f"Inside the islands{_of(run, runs)}", islands_table(run)) for run in runs if has_islands(run)),
         *(_section(f"Warnings{_of(run, runs)}", _warnings(run)) for run in runs if run.all_of(WarningEvent)),
         *(
-            _section(f"Written by the trained model{_of(run, runs)}", f"<pre>{escape(run.summary['sample'])}</pre>")
+            _section(f"Made by the trained model{_of(run, runs)}", f"<pre>{escape(run.summary['sample'])}</pre>")
             for run in runs
             if run.summary
         ),
@@ -85,7 +86,7 @@ def _results(runs: list[Run]) -> str:
         ("replicas × steps", lambda s: f"{s['replicas']} × {s['steps']}"),
         ("stages × shards of a replica", lambda s: f"{s['stages']} × {s['shards']}"),
         ("parameters", lambda s: f"{s['parameters']:,}"),
-        ("tokens", lambda s: f"{s['tokens']:,}"),
+        (units_of(runs), lambda s: f"{s['tokens']:,}"),
         ("sent by the replicas", lambda s: nbytes(s["bytes_sent"])),
         ("what gradients every step would have sent", _ddp),
         ("rounds of a replica", lambda s: str(s["rounds"])),

@@ -84,7 +84,7 @@ def _watch_plainly(run: Run, finished: threading.Event, console: Console, refres
 def table(run: Run) -> Table:
     """One row a replica: how it learns, how fast, and what it has sent and waited for."""
     shown = Table()
-    for heading in ("replica", "step", "loss", "validation", "tokens/s", "rounds", "sent", "blocked"):
+    for heading in ("replica", "step", "loss", "validation", f"{run.units}/s", "rounds", "sent", "blocked"):
         shown.add_column(heading, justify="right")
     for replica in run.replicas:
         steps, evaluations = run.of(replica, StepEvent), run.of(replica, EvaluationEvent)
@@ -113,7 +113,7 @@ def plain_line(run: Run) -> str:
     parts = [
         f"step {_slowest_step(run)}/{_steps(run)}",
         f"loss {number(mean([event.loss for event in last]))}",
-        f"{sum(event.tokens_per_second for event in last):,.0f} tokens/s",
+        f"{sum(event.tokens_per_second for event in last):,.0f} {run.units}/s",
         f"sent {nbytes(sent)}",
         f"blocked {number(mean([event.seconds_blocked for event in last]), 1)} s",
         *(f"spread {spread:.3g}" for spread in list(run.spread().values())[-1:]),

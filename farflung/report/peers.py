@@ -37,7 +37,7 @@ def table(rows: list[Row]) -> Table:
     for heading in ("replica", "host", "state", "step", "behind", "loss", "tokens/s", "rounds", "refused", "heard, s"):
         shown.add_column(heading, justify="left" if heading in ("host", "state") else "right")
     for row in rows:
-        trains_or_did = row["state"] != "beacon"
+        trains_or_did = row["state"] != "bootstrap"
         shown.add_row(
             str(row["replica"]),
             row["host"],

@@ -20,6 +20,7 @@ from farflung.errors import UserError, disk_errors
 from farflung.events import EndEvent, EvaluationEvent, Event, ProgressEvent, StartEvent, StepEvent, events_in
 from farflung.files import holds_no_run
 from farflung.formats import RUN_FOLDER
+from farflung.tables import flattened
 
 E = TypeVar("E", bound=Event)
 P = TypeVar("P", bound=ProgressEvent)
@@ -95,13 +96,27 @@ class Run:
         """All replicas' events of one kind, in order of time."""
         return sorted((e for replica in self.replicas for e in self.of(replica, kind)), key=lambda e: e.at)
 
+    @property
+    def units(self) -> str:
+        """What is counted of the samples."""
+        return next((start.units for start in self.all_of(StartEvent)), StartEvent.units)
+
+    @property
+    def measure(self) -> str:
+        """What losses are measured in."""
+        return next((start.measure for start in self.all_of(StartEvent)), StartEvent.measure)
+
     def refresh(self) -> None:
         """Reads what has been written since. Raises UserError for formats that cannot be read."""
         for name, loads in (("config.toml", tomllib.loads), ("summary.json", json.loads)):
             path = self.folder / name
             # One that is being written, or is not there yet, is read the next time.
             with contextlib.suppress(OSError, ValueError):
-                setattr(self, "settings" if name == "config.toml" else "summary", loads(path.read_text("utf-8")))
+                read = loads(path.read_text("utf-8"))
+                if name == "config.toml":
+                    self.settings = flattened(read)
+                else:
+                    self.summary = read
         RUN_FOLDER.check(self.settings, str(self.folder))
         self.settings.pop(formats.KEY, None)
         for path in sorted(self.folder.glob("events/replica-*.jsonl")):

@@ -19,12 +19,12 @@ from hivemind.utils import get_dht_time
 
 from farflung.codecs import Dense
 from farflung.networks.base import Traffic
-from farflung.networks.internet import Identity, Seat, Ticket
+from farflung.networks.internet import Identity, ListenAddress, Ticket
 from farflung.networks.internet.frames import encoded, read_frame, write_frame
 from farflung.networks.internet.host import UNREACHABLE
-from farflung.networks.internet.lines import RequestRefusedError
-from farflung.networks.internet.post import Post
-from farflung.networks.internet.swarm import Swarm
+from farflung.networks.internet.peers import Peers
+from farflung.networks.internet.streams import RequestRefusedError
+from farflung.networks.internet.transport import PacketTransport
 
 AT_A_TIME = 32
 """Messages that a stranger has on the way at once."""
@@ -91,7 +91,7 @@ class Stranger:
         return heard
 
     async def guess_the_secret(self) -> bytes:
-        """Goes through the greeting with another secret."""
+        """Goes through the handshake with another secret."""
         name = f"farflung/1/{self.ticket.run}"
         _, reader, writer = await self.p2p.call_binary_stream_handler(PeerID.from_base58(self.peer), name)
         with contextlib.closing(writer):
@@ -125,19 +125,19 @@ class Liar:
     """
 
     def __init__(self, ticket: Ticket, key: Path, settings: str) -> None:
-        about = {"version": "0", "settings": settings, "shapes": "", "host": "liar", "trains": False}
+        info = {"version": "0", "settings": settings, "shapes": "", "host": "liar", "trains": False}
         self.ticket = ticket
-        self.swarm = Swarm(ticket, Identity(key), Seat("127.0.0.1"), about, lambda _: None)
-        self.post = Post(self.swarm, ticket.run, 1 << 30, 5.0, Traffic())
-        self.swarm.start(20)
+        self.peers = Peers(ticket, Identity(key), ListenAddress("127.0.0.1"), info, lambda _: None)
+        self.transport = PacketTransport(self.peers, 1 << 30, 5.0, Traffic())
+        self.peers.start(20)
         peer = ticket.addresses[0].rpartition("/p2p/")[2]
-        found = self.swarm.members.of_peer(peer)
+        found = self.peers.members.of_peer(peer)
         assert found is not None
         self.victim = found
 
     def header(self, **changes: Any) -> dict[str, Any]:
         """A packet's announcement, signed after the changes."""
-        own = self.swarm.about
+        own = self.peers.info
         header = {
             "kind": "packet",
             "run": self.ticket.run,
@@ -149,32 +149,32 @@ class Liar:
             "digest": hashlib.sha256(bytes(8)).hexdigest(),
             **changes,
         }
-        return {**header, "signature": self.swarm.identity.sign(json.dumps(header, sort_keys=True).encode())}
+        return {**header, "signature": self.peers.identity.sign(json.dumps(header, sort_keys=True).encode())}
 
     def tells(self, frame: dict[str, Any], payload: bytes = b"", drip_s: float = 0.0) -> dict[str, Any]:
         """What the victim answers to a frame and what follows it: at once, or byte by byte `drip_s` seconds apart."""
 
         async def go() -> dict[str, Any]:
-            async with asyncio.timeout(60), self.swarm.line(self.victim) as line:
-                await write_frame(line.writer, frame)
-                answer = await read_frame(line.reader)
+            async with asyncio.timeout(60), self.peers.stream(self.victim) as stream:
+                await write_frame(stream.writer, frame)
+                answer = await read_frame(stream.reader)
                 if "refused" in answer or not payload:
                     return answer
                 step = 1 if drip_s else len(payload)
                 for begin in range(0, len(payload), step):
-                    line.writer.write(payload[begin : begin + step])
-                    await line.writer.drain()
+                    stream.writer.write(payload[begin : begin + step])
+                    await stream.writer.drain()
                     await asyncio.sleep(drip_s)
-                return await read_frame(line.reader)
+                return await read_frame(stream.reader)
 
         try:
-            return self.swarm.run(go(), 90)
+            return self.peers.background.run(go(), 90)
         except (*UNREACHABLE, RequestRefusedError) as error:
             return {"refused": str(error) or "the stream was closed"}
 
     def close(self) -> None:
         """Leaves the run."""
-        self.swarm.close()
+        self.peers.close()
 
 
 def poisoned(values: int, value: float) -> torch.Tensor:

@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from farflung.events import StartEvent, StepEvent
-from farflung.networks.internet import Identity, InternetNetwork, Seat, Ticket, read_ticket
+from farflung.networks.internet import Identity, InternetNetwork, ListenAddress, Peers, Ticket, read_ticket
 from farflung.report.read import E, Run
 from farflung.testing.hosts import Host, Process
 from farflung.testing.waiting import until
@@ -33,20 +33,20 @@ def take_seat(folder: Path, number: int, address: str, port: int, deadline_s: fl
     opened = folder / "opened"
     if number:
         until(opened.exists, deadline_s, "the first peer")
-    network = InternetNetwork(
+    peers = Peers(
         read_ticket(folder / "run.ticket"),
         Identity(folder / f"{number}.key"),
-        Seat(address, 0 if number else port, first=not number),
+        ListenAddress(address, 0 if number else port),
         {"version": "1", "settings": "", "shapes": "", "host": f"host-{number}", "trains": True},
-        largest=1 << 27,
-        deadline=deadline_s,
+        first=not number,
     )
+    network = InternetNetwork(peers, largest=1 << 27, deadline=deadline_s)
     opened.touch()
     return network
 
 
 @dataclass
-class Peer:
+class PeerProcess:
     """A `farflung join` on a host, with a run folder of its own; what it says goes to FOLDER.log."""
 
     host: Host
@@ -96,7 +96,7 @@ class Peer:
         return [e for e in self.events(kind) if origin + getattr(e, "started", e.at) > moment]
 
 
-class Peers:
+class PeerProcesses:
     """Peers of one run, the first of which its ticket leads to; leaving the context kills them all.
 
     Args:
@@ -123,7 +123,7 @@ class Peers:
         self._peers = []
         for number, host in enumerate(hosts):
             own = port if number == 0 or host.address != hosts[0].address else 0
-            peer = Peer(host, folder / f"peer-{number}", self.ticket_path, own)
+            peer = PeerProcess(host, folder / f"peer-{number}", self.ticket_path, own)
             self._peers.append(replace(peer, command=commands[number]) if commands else peer)
 
     def __enter__(self) -> Self:
@@ -135,7 +135,7 @@ class Peers:
         for peer in self._peers:
             peer.kill()
 
-    def __getitem__(self, number: int) -> Peer:
+    def __getitem__(self, number: int) -> PeerProcess:
         return self._peers[number]
 
     def __len__(self) -> int:
@@ -149,7 +149,7 @@ class Peers:
             self[number].start()
         self.wait_for_steps(self._peers[:count], 1, timeout_s)
 
-    def wait_for_steps(self, peers: Iterable[Peer], steps: int, timeout_s: float = 180) -> None:
+    def wait_for_steps(self, peers: Iterable[PeerProcess], steps: int, timeout_s: float = 180) -> None:
         """Until each of them has trained so many steps. Raises TimeoutError."""
         chosen = list(peers)
         what = f"{steps} steps of each peer (see the logs in {self.folder})"

@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
-from torch import Tensor
-
-from farflung.config import Config
 from farflung.errors import UserError
-from farflung.hooks.digests import digest
-from farflung.methods import settled
 from farflung.networks import Network
+from farflung.settings import Settings, names_that_may_differ
+from farflung.tables import BETWEEN_MACHINES
 from farflung.training.gather import gather
 
-PLACES = ("out", "data", "tokenizer", "device", "outer_device", "offload")
-OWN = (*PLACES, "starting", "deadline", "log_every", "keep_checkpoints")
-"""Settings that each machine chooses for itself. Where data lies is its own affair; see `other_text`."""
 
-
-def refuse_other_settings(network: Network, config: Config) -> None:
-    """Compares the settings of all processes.
+def refuse_other_settings(network: Network, settings: Settings) -> None:
+    """Compares the settings of all processes, but for what each machine chooses for itself.
 
     Raises UserError where one that must be equal is not, and PeerLostError.
     """
-    own = {name: value for name, value in dataclasses.asdict(settled(config)).items() if name not in OWN}
-    (one, first), *others = gather(network, own, "settings", config.starting).items()
+    free = names_that_may_differ(BETWEEN_MACHINES, settings)
+    own = {name: value for name, value in settings.settled().flat().items() if name not in free}
+    (one, first), *others = gather(network, own, "settings", settings.network.starting).items()
     for other, theirs in others:
         for name, value in theirs.items():
             if value != first[name]:
@@ -36,9 +29,9 @@ def refuse_other_settings(network: Network, config: Config) -> None:
                 )
 
 
-def other_text(network: Network, held_out: Tensor, deadline: float) -> bool:
-    """Whether processes hold different text out to validate on. Raises PeerLostError."""
-    first, *others = gather(network, digest([held_out]).tolist(), "held-out text", deadline).values()
+def other_data(network: Network, digest: str, deadline: float) -> bool:
+    """Whether processes hold out other samples than each other, by their digests. Raises PeerLostError."""
+    first, *others = gather(network, digest, "held-out data", deadline).values()
     return any(other != first for other in others)
 
 

@@ -11,10 +11,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from farflung.config import Config, read_toml
 from farflung.errors import UserError, disk_errors
 from farflung.files import write_text
-from farflung.pipeline import Layout, Place
+from farflung.pipeline import Mesh, MeshCoordinates
+from farflung.settings import Settings, read_settings
 from farflung.training import checkpoint, events
 
 NEW, RESTARTED, RESUMED, AGAIN = "new", "restarted", "resumed", "again"
@@ -45,13 +45,13 @@ class Standing:
     damaged: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, folder: Path, replica: int, seat: str, way: str = "") -> Standing:
-        """What is in a folder now for a process with this seat: its own file, or all parts of its replica."""
+    def of(cls, folder: Path, replica: int, stem: str, way: str = "") -> Standing:
+        """What is in a folder now for a process whose files are called so: its own, or all parts of its replica."""
         machine = f"{socket.gethostname()}, node {os.environ.get('GROUP_RANK', 0)}, {folder.resolve()}"
         steps = tuple(
             step
             for step in sorted(checkpoint.steps_of(folder, replica))
-            if checkpoint.whole(checkpoint.path_of(folder, step, seat)) or checkpoint.complete(folder, step, replica)
+            if checkpoint.whole(checkpoint.path_of(folder, step, stem)) or checkpoint.complete(folder, step, replica)
         )
         damaged = tuple(str(path) for path in checkpoint.damaged(folder, replica))
         trained = bool(steps or damaged) or events.tell_of_training(folder)
@@ -83,26 +83,26 @@ def first_step(standings: Sequence[Standing], folder: Path) -> int | None:
     )
 
 
-def local_step(config: Config, folder: Path) -> int:
+def local_step(settings: Settings, folder: Path) -> int:
     """The step that a run goes on from whose replicas all keep their files in this folder. Raises UserError.
 
     The checkpoints of replicas that have died are not waited for.
     """
     died = events.died(folder)
-    layout = Layout.of(config)
-    seats = [(replica, layout.seat(Place(replica))) for replica in range(config.replicas)]
-    standings = [Standing.of(folder, replica, seat, RESUMED) for replica, seat in seats]
+    mesh = settings.mesh()
+    stems = [(replica, mesh.file_stem(MeshCoordinates(replica))) for replica in range(settings.run.replicas)]
+    standings = [Standing.of(folder, replica, stem, RESUMED) for replica, stem in stems]
     return first_step([one for one in standings if one.replica not in died] or standings, folder) or 0
 
 
-def refuse_other_replicas(config: Config, folder: Path) -> None:
+def refuse_other_replicas(settings: Settings, folder: Path) -> None:
     """Refuses to go on with another number of replicas than there are. Raises UserError."""
     path = folder / "config.toml"
-    before = read_toml(path).replicas if path.exists() else config.replicas
-    if before != config.replicas:
-        processes = before * config.stages * config.shard
+    before = read_settings(path).run.replicas if path.exists() else settings.run.replicas
+    if before != settings.run.replicas:
+        processes, now = before * settings.island.processes, settings.run.replicas
         raise UserError(
-            f"{folder} is a run of {before} replicas, and {config.replicas} are started; start {processes} processes "
+            f"{folder} is a run of {before} replicas, and {now} are started; start {processes} processes "
             f"with these stages and shards, or begin anew with: {restart_command(folder)}"
         )
 
@@ -196,23 +196,23 @@ def _listed(numbers: Sequence[object]) -> str:
     return ", ".join(map(str, numbers[:SHOWN])) + (" …" if len(numbers) > SHOWN else "")
 
 
-def writing(layout: Layout, machines: Mapping[int, str]) -> dict[str, int]:
+def writing_replicas(mesh: Mesh, machines: Mapping[int, str]) -> dict[str, int]:
     """The replica that writes, on each machine, what all have in common; given the machine of each process there is.
 
     It is the first replica that is there whole, or else the first that has a part there.
     """
     chosen = {}
     for machine in dict.fromkeys(machines.values()):
-        here = Counter(layout.place(process).replica for process, other in machines.items() if other == machine)
-        chosen[machine] = min(here, key=lambda replica: (here[replica] < layout.island, replica))
+        here = Counter(mesh.coordinates(process).replica for process, other in machines.items() if other == machine)
+        chosen[machine] = min(here, key=lambda replica: (here[replica] < mesh.island, replica))
     return chosen
 
 
-def telling(layout: Layout, machines: Mapping[int, str]) -> set[int]:
+def summary_writers(mesh: Mesh, machines: Mapping[int, str]) -> set[int]:
     """The first process of each machine that has a part of the replica that writes there."""
-    of = writing(layout, machines)
+    of = writing_replicas(mesh, machines)
     first: dict[str, int] = {}
     for process, machine in machines.items():
-        if layout.place(process).replica == of[machine]:
+        if mesh.coordinates(process).replica == of[machine]:
             first.setdefault(machine, process)
     return set(first.values())

@@ -13,7 +13,7 @@ import pickle
 import re
 import zipfile
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, NotRequired, TypedDict
+from typing import Any, BinaryIO, NamedTuple, NotRequired, TypedDict, cast
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from farflung.errors import UserError
 from farflung.files import beside
 from farflung.formats import CHECKPOINT
 from farflung.training.events import died
+from farflung.training.migrations import migrated
 
 _PART_NAME = re.compile(r"replica-([0-9]+)(?:-part-([0-9]+)-of-([0-9]+))?")
 
@@ -133,7 +134,7 @@ def averages(folder: Path) -> list[Path]:
 
 
 def read(path: Path) -> Checkpoint:
-    """What `write` wrote; of averaged weights, what Weights has.
+    """What `write` wrote, or an earlier release, as it is written now; of averaged weights, what Weights has.
 
     Raises UserError when it is damaged or of a format that is not read.
     """
@@ -141,14 +142,13 @@ def read(path: Path) -> Checkpoint:
         with zipfile.ZipFile(path) as file:
             if spoilt := file.testzip():  # torch itself compares no checksums
                 raise ValueError(f"the checksum of {spoilt} is wrong")
-        state: Checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
     except (OSError, ValueError, RuntimeError, zipfile.BadZipFile, pickle.UnpicklingError) as error:
         why = str(error).partition("\n")[0]
         raise UserError(
             f"{path} is damaged: {why}; take a copy from a backup, or remove it to use what is older"
         ) from error
-    CHECKPOINT.check(state, str(path))
-    return state
+    return cast(Checkpoint, migrated(state, CHECKPOINT.check(state, str(path))))
 
 
 def whole(path: Path) -> bool:

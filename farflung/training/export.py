@@ -1,26 +1,22 @@
-"""A run's weights as a folder that AutoModelForCausalLM loads."""
+"""A run's weights as a folder that others load."""
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError
 
-from farflung.config import Config, read_toml
 from farflung.errors import UserError, disk_errors
 from farflung.files import holds_no_run
 from farflung.pipeline.boundaries import boundary_named
-from farflung.pipeline.subspace import subspace_of
+from farflung.settings import Settings, read_settings
 from farflung.training import checkpoint
-from farflung.training.layouts import whole_weights
-from farflung.workloads import models, tokenizers
+from farflung.training.resharding import whole_weights
 
 
 def export(folder: Path, target: Path) -> str:
-    """Writes the replicas' averaged weights, and the tokenizer, to `target`; returns which weights these are.
+    """Writes a model with the replicas' averaged weights to `target`; returns which weights these are.
 
     Of a run that has not ended, or whose averaged weights are damaged, the last whole checkpoint is averaged. Raises
     UserError.
@@ -29,12 +25,13 @@ def export(folder: Path, target: Path) -> str:
         raise UserError(holds_no_run(folder, "there is no config.toml; give a folder that farflung train has made"))
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UserError(f"{target} exists already; give a folder that does not, or an empty one")
-    config = read_toml(folder / "config.toml")
-    weights, origin = _averaged(folder, config)
+    settings = read_settings(folder / "config.toml")
+    weights, origin = _averaged(folder, settings)
     beside = target.with_name(f"{target.name}.tmp")
     with disk_errors(f"write to {target}", "give another folder, or make room"):
         try:
-            _write(config, weights, beside)
+            confined_to, _ = boundary_named(settings.island.boundary)
+            settings.made_workload().export(weights, beside, settings.run.seed, confined_to)
         except SafetensorError as error:
             raise OSError(str(error)) from error
         if target.exists():
@@ -43,7 +40,7 @@ def export(folder: Path, target: Path) -> str:
     return origin
 
 
-def _averaged(folder: Path, config: Config) -> tuple[dict[str, Any], str]:
+def _averaged(folder: Path, settings: Settings) -> tuple[dict[str, Any], str]:
     if averaged := checkpoint.averages(folder):
         return whole_weights(averaged), "the replicas' weights averaged at the end"
     steps = checkpoint.whole_steps(folder)
@@ -66,22 +63,5 @@ def _averaged(folder: Path, config: Config) -> tuple[dict[str, Any], str]:
         for name, value in whole_weights(paths).items():
             share = value.double() / len(complete) if value.is_floating_point() else value
             mean[name] = mean[name] + share if name in mean and value.is_floating_point() else share
-    of = f" of {config.replicas}" if len(complete) < config.replicas else ""
+    of = f" of {settings.run.replicas}" if len(complete) < settings.run.replicas else ""
     return mean, f"the mean of {len(complete)}{of} replicas' checkpoints at step {steps[0]}{but}"
-
-
-def _write(config: Config, weights: dict[str, Any], target: Path) -> None:
-    from transformers import AutoModelForCausalLM
-
-    tokenizer = tokenizers.load(config.tokenizer)
-    shutil.rmtree(target, ignore_errors=True)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    model = AutoModelForCausalLM.from_config(models.model_config(config, tokenizer), dtype=torch.float32)
-    if rank := boundary_named(config.boundary)[0]:
-        subspace = subspace_of(model.config, rank, config.seed)
-        shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
-        weights = {name: subspace.plain(name, weight, shapes[name]) for name, weight in weights.items()}
-    absent = set(model.load_state_dict(weights, strict=False).missing_keys)
-    assert absent <= set(model.all_tied_weights_keys), f"no weights for {absent}"
-    model.save_pretrained(target)
-    tokenizer.save(str(target))

@@ -13,7 +13,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, E
 from farflung.errors import UserError
 from farflung.networks import PeerLostError
 from farflung.outer import DisagreementError, DivergedError
-from farflung.pipeline import Layout
+from farflung.pipeline import Mesh
 from farflung.training.finish import NoRoomError
 
 
@@ -39,7 +39,7 @@ class OneLine(ErrorHandler):
         Path(path).write_text(json.dumps(kept), "utf-8")
 
 
-def failure_of(error: ChildFailedError, folder: Path, layout: Layout) -> Exception:
+def failure_of(error: ChildFailedError, folder: Path, mesh: Mesh) -> Exception:
     """The error of the process that failed first; that others then lost it is no cause."""
     described = {rank: _describe(failure.message, failure.exitcode) for rank, failure in error.failures.items()}
     causes = {rank: text for rank, text in described.items() if not text.startswith("PeerLostError")} or described
@@ -47,7 +47,7 @@ def failure_of(error: ChildFailedError, folder: Path, layout: Layout) -> Excepti
     kind, _, text = causes[rank].partition(": ")
     if kind == "UserError":
         return UserError(text)
-    return RunFailedError(f"{layout.describe(rank)} failed: {causes[rank]}; its output lies in {folder}/logs")
+    return RunFailedError(f"{mesh.describe(rank)} failed: {causes[rank]}; its output lies in {folder}/logs")
 
 
 def _describe(message: Any, exitcode: int) -> str:

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from farflung.config import Config
 from farflung.files import write_text
-from farflung.networks import Network, PeerLostError, Traffic, among_members
+from farflung.networks import Network, PeerLostError, among_members
 from farflung.outer.fragments import split
+from farflung.settings import Settings
 from farflung.training import checkpoint
 from farflung.training.gather import gather
-from farflung.training.layouts import buffer_names
+from farflung.training.resharding import buffer_names
 from farflung.training.terminal import say
 from farflung.training.trainer import Trainer
 
@@ -29,11 +29,8 @@ TRY_EVERY_SECONDS = 5.0
 TRY_FOR_SECONDS = 3600.0
 """What cannot be written at the end is tried again, every so often, and for so long."""
 
-PATIENCE = 10
+DEADLINES_AT_THE_END = 10
 """The end waits this many times the deadline: replicas that never met may be far apart in time."""
-
-PROMPT_TOKENS = 16
-SAMPLE_TOKENS = 256
 
 
 Ended = tuple[Tensor, list[dict[str, Any]]]
@@ -44,68 +41,77 @@ Together = Callable[[Callable[[Network], Ended]], Ended]
 
 
 def finish(trainer: Trainer, together: Together) -> dict[str, Any]:
-    """Averages the replicas' weights, or late averages of them, once, evaluates them, and returns the run's summary.
+    """Averages the replicas' weights, or tail averages of them, once, evaluates them, and returns the run's summary.
 
     Leaves the averaged weights in the trainer's model. Raises PeerLostError.
     """
-    config = trainer.config
-    deadline = PATIENCE * config.deadline
-    traffic = Traffic(**vars(trainer.network.traffic))
-    seconds = trainer.events.elapsed()
-    own_loss = trainer.validation_loss()
-    trainer.late.apply()
-
-    island = trainer.island
+    own = _own_facts(trainer)
+    trainer.tail.apply()
     (weights,) = split(trainer.model, 1)
-    own = weights.read()
-
-    def ended(network: Network) -> Ended:
-        mean = among_members(
-            network,
-            lambda group: network.all_reduce(own.clone(), group, f"average at the end of {group}").wait(deadline),
-        )
-        own_facts = [own.numel(), (own - mean).double().square().sum(), traffic.bytes_sent, traffic.seconds_blocked]
-        own_facts += [island.traffic.bytes_sent]
-        numel, deviation, sent, blocked, boundary = island.total(torch.tensor(own_facts, dtype=torch.float64)).tolist()
-        facts = {
-            "replica": island.place.replica,
-            "parameters": round(numel),
-            "tokens": trainer.trained * config.tokens_per_step,
-            "loss": own_loss,
-            "deviation": deviation / max(numel, 1),
-            "sent": round(sent),
-            "boundary": round(boundary),
-            "blocked": blocked / island.layout.island,
-            "rounds": trainer.rounds,
-            "seconds": seconds,
-        }
-        return mean, list(gather(network, facts, "summary", deadline).values())
-
-    mean, all_facts = together(ended)
+    flat = weights.read()
+    mean, facts = together(lambda network: _met(trainer, network, flat, own))
     weights.write(mean)
-    island.after_step()
+    trainer.island.after_step()
     trainer.prune()
-    parameters = all_facts[0]["parameters"]
-    missing = set(range(config.replicas)) - {f["replica"] for f in all_facts}  # on the internet ranks are other numbers
+    return _summary(trainer, facts)
+
+
+def _own_facts(trainer: Trainer) -> dict[str, Any]:
+    """What a replica tells of its run, as it is when its last step is over; all of its processes call alike."""
+    island, traffic = trainer.island, trainer.network.traffic
+    own = [traffic.bytes_sent, traffic.seconds_blocked, island.traffic.bytes_sent]
+    seconds, loss = trainer.log.events.elapsed(), island.evaluate()
+    sent, blocked, boundary = island.total(torch.tensor(own, dtype=torch.float64)).tolist()
     return {
-        "method": config.method,
-        "replicas": config.replicas,
-        "missing": sorted(missing) if len(all_facts) < config.replicas else [],
+        "replica": island.coordinates.replica,
+        "tokens": trainer.log.units,
+        "loss": loss,
+        "sent": round(sent),
+        "boundary": round(boundary),
+        "blocked": blocked / island.mesh.island,
+        "rounds": trainer.progress.rounds,
+        "seconds": seconds,
+    }
+
+
+def _met(trainer: Trainer, network: Network, own: Tensor, facts: dict[str, Any]) -> Ended:
+    """The mean of the weights of those on a network, and what they tell. Raises PeerLostError."""
+    deadline = DEADLINES_AT_THE_END * trainer.settings.network.deadline
+    mean = among_members(
+        network, lambda group: network.all_reduce(own.clone(), group, f"average at the end of {group}").wait(deadline)
+    )
+    apart = torch.tensor([own.numel(), (own - mean).double().square().sum()], dtype=torch.float64)
+    numel, deviation = trainer.island.total(apart).tolist()
+    facts = {**facts, "parameters": round(numel), "deviation": deviation / max(numel, 1)}
+    return mean, list(gather(network, facts, "summary", deadline).values())
+
+
+def _summary(trainer: Trainer, facts: list[dict[str, Any]]) -> dict[str, Any]:
+    settings, mesh = trainer.settings, trainer.island.mesh
+    replicas, count, parameters = settings.run.replicas, len(facts), facts[0]["parameters"]
+    # On the internet, replicas have other numbers.
+    missing = set(range(replicas)) - {fact["replica"] for fact in facts} if count < replicas else set()
+    return {
+        "method": settings.rounds.method,
+        "units": trainer.workload.units,
+        "measure": trainer.workload.measure,
+        "replicas": replicas,
+        "missing": sorted(missing),
         "steps": trainer.step,
-        "stages": island.layout.stages,
-        "shards": island.layout.shards,
+        "stages": mesh.stages,
+        "shards": mesh.shards,
         "parameters": parameters,
-        "tokens": sum(f["tokens"] for f in all_facts),
-        "validation_loss": sum(f["loss"] for f in all_facts) / len(all_facts),
-        "validation_loss_per_replica": [f["loss"] for f in all_facts],
-        "validation_loss_averaged": trainer.validation_loss(),
-        "bytes_sent": sum(f["sent"] for f in all_facts),
-        "boundary_bytes": sum(f["boundary"] for f in all_facts),
-        "ddp_bytes": ddp_bytes(parameters, config, len(all_facts)),
-        "rounds": max(f["rounds"] for f in all_facts),
-        "seconds": max(f["seconds"] for f in all_facts),
-        "seconds_blocked": sum(f["blocked"] for f in all_facts) / len(all_facts),
-        "weight_spread": (sum(f["deviation"] for f in all_facts) / len(all_facts)) ** 0.5,
+        "tokens": sum(fact["tokens"] for fact in facts),
+        "validation_loss": sum(fact["loss"] for fact in facts) / count,
+        "validation_loss_per_replica": [fact["loss"] for fact in facts],
+        "validation_loss_averaged": trainer.island.evaluate(),
+        "bytes_sent": sum(fact["sent"] for fact in facts),
+        "boundary_bytes": sum(fact["boundary"] for fact in facts),
+        "ddp_bytes": ddp_bytes(parameters, settings, count),
+        "rounds": max(fact["rounds"] for fact in facts),
+        "seconds": max(fact["seconds"] for fact in facts),
+        "seconds_blocked": sum(fact["blocked"] for fact in facts) / count,
+        "weight_spread": (sum(fact["deviation"] for fact in facts) / count) ** 0.5,
     }
 
 
@@ -114,10 +120,10 @@ def write_results(trainer: Trainer, summary: dict[str, Any], tells: bool) -> Non
 
     Raises NoRoomError, when the disk stays full.
     """
-    summary = {**summary, "sample": sample_text(trainer)}
+    summary = {**summary, "sample": trainer.island.sample()}
     model = trainer.model
     average: checkpoint.Weights = {
-        "shard": trainer.island.place.shard,
+        "shard": trainer.island.coordinates.shard,
         "model": model.state_dict(),
         "buffers": buffer_names(model),
     }
@@ -125,7 +131,7 @@ def write_results(trainer: Trainer, summary: dict[str, Any], tells: bool) -> Non
     def write() -> None:
         if tells:
             write_text(trainer.folder / "summary.json", json.dumps(summary, indent=2) + "\n")
-        checkpoint.write(checkpoint.average_of(trainer.folder, trainer.seat), average)
+        checkpoint.write(checkpoint.average_of(trainer.folder, trainer.file_stem), average)
 
     _keep_trying(write, trainer, summary)
 
@@ -146,9 +152,9 @@ class Endings:
         except PeerLostError as lost:
             if not self._largest:
                 raise
-            trainer.warn(f"ended without the others: {lost}")
+            trainer.log.warn(f"ended without the others: {lost}")
             return
-        left = [replica for replica in range(trainer.config.replicas) if replica not in summary["missing"]]
+        left = [replica for replica in range(trainer.settings.run.replicas) if replica not in summary["missing"]]
         if trainer.network.rank == left[0] and len(left) > self._largest:
             self._largest = len(left)
             write_results(trainer, summary, tells=True)
@@ -174,13 +180,6 @@ def _keep_trying(write: Callable[[], None], trainer: Trainer, summary: dict[str,
         time.sleep(TRY_EVERY_SECONDS)
 
 
-def ddp_bytes(parameters: int, config: Config, count: int) -> int:
+def ddp_bytes(parameters: int, settings: Settings, count: int) -> int:
     """What float32 gradients averaged every step would have cost so many of N replicas: 2 (N - 1) / N messages each."""
-    return 4 * parameters * 2 * (config.replicas - 1) * config.steps * count // config.replicas
-
-
-def sample_text(trainer: Trainer) -> str:
-    """How the trained model continues the beginning of a held-out sequence."""
-    length = min(SAMPLE_TOKENS, trainer.config.sequence_length)
-    prompt = trainer.held_out[:1, : min(PROMPT_TOKENS, length // 2)]
-    return trainer.tokenizer.decode(trainer.island.continued(prompt, length, trainer.tokenizer.end))
+    return 4 * parameters * 2 * (settings.run.replicas - 1) * settings.run.steps * count // settings.run.replicas

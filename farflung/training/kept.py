@@ -5,9 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
+
+from farflung.training.stopping import Stop
 
 
 class Kept:
@@ -48,3 +51,11 @@ class Kept:
         except (dist.DistError, RuntimeError):
             return []
         return sorted(set.intersection(*(set(json.loads(steps)) for steps in told)), reverse=True)
+
+
+@dataclass(frozen=True)
+class Coordination:
+    """What the processes of a run agree on: when to stop, and which checkpoints can go."""
+
+    stop: Stop
+    kept: Kept

@@ -10,8 +10,8 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
-from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]
@@ -19,16 +19,15 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from farflung import formats, methods, scoped
-from farflung.config import Config, to_toml
+from farflung import formats, scoped
 from farflung.errors import UserError, disk_errors
-from farflung.events import EndEvent
 from farflung.files import write_text
 from farflung.formats import RUN_FOLDER
-from farflung.networks import Conditions, ReplicaDiedError, SimulatedNetwork, Simulation, TorchNetwork, conditions_named
-from farflung.pipeline import Layout, check
+from farflung.networks import ReplicaDiedError, SimulatedNetwork, Simulation, TorchNetwork
+from farflung.pipeline import Mesh, check
+from farflung.settings import Settings, settings_toml
 from farflung.training import checkpoint
-from farflung.training.alike import other_text, refuse_other_settings
+from farflung.training.alike import other_data, refuse_other_settings
 from farflung.training.beginning import (
     AGAIN,
     NEW,
@@ -42,126 +41,129 @@ from farflung.training.beginning import (
     note_launch,
     refuse_other_replicas,
     refuse_while_trained,
-    telling,
-    writing,
+    summary_writers,
+    writing_replicas,
 )
 from farflung.training.events import holds_a_run
 from farflung.training.failures import OneLine, failure_of
 from farflung.training.finish import Endings, finish, write_results
 from farflung.training.gather import gather
-from farflung.training.kept import Kept
+from farflung.training.kept import Coordination, Kept
 from farflung.training.stopping import Stop, StoppedError
 from farflung.training.survivors import ended_together
 from farflung.training.terminal import STARTED_HERE, say
 from farflung.training.trainer import Trainer
-from farflung.workloads import data, models, tokenizers
-from farflung.workloads.text import documents
 
 
-def prepare(config: Config, folder: Path, resume: bool, restart: bool = False) -> None:
+def prepare(settings: Settings, folder: Path, resume: bool, restart: bool = False) -> None:
     """Refuses what cannot work before anything is started, and writes config.toml. Raises UserError.
 
     To `restart` removes the run that is in the folder; the settings are found to be good before that.
     """
-    check_settings(config)
-    if line := without_rounds(config):
+    check_settings(settings)
+    if line := without_rounds(settings):
         say(line)
     if restart:
         clear(folder)
     elif resume:
-        refuse_other_replicas(config, folder)
-        if config.network != "internet":
-            local_step(config, folder)
+        refuse_other_replicas(settings, folder)
+        if not settings.network.kind.elastic:
+            local_step(settings, folder)
     elif any(folder.glob("events/*.jsonl")):
         raise holds_a_run(folder)
-    write_settings(config, folder)
+    write_settings(settings, folder)
 
 
-def check_settings(config: Config) -> None:
+def check_settings(settings: Settings) -> None:
     """Refuses what cannot work, as far as can be seen before anything is started. Raises UserError."""
-    methods.settled(config)
-    check_network(config)
-    conditions_of(config)
-    tokenizer = tokenizers.load(config.tokenizer)
-    models.model_config(config, tokenizer)
-    check(config, tokenizer)
-    pick_device(config.device, 0)
-    next(documents(config.data, config.text_column), None)
+    settings.method()
+    check_network(settings)
+    workload = settings.made_workload()
+    workload.check()
+    _check_island(settings)
+    check(settings.island, workload, settings.run.seed)
+    pick_device(settings.run.device, 0)
 
 
-def without_rounds(config: Config) -> str:
+def _check_island(settings: Settings) -> None:
+    """Refuses what the processes of an island cannot do with other settings. Raises UserError."""
+    island = settings.island
+    if settings.inner.inner == "muon" and island.shard > 1:
+        raise UserError(
+            "inner muon needs whole matrices, of which a shard has only rows; choose --shard 1, or begin with adamw"
+        )
+    if settings.network.kind.simulate:
+        if island.processes > 1:
+            raise UserError("stages and shards need real processes; leave out --network simulated")
+        if island.offload:
+            raise UserError("offload needs real processes; leave out --network simulated")
+
+
+def without_rounds(settings: Settings) -> str:
     """What to say of a run that ends before its first round; "" for others."""
-    schedule = methods.from_config(config).schedule
+    schedule = settings.method().schedule
     first = min(schedule.first(fragment) for fragment in range(schedule.fragments))
-    if first <= config.steps:
+    if first <= settings.run.steps:
         return ""
-    return f"no round will be held: the first comes after step {first} of {config.steps}; give a smaller --every"
+    return f"no round will be held: the first comes after step {first} of {settings.run.steps}; give a smaller --every"
 
 
-def write_settings(config: Config, folder: Path) -> None:
+def write_settings(settings: Settings, folder: Path) -> None:
     """Writes config.toml. Raises UserError."""
     with disk_errors(f"write to {folder}", "choose another folder with --out"):
         folder.mkdir(parents=True, exist_ok=True)
         version = f"{formats.KEY} = {RUN_FOLDER.version}\n"
-        write_text(folder / "config.toml", version + to_toml(methods.settled(config)))
+        write_text(folder / "config.toml", f"{version}\n{settings_toml(settings.settled())}")
 
 
-def check_network(config: Config) -> None:
+def check_network(settings: Settings) -> None:
     """Refuses settings that another network is for. Raises UserError."""
-    if config.robust != "mean" and config.network != "internet":
-        raise UserError(f"robust is {config.robust!r}, but only peers on the internet need it; leave it out")
-    for name in ("conditions", "bandwidth_mbps", "latency_ms", "step_ms"):
-        if getattr(config, name) not in ("", None) and config.network != "simulated":
-            raise UserError(
-                f"{name} is {getattr(config, name)!r}, but real links are as they are; add --network simulated"
-            )
-    if config.shares == "apart" and config.network == "internet":
+    if settings.rounds.robust != "mean" and not settings.network.kind.elastic:
+        raise UserError(f"robust is {settings.rounds.robust!r}, but only peers on the internet need it; leave it out")
+    settings.network.simulated_conditions()
+    if settings.run.shares == "apart" and settings.network.kind.elastic:
         raise UserError(
             "shares is 'apart', but on the internet nobody knows how many replicas there will be; leave it out"
         )
 
 
-def run_simulated(config: Config, folder: Path, resume: bool) -> None:
+def run_simulated(settings: Settings, folder: Path, resume: bool) -> None:
     """All replicas in this process, under a virtual clock.
 
     Raises StoppedError, UserError and whatever training raises.
     """
     torch.set_num_threads(1)  # with another number, sums may differ in their last bits
-    simulation = Simulation(config.replicas, conditions_of(config))
+    simulate = settings.network.kind.simulate or Simulation
+    simulation = simulate(settings.run.replicas, settings.network.simulated_conditions())
     store = HashStore()
-    stop = Stop(store, range(config.replicas), range(config.replicas))
-    kept = Kept(store, lambda: simulation.world.living)
-    step = local_step(config, folder) if resume else None
-    text = data.load(config, tokenizers.load(config.tokenizer))
+    stop = Stop(store, range(settings.run.replicas), range(settings.run.replicas))
+    kept = Kept(store, lambda: simulation.cluster.living)
+    coordination = Coordination(stop, kept)
+    step = local_step(settings, folder) if resume else None
+    workload = settings.made_workload()
     endings = Endings()
 
     def replica(network: SimulatedNetwork) -> None:
         if step and step not in (steps := checkpoint.steps_of(folder, network.rank)):
             kept.tell(network.rank, steps)
             network.stay_dead()
-        trainer = Trainer(config, network, folder, stop, kept, pick_device(config.device, network.rank), step, text)
-        with closing(trainer.events):
+        device = pick_device(settings.run.device, network.rank)
+        trainer = Trainer(settings, network, folder, coordination, device, step, workload)
+        with closing(trainer.log.events):
             try:
                 trainer.train()
                 endings.finish(trainer)
             except ReplicaDiedError:
-                trainer.events.write(EndEvent(step=trainer.step, reason="died"))
+                trainer.log.end("died")
                 raise
 
     with stopping_on_signals(stop):
         simulation.run(replica)
 
 
-def conditions_of(config: Config) -> Conditions:
-    """What the simulated network is to be like. Raises UserError."""
-    conditions = conditions_named(config.conditions) if config.conditions else Conditions()
-    changes = {name: getattr(config, name) for name in ("bandwidth_mbps", "latency_ms", "step_ms")}
-    return replace(conditions, **{name: value for name, value in changes.items() if value is not None})
-
-
 @functools.partial(record, error_handler=OneLine())
 def run_torch_replica(
-    config: Config, folder: Path, resume: bool, restart: bool = False, begun: Callable[[], None] = lambda: None
+    settings: Settings, folder: Path, resume: bool, restart: bool = False, begun: Callable[[], None] = lambda: None
 ) -> bool:
     """This process's part of a replica, under torchrun. Raises as `run_simulated` does.
 
@@ -173,104 +175,113 @@ def run_torch_replica(
         way = RESUMED if resume else NEW
         if STARTED_HERE not in os.environ:
             # The others come no further meanwhile than joining.
-            way = _prepare_machine(config, folder, RESTARTED if restart else way)
+            way = _prepare_machine(settings, folder, RESTARTED if restart else way)
     use_cores_of(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    network = TorchNetwork.from_env(config.starting)
-    layout = Layout.of(config)
-    place = layout.place(network.process)
-    everyone = range(layout.processes)
+    network = _opened(settings)
+    mesh = settings.mesh()
+    coordinates = mesh.coordinates(network.process)
+    everyone = range(mesh.processes)
     stop = Stop(network.store, everyone, [network.process], launcher=os.getppid())
     with stopping_on_signals(stop):
-        refuse_other_settings(network, config)
-        own = Standing.of(folder, place.replica, layout.seat(place), way)
-        standings = [Standing(**told) for told in gather(network, vars(own), "standings", config.deadline).values()]
+        refuse_other_settings(network, settings)
+        own = Standing.of(folder, coordinates.replica, mesh.file_stem(coordinates), way)
+        standings = [
+            Standing(**told) for told in gather(network, vars(own), "standings", settings.network.deadline).values()
+        ]
         step = first_step(standings, folder)
         if RESTARTED in {standing.way for standing in standings}:
-            _clear_machines(config, folder, way, network)
+            _clear_machines(settings, folder, way, network)
         begun()
         if way == RESUMED:
-            write_settings(config, folder)  # which may be other ones, in what may change
-        kept = Kept(network.store, lambda: everyone)
-        trainer = Trainer(config, network, folder, stop, kept, pick_device(config.device, local_rank), step)
+            write_settings(settings, folder)  # which may be other ones, in what may change
+        coordination = Coordination(stop, Kept(network.store, lambda: everyone))
+        device = pick_device(settings.run.device, local_rank)
+        trainer = Trainer(settings, network, folder, coordination, device, step)
         machines = {process: standing.machine for process, standing in enumerate(standings)}
-        with closing(trainer.events):
-            if other_text(network, trainer.held_out, config.deadline) and network.process in telling(layout, machines):
-                trainer.warn("machines hold other text than each other; validation losses are not of the same text")
+        with closing(trainer.log.events):
+            differ = other_data(network, trainer.workload.digest(), settings.network.deadline)
+            if differ and network.process in summary_writers(mesh, machines):
+                told = "machines hold other data than each other; validation losses are not of the same samples"
+                trainer.log.warn(told)
             trainer.train()
-            tells = _finish_with_those_left(trainer, network, layout, machines)
+            tells = _finish_with_those_left(trainer, network, mesh, machines)
     network.close()
     return tells
 
 
-def _finish_with_those_left(
-    trainer: Trainer, network: TorchNetwork, layout: Layout, machines: Mapping[int, str]
-) -> bool:
+def _opened(settings: Settings) -> TorchNetwork:
+    """This process's network; where `farflung train` starts the processes, all offer what torch's does."""
+    network = settings.network
+    return cast(TorchNetwork, network.kind.open(network.starting, network.deadline))
+
+
+def _finish_with_those_left(trainer: Trainer, network: TorchNetwork, mesh: Mesh, machines: Mapping[int, str]) -> bool:
     """Ends a run of processes, of which some may be lost; whether this one has written the summary for its machine."""
-    summary = finish(trainer, lambda ended: ended_together(ended, network, layout, trainer.config.deadline))
+    summary = finish(trainer, lambda ended: ended_together(ended, network, mesh, trainer.settings.network.deadline))
     missing = summary["missing"]
-    machines = {process: name for process, name in machines.items() if layout.place(process).replica not in missing}
-    tells = network.process in telling(layout, machines)
+    machines = {process: name for process, name in machines.items() if mesh.coordinates(process).replica not in missing}
+    tells = network.process in summary_writers(mesh, machines)
     if tells and missing:
         lost = ", ".join(map(str, missing))
-        trainer.warn(f"replicas lost: {lost}; the averaged weights and the summary are of the others")
-    if layout.place(network.process).replica in writing(layout, machines).values():
+        trainer.log.warn(f"replicas lost: {lost}; the averaged weights and the summary are of the others")
+    if mesh.coordinates(network.process).replica in writing_replicas(mesh, machines).values():
         write_results(trainer, summary, tells)
     return tells
 
 
-def _prepare_machine(config: Config, folder: Path, way: str) -> str:
+def _prepare_machine(settings: Settings, folder: Path, way: str) -> str:
     """What is to be done once on each machine before its processes join. Returns how it begins. Raises UserError."""
     if way in (NEW, RESTARTED) and begun_by_this_launch(folder):
         way = AGAIN
     if way == NEW:
-        prepare(config, folder, resume=False)
+        prepare(settings, folder, resume=False)
         note_launch(folder)
     else:
-        check_settings(config)
+        check_settings(settings)
         if way == RESTARTED:
             refuse_while_trained(folder)
         else:
-            refuse_other_replicas(config, folder)
+            refuse_other_replicas(settings, folder)
     return way
 
 
-def _clear_machines(config: Config, folder: Path, way: str, network: TorchNetwork) -> None:
+def _clear_machines(settings: Settings, folder: Path, way: str, network: TorchNetwork) -> None:
     """Removes the old runs, once all processes have come and agreed to begin anew. Raises UserError, on all alike."""
     fault = ""
     if way == RESTARTED:
         try:
             clear(folder)
-            write_settings(config, folder)
+            write_settings(settings, folder)
         except UserError as error:
             fault = str(error)
-    if faults := list(filter(None, gather(network, fault, "cleared", config.deadline).values())):
+    if faults := list(filter(None, gather(network, fault, "cleared", settings.network.deadline).values())):
         raise UserError(faults[0])
     if way == RESTARTED:
         note_launch(folder)
 
 
-def launch_torch(config: Config, folder: Path, resume: bool) -> None:
+def launch_torch(settings: Settings, folder: Path, resume: bool) -> None:
     """All processes on this machine, with torch's elastic launcher.
 
     Raises StoppedError, UserError or RunFailedError.
     """
     environment = {
         "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
-        "OMP_NUM_THREADS": str(cores_for(Layout.of(config).processes)),
+        "OMP_NUM_THREADS": str(cores_for(settings.mesh().processes)),
         STARTED_HERE: "1",
     }
     (folder / "logs").mkdir(exist_ok=True)
     launcher = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
-        nproc_per_node=Layout.of(config).processes,
+        nproc_per_node=settings.mesh().processes,
         run_id=folder.name,
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
         local_addr="localhost",
         max_restarts=0,
         logs_specs=DefaultLogsSpecs(log_dir=tempfile.mkdtemp(dir=folder / "logs"), redirects=Std.ALL),
-        shutdown_timeout=round(2 * config.deadline),
+        shutdown_timeout=round(2 * settings.network.deadline),
         signals_to_handle=",".join(number.name for number in (*stop_signals(), signal.SIGQUIT)),
     )
     arguments = ["--resume", str(folder)] if resume else [str(folder / "config.toml")]
@@ -280,7 +291,7 @@ def launch_torch(config: Config, folder: Path, resume: bool) -> None:
     except SignalException as error:
         raise StoppedError("stopped by a signal") from error
     except ChildFailedError as error:
-        raise failure_of(error, folder, Layout.of(config)) from error
+        raise failure_of(error, folder, settings.mesh()) from error
 
 
 def stop_signals() -> list[signal.Signals]:
@@ -327,3 +338,8 @@ def cores_for(replicas: int) -> int:
 def use_cores_of(replicas: int) -> None:
     """Lets torch use one replica's share of the cores."""
     torch.set_num_threads(cores_for(replicas))
+
+
+def launch_all(settings: Settings, folder: Path, resume: bool) -> None:
+    """All replicas, in this process or in processes that it starts. Raises what these raise."""
+    (run_simulated if settings.network.kind.simulate else launch_torch)(settings, folder, resume)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import resource
 import sys
-from typing import Any
+from collections.abc import Iterator
 
 import torch
 
@@ -34,19 +34,19 @@ def peak_memory(device: torch.device) -> int:
 
 
 class Rate:
-    """Tokens a second of training, leaving out the time that evaluations and checkpoints take."""
+    """Units (such as tokens) a second of training, leaving out the time that evaluations and checkpoints take."""
 
     def __init__(self, network: Network) -> None:
         self._network = network
-        self._tokens = 0
+        self._units = 0
         self._since = network.now()
 
-    def count(self, tokens: int) -> None:
-        """Takes note of tokens that were trained on."""
-        self._tokens += tokens
+    def count(self, units: int) -> None:
+        """Takes note of units that were trained on."""
+        self._units += units
 
     @contextlib.contextmanager
-    def paused(self) -> Any:
+    def paused(self) -> Iterator[None]:
         """Leaves out the time that passes inside."""
         began = self._network.now()
         yield
@@ -55,6 +55,6 @@ class Rate:
     def take(self) -> float:
         """The rate since this was last asked for."""
         now = self._network.now()
-        rate = self._tokens / max(now - self._since, 1e-9)
-        self._tokens, self._since = 0, now
+        rate = self._units / max(now - self._since, 1e-9)
+        self._units, self._since = 0, now
         return rate

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import hashlib
 import shutil
 import sys
@@ -11,150 +10,102 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from farflung import methods
-from farflung.config import Config, from_table
 from farflung.errors import UserError
 from farflung.networks import SimulatedNetwork
+from farflung.networks.listening import ListenAddress
+from farflung.networks.settings import NetworkSettings
+from farflung.settings import RunSettings, Settings
 from farflung.training import checkpoint, launch
 from farflung.training.finish import finish, write_results
-from farflung.training.kept import Kept
+from farflung.training.kept import Coordination, Kept
 from farflung.training.stopping import Stop
 from farflung.training.trainer import Trainer
-from farflung.workloads import models, tokenizers
 
 if TYPE_CHECKING:
-    from farflung.networks.internet import Finding, Identity, InternetNetwork, Seat, Ticket
+    from farflung.networks.internet import Finding, Identity, InternetNetwork, Peers, Ticket
 
-LARGEST = 1 << 33
-"""Bytes of the largest message, before the model is known."""
 TICKET_SECONDS = 10.0
 """How often a peer brings the ticket in its run folder up to date."""
 
 
-@dataclass(frozen=True)
-class Listening:
-    """Where a peer can be reached."""
-
-    listen: str = "0.0.0.0"
-    """The address of the interface to listen at; 0.0.0.0 for all, with help to get through NAT."""
-    port: int = 0
-    """The TCP port to listen at; 0 takes a free one."""
-    announce: tuple[str, ...] = ()
-    """libp2p addresses to tell others instead of those found out, such as /ip4/203.0.113.7/tcp/4001."""
-
-
-@dataclass(frozen=True)
-class OwnSettings:
-    """What each peer decides for itself; unset: as the ticket says."""
-
-    data: str | None = None
-    """stdlib, a path or glob of text, JSON Lines or Parquet files, or hf:NAME to stream from the hub."""
-    text_column: str | None = None
-    """The column of JSON Lines, Parquet and hub data that holds the text."""
-    max_tokens: int | None = None
-    """Read at most this many tokens of the data."""
-    device: str | None = None
-    """auto, cpu, cuda, cuda:N or mps."""
-    deadline: float | None = None
-    """Longest wait for other peers, in seconds."""
-    checkpoint_every: int | None = None
-    """Inner steps between two checkpoints; 0 writes none until the end."""
-    eval_every: int | None = None
-    """Inner steps between two measurements of the validation loss."""
-    log_every: int | None = None
-    """Inner steps between two lines of loss in the events."""
-    out: str = ""
-    """The run folder of this peer; unset: runs/NAME-N with the first N that is free."""
-
-    def applied(self, config: Config) -> Config:
-        """The run's settings, with those given here. Raises UserError."""
-        return dataclasses.replace(config, **{key: value for key, value in vars(self).items() if value is not None})
-
-
-def shared_settings(config: Config) -> dict[str, Any]:
+def shared_settings(settings: Settings) -> dict[str, Any]:
     """What a ticket says of the settings: those that are not at their defaults. Raises UserError."""
-    if config.network == "simulated":
-        raise UserError("network is 'simulated', but peers meet on the internet; leave it out, or use farflung train")
-    if config.replicas != Config.replicas:
-        raise UserError(f"replicas is {config.replicas}, but peers come and go as they like; leave it out")
-    check_for_internet(config)
-    return {
-        field.name: getattr(config, field.name)
-        for field in dataclasses.fields(Config)
-        if field.name not in ("out", "network", "replicas") and getattr(config, field.name) != field.default
-    }
+    if settings.network.kind.simulate:
+        name = settings.network.network
+        raise UserError(f"network is {name!r}, but peers meet on the internet; leave it out, or use farflung train")
+    if settings.run.replicas != RunSettings.replicas:
+        raise UserError(f"replicas is {settings.run.replicas}, but peers come and go as they like; leave it out")
+    check_for_internet(settings)
+    return settings.changed(out="", network=NetworkSettings.network).changes()
 
 
-def settings_of(ticket: Ticket) -> Config:
+def ticket_settings(ticket: Ticket) -> Settings:
     """The settings that a ticket says. Raises UserError."""
-    config = from_table(Config, ticket.settings, f"ticket of {ticket.name}")
-    return dataclasses.replace(config, network="internet", replicas=1)
+    try:
+        return Settings.of(**ticket.settings).changed(network="internet", replicas=1)
+    except UserError as error:
+        raise UserError(f"ticket of {ticket.name}: {error}") from error
 
 
-def check_for_internet(config: Config) -> None:
+def check_for_internet(settings: Settings) -> None:
     """Refuses what peers on the internet cannot do. Raises UserError."""
-    if config.stages * config.shard > 1 or config.offload:
+    if settings.island.processes > 1 or settings.island.offload:
         raise UserError("a peer on the internet is one process; leave out --stages, --shard and --offload")
-    if config.conditions:
+    if settings.network.conditions:
         raise UserError("conditions are for the simulated network; leave them out")
-    launch.check_network(dataclasses.replace(config, network="internet"))
-    methods.from_config(config).check_open()
+    launch.check_network(settings.changed(network="internet"))
+    settings.method().check_elastic()
 
 
-def seat_of(listening: Listening, first: bool) -> Seat:
-    """Where a peer listens. Raises UserError without the extra that the internet needs."""
-    seat: Seat = internet().Seat(listening.listen, listening.port, listening.announce, first)
-    return seat
-
-
-def run_peer(ticket: Ticket, config: Config, seat: Seat, joined: Callable[[InternetNetwork], None]) -> None:
-    """Trains as one peer until the run's last step; tells when it has `joined`.
+def run_peer(
+    ticket: Ticket, settings: Settings, local: ListenAddress, first: bool, joined: Callable[[InternetNetwork], None]
+) -> None:
+    """Trains as one peer until the run's last step, the `first` if need be; tells when it has `joined`.
 
     Raises StoppedError, UserError and whatever training raises. Where it does not come to train, the folder stays as
     it was.
     """
-    with _left_as_it_was(Path(config.out)):
-        _run_peer(ticket, config, seat, joined)
+    with _left_as_it_was(Path(settings.run.out)):
+        _run_peer(ticket, settings, local, first, joined)
 
 
-def _run_peer(ticket: Ticket, config: Config, seat: Seat, joined: Callable[[InternetNetwork], None]) -> None:
+def _run_peer(
+    ticket: Ticket, settings: Settings, local: ListenAddress, first: bool, joined: Callable[[InternetNetwork], None]
+) -> None:
     parts = internet()
-    folder = Path(config.out)
+    folder = Path(settings.run.out)
     resumed = _begun(folder)
-    check_for_internet(config)
-    alike = methods.from_config(config).topology.alike
+    check_for_internet(settings)
+    alike = settings.method().topology.identical
     ticket = _with_newer_addresses(ticket, folder / "run.ticket")
     identity = _own_identity(folder, resumed)
     told: list[Trainer] = []
-    network: InternetNetwork = parts.InternetNetwork(
-        ticket,
-        identity,
-        seat,
-        parts.introduction(ticket),
-        largest=LARGEST,
-        deadline=config.deadline,
-        tell=lambda line: told[0].warn(line) if told else _say(line),
-    )
+
+    def tell(line: str) -> None:
+        told[0].log.warn(line) if told else _say(line)
+
+    peers: Peers = parts.Peers(ticket, identity, local, parts.newcomer_info(ticket), tell, first)
+    network: InternetNetwork = parts.InternetNetwork(peers, deadline=settings.network.deadline)
     joined(network)
     try:
         step = max(checkpoint.steps_of(folder, identity.rank), default=0) if resumed else None
         behind = network.behind(step or 0)
-        away = bool(behind and (step is None or behind > (config.every or 1)))
+        away = bool(behind and (step is None or behind > (settings.method().schedule.every or 1)))
         if away:
-            network.fetch(alike)  # while the rest is being prepared
-        launch.prepare(config, folder, resumed)
+            network.prefetch(alike)  # while the rest is being prepared
+        launch.prepare(settings, folder, resumed)
         launch.use_cores_of(1)
-        network.expect(*_shapes_of(config))
+        network.expect_model(*_shapes_of(settings))
         stop = Stop(HashStore(), [identity.rank], [identity.rank])
         with launch.stopping_on_signals(stop), _ticket_kept(network, folder / "run.ticket"):
             kept = Kept(HashStore(), lambda: [identity.rank])
-            trainer = Trainer(config, network, folder, stop, kept, launch.pick_device(config.device, 0), step)
+            device = launch.pick_device(settings.run.device, 0)
+            trainer = Trainer(settings, network, folder, Coordination(stop, kept), device, step)
             told.append(trainer)
             trainer.train(catch_up=away)
             summary = finish(trainer, lambda ended: ended(SimulatedNetwork.alone()))
@@ -196,60 +147,57 @@ def _left_as_it_was(folder: Path) -> Iterator[None]:
         raise
 
 
-def look_on(ticket: Ticket, key: Path, seat: Seat, listed: bool = False) -> InternetNetwork:
-    """A seat that trains nothing; a beacon, if it is `listed`, by which others find each other. Raises UserError."""
+def look_on(ticket: Ticket, key: Path, local: ListenAddress, bootstrap: bool = False) -> InternetNetwork:
+    """A member that trains nothing; a `bootstrap` node begins the run, and others find each other by it.
+
+    Raises UserError.
+    """
     parts = internet()
-    network: InternetNetwork = parts.InternetNetwork(
-        ticket,
-        parts.Identity(key),
-        seat,
-        parts.introduction(ticket),
-        largest=1 << 20,
-        tell=_say,
-        listed=listed,
-    )
+    info = parts.newcomer_info(ticket)
+    peers: Peers = parts.Peers(ticket, parts.Identity(key), local, info, _say, first=bootstrap, listed=bootstrap)
+    network: InternetNetwork = parts.InternetNetwork(peers, largest=1 << 20)
     return network
 
 
 def seen(network: InternetNetwork) -> list[dict[str, Any]]:
     """What an onlooker sees of each peer, in order of rank."""
-    members = network.swarm.members
-    lead = members.lead() or 0.0
+    members = network.peers.members
+    median = members.median_step() or 0.0
     return [
         {
             **member.facts,
             "replica": member.rank,
             "host": member.host,
-            "state": ("trains" if member.trains else "beacon") if member.alive else "gone",
+            "state": ("trains" if member.trains else "bootstrap") if member.alive else "gone",
             "step": member.step,
-            "behind": max(0.0, lead - member.step_now()),
+            "behind": max(0.0, median - member.step_now()),
             "heard": time.monotonic() - member.heard,
         }
         for member in members.all()
     ]
 
 
-def examined(path: Path, listening: Listening) -> Iterator[Finding]:
+def examined(path: Path, local: ListenAddress) -> Iterator[Finding]:
     """What a ticket and this machine are like, one finding after the other."""
     parts = internet()
     try:
         ticket = parts.read_ticket(path)
         yield parts.Finding(True, f"{path} is a ticket to {ticket.name}, with {len(ticket.addresses)} addresses")
-        settings_of(ticket)
+        ticket_settings(ticket)
         with tempfile.TemporaryDirectory() as scratch:
-            network = look_on(ticket, Path(scratch) / "doctor.key", seat_of(listening, first=False))
+            network = look_on(ticket, Path(scratch) / "doctor.key", local)
             try:
                 yield parts.Finding(True, "the run's peers accept the ticket; clocks and versions agree with theirs")
-                yield from parts.examine(network)
+                yield from parts.examine(network.peers)
             finally:
                 network.close()
     except UserError as error:
         yield parts.Finding(False, str(error))
 
 
-def _shapes_of(config: Config) -> tuple[str, int]:
+def _shapes_of(settings: Settings) -> tuple[str, int]:
     """What stands for the shapes of the model's tensors, and how many values they hold."""
-    outline = models.outline(models.model_config(config, tokenizers.load(config.tokenizer)))
+    outline = settings.made_workload().outline()
     shapes = [(name, tuple(parameter.shape)) for name, parameter in outline.named_parameters()]
     values = sum(parameter.numel() for parameter in outline.parameters())
     return hashlib.sha256(repr(shapes).encode()).hexdigest()[:16], values

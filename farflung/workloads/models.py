@@ -5,15 +5,16 @@ from __future__ import annotations
 import copy
 import logging
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
-from farflung.config import Config
 from farflung.errors import UserError
 from farflung.scoped import quiet
+from farflung.workloads.base import Reshape
+from farflung.workloads.settings import LanguageSettings
 from farflung.workloads.tokenizers import Tokenizer, reason
 
 PRESETS: dict[str, dict[str, int]] = {
@@ -27,33 +28,33 @@ PRESETS: dict[str, dict[str, int]] = {
 }
 
 
-def build(config: Config, tokenizer: Tokenizer, reshape: Callable[[Any], None] | None = None) -> Any:
-    """The causal language model that the settings name, on the CPU, from `config.seed` or with its own weights.
+def build(settings: LanguageSettings, tokenizer: Tokenizer, seed: int, reshape: Reshape | None = None) -> Any:
+    """The causal language model that the settings name, on the CPU, from a seed or with its own weights.
 
     `reshape` may change the model while it has no memory yet; what it takes out is never made or read. Random weights
     are a function of the seed and their module's name alone, whatever else there is of the model.
 
     Raises UserError when it cannot be loaded, or the tokenizer or the sequences are too large for it.
     """
-    settings = model_config(config, tokenizer)
+    config = model_config(settings, tokenizer)
     reshape = reshape or (lambda model: None)
     try:
-        model = outline(settings)
-        if config.pretrained:
-            return _pretrained(type(model), config.model, reshape)
+        model = outline(config)
+        if settings.pretrained:
+            return _pretrained(type(model), settings.model, reshape)
         reshape(model)
     except (OSError, ValueError) as error:
-        raise _cannot_load(config.model, error) from error
-    materialise(model, config.seed)
+        raise _cannot_load(settings.model, error) from error
+    materialise(model, seed)
     return model
 
 
-def outline(settings: Any) -> Any:
+def outline(config: Any) -> Any:
     """The model of a transformers configuration, without memory for its weights."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(copy.deepcopy(settings), dtype=torch.float32)
+        return AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.float32)
 
 
 @torch.no_grad()
@@ -86,7 +87,7 @@ def _tensors_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from model.named_buffers()
 
 
-def _pretrained(kind: type, name: str, reshape: Callable[[Any], None]) -> Any:
+def _pretrained(kind: type, name: str, reshape: Reshape) -> Any:
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         super(made, self).__init__(*args, **kwargs)
         reshape(self)
@@ -96,37 +97,37 @@ def _pretrained(kind: type, name: str, reshape: Callable[[Any], None]) -> Any:
     return made.from_pretrained(name, dtype=torch.float32)
 
 
-def model_config(config: Config, tokenizer: Tokenizer) -> Any:
+def model_config(settings: LanguageSettings, tokenizer: Tokenizer) -> Any:
     """The model's transformers configuration, checked against tokenizer and sequences. Raises UserError."""
     from transformers import AutoConfig, LlamaConfig
 
-    if config.model in PRESETS:
-        if config.pretrained:
-            raise UserError(f"model {config.model} is a preset without published weights; remove pretrained")
+    if settings.model in PRESETS:
+        if settings.pretrained:
+            raise UserError(f"model {settings.model} is a preset without published weights; remove pretrained")
         return LlamaConfig(
-            **PRESETS[config.model],
+            **PRESETS[settings.model],
             vocab_size=max(tokenizer.size, tokenizer.end + 1),
-            max_position_embeddings=config.sequence_length,
+            max_position_embeddings=settings.sequence_length,
             bos_token_id=tokenizer.end,
             eos_token_id=tokenizer.end,
         )
     try:
         with quiet("huggingface_hub", logging.ERROR):  # it would tell of each attempt at an absent name
-            settings = AutoConfig.from_pretrained(config.model)
+            config = AutoConfig.from_pretrained(settings.model)
     except (OSError, ValueError) as error:
-        raise _cannot_load(config.model, error) from error
-    vocabulary = getattr(settings, "vocab_size", tokenizer.size)
+        raise _cannot_load(settings.model, error) from error
+    vocabulary = getattr(config, "vocab_size", tokenizer.size)
     if tokenizer.size > vocabulary:
         raise UserError(
-            f"tokenizer {config.tokenizer} has {tokenizer.size} tokens but model {config.model} only {vocabulary}; "
+            f"tokenizer {settings.tokenizer} has {tokenizer.size} tokens but model {settings.model} only {vocabulary}; "
             "use the tokenizer that belongs to the model"
         )
-    longest = getattr(settings, "max_position_embeddings", None) or config.sequence_length
-    if config.sequence_length > longest:
+    longest = getattr(config, "max_position_embeddings", None) or settings.sequence_length
+    if settings.sequence_length > longest:
         raise UserError(
-            f"sequence_length is {config.sequence_length} but model {config.model} takes at most {longest} tokens"
+            f"sequence_length is {settings.sequence_length} but model {settings.model} takes at most {longest} tokens"
         )
-    return settings
+    return config
 
 
 def sequence_loss(model: nn.Module, sequences: torch.Tensor) -> torch.Tensor:

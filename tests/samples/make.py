@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -9,13 +10,12 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 from farflung.events import JoinedEvent, StartEvent, StepEvent, WarningEvent, events_in, line_of
-from farflung.networks.internet import Identity, Seat, Ticket
-from farflung.networks.internet.admission import Admission, introduction
-from farflung.networks.internet.swarm import Swarm
+from farflung.networks.internet import Identity, ListenAddress, Peers, Ticket, newcomer_info
+from farflung.networks.internet.frames import Frame, read_frame, write_frame
+from farflung.networks.internet.handshake import Handshake
 
 HERE = Path(__file__).parent
 SETTINGS = {
@@ -35,7 +35,7 @@ SETTINGS = {
     "checkpoint-every": 2,
     "log-every": 1,
     "warmup": 0,
-    "late-average": 0.5,
+    "tail-average": 0.5,
 }
 
 
@@ -66,14 +66,37 @@ def handshake(folder: Path) -> None:
     ticket.write(folder / "ticket")
     with tempfile.TemporaryDirectory() as keys:
         asker, answerer = (Identity(Path(keys) / name) for name in ("asker", "answerer"))
-    admissions = Admission(ticket, asker), Admission(ticket, answerer)
-    about = introduction(ticket) | {"host": "here"}
-    abouts = [Swarm(ticket, identity, Seat(), about, print).about for identity in (asker, answerer)]
-    ask = admissions[0].ask()
-    answer = admissions[1].answer(ask, asker.peer)
-    proof = admissions[0].proof(ask, answer, answerer.peer)
-    frames = [ask, answer, {"proof": proof, "about": abouts[0]}, {**abouts[1], "time": time.time()}]
+    frames = asyncio.run(said(ticket, asker, answerer))
     (folder / "frames.jsonl").write_text("".join(f"{json.dumps(frame)}\n" for frame in frames))
+
+
+async def said(ticket: Ticket, asker: Identity, answerer: Identity) -> list[Frame]:
+    """The frames of a handshake."""
+    frames: list[Frame] = []
+
+    class Writer:
+        def __init__(self, to: asyncio.StreamReader) -> None:
+            self.to = to
+
+        def write(self, data: bytes) -> None:
+            frames.append(json.loads(data[4:]))
+            self.to.feed_data(data)
+
+        async def drain(self) -> None:
+            pass
+
+    info = newcomer_info(ticket) | {"host": "here"}
+    one, other = (
+        Handshake(ticket, identity, Peers(ticket, identity, ListenAddress(), info).info)
+        for identity in (asker, answerer)
+    )
+    to_asker, to_answerer = asyncio.StreamReader(), asyncio.StreamReader()
+    opening = asyncio.create_task(one.open(answerer.peer, (to_asker, Writer(to_answerer))))  # type: ignore[arg-type]
+    hello = await read_frame(to_answerer)
+    await other.answer(hello, asker.peer, (to_answerer, Writer(to_asker)))  # type: ignore[arg-type]
+    await write_frame(Writer(to_asker), other.welcome())
+    await opening
+    return frames
 
 
 if __name__ == "__main__":

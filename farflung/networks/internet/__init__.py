@@ -1,19 +1,24 @@
 """Peers on the open internet: what `farflung[internet]` adds. Nothing else imports hivemind."""
 
-from farflung.networks.internet.admission import introduction
 from farflung.networks.internet.examination import Finding, examine
-from farflung.networks.internet.host import Seat
+from farflung.networks.internet.handshake import newcomer_info
 from farflung.networks.internet.identity import Identity
 from farflung.networks.internet.network import InternetNetwork
+from farflung.networks.internet.peers import Peers
 from farflung.networks.internet.ticket import Ticket, read_ticket
+from farflung.networks.listening import ListenAddress
+from farflung.renamed import renamed
 
 __all__ = [
     "Finding",
     "Identity",
     "InternetNetwork",
-    "Seat",
+    "ListenAddress",
+    "Peers",
     "Ticket",
     "examine",
-    "introduction",
+    "newcomer_info",
     "read_ticket",
 ]
+
+__getattr__ = renamed(__name__, {"Seat": "farflung.networks.listening.ListenAddress", "introduction": "newcomer_info"})

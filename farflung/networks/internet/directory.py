@@ -16,11 +16,10 @@ from hivemind.proto.auth_pb2 import AccessToken
 from hivemind.utils import get_dht_time
 from hivemind.utils.auth import TokenAuthorizerBase
 
-from farflung.networks.internet.admission import member_of
 from farflung.networks.internet.frames import LARGEST_FRAME, Frame, FrameError, entry, number, parsed, reading
 from farflung.networks.internet.guard import Guard
 from farflung.networks.internet.identity import Identity, signed_by
-from farflung.networks.internet.members import ALIVE_SECONDS, Member
+from farflung.networks.internet.members import ALIVE_SECONDS, Member, member_of
 from farflung.networks.internet.ticket import Ticket
 
 FOREVER = "9999-12-31T00:00:00"
@@ -112,10 +111,10 @@ class Directory:
         node.protocol.cache = node.protocol.storage
         return cls(node, key, identity, guard)
 
-    async def write(self, about: Frame) -> None:
+    async def write(self, info: Frame) -> None:
         """Renews this peer's record."""
         until = get_dht_time() + ALIVE_SECONDS
-        text = json.dumps({**about, "until": until})
+        text = json.dumps({**info, "until": until})
         record = {"about": text, "signature": self._identity.sign(text.encode())}
         await self._node.store(self._key, record, expiration_time=until, subkey=self._identity.peer)
 
@@ -147,8 +146,8 @@ class Directory:
 def member_in(record: Frame, peer: str) -> tuple[Member, float]:
     """The member that a record is of, and until when it is good. Raises FrameError when its peer has not written it."""
     text = entry(record, "about", str)
-    about = parsed(text)
-    member = member_of(about, peer)
+    info = parsed(text)
+    member = member_of(info, peer)
     if not signed_by(member.public, entry(record, "signature", str), text.encode()):
         raise FrameError("a record is not signed by its peer")
-    return member, number(about.get("until"))
+    return member, number(info.get("until"))

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
+import os
 import time
 from collections.abc import Iterator
 from typing import NamedTuple
 
 from farflung.errors import UserError
-from farflung.networks.internet.frames import FrameError
+from farflung.networks.internet.frames import Frame, FrameError, entry, read_payload, write_payload
 from farflung.networks.internet.host import UNREACHABLE
-from farflung.networks.internet.lines import PROMPT_SECONDS, RequestRefusedError
 from farflung.networks.internet.members import Member
-from farflung.networks.internet.network import InternetNetwork
-from farflung.networks.internet.probe import measured
-from farflung.networks.internet.swarm import Swarm
+from farflung.networks.internet.peers import Peers
+from farflung.networks.internet.streams import PROMPT_SECONDS, PeerStream, RequestRefusedError
+
+PROBE = 1 << 22
+"""Bytes that are sent each way to measure a link."""
+PROBES_A_MINUTE = 6
 
 
 class Finding(NamedTuple):
@@ -24,22 +28,21 @@ class Finding(NamedTuple):
     text: str
 
 
-def examine(network: InternetNetwork) -> Iterator[Finding]:
+def examine(peers: Peers) -> Iterator[Finding]:
     """What is found of one that has just joined."""
-    swarm = network.swarm
-    yield from _reachability(swarm)
-    training = swarm.members.training()
-    yield Finding(True, f"{len(training)} peers train; {len(swarm.members.by_rank)} were heard of")
-    for member in swarm.members.all():
-        yield swarm.run(_link(swarm, member), 10 * PROMPT_SECONDS)
+    yield from _reachability(peers)
+    training = peers.members.training()
+    yield Finding(True, f"{len(training)} peers train; {len(peers.members.by_rank)} were heard of")
+    for member in peers.members.all():
+        yield peers.background.run(_link(peers, member), 10 * PROMPT_SECONDS)
 
 
-def _reachability(swarm: Swarm) -> Iterator[Finding]:
-    hosts = [address.split("/")[2] for address in swarm.about["addresses"] if address.startswith("/ip4/")]
-    listed = ", ".join(swarm.about["addresses"]) or "no address"
+def _reachability(peers: Peers) -> Iterator[Finding]:
+    hosts = [address.split("/")[2] for address in peers.info["addresses"] if address.startswith("/ip4/")]
+    listed = ", ".join(peers.info["addresses"]) or "no address"
     if any(ipaddress.ip_address(host).is_global for host in hosts):
         yield Finding(True, f"this machine can be reached at {listed}")
-    elif any("/p2p-circuit" in address for address in swarm.about["addresses"]):
+    elif any("/p2p-circuit" in address for address in peers.info["addresses"]):
         yield Finding(True, f"this machine is behind NAT; others reach it through a relay: {listed}")
     else:
         yield Finding(
@@ -49,13 +52,13 @@ def _reachability(swarm: Swarm) -> Iterator[Finding]:
         )
 
 
-async def _link(swarm: Swarm, member: Member) -> Finding:
+async def _link(peers: Peers, member: Member) -> Finding:
     """How well a peer can be reached: round trip, and both directions of the link."""
     try:
         began = time.monotonic()
-        await swarm.greet(member.peer)
-        greeted = time.monotonic()
-        up, down = await measured(swarm, member)
+        await peers.handshake(member.peer)
+        shaken = time.monotonic()
+        up, down = await measured(peers, member)
     except (*UNREACHABLE, RequestRefusedError, FrameError) as error:
         where = ", ".join(member.addresses) or "no address"
         reason = str(error) or "no answer"
@@ -63,7 +66,44 @@ async def _link(swarm: Swarm, member: Member) -> Finding:
         return Finding(False, f"{member.described} at {where}: {reason}; {remedy}")
     except UserError as error:
         return Finding(False, f"{member.described}: {error}")
-    round_trip = (greeted - began) / 3 * 1e3
+    round_trip = (shaken - began) / 3 * 1e3
     return Finding(
         True, f"{member.described}: {round_trip:.0f} ms there and back, {up:.0f} Mbit/s to it, {down:.0f} back"
     )
+
+
+def answer_probes(peers: Peers) -> None:
+    """Lets members measure their links to this peer, a few times a minute."""
+    asked: list[float] = []
+
+    async def on_probe(stream: PeerStream, frame: Frame) -> None:
+        size, now = entry(frame, "size", int), time.monotonic()
+        asked[:] = [moment for moment in asked if now - moment < 60]
+        if len(asked) >= PROBES_A_MINUTE:
+            raise RequestRefusedError("this peer was measured often enough in this minute")
+        if not 0 <= size <= PROBE:
+            raise FrameError("a probe is too large")
+        asked.append(now)
+        await stream.tell({"go": True})
+        buffer = memoryview(bytearray(size))
+        await read_payload(stream.reader, buffer, PROMPT_SECONDS, 1e3)
+        await write_payload(stream.writer, buffer, PROMPT_SECONDS)
+        await stream.hear_the_end(4 * PROMPT_SECONDS)
+
+    peers.handlers["probe"] = on_probe
+
+
+async def measured(peers: Peers, member: Member) -> tuple[float, float]:
+    """Megabits a second to a member, and back from it. Raises as `Peers.stream`, and RequestRefusedError."""
+    content = memoryview(bytearray(os.urandom(PROBE)))
+    async with peers.stream(member) as stream:
+        await stream.tell({"kind": "probe", "size": PROBE})
+        await stream.hear()
+        began = time.monotonic()
+        await write_payload(stream.writer, content, PROMPT_SECONDS)
+        async with asyncio.timeout(4 * PROMPT_SECONDS):
+            first = await stream.reader.readexactly(1)
+        turned = time.monotonic()
+        await read_payload(stream.reader, content[len(first) :], PROMPT_SECONDS, 1e3)
+        ended = time.monotonic()
+    return PROBE * 8e-6 / (turned - began), PROBE * 8e-6 / (ended - turned)

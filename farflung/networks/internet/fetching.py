@@ -5,19 +5,18 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable
 
 import torch
 
-from farflung.networks.base import SharedState
-from farflung.networks.internet.frames import FrameError, read_frame, read_payload, write_frame
+from farflung.networks.base import PeerLostError, SharedState
+from farflung.networks.internet.frames import FrameError, read_payload
 from farflung.networks.internet.host import UNREACHABLE
-from farflung.networks.internet.lines import PROMPT_SECONDS, RequestRefusedError, accepted
 from farflung.networks.internet.manifests import Manifest, digest, manifest_of, piece_of
 from farflung.networks.internet.members import Member
-from farflung.networks.internet.post import SLOWEST, PacketLostError
+from farflung.networks.internet.peers import Peers
 from farflung.networks.internet.snapshots import FRESH_SECONDS
-from farflung.networks.internet.swarm import Swarm
+from farflung.networks.internet.streams import RequestRefusedError
+from farflung.networks.internet.transport import SLOWEST
 
 SOURCES = 3
 """Peers that a state is fetched from at a time, with two pieces from each under way."""
@@ -49,25 +48,23 @@ class Download:
 
 
 class Fetching:
-    """Fetches others' states; all methods but `refuse` run in the swarm's thread.
+    """Fetches others' states; all methods but `refuse` run in the peers' thread.
 
     Args:
-        swarm: the peers.
+        peers: the peers.
         largest: bytes of the largest state that is taken.
-        stall: seconds without a byte after which a piece is given up.
-        tell: told in one line how far a large one has come.
+        stall_s: seconds without a byte after which a piece is given up.
     """
 
-    def __init__(self, swarm: Swarm, largest: int, stall: float, tell: Callable[[str], None]) -> None:
+    def __init__(self, peers: Peers, largest: int, stall_s: float) -> None:
         self.largest = largest
-        self._swarm = swarm
-        self._stall = stall
-        self._tell = tell
+        self._peers = peers
+        self._stall_s = stall_s
         self._told = time.monotonic()
         self._refused: set[str] = set()
 
     async def fetch(self, alike: bool) -> SharedState:
-        """The state of a live peer; pieces come from several, and from others when some fail. Raises PacketLostError.
+        """The state of a live peer; pieces come from several, and from others when some fail. Raises PeerLostError.
 
         Where peers are `alike`, only from those with the same bits; else each piece may be another peer's.
         """
@@ -84,15 +81,15 @@ class Fetching:
     def refuse(self, member: Member, kind: str, why: str) -> None:
         """Strikes a peer that gave what cannot be; it is not asked again."""
         self._refused.add(member.peer)
-        self._swarm.guard.strike(member.peer, kind, f"{member.described}: {why}")
+        self._peers.guard.strike(member.peer, kind, f"{member.described}: {why}")
 
     async def _sources(self, alike: bool, failures: Counter[str], silent: set[str]) -> list[Source]:
         """Live peers that have the same, and what; those first that failed least, then the furthest.
 
-        Raises PacketLostError.
+        Raises PeerLostError.
         """
         passed_over = self._refused | silent
-        members = [member for member in self._swarm.members.training() if member.peer not in passed_over]
+        members = [member for member in self._peers.members.training() if member.peer not in passed_over]
         for begin in range(0, len(members), 2 * SOURCES):
             asked = members[begin : begin + 2 * SOURCES]
             answers = await asyncio.gather(*(self._described(member) for member in asked))
@@ -100,12 +97,13 @@ class Fetching:
             if found:
                 found.sort(key=lambda source: (failures[source[0].peer], -source[1].step))
                 return [source for source in found if source[1].like(found[0][1], alike)][:SOURCES]
-        raise PacketLostError(f"no peer has the run's state {'that can be used' if passed_over else 'to give'}")
+        ranks = [member.rank for member in self._peers.members.training()]
+        raise PeerLostError(ranks, f"no peer has the run's state {'that can be used' if passed_over else 'to give'}")
 
     async def _described(self, member: Member) -> Manifest | None:
         try:
-            told = await self._swarm.ask(member, {"kind": "state"}, FRESH_SECONDS)
-            return manifest_of(told, self.largest, self._swarm.members.lead_at_most() + AHEAD)
+            told = await self._peers.ask(member, {"kind": "state"}, FRESH_SECONDS)
+            return manifest_of(told, self.largest, self._peers.members.median_step_at_most() + AHEAD)
         except FrameError as error:
             self.refuse(member, "bad state", str(error))
         except (*UNREACHABLE, RequestRefusedError):
@@ -133,11 +131,10 @@ class Fetching:
         return delivered
 
     async def _fetch_piece(self, member: Member, manifest: Manifest, number: int, into: memoryview) -> None:
-        async with self._swarm.line(member) as line:
-            await write_frame(line.writer, {"kind": "piece", "id": manifest.id, "number": number})
-            async with asyncio.timeout(PROMPT_SECONDS):
-                accepted(await read_frame(line.reader))
-            await read_payload(line.reader, into, self._stall, SLOWEST)
+        async with self._peers.stream(member) as stream:
+            await stream.tell({"kind": "piece", "id": manifest.id, "number": number})
+            await stream.hear()
+            await read_payload(stream.reader, into, self._stall_s, SLOWEST)
         if await asyncio.to_thread(digest, into) != manifest.digests[number]:
             fault = "a piece of its state is not what it announced"
         elif not await asyncio.to_thread(_finite, into):
@@ -152,7 +149,7 @@ class Fetching:
             self._told = time.monotonic()
             total = len(download.manifest.digests)
             share = 100 * (total - len(download.left)) // total
-            self._tell(f"fetching the run's state: {share} % of {download.manifest.size / 1e6:.0f} MB")
+            self._peers.tell(f"fetching the run's state: {share} % of {download.manifest.size / 1e6:.0f} MB")
 
 
 def _finite(content: memoryview) -> bool:

@@ -9,24 +9,24 @@ from collections.abc import Callable
 from farflung.networks.internet.frames import plain
 
 STRIKES = 3
-"""So many offences within SHUNNED_SECONDS, and a peer is shunned for as long."""
-SHUNNED_SECONDS = 600.0
+"""So many offences within BAN_SECONDS, and a peer is banned for as long."""
+BAN_SECONDS = 600.0
 STREAMS_PER_PEER = 64
 STREAMS = 1024
 
 
 class Guard:
-    """Counts offences by kind, and remembers whom to shun.
+    """Counts offences by kind, and remembers whom to ban.
 
     Args:
-        tell: told in one line when somebody is shunned.
+        tell: told in one line when somebody is banned.
     """
 
     def __init__(self, tell: Callable[[str], None]) -> None:
         self.refused: Counter[str] = Counter()
         self._tell = tell
         self._strikes: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=STRIKES))
-        self._shunned: dict[str, float] = {}
+        self._banned: dict[str, float] = {}
         self._streams: Counter[str] = Counter()
 
     def refuse(self, kind: str) -> None:
@@ -34,27 +34,27 @@ class Guard:
         self.refused[kind] += 1
 
     def strike(self, peer: str, kind: str, why: str) -> None:
-        """Counts an offence of a member; the third within ten minutes has it shunned."""
+        """Counts an offence of a member; the third within ten minutes has it banned."""
         self.refused[kind] += 1
         now, strikes = time.monotonic(), self._strikes[peer]
         strikes.append(now)
-        if len(strikes) == STRIKES and now - strikes[0] < SHUNNED_SECONDS and not self.shuns(peer):
-            self._shunned[peer] = now
-            self._tell(f"peer {peer[-8:]} is shunned for {SHUNNED_SECONDS / 60:g} minutes: {plain(why)}")
+        if len(strikes) == STRIKES and now - strikes[0] < BAN_SECONDS and not self.bans(peer):
+            self._banned[peer] = now
+            self._tell(f"peer {peer[-8:]} is banned for {BAN_SECONDS / 60:g} minutes: {plain(why)}")
 
-    def shuns(self, peer: str) -> bool:
-        """Whether a peer is being shunned."""
-        return time.monotonic() - self._shunned.get(peer, -SHUNNED_SECONDS) < SHUNNED_SECONDS
+    def bans(self, peer: str) -> bool:
+        """Whether a peer is banned."""
+        return time.monotonic() - self._banned.get(peer, -BAN_SECONDS) < BAN_SECONDS
 
     @property
-    def shunned(self) -> list[str]:
-        """The peers that are being shunned."""
-        return [peer for peer in self._shunned if self.shuns(peer)]
+    def banned(self) -> list[str]:
+        """The peers that are banned."""
+        return [peer for peer in self._banned if self.bans(peer)]
 
     def admit(self, peer: str) -> bool:
         """Whether a peer may have one more stream open; `release` ends it."""
-        if self.shuns(peer) or self._streams[peer] >= STREAMS_PER_PEER or self._streams.total() >= STREAMS:
-            self.refused["shunned peer" if self.shuns(peer) else "too many streams"] += 1
+        if self.bans(peer) or self._streams[peer] >= STREAMS_PER_PEER or self._streams.total() >= STREAMS:
+            self.refused["banned peer" if self.bans(peer) else "too many streams"] += 1
             return False
         self._streams[peer] += 1
         return True

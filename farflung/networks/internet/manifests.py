@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 
-from farflung.networks.internet.admission import FURTHEST
 from farflung.networks.internet.frames import Frame, FrameError, entry, reading, whole
+from farflung.networks.internet.members import FURTHEST
 
 PIECE = 1 << 22
 PIECES = 512

@@ -8,27 +8,31 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import time
 from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
 from typing import Any
 
 from farflung.networks.base import Group, Party
-from farflung.networks.internet.admission import FURTHEST
-from farflung.networks.internet.frames import Frame, FrameError, entry, number, reading, whole, write_frame
+from farflung.networks.internet.frames import Frame, FrameError, entry, number, reading, whole
 from farflung.networks.internet.host import UNREACHABLE
-from farflung.networks.internet.lines import PROMPT_SECONDS, Line, RequestRefusedError
-from farflung.networks.internet.members import arrives
-from farflung.networks.internet.swarm import Swarm
+from farflung.networks.internet.members import FURTHEST, arrives
+from farflung.networks.internet.peers import Peers
+from farflung.networks.internet.streams import PROMPT_SECONDS, PeerStream, RequestRefusedError
 
-LOOKS_EVERY = 0.1
-"""Seconds between two looks at whether those who have not come can still be expected."""
-LONGEST_PATIENCE = 600.0
+WAITED_SHARE = 0.25
+"""What part of the time between two rounds a peer waits for others to come to one."""
+FIRST_ROUND_SECONDS = 20.0
+"""What a round is taken to last before one has been seen."""
+LOOK_SECONDS = 0.1
+"""Between two looks at whether those who have not come can still be expected."""
+LONGEST_PATIENCE_SECONDS = 600.0
 HEAVIEST = 10.0
 """How many times the own weight another's may be."""
 MOST = 4096
 """Peers of a round at most."""
 LAST_RANK = (1 << 31) - 1
-GATHERINGS = 256
+RENDEZVOUS_KEPT = 256
 HOSTS_TRIED = 3
 
 
@@ -40,13 +44,13 @@ class Guest:
     wants: frozenset[int]
     step: int
     weight: float
-    lineage: str
+    anchor_digest: str
     until: float
     answer: asyncio.Future[Frame]
 
 
 @dataclass
-class Gathering:
+class Rendezvous:
     """A round at its host."""
 
     waiting: dict[int, Guest] = field(default_factory=dict)
@@ -54,109 +58,120 @@ class Gathering:
 
 
 class Matchmaker:
-    """Finds this peer's group in each round, and hosts others' rounds; all methods run in the swarm's thread.
+    """Finds this peer's group in each round, and hosts others' rounds; all methods run in the peers' thread.
 
     Args:
-        swarm: the peers.
+        peers: the peers.
+        longest_s: the longest that this peer waits for others to come, in seconds.
     """
 
-    def __init__(self, swarm: Swarm) -> None:
-        self._swarm = swarm
-        self._gatherings: OrderedDict[str, Gathering] = OrderedDict()
-        swarm.handlers["meet"] = self._on_meet
+    def __init__(self, peers: Peers, longest_s: float) -> None:
+        self._peers = peers
+        self._longest_s = longest_s
+        self._met: dict[str, float] = {}
+        self._rendezvous: OrderedDict[str, Rendezvous] = OrderedDict()
+        peers.handlers["meet"] = self._on_meet
 
-    async def meet(self, wanted: Group, key: str, step: int, weight: float, lineage: str, patience: float) -> Party:
+    def patience_s(self, key: str) -> float:
+        """How long to wait for others at a round that begins now, by the time since the last of its fragment."""
+        fragment, now = key.rpartition(" of ")[2], time.monotonic()
+        between = now - self._met.get(fragment, now - FIRST_ROUND_SECONDS)
+        self._met[fragment] = now
+        return min(max(1.0, WAITED_SHARE * between), self._longest_s)
+
+    async def meet(
+        self, wanted: Group, key: str, step: int, weight: float, anchor_digest: str, patience_s: float
+    ) -> Party:
         """The group of those who came to a round; see Network. Never fails: at worst this peer stays alone."""
-        request = {"wants": list(wanted), "key": key, "step": step, "weight": weight, "lineage": lineage}
-        request["patience"] = patience
-        own = self._swarm.about["rank"]
+        request = {"wants": list(wanted), "key": key, "step": step, "weight": weight, "lineage": anchor_digest}
+        request["patience"] = patience_s
+        own = self._peers.info["rank"]
         for host in self._hosts(key)[:HOSTS_TRIED]:
             if host == own:
                 return party_of(await self._welcome(own, request), own, weight)
-            member = self._swarm.members.by_rank.get(host)
+            member = self._peers.members.by_rank.get(host)
             if member is None:
                 continue  # it has been gone for too long meanwhile
             try:
-                answer = await self._swarm.ask(member, {"kind": "meet", **request}, patience + PROMPT_SECONDS)
+                answer = await self._peers.ask(member, {"kind": "meet", **request}, patience_s + PROMPT_SECONDS)
                 return party_of(answer, own, weight)
             except FrameError as error:
-                self._swarm.guard.strike(member.peer, "bad answer", str(error))
+                self._peers.guard.strike(member.peer, "bad answer", str(error))
             except (*UNREACHABLE, RequestRefusedError):
-                self._swarm.members.failed(host)
+                self._peers.members.failed(host)
         return Party((), {})
 
     def _hosts(self, key: str) -> list[int]:
         """Who may host a round, in the order in which they are to be asked."""
-        ranks = [member.rank for member in self._swarm.members.training()] + [self._swarm.about["rank"]]
+        ranks = [member.rank for member in self._peers.members.training()] + [self._peers.info["rank"]]
         return sorted(ranks, key=lambda rank: hashlib.sha256(f"{key} {rank}".encode()).digest())
 
-    async def _on_meet(self, line: Line, frame: Frame) -> None:
-        answer = await self._welcome(line.member.rank, frame)
+    async def _on_meet(self, stream: PeerStream, frame: Frame) -> None:
+        answer = await self._welcome(stream.member.rank, frame)
         with contextlib.suppress(*UNREACHABLE):
-            async with asyncio.timeout(PROMPT_SECONDS):
-                await write_frame(line.writer, answer)
+            await stream.tell(answer)
 
     async def _welcome(self, rank: int, request: Frame) -> Frame:
         """Lets one in, and yields the group that it is in, in the end."""
         guest, key = guest_of(request, rank)
-        self._swarm.members.heard_step(rank, guest.step)
-        gathering = self._gathering(key)
-        if rank in gathering.waiting:
+        self._peers.members.heard_step(rank, guest.step)
+        rendezvous = self._rendezvous_of(key)
+        if rank in rendezvous.waiting:
             raise FrameError("a peer came to a round twice")
-        gathering.waiting[rank] = guest
-        gathering.gone.discard(rank)
+        rendezvous.waiting[rank] = guest
+        rendezvous.gone.discard(rank)
         try:
-            self._settle(gathering)
+            self._settle(rendezvous)
             while not guest.answer.done():
-                await asyncio.wait([guest.answer], timeout=LOOKS_EVERY)
-                self._settle(gathering)
+                await asyncio.wait([guest.answer], timeout=LOOK_SECONDS)
+                self._settle(rendezvous)
             return guest.answer.result()
         finally:
-            gathering.waiting.pop(rank, None)
+            rendezvous.waiting.pop(rank, None)
 
-    def _gathering(self, key: str) -> Gathering:
-        gathering = self._gatherings.setdefault(key, Gathering())
-        self._gatherings.move_to_end(key)
-        while len(self._gatherings) > GATHERINGS:
-            self._gatherings.popitem(last=False)
-        return gathering
+    def _rendezvous_of(self, key: str) -> Rendezvous:
+        rendezvous = self._rendezvous.setdefault(key, Rendezvous())
+        self._rendezvous.move_to_end(key)
+        while len(self._rendezvous) > RENDEZVOUS_KEPT:
+            self._rendezvous.popitem(last=False)
+        return rendezvous
 
-    def _settle(self, gathering: Gathering) -> None:
+    def _settle(self, rendezvous: Rendezvous) -> None:
         """Brings those together who need not wait for anybody else."""
-        for guest in list(gathering.waiting.values()):
-            if guest.wants and guest.rank in gathering.waiting and guest.wants <= gathering.waiting.keys():
-                _bring_together([gathering.waiting[rank] for rank in guest.wants], gathering)
+        for guest in list(rendezvous.waiting.values()):
+            if guest.wants and guest.rank in rendezvous.waiting and guest.wants <= rendezvous.waiting.keys():
+                _bring_together([rendezvous.waiting[rank] for rank in guest.wants], rendezvous)
         now = asyncio.get_running_loop().time()
         free = [
             guest
-            for guest in gathering.waiting.values()
-            if guest.until <= now or not any(self._comes(rank, guest, gathering) for rank in guest.wants)
+            for guest in rendezvous.waiting.values()
+            if guest.until <= now or not any(self._comes(rank, guest, rendezvous) for rank in guest.wants)
         ]
         if not free:
             return
         size = max(len(guest.wants) for guest in free)
         if size > 2:
-            _bring_together(list(gathering.waiting.values()), gathering)
+            _bring_together(list(rendezvous.waiting.values()), rendezvous)
             return
         for begin in range(0, len(free) - 1, 2):
-            _bring_together(free[begin : begin + 2], gathering)
-        if len(free) % 2 and (free[-1].until <= now or not self._anybody(free[-1], gathering)):
-            _bring_together(free[-1:], gathering)
+            _bring_together(free[begin : begin + 2], rendezvous)
+        if len(free) % 2 and (free[-1].until <= now or not self._anybody(free[-1], rendezvous)):
+            _bring_together(free[-1:], rendezvous)
 
-    def _anybody(self, guest: Guest, gathering: Gathering) -> bool:
+    def _anybody(self, guest: Guest, rendezvous: Rendezvous) -> bool:
         """Whether there is, or can be expected, anyone whom a guest might yet be brought together with."""
-        ranks = [member.rank for member in self._swarm.members.training()] + [self._swarm.about["rank"]]
-        return len(gathering.waiting) > 1 or any(self._comes(rank, guest, gathering) for rank in ranks)
+        ranks = [member.rank for member in self._peers.members.training()] + [self._peers.info["rank"]]
+        return len(rendezvous.waiting) > 1 or any(self._comes(rank, guest, rendezvous) for rank in ranks)
 
-    def _comes(self, rank: int, guest: Guest, gathering: Gathering) -> bool:
+    def _comes(self, rank: int, guest: Guest, rendezvous: Rendezvous) -> bool:
         """Whether one who has not been there yet can be expected while a guest has patience."""
-        if rank in gathering.waiting or rank in gathering.gone:
+        if rank in rendezvous.waiting or rank in rendezvous.gone:
             return False
         left = guest.until - asyncio.get_running_loop().time()
-        about = self._swarm.about
-        if rank == about["rank"]:
-            return bool(about["trains"]) and arrives(about["step"], about["rate"], guest.step, left)
-        member = self._swarm.members.by_rank.get(rank)
+        info = self._peers.info
+        if rank == info["rank"]:
+            return bool(info["trains"]) and arrives(info["step"], info["rate"], guest.step, left)
+        member = self._peers.members.by_rank.get(rank)
         return member is not None and member.alive and member.arrives(guest.step, left)
 
 
@@ -173,7 +188,7 @@ def guest_of(request: Frame, rank: int) -> tuple[Guest, str]:
         whole(request.get("step"), FURTHEST),
         number(request.get("weight")),
         entry(request, "lineage", str),
-        loop.time() + min(number(request.get("patience")), LONGEST_PATIENCE),
+        loop.time() + min(number(request.get("patience")), LONGEST_PATIENCE_SECONDS),
         loop.create_future(),
     )
     return guest, entry(request, "key", str)
@@ -198,15 +213,15 @@ def party_of(answer: Frame, own: int, weight: float) -> Party:
     return Party(tuple(sorted(weights)), weights, bool(answer.get("behind")))
 
 
-def _bring_together(guests: list[Guest], gathering: Gathering) -> None:
+def _bring_together(guests: list[Guest], rendezvous: Rendezvous) -> None:
     """Makes a group of those who stand where most of them stand; the others are behind."""
-    count = Counter(guest.lineage for guest in guests)
-    common = max(count, key=lambda lineage: (count[lineage], lineage))
-    weights = [(guest.rank, guest.weight) for guest in guests if guest.lineage == common]
+    count = Counter(guest.anchor_digest for guest in guests)
+    common = max(count, key=lambda anchor_digest: (count[anchor_digest], anchor_digest))
+    weights = [(guest.rank, guest.weight) for guest in guests if guest.anchor_digest == common]
     for guest in guests:
-        behind = guest.lineage != common
+        behind = guest.anchor_digest != common
         answer: dict[str, Any] = {"weights": [] if behind else weights, "behind": behind}
         if not guest.answer.done():
             guest.answer.set_result(answer)
-        gathering.waiting.pop(guest.rank, None)
-        gathering.gone.add(guest.rank)
+        rendezvous.waiting.pop(guest.rank, None)
+        rendezvous.gone.add(guest.rank)

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import re
 import statistics
 import time
 from dataclasses import dataclass, field
 from typing import Any
+
+from farflung.networks.internet.frames import Frame, FrameError, entry, number, reading, whole
+from farflung.networks.internet.host import leads_to
+from farflung.networks.internet.identity import peer_of, rank_of
 
 ALIVE_SECONDS = 20.0
 """A member that nothing was heard of for so long is taken for gone."""
@@ -16,6 +22,14 @@ BEAT_SECONDS = 3.0
 """How often a peer renews its record, and reads the others'."""
 CAUTION = 0.8
 """What part of the steps a peer would have made since it was last heard of is counted on."""
+
+
+FACTS = ("loss", "tokens_per_second", "rounds", "refused")
+"""What a peer tells those who look on: numbers."""
+LARGEST_FACT = 1e15
+FASTEST, FURTHEST = 1e6, 1 << 40
+"""Steps a second, and steps, that nobody has."""
+LAST_BEAT = 1 << 53
 
 
 @dataclass
@@ -68,6 +82,40 @@ def arrives(step: int, rate: float, goal: int, seconds: float) -> bool:
     return step <= goal and (rate == 0 or step + 1 + rate * seconds / CAUTION >= goal)
 
 
+@reading("what a peer says of itself")
+def member_of(info: Frame, peer: str) -> Member:
+    """The member that a peer says it is. Raises FrameError when that cannot be."""
+    public = entry(info, "public", str)
+    if peer_of(public) != peer or entry(info, "rank", int) != rank_of(peer):
+        raise FrameError("a peer's key is not its own")
+    addresses = entry(info, "addresses", list)
+    if len(addresses) > 32 or not all(isinstance(address, str) and leads_to(address, peer) for address in addresses):
+        raise FrameError("an address that a peer says is its own is none")
+    return Member(
+        peer=peer,
+        rank=rank_of(peer),
+        public=public,
+        session=entry(info, "session", str)[:64],
+        host=re.sub(r"[^\w.-]", "?", entry(info, "host", str)[:64]),
+        addresses=tuple(addresses),
+        beat=whole(info.get("beat"), LAST_BEAT),
+        step=whole(info.get("step"), FURTHEST),
+        rate=number(info.get("rate"), most=FASTEST),
+        trains=entry(info, "trains", bool),
+        shapes=entry(info, "shapes", str)[:64],
+        facts=_facts_in(entry(info, "facts", dict)),
+    )
+
+
+def _facts_in(told: Frame) -> dict[str, float]:
+    facts = {}
+    for name in FACTS:
+        with contextlib.suppress(FrameError):
+            number(told.get(name), -LARGEST_FACT, LARGEST_FACT)
+            facts[name] = told[name]
+    return facts
+
+
 class Members:
     """The table of all that were heard of, by rank; without this peer itself."""
 
@@ -95,7 +143,7 @@ class Members:
             member.failed = True
 
     def all(self) -> list[Member]:
-        """Everyone, in order of rank; a copy, since the swarm's thread may hear of others meanwhile."""
+        """Everyone, in order of rank; a copy, since the peers' thread may hear of others meanwhile."""
         return sorted(self.by_rank.values(), key=lambda member: member.rank)
 
     def of_peer(self, peer: str) -> Member | None:
@@ -114,11 +162,11 @@ class Members:
                 del self.by_rank[member.rank]
         return [member for member in self.all() if not member.alive]
 
-    def lead(self) -> float | None:
+    def median_step(self) -> float | None:
         """The step that the middle one of those who train has reached at least; None without any."""
         steps = [member.step_now() for member in self.training()]
         return statistics.median_low(steps) if steps else None
 
-    def lead_at_most(self) -> float:
+    def median_step_at_most(self) -> float:
         """The step that the middle one of those who train may have reached; infinity without any."""
         return statistics.median_high([member.step_at_most() for member in self.training()] or [math.inf])

@@ -33,9 +33,9 @@ def counted_step(step: int, every: int, members: Members) -> int:
 
     Who is behind goes on from where the others are; who is more than a round ahead does not go on counting.
     """
-    lead = members.lead()
-    if lead is None:
+    median = members.median_step()
+    if median is None:
         return step
-    if lead - step >= JUMP:
-        return int(lead)
-    return step - 1 if step - 1 > members.lead_at_most() + every else step
+    if median - step >= JUMP:
+        return int(median)
+    return step - 1 if step - 1 > members.median_step_at_most() + every else step

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from farflung.networks.base import SharedState
-from farflung.networks.internet.frames import Frame, entry, whole, write_frame, write_payload
+from farflung.networks.internet.frames import Frame, entry, whole, write_payload
 from farflung.networks.internet.host import UNREACHABLE
-from farflung.networks.internet.lines import PROMPT_SECONDS, Line, RequestRefusedError
 from farflung.networks.internet.manifests import count_of, digest, piece_of
-from farflung.networks.internet.swarm import Swarm
+from farflung.networks.internet.peers import Peers
+from farflung.networks.internet.streams import PeerStream, RequestRefusedError
 
 KEPT_SECONDS = 120.0
 """How long a snapshot that nobody asks for is kept."""
@@ -35,15 +35,15 @@ class Snapshot:
 
 
 class Snapshots:
-    """Serves this peer's state; but for `due` and `give`, all runs in the swarm's thread."""
+    """Serves this peer's state; but for `due` and `give`, all runs in the peers' thread."""
 
-    def __init__(self, swarm: Swarm, stall: float) -> None:
-        self._swarm = swarm
-        self._stall = stall
+    def __init__(self, peers: Peers, stall_s: float) -> None:
+        self._peers = peers
+        self._stall_s = stall_s
         self._kept: dict[str, Snapshot] = {}
         self._wanted: list[asyncio.Future[Frame]] = []
-        swarm.handlers["state"] = self._on_state
-        swarm.handlers["piece"] = self._on_piece
+        peers.handlers["state"] = self._on_state
+        peers.handlers["piece"] = self._on_piece
 
     @property
     def due(self) -> bool:
@@ -53,24 +53,24 @@ class Snapshots:
     def give(self, state: SharedState) -> None:
         """Takes a copy of the state, at the end of a step, for those who wait."""
         content, described = _packed(state.tensors)
-        self._swarm.look_after(self._swarm.submit(self._keep(content, {"facts": state.facts, "tensors": described})))
+        background = self._peers.background
+        background.look_after(background.submit(self._keep(content, {"facts": state.facts, "tensors": described})))
 
-    async def _on_state(self, line: Line, _: Frame) -> None:
+    async def _on_state(self, stream: PeerStream, _: Frame) -> None:
         manifest = self._freshest() or await self._made()
-        async with asyncio.timeout(PROMPT_SECONDS):
-            await write_frame(line.writer, manifest)
+        await stream.tell(manifest)
 
     def _freshest(self) -> Frame | None:
         now = time.monotonic()
         self._kept = {name: kept for name, kept in self._kept.items() if now - kept.used < KEPT_SECONDS}
-        own = self._swarm.about
+        own = self._peers.info
         for kept in self._kept.values():
             if kept.manifest["facts"].get("until", 0) > own["step"]:
                 return kept.manifest
         return None
 
     async def _made(self) -> Frame:
-        if not self._swarm.about["trains"]:
+        if not self._peers.info["trains"]:
             raise RequestRefusedError("this peer does not train")
         made = asyncio.get_running_loop().create_future()
         self._wanted.append(made)
@@ -98,17 +98,16 @@ class Snapshots:
             if not made.done():
                 made.set_result(manifest)
 
-    async def _on_piece(self, line: Line, frame: Frame) -> None:
+    async def _on_piece(self, stream: PeerStream, frame: Frame) -> None:
         kept = self._kept.get(entry(frame, "id", str))
         if kept is None:
             raise RequestRefusedError("this snapshot is kept no longer")
         kept.used = time.monotonic()
         piece = piece_of(kept.content, whole(frame.get("number"), len(kept.manifest["digests"]) - 1))
-        await write_frame(line.writer, {"go": True})
+        await stream.tell({"go": True})
         with contextlib.suppress(*UNREACHABLE):
-            await write_payload(line.writer, piece, self._stall)
-            async with asyncio.timeout(self._stall):
-                await line.reader.read(1)  # until it has all: to close now would cut off what is under way
+            await write_payload(stream.writer, piece, self._stall_s)
+            await stream.hear_the_end(self._stall_s)
 
 
 def _packed(tensors: dict[str, Tensor]) -> tuple[Tensor, list[Any]]:

@@ -1,4 +1,4 @@
-"""A run's ticket: where to knock, what proves membership, and the settings that all peers share."""
+"""A run's ticket: how to reach its peers, what proves membership, and the settings that all peers share."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """N replicas in one process, under a virtual clock; and the clock, links and computation alone, to time runs with."""
 
-from farflung.networks.simulator.cluster import Meeting, World
+from farflung.networks.simulator.cluster import SimulatedCluster, SimulatedCollective
 from farflung.networks.simulator.conditions import (
     HEADERS,
     SMALLEST,
@@ -14,23 +14,23 @@ from farflung.networks.simulator.conditions import (
 from farflung.networks.simulator.fabric import Demand
 from farflung.networks.simulator.network import ReplicaDiedError, SimulatedNetwork, Simulation
 from farflung.networks.simulator.presets import conditions_named
-from farflung.networks.simulator.step_times import Computation
+from farflung.networks.simulator.step_times import StepTimes
 
 __all__ = [
     "HEADERS",
     "SMALLEST",
-    "Computation",
     "Conditions",
     "Cut",
     "Death",
     "Demand",
     "Link",
-    "Meeting",
     "ReplicaDiedError",
+    "SimulatedCluster",
+    "SimulatedCollective",
     "SimulatedNetwork",
     "Simulation",
     "Site",
-    "World",
+    "StepTimes",
     "check_number",
     "conditions_named",
 ]

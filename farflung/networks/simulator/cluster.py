@@ -10,7 +10,7 @@ from farflung.errors import UserError
 from farflung.networks.base import Group
 from farflung.networks.simulator.clock import Clock
 from farflung.networks.simulator.conditions import Conditions
-from farflung.networks.simulator.fabric import Carrier, Demand
+from farflung.networks.simulator.fabric import Demand, Fabric
 from farflung.networks.simulator.flows import Flow
 
 Hops = Callable[[dict[int, Any]], Iterator[Demand]]
@@ -35,7 +35,7 @@ def described(lost: dict[int, str]) -> str:
     return "; ".join(f"replica {', '.join(ranks)} (simulated) {why}" for why, ranks in fates.items())
 
 
-class Meeting:
+class SimulatedCollective:
     """One exchange. Bytes begin to flow when all members have come.
 
     `ended_at` is when it ended well, `lost` are the members for whose sake it never will: they had not come, or died.
@@ -93,8 +93,8 @@ class Meeting:
             tell()
 
 
-class World:
-    """The replicas' clock and links, who is there, and their meetings.
+class SimulatedCluster:
+    """The replicas' clock and links, who is there, and their collectives.
 
     Args:
         replicas: how many.
@@ -104,17 +104,17 @@ class World:
     def __init__(self, replicas: int, conditions: Conditions) -> None:
         self.clock = Clock()
         self.conditions = conditions
-        self.carrier = Carrier(self.clock, conditions, replicas)
+        self.fabric = Fabric(self.clock, conditions, replicas)
         self._everyone = tuple(range(replicas))
         self._gone: set[int] = set()
         self._dead: set[int] = set()
         self._side: dict[int, Side] = {}
         self._members: dict[Side, Group] = {(): self._everyone}
-        self._gathering: dict[str, list[Meeting]] = {}
+        self._forming: dict[str, list[SimulatedCollective]] = {}
         self._faulty = bool(conditions.cuts or conditions.deaths)
         self._came: set[tuple[str, int]] = set()
-        self._expected: dict[tuple[str, int], list[Meeting]] = {}
-        self._under_way: dict[Meeting, None] = {}
+        self._expected: dict[tuple[str, int], list[SimulatedCollective]] = {}
+        self._under_way: dict[SimulatedCollective, None] = {}
         self.when_dead: Callable[[int], None] = lambda rank: None
         self._ask_for_faults()
 
@@ -127,95 +127,95 @@ class World:
         """All that have not died, wherever they are."""
         return tuple(rank for rank in self._everyone if rank not in self._dead)
 
-    def meet(self, rank: int, group: Group, key: str, brings: Any, hops: Hops) -> Meeting:
-        """A replica comes to a meeting, which is made by whoever comes first."""
+    def join(self, rank: int, group: Group, key: str, brings: Any, hops: Hops) -> SimulatedCollective:
+        """A replica comes to a collective, which is made by whoever comes first."""
         # By first member: hashing a group of thousands for each of them would take most of the time.
         place = f"{key}, {group[0]}"
-        gathering = self._gathering.setdefault(place, [])
-        meeting = next((known for known in gathering if known.group is group or known.group == group), None)
-        if meeting is None:
-            meeting = Meeting(group, key)
-            gathering.append(meeting)
+        forming = self._forming.setdefault(place, [])
+        collective = next((known for known in forming if known.group is group or known.group == group), None)
+        if collective is None:
+            collective = SimulatedCollective(group, key)
+            forming.append(collective)
             if self._faulty:
-                self._expect(meeting)
-        meeting.brought[rank] = brings
+                self._expect(collective)
+        collective.brought[rank] = brings
         if self._faulty:
-            self._note(rank, meeting)
-        if len(meeting.brought) == len(group) and not meeting.settled:
-            gathering.remove(meeting)
-            if not gathering:
-                del self._gathering[place]
-            self._under_way[meeting] = None
-            meeting.under_way = hops(meeting.brought)
-            self._next_hop(meeting)
+            self._note(rank, collective)
+        if len(collective.brought) == len(group) and not collective.settled:
+            forming.remove(collective)
+            if not forming:
+                del self._forming[place]
+            self._under_way[collective] = None
+            collective.under_way = hops(collective.brought)
+            self._next_hop(collective)
         elif self._gone:
-            gone = [one for one in meeting.missing() if one in self._gone]
-            self._give_up_on(meeting, gone, {one: DIED if one in self._dead else LEFT for one in gone})
-        return meeting
+            gone = [one for one in collective.missing() if one in self._gone]
+            self._give_up_on(collective, gone, {one: DIED if one in self._dead else LEFT for one in gone})
+        return collective
 
-    def _expect(self, meeting: Meeting) -> None:
-        """Nobody comes twice under one key: who has come to another group's meeting is lost to this one."""
-        elsewhere = {rank for rank in meeting.group if (meeting.key, rank) in self._came}
-        self._give_up_on(meeting, elsewhere, dict.fromkeys(elsewhere, MEETS_OTHERS))
-        for rank in meeting.group:
+    def _expect(self, collective: SimulatedCollective) -> None:
+        """Nobody comes twice under one key: who has come to another group's collective is lost to this one."""
+        elsewhere = {rank for rank in collective.group if (collective.key, rank) in self._came}
+        self._give_up_on(collective, elsewhere, dict.fromkeys(elsewhere, MEETS_OTHERS))
+        for rank in collective.group:
             if rank not in elsewhere:
-                self._expected.setdefault((meeting.key, rank), []).append(meeting)
+                self._expected.setdefault((collective.key, rank), []).append(collective)
 
-    def _note(self, rank: int, meeting: Meeting) -> None:
-        """So those who wait for this replica in another group's meeting of that key wait in vain."""
-        self._came.add((meeting.key, rank))
-        for other in self._expected.pop((meeting.key, rank), []):
-            if other is not meeting:
+    def _note(self, rank: int, collective: SimulatedCollective) -> None:
+        """So those who wait for this replica in another group's collective of that key wait in vain."""
+        self._came.add((collective.key, rank))
+        for other in self._expected.pop((collective.key, rank), []):
+            if other is not collective:
                 self._give_up_on(other, [rank], {rank: MEETS_OTHERS})
 
     def leave(self, rank: int) -> None:
-        """A replica's work is done: it comes to no further meeting."""
+        """A replica's work is done: it comes to no further collective."""
         self._gone.add(rank)
-        for meeting in [meeting for gathering in self._gathering.values() for meeting in gathering]:
-            if rank in meeting.group and rank not in meeting.brought:
-                self._give_up_on(meeting, [rank], {rank: LEFT})
+        for collective in [collective for forming in self._forming.values() for collective in forming]:
+            if rank in collective.group and rank not in collective.brought:
+                self._give_up_on(collective, [rank], {rank: LEFT})
 
     def die(self, rank: int) -> None:
         """A replica's machine stops: it is no member any more, and what it takes part in is lost."""
         self._dead.add(rank)
         self._sort_members()
         self.leave(rank)
-        for meeting in list(self._under_way):
-            if rank in meeting.group:
-                if meeting.flow:
-                    self.carrier.links.stop(meeting.flow)
-                del self._under_way[meeting]
-                self._give_up_on(meeting, [rank], {rank: DIED})
+        for collective in list(self._under_way):
+            if rank in collective.group:
+                if collective.flow:
+                    self.fabric.links.stop(collective.flow)
+                del self._under_way[collective]
+                self._give_up_on(collective, [rank], {rank: DIED})
         self.when_dead(rank)
 
     def cut_off_from(self, rank: int, group: Group) -> list[int]:
         """The members of a group that a replica cannot reach now."""
         return on_another_side(rank, group, self._side)
 
-    def _give_up_on(self, meeting: Meeting, lost: Collection[int], why: dict[int, str]) -> None:
-        if lost and not meeting.settled:
-            meeting.give_up(lost, why, self._side)  # those who have yet to come will find it settled
+    def _give_up_on(self, collective: SimulatedCollective, lost: Collection[int], why: dict[int, str]) -> None:
+        if lost and not collective.settled:
+            collective.give_up(lost, why, self._side)  # those who have yet to come will find it settled
 
-    def _next_hop(self, meeting: Meeting) -> None:
-        assert meeting.under_way is not None
-        demand = next(meeting.under_way, None)
+    def _next_hop(self, collective: SimulatedCollective) -> None:
+        assert collective.under_way is not None
+        demand = next(collective.under_way, None)
         if demand is None:
-            del self._under_way[meeting]
-            meeting.settle(ended_at=self.clock.now)
+            del self._under_way[collective]
+            collective.settle(ended_at=self.clock.now)
             return
 
         def arrived() -> None:
-            meeting.flow = None
-            if not meeting.settled:
-                self._next_hop(meeting)
+            collective.flow = None
+            if not collective.settled:
+                self._next_hop(collective)
 
-        meeting.hop += 1
+        collective.hop += 1
         # Groups of one round meet under one key, each its own first member.
-        chance = f"{meeting.key}, {meeting.group[0]}, {meeting.hop}"
-        meeting.flow = self.carrier.carry(demand, chance, arrived)
-        meeting.limit = meeting.flow.limit
-        if self._separated(meeting.group):
-            self.carrier.links.set_limit(meeting.flow, 0.0)
+        chance = f"{collective.key}, {collective.group[0]}, {collective.hop}"
+        collective.flow = self.fabric.send(demand, chance, arrived)
+        collective.limit = collective.flow.limit
+        if self._separated(collective.group):
+            self.fabric.links.set_limit(collective.flow, 0.0)
 
     def _ask_for_faults(self) -> None:
         for death in self.conditions.deaths:
@@ -240,20 +240,22 @@ class World:
         cut_off = {rank for cut in cuts for rank in cut.replicas}
         self._side = {rank: tuple(n for n, cut in enumerate(cuts) if rank in cut.replicas) for rank in cut_off}
         self._sort_members()
-        for meeting in self._under_way:
-            if meeting.flow:
-                self.carrier.links.set_limit(meeting.flow, 0.0 if self._separated(meeting.group) else meeting.limit)
+        for collective in self._under_way:
+            if collective.flow:
+                self.fabric.links.set_limit(
+                    collective.flow, 0.0 if self._separated(collective.group) else collective.limit
+                )
 
     def _sort_members(self) -> None:
         sides: dict[Side, list[int]] = {(): []}
         for rank in self.living:
             sides.setdefault(self._side.get(rank, ()), []).append(rank)
         self._members = {side: tuple(ranks) for side, ranks in sides.items()}
-        for gathering in list(self._gathering.values()):
-            for meeting in gathering:
+        for forming in list(self._forming.values()):
+            for collective in forming:
                 # Those who have yet to come will know other members, and may well come to another group.
-                dead = {rank: DIED for rank in meeting.group if rank in self._dead}
-                self._give_up_on(meeting, meeting.missing(), dead)
+                dead = {rank: DIED for rank in collective.group if rank in self._dead}
+                self._give_up_on(collective, collective.missing(), dead)
 
     def _separated(self, group: Group) -> bool:
         return bool(self._side) and len({self._side.get(rank, ()) for rank in group}) > 1

@@ -35,7 +35,7 @@ class Demand(NamedTuple):
         return cls(group, total, total, nbytes)
 
 
-class Carrier:
+class Fabric:
     """The links of a world.
 
     A replica has one for sending and one for receiving; those between sites may be shared by all who are there.
@@ -57,7 +57,7 @@ class Carrier:
                     capacities.append(min(link.bandwidth_mbps * 125e3, UNLIMITED))
         self.links = Links(clock, capacities)
 
-    def carry(self, demand: Demand, key: str, arrived: Callable[[], None]) -> Flow:
+    def send(self, demand: Demand, key: str, arrived: Callable[[], None]) -> Flow:
         """Sends everything off now; `arrived` is called when all of it is there."""
         places = self._places(demand.group)
         loads, limit = self._loads(demand, places)

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from farflung.networks.base import Combine, Finished, Group, Packets, PeerLostError, Pending, Traffic, mean_in_order
-from farflung.networks.simulator.cluster import CUT_OFF, Hops, Meeting, World, described
+from farflung.networks.simulator.cluster import CUT_OFF, Hops, SimulatedCluster, SimulatedCollective, described
 from farflung.networks.simulator.conditions import Conditions
 from farflung.networks.simulator.fabric import Demand
-from farflung.networks.simulator.step_times import Computation
+from farflung.networks.simulator.step_times import StepTimes
 
 T = TypeVar("T")
 
@@ -36,8 +36,8 @@ class Simulation:
 
     def __init__(self, replicas: int, conditions: Conditions | None = None) -> None:
         self.conditions = conditions or Conditions()
-        self.world = World(replicas, self.conditions)
-        self.world.when_dead = self._stop
+        self.cluster = SimulatedCluster(replicas, self.conditions)
+        self.cluster.when_dead = self._stop
         self.networks = [SimulatedNetwork(self, rank) for rank in range(replicas)]
         self._ready: deque[SimulatedNetwork] = deque()
 
@@ -51,7 +51,7 @@ class Simulation:
         errors: list[BaseException] = []
 
         def live(network: SimulatedNetwork) -> None:
-            network.seat.take()
+            network.baton.take()
             try:
                 results[network.rank] = work(network)
             except ReplicaDiedError:
@@ -59,8 +59,8 @@ class Simulation:
             except BaseException as error:
                 errors.append(error)
             finally:
-                network.seat.left = True
-                self.world.leave(network.rank)
+                network.baton.left = True
+                self.cluster.leave(network.rank)
                 self.pass_baton(network)
 
         threads = [
@@ -69,10 +69,10 @@ class Simulation:
         ]
         random_state = torch.get_rng_state()
         for network, thread in zip(self.networks, threads, strict=True):
-            network.seat.random_state = random_state
+            network.baton.random_state = random_state
             thread.start()
         self._ready.extend(self.networks[1:])
-        self.networks[0].seat.turn.set()
+        self.networks[0].baton.turn.set()
         for thread in threads:
             thread.join()
         torch.set_rng_state(random_state)
@@ -82,40 +82,40 @@ class Simulation:
 
     def make_ready(self, network: SimulatedNetwork) -> None:
         """Lets a replica run that waits, when its turn comes."""
-        if network.seat.waits:
-            network.seat.waits = False
+        if network.baton.waits:
+            network.baton.waits = False
             self._ready.append(network)
 
     def block(self, network: SimulatedNetwork) -> None:
         """Passes the baton on; returns when somebody has made the replica ready."""
-        network.seat.waits = True
+        network.baton.waits = True
         self.pass_baton(network)
-        if network.seat.died:
+        if network.baton.died:
             raise ReplicaDiedError
 
     def pass_baton(self, holder: SimulatedNetwork) -> None:
         """Lets the next one run; returns when it is the holder's turn again, or at once if it has left."""
         while not self._ready:
-            if all(network.seat.left for network in self.networks):
+            if all(network.baton.left for network in self.networks):
                 return
-            if not self.world.clock.advance():
+            if not self.cluster.clock.advance():
                 raise RuntimeError("all simulated replicas wait, and nothing is to come")
         chosen = self._ready.popleft()
         if chosen is holder:
             return
-        holder.seat.keep()
-        chosen.seat.turn.set()
-        if not holder.seat.left:
-            holder.seat.take()
+        holder.baton.keep()
+        chosen.baton.turn.set()
+        if not holder.baton.left:
+            holder.baton.take()
 
     def _stop(self, rank: int) -> None:
         network = self.networks[rank]
-        network.seat.died = True
+        network.baton.died = True
         self.make_ready(network)
 
 
 @dataclass
-class _Seat:
+class _Baton:
     """What the baton needs to know of one replica."""
 
     turn: threading.Event = field(default_factory=threading.Event)
@@ -137,15 +137,18 @@ class _Seat:
 class SimulatedNetwork:
     """One simulated replica's seat. Made by `Simulation`, or alone by `alone()`."""
 
+    elastic, timed = False, True
+    processes: tuple[int, ...] = ()
+
     def __init__(self, simulation: Simulation, rank: int) -> None:
         self.simulation = simulation
         self.rank = rank
         self.traffic = Traffic()
-        self.seat = _Seat()
-        self._world = simulation.world
-        self._computation = Computation(simulation.conditions, rank)
+        self.baton = _Baton()
+        self._cluster = simulation.cluster
+        self._step_times = StepTimes(simulation.conditions, rank)
         self._attachments = itertools.count()
-        self._computed = 0
+        self._steps = 0
 
     @classmethod
     def alone(cls, conditions: Conditions | None = None) -> SimulatedNetwork:
@@ -154,7 +157,7 @@ class SimulatedNetwork:
 
     def members(self) -> Group:
         """The living whom this replica can reach, also those that have finished: these fail at once."""
-        return self._world.members(self.rank)
+        return self._cluster.members(self.rank)
 
     def attachment(self) -> int:
         """See Network."""
@@ -171,14 +174,14 @@ class SimulatedNetwork:
             sizes = [packets[rank].nbytes for rank in group]
             yield Demand(group, [others * size for size in sizes], [sum(sizes) - size for size in sizes], max(sizes))
 
-        def collect(meeting: Meeting) -> Packets:
-            packets = dict(sorted(meeting.brought.items()))
+        def collect(collective: SimulatedCollective) -> Packets:
+            packets = dict(sorted(collective.brought.items()))
             for rank, other in packets.items():
                 if rank != self.rank:
                     self.traffic.received(other.nbytes)
             return packets
 
-        return self._meet(group, key, packet, hops, collect)
+        return self._join(group, key, packet, hops, collect)
 
     def scatter_combine_gather(self, packets: Packets, group: Group, key: str, combine: Combine) -> Pending[Packets]:
         """See Network. All members combine at once, in order of rank."""
@@ -196,8 +199,8 @@ class SimulatedNetwork:
             ends = [brought[rank].combined.nbytes for rank in group]
             yield Demand(group, [(len(group) - 1) * n for n in ends], [sum(ends) - n for n in ends], max(ends))
 
-        def collect(meeting: Meeting) -> Packets:
-            brought: dict[int, _Parcels] = meeting.brought
+        def collect(collective: SimulatedCollective) -> Packets:
+            brought: dict[int, _Parcels] = collective.brought
             combined = {rank: brought[rank].combined for rank in group}
             self.traffic.sent((len(group) - 1) * combined[self.rank].nbytes)
             for rank in group:
@@ -206,7 +209,7 @@ class SimulatedNetwork:
                     self.traffic.received(combined[rank].nbytes)
             return combined
 
-        return self._meet(group, key, brings, hops, collect)
+        return self._join(group, key, brings, hops, collect)
 
     def all_reduce(self, tensor: Tensor, group: Group, key: str) -> Pending[Tensor]:
         """See Network. Each member averages one part of the tensor and sends it to all."""
@@ -223,49 +226,49 @@ class SimulatedNetwork:
             for rank in group:
                 tensors[rank].copy_(mean)
 
-        def collect(meeting: Meeting) -> Tensor:
+        def collect(collective: SimulatedCollective) -> Tensor:
             self.traffic.received(nbytes)
             return tensor
 
-        return self._meet(group, key, tensor, hops, collect)
+        return self._join(group, key, tensor, hops, collect)
 
     def advance(self) -> None:
         """One inner step takes its time; others go on meanwhile."""
-        self._computed += 1
-        self._sleep_until(self.now() + self._computation.seconds(1))
+        self._steps += 1
+        self._sleep_until(self.now() + self._step_times.seconds(1))
 
     def now(self) -> float:
         """The virtual clock, seconds."""
-        return self._world.clock.now
+        return self._cluster.clock.now
 
     def clock(self) -> dict[str, float]:
         """See TimedNetwork."""
-        return {"now": self.now(), "computed": self._computed}
+        return {"now": self.now(), "computed": self._steps}
 
     def resume(self, clock: Mapping[str, float]) -> None:
         """See TimedNetwork. Faults of before happen in passing, when nobody is there whom they could concern."""
-        self._computed = int(clock["computed"])
-        for _ in range(self._computed):
-            self._computation.seconds(1)
+        self._steps = int(clock["computed"])
+        for _ in range(self._steps):
+            self._step_times.seconds(1)
         self._sleep_until(clock["now"])
 
     def stay_dead(self) -> NoReturn:
-        """Comes to no meeting until the moment of this replica's death, which an earlier part of the run has seen."""
+        """Joins nothing until the moment of this replica's death, which an earlier part of the run has seen."""
         if all(death.replica != self.rank for death in self.simulation.conditions.deaths):
-            self._world.die(self.rank)
+            self._cluster.die(self.rank)
         else:
             self.simulation.block(self)
         raise ReplicaDiedError
 
     def _sleep_until(self, moment: float) -> None:
-        self._world.clock.at(moment, lambda: self.simulation.make_ready(self))
+        self._cluster.clock.at(moment, lambda: self.simulation.make_ready(self))
         self.simulation.block(self)
 
-    def _meet(
-        self, group: Group, key: str, brings: Any, hops: Hops, collect: Callable[[Meeting], T]
+    def _join(
+        self, group: Group, key: str, brings: Any, hops: Hops, collect: Callable[[SimulatedCollective], T]
     ) -> _SimulatedPending[T]:
-        meeting = self._world.meet(self.rank, group, key, brings, hops)
-        return _SimulatedPending(self, meeting, collect)
+        collective = self._cluster.join(self.rank, group, key, brings, hops)
+        return _SimulatedPending(self, collective, collect)
 
 
 @dataclass
@@ -280,47 +283,49 @@ class _Parcels:
 class _SimulatedPending(Generic[T]):
     """An exchange on the virtual clock."""
 
-    def __init__(self, network: SimulatedNetwork, meeting: Meeting, collect: Callable[[Meeting], T]) -> None:
+    def __init__(
+        self, network: SimulatedNetwork, collective: SimulatedCollective, collect: Callable[[SimulatedCollective], T]
+    ) -> None:
         self._network = network
-        self._meeting = meeting
+        self._collective = collective
         self._collect = collect
         self.finished_at = math.inf
 
     def done(self) -> bool:
-        return self._meeting.settled
+        return self._collective.settled
 
     def wait(self, timeout: float) -> T:
-        network, meeting = self._network, self._meeting
+        network, collective = self._network, self._collective
         began = network.now()
-        if not meeting.settled:
+        if not collective.settled:
             simulation = network.simulation
 
             def wake() -> None:
                 simulation.make_ready(network)
 
-            deadline = simulation.world.clock.at(began + timeout, wake)
-            meeting.waiting.append(wake)
+            deadline = simulation.cluster.clock.at(began + timeout, wake)
+            collective.waiting.append(wake)
             simulation.block(network)
             deadline.cancel()
-            if wake in meeting.waiting:
-                meeting.waiting.remove(wake)  # or a late end of this one would wake the replica from another wait
+            if wake in collective.waiting:
+                collective.waiting.remove(wake)  # or a late end of this one would wake the replica from another wait
         network.traffic.seconds_blocked += network.now() - began
-        self.finished_at = min(meeting.ended_at, network.now())
-        if meeting.ended_at > network.now():
+        self.finished_at = min(collective.ended_at, network.now())
+        if collective.ended_at > network.now():
             raise self._lost(timeout)
-        return self._collect(meeting)
+        return self._collect(collective)
 
     def _lost(self, timeout: float) -> PeerLostError:
-        meeting, own = self._meeting, self._network.rank
-        away = self._network.simulation.world.cut_off_from(own, meeting.group)
-        late = meeting.lost or meeting.missing()
-        if meeting.lost:
-            lost = meeting.lost_to(own)
+        collective, own = self._collective, self._network.rank
+        away = self._network.simulation.cluster.cut_off_from(own, collective.group)
+        late = collective.lost or collective.missing()
+        if collective.lost:
+            lost = collective.lost_to(own)
         elif away or late:
             lost = dict.fromkeys(late, f"did not deliver within {timeout:g} s") | dict.fromkeys(away, CUT_OFF)
         else:
-            others = [rank for rank in meeting.group if rank != own]
+            others = [rank for rank in collective.group if rank != own]
             lost = dict.fromkeys(others, f"is still delivering after {timeout:g} s")
-        brought = sorted(meeting.brought.items()) if late else []
+        brought = sorted(collective.brought.items()) if late else []
         delivered = {rank: packet for rank, packet in brought if isinstance(packet, Tensor) and rank not in late}
         return PeerLostError(sorted(lost), described(lost), delivered)

@@ -9,9 +9,9 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from farflung.config import from_table, toml_table
 from farflung.errors import UserError, suggestion
 from farflung.networks.simulator.conditions import HEADERS, Conditions, Link, Site
+from farflung.tables import from_table, toml_table
 
 CITIES = ("Oregon", "Virginia", "Ohio", "Tokyo", "Seoul", "London", "Frankfurt", "Ireland")
 

@@ -10,7 +10,7 @@ BLOCK = 1024
 """Steps whose durations are drawn at a time."""
 
 
-class Computation:
+class StepTimes:
     """One replica's inner steps: the same durations whether they are asked for one by one or many at a time."""
 
     def __init__(self, conditions: Conditions, rank: int) -> None:

@@ -1,4 +1,4 @@
-"""Hidden numbers that lie in a subspace, so that its few coordinates say them exactly (Protocol Models, 2506.01260).
+"""Hidden states that lie in a subspace, so that its few coordinates say them exactly (Protocol Models, 2506.01260).
 
 With an orthonormal basis U (width × rank) that every stage knows, each matrix that writes to the stream of hidden
 numbers is confined to it, W = U·A, and the embeddings are T + S·Uᵀ with T random, frozen and known to all. Then
@@ -27,7 +27,7 @@ class Subspace:
     """The basis and the frozen embeddings: functions of a seed, made wherever they are needed and never sent.
 
     Args:
-        width: of the hidden numbers.
+        width: of the hidden states.
         rank: coordinates that say them.
         tokens: rows of the embeddings.
         scale: standard deviation of the frozen embeddings.
@@ -64,7 +64,7 @@ class Subspace:
         return (hidden - self._frozen_of(tokens, hidden.device)) @ self.basis_on(hidden.device)
 
     def hidden(self, coordinates: Tensor, tokens: Tensor) -> Tensor:
-        """(…, width) hidden numbers of coordinates (…, rank)."""
+        """(…, width) hidden states of coordinates (…, rank)."""
         return coordinates @ self.basis_on(coordinates.device).T + self._frozen_of(tokens, coordinates.device)
 
     def _frozen_of(self, tokens: Tensor, device: torch.device) -> Tensor:

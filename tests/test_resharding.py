@@ -18,10 +18,10 @@ from farflung.errors import UserError
 from farflung.methods import Method
 from farflung.networks import Conditions, Network, Simulation
 from farflung.outer import Everyone, GossipNesterov, Schedule
-from farflung.pipeline import Layout, Place
-from farflung.pipeline.parts import Part
+from farflung.pipeline import Mesh, MeshCoordinates
+from farflung.pipeline.local_model import LocalModel
 from farflung.training import checkpoint
-from farflung.training.layouts import buffer_names, load_state, own_names, whole_weights
+from farflung.training.resharding import buffer_names, load_state, own_names, whole_weights
 
 OUTERS: dict[str, Any] = {
     "sgd": partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True),
@@ -31,7 +31,7 @@ OUTERS: dict[str, Any] = {
 LAYERS = 4
 
 
-def part_of(layout: Layout, place: Place) -> Part:
+def part_of(mesh: Mesh, coordinates: MeshCoordinates) -> LocalModel:
     """The same made-up model in every layout: four layers of matrices of five rows, dealt out to stages and shards.
 
     Each layer has a buffer that all of its shards have whole.
@@ -41,11 +41,13 @@ def part_of(layout: Layout, place: Place) -> Part:
     own: dict[str, nn.Parameter] = {}
     buffers: dict[str, Tensor] = {}
     for name, tensor in whole.items():
-        if int(name.split(".")[1]) * layout.stages // LAYERS == place.stage:
-            rows = tensor.chunk(layout.shards)
-            own[name] = nn.Parameter(rows[place.shard].clone() if place.shard < len(rows) else tensor[:0].clone())
+        if int(name.split(".")[1]) * mesh.stages // LAYERS == coordinates.stage:
+            rows = tensor.chunk(mesh.shards)
+            own[name] = nn.Parameter(
+                rows[coordinates.shard].clone() if coordinates.shard < len(rows) else tensor[:0].clone()
+            )
             buffers[f"layers.{name.split('.')[1]}.mean"] = torch.zeros(3)
-    return Part(own, buffers)
+    return LocalModel(own, buffers)
 
 
 SHAPES = {"weight": (5, 3), "bias": (2,)}
@@ -56,9 +58,9 @@ def buffer_of(name: str) -> Tensor:
     return torch.arange(3.0) + int(name.split(".")[1])
 
 
-def train(network: Network, layout: Layout, place: Place, method: Method, steps: int) -> dict[str, Any]:
+def train(network: Network, mesh: Mesh, coordinates: MeshCoordinates, method: Method, steps: int) -> dict[str, Any]:
     """What a process keeps in its checkpoint after some steps of a gradient that differs between replicas."""
-    model = part_of(layout, place)
+    model = part_of(mesh, coordinates)
     optimizer = torch.optim.SGD(model.named_parameters(), lr=0.1, momentum=0.9)
     for name, buffer in model.named_buffers():
         buffer.copy_(buffer_of(name))
@@ -66,7 +68,7 @@ def train(network: Network, layout: Layout, place: Place, method: Method, steps:
         for _ in range(steps):
             step(model, optimizer, network.rank)
         return {
-            "shard": place.shard,
+            "shard": coordinates.shard,
             "buffers": buffer_names(model),
             **own_names(model, optimizer, method.schedule.fragments),
             "model": model.state_dict(),
@@ -99,29 +101,29 @@ def kept(state: dict[str, Any]) -> dict[str, dict[str, Tensor]]:
     return found
 
 
-LAYOUT = st.builds(Layout, st.just(2), st.sampled_from([1, 2]), st.sampled_from([1, 2, 3]))
+LAYOUT = st.builds(Mesh, st.just(2), st.sampled_from([1, 2]), st.sampled_from([1, 2, 3]))
 
 
 @given(LAYOUT, LAYOUT, st.sampled_from(sorted(OUTERS)), st.integers(1, 2), st.integers(1, 9))
 @settings(max_examples=25, deadline=None)
-def test_what_is_kept_of_a_parameter_goes_with_it(
-    old: Layout, new: Layout, outer: str, fragments: int, steps: int
-) -> None:
+def test_what_is_kept_of_a_parameter_goes_with_it(old: Mesh, new: Mesh, outer: str, fragments: int, steps: int) -> None:
     """Also before the first landing of some fragments: then there is nothing yet, or in mixed company noughts."""
     method = Method(Schedule(every=6, fragments=fragments), Everyone(), Dense(), OUTERS[outer])
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         written = []
-        for place in places(old):
-            state = Simulation(2, Conditions()).run(partial(train, layout=old, place=place, method=method, steps=steps))
-            checkpoint.save(folder, steps, old.seat(place), state[0])
+        for coordinates in places(old):
+            state = Simulation(2, Conditions()).run(
+                partial(train, mesh=old, coordinates=coordinates, method=method, steps=steps)
+            )
+            checkpoint.save(folder, steps, old.file_stem(coordinates), state[0])
             written.append(kept(state[0]))
         whole = whole_weights(checkpoint.parts_of(folder, steps, 0))
         assert all(torch.equal(whole[f"layers.{n}.mean"], buffer_of(f"layers.{n}.mean")) for n in range(LAYERS))
-        for place in places(new):
-            model = part_of(new, place)
+        for coordinates in places(new):
+            model = part_of(new, coordinates)
             optimizer = torch.optim.SGD(model.named_parameters(), lr=0.1, momentum=0.9)
-            state = load_state(folder, steps, new, place, model, optimizer, fragments)
+            state = load_state(folder, steps, new, coordinates, model, optimizer, fragments)
             model.load_state_dict(state["model"])
             assert len(dict(model.named_buffers())) == LAYERS // new.stages
             assert all(torch.equal(buffer, buffer_of(name)) for name, buffer in model.named_buffers())
@@ -132,30 +134,32 @@ def test_what_is_kept_of_a_parameter_goes_with_it(
                     if tensor.dim():
                         whole = torch.cat([*parts]) if parts else torch.zeros(SHAPES[key.split(".")[2]])
                         rows = whole.chunk(new.shards)
-                        assert torch.equal(tensor, rows[place.shard] if place.shard < len(rows) else whole[:0])
+                        assert torch.equal(
+                            tensor, rows[coordinates.shard] if coordinates.shard < len(rows) else whole[:0]
+                        )
                     elif parts:
                         assert tensor == parts[0]
             for kind, key in {(kind, key) for part in written for kind, named in part.items() for key in named}:
                 assert key in now[kind] or key not in dict(model.named_parameters())
-            goes_on(state, new, place, method)
+            goes_on(state, new, coordinates, method)
 
 
 def test_what_lies_on_another_machine_is_asked_for(tmp_path: Path) -> None:
     """A machine has one of two stages, and another schedule deals out other layers to it."""
-    layout, method = Layout(1, 2), Method(Schedule(every=6), Everyone(), Dense(), OUTERS["sgd"])
-    (state,) = Simulation(1).run(partial(train, layout=layout, place=Place(0, 0), method=method, steps=3))
-    checkpoint.save(tmp_path, 3, layout.seat(Place(0, 0)), state)
-    model = part_of(layout, Place(0, 1))
+    mesh, method = Mesh(1, 2), Method(Schedule(every=6), Everyone(), Dense(), OUTERS["sgd"])
+    (state,) = Simulation(1).run(partial(train, mesh=mesh, coordinates=MeshCoordinates(0, 0), method=method, steps=3))
+    checkpoint.save(tmp_path, 3, mesh.file_stem(MeshCoordinates(0, 0)), state)
+    model = part_of(mesh, MeshCoordinates(0, 1))
     optimizer = torch.optim.SGD(model.named_parameters(), lr=0.1, momentum=0.9)
     with pytest.raises(UserError, match=r"only parts of replica 0 .* copy the folders of all machines together"):
-        load_state(tmp_path, 3, layout, Place(0, 0), model, optimizer, 1)
+        load_state(tmp_path, 3, mesh, MeshCoordinates(0, 0), model, optimizer, 1)
 
 
-def goes_on(state: dict[str, Any], layout: Layout, place: Place, method: Method) -> None:
+def goes_on(state: dict[str, Any], mesh: Mesh, coordinates: MeshCoordinates, method: Method) -> None:
     """Trains until all fragments have landed."""
 
     def replica(network: Network) -> None:
-        model = part_of(layout, place)
+        model = part_of(mesh, coordinates)
         optimizer = torch.optim.SGD(model.named_parameters(), lr=0.1, momentum=0.9)
         with method.attach(model, optimizer, network) as loop:
             model.load_state_dict(state["model"])
@@ -170,5 +174,5 @@ def goes_on(state: dict[str, Any], layout: Layout, place: Place, method: Method)
     Simulation(2, Conditions()).run(replica)
 
 
-def places(layout: Layout) -> list[Place]:
-    return [Place(0, stage, shard) for stage in range(layout.stages) for shard in range(layout.shards)]
+def places(mesh: Mesh) -> list[MeshCoordinates]:
+    return [MeshCoordinates(0, stage, shard) for stage in range(mesh.stages) for shard in range(mesh.shards)]

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from farflung.errors import UserError
-from farflung.pipeline.balance import Load, Span, spans
-from farflung.pipeline.experts import active_shares
-from farflung.pipeline.routers import router_loss_of
 from farflung.workloads import models
+from farflung.workloads.base import Load, Span
+from farflung.workloads.experts import active_shares
+from farflung.workloads.routers import router_loss_of
 
 POSITIONS = ("embed_positions", "wpe")
 """What families call the learned positions that are added to the embeddings."""
@@ -52,7 +52,7 @@ class NoPositions(nn.Module):
 
 
 class Piece(nn.Module):
-    """What a stage computes: token ids (first) or hidden numbers to hidden numbers, or to logits (last).
+    """What a stage computes: token ids (first) or hidden states to hidden states, or to logits (last).
 
     While it trains a mixture of experts whose routers have a loss of their own, their sums come and go beside these.
 
@@ -68,6 +68,7 @@ class Piece(nn.Module):
         self.span = span
         self._half = half
         self.routers = router_loss_of(model)
+        self.sums = self.routers.numbers if self.routers else 0
         self._router_logits: tuple[Tensor, ...] = ()
         if self.routers:
             model.get_decoder().register_forward_pre_hook(self._ask_routers, with_kwargs=True)
@@ -142,9 +143,11 @@ def anatomy(model: Any) -> Anatomy:
     return Anatomy(decoder, lists[0], names["embeddings"][0], names["positions"], names["dropouts"], names["norms"])
 
 
-def spans_of(model: Any, pieces: int) -> list[Span]:
-    """How a model's layers are divided. Looking up embeddings counts as no work, and of experts
-    only those that a token takes. Raises UserError."""
+def loads(model: Any) -> tuple[list[Load], Load, Load]:
+    """What each layer takes, what comes before them, and what comes after.
+
+    Looking up embeddings counts as no work, and of experts only those that a token takes. Raises UserError.
+    """
     parts, shares = anatomy(model), active_shares(model)
 
     def load(*modules: nn.Module) -> Load:
@@ -154,7 +157,7 @@ def spans_of(model: Any, pieces: int) -> list[Span]:
 
     before = load(*(parts[name] for name in (parts.embeddings, *parts.positions)))._replace(work=0.0)
     after = load(*(parts[name] for name in parts.norms), model.get_output_embeddings())
-    return spans([load(layer) for layer in parts[parts.layers]], before, after, pieces)
+    return [load(layer) for layer in parts[parts.layers]], before, after
 
 
 def keep(model: Any, span: Span) -> None:
@@ -181,18 +184,17 @@ def keep(model: Any, span: Span) -> None:
         model.all_tied_weights_keys = model.get_expanded_tied_weights_keys(all_submodels=True)
 
 
-def check_split(settings: Any, pieces: int) -> list[Span]:
-    """The spans of a model that can be split. Raises UserError for one that cannot, saying why.
+def check_passes_on(config: Any) -> None:
+    """Refuses a model of a transformers configuration that cannot be split. Raises UserError, saying why.
 
     A stage without any layers must hand on, bit for bit, what it is given: else a model does more between its layers
     than its stages would.
     """
-    model = models.outline(settings)
-    cut = spans_of(model, pieces)
+    model = models.outline(config)
     family = type(model).__name__
     keep(model, Span(0, 0, first=False, last=False))
     models.materialise(model, seed=0)
-    entering = torch.randn(1, 4, settings.hidden_size, generator=torch.Generator().manual_seed(0))
+    entering = torch.randn(1, 4, config.hidden_size, generator=torch.Generator().manual_seed(0))
     piece = Piece(model.eval(), Span(0, 0, first=False, last=False))
     try:
         with torch.no_grad():
@@ -201,7 +203,6 @@ def check_split(settings: Any, pieces: int) -> list[Span]:
         raise _cannot_split(family, f"its decoder cannot do without its layers ({error})") from error
     if leaving.shape != entering.shape or not torch.equal(leaving, entering):
         raise _cannot_split(family, "it changes what passes between its layers")
-    return cut
 
 
 def _cannot_split(family: str, reason: str) -> UserError:

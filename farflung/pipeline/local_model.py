@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 
-class Part(nn.Module):
+class LocalModel(nn.Module):
     """The parameters that optimizers and rounds of one process see, and the buffers that are kept with them.
 
     Of those that are sharded it has the local shard, which shares its memory; of the others, themselves. What another

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -19,19 +20,16 @@ from torch.distributed.pipelining import (
     ScheduleInterleavedZeroBubble,
 )
 
-from farflung.config import Config
 from farflung.networks import Traffic
 from farflung.pipeline.boundaries import Boundary
-from farflung.pipeline.division import Division, microbatches_of
-from farflung.pipeline.groups import Groups
-from farflung.pipeline.island import TEMPERATURE
-from farflung.pipeline.parts import Part, own_of, persistent_buffers
+from farflung.pipeline.division import Division
+from farflung.pipeline.groups import ProcessGroups
+from farflung.pipeline.local_model import LocalModel, own_of, persistent_buffers
 from farflung.pipeline.routes import Routes, fixed_routes, random_routes
-from farflung.pipeline.split import Piece
-from farflung.pipeline.stages import RoutedStage
+from farflung.pipeline.settings import IslandSettings
+from farflung.pipeline.stages import RoutedStage, Transport
 from farflung.scoped import quiet
-from farflung.workloads import models
-from farflung.workloads.data import Data
+from farflung.workloads.base import Divisible
 
 SCHEDULES = {
     "gpipe": ScheduleGPipe,
@@ -41,45 +39,54 @@ SCHEDULES = {
 }
 
 
-class Spread:
+class DividedIsland:
     """One process's part of a replica.
 
     Args:
-        config: the settings.
+        settings: how the replica computes.
         groups: the processes it works with.
         pieces: its pieces of the model, on their device, sharded or not.
         division: how the model is divided.
-        data: where batches come from.
+        workload: what is trained.
+        seed: of batches, routes and samples.
     """
 
     def __init__(
-        self, config: Config, groups: Groups, pieces: list[Piece], division: Division, data: Data, device: torch.device
+        self,
+        settings: IslandSettings,
+        groups: ProcessGroups,
+        pieces: list[Any],
+        division: Division,
+        workload: Divisible,
+        seed: int,
+        device: torch.device,
     ) -> None:
-        self.layout, self.place = groups.layout, groups.place
+        self.mesh, self.coordinates = groups.mesh, groups.coordinates
         self.traffic = Traffic()
-        self._config = config
+        self._settings = settings
         self._groups = groups
         self._pieces = pieces
-        self._data = data
+        self._workload = workload
+        self._seed = seed
         self._device = device
-        self._microbatches = microbatches_of(config)
-        self._sequences = config.batch_size // config.shard
+        self._microbatches = settings.parts
+        self._samples = settings.batch_size // settings.shard
         self._count = len(division.spans)
-        self._is_first, self._is_last = self.place.stage == 0, self.place.stage == config.stages - 1
+        self._is_first, self._is_last = self.coordinates.stage == 0, self.coordinates.stage == settings.stages - 1
         self._tied = self._embeddings() if division.tied and self._count > 1 else None
         buffers = {name: buffer for piece in pieces for name, buffer in persistent_buffers(piece.model).items()}
-        self._part = Part(self._owned(), buffers)
+        self._part = LocalModel(self._owned(), buffers)
         self.model: nn.Module = self._part
         self._stages = [self._stage(piece, division, number) for number, piece in enumerate(pieces)]
-        self._schedule: Any = SCHEDULES[config.schedule](
-            self._stages if config.schedule in ("interleaved", "zero-bubble") else self._stages[0],
+        self._schedule: Any = SCHEDULES[settings.pipeline_schedule](
+            self._stages if settings.pipeline_schedule in ("interleaved", "zero-bubble") else self._stages[0],
             n_microbatches=self._microbatches,
             loss_fn=self._pieces[-1].loss,
         )
 
     def gradients(self, step: int) -> tuple[float, str]:
-        """See Island. Unlike `Alone`, this takes a gradient that is not finite for a fault at once."""
-        config = self._config
+        """See Island. Unlike `WholeIsland`, this takes a gradient that is not finite for a fault at once."""
+        settings = self._settings
         self._part.drop_gradients()
         routes = self._routes(step)
         for stage in self._stages:
@@ -89,13 +96,13 @@ class Spread:
         losses: list[Tensor] = []
         # Its schedule would print its whole plan when a process is lost.
         with self._groups.naming_the_lost(), quiet("torch.distributed.pipelining.schedules"):
-            given = (torch.cat(self._stages[0].tokens).to(self._device),) if self._is_first else ()
-            labels = torch.cat(self._stages[-1].tokens).to(self._device) if self._is_last else None
+            given = (torch.cat(self._stages[0].batches).to(self._device),) if self._is_first else ()
+            labels = torch.cat(self._stages[-1].batches).to(self._device) if self._is_last else None
             self._schedule.step(*given, target=labels, losses=losses, return_outputs=False)
             self._bring_tied_gradient()
             self._part.collect_gradients()
             facts = torch.zeros(3, dtype=torch.float64)
-            facts[0] = sum(float(loss.detach()) for loss in losses) / (self._microbatches * config.shard)
+            facts[0] = sum(float(loss.detach()) for loss in losses) / (self._microbatches * settings.shard)
             gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
             facts[1] = float(nn.utils.get_total_norm(gradients)) ** 2 if gradients else 0.0
             facts[2] = float(any(stage.spoilt for stage in self._stages))
@@ -103,9 +110,9 @@ class Spread:
         fault = self._fault(loss, squares, spoilt)
         if fault:
             self._part.drop_gradients()
-        elif config.clip:
+        elif settings.clip:
             norm = torch.tensor(math.sqrt(squares), device=self._device)
-            nn.utils.clip_grads_with_norm_(self.model.parameters(), config.clip, norm)
+            nn.utils.clip_grads_with_norm_(self.model.parameters(), settings.clip, norm)
         return loss, fault
 
     def after_step(self) -> None:
@@ -114,44 +121,46 @@ class Spread:
             with self._groups.naming_the_lost(), torch.no_grad():
                 weight = own_of(self._tied)
                 if self._is_first:
-                    dist.send(weight.detach().cpu(), self._process_of(self._count - 1), group=self._groups.column)
+                    dist.send(
+                        weight.detach().cpu(), self._process_of(self._count - 1), group=self._groups.pipeline_group
+                    )
                     self.traffic.sent(weight.nbytes)
                 elif self._is_last:
                     weight.copy_(self._received(weight.shape, 0))
                     self.traffic.received(weight.nbytes)
 
     @torch.no_grad()
-    def loss_of(self, sequences: Tensor) -> float:
-        """See Island. Each shard takes a part of the sequences; where they do not divide, some compute one in vain."""
-        size = self._sequences // self._microbatches
-        shards, shard = self.layout.shards, self.place.shard
-        numbers = [shard + shards * turn for turn in range(-(-len(sequences) // shards))]
+    def evaluate(self) -> float:
+        """See Island. Each shard takes a part of the samples; where they do not divide, some compute one in vain."""
+        size, held_out = self._samples // self._microbatches, self._workload.held_out
+        shards, shard = self.mesh.shards, self.coordinates.shard
+        numbers = [shard + shards * turn for turn in range(-(-held_out // shards))]
         facts = torch.zeros(2, dtype=torch.float64)
         with self._groups.naming_the_lost(), self._evaluating():
             for turn in range(0, len(numbers), size):
                 wanted = numbers[turn : turn + size]
-                batch = sequences[[min(number, len(sequences) - 1) for number in wanted]].to(self._device)
-                logits = self._forward(batch)
-                counted = sum(number < len(sequences) for number in wanted)
-                if logits is not None and counted:
-                    loss = models.cross_entropy(self._pieces[-1].model, logits[:counted], batch[:counted])
+                ids = np.array([min(number, held_out - 1) for number in wanted])
+                batch = self._workload.held_out_batch(ids).to(self._device)
+                output = self._forward(batch)
+                counted = sum(number < held_out for number in wanted)
+                if output is not None and counted:
+                    loss = self._pieces[-1].loss(output[:counted], batch[:counted])
                     facts += torch.tensor([float(loss) * counted, counted], dtype=torch.float64)
             total, count = self.total(facts).tolist()
         return float(total / count)
 
     @torch.no_grad()
-    def continued(self, prompt: Tensor, length: int, end: int) -> list[int]:
-        """See Island. Each new token takes a pass through all stages."""
-        tokens = prompt[0].tolist()
-        generator = torch.Generator().manual_seed(self._config.seed)
+    def sample(self) -> str:
+        """See Island."""
         with self._groups.naming_the_lost(), self._evaluating():
-            while len(tokens) < length and (len(tokens) == prompt.shape[1] or tokens[-1] != end):
-                logits = self._forward(torch.tensor([tokens], device=self._device))
-                speaks = logits is not None and self.place.shard == 0
-                scores = logits[0, -1].double().cpu() if speaks and logits is not None else self._no_scores()
-                chances = torch.softmax(self.total(scores) / TEMPERATURE, dim=0)
-                tokens.append(int(torch.multinomial(chances, 1, generator=generator)))
-        return tokens
+            return self._workload.sample_in_pieces(self._picked, self._seed)
+
+    def _picked(self, batch: Tensor, pick: Callable[[Tensor], Tensor], numbers: int) -> Tensor:
+        """Some numbers of the model's output for a batch, in all processes; see Forward."""
+        output = self._forward(batch.to(self._device))
+        if output is None or self.coordinates.shard:
+            return self.total(torch.zeros(numbers, dtype=torch.float64))
+        return self.total(pick(output).double().cpu())
 
     def total(self, values: Tensor) -> Tensor:
         """See Island."""
@@ -162,53 +171,49 @@ class Spread:
         """The embeddings that the head is tied to: the first stage's, and the last stage's copy."""
         if not (self._is_first or self._is_last):
             return None
-        weight: nn.Parameter = self._pieces[0 if self._is_first else -1].model.get_input_embeddings().weight
-        return weight
+        return self._workload.tied_weight(self._pieces[0 if self._is_first else -1].model)
 
     def _owned(self) -> dict[str, nn.Parameter]:
         """This process's parameters by their names in the whole model."""
         named = {name: p for piece in self._pieces for name, p in piece.model.named_parameters()}
         return {name: p for name, p in named.items() if self._is_first or p is not self._tied}
 
-    def _stage(self, piece: Piece, division: Division, number: int) -> RoutedStage:
-        index = self.place.stage + number * self._config.stages
-        size = self._sequences // self._microbatches
-        hidden = torch.empty(size, self._config.sequence_length, piece.model.config.hidden_size, device="meta")
-        logits = torch.empty(size, self._config.sequence_length, piece.model.config.vocab_size, device="meta")
-        tokens = torch.empty(size, self._config.sequence_length, dtype=torch.int64, device="meta")
-        sums = [torch.empty(piece.routers.numbers, device="meta", requires_grad=True)] if piece.routers else []
+    def _stage(self, piece: Any, division: Division, number: int) -> RoutedStage:
+        index = self.coordinates.stage + number * self._settings.stages
+        batch = self._workload.example(self._samples // self._microbatches)
+        hidden, output = (torch.empty(shape, device="meta") for shape in self._workload.shapes(piece.model, batch))
+        sums = [torch.empty(piece.sums, device="meta", requires_grad=True)] if piece.sums else []
         boundary = partial(Boundary, hidden.shape, division.codec, division.subspace, self._device)
-        return RoutedStage(
-            piece,
-            index,
-            self._count,
-            (tokens,) if piece.span.first else (hidden.requires_grad_(), *sums),
-            (logits.requires_grad_() if piece.span.last else hidden.requires_grad_(), *sums),
-            self._groups.column,
+        entering = (batch,) if piece.span.first else (hidden.requires_grad_(), *sums)
+        leaving = (output.requires_grad_() if piece.span.last else hidden.requires_grad_(), *sums)
+        transport = Transport(
             self._groups.everyone,
-            self.place.replica,
-            lambda replica, piece: self.layout.process(replica, piece % self.layout.stages, self.place.shard),
+            self.coordinates.replica,
+            lambda replica, piece: self.mesh.process(replica, piece % self.mesh.stages, self.coordinates.shard),
             boundary(),
             boundary(),
-            self._device,
             self.traffic,
         )
+        group = self._groups.pipeline_group
+        return RoutedStage(piece, index, self._count, (entering, leaving), group, transport, self._device)
 
     def _routes(self, step: int) -> Routes:
-        if self._config.routes == "random":
-            return random_routes(self.layout.replicas, self._config.seed, step)
-        return fixed_routes(self.layout.replicas)
+        if self._settings.routes == "random":
+            return random_routes(self.mesh.replicas, self._seed, step)
+        return fixed_routes(self.mesh.replicas)
 
     def _microbatches_at(self, boundaries: int, routes: Routes, step: int) -> list[Tensor]:
-        """The ids of each microbatch that comes to this replica's piece after so many boundaries."""
-        origins = [routes.origin(self.place.replica, m, boundaries) for m in range(self._microbatches)]
+        """Each microbatch that comes to this replica's piece after so many boundaries."""
+        origins = [routes.origin(self.coordinates.replica, m, boundaries) for m in range(self._microbatches)]
         shares = {origin: self._share_of(origin, step) for origin in set(origins)}
         return [shares[origin][number] for number, origin in enumerate(origins)]
 
     def _share_of(self, replica: int, step: int) -> tuple[Tensor, ...]:
         """This shard's part of a replica's batch, in microbatches."""
-        batch = self._data.batch(self._config.seed, replica, step, self._config.batch_size)
-        return batch.tensor_split(self.layout.shards)[self.place.shard].tensor_split(self._microbatches)
+        ids = self._workload.sample_ids(self._seed, replica, step, self._settings.batch_size)
+        own = np.array_split(ids, self.mesh.shards)[self.coordinates.shard]
+        batch: Tensor = self._workload.batch(own)
+        return batch.tensor_split(self._microbatches)
 
     def _fault(self, loss: float, squares: float, spoilt: float) -> str:
         if not math.isfinite(loss):
@@ -224,7 +229,7 @@ class Spread:
         if self._is_last:
             assert self._tied.grad is not None
             gradient = own_of(self._tied.grad)
-            dist.send(gradient.cpu(), self._process_of(0), group=self._groups.column)
+            dist.send(gradient.cpu(), self._process_of(0), group=self._groups.pipeline_group)
             self.traffic.sent(gradient.nbytes)
         elif self._is_first:
             assert self._tied.grad is not None
@@ -235,20 +240,21 @@ class Spread:
     def _received(self, shape: torch.Size, piece: int) -> Tensor:
         """Float32 values from the process that has a piece, on the CPU."""
         room = torch.empty(shape)
-        dist.recv(room, self._process_of(piece), group=self._groups.column)
+        dist.recv(room, self._process_of(piece), group=self._groups.pipeline_group)
         return room
 
     def _forward(self, batch: Tensor) -> Tensor | None:
-        """Sends a batch through all pieces, nothing left out between them; its logits, in the process that has them."""
+        """Sends a batch through all pieces, nothing left out between them; its output, in the process that has it."""
         leaving: Tensor | None = None
-        width = self._pieces[0].model.config.hidden_size
-        for index in range(self.place.stage, self._count, self.layout.stages):
-            shape = torch.Size((*batch.shape, width))
+        shape, _ = self._workload.shapes(self._pieces[0].model, batch)
+        for index in range(self.coordinates.stage, self._count, self.mesh.stages):
             entering = batch if index == 0 else self._received(shape, index - 1).to(self._device)
-            leaving = self._pieces[index // self.layout.stages](entering)
+            leaving = self._pieces[index // self.mesh.stages](entering)
             assert leaving is not None
             if index < self._count - 1:
-                dist.send(leaving.detach().cpu().contiguous(), self._process_of(index + 1), group=self._groups.column)
+                dist.send(
+                    leaving.detach().cpu().contiguous(), self._process_of(index + 1), group=self._groups.pipeline_group
+                )
                 leaving = None
         return leaving
 
@@ -263,8 +269,5 @@ class Spread:
                 if isinstance(module, FSDPModule):
                     module.reshard()  # what was gathered of weights that are about to change
 
-    def _no_scores(self) -> Tensor:
-        return torch.zeros(self._pieces[-1].model.config.vocab_size, dtype=torch.float64)
-
     def _process_of(self, piece: int) -> int:
-        return self.layout.process(self.place.replica, piece % self.layout.stages, self.place.shard)
+        return self.mesh.process(self.coordinates.replica, piece % self.mesh.stages, self.coordinates.shard)

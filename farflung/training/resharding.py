@@ -17,8 +17,8 @@ from farflung.errors import UserError
 from farflung.inner import names_of
 from farflung.networks import Traffic
 from farflung.outer.fragments import split
-from farflung.pipeline import Layout, Place
-from farflung.pipeline.parts import persistent_buffers
+from farflung.pipeline import Mesh, MeshCoordinates
+from farflung.pipeline.local_model import persistent_buffers
 from farflung.training import checkpoint
 from farflung.training.checkpoint import Checkpoint, Names
 
@@ -69,8 +69,8 @@ def own_names(model: nn.Module, optimizer: Optimizer, fragments: int) -> Names:
 def load_state(
     folder: Path,
     step: int,
-    layout: Layout,
-    place: Place,
+    mesh: Mesh,
+    coordinates: MeshCoordinates,
     model: nn.Module,
     optimizer: Optimizer,
     fragments: int,
@@ -81,28 +81,33 @@ def load_state(
     codecs remembered and rounds in flight are left out, and the state is marked as `reshaped`. Raises UserError where
     parts of another layout lie elsewhere.
     """
-    paths = checkpoint.parts_of(folder, step, place.replica)
-    own = checkpoint.path_of(folder, step, layout.seat(place))
+    paths = checkpoint.parts_of(folder, step, coordinates.replica)
+    own = checkpoint.path_of(folder, step, mesh.file_stem(coordinates))
     wanted = own_names(model, optimizer, fragments)
     if own in paths:
         state = checkpoint.read(own)
         alike = state["names"] == wanted["names"] and state["fragments"] == wanted["fragments"]
         if alike and all(state["model"][name].shape == one.shape for name, one in model.named_parameters()):
             return state
-    if not checkpoint.complete(folder, step, place.replica):
+    if not checkpoint.complete(folder, step, coordinates.replica):
         raise UserError(
-            f"{folder} has only parts of replica {place.replica} at step {step}, of other stages, shards or another "
-            "schedule; copy the folders of all machines together, or go on as these were saved"
+            f"{folder} has only parts of replica {coordinates.replica} at step {step}, of other stages, shards or "
+            "another schedule; copy the folders of all machines together, or go on as these were saved"
         )
     groups = optimizer.state_dict()["param_groups"]
-    return _reshaped([checkpoint.read(path) for path in paths], layout, place, model, wanted, groups)
+    return _reshaped([checkpoint.read(path) for path in paths], mesh, coordinates, model, wanted, groups)
 
 
 def _reshaped(
-    parts: list[Checkpoint], layout: Layout, place: Place, model: nn.Module, wanted: Names, groups: list[State]
+    parts: list[Checkpoint],
+    mesh: Mesh,
+    coordinates: MeshCoordinates,
+    model: nn.Module,
+    wanted: Names,
+    groups: list[State],
 ) -> Checkpoint:
-    cut = _cutter(layout, place)
-    first, speaks = parts[0], layout.part(place) == 0
+    cut = _cutter(mesh, coordinates)
+    first, speaks = parts[0], mesh.part(coordinates) == 0
     counters = list(vars(Traffic()))
 
     def traffic(kind: Literal["traffic", "boundary_traffic"]) -> dict[str, float]:
@@ -124,14 +129,14 @@ def _reshaped(
     }
 
 
-def _cutter(layout: Layout, place: Place) -> Callable[[Tensor], Tensor]:
+def _cutter(mesh: Mesh, coordinates: MeshCoordinates) -> Callable[[Tensor], Tensor]:
     """What a shard has of a whole tensor: FSDP2 deals out rows as `chunk` does."""
 
     def cut(whole: Tensor) -> Tensor:
-        if layout.shards == 1 or not whole.dim():
+        if mesh.shards == 1 or not whole.dim():
             return whole
-        chunks = whole.chunk(layout.shards)
-        return chunks[place.shard] if place.shard < len(chunks) else whole[:0]
+        chunks = whole.chunk(mesh.shards)
+        return chunks[coordinates.shard] if coordinates.shard < len(chunks) else whole[:0]
 
     return cut
 

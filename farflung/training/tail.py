@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 
-class LateAverage:
+class TailAverage:
     """A running mean of weights, one sample a call: late anchors together lie lower than the last one alone.
 
     Keeps one float32 copy of the model from the first sample on. It needs no exchange.

@@ -16,17 +16,15 @@ from farflung.networks.internet.frames import (
     Frame,
     FrameError,
     entry,
-    read_frame,
     read_payload,
     reading,
-    write_frame,
     write_payload,
 )
 from farflung.networks.internet.host import UNREACHABLE
 from farflung.networks.internet.identity import signed_by
-from farflung.networks.internet.lines import PROMPT_SECONDS, Line, RequestRefusedError, accepted
 from farflung.networks.internet.members import Member
-from farflung.networks.internet.swarm import Swarm
+from farflung.networks.internet.peers import Peers
+from farflung.networks.internet.streams import PeerStream, RequestRefusedError
 
 REMEMBERED = 1 << 16
 """Packets whose names are kept, to know them again."""
@@ -58,30 +56,28 @@ class Arriving:
     missing: dict[int, asyncio.Event]
 
 
-class Post:
-    """Sends and receives this peer's packets; all methods run in the swarm's thread.
+class PacketTransport:
+    """Sends and receives this peer's packets; all methods run in the peers' thread.
 
     Args:
-        swarm: the peers.
-        run: what the run is called on the wire.
+        peers: the peers.
         largest: bytes of the largest packet that is taken.
-        stall: seconds without a byte after which a transfer is given up.
+        stall_s: seconds without a byte after which a transfer is given up.
         traffic: where they are counted.
     """
 
-    def __init__(self, swarm: Swarm, run: str, largest: int, stall: float, traffic: Traffic) -> None:
+    def __init__(self, peers: Peers, largest: int, stall_s: float, traffic: Traffic) -> None:
         self.largest = largest
-        self._swarm = swarm
-        self._run = run
-        self._stall = stall
+        self._peers = peers
+        self._stall_s = stall_s
         self._traffic = traffic
         self._deliveries: set[asyncio.Task[None]] = set()
         self._awaited: dict[Address, asyncio.Future[Tensor]] = {}
         self._early: dict[Address, asyncio.Event] = {}
         self._taken: OrderedDict[tuple[str, int, str], None] = OrderedDict()
         self._arriving: dict[Address, Arriving] = {}
-        swarm.handlers["packet"] = self._on_packet
-        swarm.handlers["stripe"] = self._on_stripe
+        peers.handlers["packet"] = self._on_packet
+        peers.handlers["stripe"] = self._on_stripe
 
     def expect(self, sender: int, key: str) -> asyncio.Future[Tensor]:
         """The packet of a sender under a key, from now on taken when it comes; `forget` ends that."""
@@ -133,39 +129,42 @@ class Post:
     ) -> None:
         digest = await asyncio.to_thread(lambda: hashlib.sha256(payload).hexdigest())
         header = self._signed({"to": member.rank, "key": key, "size": len(payload), "digest": digest})
-        async with self._swarm.line(member) as line:
-            await write_frame(line.writer, header)
-            async with asyncio.timeout(deadline):
-                accepted(await read_frame(line.reader))
+        async with self._peers.stream(member) as stream:
+            await stream.tell(header)
+            await stream.hear(deadline)
             rest = [
                 asyncio.create_task(self._send_stripe(member, key, payload, number))
                 for number in range(1, stripes(len(payload)))
             ]
             try:
-                await write_payload(line.writer, stripe(payload, 0), self._stall)
+                await write_payload(stream.writer, stripe(payload, 0), self._stall_s)
                 await asyncio.gather(*rest)
                 if not underway.done():
                     underway.set_result(None)
-                async with asyncio.timeout(self._stall):
-                    accepted(await read_frame(line.reader))
+                await stream.hear(self._stall_s)
             finally:
                 for task in rest:
                     task.cancel()
 
     async def _send_stripe(self, member: Member, key: str, payload: memoryview, number: int) -> None:
-        async with self._swarm.line(member) as line:
-            await write_frame(line.writer, {"kind": "stripe", "key": key, "number": number})
-            await write_payload(line.writer, stripe(payload, number), self._stall)
-            async with asyncio.timeout(self._stall):
-                accepted(await read_frame(line.reader))
+        async with self._peers.stream(member) as stream:
+            await stream.tell({"kind": "stripe", "key": key, "number": number})
+            await write_payload(stream.writer, stripe(payload, number), self._stall_s)
+            await stream.hear(self._stall_s)
 
     def _signed(self, header: Frame) -> Frame:
-        own = self._swarm.about
-        header = {"kind": "packet", "run": self._run, "sender": own["rank"], "session": own["session"], **header}
-        return {**header, "signature": self._swarm.identity.sign(_text(header))}
+        own = self._peers.info
+        header = {
+            "kind": "packet",
+            "run": self._peers.ticket.run,
+            "sender": own["rank"],
+            "session": own["session"],
+            **header,
+        }
+        return {**header, "signature": self._peers.identity.sign(_text(header))}
 
-    async def _on_packet(self, line: Line, frame: Frame) -> None:
-        sender, key, name = self._checked(line.member, frame)
+    async def _on_packet(self, stream: PeerStream, frame: Frame) -> None:
+        sender, key, name = self._checked(stream.member, frame)
         packet = await self._awaited_packet(sender, key)
         if name in self._taken:
             raise FrameError(f"a packet was sent again: {key}")
@@ -173,7 +172,7 @@ class Post:
         while len(self._taken) > REMEMBERED:
             self._taken.popitem(last=False)
         try:
-            await self._receive(line, frame, packet)
+            await self._receive(stream, frame, packet)
         except BaseException as error:
             if not packet.done():
                 packet.set_exception(PacketLostError(str(error) or "the connection broke"))
@@ -186,7 +185,11 @@ class Post:
         key, sender, size = entry(frame, "key", str), entry(frame, "sender", int), entry(frame, "size", int)
         entry(frame, "digest", str)
         header = {name: value for name, value in frame.items() if name != "signature"}
-        if sender != member.rank or frame.get("run") != self._run or frame.get("to") != self._swarm.about["rank"]:
+        if (
+            sender != member.rank
+            or frame.get("run") != self._peers.ticket.run
+            or frame.get("to") != self._peers.info["rank"]
+        ):
             raise FrameError("a packet is not from who sends it, not of this run, or for somebody else")
         if not signed_by(member.public, entry(frame, "signature", str), _text(header)):
             raise FrameError("a packet's signature is not its sender's")
@@ -205,7 +208,7 @@ class Post:
         if address not in self._awaited:
             self._early[address] = asyncio.Event()
             try:
-                async with asyncio.timeout(self._stall):
+                async with asyncio.timeout(self._stall_s):
                     await self._early[address].wait()
             except TimeoutError:
                 raise RequestRefusedError(f"nobody waits for {key} here") from None
@@ -213,18 +216,18 @@ class Post:
                 del self._early[address]
         return self._awaited[address]
 
-    async def _receive(self, line: Line, frame: Frame, packet: asyncio.Future[Tensor]) -> None:
+    async def _receive(self, stream: PeerStream, frame: Frame, packet: asyncio.Future[Tensor]) -> None:
         buffer = torch.empty(frame["size"], dtype=torch.uint8)
         content = buffer.numpy().data
-        address = line.member.rank, frame["key"]
+        address = stream.member.rank, frame["key"]
         arrivals = {number: asyncio.Event() for number in range(1, stripes(len(content)))}
         awaited = list(arrivals.values())
         self._arriving[address] = Arriving(content, arrivals)
         try:
-            await write_frame(line.writer, {"go": True})
-            await read_payload(line.reader, stripe(content, 0), self._stall, SLOWEST)
+            await stream.tell({"go": True})
+            await read_payload(stream.reader, stripe(content, 0), self._stall_s, SLOWEST)
             for arrival in awaited:
-                async with asyncio.timeout(self._stall + len(content) / SLOWEST):
+                async with asyncio.timeout(self._stall_s + len(content) / SLOWEST):
                     await arrival.wait()
         finally:
             del self._arriving[address]
@@ -233,20 +236,18 @@ class Post:
         self._traffic.received(len(content))
         if not packet.done():
             packet.set_result(buffer)
-        async with asyncio.timeout(PROMPT_SECONDS):
-            await write_frame(line.writer, {"taken": True})
+        await stream.tell({"taken": True})
 
-    async def _on_stripe(self, line: Line, frame: Frame) -> None:
+    async def _on_stripe(self, stream: PeerStream, frame: Frame) -> None:
         """Takes a part of a packet that has been announced, once."""
-        arriving = self._arriving.get((line.member.rank, entry(frame, "key", str)))
+        arriving = self._arriving.get((stream.member.rank, entry(frame, "key", str)))
         number = entry(frame, "number", int)
         if arriving is None or number not in arriving.missing:
             raise RequestRefusedError("no such part of a packet is awaited")
         arrival = arriving.missing.pop(number)
-        await read_payload(line.reader, stripe(arriving.content, number), self._stall, SLOWEST)
+        await read_payload(stream.reader, stripe(arriving.content, number), self._stall_s, SLOWEST)
         arrival.set()
-        async with asyncio.timeout(PROMPT_SECONDS):
-            await write_frame(line.writer, {"taken": True})
+        await stream.tell({"taken": True})
 
 
 def stripes(size: int) -> int:

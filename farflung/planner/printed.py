@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from farflung.planner.choices import Failure
+from farflung.planner.choices import Infeasible
 from farflung.planner.machines import Cluster
 from farflung.planner.plan import Plan
 from farflung.planner.table import Column, Table, figures, percent
 
 
-def shown(plans: Sequence[Plan], count: int) -> list[Plan]:
+def best_per_method(plans: Sequence[Plan], count: int) -> list[Plan]:
     """The best few, and below them the best of each method that is not among them."""
     best: dict[str, Plan] = {}
     for plan in plans:
-        best.setdefault(plan.choice.config.method, plan)
+        best.setdefault(plan.choice.settings.rounds.method, plan)
     return [*plans[:count], *(plan for plan in best.values() if plan not in plans[:count])]
 
 
-def table_of(plans: Sequence[Plan], currency: str) -> Table:
+def plan_table(plans: Sequence[Plan], currency: str) -> Table:
     """The plans, numbered, a unit under every column's name."""
     columns = (
         Column("plan"),
@@ -40,12 +40,12 @@ def table_of(plans: Sequence[Plan], currency: str) -> Table:
     )
     rows = [
         (
-            f"{number} {plan.choice.config.method}" + ("*" if plan.placed else ""),
+            f"{number} {plan.choice.settings.rounds.method}" + ("*" if plan.placed else ""),
             plan.choice.layout.replicas,
             plan.choice.layout.stages,
             plan.choice.layout.shards,
             plan.choice.method.schedule.every,
-            plan.choice.config.codec or "own",
+            plan.choice.settings.rounds.codec or "own",
             plan.memory / 1e9,
             plan.step,
             plan.exchange,
@@ -62,7 +62,7 @@ def table_of(plans: Sequence[Plan], currency: str) -> Table:
     return Table(columns, rows)
 
 
-def reasons(failures: Sequence[Failure]) -> list[str]:
+def reasons(failures: Sequence[Infeasible]) -> list[str]:
     """One line for each layout and reason, with the methods that it concerns."""
     methods: dict[str, list[str]] = {}
     for failure in failures:

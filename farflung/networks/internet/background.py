@@ -1,0 +1,84 @@
+"""An event loop in a thread of its own, in which no work dies unheard."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+import uvloop
+
+from farflung.networks.internet.frames import plain
+from farflung.networks.internet.host import UNREACHABLE
+
+T = TypeVar("T")
+
+
+class Background:
+    """The loop and its thread.
+
+    Args:
+        tell: told in one line of work that fails.
+    """
+
+    def __init__(self, tell: Callable[[str], None]) -> None:
+        self._tell = tell
+        self._ending = False
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._loop = uvloop.new_event_loop()
+        self._loop.set_exception_handler(self._unheard)
+        self._thread = threading.Thread(target=self._loop.run_forever, name="peers", daemon=True)
+
+    def start(self) -> None:
+        """Begins to run what is submitted."""
+        self._thread.start()
+
+    def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Starts work."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def run(self, work: Coroutine[Any, Any, T], timeout: float) -> T:
+        """Does work, and waits for it. Raises TimeoutError and what the work raises."""
+        return self.submit(work).result(timeout)
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        """Starts work from within, which nobody waits for."""
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        self.look_after(task)
+
+    def look_after(self, work: asyncio.Future[Any] | Future[Any]) -> None:
+        """Tells when work fails that nobody waits for."""
+        work.add_done_callback(self._ended)
+
+    def end(self, last: Coroutine[Any, Any, None]) -> None:
+        """Does a last piece of work, cancels the rest, and ends the thread."""
+        self._ending = True
+        with contextlib.suppress(Exception):
+            self.run(self._end(last), 10)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(5)
+
+    async def _end(self, last: Coroutine[Any, Any, None]) -> None:
+        await last
+        for _ in range(2):  # a task that is cancelled may begin others
+            rest = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in rest:
+                task.cancel()
+            if rest:
+                await asyncio.wait(rest, timeout=1)
+
+    def _ended(self, work: asyncio.Future[Any] | Future[Any]) -> None:
+        error = None if work.cancelled() else work.exception()
+        if error and not self._ending:
+            self._tell(plain(f"a part of this peer's work has failed: {error!r}"))
+
+    def _unheard(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """Logs what has ended a task that nobody waits for, but not that the daemon has gone: who calls it is told."""
+        error = context.get("exception")
+        if not isinstance(error, UNREACHABLE) and not (error is None and self._ending):
+            loop.default_exception_handler(context)

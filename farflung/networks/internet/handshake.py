@@ -1,0 +1,126 @@
+"""How two peers prove to each other that they belong to the run, before either reads anything else."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import time
+from typing import Any
+
+from farflung.errors import UserError
+from farflung.formats import PROTOCOL, package_version
+from farflung.networks.internet.frames import Frame, FrameError, entry, number, read_frame, reading, whole, write_frame
+from farflung.networks.internet.host import Streams
+from farflung.networks.internet.identity import Identity
+from farflung.networks.internet.members import Member, member_of
+from farflung.networks.internet.streams import RequestRefusedError, accepted
+from farflung.networks.internet.ticket import Ticket
+
+HELLO = "hello"
+"""The kind of the frame that opens a handshake."""
+CLOCK_SECONDS = 2.5
+"""Clocks that differ by more make the DHT forget what it should know."""
+LAST_PROTOCOL = 1 << 16
+
+OTHER_SHAPES = (
+    "the model made here has other shapes than the run's; "
+    "see that the model and tokenizer the ticket names are the same files and versions on both machines"
+)
+
+
+class StrangerError(FrameError):
+    """Who asks does not know the run's secret."""
+
+
+class Handshake:
+    """One peer's side: both show that they know the secret, for these two peers and this moment.
+
+    What they say of themselves follows only then.
+
+    Args:
+        ticket: the run's, which has the secret.
+        identity: this peer's key.
+        info: what it says of itself.
+    """
+
+    def __init__(self, ticket: Ticket, identity: Identity, info: Frame) -> None:
+        self._ticket = ticket
+        self._own = identity.peer
+        self._info = info
+
+    async def open(self, peer: str, streams: Streams) -> Member:
+        """Proves membership to a peer, and has it prove its own. Raises StrangerError and UserError."""
+        reader, writer = streams
+        ours = secrets.token_hex(16)
+        await write_frame(writer, {"kind": HELLO, "nonce": ours})
+        answer = await read_frame(reader)
+        theirs = entry(answer, "nonce", str)
+        self._check(answer, "answer", ours, theirs, self._own, peer)
+        asked = time.time()
+        await write_frame(
+            writer, {"proof": self._ticket.proof("ask", theirs, ours, self._own, peer), "about": self._info}
+        )
+        info = accepted(await read_frame(reader))
+        check_clock(number(info.get("time")), asked, time.time())
+        return member_of(info, peer)
+
+    async def answer(self, hello: Frame, peer: str, streams: Streams) -> Member:
+        """Proves membership to one who opens, and has it prove its own; `welcome` then ends the handshake.
+
+        Raises StrangerError, and RequestRefusedError for one that cannot train with the run.
+        """
+        reader, writer = streams
+        ours, theirs = secrets.token_hex(16), entry(hello, "nonce", str)
+        proof = self._ticket.proof("answer", theirs, ours, peer, self._own)
+        await write_frame(writer, {"nonce": ours, "proof": proof})
+        told = await read_frame(reader)
+        self._check(told, "ask", ours, theirs, peer, self._own)
+        info = entry(told, "about", dict)
+        if why := disagreement(info, self._info):
+            raise RequestRefusedError(why)
+        return member_of(info, peer)
+
+    def welcome(self) -> Frame:
+        """What the one who answers says of itself in the end."""
+        return {**self._info, "time": time.time()}
+
+    def _check(self, told: Frame, *parts: str) -> None:
+        if not self._ticket.proves(told.get("proof"), *parts):
+            raise StrangerError("it does not know the run's secret")
+
+
+def newcomer_info(ticket: Ticket) -> Frame:
+    """What one says of itself that does not train yet, and has no model."""
+    return {
+        "version": package_version(),
+        "settings": ticket.settings_hash,
+        "shapes": "",
+        "host": socket.gethostname(),
+        "trains": False,
+    }
+
+
+@reading("what a peer says of itself")
+def disagreement(newcomer: Frame, run: Frame) -> str:
+    """Why one cannot train with those of the run, and what it can do; "" when it can."""
+    if (spoken := whole(newcomer.get("protocol", 0), LAST_PROTOCOL)) != PROTOCOL.version:
+        remedy = "update farflung" if spoken < PROTOCOL.version else "use theirs"
+        return (
+            f"this is farflung {newcomer.get('version')!s:.20} with {PROTOCOL.name} {spoken}, the run's peers have "
+            f"farflung {run['version']} with {PROTOCOL.version}; {remedy}: pip install farflung=={run['version']}"
+        )
+    if newcomer.get("settings") != run["settings"]:
+        return "the ticket's settings are not the run's; ask for a new ticket, and do not edit it"
+    if run["shapes"] and newcomer.get("shapes") and newcomer["shapes"] != run["shapes"]:
+        return OTHER_SHAPES
+    return ""
+
+
+def check_clock(theirs: Any, asked: float, now: float) -> None:
+    """Whether two clocks agree, by what the other's was between two moments of one's own. Raises UserError."""
+    ahead = (asked + now) / 2 - float(theirs)
+    if abs(ahead) > CLOCK_SECONDS + (now - asked) / 2:
+        raise UserError(
+            f"this machine's clock is {abs(ahead):.0f} s {'ahead of' if ahead > 0 else 'behind'} the other peers'; "
+            "set it, for example with: timedatectl set-ntp true"
+        )

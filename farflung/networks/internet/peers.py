@@ -1,0 +1,229 @@
+"""The peers of a run: a libp2p host, in a thread of its own, that only members may talk to."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager
+from typing import Any
+
+from farflung.errors import UserError
+from farflung.formats import PROTOCOL
+from farflung.networks.internet.background import Background
+from farflung.networks.internet.directory import Directory
+from farflung.networks.internet.frames import Frame, FrameError, entry, read_frame, write_frame
+from farflung.networks.internet.guard import Guard
+from farflung.networks.internet.handshake import HELLO, Handshake, StrangerError
+from farflung.networks.internet.heartbeat import Heartbeat
+from farflung.networks.internet.host import UNREACHABLE, Host, NobodyAnswersError, Streams
+from farflung.networks.internet.identity import Identity
+from farflung.networks.internet.members import Member, Members
+from farflung.networks.internet.streams import PROMPT_SECONDS, Handler, PeerStream, RequestRefusedError
+from farflung.networks.internet.ticket import Ticket
+from farflung.networks.listening import ListenAddress
+from farflung.scoped import quiet
+
+log = logging.getLogger(__name__)
+
+TRIES = 2
+"""How often a newcomer tries: a link may lose the first words, and a busy peer be slow to hear them."""
+
+
+class Peers:
+    """The peers that are known and how to reach them, and this one's own place among them.
+
+    `info` is what it says of itself: what others must agree to, and facts for those who look on.
+
+    Args:
+        ticket: the run's.
+        identity: this peer's key.
+        local: where it listens.
+        info: release of farflung, settings, shapes, host, trains; see `disagreement`.
+        tell: told in one line what a user should know; unset, farflung's logger is.
+        first: whether it begins the run, or begins it again, and asks nobody for a way in.
+        listed: whether others are to know of it.
+    """
+
+    def __init__(
+        self,
+        ticket: Ticket,
+        identity: Identity,
+        local: ListenAddress,
+        info: Frame,
+        tell: Callable[[str], None] = log.warning,
+        first: bool = False,
+        listed: bool = True,
+    ) -> None:
+        self.ticket = ticket
+        self.identity = identity
+        self.members = Members()
+        self.guard = Guard(tell)
+        self.handlers: dict[str, Handler] = {}
+        self.info: Frame = {
+            "protocol": PROTOCOL.version,
+            "rank": identity.rank,
+            "public": identity.public,
+            "session": os.urandom(8).hex(),
+            "addresses": [],
+            "beat": 0,
+            "step": 0,
+            "rate": 0.0,
+            "facts": {},
+            **info,
+        }
+        self.background = Background(tell)
+        self.tell = tell
+        self._bootstrap = () if first else ticket.addresses
+        self._listed = listed
+        self._handshake = Handshake(ticket, identity, self.info)
+        self._proven: dict[str, Member] = {}
+        self._quiet = contextlib.ExitStack()
+        self._host = Host(local, identity, f"farflung/1/{ticket.run}")
+
+    def start(self, deadline: float) -> None:
+        """Takes its place. Raises UserError."""
+        if "HIVEMIND_LOGLEVEL" not in os.environ:
+            self._quiet.enter_context(quiet("hivemind"))  # what concerns a user, farflung says
+        self.background.start()
+        try:
+            self.background.run(self._start(deadline), deadline + 30)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Leaves."""
+        self.background.end(self._stop())
+        self._quiet.close()
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Where this peer can be reached, and then where the others can, for tickets."""
+        others = (address for member in self.members.all() if member.alive for address in member.addresses)
+        return tuple(dict.fromkeys((*self.info["addresses"], *others)))
+
+    @contextlib.asynccontextmanager
+    async def stream(self, member: Member) -> AsyncIterator[PeerStream]:
+        """A stream to a member, once both have proven that they are.
+
+        Raises one of UNREACHABLE, and RequestRefusedError.
+        """
+        if member.peer not in self._proven:
+            try:
+                await self.handshake(member.peer)
+            except FrameError as error:
+                self.guard.strike(member.peer, "bad handshake", str(error))
+                raise RequestRefusedError(str(error)) from error
+            except UserError as error:  # a peer that cannot be asked is no reason to stop training
+                raise RequestRefusedError(str(error)) from error
+        async with self._open(member.peer) as streams:
+            yield PeerStream(member, *streams)
+
+    async def ask(self, member: Member, request: Frame, deadline: float = PROMPT_SECONDS) -> Frame:
+        """A member's answer to a request. Raises as `stream`, and RequestRefusedError."""
+        async with asyncio.timeout(deadline), self.stream(member) as stream:
+            await stream.tell(request)
+            return await stream.hear(deadline)
+
+    async def handshake(self, peer: str) -> Member:
+        """Proves membership to a peer, and has it prove its own. Raises as `stream`, and UserError."""
+        async with asyncio.timeout(PROMPT_SECONDS), self._open(peer) as streams:
+            return self._admit(await self._handshake.open(peer, streams))
+
+    async def _start(self, deadline: float) -> None:
+        for left in reversed(range(TRIES)):
+            try:
+                self.info["addresses"] = await self._host.start(self._bootstrap, self._on_stream, deadline)
+                if self._bootstrap:
+                    await self._find_members()
+                break
+            except NobodyAnswersError:
+                await self._host.stop()
+                if not left:
+                    raise
+        self._directory = await Directory.open(self._host.p2p, self.ticket, self.identity, self.guard, self._bootstrap)
+        heartbeat = Heartbeat(self._directory, self.members, self.handshake, self.background, self.tell)
+        await heartbeat.beat(self.info, self._listed)
+        self.background.spawn(heartbeat.go_on(self.info, self._listed))
+
+    async def _find_members(self) -> None:
+        """Calls the peers of the ticket; one that answers is enough. Raises UserError."""
+        peers = dict.fromkeys(address.rpartition("/p2p/")[2] for address in self._bootstrap)
+        answers = await asyncio.gather(
+            *(self.handshake(peer) for peer in peers if peer != self.identity.peer), return_exceptions=True
+        )
+        if any(isinstance(answer, Member) for answer in answers):
+            return
+        for answer in answers:
+            if isinstance(answer, UserError):
+                raise answer
+            if isinstance(answer, RequestRefusedError):
+                raise UserError(f"the run's peers refuse this one: {answer}") from answer
+        if any("protocols not supported" in str(answer) or isinstance(answer, StrangerError) for answer in answers):
+            raise UserError(
+                "there are peers at the ticket's addresses, but not of this run, or its secret is another; "
+                "ask for a new ticket"
+            )
+        raise NobodyAnswersError(self._bootstrap)
+
+    def _open(self, peer: str) -> AbstractAsyncContextManager[Streams]:
+        member = self.members.of_peer(peer)
+        return self._host.stream(peer, member.addresses if member else self.ticket.addresses, PROMPT_SECONDS)
+
+    def _admit(self, member: Member) -> Member:
+        self._proven[member.peer] = member
+        self.members.hear(member)
+        return member
+
+    async def _on_stream(self, info: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        peer = str(info.peer_id)
+        if not self.guard.admit(peer):
+            writer.close()
+            return
+        member = self._proven.get(peer)
+        try:
+            await self._answer(peer, member, (reader, writer))
+        except RequestRefusedError as refusal:
+            await _refuse(writer, refusal)
+        except TimeoutError:
+            self.guard.refuse("too slow")
+        except UNREACHABLE:
+            pass  # who has gone meanwhile is missed by those who wait for it
+        except Exception as error:
+            if member is None:
+                self.guard.refuse("stranger")
+            else:
+                self.guard.strike(peer, "bad request", str(error))
+            await _refuse(writer, error)
+        finally:
+            self.guard.release(peer)
+            writer.close()
+
+    async def _answer(self, peer: str, member: Member | None, streams: Streams) -> None:
+        async with asyncio.timeout(PROMPT_SECONDS):
+            frame = await read_frame(streams[0])
+            if frame.get("kind") == HELLO:
+                self._admit(await self._handshake.answer(frame, peer, streams))
+                await write_frame(streams[1], self._handshake.welcome())
+                return
+        if member is None:
+            raise StrangerError("it has not proven that it is a member")
+        handler = self.handlers.get(entry(frame, "kind", str))
+        if handler is None:
+            raise FrameError(f"there is no request {frame['kind']!r:.40}")
+        await handler(PeerStream(member, *streams), frame)
+
+    async def _stop(self) -> None:
+        if hasattr(self, "_directory"):
+            with contextlib.suppress(Exception):
+                await self._directory.close()
+        await self._host.stop()
+
+
+async def _refuse(writer: asyncio.StreamWriter, why: Exception) -> None:
+    with contextlib.suppress(*UNREACHABLE):
+        async with asyncio.timeout(PROMPT_SECONDS):
+            await write_frame(writer, {"refused": str(why)[:300]})

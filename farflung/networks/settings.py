@@ -1,0 +1,57 @@
+"""Which network a run is on, and what a simulated one is like."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from farflung.errors import UserError
+from farflung.networks import NETWORKS, NetworkKind
+from farflung.networks.simulator.conditions import Conditions
+from farflung.networks.simulator.presets import conditions_named
+from farflung.tables import AFTER_RESUME, BETWEEN_MACHINES, BETWEEN_PEERS, Checked, setting
+
+
+@dataclass(frozen=True)
+class NetworkSettings(Checked):
+    """How replicas reach each other, and how long they wait."""
+
+    network: str = "torch"
+    """torch: real processes over torch.distributed; simulated: one process, a virtual clock; internet: see invite."""
+    starting: float = setting(600.0, above=0, may_differ=BETWEEN_MACHINES)
+    """Longest wait for the other replicas to start, in seconds."""
+    deadline: float = setting(120.0, above=0, may_differ=AFTER_RESUME | BETWEEN_MACHINES | BETWEEN_PEERS)
+    """Longest wait for other replicas, in seconds."""
+    conditions: str = ""
+    """Simulated network: same-rack, two-data-centres, three-regions, home, world, or a TOML file (see the README)."""
+    bandwidth_mbps: float | None = setting(None, above=0)
+    """Simulated network: each replica's link, megabits a second each way; unset: the conditions' own (100)."""
+    latency_ms: float | None = setting(None, least=0)
+    """Simulated network: one way, milliseconds; unset: the conditions' own (20)."""
+    step_ms: float | None = setting(None, least=0)
+    """Simulated network: what the computation of one inner step takes, milliseconds; unset: the conditions' (100)."""
+
+    def __post_init__(self) -> None:
+        """Raises UserError."""
+        super().__post_init__()
+        _ = self.kind
+
+    @property
+    def kind(self) -> NetworkKind:
+        """What the network can do."""
+        return NETWORKS[self.network]
+
+    def simulated_conditions(self) -> Conditions:
+        """What the simulated network is to be like. Raises UserError, also for what other networks cannot take."""
+        if self.conditions and not self.kind.simulate:
+            raise _not_simulated("conditions", self.conditions)
+        conditions = conditions_named(self.conditions) if self.conditions else Conditions()
+        for name in ("bandwidth_mbps", "latency_ms", "step_ms"):
+            if (value := getattr(self, name)) is not None:
+                if not self.kind.simulate:
+                    raise _not_simulated(name, value)
+                conditions = replace(conditions, **{name: value})
+        return conditions
+
+
+def _not_simulated(name: str, value: object) -> UserError:
+    return UserError(f"{name} is {value!r}, but real links are as they are; add --network simulated")

@@ -1,0 +1,98 @@
+"""What is under way on a real network, in another thread, while the replica trains."""
+
+from __future__ import annotations
+
+import math
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from contextvars import ContextVar
+from typing import Generic, Protocol, TypeVar
+
+from torch import Tensor
+
+from farflung.networks.base import Group, Packets, PeerLostError, Traffic
+
+T = TypeVar("T")
+
+IN_BACKGROUND: ContextVar[bool] = ContextVar("in background", default=False)
+"""Whether nobody's training waits for what is waited for here."""
+
+
+class Located(Protocol):
+    """What a transfer needs of its network."""
+
+    rank: int
+    traffic: Traffic
+
+    def now(self) -> float: ...  # noqa: D102
+
+    def address(self, rank: int) -> str: ...  # noqa: D102
+
+
+class Transfer(Generic[T]):
+    """A Pending; who does the work tells it whom it has lost, and in the end its result.
+
+    Args:
+        network: the replica's seat.
+        group: who takes part.
+    """
+
+    def __init__(self, network: Located, group: Group) -> None:
+        self.group = group
+        self.others = [rank for rank in group if rank != network.rank]
+        self.delivered: Packets = {}
+        self.lost: dict[int, str] = {}
+        self.finished_at = math.inf
+        self._network = network
+        self._result: Future[T] = Future()
+
+    def finish(self, result: T) -> None:
+        """Ends it well."""
+        self.finished_at = self._network.now()
+        self._result.set_result(result)
+
+    def fail(self, error: BaseException) -> None:
+        """Ends it with an error, which `wait` raises."""
+        self.finished_at = self._network.now()
+        self._result.set_exception(error)
+
+    def done(self) -> bool:
+        """See Pending."""
+        return self._result.done()
+
+    def wait(self, timeout: float) -> T:
+        """See Pending."""
+        network = self._network
+        began = network.now()
+        try:
+            return self._result.result(timeout)
+        except FutureTimeout:
+            self.finished_at = network.now()
+            late = self.late()
+            names = ", ".join(map(network.address, late))
+            raise PeerLostError(
+                late,
+                f"{names} did not deliver within {timeout:g} s; "
+                f"see whether {'it is' if len(late) == 1 else 'they are'} running and can be reached, "
+                "or raise the deadline",
+                dict(self.delivered),
+            ) from None
+        finally:
+            if not IN_BACKGROUND.get():
+                network.traffic.seconds_blocked += network.now() - began
+
+    def late(self) -> list[int]:
+        """Those who have not delivered yet."""
+        return [rank for rank in self.others if rank not in self.delivered]
+
+    def all_with(self, own: Tensor) -> Packets:
+        """Every member's packet, in the group's order. Raises PeerLostError."""
+        self.delivered[self._network.rank] = own
+        self.raise_if_lost()
+        return {rank: self.delivered[rank] for rank in self.group}
+
+    def raise_if_lost(self) -> None:
+        """Raises PeerLostError, naming them, if anybody was lost."""
+        if self.lost:
+            reasons = (f"{self._network.address(rank)}: {reason}" for rank, reason in sorted(self.lost.items()))
+            raise PeerLostError(sorted(self.lost), f"lost {'; '.join(reasons)}", dict(self.delivered))

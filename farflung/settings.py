@@ -1,0 +1,191 @@
+"""A run's settings: a table for each room, read from flags and files, where names stand without their tables."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from farflung import formats, methods
+from farflung.errors import UserError, suggestion
+from farflung.formats import RUN_FOLDER
+from farflung.inner import ADAMW, INNER, MUON
+from farflung.methods import RoundSettings
+from farflung.networks.settings import NetworkSettings
+from farflung.outer import Method
+from farflung.pipeline import Mesh
+from farflung.pipeline.settings import IslandSettings
+from farflung.tables import (
+    AFTER_RESUME,
+    BETWEEN_MACHINES,
+    BETWEEN_PEERS,
+    Checked,
+    MayDiffer,
+    flattened,
+    new_names,
+    rule_of,
+    setting,
+    tell_renamed,
+    to_toml,
+    toml_table,
+)
+from farflung.workloads import WORKLOADS, Workload
+
+
+@dataclass(frozen=True)
+class RunSettings(Checked):
+    """How long is trained, where, and what is kept of it."""
+
+    workload: str = "language"
+    """What is trained: its settings are in a table of their own."""
+    replicas: int = setting(4, least=1)
+    """Copies of the model; under torchrun as many as the processes that it started make."""
+    steps: int = setting(400, least=1)
+    """Inner steps of each replica."""
+    seed: int = setting(0, least=0)
+    """The seed of the weights, the data's order and the pairs."""
+    shares: Literal["alike", "apart"] = "alike"
+    """Whether each replica draws from all of the data, or from a stretch of it that no other replica sees."""
+    device: str = setting("auto", may_differ=AFTER_RESUME | BETWEEN_MACHINES | BETWEEN_PEERS)
+    """auto, cpu, cuda, cuda:N or mps."""
+    out: str = setting("", may_differ=BETWEEN_MACHINES | BETWEEN_PEERS)
+    """The run folder; unset: runs/METHOD-N with the first N that is free."""
+    log_every: int = setting(10, least=1, may_differ=BETWEEN_MACHINES | BETWEEN_PEERS)
+    """Inner steps between two lines of loss in the events."""
+    eval_every: int = setting(50, least=1, may_differ=BETWEEN_PEERS)
+    """Inner steps between two measurements of the validation loss."""
+    checkpoint_every: int = setting(100, least=0, may_differ=BETWEEN_PEERS)
+    """Inner steps between two checkpoints; 0 writes none until the end."""
+    keep_checkpoints: int = setting(2, least=1, may_differ=BETWEEN_MACHINES)
+    """Older checkpoints are removed once this many newer ones are whole."""
+
+
+@dataclass(frozen=True)
+class InnerSettings(Checked):
+    """What each replica's own steps are made with."""
+
+    inner: Literal["adamw", "muon", "sign"] | None = None
+    """The inner optimizer; muon is for the layers' matrices, AdamW for the rest. Unset: muon, or adamw with shards."""
+    lr: float | None = setting(None, above=0)
+    """Highest learning rate of the inner optimizer; unset: 0.01, or 0.003 with adamw."""
+    warmup: int = setting(40, least=0)
+    """Inner steps in which the learning rate rises; it then falls as lr_schedule says."""
+    lr_schedule: Literal["cosine", "linear", "stable"] = "cosine"
+    """How the learning rate falls: along a cosine, a line, or a line in the last fifth of the run only."""
+    lr_final: float = setting(0.1, least=0, most=1)
+    """The share of the highest learning rate that is left at the end."""
+    weight_decay: float = setting(0.1, least=0)
+    """The inner optimizer's weight decay."""
+    tail_average: float = setting(0.0, least=0, most=1, formerly="late_average")
+    """The share of the run, at its end, whose weights after each round are averaged into the final ones."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Everything that a run is made from. Two runs of equal settings give equal weights."""
+
+    run: RunSettings = field(default_factory=RunSettings)
+    workload: Any = field(default_factory=lambda: WORKLOADS["language"].Settings())
+    inner: InnerSettings = field(default_factory=InnerSettings)
+    rounds: RoundSettings = field(default_factory=RoundSettings)
+    island: IslandSettings = field(default_factory=IslandSettings)
+    network: NetworkSettings = field(default_factory=NetworkSettings)
+
+    def __post_init__(self) -> None:
+        """Raises UserError for a workload that calls a setting as another room does."""
+        names = Counter(one.name for one in _fields(self))
+        if twice := [name for name, count in names.items() if count > 1]:
+            raise UserError(f"workload {self.run.workload} has a setting {twice[0]}, as all runs have; rename its own")
+
+    @classmethod
+    def of(cls, **values: Any) -> Settings:
+        """From settings by their names, in whatever tables; others are at their defaults. Raises UserError."""
+        return cls().changed(**values)
+
+    def changed(self, **values: Any) -> Settings:
+        """With other values of some settings, by their names. Raises UserError for a name or a value that is none."""
+        tables: dict[str, Any] = {}
+        workload = values.get("workload", self.run.workload)
+        if workload != self.run.workload and isinstance(workload, str):
+            tables["workload"] = WORKLOADS[workload].Settings()
+        method = values.get("method", self.rounds.method)
+        if method != self.rounds.method and method in methods.RECIPES:
+            tables["rounds"] = self.rounds.of_method(method)
+        values = _under_new_names(values, replace(self, **tables))
+        for name, table in (vars(self) | tables).items():
+            known = {one.name for one in dataclasses.fields(table)} & values.keys()
+            if known:
+                tables[name] = replace(table, **{key: values.pop(key) for key in known})
+        if values:
+            raise UserError(f"there is no setting {(key := next(iter(values)))!r}{suggestion(key, list(self.flat()))}")
+        return replace(self, **tables)
+
+    def flat(self) -> dict[str, Any]:
+        """All values, by the settings' names."""
+        return {name: value for table in vars(self).values() for name, value in vars(table).items()}
+
+    def changes(self) -> dict[str, Any]:
+        """The values that are not at their defaults, by the settings' names."""
+        usual = Settings(workload=type(self.workload)()).flat()
+        return {name: value for name, value in self.flat().items() if value != usual[name]}
+
+    def method(self) -> Method:
+        """The method, with the inner optimizer that goes with it. Raises UserError."""
+        method = methods.chosen(self.rounds, self.run.seed, self.run.steps)
+        if self.inner.inner is None and method.inner is MUON and self.island.shard > 1:
+            return replace(method, inner=ADAMW)  # Muon needs whole matrices
+        return replace(method, inner=INNER[self.inner.inner]) if self.inner.inner else method
+
+    def mesh(self) -> Mesh:
+        """Which process is which part of which replica."""
+        return Mesh.of(self.island, self.run.replicas)
+
+    def made_workload(self) -> Workload:
+        """What is trained. Raises UserError for a workload that there is not."""
+        shares = self.run.replicas if self.run.shares == "apart" else 1
+        return WORKLOADS[self.run.workload](self.workload, shares)
+
+    def settled(self) -> Settings:
+        """With the inner optimizer and the learning rate that a run takes where they do not say. Raises UserError."""
+        inner = self.method().inner
+        name = next(name for name, known in INNER.items() if known is inner)
+        return self.changed(inner=name, lr=self.inner.lr or inner.lr)
+
+
+def names_that_may_differ(where: MayDiffer, settings: Settings) -> list[str]:
+    """The settings that may be other ones there."""
+    return [one.name for one in _fields(settings) if where in rule_of(one).may_differ]
+
+
+def _fields(settings: Settings) -> list[dataclasses.Field[Any]]:
+    return [one for table in vars(settings).values() for one in dataclasses.fields(table)]
+
+
+def _under_new_names(values: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
+    renamed = new_names(map(type, vars(settings).values()))
+    for old in renamed.keys() & values.keys():
+        tell_renamed(old, renamed[old])
+    return {renamed.get(name, name): value for name, value in values.items()}
+
+
+def read_settings(path: Path, **over: Any) -> Settings:
+    """The settings of a TOML file, in tables or without, and those given here over them. Raises UserError."""
+    table = toml_table(path)
+    RUN_FOLDER.check(table, str(path))
+    table.pop(formats.KEY, None)
+    tables = [one.name for one in dataclasses.fields(Settings)]
+    try:
+        for key, value in table.items():
+            if isinstance(value, dict) and key not in tables:
+                raise UserError(f"there is no table [{key}]{suggestion(key, tables)}")
+        return Settings.of(**flattened(table) | over)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from error
+
+
+def settings_toml(settings: Settings) -> str:
+    """The settings as TOML, a table for each room; those that are unset are left out."""
+    return "\n".join(f"[{name}]\n{to_toml(vars(table))}" for name, table in vars(settings).items())

@@ -1,0 +1,29 @@
+"""What a language model is trained from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from farflung.tables import BETWEEN_MACHINES, BETWEEN_PEERS, Checked, setting
+
+
+@dataclass(frozen=True)
+class LanguageSettings(Checked):
+    """Which language model is trained, and on what text."""
+
+    model: str = "tiny"
+    """A preset (micro, tiny, small, llama-125m, llama-1.3b, llama-6.8b), or anything that AutoConfig loads."""
+    pretrained: bool = False
+    """Start from the model's published weights instead of random ones."""
+    data: str = setting("stdlib", may_differ=BETWEEN_MACHINES | BETWEEN_PEERS)
+    """stdlib, a path or glob of text, JSON Lines or Parquet files, or hf:NAME to stream from the hub."""
+    tokenizer: str = setting("bytes", may_differ=BETWEEN_MACHINES)
+    """bytes, or anything that AutoTokenizer loads."""
+    text_column: str = setting("text", may_differ=BETWEEN_PEERS)
+    """The column of JSON Lines, Parquet and hub data that holds the text."""
+    max_tokens: int = setting(100_000_000, least=1000, may_differ=BETWEEN_PEERS)
+    """Read at most this many tokens of the data."""
+    sequence_length: int = setting(128, least=2)
+    """Tokens in one training sequence."""
+    eval_sequences: int = setting(64, least=1)
+    """Held-out sequences that a validation loss is measured on."""

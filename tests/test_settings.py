@@ -1,0 +1,161 @@
+import dataclasses
+from functools import partial
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from farflung.codecs import Codec
+from farflung.errors import UserError
+from farflung.methods import RECIPES, noloco
+from farflung.outer import GossipNesterov, Method, RandomGroups, Schedule
+from farflung.settings import Settings, names_that_may_differ, read_settings, settings_toml
+from farflung.tables import (
+    AFTER_RESUME,
+    BETWEEN_MACHINES,
+    BETWEEN_PEERS,
+    Checked,
+    MayDiffer,
+    help_of,
+    setting,
+)
+
+
+@given(
+    data=st.text(st.characters(codec="utf-8", exclude_categories=["Cs"])),
+    lr=st.floats(1e-9, 1e9),
+    every=st.none() | st.integers(1, 9999),
+    pretrained=st.booleans(),
+)
+@settings(max_examples=30, deadline=None)
+def test_settings_survive_their_file(
+    tmp_path_factory: pytest.TempPathFactory, data: str, lr: float, every: int | None, pretrained: bool
+) -> None:
+    config = Settings.of(data=data, lr=lr, every=every, pretrained=pretrained)
+    path = tmp_path_factory.mktemp("settings") / "config.toml"
+    path.write_text(settings_toml(config), encoding="utf-8")
+    assert read_settings(path) == config
+
+
+def test_every_setting_has_help_text() -> None:
+    for table in vars(Settings()).values():
+        told = help_of(type(table))
+        assert all(told[field.name] for field in dataclasses.fields(table))
+
+
+@pytest.mark.parametrize(
+    ("toml", "words"),
+    [
+        ("evry = 3", ["evry", "did you mean 'every'"]),
+        ("every = 'x'", ["every", "'x'", "int"]),
+        ("every = 0", ["every", "at least 1"]),
+        ("lr = 0", ["lr", "more than 0"]),
+        ("lr = inf", ["lr is inf", "finite"]),
+        ("gamma = nan", ["gamma is nan", "finite"]),
+        ("network = 'pigeon'", ["network", "pigeon", "torch, simulated"]),
+        ("every = ", ["not valid TOML"]),
+    ],
+)
+def test_a_wrong_file_is_named_with_what_is_wrong(tmp_path: Path, toml: str, words: list[str]) -> None:
+    path = tmp_path / "c.toml"
+    path.write_text(toml)
+    with pytest.raises(UserError) as error:
+        read_settings(path)
+    message = str(error.value)
+    assert "\n" not in message and str(path) in message
+    assert all(word in message for word in words), message
+
+
+def test_a_method_takes_its_own_settings_from_the_config() -> None:
+    method = Settings.of(method="noloco", every=7, delay=2, gamma=0.9, group_size=4, seed=5).method()
+    assert method.schedule == Schedule(every=7, delay=2)
+    assert method.topology == RandomGroups(4, 5)
+    assert method.outer is not None
+    outer = method.outer([__import__("torch").zeros(3)])
+    assert isinstance(outer, GossipNesterov) and outer.param_groups[0]["gamma"] == 0.9
+
+
+def test_a_setting_that_a_method_lacks_is_refused() -> None:
+    with pytest.raises(UserError, match="diloco has no setting gamma"):
+        Settings.of(method="diloco", gamma=0.5).method()
+    with pytest.raises(UserError, match="did you mean 'noloco'"):
+        Settings.of(method="nolco").method()
+
+
+def test_a_file_has_a_table_for_each_room_or_none(tmp_path: Path) -> None:
+    settings = Settings.of(model="micro", every=7, lr=0.5, stages=2, deadline=9.0, steps=11)
+    tables = settings_toml(settings)
+    assert [line for line in tables.splitlines() if line.startswith("[")] == [f"[{name}]" for name in vars(settings)]
+    flat = "\n".join(line for line in tables.splitlines() if not line.startswith("["))
+    for number, text in enumerate((tables, flat)):
+        (tmp_path / f"{number}.toml").write_text(text)
+        assert read_settings(tmp_path / f"{number}.toml") == settings
+
+
+def test_a_file_of_the_version_before_is_read_and_told_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "old.toml").write_text('schedule = "gpipe"\nlate_average = 0.25\nmethod = "diloco"\n')
+    settings = read_settings(tmp_path / "old.toml")
+    assert settings == Settings.of(pipeline_schedule="gpipe", tail_average=0.25, method="diloco")
+    told = capsys.readouterr().err.splitlines()
+    assert len(told) == 2 and "farflung: schedule is called pipeline_schedule now; the old name goes" in "\n".join(told)
+
+
+def test_a_table_that_there_is_not_is_named(tmp_path: Path) -> None:
+    (tmp_path / "c.toml").write_text("[iland]\nstages = 2\n")
+    with pytest.raises(UserError, match=r"c.toml: there is no table \[iland\]; did you mean 'island'\?"):
+        read_settings(tmp_path / "c.toml")
+
+
+@pytest.mark.parametrize(
+    ("where", "free"),
+    [
+        (AFTER_RESUME, "boundary deadline device microbatches pipeline_schedule shard stages"),
+        (
+            BETWEEN_MACHINES,
+            "data deadline device keep_checkpoints log_every offload out outer_device starting tokenizer",
+        ),
+        (BETWEEN_PEERS, "checkpoint_every data deadline device eval_every log_every max_tokens out text_column"),
+    ],
+)
+def test_what_may_differ_where(where: MayDiffer, free: str) -> None:
+    assert sorted(names_that_may_differ(where, Settings())) == free.split()
+
+
+@dataclasses.dataclass(frozen=True)
+class Twice(Checked):
+    steps: int = 3
+
+
+def test_a_workload_that_calls_a_setting_as_a_room_does_is_refused() -> None:
+    with pytest.raises(UserError, match="has a setting steps, as all runs have"):
+        Settings(workload=Twice())
+
+
+@given(st.integers(-5, 15), st.integers(-5, 15) | st.none(), st.integers(-5, 15) | st.none())
+def test_a_value_is_held_to_the_limits_of_its_field(value: int, least: int | None, most: int | None) -> None:
+    kind = dataclasses.make_dataclass(
+        "Kind", [("size", int, setting(0, least=least, most=most))], bases=(Checked,), frozen=True
+    )
+    if (least is not None and value < least) or (most is not None and value > most):
+        with pytest.raises(UserError, match=f"size is {value}; it must be at (least|most)"):
+            kind(size=value)
+    else:
+        assert kind(size=value).size == value
+
+
+def test_a_method_of_another_package_may_take_settings_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a package's entry point would add it."""
+
+    def tuned(every: int = 50, pull: float = 0.5, codec: Codec | str | None = None) -> Method:
+        return noloco(every, gamma=pull, codec=codec)
+
+    monkeypatch.setitem(RECIPES._rows, "tuned", tuned)
+    settings = Settings.of(method="tuned", pull=0.25, every=7)
+    outer = settings.method().outer
+    assert isinstance(outer, partial) and outer.keywords["gamma"] == 0.25
+    assert settings.method().schedule.every == 7 and settings.flat()["pull"] == 0.25
+    with pytest.raises(UserError, match="pull is 'much'; it must be of type float"):
+        settings.changed(pull="much")
+    with pytest.raises(UserError, match="there is no setting 'pull'"):
+        settings.changed(method="diloco").changed(pull=0.5)
