@@ -46,6 +46,7 @@ def test_the_search_finds_a_known_minimum() -> None:
     assert found["lr"] == pytest.approx(0.02, rel=0.01) and found["momentum"] == pytest.approx(0.9)
 
 
+@pytest.mark.slow
 def test_a_run_is_made_once_and_kept(tmp_path: Path) -> None:
     common = {"model": "micro", "replicas": 2, "batch_size": 2, "sequence_length": 16, "max_tokens": 50_000}
     common |= {"eval_sequences": 4, "warmup": 1, "eval_every": 2, "log_every": 2}
@@ -95,6 +96,7 @@ def test_a_gap_that_grows_as_log_n_is_predicted_exactly() -> None:
     assert guess == pytest.approx(19) and 15 < low < 18.5 and 19.5 < high < 23
 
 
+@pytest.mark.slow
 def test_the_page_is_what_the_results_say() -> None:
     page, tables = evidence.PAGE.read_text(), evidence.all_tables()
     assert evidence.filled(page, tables) == page, "run python -m bench evidence"

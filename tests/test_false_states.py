@@ -24,6 +24,8 @@ from farflung.networks.internet import InternetNetwork
 from farflung.networks.internet.streams import PeerStream
 from farflung.testing.liars import Liar
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import signal
@@ -30,6 +31,8 @@ from farflung.training.export import export
 from farflung.workloads import Language
 from farflung.workloads.models import sequence_loss
 from farflung.workloads.settings import LanguageSettings
+
+pytestmark = pytest.mark.slow
 
 COMMON: dict[str, Any] = {
     "method": "local",
@@ -77,6 +80,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         "tied": gpt2(),
         "routers": ROUTED["minimax, with a buffer"],
     }.items():
+        config = copy.deepcopy(config)  # other tests' model, too
         config.num_hidden_layers = 8
         folder = tmp_path_factory.mktemp(name)
         config.save_pretrained(folder)

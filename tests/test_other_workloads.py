@@ -38,6 +38,7 @@ def runs(packages: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
     return found
 
 
+@pytest.mark.slow
 def test_it_learns_and_is_counted_in_its_own_units(runs: dict[str, Path]) -> None:
     for folder in runs.values():
         summary = json.loads((folder / "summary.json").read_text())
@@ -54,6 +55,7 @@ def test_the_simulation_trains_what_real_processes_do(runs: dict[str, Path]) -> 
         assert all(torch.equal(one[name], other[name]) for name in one)
 
 
+@pytest.mark.slow
 def test_it_goes_on_from_a_checkpoint_and_is_exported(packages: Path, runs: dict[str, Path], tmp_path: Path) -> None:
     folder = tmp_path / "run"
     shutil.copytree(runs["simulated"], folder)
@@ -70,6 +72,7 @@ def test_it_goes_on_from_a_checkpoint_and_is_exported(packages: Path, runs: dict
     assert all(torch.equal(torch.tensor(exported[name]), averaged[name]) for name in averaged)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -85,6 +88,7 @@ def test_what_it_cannot_is_refused(packages: Path, arguments: list[object], word
     assert done.returncode == 2 and words in line, line
 
 
+@pytest.mark.slow
 def test_its_settings_are_in_the_help_and_in_the_file(packages: Path, runs: dict[str, Path]) -> None:
     shown = farflung_with(packages, "train", "--workload", "regression", "--help").stdout
     assert "--examples" in shown and "--sequence-length" not in shown

@@ -66,6 +66,7 @@ def settings_in(command: str) -> Settings:
     return parse(Settings, words[words.index("train") + 1 :], "train", None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "asked"),
     [*((name, "") for name in FILES), ("many small", "lean"), ("two sites", "late"), ("two sites", "few")],
@@ -144,6 +145,7 @@ def run(commands: list[str], folder: Path) -> list[dict[str, Any]]:
     return [json.loads(path.read_text()) for path in folder.rglob("machine 0/runs/*/summary.json")]
 
 
+@pytest.mark.slow
 def test_islands_that_share_a_machine_with_half_of_another_train_as_planned(tmp_path: Path) -> None:
     (tmp_path / "m.toml").write_text(FILES["uneven"])
     asked = PlanOptions("micro", tmp_path / "m.toml", 1024, sequence_length=32, batch_tokens=512, search_s=0)
@@ -160,6 +162,7 @@ def test_islands_that_share_a_machine_with_half_of_another_train_as_planned(tmp_
     assert summary["tokens"] == choice.settings.run.steps * 512
 
 
+@pytest.mark.slow
 def test_the_best_command_trains_as_it_was_planned(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

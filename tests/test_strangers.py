@@ -22,6 +22,8 @@ from farflung.networks.internet import InternetNetwork
 from farflung.networks.internet.streams import PeerStream
 from farflung.testing.liars import Liar
 
+pytestmark = pytest.mark.slow
+
 YEARS = 10 * 365 * 86400.0
 
 
