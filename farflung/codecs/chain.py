@@ -18,7 +18,7 @@ from farflung.codecs.values import finite
 from farflung.errors import UserError
 
 _EXCESS = 16, 1 << 16
-"""No transform makes more of a message than so many times its values, and so many; who says so lies."""
+"""A transform makes at most so many times a message's values, and so many more; a packet that says more is false."""
 
 
 class Transform(Codec):
@@ -37,11 +37,11 @@ class Transform(Codec):
         raise NotImplementedError
 
     def inverse(self, parts: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
-        """What `forward` was given, as far as it can be had back. Raises PacketError."""
+        """The tensors that `forward` was given, as far as they can be restored. Raises PacketError."""
         raise NotImplementedError
 
     def outline(self, like: Sequence[Tensor]) -> list[Tensor]:
-        """What `forward` makes of such tensors, without memory: its shapes and dtypes, at least about."""
+        """Tensors without memory with the shapes and dtypes that `forward` makes of such tensors, at least about."""
         raise NotImplementedError
 
     def __or__(self, other: Codec) -> Chain:
@@ -166,7 +166,7 @@ def _transforms(codec: Codec) -> tuple[Transform, ...]:
 
 
 def check_composable(codec: Codec) -> None:
-    """Refuses to join a codec to others, or to feed it back, where that cannot be. Raises UserError."""
+    """Refuses to join a codec to others, or to feed it back, where it cannot. Raises UserError."""
     if not codec.traits.composable:
         raise UserError(f"{codec!r} only works alone; leave out what it is joined to")
 

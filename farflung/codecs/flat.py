@@ -1,4 +1,4 @@
-"""What codecs share that see a message as one long row of numbers."""
+"""Shared by codecs that see a message as one long row of numbers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PIECE = 1 << 18
 
 
 class FlatTransform(Transform):
-    """A transform that neither shapes nor borders between tensors or chunks matter to."""
+    """A transform that ignores shapes and the borders between tensors or chunks."""
 
     def forward_flat(self, flat: Tensor) -> list[Tensor]:
         """The parts that a flat float32 tensor becomes."""

@@ -27,7 +27,7 @@ _NUMBERS_BYTES = 32
 
 @dataclass
 class RoundRobin:
-    """Which blocks travel in a round: every so many-th, others in the next rounds."""
+    """Which blocks are sent in a round: one in every so many, others in the next rounds."""
 
     every: int
     round: int = 0
@@ -43,15 +43,14 @@ class Modulo(FlatTransform):
 
         s = R / 2^bits;   k = floor(u / s + d);   sent: k mod 2^bits;   u' = s · (k + 1/2 - d)
 
-    where d is dither that both know, so that u' errs by at most s / 2, and not always to the same side (Moniqua,
-    arXiv 2002.11787). The error is in proportion to R, which need only exceed twice the distance between sender and
-    receiver, and not to the values; the sender chooses it for each block (see RangeTracker). Where the two are farther
-    apart, the receiver would take a wrong value. A byte of checksum of the part of k that was not sent tells; it then
-    keeps its own values of the block, and doubles R for it.
-
-    No block counts for one of two alone: one would be drawn to the other, not the other to it, and their mean would
-    move. So a receiver takes the value that is nearest u' of its own last message. Either of the two then knows both
-    u', and where they are too far apart for one of both R, each sees it, and both keep their own values.
+    where d is dither that both know, so that u' errs by at most s / 2, and not always to the same side (Moniqua, arXiv
+    2002.11787). The error is in proportion to R, which need only exceed twice the distance between sender and receiver,
+    and not to the values; the sender chooses it for each block (see RangeTracker). Where the two are farther apart, the
+    receiver would take a wrong value. A byte of checksum of the part of k that was not sent shows that; the receiver
+    then keeps its own values of the block, and doubles R for it. Both must use a block or neither: else one would move
+    to the other, but not the other to it, and their mean would move. So a receiver takes the value that is nearest u'
+    of its own last message. Either of the two then knows both u', and where they are too far apart for one of both R,
+    each sees it, and both keep their own values.
 
     It must be a codec's only transform, since it needs the receiver's own values.
 
@@ -59,7 +58,7 @@ class Modulo(FlatTransform):
         bits: 2 to 8. With 1, equal values could be R / 2 apart as sent.
         block: values that share R, a multiple of 8.
         margin: room for distances to grow within a round.
-        round_robin: only every so many-th block travels in a round, others in the next; receivers keep their own.
+        round_robin: one block in every so many is sent in a round, others in the next; receivers keep their own.
     """
 
     bits: int = 4
