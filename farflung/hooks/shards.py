@@ -1,4 +1,4 @@
-"""Models whose users have sharded them with FSDP2: what of them is here, and with whom rounds may be held."""
+"""Models sharded with FSDP2: which shard is here, and with whom rounds are possible."""
 
 from __future__ import annotations
 
