@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from attacks import Liar, Stranger, as_a_stranger
 from hypothesis import given
 from hypothesis import strategies as st
 from patience import patience, until
@@ -32,6 +31,7 @@ from farflung.networks.internet.handshake import check_clock
 from farflung.networks.internet.matchmaker import party_of
 from farflung.networks.internet.members import Member, Members, member_of
 from farflung.networks.internet.streams import PeerStream, RequestRefusedError
+from farflung.testing.liars import Liar, Stranger, as_a_stranger
 
 PEER = "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
 INFO = {"version": "1", "settings": "s", "shapes": "", "host": "here", "trains": True}
@@ -354,7 +354,7 @@ def test_altered_bytes_and_a_slow_drip_are_no_packet(pair: Run, liar: Liar, monk
     monkeypatch.setattr("farflung.networks.internet.transport.SLOWEST", 1e4)
     monkeypatch.setattr(victim._transport, "_stall_s", 0.5)
     awaited = victim.peers.background.run(expectation(victim, liar, "dripped"), patience(5))
-    assert "refused" in liar.tells(liar.header(key="dripped", size=1000, digest=""), bytes(1000), drip=0.05)
+    assert "refused" in liar.tells(liar.header(key="dripped", size=1000, digest=""), bytes(1000), drip_s=0.05)
     assert awaited.exception()
 
 

@@ -306,7 +306,7 @@ def test_messages_count_by_their_weights() -> None:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e30])
 def test_what_cannot_be_true_is_refused_and_its_sender_blamed(value: float) -> None:
-    from attacks import poisoned
+    from farflung.testing.liars import poisoned
 
     blamed: list[tuple[int, str]] = []
     blaming = rule(lambda rank, why: blamed.append((rank, why)))

@@ -20,6 +20,7 @@ from torch_island import STEPS, observed
 from warm import Python
 
 from farflung.events import StartEvent, StepEvent, WarningEvent
+from farflung.hooks.shards import merged
 from farflung.networks import Conditions, Simulation
 from farflung.pipeline.division import division_of
 from farflung.pipeline.routes import random_routes
@@ -27,7 +28,6 @@ from farflung.pipeline.settings import IslandSettings
 from farflung.report.read import read_run
 from farflung.settings import Settings
 from farflung.training.export import export
-from farflung.training.resharding import merged
 from farflung.workloads import Language
 from farflung.workloads.models import sequence_loss
 from farflung.workloads.settings import LanguageSettings

@@ -17,6 +17,7 @@ from problem import replica
 from processes import run_here
 from transformers import GPT2Config, LlamaConfig, LlamaForCausalLM
 
+from bench.models import throughput
 from farflung import Method, methods
 from farflung.codecs import Modulo, Quantize
 from farflung.errors import UserError
@@ -581,11 +582,9 @@ def test_mistakes_end_with_2_and_one_line(
 
 @pytest.mark.parametrize("name", ["OPT-1.3B", "107B"])
 def test_dilocox_throughputs_have_the_published_ratios(name: str, tmp_path: Path) -> None:
-    import dilocox_throughput as bench
-
-    config, gpus, rows = bench.MODELS[name]
+    config, gpus, rows = throughput.MODELS[name]
     config.save_pretrained(tmp_path)
     model = architecture_of(str(tmp_path))
-    first, *others = [(row.published, bench.tokens_per_second(model, gpus, row)) for row in rows]
+    first, *others = [(row.published, throughput.tokens_per_second(model, gpus, row)) for row in rows]
     for published, planned in others:
         assert planned / first[1] == pytest.approx(published / first[0], rel=0.1)

@@ -35,7 +35,7 @@ def plan(arguments: list[str]) -> None:
 
 
 def simulate(arguments: list[str]) -> None:
-    """Show what rounds would cost for up to thousands of replicas, under given conditions; trains nothing."""
+    """Show how long rounds would take for up to thousands of replicas, under given conditions; trains nothing."""
     from farflung.planner.page import write_simulation
     from farflung.planner.simulation import SimulateOptions, simulation_table, write_events
     from farflung.planner.simulation import simulate as time_methods

@@ -1,4 +1,4 @@
-"""How a codec is written in settings: one row beside each codec, and nothing else to add one."""
+"""How a codec is written in settings: one row beside each codec is all that it needs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Name:
         pattern: what is written, as a regular expression.
         make: the codec, given what the pattern's groups match; of a wrapper, given the codec that follows.
         examples: what may be written, each a complete name; all of them where there are few.
-        travels: what is in its packets, in one line for people.
+        travels: what its packets hold, in one line for people.
         wraps: whether it goes before another codec, with a hyphen between.
     """
 

@@ -1,11 +1,11 @@
-"""What goes wrong in a replica's training, round by round."""
+"""Faults in a replica's training, round by round."""
 
 from __future__ import annotations
 
 from typing import Any
 
 PATIENCE = 3
-"""Rounds in a row that a replica may have nothing sound to offer in."""
+"""Rounds in a row without a sound message, after which training has diverged."""
 
 
 class DivergedError(RuntimeError):
@@ -13,7 +13,7 @@ class DivergedError(RuntimeError):
 
 
 class Faults:
-    """The account of one replica's faults.
+    """One replica's faults.
 
     Args:
         replica: its rank.
@@ -25,11 +25,11 @@ class Faults:
         self._bad_rounds: list[int] = []
 
     def spoil(self, reason: str) -> None:
-        """Takes note that training went wrong since the last round."""
+        """Records that training went wrong since the last round."""
         self._fault = self._fault or reason
 
     def judge(self, round: int, step: int) -> str:
-        """Ends the account of a round: what was wrong in it, or "". Raises DivergedError at the third in a row."""
+        """The fault since the last round, or "", which is then cleared. Raises DivergedError at the third in a row."""
         fault, self._fault = self._fault, ""
         if not fault:
             return ""
@@ -44,7 +44,7 @@ class Faults:
         return fault
 
     def state_dict(self) -> dict[str, Any]:
-        """What is not settled yet."""
+        """The current fault and the last bad rounds."""
         return {"fault": self._fault, "bad_rounds": self._bad_rounds}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

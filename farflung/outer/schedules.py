@@ -1,4 +1,4 @@
-"""When rounds start and land."""
+"""When rounds start, and when their results are applied."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Schedule:
     Args:
         every: inner steps between two rounds of one fragment; None never has a round.
         fragments: parts of the parameters that have rounds of their own.
-        delay: inner steps between a round's start and its landing; the exchange overlaps training meanwhile.
+        delay: inner steps between sending an update and applying the result; training goes on during the exchange.
         final: what `every` is after `steps`; it gets there by equal factors. None leaves it as it is.
         steps: inner steps of the run.
 

@@ -55,7 +55,7 @@ class Options(TypedDict, total=False):
     buffers: Literal["end", "round"]
     """Whether buffers are averaged in every "round", or only at the "end" and by `average_buffers`."""
     on_round: Callable[[Round], None] | None
-    """Told of every round when it has landed."""
+    """Told of every round when it was applied."""
 
 
 USUAL = Options(outer_device=None, deadline_s=120.0, starting_s=600.0, robust="mean", buffers="end", on_round=None)
@@ -140,11 +140,11 @@ class Session:
         self.undo.close()
 
     def land(self) -> None:
-        """Lands what is pending."""
+        """Applies pending rounds."""
 
     @torch.no_grad()
     def finish(self, average_weights: bool = False) -> None:
-        """Ends the rounds: lands what is pending, averages the buffers, and the weights where asked.
+        """Ends the rounds: applies pending ones, averages the buffers, and the weights where asked.
 
         Every replica must call it alike. The end of the `with` statement does, if the loop has not. With
         `average_weights` all replicas end with the same ones; an optimizer that has others for evaluation must be
@@ -287,7 +287,7 @@ class Session:
         """Takes note of the weights that training starts from, which may have been loaded since attach."""
 
     def report(self, round: Round) -> None:
-        """Tells of a round that has landed."""
+        """Reports a round that was applied."""
         self.rounds += bool(round.group)
         if on_round := self._options["on_round"]:
             on_round(round)

@@ -1,4 +1,4 @@
-"""Exchanges among the peers of a group, packet by packet: who fails in one is lost, the rest goes on."""
+"""Collectives among the peers of a group, packet by packet: a peer that fails in one is lost, the others continue."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from farflung.networks.internet.transport import PacketLostError, PacketTranspor
 from farflung.networks.transfer import Transfer
 
 UNKNOWN_SECONDS = 5.0
-"""How long a peer is waited for that others of the group have heard of first."""
+"""Longest wait for a peer that others of the group have heard of first."""
 
 
 class Collectives:

@@ -28,7 +28,7 @@ FURTHEST_AHEAD = 2 * ALIVE_SECONDS
 
 
 class Authorizer(TokenAuthorizerBase):  # type: ignore[misc]
-    """Lets only those read and write the DHT who know the run's secret: they sign their own tokens with it."""
+    """Lets only peers with the run's secret read and write the DHT: they sign their own tokens with it."""
 
     def __init__(self, ticket: Ticket) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Authorizer(TokenAuthorizerBase):  # type: ignore[misc]
         return AccessToken(username="", public_key=key, expiration_time=FOREVER, signature=proof.encode())
 
     def is_token_valid(self, access_token: AccessToken) -> bool:
-        """Whether one who knows the secret has made it."""
+        """Whether it was made with the secret."""
         proof = access_token.signature.decode(errors="replace")
         return self._ticket.proves(proof, "dht", access_token.public_key.hex())
 
@@ -51,7 +51,7 @@ class Authorizer(TokenAuthorizerBase):  # type: ignore[misc]
 
 
 class Records(RecordValidatorBase):  # type: ignore[misc]
-    """Lets a peer's DHT node keep, and believe, only what `Directory.write` makes: each peer's own word, for a while.
+    """Lets a peer's DHT node keep and believe only records that `Directory.write` makes: each peer's own, for a while.
 
     Args:
         key: under which the run's records are.
@@ -94,7 +94,7 @@ class Directory:
     async def open(
         cls, p2p: P2P, ticket: Ticket, identity: Identity, guard: Guard, addresses: Sequence[str]
     ) -> Directory:
-        """Joins the DHT by way of peers that are there."""
+        """Joins the DHT through known peers."""
         key = f"farflung {ticket.run}"
         node = await DHTNode.create(
             p2p=p2p,
@@ -134,7 +134,7 @@ class Directory:
         return members
 
     async def introduce(self, member: Member) -> None:
-        """Calls on a peer that the DHT may have forgotten, as after a partition; both then know each other again."""
+        """Calls a peer that the DHT may have forgotten, as after a partition; both then know each other again."""
         await self._node.protocol.call_ping(PeerID.from_base58(member.peer))
 
     async def close(self) -> None:
@@ -144,7 +144,7 @@ class Directory:
 
 @reading("a record")
 def member_in(record: Frame, peer: str) -> tuple[Member, float]:
-    """The member that a record is of, and until when it is good. Raises FrameError when its peer has not written it."""
+    """A record's member, and when it expires. Raises FrameError when its peer has not written it."""
     text = entry(record, "about", str)
     info = parsed(text)
     member = member_of(info, peer)

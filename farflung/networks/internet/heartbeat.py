@@ -1,4 +1,4 @@
-"""How peers keep knowing of each other: each renews its record, reads the others', and seeks those that have gone."""
+"""How peers stay known to each other: each renews its record, reads the others', and looks for lost peers."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Heartbeat:
         self._clock_gap = time.time() - time.monotonic()
 
     async def beat(self, info: Frame, listed: bool) -> None:
-        """Tells the others of this peer, and hears of them; what fails is told once, and tried again at the next."""
+        """Publishes this peer's record, and reads the others'; tells a failure once, and the next beat tries again."""
         failure = ""
         info["beat"] += 1
         try:
@@ -75,7 +75,7 @@ class Heartbeat:
                     self._background.spawn(self._seek(member))
 
     async def _seek(self, member: Member) -> None:
-        """Looks for one that has gone, at the addresses that it had: after a partition nobody else would."""
+        """Calls a lost peer at its old addresses: after a partition nobody else would."""
         with contextlib.suppress(*UNREACHABLE, RequestRefusedError, FrameError, UserError):
             await self._handshake(member.peer)
             await self._directory.introduce(member)

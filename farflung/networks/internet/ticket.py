@@ -18,7 +18,7 @@ from farflung.networks.internet.host import leads_to
 
 @dataclass(frozen=True)
 class Ticket:
-    """Whoever has it can take part.
+    """Whoever has the ticket can join.
 
     Args:
         name: what the run is called.
@@ -39,7 +39,7 @@ class Ticket:
 
     @property
     def run(self) -> str:
-        """What the run is called on the wire; tells nothing of the secret."""
+        """The run's name on the wire; it reveals nothing of the secret."""
         return hashlib.sha256(f"run {self.secret}".encode()).hexdigest()[:16]
 
     @property
@@ -52,7 +52,7 @@ class Ticket:
         return replace(self, addresses=addresses)
 
     def proof(self, *parts: str) -> str:
-        """What only one who knows the secret can make of `parts`."""
+        """A proof of `parts` that only the secret can make."""
         return hmac.new(bytes.fromhex(self.secret), json.dumps(parts).encode(), hashlib.sha256).hexdigest()
 
     def proves(self, proof: object, *parts: str) -> bool:
@@ -74,7 +74,7 @@ class Ticket:
         return "\n".join(lines) + "\n"
 
     def write(self, path: Path) -> None:
-        """Writes the ticket, for its owner's eyes only."""
+        """Writes the ticket, readable by its owner only."""
         write_text(path, self.text(), private=True)
 
 
