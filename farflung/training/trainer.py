@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from farflung.networks import Network, TimedNetwork
+from farflung.networks import Network
 from farflung.outer import Round, Session
 from farflung.pipeline import assemble
 from farflung.settings import Settings
@@ -71,8 +71,8 @@ class Trainer:
         self.progress = Progress(resume_step or 0, trained=resume_step or 0)
         self.tail = TailAverage(self.model)
         self._saved = self._load(resume_step)
-        if self._saved and isinstance(network, TimedNetwork):
-            network.resume(self._saved["clock"])
+        if self._saved and network.timed:
+            network.timed.resume(self._saved["clock"])
         self.log = RunLog(
             settings, self.workload, self.island, self.network, self._event_log(network, resume_step), self.progress
         )
@@ -214,7 +214,7 @@ class Trainer:
             "late": self.tail.state_dict(),
             "traffic": dataclasses.asdict(self.network.traffic),
             "boundary_traffic": dataclasses.asdict(self.island.traffic),
-            "clock": self.network.clock() if isinstance(self.network, TimedNetwork) else None,
+            "clock": self.network.timed.clock() if self.network.timed else None,
             "bytes_told": self.progress.bytes_told,
             "elapsed": self.log.events.elapsed(),
             "events_size": self.log.events.size(),
