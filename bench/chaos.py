@@ -301,7 +301,7 @@ def partition(options: Options) -> None:
         "both train on",
         min(sum(averaged[:half]), sum(averaged[half:])) > 0,
     )
-    tell("  spread before, apart, together again", f"{usual:.3g}, {apart:.3g}, {together:.3g}", "", True)
+    tell("  consensus distance before, apart, together again", f"{usual:.3g}, {apart:.3g}, {together:.3g}", "", True)
     tell(
         "  rounds from healing until it is as before",
         f"{rounds_needed}",
@@ -311,7 +311,7 @@ def partition(options: Options) -> None:
 
 
 def spread(peers: list[Peer]) -> float:
-    """The last spread of weights between all peers, by the samples that their evaluations write down."""
+    """The last consensus distance of all peers, by the samples that their evaluations write down."""
     import base64
 
     import numpy as np

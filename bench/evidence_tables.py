@@ -274,7 +274,7 @@ def ablation() -> str:
                     f"{mean(result['weight_spread'] for result in results):.2g}",
                 )
             )
-        head = ("", "loss of a replica", "change", "loss of their average", "spread of weights")
+        head = ("", "loss of a replica", "change", "loss of their average", "consensus distance")
         parts.append(f"**{question}**\n\n{markdown(head, lines)}")
     return "\n\n".join(parts)
 

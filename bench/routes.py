@@ -48,7 +48,7 @@ def main(options: Options) -> None:
                 name = f"{method}-{routes}-{options.every}-{options.steps}-{seed}"
                 rounds = {} if method == "local" else {"every": options.every}
                 run = train(options.out / name, **common, **rounds, method=method, routes=routes, seed=seed)
-                spreads = list(run.run.spread().values())
+                spreads = list(run.run.consensus_distance().values())
                 loss, spread, last = run.summary["validation_loss"], mean(spreads), mean(spreads[-len(spreads) // 4 :])
                 found[routes] = loss, spread, last
                 averaged = run.summary["validation_loss_averaged"]

@@ -38,8 +38,8 @@ class Faults:
             self._bad_rounds = [*(self._bad_rounds if follows else []), round]
         if len(self._bad_rounds) >= PATIENCE:
             raise DivergedError(
-                f"replica {self._replica} had nothing sound to offer in {PATIENCE} rounds in a row; the last time: "
-                f"{fault}, at step {step}; lower the learning rate, lengthen the warm-up, or look at the data"
+                f"replica {self._replica} had no usable weights or gradients in {PATIENCE} rounds in a row; the last "
+                f"time: {fault}, at step {step}; lower the learning rate, lengthen the warm-up, or look at the data"
             )
         return fault
 

@@ -141,7 +141,7 @@ class Timer:
             while self._running and cluster.clock.advance():
                 pass
         if not self._times:
-            raise UserError("every replica dies before its first round; let some live longer")
+            raise UserError("every replica dies before its first round; set later deaths")
         result.rounds = [self._times[key] for key in sorted(self._times, key=lambda key: (key[1], key[0]))]
         result.seconds = max(times.landed for times in result.rounds)
         capacity = sum(cluster.fabric.links.capacities[2 * rank] for rank in range(self._replicas))
