@@ -69,6 +69,7 @@ class Spectral(nn.Module):
         return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("old", [False, True])
 @pytest.mark.parametrize("finish", [False, True])
 @pytest.mark.parametrize("make", [lambda: methods.diloco(every=10), lambda: methods.noloco(every=10)])

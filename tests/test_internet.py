@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from attacks import Liar, Stranger, as_a_stranger
 from hypothesis import given
 from hypothesis import strategies as st
 from patience import patience, until
@@ -32,6 +31,7 @@ from farflung.networks.internet.handshake import check_clock
 from farflung.networks.internet.matchmaker import party_of
 from farflung.networks.internet.members import Member, Members, member_of
 from farflung.networks.internet.streams import PeerStream, RequestRefusedError
+from farflung.testing.liars import Liar, Stranger, as_a_stranger
 
 PEER = "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
 INFO = {"version": "1", "settings": "s", "shapes": "", "host": "here", "trains": True}
@@ -165,6 +165,7 @@ class Memory:
         pass
 
 
+@pytest.mark.slow
 def test_a_hundred_thousand_garbled_requests_of_a_member_change_nothing(pair: Run) -> None:
     """Straight into the handlers of a live peer, past the guard that would have banned the sender after three."""
     one, other = pair.peers
@@ -220,6 +221,7 @@ def test_a_stranger_is_refused_before_anything_is_read_and_counted(pair: Run) ->
     assert one.refused["stranger"] == before + 2
 
 
+@pytest.mark.slow
 def test_random_messages_of_strangers_are_refused_and_the_run_goes_on(pair: Run) -> None:
     one, other = pair.peers
     assert as_a_stranger(pair.ticket, lambda stranger: stranger.bombard(2000)) == 0
@@ -231,6 +233,7 @@ def test_random_messages_of_strangers_are_refused_and_the_run_goes_on(pair: Run)
     assert [m.tolist() for m in mean] == [[0.5], [0.5]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("info", "says"),
     [
@@ -334,7 +337,7 @@ def test_altered_bytes_and_a_slow_drip_are_no_packet(pair: Run, liar: Liar, monk
     monkeypatch.setattr("farflung.networks.internet.transport.SLOWEST", 1e4)
     monkeypatch.setattr(victim._transport, "_stall_s", 0.5)
     awaited = victim.peers.background.run(expectation(victim, liar, "dripped"), patience(5))
-    assert "refused" in liar.tells(liar.header(key="dripped", size=1000, digest=""), bytes(1000), drip=0.05)
+    assert "refused" in liar.tells(liar.header(key="dripped", size=1000, digest=""), bytes(1000), drip_s=0.05)
     assert awaited.exception()
 
 
@@ -507,6 +510,7 @@ def test_the_third_strike_has_a_peer_shunned_and_streams_are_limited() -> None:
 # State
 
 
+@pytest.mark.slow
 def test_a_state_comes_in_pieces_from_several_and_survives_one_that_sends_other_bytes(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -276,6 +276,7 @@ def test_gossip_of_halves_is_gossip_of_their_sum() -> None:
         torch.testing.assert_close(one.weights, other.weights, rtol=0, atol=0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", [Dense(torch.bfloat16), Dense(torch.float16), Quantize(bits=8), Modulo(bits=4)])
 def test_gossip_loses_no_small_steps_to_rounding(codec: Codec) -> None:
     """Gains of 1 that move by 2e-5 a step: a bfloat16's neighbours of 1 are 0.004 away, so weights must not travel."""

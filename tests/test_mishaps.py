@@ -57,6 +57,7 @@ class Taught(nn.Module):
                 own.lerp_(other, 0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_first", [True, False])
 @pytest.mark.parametrize(("saved", "spoilt"), [(33, 33), (33, 36), (35, 33)])
 def test_what_nobody_trains_recovers_after_a_resume_as_without_one(saved: int, spoilt: int, model_first: bool) -> None:
@@ -168,6 +169,7 @@ class Interrupted:
         raise KeyboardInterrupt
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["waiting", "told"])
 def test_an_interrupt_in_mid_round_parts_nobody_for_good(how: str) -> None:
     """The loop goes on; an eager merge had applied what it offered already."""

@@ -494,6 +494,7 @@ def test_what_is_spoilt_after_the_last_round_does_not_end_a_run(how: str, delay:
         assert torch.isfinite(weights).all() and float(weights.abs().max()) < 100
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_torchs_default_dtype_does_not_matter(name: str, dtype: torch.dtype) -> None:

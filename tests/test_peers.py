@@ -87,6 +87,7 @@ def swarm(tmp_path: Path) -> Iterator[Swarm]:
         process.kill()
 
 
+@pytest.mark.slow
 def test_a_bootstrap_invites_peers_meet_leave_and_come_back_and_onlookers_see_it(swarm: Swarm) -> None:
     arguments = ("invite", "--name", "test", "--port", swarm.port, *SETTINGS, "--steps", 100_000)
     bootstrap = swarm.start(*arguments, log="bootstrap")
@@ -115,6 +116,7 @@ def test_a_bootstrap_invites_peers_meet_leave_and_come_back_and_onlookers_see_it
     until(lambda: swarm.step("one") > left_at + 20)
 
 
+@pytest.mark.slow
 def test_the_first_peer_is_killed_and_the_run_goes_on(swarm: Swarm) -> None:
     first = swarm.invite()
     swarm.join("two")
@@ -135,6 +137,7 @@ def test_the_first_peer_is_killed_and_the_run_goes_on(swarm: Swarm) -> None:
     until(lambda: swarm.step("first") > began["two"])
 
 
+@pytest.mark.slow
 def test_a_peer_that_stood_still_comes_back_by_itself(swarm: Swarm) -> None:
     swarm.invite()
     two = swarm.join("two")
@@ -150,6 +153,7 @@ def test_a_peer_that_stood_still_comes_back_by_itself(swarm: Swarm) -> None:
     assert two.poll() is None
 
 
+@pytest.mark.slow
 def test_a_finished_run_has_a_summary_a_report_and_weights_to_export(swarm: Swarm) -> None:
     first = swarm.invite("--eval-every", 500, "--checkpoint-every", 500, steps=600)
     two = swarm.join("two")
@@ -163,6 +167,7 @@ def test_a_finished_run_has_a_summary_a_report_and_weights_to_export(swarm: Swar
     assert (swarm.folder / "model" / "model.safetensors").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="a small disk can only be mounted by root")
 def test_a_full_disk_is_told_and_training_goes_on_with_the_last_checkpoint_whole(swarm: Swarm) -> None:
     disk = swarm.folder / "disk"
@@ -259,6 +264,7 @@ def test_a_peer_that_does_not_come_to_train_leaves_folders_as_they_were(
         assert set(tmp_path.rglob("*")) == before, out
 
 
+@pytest.mark.slow
 def test_a_peer_that_is_ended_while_it_starts_leaves_nothing(swarm: Swarm) -> None:
     first = swarm.start("invite", "--name", "test", "--train", *SETTINGS, "--out", "first", log="first")
     until(lambda: (swarm.folder / "first" / "peer.key").exists())
@@ -268,6 +274,7 @@ def test_a_peer_that_is_ended_while_it_starts_leaves_nothing(swarm: Swarm) -> No
     assert (swarm.folder / "first" / "events").exists() or not (swarm.folder / "first").exists()
 
 
+@pytest.mark.slow
 def test_a_read_only_folder_and_another_runs_folder_are_refused(swarm: Swarm) -> None:
     swarm.invite()
     read_only = farflung("join", swarm.folder / "run.ticket", "--out", "/proc/x", "--listen", "127.0.0.1")

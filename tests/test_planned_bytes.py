@@ -14,6 +14,8 @@ from farflung.planner.machines import Cluster, Machines
 from farflung.planner.step import Gathered, island_bytes
 from farflung.settings import Settings
 
+pytestmark = pytest.mark.slow
+
 COMMON: dict[str, Any] = {"sequence_length": 16, "batch_size": 8, "max_tokens": 100_000, "every": 2, "replicas": 2}
 RANKED = {"codec": "ef-lowrank4-int8"}
 LAYOUTS: dict[str, dict[str, Any]] = {

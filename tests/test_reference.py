@@ -59,6 +59,7 @@ def test_noloco_is_the_papers_equations(replicas: int, size: int, settings: tupl
             np.testing.assert_allclose(after, anchors[rank] if group else before, rtol=0, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("replicas", "codec", "seed"),
     [
@@ -148,6 +149,7 @@ def test_a_delayed_round_uses_the_weights_at_its_start_and_keeps_what_came_after
         np.testing.assert_allclose(seen[i], weights[i], rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_gamma_in_the_stable_range_keeps_replicas_together_and_outside_does_not() -> None:
     pairs = {gamma: noise_spread(2, gamma, rounds=160, replicas=32) for gamma in (0.0, 0.3, 0.7, 1.2, 1.8)}
     fours = {gamma: noise_spread(4, gamma, rounds=160, replicas=32) for gamma in (0.3, 1.0, 1.8, 2.4)}

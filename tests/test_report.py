@@ -281,6 +281,7 @@ def test_a_long_run_shows_its_last_rounds_from_where_the_one_before_landed(run: 
     assert f"The last {ROUNDS_SHOWN} rounds" in page and f"peer lost {ROUNDS_SHOWN + 11}, averaged 3" in page
 
 
+@pytest.mark.slow
 def test_compression_and_adaptation_have_their_pictures_where_there_are_any(
     real: Path, adapting: Path, tmp_path: Path
 ) -> None:
@@ -302,6 +303,7 @@ def test_compression_and_adaptation_have_their_pictures_where_there_are_any(
         assert list(shown[name].y) == pytest.approx([100 * value / means[0] for value in means])
 
 
+@pytest.mark.slow
 def test_the_report_is_one_whole_file_that_needs_no_network(run: Path, adapting: Path, tmp_path: Path) -> None:
     out = tmp_path / "report.html"
     summary = summary_of(run, sample="def f():\n    <b>bold</b>", ddp_bytes=30 * summary_of(run)["bytes_sent"])
@@ -344,6 +346,7 @@ def test_bytes_for_people() -> None:
     assert [nbytes(n) for n in (0, 999, 1000, 12_345_678, 5e13)] == ["0 B", "999 B", "1.0 kB", "12.3 MB", "50.0 TB"]
 
 
+@pytest.mark.slow
 def test_the_curves_go_on_when_a_replica_has_died(dead: Path) -> None:
     (end,) = lines_of(dead, 1, "end")
     assert end["reason"] == "died" and 10 < end["step"] < 15

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from attacks import Liar
 from hivemind.dht.storage import DictionaryDHTValue
 from hivemind.utils import get_dht_time
 from hivemind.utils.timed_storage import ValueWithExpiration
@@ -21,6 +20,9 @@ from test_internet import Run, two_peers
 
 from farflung.networks.internet import InternetNetwork
 from farflung.networks.internet.streams import PeerStream
+from farflung.testing.liars import Liar
+
+pytestmark = pytest.mark.slow
 
 YEARS = 10 * 365 * 86400.0
 

@@ -105,10 +105,8 @@ class Codec:
 class Compound(Codec):
     """A codec made of others, which have their own state."""
 
-    @property
-    def parts(self) -> tuple[Codec, ...]:
-        """The others."""
-        raise NotImplementedError
+    parts: tuple[Codec, ...]
+    """The others."""
 
     @property
     def traits(self) -> Traits:

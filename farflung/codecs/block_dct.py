@@ -47,10 +47,6 @@ class BlockDCT(Transform):
         """The coefficients: a row for a chunk, and a matrix for all chunks of one size."""
         return together(self._forward(tensor.detach().float()) for tensor in tensors if tensor.numel())
 
-    def outline(self, like: Sequence[Tensor]) -> list[Tensor]:
-        """See Transform."""
-        return [torch.empty(size, dtype=torch.float32, device="meta") for size in totals(self._shapes(like))]
-
     def inverse(self, parts: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
         """See Transform."""
         shapes = self._shapes(like)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from farflung.codecs.bits import pack_bits, unpack_bits
 from farflung.codecs.blocks import BlockTransform
-from farflung.codecs.flat import row_pieces, rows
 from farflung.codecs.names import Name
 
 _SMALLEST = 2.0**-119
@@ -32,44 +31,25 @@ class BlockFloat(BlockTransform):
 
     format: Literal["e3m0", "e4m3"] = "e3m0"
     block: int = 256
+    common: ClassVar = torch.uint8
 
     @property
-    def _bits(self) -> int:
+    def bits(self) -> int:
+        """See BlockTransform."""
         return 4 if self.format == "e3m0" else 8
 
-    def bytes_of(self, block: int) -> tuple[int, int]:
-        """See BlockTransform; a scale is its exponent."""
-        return block * self._bits // 8, 1
+    def forward_rows(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The packed values, and the exponents of the blocks' scales."""
+        largest = x.abs().amax(1)
+        # The power of two nearest to the largest, biased like float32's own exponents; 0 for a block of zeros.
+        biased = torch.where(largest > _SMALLEST, _exponent(largest).clamp_(max=254), 0)
+        scaled = x * _inverse_scale(biased)[:, None]
+        return _to_e3m0(scaled) if self.format == "e3m0" else _to_e4m3(scaled), biased
 
-    def forward_blocks(self, flat: Tensor, block: int) -> tuple[Tensor, Tensor]:
-        """The packed values, and one byte a block: its scale's exponent."""
-        count = -(-flat.numel() // block)
-        codes = torch.empty(count, block * self._bits // 8, dtype=torch.uint8, device=flat.device)
-        exponents = torch.empty(count, dtype=torch.uint8, device=flat.device)
-        for x, code, exponent in zip(
-            rows(flat, block), row_pieces(codes, block), row_pieces(exponents, block), strict=True
-        ):
-            largest = x.abs().amax(1)
-            # The power of two nearest to the largest, biased like float32's own exponents; 0 for a block of zeros.
-            biased = torch.where(largest > _SMALLEST, _exponent(largest).clamp_(max=254), 0)
-            exponent.copy_(biased)
-            scaled = x * _inverse_scale(biased)[:, None]
-            code.copy_(_to_e3m0(scaled) if self.format == "e3m0" else _to_e4m3(scaled))
-        return codes.view(-1), exponents
-
-    def inverse_blocks(self, codes: Tensor, common: Tensor, numel: int, block: int) -> Tensor:
+    def inverse_rows(self, codes: Tensor, common: Tensor, out: Tensor) -> None:
         """See BlockTransform."""
-        count = -(-numel // block)
-        out = torch.empty(count, block, dtype=torch.float32, device=codes.device)
-        for code, exponent, x in zip(
-            row_pieces(codes.view(count, block * self._bits // 8), block),
-            row_pieces(common, block),
-            row_pieces(out, block),
-            strict=True,
-        ):
-            x.copy_(_from_e3m0(code) if self.format == "e3m0" else _from_e4m3(code))
-            x.mul_(_scale(exponent.int())[:, None])
-        return out.view(-1)[:numel]
+        out.copy_(_from_e3m0(codes) if self.format == "e3m0" else _from_e4m3(codes))
+        out.mul_(_scale(common.int())[:, None])
 
 
 NAME = Name(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from farflung.codecs.chain import Transform
-from farflung.codecs.flat import by_kind, count_of, expected, flatten, in_order, joined
+from farflung.codecs.flat import by_kind, count_of, expected, flatten, in_order, joined, row_pieces, rows
 
 _ROUND = 8
 """Blocks are of a multiple of so many values, so that they end with a byte."""
@@ -22,17 +23,20 @@ class BlockTransform(Transform):
     """
 
     block: int
+    common: ClassVar[torch.dtype]
+    """Of the number that a block's values have in common."""
 
-    def forward_blocks(self, flat: Tensor, block: int) -> tuple[Tensor, Tensor]:
-        """The bytes that a flat float32 tensor becomes: codes, and what each block has in common."""
+    @property
+    def bits(self) -> int:
+        """What the code of one value takes."""
         raise NotImplementedError
 
-    def inverse_blocks(self, codes: Tensor, common: Tensor, numel: int, block: int) -> Tensor:
-        """The flat tensor again."""
+    def forward_rows(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The packed codes of float32 blocks, a row for each, and what each has in common."""
         raise NotImplementedError
 
-    def bytes_of(self, block: int) -> tuple[int, int]:
-        """What one block takes: its codes, and what it has in common."""
+    def inverse_rows(self, codes: Tensor, common: Tensor, out: Tensor) -> None:
+        """Writes the blocks again."""
         raise NotImplementedError
 
     def outline(self, like: Sequence[Tensor]) -> list[Tensor]:
@@ -45,8 +49,8 @@ class BlockTransform(Transform):
         """See Transform. Bytes that an earlier transform has finished are handed on."""
         floating, finished = by_kind(tensors)
         flat = flatten([tensor for tensor in floating if tensor.dim() < 2])
-        rows = [(flat, self.block), *(self._padded(tensor) for tensor in floating if tensor.dim() == 2)]
-        codes, common = zip(*(self.forward_blocks(values, block) for values, block in rows), strict=True)
+        wholes = [(flat, self.block), *(self._padded(tensor) for tensor in floating if tensor.dim() == 2)]
+        codes, common = zip(*(self._forward(values, block) for values, block in wholes), strict=True)
         return [joined(codes), joined(common), *finished]
 
     def inverse(self, parts: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
@@ -56,7 +60,7 @@ class BlockTransform(Transform):
         wanted = (torch.uint8, sum(codes_sizes)), (torch.uint8, sum(common_sizes))
         codes, common = expected(parts[: len(parts) - len(finished)], *wanted)
         pieces = torch.split(codes, codes_sizes), torch.split(common, common_sizes), numels, blocks
-        values, *padded = [self.inverse_blocks(*row) for row in zip(*pieces, strict=True)]
+        values, *padded = [self._inverse(*one) for one in zip(*pieces, strict=True)]
         in_flat = iter(torch.split(values, [tensor.numel() for tensor in floating if tensor.dim() < 2]))
         in_chunks = iter(padded)
         found = [_cut_off(next(in_chunks), t) if t.dim() == 2 else next(in_flat) for t in floating]
@@ -64,11 +68,30 @@ class BlockTransform(Transform):
 
     def _sizes(self, floating: Sequence[Tensor]) -> tuple[list[int], list[int], list[int], list[int]]:
         """Of all flat tensors together, then of each matrix: its values, those of a block, both parts' bytes."""
-        rows = [(count_of([tensor for tensor in floating if tensor.dim() < 2]), self.block)]
-        rows += [(len(t) * self._width_of(t), self._block_of(t)) for t in floating if t.dim() == 2]
-        taken = [[numel, block, *(-(-numel // block) * size for size in self.bytes_of(block))] for numel, block in rows]
-        numels, blocks, codes, common = map(list, zip(*taken, strict=True))
-        return numels, blocks, codes, common
+        numels = [count_of([tensor for tensor in floating if tensor.dim() < 2])]
+        numels += [len(t) * self._width_of(t) for t in floating if t.dim() == 2]
+        blocks = [self.block, *(self._block_of(t) for t in floating if t.dim() == 2)]
+        counts = [-(-numel // block) for numel, block in zip(numels, blocks, strict=True)]
+        codes = [count * block * self.bits // 8 for count, block in zip(counts, blocks, strict=True)]
+        return numels, blocks, codes, [count * self.common.itemsize for count in counts]
+
+    def _forward(self, flat: Tensor, block: int) -> tuple[Tensor, Tensor]:
+        """The bytes that a flat float32 tensor becomes: codes, and what each block has in common."""
+        count = -(-flat.numel() // block)
+        codes = torch.empty(count, block * self.bits // 8, dtype=torch.uint8, device=flat.device)
+        common = torch.empty(count, dtype=self.common, device=flat.device)
+        for x, code, one in zip(rows(flat, block), row_pieces(codes, block), row_pieces(common, block), strict=True):
+            for to, made in zip((code, one), self.forward_rows(x), strict=True):
+                to.copy_(made)
+        return codes.view(-1), common.view(torch.uint8)
+
+    def _inverse(self, codes: Tensor, common: Tensor, numel: int, block: int) -> Tensor:
+        """The flat tensor again."""
+        out = torch.empty(-(-numel // block), block, dtype=torch.float32, device=codes.device)
+        parts = codes.view(len(out), block * self.bits // 8), common.view(self.common), out
+        for code, one, x in zip(*(row_pieces(part, block) for part in parts), strict=True):
+            self.inverse_rows(code, one, x)
+        return out.view(-1)[:numel]
 
     def _block_of(self, chunks: Tensor) -> int:
         """The values of a block where a chunk is cut into equally large ones, of at most `block` values."""

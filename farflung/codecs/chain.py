@@ -9,16 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from farflung.codecs.base import Codec, Compound, NotFiniteError
 from farflung.codecs.packets import Packet, PacketError, pack, packed_nbytes, unpack
-from farflung.codecs.values import finite
+from farflung.codecs.values import finite, fit
 from farflung.errors import UserError
 
 _EXCESS = 16, 1 << 16
-"""A transform makes at most so many times a message's values, and so many more; a packet that says more is false."""
+"""No transform makes more of a message than so many times its values, and so many; who says so lies."""
 
 
 class Transform(Codec):
@@ -37,12 +36,15 @@ class Transform(Codec):
         raise NotImplementedError
 
     def inverse(self, parts: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
-        """The tensors that `forward` was given, as far as they can be restored. Raises PacketError."""
+        """What `forward` was given, as far as it can be had back. Raises PacketError."""
         raise NotImplementedError
 
     def outline(self, like: Sequence[Tensor]) -> list[Tensor]:
-        """Tensors without memory with the shapes and dtypes that `forward` makes of such tensors, at least about."""
-        raise NotImplementedError
+        """What `forward` makes of such tensors, without memory: its shapes and dtypes, at least about.
+
+        Those that remember something, or whose sizes depend on values, say so themselves.
+        """
+        return self.forward([tensor.to("meta") for tensor in like])
 
     def __or__(self, other: Codec) -> Chain:
         return join(self, other)
@@ -64,15 +66,10 @@ class Chain(Compound):
     """Transforms one after the other: `LowRank(rank=64) | Quantize(bits=4)`. Raises UserError."""
 
     def __init__(self, transforms: Sequence[Transform]) -> None:
-        self.transforms = tuple(transforms)
+        self.parts = self.transforms = tuple(transforms)
         for place, transform in enumerate(self.transforms):
             if place and transform.sees_shapes:
                 raise UserError(f"{transform!r} needs whole tensors, so that it must come first; put it there")
-
-    @property
-    def parts(self) -> tuple[Transform, ...]:
-        """See Compound."""
-        return self.transforms
 
     def __or__(self, other: Codec) -> Chain:
         return join(self, other)
@@ -112,7 +109,7 @@ class Chain(Compound):
             raise PacketError(f"packet cannot be read: {error}") from error
         if not all(finite(part) for part in parts):
             raise PacketError("packet holds values that are not finite")
-        return [_fit(part.view(tensor.shape), tensor.dtype) for part, tensor in zip(parts, like, strict=True)]
+        return [fit(part.view(tensor.shape), tensor.dtype) for part, tensor in zip(parts, like, strict=True)]
 
     def nbytes(self, like: Sequence[Tensor]) -> int:
         """See Codec."""
@@ -166,14 +163,6 @@ def _transforms(codec: Codec) -> tuple[Transform, ...]:
 
 
 def check_composable(codec: Codec) -> None:
-    """Refuses to join a codec to others, or to feed it back, where it cannot. Raises UserError."""
+    """Refuses to join a codec to others, or to feed it back, where that cannot be. Raises UserError."""
     if not codec.traits.composable:
         raise UserError(f"{codec!r} only works alone; leave out what it is joined to")
-
-
-def _fit(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """The tensor in `dtype`; what is beyond its range becomes its largest number."""
-    if tensor.dtype == dtype:
-        return tensor
-    most = torch.finfo(dtype).max
-    return tensor.to(dtype) if most > torch.finfo(tensor.dtype).max else tensor.clamp(-most, most).to(dtype)

@@ -9,13 +9,15 @@ import torch
 from torch import Tensor
 
 from farflung.codecs.base import Traits
-from farflung.codecs.flat import FlatTransform, count_of, expected
+from farflung.codecs.chain import Transform
+from farflung.codecs.flat import by_kind, count_of, expected, flatten, in_order
 from farflung.codecs.names import Name
+from farflung.codecs.values import fit
 from farflung.errors import UserError
 
 
 @dataclass(frozen=True)
-class Dense(FlatTransform):
+class Dense(Transform):
     """Sends each value in `dtype`: float32 as it is, bfloat16 or float16 at half the bytes.
 
     Values beyond float16's range are sent as its largest.
@@ -32,21 +34,19 @@ class Dense(FlatTransform):
         """See Codec."""
         return Traits(lossless=self.dtype == torch.float32)
 
-    def outline_flat(self, numel: int) -> list[Tensor]:
-        """See FlatTransform."""
-        return [torch.empty(numel, dtype=self.dtype, device="meta")]
+    def forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """One part, in `dtype`; and the bytes that an earlier transform has finished."""
+        floating, finished = by_kind(tensors)
+        return [fit(flatten(floating), self.dtype), *finished]
 
-    def forward_flat(self, flat: Tensor) -> list[Tensor]:
-        """One part, in `dtype`."""
-        most = torch.finfo(self.dtype).max
-        return [flat.clamp(-most, most).to(self.dtype) if self.dtype != flat.dtype else flat]
-
-    def inverse_flat(self, parts: Sequence[Tensor], like: Sequence[Tensor]) -> Tensor:
-        """See FlatTransform; a new tensor, never a view of the packet."""
+    def inverse(self, parts: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
+        """See Transform; new tensors, never views of the packet."""
+        floating, finished = by_kind(like)
         # What a later transform gives back is float32.
         dtype = torch.float32 if parts and parts[0].dtype == torch.float32 else self.dtype
-        (values,) = expected(parts, (dtype, count_of(like)))
-        return values.to(torch.float32, copy=True)
+        (values,) = expected(parts[: len(parts) - len(finished)], (dtype, count_of(floating)))
+        pieces = torch.split(values.to(torch.float32, copy=True), [tensor.numel() for tensor in floating])
+        return in_order(pieces, parts[1:], like)
 
 
 NAME = Name(

@@ -34,7 +34,7 @@ class ErrorFeedback(Compound):
 
     def __init__(self, codec: Codec, decay: float = 1.0) -> None:
         check_composable(codec)
-        self.codec = codec
+        self.codec, self.parts = codec, (codec,)
         self.decay = decay
         self._residual: list[Tensor] = []
         self._relative_error = 0.0
@@ -44,11 +44,6 @@ class ErrorFeedback(Compound):
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, ErrorFeedback) and (self.codec, self.decay) == (other.codec, other.decay)
-
-    @property
-    def parts(self) -> tuple[Codec, ...]:
-        """See Compound."""
-        return (self.codec,)
 
     @property
     def traits(self) -> Traits:

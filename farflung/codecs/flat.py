@@ -1,4 +1,4 @@
-"""Shared by codecs that see a message as one long row of numbers."""
+"""What codecs share that see a message as one long row of numbers."""
 
 from __future__ import annotations
 
@@ -8,46 +8,10 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from farflung.codecs.chain import Transform
 from farflung.codecs.packets import PacketError
 
 PIECE = 1 << 18
 """Elements that are worked on at a time: the few temporaries of one piece fit a CPU's cache together."""
-
-
-class FlatTransform(Transform):
-    """A transform that ignores shapes and the borders between tensors or chunks."""
-
-    def forward_flat(self, flat: Tensor) -> list[Tensor]:
-        """The parts that a flat float32 tensor becomes."""
-        raise NotImplementedError
-
-    def inverse_flat(self, parts: Sequence[Tensor], like: Sequence[Tensor]) -> Tensor:
-        """The flat tensor again; `like` are the tensors that it consists of. Raises PacketError."""
-        raise NotImplementedError
-
-    def outline_flat(self, numel: int) -> list[Tensor]:
-        """What `forward_flat` makes of so many values; see Transform.outline."""
-        raise NotImplementedError
-
-    def outline(self, like: Sequence[Tensor]) -> list[Tensor]:
-        """See Transform."""
-        floating, finished = by_kind(like)
-        return [*self.outline_flat(count_of(floating)), *finished]
-
-    def forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """See Transform. Bytes that an earlier transform has finished are handed on."""
-        floating, finished = by_kind(tensors)
-        return [*self.forward_flat(flatten(floating)), *finished]
-
-    def inverse(self, parts: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
-        """See Transform."""
-        floating, finished = by_kind(like)
-        own = len(parts) - len(finished)
-        if own < 0:
-            raise PacketError("packet has too few parts")
-        flat = self.inverse_flat(parts[:own], floating)
-        return in_order(list(torch.split(flat, [tensor.numel() for tensor in floating])), parts[own:], like)
 
 
 def by_kind(tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from farflung.codecs.base import Traits
 from farflung.codecs.bits import pack_bits, unpack_bits
+from farflung.codecs.chain import Transform
 from farflung.codecs.dither import Dither
-from farflung.codecs.flat import FlatTransform, count_of, flatten, row_pieces, rows
+from farflung.codecs.flat import count_of, flatten, row_pieces, rows
 from farflung.codecs.grid import Grid, checked, counted, valued
 from farflung.codecs.names import Name
 from farflung.codecs.packets import Packet, PacketError
@@ -26,31 +27,20 @@ _NUMBERS_BYTES = 32
 
 
 @dataclass
-class RoundRobin:
-    """Which blocks are sent in a round: one in every so many, others in the next rounds."""
-
-    every: int
-    round: int = 0
-
-    def slice(self) -> slice:
-        """The blocks of this round."""
-        return slice(self.round % self.every, None, self.every)
-
-
-@dataclass
-class Modulo(FlatTransform):
+class Modulo(Transform):
     """Sends round(u / s) mod 2^bits; the receiver takes the value congruent to it that is nearest its own.
 
         s = R / 2^bits;   k = floor(u / s + d);   sent: k mod 2^bits;   u' = s · (k + 1/2 - d)
 
-    where d is dither that both know, so that u' errs by at most s / 2, and not always to the same side (Moniqua, arXiv
-    2002.11787). The error is in proportion to R, which need only exceed twice the distance between sender and receiver,
-    and not to the values; the sender chooses it for each block (see RangeTracker). Where the two are farther apart, the
-    receiver would take a wrong value. A byte of checksum of the part of k that was not sent shows that; the receiver
-    then keeps its own values of the block, and doubles R for it. Both must use a block or neither: else one would move
-    to the other, but not the other to it, and their mean would move. So a receiver takes the value that is nearest u'
-    of its own last message. Either of the two then knows both u', and where they are too far apart for one of both R,
-    each sees it, and both keep their own values.
+    where d is dither that both know, so that u' errs by at most s / 2, and not always to the same side (Moniqua,
+    arXiv 2002.11787). The error is in proportion to R, which need only exceed twice the distance between sender and
+    receiver, and not to the values; the sender chooses it for each block (see RangeTracker). Where the two are farther
+    apart, the receiver would take a wrong value. A byte of checksum of the part of k that was not sent tells; it then
+    keeps its own values of the block, and doubles R for it.
+
+    No block counts for one of two alone: one would be drawn to the other, not the other to it, and their mean would
+    move. So a receiver takes the value that is nearest u' of its own last message. Either of the two then knows both
+    u', and where they are too far apart for one of both R, each sees it, and both keep their own values.
 
     It must be a codec's only transform, since it needs the receiver's own values.
 
@@ -58,7 +48,7 @@ class Modulo(FlatTransform):
         bits: 2 to 8. With 1, equal values could be R / 2 apart as sent.
         block: values that share R, a multiple of 8.
         margin: room for distances to grow within a round.
-        round_robin: one block in every so many is sent in a round, others in the next; receivers keep their own.
+        round_robin: only every so many-th block travels in a round, others in the next; receivers keep their own.
     """
 
     bits: int = 4
@@ -66,7 +56,8 @@ class Modulo(FlatTransform):
     margin: float = 2.0
     round_robin: int = 1
     _tracker: RangeTracker = field(init=False, repr=False, compare=False)
-    _robin: RoundRobin = field(init=False, repr=False, compare=False)
+    _every: int = field(init=False, repr=False, compare=False)
+    _round: int = field(default=0, init=False, repr=False, compare=False)
     _sent: tuple[int, int, int] | None = field(default=None, init=False, repr=False, compare=False)
     _dither: Dither = field(default_factory=Dither, init=False, repr=False, compare=False)
 
@@ -78,16 +69,16 @@ class Modulo(FlatTransform):
         if self.round_robin < 1:
             raise UserError(f"Modulo has round_robin={self.round_robin}; choose at least 1")
         self._tracker = RangeTracker(self.bits, self.block, self.margin)
-        self._robin = RoundRobin(self.round_robin)
+        self._every = self.round_robin
 
     @property
     def traits(self) -> Traits:
         """See Codec: packets of a round robin differ in length by a block."""
-        return Traits(needs_receiver=True, composable=False, fixed_length=self._robin.every == 1, remembers=True)
+        return Traits(needs_receiver=True, composable=False, fixed_length=self._every == 1, remembers=True)
 
-    def outline_flat(self, numel: int) -> list[Tensor]:
-        """See FlatTransform."""
-        blocks = -(-numel // (self.block * self._robin.every))
+    def outline(self, like: Sequence[Tensor]) -> list[Tensor]:
+        """See Transform."""
+        blocks = -(-count_of(like) // (self.block * self._every))
         sizes = blocks * self.block * self.bits // 8, 2 * blocks, blocks, _NUMBERS_BYTES
         return [torch.empty(size, dtype=torch.uint8, device="meta") for size in sizes]
 
@@ -95,9 +86,9 @@ class Modulo(FlatTransform):
         """See Codec."""
         return self._tracker.state_nbytes(-(-count_of(like) // self.block))
 
-    def forward_flat(self, flat: Tensor) -> list[Tensor]:
+    def forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Packed codes, ranges and checks of this round's blocks; which these are, and what dither was taken."""
-        chosen = self._robin.slice()
+        flat, chosen = flatten(tensors), slice(self._round % self._every, None, self._every)
         self._sent = chosen.start, chosen.step, self._dither.count
         sent_ranges = self._tracker.next(flat)[chosen].bfloat16().clone(memory_format=torch.contiguous_format)
         steps = Grid(sent_ranges, self.bits).steps
@@ -109,11 +100,11 @@ class Modulo(FlatTransform):
             # Casts to bytes keep the low bits, and bytes are a quarter of the work.
             code.copy_(pack_bits(k.to(torch.int8).view(torch.uint8) & ((1 << self.bits) - 1), self.bits))
             check.copy_(checked(k.bitwise_right_shift_(self.bits)))
-        self._robin.round += 1
+        self._round += 1
         return [codes, sent_ranges.view(torch.uint8), checks, numbers.view(torch.uint8).to(flat.device)]
 
-    def inverse_flat(self, parts: Sequence[Tensor], like: Sequence[Tensor]) -> Tensor:
-        """See FlatTransform. `like` are the receiver's own values, of which its last message was."""
+    def inverse(self, parts: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
+        """See Transform. `like` are the receiver's own values, of which its last message was."""
         flat = flatten(like)
         out = flat.new_empty(-(-flat.numel() // self.block), self.block)
         rows_now, dither, codes, sent_ranges, checks = self._read(parts, len(out))
@@ -142,7 +133,7 @@ class Modulo(FlatTransform):
             if not bool(taken.all()):
                 found[~taken] = own[~taken]
         self._tracker.saw(rows_now, farthest, surely, len(out))
-        return out.view(-1)[: flat.numel()]
+        return list(torch.split(out.view(-1)[: flat.numel()], [tensor.numel() for tensor in like]))
 
     def _said(self, flat: Tensor, chosen: slice, count: int) -> tuple[Iterable[Tensor], Tensor, Tensor]:
         """The chosen blocks as the last message says them, piece by piece; by how much that errs; how far it is read.
@@ -209,8 +200,8 @@ class Modulo(FlatTransform):
         """What is known of the blocks' ranges, which blocks travel, and how many random numbers have been taken."""
         return {
             "tracker": self._tracker.state_dict(),
-            "every": self._robin.every,
-            "round": self._robin.round,
+            "every": self._every,
+            "round": self._round,
             "sent": self._sent,
             "count": self._dither.count,
         }
@@ -218,7 +209,7 @@ class Modulo(FlatTransform):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See Codec."""
         self._tracker.load_state_dict(state["tracker"])
-        self._robin = RoundRobin(state["every"], state["round"])
+        self._every, self._round = state["every"], state["round"]
         self._sent, self._dither.count = state["sent"], state["count"]
 
     def seed(self, seed: int) -> None:
@@ -227,11 +218,11 @@ class Modulo(FlatTransform):
 
     def set_budget(self, share: float) -> None:
         """See Codec: fewer blocks a round, by halves: so all that one sends is among what another sends more of."""
-        self._robin.every = self.round_robin * 2 ** max(0, round(-math.log2(share)))
+        self._every = self.round_robin * 2 ** max(0, round(-math.log2(share)))
 
     def set_round(self, round: int) -> None:
         """See Codec: it says which blocks travel, so that a pair that has not met for long sends the same."""
-        self._robin.round = round
+        self._round = round
 
     @property
     def wants_reference(self) -> bool:

@@ -13,7 +13,7 @@ Packet = Tensor
 """One contiguous uint8 tensor: a header of 24 bytes, a table of each transform's parts, then the last one's parts."""
 
 MAGIC = b"FARF"
-VERSION = 2
+VERSION = 3
 _HEADER = struct.Struct("<4sHHIQI")  # magic, version, codec id, shapes hash, payload length, checksum
 _WORD = 8
 _DTYPES = (torch.uint8, torch.float32, torch.bfloat16, torch.float16, torch.float64)

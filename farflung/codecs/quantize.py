@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -12,7 +12,6 @@ from farflung.codecs.base import Traits
 from farflung.codecs.bits import pack_bits, unpack_bits
 from farflung.codecs.blocks import BlockTransform
 from farflung.codecs.dither import Dither
-from farflung.codecs.flat import row_pieces, rows
 from farflung.codecs.names import Name
 from farflung.codecs.values import rescaled
 from farflung.errors import UserError
@@ -40,6 +39,7 @@ class Quantize(BlockTransform):
     bits: int = 8
     block: int = 128
     stochastic: bool = False
+    common: ClassVar = torch.float32
     _dither: Dither = field(default_factory=Dither, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -61,23 +61,10 @@ class Quantize(BlockTransform):
         levels = (1 << (self.bits - 1)) - 1
         return 1, levels, 2 * levels
 
-    def bytes_of(self, block: int) -> tuple[int, int]:
-        """See BlockTransform; a step is a float32."""
-        return block * self.bits // 8, 4
-
-    def forward_blocks(self, flat: Tensor, block: int) -> tuple[Tensor, Tensor]:
-        """The packed codes, and one float32 step a block, as bytes."""
-        count = -(-flat.numel() // block)
-        codes = torch.empty(count, block * self.bits // 8, dtype=torch.uint8, device=flat.device)
-        steps = torch.empty(count, dtype=torch.float32, device=flat.device)
-        for x, code, step in zip(rows(flat, block), row_pieces(codes, block), row_pieces(steps, block), strict=True):
-            self._quantize(x, code, step)
-        return codes.view(-1), steps.view(torch.uint8)
-
-    def _quantize(self, x: Tensor, codes: Tensor, steps: Tensor) -> None:
+    def forward_rows(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The packed codes and the steps."""
         distance, zero, last = self._grid
-        torch.amax(x.abs(), dim=1, out=steps)
-        steps.div_(zero)
+        steps = x.abs().amax(1).div_(zero)
         grid = x / torch.where(steps > 0, steps, 1)[:, None]
         grid.add_(zero)
         if distance != 1:
@@ -89,26 +76,16 @@ class Quantize(BlockTransform):
         grid.clamp_(0, last)
         if self.bits == 8:
             grid.sub_(_TO_SIGNED)
-        codes.copy_(pack_bits(grid.to(torch.int8).view(torch.uint8), self.bits))
+        return pack_bits(grid.to(torch.int8).view(torch.uint8), self.bits), steps
 
-    def inverse_blocks(self, codes: Tensor, common: Tensor, numel: int, block: int) -> Tensor:
+    def inverse_rows(self, codes: Tensor, common: Tensor, out: Tensor) -> None:
         """See BlockTransform."""
-        count = -(-numel // block)
         distance, zero, _ = self._grid
-        out = torch.empty(count, block, dtype=torch.float32, device=codes.device)
-        pieces = zip(
-            row_pieces(codes.view(count, block * self.bits // 8), block),
-            row_pieces(common.view(torch.float32), block),
-            row_pieces(out, block),
-            strict=True,
-        )
-        for code, step, x in pieces:
-            if self.bits == 8:
-                x.copy_(code.view(torch.int8)).add_(_TO_SIGNED - zero)
-            else:
-                x.copy_(unpack_bits(code, self.bits)).sub_(zero / distance)
-            rescaled(x, step[:, None] * distance)
-        return out.view(-1)[:numel]
+        if self.bits == 8:
+            out.copy_(codes.view(torch.int8)).add_(_TO_SIGNED - zero)
+        else:
+            out.copy_(unpack_bits(codes, self.bits)).sub_(zero / distance)
+        rescaled(out, common[:, None] * distance)
 
     def state_dict(self) -> dict[str, Any]:
         """How many random numbers have been taken."""

@@ -23,18 +23,13 @@ class SplitCodec(Compound):
     """
 
     def __init__(self, first: Codec, second: Codec) -> None:
-        self.halves = first, second
+        self.parts = first, second
 
     def __repr__(self) -> str:
-        return f"SplitCodec({self.halves[0]!r}, {self.halves[1]!r})"
+        return f"SplitCodec({self.parts[0]!r}, {self.parts[1]!r})"
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, SplitCodec) and self.halves == other.halves
-
-    @property
-    def parts(self) -> tuple[Codec, ...]:
-        """See Compound."""
-        return self.halves
+        return isinstance(other, SplitCodec) and self.parts == other.parts
 
     @property
     def traits(self) -> Traits:
@@ -43,41 +38,41 @@ class SplitCodec(Compound):
 
     def nbytes(self, like: Sequence[Tensor]) -> int:
         """See Codec."""
-        sizes = [codec.nbytes(half) for codec, half in zip(self.halves, _halves(like), strict=True)]
+        sizes = [codec.nbytes(half) for codec, half in zip(self.parts, _halves(like), strict=True)]
         return packed_nbytes([[torch.empty(size, dtype=torch.uint8, device="meta") for size in sizes]])
 
     def state_nbytes(self, like: Sequence[Tensor]) -> int:
         """See Codec."""
-        return sum(codec.state_nbytes(half) for codec, half in zip(self.halves, _halves(like), strict=True))
+        return sum(codec.state_nbytes(half) for codec, half in zip(self.parts, _halves(like), strict=True))
 
     def encode(self, tensors: Sequence[Tensor]) -> Packet:
         """Two packets in one."""
         first, second = _halves(tensors)
-        packet = self.halves[0].encode(first)
-        self.halves[1].set_change(first)
-        return pack([self], tensors, [[packet, self.halves[1].encode(second)]])
+        packet = self.parts[0].encode(first)
+        self.parts[1].set_change(first)
+        return pack([self], tensors, [[packet, self.parts[1].encode(second)]])
 
     def decode(self, packet: Packet, like: Sequence[Tensor]) -> list[Tensor]:
         """See Codec."""
         packets, _ = unpack([self], packet, like)
         if [packet.dtype for packet in packets] != [torch.uint8] * 2:
             raise PacketError(f"packet holds {len(packets)} parts where 2 packets were expected")
-        decoded = zip(self.halves, packets, _halves(like), strict=True)
+        decoded = zip(self.parts, packets, _halves(like), strict=True)
         return [tensor for codec, part, half in decoded for tensor in codec.decode(part, half)]
 
     def error_of(self, packet: Packet, tensors: Sequence[Tensor]) -> float:
         """See Codec; of the first half, which the second, full of what all know, would hide."""
         packets, _ = unpack([self], packet, tensors)
-        return self.halves[0].error_of(packets[0], _halves(tensors)[0])
+        return self.parts[0].error_of(packets[0], _halves(tensors)[0])
 
     @property
     def wants_reference(self) -> bool:
         """See Codec."""
-        return any(codec.wants_reference for codec in self.halves)
+        return any(codec.wants_reference for codec in self.parts)
 
     def set_reference(self, tensors: Sequence[Tensor]) -> None:
         """See Codec."""
-        for codec, half in zip(self.halves, _halves(tensors), strict=True):
+        for codec, half in zip(self.parts, _halves(tensors), strict=True):
             codec.set_reference(half)
 
 

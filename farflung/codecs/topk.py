@@ -57,14 +57,6 @@ class TopK(Transform):
             values.append(chunks)
         return [*values, torch.cat(packed), *finished]
 
-    def outline(self, like: Sequence[Tensor]) -> list[Tensor]:
-        """See Transform."""
-        floating, finished = by_kind(like)
-        sizes = totals(shape for tensor in floating for shape in cut(tensor.shape, self.chunk))
-        values = [torch.empty(count, self._kept(size), device="meta") for count, size in sizes]
-        places = sum(self._places_size(count, size) for count, size in sizes)
-        return [*values, torch.empty(places, dtype=torch.uint8, device="meta"), *finished]
-
     def inverse(self, parts: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
         """See Transform."""
         floating, finished = by_kind(like)

@@ -41,3 +41,11 @@ def rescaled(tensor: Tensor, scale: Tensor) -> Tensor:
     """The product with a scale, in place; what leaves float32's range becomes the largest number."""
     most = torch.finfo(torch.float32).max
     return tensor.mul_(scale).clamp_(-most, most)
+
+
+def fit(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """The tensor in `dtype`; what is beyond its range becomes its largest number."""
+    if tensor.dtype == dtype:
+        return tensor
+    most = torch.finfo(dtype).max
+    return tensor.to(dtype) if most > torch.finfo(tensor.dtype).max else tensor.clamp(-most, most).to(dtype)

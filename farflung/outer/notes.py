@@ -23,17 +23,13 @@ class Noted(Compound):
 
     def __init__(self, codec: Codec) -> None:
         self.codec = codec
+        self.parts = (codec,)
 
     def __repr__(self) -> str:
         return f"Noted({self.codec!r})"
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Noted) and self.codec == other.codec
-
-    @property
-    def parts(self) -> tuple[Codec, ...]:
-        """See Compound."""
-        return (self.codec,)
 
     def nbytes(self, like: Sequence[Tensor]) -> int:
         """See Codec."""

@@ -211,13 +211,18 @@ class Rounds(Generic[M, E]):
             yield from self._landing(step)
 
     def _landing(self, step: int) -> Iterator[PendingRound[M, E]]:
-        for pending in [pending for pending in self.pending if pending.lands_at_step <= step]:
-            self.pending.remove(pending)
-            yield pending
+        for pending in self.pending[:]:
+            if pending.lands_at_step <= step:
+                self.pending.remove(pending)
+                yield pending
 
     def next_step(self) -> int:
         """The next step after which there is something to do; 0 for never."""
-        steps = [sync.next_start for sync in self.syncs if sync.next_start]
+        first = 0
+        for sync in self.syncs:
+            if sync.next_start and (sync.next_start < first or not first):
+                first = sync.next_start
         for pending in self.pending:
-            steps.append(pending.lands_at_step)
-        return min(steps, default=0)
+            if pending.lands_at_step < first or not first:
+                first = pending.lands_at_step
+        return first

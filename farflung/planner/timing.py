@@ -10,6 +10,7 @@ import gc
 import math
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
+from functools import cache, partial
 
 from farflung.errors import UserError
 from farflung.networks import Conditions, Group
@@ -117,6 +118,7 @@ class Timer:
         work: float = 0.0,
     ) -> None:
         self._method = method
+        self._traffic_per_hop = cache(partial(traffic_per_hop, method.codec, method.averaging))
         self._message_bytes = message_bytes
         self._deadline = deadline
         self._work = work
@@ -240,7 +242,7 @@ class Timer:
     def _hops(self, group: Group, share: float) -> Callable[[dict[int, None]], Iterator[Demand]]:
         def hops(brought: dict[int, None]) -> Iterator[Demand]:
             nbytes = self._message_bytes(len(group)) * share
-            for part in traffic_per_hop(self._method.codec, self._method.averaging, len(group)):
+            for part in self._traffic_per_hop(len(group)):
                 demand = Demand.alike(group, part * nbytes)
                 self._result.bytes_sent += sum(demand.sent)
                 yield demand
