@@ -139,8 +139,15 @@ class Session:
             self.finish()
         self.undo.close()
 
+    def apply_pending(self) -> None:
+        """Applies pending rounds now, however much of their delay is left."""
+
     def land(self) -> None:
-        """Applies pending rounds."""
+        """The old name of `apply_pending`, for one more version."""
+        warnings.warn(
+            "land is called apply_pending now; the old name goes with the next version", DeprecationWarning, 2
+        )
+        self.apply_pending()
 
     @torch.no_grad()
     def finish(self, average_weights: bool = False) -> None:
@@ -165,7 +172,7 @@ class Session:
         self._ended = True
         if not self._begun and self.method.exchanges:
             warnings.warn(UNSEEN, stacklevel=4)
-        self.land()
+        self.apply_pending()
         self._settle_at_end()
         self.undo.close()
         self.undo.callback(hook_steps(self.trained.optimizers[-1], after=self._warn_of_steps_alone))

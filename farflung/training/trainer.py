@@ -108,7 +108,7 @@ class Trainer:
                 self._catch_up(session)
             while self.step < self.settings.run.steps:
                 self._train_step(session)
-        self.island.after_step()  # leaving has landed what was pending
+        self.island.after_step()  # leaving has applied what was pending
         self.save(session)
         self.log.evaluate()
         self.log.end("finished")
