@@ -84,7 +84,9 @@ def stand_still(options: Options, still: PeerProcess, others: list[PeerProcess])
 
 def full_disk(options: Options, peer: PeerProcess) -> list[Check]:
     filler = peer.folder / "filler"
-    filler.write_bytes(bytes(20_000_000)[: free(peer.folder) - 100_000])
+    with contextlib.suppress(OSError), filler.open("wb", buffering=0) as file:  # the peer writes meanwhile, too
+        while free(peer.folder) > 100_000:
+            file.write(bytes(50_000))
     options.wait(25)
     said = [event.message for event in peer.events(WarningEvent) if "no checkpoint" in event.message]
     told = check("a full disk", said[-1][:80] if said else "nothing said", "a clear message", bool(said) and peer.lives)
