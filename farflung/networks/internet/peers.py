@@ -164,7 +164,7 @@ class Peers:
                 raise UserError(f"the run's peers refuse this one: {answer}") from answer
         if any("protocols not supported" in str(answer) or isinstance(answer, StrangerError) for answer in answers):
             raise UserError(
-                "there are peers at the ticket's addresses, but not of this run, or its secret is another; "
+                "the peers at the ticket's addresses are not of this run, or the ticket's secret is wrong; "
                 "ask for a new ticket"
             )
         raise NobodyAnswersError(self._bootstrap)
