@@ -199,30 +199,26 @@ class Rounds(Generic[M, E]):
 
     def after(self, step: int) -> Iterator[Sync[M] | PendingRound[M, E]]:
         """What to do after a step: apply rounds that are due, start rounds, apply those that are due at once."""
-        if self.pending:
-            yield from self._due(step)
+        for pending in self._due(step):
+            self.pending.remove(pending)
+            yield pending
         for sync in self.syncs:
             sync.trained += 1
             if sync.starts_at(step):
                 yield sync
             else:
                 sync.fresh = None  # an offer that was made when a round was applied, where no next one has started
-        if self.pending:
-            yield from self._due(step)
+        for pending in self._due(step):
+            self.pending.remove(pending)
+            yield pending
 
-    def _due(self, step: int) -> Iterator[PendingRound[M, E]]:
-        for pending in self.pending[:]:
-            if pending.lands_at_step <= step:
-                self.pending.remove(pending)
-                yield pending
+    def _due(self, step: int) -> list[PendingRound[M, E]]:
+        return [pending for pending in self.pending if pending.lands_at_step <= step]
 
     def next_step(self) -> int:
         """The next step after which there is something to do; 0 for never."""
-        first = 0
+        steps = [pending.lands_at_step for pending in self.pending]
         for sync in self.syncs:
-            if sync.next_start and (sync.next_start < first or not first):
-                first = sync.next_start
-        for pending in self.pending:
-            if pending.lands_at_step < first or not first:
-                first = pending.lands_at_step
-        return first
+            if sync.next_start:
+                steps.append(sync.next_start)
+        return min(steps, default=0)

@@ -74,11 +74,11 @@ class Size:
     """What a fragment's rounds are about where only time counts: its share of the whole message."""
 
     def __init__(self, share: float) -> None:
-        self._share = share
+        self._offer = Offer(share)
 
     def offer(self, fault: str) -> Offer[float]:
-        """See Content."""
-        return Offer(self._share)
+        """See Content; always the same."""
+        return self._offer
 
     def keep(self, offer: Offer[float], delayed: bool) -> None:
         """See Content."""
