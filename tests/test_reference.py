@@ -8,8 +8,8 @@ import pytest
 import reference
 import torch
 from problem import flat, inner_steps, small_model
-from stability import noise_spread
 
+from bench.models.stability import noise_spread
 from farflung import methods
 from farflung.codecs import codec_named
 from farflung.methods import Method
