@@ -98,7 +98,7 @@ class Settings:
         """Raises UserError for a workload that calls a setting as another room does."""
         names = Counter(one.name for one in _fields(self))
         if twice := [name for name, count in names.items() if count > 1]:
-            raise UserError(f"workload {self.run.workload} has a setting {twice[0]}, as all runs have; rename its own")
+            raise UserError(f"workload {self.run.workload} has a setting {twice[0]}, which every run has; rename it")
 
     @classmethod
     def of(cls, **values: Any) -> Settings:

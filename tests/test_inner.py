@@ -201,7 +201,7 @@ def test_shares_apart_train_otherwise_and_need_enough_text(tmp_path: Path) -> No
         ({"method": "dilocox", "every_final": 300}, "add --adapt False"),
         ({"method": "eager-diloco", "every_final": 90}, "without every_final"),
         ({"inner": "muon", "shard": 2, "network": "torch"}, "muon needs whole matrices"),
-        ({"shares": "apart", "network": "internet"}, "nobody knows how many replicas"),
+        ({"shares": "apart", "network": "internet"}, "the number of replicas is not known"),
         ({"tail_average": 1.5}, "tail_average is 1.5; it must be at most 1"),
         ({"inner": "adam"}, "inner is 'adam'; it must be one of adamw, muon, sign"),
     ],

@@ -117,7 +117,7 @@ def test_a_ticket_is_read_as_it_was_written_and_only_its_owner_may_read_it(tmp_p
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("name = 3", "name is missing or no str"),
+        ("name = 3", "it has no name"),
         ("not toml", "is no ticket"),
         ('name="x"\nsecret="00"\naddresses=[]\n[settings]', "not 64 hexadecimal digits"),
         (f'name="x"\nsecret="{"0" * 64}"\naddresses=["host:1"]\n[settings]', "is not of the form"),
@@ -282,7 +282,7 @@ def test_releases_with_one_protocol_train_together(tmp_path: Path) -> None:
 
 def test_another_secret_does_not_find_the_run(pair: Run, tmp_path: Path) -> None:
     stranger = Ticket.new("test", {}).at(pair.ticket.addresses)
-    with pytest.raises(UserError, match="not of this run, or its secret is another"):
+    with pytest.raises(UserError, match="are not of this run, or the ticket's secret is wrong"):
         InternetNetwork(Peers(stranger, Identity(tmp_path / "k"), ListenAddress("127.0.0.1"), INFO))
 
 

@@ -211,7 +211,7 @@ def test_a_second_attachment_is_refused(run: Run) -> None:
     network = run.join()
     first, second = small_model(), small_model()
     methods.noloco().attach(first, torch.optim.SGD(first.parameters(), lr=0.1), network)
-    with pytest.raises(UserError, match=r"rounds of one attachment, .* give attach all optimizers in a list"):
+    with pytest.raises(UserError, match=r"serves one session, .* give attach all optimizers in a list"):
         methods.noloco().attach(second, torch.optim.SGD(second.parameters(), lr=0.1), network)
 
 

@@ -89,7 +89,7 @@ def test_eager_diloco_uses_its_own_fresh_part_and_the_others_last_one() -> None:
 
 
 @pytest.mark.parametrize(("merge", "own"), [(Mix(0.3), 0.3), (Drop(), 0.0), (Mix(0.0), 0.0), (Mix(1.0), 1.0)])
-def test_a_landing_mixes_own_weights_with_the_new_anchor(merge: Merge, own: float) -> None:
+def test_applying_a_round_mixes_own_weights_with_the_new_anchor(merge: Merge, own: float) -> None:
     """One replica, plain averaging: the new anchor is what the weights were two steps before."""
     method = Method(Schedule(every=5, delay=2), Everyone(), outer=Average, merge=merge)
     (result,) = run(lambda: method, 1, 7)

@@ -276,7 +276,7 @@ def test_rounds_may_land_in_inference_mode() -> None:
         with methods.noloco(every=5, delay=3).attach(model, optimizer, network) as outer:
             inner_steps(model, optimizer, network.rank, range(6))
             with torch.inference_mode(inference):
-                outer.land()
+                outer.apply_pending()
                 assert outer.rounds == 1
             inner_steps(model, optimizer, network.rank, range(6, 20))
         return flat(model)

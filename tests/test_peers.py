@@ -208,7 +208,7 @@ def fill(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["join", "none.ticket"], ["none.ticket", "ask who invited you"]),
+        (["join", "none.ticket"], ["none.ticket", "give the path of a ticket"]),
         (["join"], ["ticket"]),
         (["invite"], ["--name"]),
         (["invite", "--name", "x", "--stages", 2], ["one process", "leave out --stages"]),
@@ -221,7 +221,7 @@ def fill(folder: Path) -> None:
         (["invite", "--name", "x", "--listen", "1.2.3.4"], ["1.2.3.4", "an address of this machine"]),
         (["invite", "--name", "x", "--train", "--method", "ddp"], ["needs all replicas at every step"]),
         (["invite", "--name", "x", "--method", "dynamic-threshold"], ["needs all replicas at every step"]),
-        (["invite", "--name", "x", "--shares", "apart"], ["nobody knows how many replicas"]),
+        (["invite", "--name", "x", "--shares", "apart"], ["the number of replicas is not known"]),
         (["invite", "--name", "x", "--every-final", 90], ["rounds must be equally far apart"]),
         (["train", "--network", "internet"], ["farflung invite", "farflung join"]),
         (["train", "--robust", "median"], ["only peers on the internet need it"]),
@@ -253,7 +253,7 @@ def test_a_peer_that_does_not_come_to_train_leaves_folders_as_they_were(
     (tmp_path / "mine").mkdir()
     before = set(tmp_path.rglob("*"))
     for out, listen, words in [
-        ("foreign", "127.0.0.1", "holds the run of another peer"),
+        ("foreign", "127.0.0.1", "holds another peer's run"),
         ("mine", "1.2.3.4", "an address of this machine"),
         ("new", "1.2.3.4", "an address of this machine"),
     ]:

@@ -77,7 +77,7 @@ def test_planned_bytes_are_those_that_are_sent(
 ) -> None:
     config = run_of(name, models_saved)
     model = architecture_of(config.workload.model, config.workload.sequence_length, "bytes")
-    expected = planned(model.confined(config.island.boundary, config.island.stages, config.run.seed), config)
+    expected = planned(model.constrained(config.island.boundary, config.island.stages, config.run.seed), config)
     seen = {what: sum(process[name][what] for process in processes) for what in expected}
     # Packets have headers, which matter for so small a model only.
     assert seen.pop("rounds") == pytest.approx(expected.pop("rounds"), rel=0.04)

@@ -553,7 +553,7 @@ def test_plan_prints_units_reasons_and_costs(
     out = capsys.readouterr().out
     _, header, units, *_ = [line for line in out.splitlines() if line]
     assert header.split()[-1] == "cost" and units.split()[-1] == "EUR" and "tokens/s" in units
-    assert "these cannot be:" in out and " GB of 24" in out
+    assert "not possible:" in out and " GB of 24" in out
 
 
 @pytest.mark.parametrize(

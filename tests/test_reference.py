@@ -142,7 +142,7 @@ def test_a_delayed_round_uses_the_weights_at_its_start_and_keeps_what_came_after
         weights = [weights[i] + moves[i, step - 1] for i in range(2)]
         if step > delay and (step - delay) % EVERY == 0:
             anchors, momenta = reference.noloco_round(anchors, momenta, at_start, [(0, 1)], 0.7, 0.5, 0.7)
-            weights = [reference.land(weights[i], at_start[i], anchors[i]) for i in range(2)]
+            weights = [reference.apply_delayed(weights[i], at_start[i], anchors[i]) for i in range(2)]
         if step % EVERY == 0:
             at_start = [w.copy() for w in weights]
     for i in range(2):

@@ -115,7 +115,7 @@ def tables(store: Store, options: Options) -> dict[str, list[Part]]:
         settings = [settings_of(base, changed) for changed in rows.values()]
         unchanged = settings_of(base, {})
         reference = store.results(common | (unchanged if unchanged in settings else settings[0]))
-        columns = ("", "loss of a replica", "change", "loss of their average", "spread of weights")
+        columns = ("", "loss of a replica", "change", "loss of their average", "consensus distance")
         lines = [answer(name, results, reference) for name, results in found.items() if results]
         parts.append(Table(dict.fromkeys(columns, ""), lines, question))
     return {"ablation": parts}

@@ -74,6 +74,6 @@ def run(options: Options, store: Store) -> Iterator[Part]:
 
 def measured(store: Store, seed: int, settings: Settings) -> Result:
     run = train(store.scratch / "run", **settings, seed=seed)
-    spreads = list(run.run.spread().values())
+    spreads = list(run.run.consensus_distance().values())
     kept: dict[str, Any] = {key: run.summary[key] for key in ("validation_loss", "validation_loss_averaged")}
     return {**kept, "spread": mean(spreads), "last_spread": mean(spreads[-len(spreads) // 4 :])}

@@ -30,7 +30,7 @@ from farflung.training.learning_rate import lr_scale
 from farflung.workloads import Language, models
 from farflung.workloads.base import Span
 from farflung.workloads.decoder import Piece, anatomy, keep, loads
-from farflung.workloads.subspace import Subspace, confine, subspace_of
+from farflung.workloads.subspace import Subspace, constrain, subspace_of
 
 STAGES = 4
 
@@ -93,7 +93,7 @@ class Chain:
         model = models.outline(settings)
         if self.subspace:
             parts = anatomy(model)
-            confine(model, parts[parts.layers], self.subspace, self.spans[-1].begin)
+            constrain(model, parts[parts.layers], self.subspace, self.spans[-1].begin)
         if span:
             keep(model, span)
         models.materialise(model, seed=0)

@@ -1,6 +1,6 @@
 """Does a run that is cut in two train on in both halves, and grow together again?
 On the internet network, in namespaces: half of the peers are cut off for a minute; to reach are 10 rounds from
-healing until the spread of weights is what it was before. Takes five minutes, as root.
+healing until the consensus distance is what it was before. Takes five minutes, as root.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def together_again(peers: PeerProcesses, options: Options, usual: float) -> tupl
 
 
 def spread(peers: PeerProcesses) -> float:
-    """The last spread of weights between all peers, by the samples that their evaluations write down."""
+    """The last consensus distance of all peers, by the samples that their evaluations write down."""
     last = [evaluations[-1].sample for peer in peers if (evaluations := peer.events(EvaluationEvent))]
     samples = [np.frombuffer(base64.b64decode(sample), dtype="<f4") for sample in last]
     return float(np.sqrt(np.stack(samples).astype(np.float64).var(axis=0).mean()))

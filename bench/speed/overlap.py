@@ -71,7 +71,7 @@ def replica(name: str, parameters: int, rounds: int, step_seconds: float) -> Non
                     all_ready(network, f"step {step}", 60)
             time.sleep(step_seconds)
             optimizer.step()
-    measured = held[1:-1]  # the first warms up; leaving lands the last at once
+    measured = held[1:-1]  # the first warms up; leaving applies the last at once
     exchange = median(round.finished - round.started for round in measured)
     blocked = median(max(0.0, round.finished - round.waited_from) for round in measured)
     decoding = median(round.landed - max(round.waited_from, round.finished) for round in measured)

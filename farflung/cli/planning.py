@@ -28,7 +28,7 @@ def plan(arguments: list[str]) -> None:
         print("\n".join(f"  {number} {line}" for line in commands(one.choice, cluster)))
     if failures:
         lines = reasons(failures)
-        print("\nthese cannot be:")
+        print("\nnot possible:")
         print("\n".join(f"  {line}" for line in lines[: options.show]))
         if len(lines) > options.show:
             print(f"  and {len(lines) - options.show} more; see them with --show {len(lines)}")

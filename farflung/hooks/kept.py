@@ -19,7 +19,7 @@ from farflung.hooks.trained import held_by
 NEAR = 0.25
 """State may be a copy of the weights if its squared distance from them is less than this part of their square."""
 
-PATIENCE = 30
+PATIENCE_STEPS = 30
 """Such state counts as initial weights once so many steps have moved the weights but not the state."""
 
 Values = dict[nn.Parameter, Tensor]
@@ -135,7 +135,7 @@ class Kept:
             elif _moved(still.seen, values):
                 self._copies.append(name)
                 del self._still[name]
-            elif not still.settled and int(self._moves) - still.since >= PATIENCE:
+            elif not still.settled and int(self._moves) - still.since >= PATIENCE_STEPS:
                 for parameter, original in still.originals.items():
                     values[parameter].copy_(original)
                 self._still[name] = _Still(_samples(values), still.since, settled=True)

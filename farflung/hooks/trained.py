@@ -51,7 +51,7 @@ class Trained:
         if self.again():
             raise UserError(
                 "these parameters are attached to this network already, so that each round would count twice; call "
-                "finish() of the first attachment, or leave its with statement"
+                "finish() of the first session, or leave its with statement"
             )
         with _CHANGES:
             _ATTACHED.add(self)

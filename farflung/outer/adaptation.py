@@ -35,7 +35,7 @@ class Adapt:
 
     def __post_init__(self) -> None:
         if self.window < 1 or not 0 < self.least <= 1:
-            raise UserError(f"{self} cannot be: window is at least 1, least more than 0 and at most 1")
+            raise UserError(f"{self} is not possible: window must be at least 1, least more than 0 and at most 1")
 
 
 class Adaptation:

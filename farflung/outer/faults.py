@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-PATIENCE = 3
+PATIENCE_ROUNDS = 3
 """Rounds in a row without a sound message, after which training has diverged."""
 
 
@@ -36,10 +36,10 @@ class Faults:
         if round not in self._bad_rounds:
             follows = self._bad_rounds[-1:] == [round - 1]
             self._bad_rounds = [*(self._bad_rounds if follows else []), round]
-        if len(self._bad_rounds) >= PATIENCE:
+        if len(self._bad_rounds) >= PATIENCE_ROUNDS:
             raise DivergedError(
-                f"replica {self._replica} had nothing sound to offer in {PATIENCE} rounds in a row; the last time: "
-                f"{fault}, at step {step}; lower the learning rate, lengthen the warm-up, or look at the data"
+                f"replica {self._replica} had no usable weights or gradients in {PATIENCE_ROUNDS} rounds in a row; the "
+                f"last time: {fault}, at step {step}; lower the learning rate, lengthen the warm-up, or check the data"
             )
         return fault
 

@@ -121,7 +121,7 @@ class OuterLoop(Session):
             if isinstance(due, Sync):
                 self._start(due)
             else:
-                self._land(due, starts=self._rounds.syncs[due.fragment].due(self.step))
+                self._apply(due, starts=self._rounds.syncs[due.fragment].starts_at(self.step))
         if not self.method.schedule.every:
             self._faults.judge(self.step, self.step)  # without rounds, each step answers for itself
 
@@ -169,7 +169,7 @@ class OuterLoop(Session):
     def _round_key(self, fragment: int, round: int) -> str:
         return f"round {round} of {self._name}, fragment {fragment}"
 
-    def _land(self, pending: PendingRound[Tensor, Exchange], starts: bool) -> None:
+    def _apply(self, pending: PendingRound[Tensor, Exchange], starts: bool) -> None:
         """Applies a round: steps the outer optimizer with the mean, and merges the new anchor into the weights.
 
         `starts` says whether the fragment's next round starts now.
@@ -180,9 +180,9 @@ class OuterLoop(Session):
             if pending.offer.fault:
                 result.lacks_progress(pending.offer.fault)
             self._settle(sync, pending, result)
-            landed = self.network.now()
+            applied_at = self.network.now()
             effective_rank, share = self._adapt(sync, result)
-            if pending.delayed:  # landing may hide what is not finite
+            if pending.delayed:  # applying may hide what is not finite
                 self._replica.restore_if_spoilt([pending, *self._rounds.pending])
             if result.group or pending.offer.applied:
                 self._absorb(sync, pending, result, starts)
@@ -200,7 +200,7 @@ class OuterLoop(Session):
                 started=pending.exchange.started_s,
                 finished=pending.exchange.result.finished_at,
                 waited_from=waited_from,
-                landed=landed,
+                landed=applied_at,
                 outcome=result.outcome,
                 reason=result.reason,
                 compression_error=result.compression_error,
@@ -278,7 +278,7 @@ class OuterLoop(Session):
         if pending.offer.own is not None and starts:
             group = sync.group(self.network.rank, self.network.members(), self.method.topology)
             if group:
-                sync.offer_at_landing(self._fault(sync), len(group))
+                sync.offer_before_applying(self._fault(sync), len(group))
         if not sync.absorb(pending, result.mean):
             result.note(Outcome.PEER_LOST, "the mean of the messages is not finite")
         if self._options["buffers"] == "round" and pending.fragment == 0:
@@ -299,10 +299,10 @@ class OuterLoop(Session):
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def land(self) -> None:
-        """Applies all pending rounds now, however much of their delay is left."""
+    def apply_pending(self) -> None:
+        """See Session."""
         while self._rounds.pending:
-            self._land(self._rounds.pending.pop(0), starts=False)
+            self._apply(self._rounds.pending.pop(0), starts=False)
 
     def state_dict(self) -> dict[str, Any]:
         """Anchors, outer optimizer, the codecs' state, and pending rounds; their means are waited for, not applied."""

@@ -118,14 +118,14 @@ class Sync(Generic[M]):
         """The next round's, by which groups are drawn."""
         return f"round {self.rounds} of fragment {self.index}"
 
-    def due(self, step: int) -> bool:
+    def starts_at(self, step: int) -> bool:
         """Whether its next round starts after a step."""
         return 0 < self.next_start <= step
 
     def offer(self, fault: Callable[[], str], members: int) -> Offer[M]:
         """What to say in the next round, in a group of so many; `fault` tells why it holds no progress.
 
-        A landing may have made it just before, and has asked for the fault then.
+        It may have been made just before, when the last round was applied, with the fault of then.
         """
         offer, self.fresh = self.fresh or self.content.offer(fault()), None
         self.content.keep(offer, self.delay_steps > 0)
@@ -133,7 +133,7 @@ class Sync(Generic[M]):
             self.content.step_alone(offer, members)
         return offer
 
-    def offer_at_landing(self, fault: str, members: int) -> None:
+    def offer_before_applying(self, fault: str, members: int) -> None:
         """Makes the next round's offer before the last round is applied, as an eager merge needs it."""
         self.fresh = self.content.offer(fault)
         self.fresh.applied = 1 / members
@@ -200,17 +200,17 @@ class Rounds(Generic[M, E]):
     def after(self, step: int) -> Iterator[Sync[M] | PendingRound[M, E]]:
         """What to do after a step: apply rounds that are due, start rounds, apply those that are due at once."""
         if self.pending:
-            yield from self._landing(step)
+            yield from self._due(step)
         for sync in self.syncs:
             sync.trained += 1
-            if sync.due(step):
+            if sync.starts_at(step):
                 yield sync
             else:
-                sync.fresh = None  # of an offer that was made at a landing, where no round has started then
+                sync.fresh = None  # an offer that was made when a round was applied, where no next one has started
         if self.pending:
-            yield from self._landing(step)
+            yield from self._due(step)
 
-    def _landing(self, step: int) -> Iterator[PendingRound[M, E]]:
+    def _due(self, step: int) -> Iterator[PendingRound[M, E]]:
         for pending in self.pending[:]:
             if pending.lands_at_step <= step:
                 self.pending.remove(pending)

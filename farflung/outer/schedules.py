@@ -39,10 +39,10 @@ class Schedule:
             if not isinstance(value, int):
                 raise UserError(f"{name} is {value!r}; it must be a whole number")
         if self.every < 1 or self.fragments < 1 or self.delay < 0:
-            raise UserError(f"{self} cannot be: every and fragments are at least 1, delay at least 0")
+            raise UserError(f"{self} is not possible: every and fragments must be at least 1, delay at least 0")
         if self.delay > self.every:
             raise UserError(
-                f"delay is {self.delay} but every is {self.every}: a round must land before the next starts; "
+                f"delay is {self.delay} but every is {self.every}: a round must be applied before the next one starts; "
                 f"choose a delay of at most {self.every}"
             )
         if self.fragments > self.every:

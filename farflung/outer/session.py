@@ -128,7 +128,7 @@ class Session:
 
     def __enter__(self) -> Self:
         if self._left:
-            raise UserError("this attachment was left before, so it holds no rounds any more; attach again")
+            raise UserError("this session has ended, so it has no more rounds; attach again")
         return self
 
     def __exit__(
@@ -139,8 +139,15 @@ class Session:
             self.finish()
         self.undo.close()
 
+    def apply_pending(self) -> None:
+        """Applies pending rounds now, however much of their delay is left."""
+
     def land(self) -> None:
-        """Applies pending rounds."""
+        """The old name of `apply_pending`, for one more version."""
+        warnings.warn(
+            "land is called apply_pending now; the old name goes with the next version", DeprecationWarning, 2
+        )
+        self.apply_pending()
 
     @torch.no_grad()
     def finish(self, average_weights: bool = False) -> None:
@@ -165,7 +172,7 @@ class Session:
         self._ended = True
         if not self._begun and self.method.exchanges:
             warnings.warn(UNSEEN, stacklevel=4)
-        self.land()
+        self.apply_pending()
         self._settle_at_end()
         self.undo.close()
         self.undo.callback(hook_steps(self.trained.optimizers[-1], after=self._warn_of_steps_alone))
@@ -221,7 +228,7 @@ class Session:
         except (KeyError, ValueError, TypeError, AttributeError, RuntimeError) as error:
             reason = str(error).partition("\n")[0]
             raise UserError(
-                f"this state is of another method or model ({type(error).__name__}: {reason}); attach what it was of"
+                f"this state belongs to another method or model ({type(error).__name__}: {reason}); attach that one"
             ) from error
 
     def _load(self, state: dict[str, Any]) -> None:
@@ -311,7 +318,7 @@ class Session:
 def _check_elastic(number: int, untrained: Untrained, buffers: str) -> None:
     if number:
         raise UserError(
-            "peers on the internet hold the rounds of one attachment, and this network has had one; give attach all "
+            "a network on the internet serves one session, and this one has had one; give attach all "
             "optimizers in a list, or open another network with a ticket of its own"
         )
     if buffers != "end":

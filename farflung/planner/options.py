@@ -52,7 +52,7 @@ class PlanOptions(Checked):
     """Layouts to show."""
 
     def __post_init__(self) -> None:
-        """Refuses what cannot be. Raises UserError."""
+        """Refuses impossible values. Raises UserError."""
         super().__post_init__()
         if not 1 <= self.tokens <= 1e18:
             raise UserError(f"tokens is {self.tokens}; it must be at least 1 and at most 1e+18")

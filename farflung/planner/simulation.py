@@ -53,7 +53,7 @@ class SimulateOptions(Checked):
     """The folder for simulation.html and events; unset: runs/simulation-N with the first N that is free."""
 
     def __post_init__(self) -> None:
-        """Refuses what cannot be. Raises UserError."""
+        """Refuses impossible values. Raises UserError."""
         super().__post_init__()
         if (self.params is None) == (self.model is None):
             raise UserError("how large is the model? give either --params, such as 1.3e9, or --model")

@@ -51,13 +51,15 @@ def loss_figure(runs: list[Run], axis: str) -> go.Figure:
     return figure
 
 
-def spread_figure(runs: list[Run]) -> go.Figure:
-    """How far the replicas' weights are apart, against steps."""
-    figure = _figure("inner steps", "spread of weights (rms)")
+def consensus_figure(runs: list[Run]) -> go.Figure:
+    """The consensus distance of the replicas, against steps."""
+    figure = _figure("inner steps", "consensus distance (rms of a weight)")
     for colour, run in zip(_colours(runs), runs, strict=True):
-        spreads = run.spread()
+        distances = run.consensus_distance()
         line = {"color": colour, "width": 3}
-        figure.add_scatter(x=list(spreads), y=list(spreads.values()), name=run.name, mode="lines+markers", line=line)
+        figure.add_scatter(
+            x=list(distances), y=list(distances.values()), name=run.name, mode="lines+markers", line=line
+        )
     return figure
 
 

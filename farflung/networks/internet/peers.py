@@ -145,9 +145,9 @@ class Peers:
                 if not left:
                     raise
         self._directory = await Directory.open(self._host.p2p, self.ticket, self.identity, self.guard, self._bootstrap)
-        heartbeat = Heartbeat(self._directory, self.members, self.handshake, self.background, self.tell)
-        await heartbeat.beat(self.info, self._listed)
-        self.background.spawn(heartbeat.go_on(self.info, self._listed))
+        heartbeat = Heartbeat(self, self._directory, self._listed)
+        await heartbeat.beat()
+        self.background.spawn(heartbeat.go_on())
 
     async def _find_members(self) -> None:
         """Calls the peers of the ticket; one that answers is enough. Raises UserError."""
@@ -164,7 +164,7 @@ class Peers:
                 raise UserError(f"the run's peers refuse this one: {answer}") from answer
         if any("protocols not supported" in str(answer) or isinstance(answer, StrangerError) for answer in answers):
             raise UserError(
-                "there are peers at the ticket's addresses, but not of this run, or its secret is another; "
+                "the peers at the ticket's addresses are not of this run, or the ticket's secret is wrong; "
                 "ask for a new ticket"
             )
         raise NobodyAnswersError(self._bootstrap)

@@ -83,16 +83,18 @@ def read_ticket(path: Path) -> Ticket:
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise UserError(f"cannot read the ticket {path}: {error.strerror}; ask who invited you for the file") from error
+        raise UserError(f"cannot read the ticket {path}: {error.strerror}; give the path of a ticket file") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is no ticket: {error}; ask who invited you for it again") from error
+        raise UserError(f"{path} is no ticket: {error}; ask for a new one") from error
     kinds = {"name": str, "secret": str, "addresses": list, "settings": dict}
     for key, kind in kinds.items():
         if not isinstance(table.get(key), kind):
-            raise UserError(f"{path} is no ticket: {key} is missing or no {kind.__name__}; ask who invited you again")
+            raise UserError(f"the ticket {path} is empty or incomplete: it has no {key}; ask for a new one")
     secret, addresses = table["secret"], table["addresses"]
     if len(secret) != 64 or set(secret) - set("0123456789abcdef"):
-        raise UserError(f"{path} is damaged: its secret is not 64 hexadecimal digits; ask who invited you for it again")
+        raise UserError(f"{path} is damaged: its secret is not 64 hexadecimal digits; ask for a new one")
     if not all(isinstance(address, str) and leads_to(address, address.rpartition("/p2p/")[2]) for address in addresses):
-        raise UserError(f"{path} is damaged: an address is not of the form /ip4/HOST/tcp/PORT/p2p/ID; ask again for it")
+        raise UserError(
+            f"{path} is damaged: an address is not of the form /ip4/HOST/tcp/PORT/p2p/ID; ask for a new one"
+        )
     return Ticket(table["name"], secret, tuple(addresses), table["settings"])

@@ -18,7 +18,17 @@ from typing import Any, Generic, NoReturn, TypeVar
 import torch
 from torch import Tensor
 
-from farflung.networks.base import Combine, Finished, Group, Packets, PeerLostError, Pending, Traffic, mean_in_order
+from farflung.networks.base import (
+    Combine,
+    Finished,
+    Group,
+    Packets,
+    PeerLostError,
+    Pending,
+    TimedNetwork,
+    Traffic,
+    mean_in_order,
+)
 from farflung.networks.simulator.cluster import CUT_OFF, Hops, SimulatedCluster, SimulatedCollective, described
 from farflung.networks.simulator.conditions import Conditions
 from farflung.networks.simulator.fabric import Demand
@@ -137,7 +147,7 @@ class _Baton:
 class SimulatedNetwork:
     """One simulated replica's seat. Made by `Simulation`, or alone by `alone()`."""
 
-    elastic, timed = False, True
+    elastic = None
     processes: tuple[int, ...] = ()
 
     def __init__(self, simulation: Simulation, rank: int) -> None:
@@ -149,6 +159,11 @@ class SimulatedNetwork:
         self._step_times = StepTimes(simulation.conditions, rank)
         self._attachments = itertools.count()
         self._steps = 0
+
+    @property
+    def timed(self) -> TimedNetwork:
+        """See Network."""
+        return self
 
     @classmethod
     def alone(cls, conditions: Conditions | None = None) -> SimulatedNetwork:

@@ -83,6 +83,6 @@ class Regression:
         given, wanted = (tensor[-1:].to(device) for tensor in self._data)
         return f"{float(model(given)):.3f} for {float(wanted):.3f}"
 
-    def export(self, weights: Mapping[str, Tensor], target: Path, seed: int, confined_to: int = 0) -> None:
+    def export(self, weights: Mapping[str, Tensor], target: Path, seed: int, constrained_to: int = 0) -> None:
         target.mkdir(parents=True)
         (target / "weights.json").write_text(json.dumps({name: value.tolist() for name, value in weights.items()}))
