@@ -19,6 +19,7 @@ from bench.lib.table import Table, from_json, markdown, to_json, told
 BENCHES = benches()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bench", BENCHES.values(), ids=BENCHES)
 def test_every_bench_runs_in_its_smallest_form_and_keeps_nothing_of_it(bench: Bench) -> None:
     if reason := getattr(bench.load(), "needs", lambda: "")():

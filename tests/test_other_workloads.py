@@ -49,6 +49,7 @@ def test_it_learns_and_is_counted_in_its_own_units(runs: dict[str, Path]) -> Non
         assert "loss, squared error" in page and "nats" not in page and "tokens" not in page.split("</script>")[-1]
 
 
+@pytest.mark.slow
 def test_the_simulation_trains_what_real_processes_do(runs: dict[str, Path]) -> None:
     for replica in (0, 1):
         one, other = (saved(folder, STEPS, replica)["model"] for folder in runs.values())

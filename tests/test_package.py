@@ -20,6 +20,7 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return install_package(tmp_path_factory.mktemp("package"))
 
 
+@pytest.mark.slow
 def test_all_four_train_together(package: Path, tmp_path: Path) -> None:
     seconds = {}
     for network in ("simulated", "bay"):
@@ -39,6 +40,7 @@ def test_all_four_train_together(package: Path, tmp_path: Path) -> None:
     assert seconds["bay"] - seconds["simulated"] == pytest.approx(7, abs=0.5), "the start and six rounds"
 
 
+@pytest.mark.slow
 def test_they_are_listed_and_planned_beside_ours(package: Path) -> None:
     listed = farflung_with(package, "methods").stdout
     assert "ring" in listed and "places2, places3" in listed, listed
@@ -46,6 +48,7 @@ def test_they_are_listed_and_planned_beside_ours(package: Path) -> None:
     assert simulated.returncode == 0 and "ring" in simulated.stdout, simulated.stderr
 
 
+@pytest.mark.slow
 def test_a_setting_of_their_method_reaches_the_command_line(package: Path) -> None:
     shown = farflung_with(package, "train", "--method", "ring", "--help").stdout
     assert "--pull" in shown
