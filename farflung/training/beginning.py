@@ -169,9 +169,9 @@ def _described(standings: Sequence[Standing]) -> str:
     for standing in standings:
         having.setdefault((tuple(standing.steps), _host(standing)), []).append(standing)
     told = []
-    for (steps, _), alike in list(having.items())[:SHOWN]:
+    for (steps, _), replicas in list(having.items())[:SHOWN]:
         what = f"steps {_listed(steps[-SHOWN:])}" if len(steps) > 1 else f"step {steps[0]}" if steps else "none"
-        told.append(f"{_who(alike)}: {what}")
+        told.append(f"{_who(replicas)}: {what}")
     if damaged := sorted({path for standing in standings for path in standing.damaged}):
         told.append(f"damaged: {_listed(damaged)}")
     return "; ".join(told) + ("; …" if len(having) > SHOWN else "")

@@ -82,9 +82,9 @@ class Checkpoint(Weights, Names):
     """In memory only: it was made of the parts of another layout."""
 
 
-def save(folder: Path, step: int, seat: str, state: Checkpoint) -> None:
+def save(folder: Path, step: int, stem: str, state: Checkpoint) -> None:
     """Writes one process's part of a checkpoint."""
-    write(path_of(folder, step, seat), state)
+    write(path_of(folder, step, stem), state)
 
 
 def write(path: Path, state: Weights) -> None:
@@ -119,9 +119,9 @@ def _save(state: Weights, file: BinaryIO) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from error
 
 
-def average_of(folder: Path, seat: str = "replica-0") -> Path:
+def average_of(folder: Path, stem: str = "replica-0") -> Path:
     """Where the weights lie, or one part of them, that were averaged over replicas once at the end."""
-    return folder / "checkpoints" / f"averaged{re.sub('^replica-[0-9]+', '', seat)}.pt"
+    return folder / "checkpoints" / f"averaged{re.sub('^replica-[0-9]+', '', stem)}.pt"
 
 
 def averages(folder: Path) -> list[Path]:
@@ -245,9 +245,9 @@ def forget_after(folder: Path, replica: int, step: int) -> None:
             _remove(folder, later, replica)
 
 
-def path_of(folder: Path, step: int, seat: str) -> Path:
+def path_of(folder: Path, step: int, stem: str) -> Path:
     """Where a process's part of a checkpoint lies."""
-    return _folder_of(folder, step) / f"{seat}.pt"
+    return _folder_of(folder, step) / f"{stem}.pt"
 
 
 def _written(folder: Path, step: int, replica: int) -> dict[Part, Path]:

@@ -15,7 +15,7 @@ from farflung.networks import Network, PeerLostError, among_members
 from farflung.outer.fragments import split
 from farflung.settings import Settings
 from farflung.training import checkpoint
-from farflung.training.gather import gather
+from farflung.training.facts import all_gather_facts
 from farflung.training.resharding import buffer_names
 from farflung.training.terminal import say
 from farflung.training.trainer import Trainer
@@ -60,7 +60,7 @@ def _own_facts(trainer: Trainer) -> dict[str, Any]:
     """What a replica tells of its run, as it is when its last step is over; all of its processes call alike."""
     island, traffic = trainer.island, trainer.network.traffic
     own = [traffic.bytes_sent, traffic.seconds_blocked, island.traffic.bytes_sent]
-    seconds, loss = trainer.log.events.elapsed(), island.evaluate()
+    seconds, loss = trainer.log.events.elapsed_s(), island.evaluate()
     sent, blocked, boundary = island.total(torch.tensor(own, dtype=torch.float64)).tolist()
     return {
         "replica": island.coordinates.replica,
@@ -83,7 +83,7 @@ def _met(trainer: Trainer, network: Network, own: Tensor, facts: dict[str, Any])
     apart = torch.tensor([own.numel(), (own - mean).double().square().sum()], dtype=torch.float64)
     numel, deviation = trainer.island.total(apart).tolist()
     facts = {**facts, "parameters": round(numel), "deviation": deviation / max(numel, 1)}
-    return mean, list(gather(network, facts, "summary", deadline).values())
+    return mean, list(all_gather_facts(network, facts, "summary", deadline).values())
 
 
 def _summary(trainer: Trainer, facts: list[dict[str, Any]]) -> dict[str, Any]:

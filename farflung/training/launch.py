@@ -27,7 +27,7 @@ from farflung.networks import ReplicaDiedError, SimulatedNetwork, Simulation, To
 from farflung.pipeline import Mesh, check
 from farflung.settings import Settings, settings_toml
 from farflung.training import checkpoint
-from farflung.training.alike import other_data, refuse_other_settings
+from farflung.training.agreement import other_data, refuse_other_settings
 from farflung.training.beginning import (
     AGAIN,
     NEW,
@@ -45,9 +45,9 @@ from farflung.training.beginning import (
     writing_replicas,
 )
 from farflung.training.events import holds_a_run
+from farflung.training.facts import all_gather_facts
 from farflung.training.failures import OneLine, failure_of
 from farflung.training.finish import Endings, finish, write_results
-from farflung.training.gather import gather
 from farflung.training.kept import Coordination, Kept
 from farflung.training.stopping import Stop, StoppedError
 from farflung.training.survivors import ended_together
@@ -184,7 +184,8 @@ def run_torch_replica(
         refuse_other_settings(network, settings)
         own = Standing.of(folder, coordinates.replica, mesh.file_stem(coordinates), way)
         standings = [
-            Standing(**told) for told in gather(network, vars(own), "standings", settings.network.deadline).values()
+            Standing(**told)
+            for told in all_gather_facts(network, vars(own), "standings", settings.network.deadline).values()
         ]
         step = first_step(standings, folder)
         if RESTARTED in {standing.way for standing in standings}:
@@ -252,7 +253,7 @@ def _clear_machines(settings: Settings, folder: Path, way: str, network: TorchNe
             write_settings(settings, folder)
         except UserError as error:
             fault = str(error)
-    if faults := list(filter(None, gather(network, fault, "cleared", settings.network.deadline).values())):
+    if faults := list(filter(None, all_gather_facts(network, fault, "cleared", settings.network.deadline).values())):
         raise UserError(faults[0])
     if way == RESTARTED:
         note_launch(folder)

@@ -81,7 +81,7 @@ def _run_peer(
     folder = Path(settings.run.out)
     resumed = _begun(folder)
     check_for_internet(settings)
-    alike = settings.method().topology.identical
+    identical = settings.method().topology.identical
     ticket = _with_newer_addresses(ticket, folder / "run.ticket")
     identity = _own_identity(folder, resumed)
     told: list[Trainer] = []
@@ -97,7 +97,7 @@ def _run_peer(
         behind = network.behind(step or 0)
         away = bool(behind and (step is None or behind > (settings.method().schedule.every or 1)))
         if away:
-            network.prefetch(alike)  # while the rest is being prepared
+            network.prefetch(identical)  # while the rest is being prepared
         launch.prepare(settings, folder, resumed)
         launch.use_cores_of(1)
         network.expect_model(*_shapes_of(settings))

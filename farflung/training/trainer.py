@@ -176,7 +176,7 @@ class Trainer:
             f"replica-{replica}" if leads else self.file_stem,
             network.now,
             keep=saved["events_size"] if saved else None if resume_step is None else 0,
-            elapsed=saved["elapsed"] if saved else 0.0,
+            elapsed_s=saved["elapsed"] if saved else 0.0,
         )
 
     def _load(self, resume_step: int | None) -> Checkpoint | None:
@@ -216,7 +216,7 @@ class Trainer:
             "boundary_traffic": dataclasses.asdict(self.island.traffic),
             "clock": self.network.clock() if isinstance(self.network, TimedNetwork) else None,
             "bytes_told": self.progress.bytes_told,
-            "elapsed": self.log.events.elapsed(),
+            "elapsed": self.log.events.elapsed_s(),
             "events_size": self.log.events.size(),
         }
 

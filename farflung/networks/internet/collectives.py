@@ -24,24 +24,24 @@ class Collectives:
     Args:
         peers: the peers.
         transport: carries the packets.
-        deadline: the longest that others are waited for, in seconds.
+        deadline_s: the longest that others are waited for, in seconds.
     """
 
-    def __init__(self, peers: Peers, transport: PacketTransport, deadline: float) -> None:
+    def __init__(self, peers: Peers, transport: PacketTransport, deadline_s: float) -> None:
         self._peers = peers
         self._transport = transport
-        self._deadline = deadline
+        self._deadline_s = deadline_s
 
     async def exchange(self, packet: Tensor, transfer: Transfer[Packets], key: str) -> Packets:
         """See Network."""
-        await self._swap(dict.fromkeys(transfer.others, packet), transfer, key, self._deadline)
+        await self._swap(dict.fromkeys(transfer.others, packet), transfer, key, self._deadline_s)
         return transfer.all_with(packet)
 
     async def scatter_combine_gather(
         self, packets: Packets, combine: Combine, transfer: Transfer[Any], key: str
     ) -> Packets:
         """See Network."""
-        half = self._deadline / 2  # the other half of the time is for the way back
+        half = self._deadline_s / 2  # the other half of the time is for the way back
         await self._swap(packets, transfer, f"{key}, to be combined", half)
         received = {rank: transfer.delivered.pop(rank) for rank in sorted(transfer.delivered)}
         combined = await asyncio.to_thread(combine, received)
@@ -66,19 +66,19 @@ class Collectives:
             part.copy_(combined[member].view(tensor.dtype).to(part.device))
         return tensor
 
-    async def _swap(self, packets: Packets, transfer: Transfer[Any], key: str, deadline: float) -> None:
+    async def _swap(self, packets: Packets, transfer: Transfer[Any], key: str, deadline_s: float) -> None:
         """Sends each its packet and takes each one's."""
-        swaps = (self._swap_with(rank, packet, transfer, key, deadline) for rank, packet in packets.items())
+        swaps = (self._swap_with(rank, packet, transfer, key, deadline_s) for rank, packet in packets.items())
         await asyncio.gather(*swaps)
 
-    async def _swap_with(self, rank: int, packet: Tensor, transfer: Transfer[Any], key: str, deadline: float) -> None:
+    async def _swap_with(self, rank: int, packet: Tensor, transfer: Transfer[Any], key: str, deadline_s: float) -> None:
         awaited = self._transport.expect(rank, key)
-        member = await self._found(rank, deadline)
+        member = await self._found(rank, deadline_s)
         try:
-            async with asyncio.timeout(deadline):
+            async with asyncio.timeout(deadline_s):
                 if member is None:
                     raise PacketLostError("it is not there")
-                sending = asyncio.ensure_future(self._transport.send(member, key, packet.cpu(), deadline))
+                sending = asyncio.ensure_future(self._transport.send(member, key, packet.cpu(), deadline_s))
                 try:
                     await asyncio.gather(sending, awaited)
                 finally:
@@ -86,14 +86,14 @@ class Collectives:
                     if awaited.done() and not awaited.cancelled() and not awaited.exception():
                         transfer.delivered[rank] = awaited.result()
         except (PacketLostError, TimeoutError) as error:
-            transfer.lost[rank] = str(error) or f"it did not deliver within {deadline:g} s"
+            transfer.lost[rank] = str(error) or f"it did not deliver within {deadline_s:g} s"
             if isinstance(error, PacketLostError) and error.gone:
                 self._peers.members.failed(rank)
         finally:
             self._transport.forget(rank, key)
 
-    async def _found(self, rank: int, deadline: float) -> Member | None:
-        for _ in range(int(min(UNKNOWN_SECONDS, deadline) * 10)):
+    async def _found(self, rank: int, deadline_s: float) -> Member | None:
+        for _ in range(int(min(UNKNOWN_SECONDS, deadline_s) * 10)):
             if member := self._peers.members.by_rank.get(rank):
                 return member
             await asyncio.sleep(0.1)

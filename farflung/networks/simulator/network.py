@@ -220,8 +220,8 @@ class SimulatedNetwork:
 
         def hops(tensors: Packets) -> Iterator[Demand]:
             part = tensor.nbytes / len(group)
-            yield Demand.alike(group, part)
-            yield Demand.alike(group, part)
+            yield Demand.even(group, part)
+            yield Demand.even(group, part)
             mean = mean_in_order([tensors[rank] for rank in group])
             for rank in group:
                 tensors[rank].copy_(mean)
