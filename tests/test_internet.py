@@ -82,8 +82,25 @@ def two_peers(folder: Path) -> Iterator[Run]:
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     yield from two_peers(tmp_path_factory.mktemp("pair"))
+
+
+@pytest.fixture
+def pair(live: Run, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Two peers that have refused nothing yet; what a test makes one believe of another is taken back."""
+    return unspoilt(live, monkeypatch)
+
+
+def unspoilt(live: Run, monkeypatch: pytest.MonkeyPatch) -> Run:
+    live.told.clear()
+    for peer in live.peers:
+        peer.refused.clear()
+        monkeypatch.setitem(peer.peers.info, "step", peer.peers.info["step"])
+        for member in peer.peers.members.by_rank.values():
+            for name in ("step", "rate", "failed"):
+                monkeypatch.setattr(member, name, getattr(member, name))
+    return live
 
 
 # Tickets
@@ -139,9 +156,11 @@ def test_a_frame_is_read_as_it_was_written(frame: dict[str, Any]) -> None:
 
 @given(st.binary(max_size=300))
 def test_bytes_that_are_no_frame_are_refused_whatever_they_are(content: bytes) -> None:
-    with pytest.raises((FrameError, EOFError)):
-        parsed(len(content).to_bytes(4) + content + b"")
-        raise FrameError("it was a frame by chance")
+    try:
+        found = parsed(len(content).to_bytes(4) + content)
+    except FrameError:
+        return
+    assert found == json.loads(content), "it was a frame by chance"
 
 
 def test_a_frame_that_says_it_is_huge_is_refused_before_it_is_read() -> None:
@@ -197,7 +216,6 @@ def test_a_hundred_thousand_garbled_requests_of_a_member_change_nothing(pair: Ru
         return refused
 
     assert one.peers.background.run(bombard(), patience(60)) == 75_000
-    one.peers.members.by_rank[other.rank].step = 0  # it was said to be anywhere
     assert dict(one.peers.guard.refused) == kept
     assert one.exchange(torch.ones(3, dtype=torch.uint8), (one.rank,), "still there").wait(1)
 
@@ -207,7 +225,6 @@ def test_a_hundred_thousand_garbled_requests_of_a_member_change_nothing(pair: Ru
 
 def test_a_stranger_is_refused_before_anything_is_read_and_counted(pair: Run) -> None:
     one = pair.peers[0]
-    before = one.refused.get("stranger", 0)
 
     async def attack(stranger: Stranger) -> tuple[bytes, bytes, bool]:
         packet = encoded({"kind": "packet", "run": pair.ticket.run, "size": 5}) + b"12345"
@@ -218,7 +235,7 @@ def test_a_stranger_is_refused_before_anything_is_read_and_counted(pair: Run) ->
     assert b"has not proven" in asked
     assert b"does not know the run's secret" in guessed
     assert not found
-    assert one.refused["stranger"] == before + 2
+    assert one.refused["stranger"] == 2
 
 
 @pytest.mark.slow
@@ -452,7 +469,6 @@ def test_a_slow_peer_is_moved_on_and_a_fast_one_held(pair: Run) -> None:
     assert one.paced(99, every=10) == 99
     assert one.paced(111, every=10) == 111
     assert one.paced(130, every=10) == 129
-    one.peers.info["step"] = 0
 
 
 @pytest.mark.parametrize(
@@ -479,7 +495,8 @@ def test_a_guest_whose_weight_is_none_is_refused_and_its_host_not_blamed(pair: R
 
 def test_a_peer_that_cannot_be_reached_is_refused_and_ends_nothing(pair: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     one, other = pair.peers
-    known = one.peers._proven.pop(other.peers.identity.peer)
+    known = one.peers._proven[other.peers.identity.peer]
+    monkeypatch.delitem(one.peers._proven, other.peers.identity.peer)
 
     def off_by_an_hour(*_: float) -> None:
         raise UserError("the clock is off")
@@ -487,7 +504,6 @@ def test_a_peer_that_cannot_be_reached_is_refused_and_ends_nothing(pair: Run, mo
     monkeypatch.setattr("farflung.networks.internet.handshake.check_clock", off_by_an_hour)
     with pytest.raises(RequestRefusedError, match="the clock is off"):
         one.peers.background.run(one.peers.ask(known, {"kind": "probe", "size": 0}), patience(20))
-    one.peers._proven[other.peers.identity.peer] = known
 
 
 # Guard
@@ -554,7 +570,6 @@ def test_a_state_that_nobody_has_is_not_waited_for(pair: Run) -> None:
     lonely.peers.members.by_rank[pair.peers[1].rank].failed = True
     with pytest.raises(PeerLostError, match="no peer has the run's state"):
         lonely.fetch(identical=False).wait(patience(30))
-    lonely.peers.members.by_rank[pair.peers[1].rank].failed = False
 
 
 def test_a_record_that_another_has_written_is_dropped(pair: Run) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
+from typing import Any, Generic, Protocol, TypeVar
 
 from torch import Tensor
 
@@ -123,8 +123,8 @@ class Network(Protocol):
     A `key` names one exchange: every member of the group calls with the same key, once.
 
     What it can do, besides:
-        elastic: replicas come and go; it is an ElasticNetwork.
-        timed: its clock belongs to the run, and stops while the run does; it is a TimedNetwork.
+        elastic: itself, where replicas come and go.
+        timed: itself, where its clock belongs to the run, and stops while the run does.
         processes: the ranks of the replicas in torch.distributed's process group, in order, where they are such
             processes; then `among` some of them there is a network, too.
     """
@@ -133,10 +133,10 @@ class Network(Protocol):
     traffic: Traffic
 
     @property
-    def elastic(self) -> bool: ...  # noqa: D102
+    def elastic(self) -> ElasticNetwork | None: ...  # noqa: D102
 
     @property
-    def timed(self) -> bool: ...  # noqa: D102
+    def timed(self) -> TimedNetwork | None: ...  # noqa: D102
 
     @property
     def processes(self) -> tuple[int, ...]: ...  # noqa: D102
@@ -178,7 +178,6 @@ class Network(Protocol):
         ...
 
 
-@runtime_checkable
 class TimedNetwork(Network, Protocol):
     """A network whose clock belongs to the run: a resumed run continues at the time of its checkpoint."""
 
@@ -191,7 +190,6 @@ class TimedNetwork(Network, Protocol):
         ...
 
 
-@runtime_checkable
 class ElasticNetwork(Network, Protocol):
     """A network whose replicas come and go, train at speeds of their own, and cannot all be trusted."""
 

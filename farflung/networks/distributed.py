@@ -46,7 +46,7 @@ class TorchNetwork:
         processes: the ranks in the process group of the replicas, in order; all of them by default.
     """
 
-    elastic = timed = False
+    elastic = timed = None
 
     def __init__(
         self,
@@ -90,11 +90,23 @@ class TorchNetwork:
         """See Network. Lengths travel first, then all packets at once, both directions of each link together."""
         if group == (self.rank,):
             return Finished({self.rank: packet}, self.now())
-        return _Exchange(self, group, lambda transfer: self._exchange(packet, transfer, key))
+
+        def work(transfer: _Exchange[Packets]) -> Packets:
+            transfer.delivered = self._swap_packets(dict.fromkeys(transfer.others, packet), transfer, key)
+            return transfer.all_with(packet)
+
+        return _Exchange(self, group, work)
 
     def scatter_combine_gather(self, packets: Packets, group: Group, key: str, combine: Combine) -> Pending[Packets]:
         """See Network. Combines in the exchange's thread."""
-        return _Exchange(self, group, lambda transfer: self._scatter_combine_gather(packets, combine, transfer, key))
+
+        def work(transfer: _Exchange[Packets]) -> Packets:
+            received = self._swap_packets(packets, transfer, f"{key}: parts")
+            combined = combine({rank: received[rank] for rank in sorted(received)})
+            transfer.delivered = self._swap_packets(dict.fromkeys(transfer.alive, combined), transfer, f"{key}: means")
+            return transfer.all_with(combined)
+
+        return _Exchange(self, group, work)
 
     def all_reduce(self, tensor: Tensor, group: Group, key: str) -> Pending[Tensor]:
         """See Network. Each member averages its part of each chunk, and sends it to the others."""
@@ -123,18 +135,6 @@ class TorchNetwork:
         """Leaves the process group."""
         if dist.is_initialized():
             dist.destroy_process_group()
-
-    def _exchange(self, packet: Tensor, transfer: _Exchange[Packets], key: str) -> Packets:
-        transfer.delivered = self._swap_packets(dict.fromkeys(transfer.others, packet), transfer, key)
-        return transfer.all_with(packet)
-
-    def _scatter_combine_gather(
-        self, packets: Packets, combine: Combine, transfer: _Exchange[Packets], key: str
-    ) -> Packets:
-        received = self._swap_packets(packets, transfer, f"{key}: parts")
-        combined = combine({rank: received[rank] for rank in sorted(received)})
-        transfer.delivered = self._swap_packets(dict.fromkeys(transfer.alive, combined), transfer, f"{key}: means")
-        return transfer.all_with(combined)
 
     def _swap_packets(self, packets: Packets, transfer: _Exchange[Any], key: str) -> Packets:
         """Sends each of the living its packet and receives theirs; lengths travel first."""
@@ -184,17 +184,16 @@ class TorchNetwork:
 
     def _swap(self, incoming: Packets, outgoing: Packets, key: str) -> list[_Work]:
         """Starts receiving and sending, receives first: Gloo needs them posted to use both directions of a link."""
-        ways = ((dist.irecv, incoming), (dist.isend, outgoing))
-        peers = [peer for _, tensors in ways for peer, tensor in tensors.items() if tensor.numel()]
-        posts = [
-            dist.P2POp(op, tensor, self.processes[peer], tag=_tag(key, tensor))
-            for op, tensors in ways
-            for peer, tensor in tensors.items()
-            if tensor.numel()
-        ]
-        for post in posts:
-            count = self.traffic.sent if post.op is dist.isend else self.traffic.received
-            count(post.tensor.nbytes)
+        peers, posts = [], []
+        for op, count, tensors in (
+            (dist.irecv, self.traffic.received, incoming),
+            (dist.isend, self.traffic.sent, outgoing),
+        ):
+            for peer, tensor in tensors.items():
+                if tensor.numel():
+                    count(tensor.nbytes)
+                    peers.append(peer)
+                    posts.append(dist.P2POp(op, tensor, self.processes[peer], tag=_tag(key, tensor)))
         if posts and self.device.type == "cuda":
             # NCCL would wait for each operation in turn; as one batch they run together.
             return [_Work(peers[0], work) for work in dist.batch_isend_irecv(posts)]

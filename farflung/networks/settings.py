@@ -1,4 +1,4 @@
-"""Which network a run is on, and what a simulated one is like."""
+"""A run's network, and the conditions of a simulated one."""
 
 from __future__ import annotations
 
@@ -37,21 +37,15 @@ class NetworkSettings(Checked):
 
     @property
     def kind(self) -> NetworkKind:
-        """What the network can do."""
+        """The network's kind, with its capabilities."""
         return NETWORKS[self.network]
 
     def simulated_conditions(self) -> Conditions:
-        """What the simulated network is to be like. Raises UserError, also for what other networks cannot take."""
-        if self.conditions and not self.kind.simulate:
-            raise _not_simulated("conditions", self.conditions)
-        conditions = conditions_named(self.conditions) if self.conditions else Conditions()
-        for name in ("bandwidth_mbps", "latency_ms", "step_ms"):
-            if (value := getattr(self, name)) is not None:
-                if not self.kind.simulate:
-                    raise _not_simulated(name, value)
-                conditions = replace(conditions, **{name: value})
-        return conditions
-
-
-def _not_simulated(name: str, value: object) -> UserError:
-    return UserError(f"{name} is {value!r}, but real links are as they are; add --network simulated")
+        """The simulated network's conditions. Raises UserError, also for settings that other networks do not have."""
+        named = ("conditions", "bandwidth_mbps", "latency_ms", "step_ms")
+        given = {name: value for name in named if (value := getattr(self, name)) not in (None, "")}
+        if given and not self.kind.simulate:
+            name, value = next(iter(given.items()))
+            raise UserError(f"{name} is {value!r}, but real links are as they are; add --network simulated")
+        conditions = conditions_named(given.pop("conditions")) if self.conditions else Conditions()
+        return replace(conditions, **given)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from farflung.codecs import finite
 from farflung.errors import UserError
 from farflung.hooks.digests import digest
-from farflung.networks import ElasticNetwork, Group, Network, Party, PeerLostError, Pending, SharedState
+from farflung.networks import Group, Network, Party, PeerLostError, Pending, SharedState
 from farflung.outer.aggregation import Aggregation
 from farflung.outer.loop import Exchange, OuterLoop
 from farflung.outer.optimizers import (
@@ -49,11 +49,11 @@ class ElasticLoop(OuterLoop):
         options: Options,
         undo: ExitStack,
     ) -> None:
-        assert isinstance(network, ElasticNetwork)
-        self._elastic = network
+        assert network.elastic
+        self._elastic = network.elastic
         self._fetching: Pending[SharedState] | None = None
         super().__init__(method, model, optimizers, network, options, undo)
-        network.serve(self.state)
+        self._elastic.serve(self.state)
 
     def _make_outer(self) -> torch.optim.Optimizer:
         assert self.method.outer is not None

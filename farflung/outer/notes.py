@@ -22,8 +22,7 @@ class Noted(Compound):
     """
 
     def __init__(self, codec: Codec) -> None:
-        self.codec = codec
-        self.parts = (codec,)
+        self.codec, self.parts = codec, (codec,)
 
     def __repr__(self) -> str:
         return f"Noted({self.codec!r})"

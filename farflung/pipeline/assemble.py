@@ -33,9 +33,10 @@ def assemble(
         deadline: the longest wait for a round, in seconds.
         device: what is computed on.
     """
-    if not isinstance(network, TorchNetwork) or (mesh.island == 1 and not settings.offload):
+    if not network.processes or (mesh.island == 1 and not settings.offload):
         model = training(workload.build(seed), settings).to(device)
         return WholeIsland(settings, workload, model, mesh, network.rank, seed, device), network
+    assert isinstance(network, TorchNetwork)  # what starts processes offers what it does
     from farflung.pipeline.build import part_of_island  # slow to import, and only islands need it
 
     island = part_of_island(settings, workload, network, mesh, seed, deadline, device)

@@ -41,7 +41,7 @@ class Weights(TypedDict):
 
 
 class Names(TypedDict):
-    """What the numbers of optimizers stand for."""
+    """The names of the parameters that optimizers number."""
 
     names: list[str]
     """The parameters' names, in the order in which the inner optimizer numbers them."""
@@ -50,12 +50,12 @@ class Names(TypedDict):
 
 
 class Checkpoint(Weights, Names):
-    """All that one process goes on from. Tensors are on the CPU when it is read."""
+    """The state that one process resumes from. Its tensors are on the CPU when it is read."""
 
     optimizer: dict[str, Any]
     """The inner optimizer's state_dict."""
     outer: dict[str, Any]
-    """The state_dict of the rounds: anchors, outer optimizers, codecs' memories, rounds in flight."""
+    """The state_dict of the rounds: anchors, outer optimizers, codecs' states, pending rounds."""
     random: Tensor
     """The state of torch's random numbers on the CPU."""
     random_cuda: Tensor | None
@@ -79,7 +79,7 @@ class Checkpoint(Weights, Names):
     events_size: int
     """Bytes of the process's file of events then."""
     reshaped: NotRequired[bool]
-    """In memory only: it was made of the parts of another layout."""
+    """In memory only: whether it was made of another layout's parts."""
 
 
 def save(folder: Path, step: int, stem: str, state: Checkpoint) -> None:
@@ -152,7 +152,7 @@ def read(path: Path) -> Checkpoint:
 
 
 def whole(path: Path) -> bool:
-    """Whether a file is there to its end, which a disk or a copy may have lost; what is in it is not read."""
+    """Whether a file has its end, which a disk or a copy may have lost; its content is not read."""
     try:
         with zipfile.ZipFile(path):
             return True
@@ -260,7 +260,7 @@ def _named(files: list[Path]) -> dict[Part, Path]:
 
 
 def _unfinished(folder: Path, step: int, replica: int) -> list[Path]:
-    """What processes that were killed while they wrote have left."""
+    """Unfinished files of processes that were killed while they wrote."""
     return [path for kind in ("", "-part-*") for path in _folder_of(folder, step).glob(f"replica-{replica}{kind}.pt.*")]
 
 

@@ -1,4 +1,4 @@
-"""Writing what happens to one replica, line by line: all that reports and live views read."""
+"""Writing one replica's events, line by line, for reports and live views."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def holds_a_run(folder: Path) -> UserError:
 
 
 def resume_command(folder: Path) -> str:
-    """What goes on with the run in a folder."""
+    """The command that resumes the run in a folder."""
     return f"farflung train --resume {shlex.quote(str(folder))}"
 
 

@@ -1,4 +1,4 @@
-"""The end of a run: what came out of it, over all replicas."""
+"""The end of a run: its results, over all replicas."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from farflung.training.trainer import Trainer
 
 
 class NoRoomError(RuntimeError):
-    """What came out of a run could not be written, for as long as it was tried."""
+    """A run's results could not be written, in all the time it was tried."""
 
 
 TRY_EVERY_SECONDS = 5.0
 TRY_FOR_SECONDS = 3600.0
-"""What cannot be written at the end is tried again, every so often, and for so long."""
+"""Seconds between two attempts to write the results, and seconds until the last."""
 
 DEADLINES_AT_THE_END = 10
-"""The end waits this many times the deadline: replicas that never met may be far apart in time."""
+"""The end waits this many times the deadline: replicas that never exchange may be far apart in time."""
 
 
 Ended = tuple[Tensor, list[dict[str, Any]]]
-"""The mean of the weights of those who end together, and what each of them tells of its run."""
+"""The mean weights of the replicas that end together, and the facts that each gives of its run."""
 Together = Callable[[Callable[[Network], Ended]], Ended]
 """Calls a function with the network of the replicas that end together; if it fails, perhaps again with that of fewer.
 """
@@ -143,7 +143,7 @@ class Endings:
         self._largest = 0
 
     def finish(self, trainer: Trainer) -> None:
-        """Ends with whom it can reach; a replica that comes when the others have gone only says so.
+        """Ends with the replicas that it can reach; one that comes after the others have gone only says so.
 
         Raises NoRoomError and PeerLostError.
         """
@@ -181,5 +181,5 @@ def _keep_trying(write: Callable[[], None], trainer: Trainer, summary: dict[str,
 
 
 def ddp_bytes(parameters: int, settings: Settings, count: int) -> int:
-    """What float32 gradients averaged every step would have cost so many of N replicas: 2 (N - 1) / N messages each."""
+    """The bytes of so many of N replicas that average float32 gradients every step: 2 (N - 1) / N messages each."""
     return 4 * parameters * 2 * (settings.run.replicas - 1) * settings.run.steps * count // settings.run.replicas

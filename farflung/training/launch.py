@@ -56,7 +56,7 @@ from farflung.training.trainer import Trainer
 
 
 def prepare(settings: Settings, folder: Path, resume: bool, restart: bool = False) -> None:
-    """Refuses what cannot work before anything is started, and writes config.toml. Raises UserError.
+    """Refuses settings that cannot work, and writes config.toml. Raises UserError.
 
     To `restart` removes the run that is in the folder; the settings are found to be good before that.
     """
@@ -75,7 +75,7 @@ def prepare(settings: Settings, folder: Path, resume: bool, restart: bool = Fals
 
 
 def check_settings(settings: Settings) -> None:
-    """Refuses what cannot work, as far as can be seen before anything is started. Raises UserError."""
+    """Refuses settings that cannot work, as far as can be seen before the start. Raises UserError."""
     settings.method()
     check_network(settings)
     workload = settings.made_workload()
@@ -100,7 +100,7 @@ def _check_island(settings: Settings) -> None:
 
 
 def without_rounds(settings: Settings) -> str:
-    """What to say of a run that ends before its first round; "" for others."""
+    """A warning for a run that ends before its first round; "" for others."""
     schedule = settings.method().schedule
     first = min(schedule.first(fragment) for fragment in range(schedule.fragments))
     if first <= settings.run.steps:
@@ -294,14 +294,14 @@ def launch_torch(settings: Settings, folder: Path, resume: bool) -> None:
 
 
 def stop_signals() -> list[signal.Signals]:
-    """Those that ask for a stop; the end of a terminal does not where nohup has seen to that."""
+    """The signals that ask for a stop; under nohup, closing the terminal does not."""
     hangs_up = signal.getsignal(signal.SIGHUP) != signal.SIG_IGN
     return [signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hangs_up else [])]
 
 
 @contextmanager
 def stopping_on_signals(stop: Stop) -> Iterator[None]:
-    """Ctrl-C and its kin ask for a stop; a second one while stopping is the same wish."""
+    """Ctrl-C and similar signals ask for a stop; a second one while stopping changes nothing."""
     before = {number: signal.signal(number, stop.request) for number in stop_signals()}
     try:
         with stop.listening():

@@ -1,4 +1,4 @@
-"""Checkpoints across layouts: what a process goes on from when a run was saved by other stages or shards."""
+"""Checkpoints across layouts: the state that a process resumes from when a run was saved by other stages or shards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a process tells of its run: the events that reports and live views read."""
+"""A process's log of its run: the events that reports and live views read."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from farflung.events import (
     StepEvent,
     WarningEvent,
 )
-from farflung.networks import ElasticNetwork, Network
+from farflung.networks import Network
 from farflung.outer import Round
 from farflung.pipeline import Island
 from farflung.settings import Settings
@@ -37,7 +37,7 @@ SAMPLED_WEIGHTS = 1024
 
 @dataclass
 class Progress:
-    """How far a replica has come.
+    """A replica's progress.
 
     Args:
         step: inner steps of the run.
@@ -114,7 +114,7 @@ class RunLog:
                 units=self._workload.units,
                 measure=self._workload.measure,
                 resumed=resumed,
-                clock=time.time() if isinstance(self._network, ElasticNetwork) else None,
+                clock=time.time() if self._network.elastic else None,
             )
         )
 
@@ -122,10 +122,10 @@ class RunLog:
         """An inner step that is to be told of."""
         network, island, progress = self._network, self._island, self._progress
         speed, refused = self._rate.take(), {}
-        if isinstance(network, ElasticNetwork):
-            refused = dict(network.refused)
+        if elastic := network.elastic:
+            refused = dict(elastic.refused)
             told = {"loss": loss, "tokens_per_second": speed, "rounds": progress.rounds}
-            network.tell_others(**told, refused=sum(refused.values()))
+            elastic.tell_others(**told, refused=sum(refused.values()))
         traffic = network.traffic
         facts = torch.tensor([traffic.bytes_sent, island.traffic.bytes_sent, traffic.seconds_blocked]).double()
         sent, boundary, blocked = island.total(facts).tolist()
@@ -175,7 +175,7 @@ class RunLog:
             )
 
     def paused(self) -> AbstractContextManager[None]:
-        """Leaves the time that passes inside out of the speed."""
+        """A context whose time does not count for the speed."""
         return self._rate.paused()
 
     def checkpoint(self, seconds: float) -> None:

@@ -1,4 +1,4 @@
-"""The end of a run of processes, when some of them are lost: islands end as a whole, or not at all."""
+"""The end of a run when some processes are lost: islands end as a whole, or not at all."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from farflung.training.finish import DEADLINES_AT_THE_END, Ended
 
 
 def ended_together(ended: Callable[[Network], Ended], network: TorchNetwork, mesh: Mesh, deadline_s: float) -> Ended:
-    """What `ended` yields among the replicas all of whose processes are left. Raises PeerLostError.
+    """The result of `ended` among the replicas that have all of their processes. Raises PeerLostError.
 
     Args:
         ended: called by every process with the network of those that hold the same part of these replicas.

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from farflung.networks import Network, TimedNetwork
+from farflung.networks import Network
 from farflung.outer import Round, Session
 from farflung.pipeline import assemble
 from farflung.settings import Settings
@@ -23,7 +23,7 @@ from farflung.training.tail import TailAverage
 from farflung.workloads import Workload
 
 CATCH_UP_SECONDS = 24 * 3600.0
-"""Longest wait for the state of a run; a transfer that stands still is given up long before."""
+"""Longest wait for the state of a run, in seconds; a stalled transfer ends much earlier."""
 
 
 class Trainer:
@@ -71,8 +71,8 @@ class Trainer:
         self.progress = Progress(resume_step or 0, trained=resume_step or 0)
         self.tail = TailAverage(self.model)
         self._saved = self._load(resume_step)
-        if self._saved and isinstance(network, TimedNetwork):
-            network.resume(self._saved["clock"])
+        if self._saved and network.timed:
+            network.timed.resume(self._saved["clock"])
         self.log = RunLog(
             settings, self.workload, self.island, self.network, self._event_log(network, resume_step), self.progress
         )
@@ -131,7 +131,7 @@ class Trainer:
         self.log.stepped()
 
         def comes(every: int) -> bool:
-            """Whether a multiple was reached, or jumped over."""
+            """Whether a multiple was reached or passed."""
             return self.step // every > before // every
 
         last = self.step >= run.steps
@@ -180,7 +180,7 @@ class Trainer:
         )
 
     def _load(self, resume_step: int | None) -> Checkpoint | None:
-        """What a run goes on from; tells the others which checkpoints there are."""
+        """The checkpoint that the run resumes from; tells the others which ones are there."""
         mesh, coordinates, fragments = self.island.mesh, self.island.coordinates, self.method.schedule.fragments
         state = None
         if resume_step:
@@ -214,7 +214,7 @@ class Trainer:
             "late": self.tail.state_dict(),
             "traffic": dataclasses.asdict(self.network.traffic),
             "boundary_traffic": dataclasses.asdict(self.island.traffic),
-            "clock": self.network.clock() if isinstance(self.network, TimedNetwork) else None,
+            "clock": self.network.timed.clock() if self.network.timed else None,
             "bytes_told": self.progress.bytes_told,
             "elapsed": self.log.events.elapsed_s(),
             "events_size": self.log.events.size(),

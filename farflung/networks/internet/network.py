@@ -8,13 +8,15 @@ import os
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
 from farflung.errors import UserError
 from farflung.networks.base import (
     Combine,
+    ElasticNetwork,
     Finished,
     Group,
     Packets,
@@ -23,8 +25,8 @@ from farflung.networks.base import (
     Pending,
     SharedState,
     Traffic,
+    mean_in_order,
 )
-from farflung.networks.internet.collectives import Collectives
 from farflung.networks.internet.examination import answer_probes
 from farflung.networks.internet.fetching import Fetching
 from farflung.networks.internet.handshake import OTHER_SHAPES, newcomer_info
@@ -59,7 +61,7 @@ class InternetNetwork:
     Raises UserError when there is nobody to join, or they do not want this peer.
     """
 
-    elastic, timed = True, False
+    timed = None
     processes: tuple[int, ...] = ()
 
     def __init__(self, peers: Peers, largest: int = LARGEST, deadline: float = 120.0) -> None:
@@ -68,7 +70,7 @@ class InternetNetwork:
         self.traffic = Traffic()
         stall_s = max(5.0, min(15.0, deadline / 4))
         self._transport = PacketTransport(peers, largest + ROOM, stall_s, self.traffic)
-        self._collectives = Collectives(peers, self._transport, deadline)
+        self._deadline = deadline
         self._matchmaker = Matchmaker(peers, deadline / 2)
         answer_probes(peers)
         self._snapshots = Snapshots(peers, stall_s)
@@ -91,6 +93,11 @@ class InternetNetwork:
         return cls(Peers(ticket, identity, local, newcomer_info(ticket)), deadline=deadline)
 
     @property
+    def elastic(self) -> ElasticNetwork:
+        """See Network."""
+        return self
+
+    @property
     def refused(self) -> Mapping[str, int]:
         """See ElasticNetwork."""
         return self.peers.guard.refused
@@ -107,19 +114,39 @@ class InternetNetwork:
         """See Network."""
         if group == (self.rank,):
             return Finished({self.rank: packet}, self.now())
-        return self._begin(group, lambda transfer: self._collectives.exchange(packet, transfer, key))
+
+        async def work(transfer: Transfer[Packets]) -> Packets:
+            await self._transport.swap(dict.fromkeys(transfer.others, packet), transfer, key, self._deadline)
+            return transfer.all_with(packet)
+
+        return self._begin(group, work)
 
     def scatter_combine_gather(self, packets: Packets, group: Group, key: str, combine: Combine) -> Pending[Packets]:
         """See Network. Combines in a thread of its own."""
-        return self._begin(
-            group, lambda transfer: self._collectives.scatter_combine_gather(packets, combine, transfer, key)
-        )
+        return self._begin(group, lambda transfer: self._combined(packets, combine, transfer, key))
 
     def all_reduce(self, tensor: Tensor, group: Group, key: str) -> Pending[Tensor]:
         """See Network. Each member averages one part."""
         if group == (self.rank,):
             return Finished(tensor, self.now())
-        return self._begin(group, lambda transfer: self._collectives.all_reduce(tensor, transfer, key))
+
+        async def work(transfer: Transfer[Tensor]) -> Tensor:
+            parts = dict(zip(group, torch.tensor_split(tensor.view(-1), len(group)), strict=True))
+            own = parts[self.rank]
+
+            def combine(received: Packets) -> Tensor:
+                if len(received) < len(group) - 1 or any(len(p) != own.nbytes for p in received.values()):
+                    return _bytes_of(own)
+                values = {sender: packet.view(tensor.dtype) for sender, packet in received.items()} | {self.rank: own}
+                return _bytes_of(mean_in_order([values[member] for member in group]))
+
+            packets = {other: _bytes_of(parts[other]) for other in transfer.others}
+            combined = await self._combined(packets, combine, transfer, key)
+            for member, part in parts.items():
+                part.copy_(combined[member].view(tensor.dtype).to(part.device))
+            return tensor
+
+        return self._begin(group, work)
 
     def meet(
         self, wanted: Group, key: str, step: int, weight: float, anchor_digest: str, then: Callable[[Party], T]
@@ -207,6 +234,14 @@ class InternetNetwork:
         """Leaves the run."""
         self.peers.close()
 
+    async def _combined(self, packets: Packets, combine: Combine, transfer: Transfer[Any], key: str) -> Packets:
+        half = self._deadline / 2  # the other half of the time is for the way back
+        await self._transport.swap(packets, transfer, f"{key}, to be combined", half)
+        received = {rank: transfer.delivered.pop(rank) for rank in sorted(transfer.delivered)}
+        combined = await asyncio.to_thread(combine, received)
+        await self._transport.swap(dict.fromkeys(received, combined), transfer, f"{key}, combined", half)
+        return transfer.all_with(combined)
+
     def _begin(self, group: Group, work: Callable[[Transfer[T]], Awaitable[T]]) -> Transfer[T]:
         """Starts work in the peers' thread."""
         transfer = Transfer[T](self, group)
@@ -222,3 +257,7 @@ class InternetNetwork:
 
         self.peers.background.submit(run())
         return transfer
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    return tensor.detach().cpu().contiguous().view(torch.uint8)

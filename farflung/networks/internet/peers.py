@@ -145,9 +145,9 @@ class Peers:
                 if not left:
                     raise
         self._directory = await Directory.open(self._host.p2p, self.ticket, self.identity, self.guard, self._bootstrap)
-        heartbeat = Heartbeat(self._directory, self.members, self.handshake, self.background, self.tell)
-        await heartbeat.beat(self.info, self._listed)
-        self.background.spawn(heartbeat.go_on(self.info, self._listed))
+        heartbeat = Heartbeat(self, self._directory, self._listed)
+        await heartbeat.beat()
+        self.background.spawn(heartbeat.go_on())
 
     async def _find_members(self) -> None:
         """Calls the peers of the ticket; one that answers is enough. Raises UserError."""

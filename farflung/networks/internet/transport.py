@@ -7,11 +7,12 @@ import hashlib
 import json
 from collections import OrderedDict
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from farflung.networks.base import Traffic
+from farflung.networks.base import Packets, Traffic
 from farflung.networks.internet.frames import (
     Frame,
     FrameError,
@@ -25,6 +26,7 @@ from farflung.networks.internet.identity import signed_by
 from farflung.networks.internet.members import Member
 from farflung.networks.internet.peers import Peers
 from farflung.networks.internet.streams import PeerStream, RequestRefusedError
+from farflung.networks.transfer import Transfer
 
 REMEMBERED = 1 << 16
 """Packets whose names are kept, to know them again."""
@@ -35,6 +37,9 @@ STRIPES = 4
 """Streams that a large packet travels on at a time: the window of one is soon full while data goes both ways."""
 STRIPED = 1 << 20
 """Bytes from which a packet is large."""
+
+UNKNOWN_SECONDS = 5.0
+"""How long a peer is waited for that others of the group have heard of first."""
 
 Address = tuple[int, str]
 """Whose packet, and which."""
@@ -79,6 +84,11 @@ class PacketTransport:
         peers.handlers["packet"] = self._on_packet
         peers.handlers["stripe"] = self._on_stripe
 
+    async def swap(self, packets: Packets, transfer: Transfer[Any], key: str, deadline: float) -> None:
+        """Sends each its packet and takes each one's: who fails in that is lost, the rest goes on."""
+        swaps = (self._swap_with(rank, packet, transfer, key, deadline) for rank, packet in packets.items())
+        await asyncio.gather(*swaps)
+
     def expect(self, sender: int, key: str) -> asyncio.Future[Tensor]:
         """The packet of a sender under a key, from now on taken when it comes; `forget` ends that."""
         address = sender, key
@@ -104,6 +114,34 @@ class PacketTransport:
             delivery.cancel()
             raise
         self._traffic.sent(packet.numel())
+
+    async def _swap_with(self, rank: int, packet: Tensor, transfer: Transfer[Any], key: str, deadline: float) -> None:
+        awaited = self.expect(rank, key)
+        member = await self._found(rank, deadline)
+        try:
+            async with asyncio.timeout(deadline):
+                if member is None:
+                    raise PacketLostError("it is not there")
+                sending = asyncio.ensure_future(self.send(member, key, packet.cpu(), deadline))
+                try:
+                    await asyncio.gather(sending, awaited)
+                finally:
+                    sending.cancel()
+                    if awaited.done() and not awaited.cancelled() and not awaited.exception():
+                        transfer.delivered[rank] = awaited.result()
+        except (PacketLostError, TimeoutError) as error:
+            transfer.lost[rank] = str(error) or f"it did not deliver within {deadline:g} s"
+            if isinstance(error, PacketLostError) and error.gone:
+                self._peers.members.failed(rank)
+        finally:
+            self.forget(rank, key)
+
+    async def _found(self, rank: int, deadline: float) -> Member | None:
+        for _ in range(int(min(UNKNOWN_SECONDS, deadline) * 10)):
+            if member := self._peers.members.by_rank.get(rank):
+                return member
+            await asyncio.sleep(0.1)
+        return None
 
     async def _deliver(
         self, member: Member, key: str, packet: Tensor, deadline_s: float, underway: asyncio.Future[None]

@@ -1,8 +1,8 @@
 """N replicas in one process, under a virtual clock.
 
-Each replica runs in a thread of its own, but only one thread runs at a time: it holds the baton. A replica that waits,
-or that computes a step, passes it on: to whoever is ready, or else time goes on to what happens next. So no result
-depends on thread timing, and the replicas' code is the same as on a real network.
+Each replica runs in a thread of its own, but only one thread runs at a time: it holds the baton. A replica that waits
+or computes a step passes the baton to one that is ready; if none is, the clock advances. So no result depends on thread
+timing, and the replicas' code is the same as on a real network.
 """
 
 from __future__ import annotations
@@ -18,7 +18,17 @@ from typing import Any, Generic, NoReturn, TypeVar
 import torch
 from torch import Tensor
 
-from farflung.networks.base import Combine, Finished, Group, Packets, PeerLostError, Pending, Traffic, mean_in_order
+from farflung.networks.base import (
+    Combine,
+    Finished,
+    Group,
+    Packets,
+    PeerLostError,
+    Pending,
+    TimedNetwork,
+    Traffic,
+    mean_in_order,
+)
 from farflung.networks.simulator.cluster import CUT_OFF, Hops, SimulatedCluster, SimulatedCollective, described
 from farflung.networks.simulator.conditions import Conditions
 from farflung.networks.simulator.fabric import Demand
@@ -137,7 +147,7 @@ class _Baton:
 class SimulatedNetwork:
     """One simulated replica's seat. Made by `Simulation`, or alone by `alone()`."""
 
-    elastic, timed = False, True
+    elastic = None
     processes: tuple[int, ...] = ()
 
     def __init__(self, simulation: Simulation, rank: int) -> None:
@@ -149,6 +159,11 @@ class SimulatedNetwork:
         self._step_times = StepTimes(simulation.conditions, rank)
         self._attachments = itertools.count()
         self._steps = 0
+
+    @property
+    def timed(self) -> TimedNetwork:
+        """See Network."""
+        return self
 
     @classmethod
     def alone(cls, conditions: Conditions | None = None) -> SimulatedNetwork:
