@@ -9,13 +9,13 @@ import torch
 import torch_replica
 from patience import patience, until
 
-from farflung.testing.peers import take_seat
+from farflung.testing.peers import join_network
 
 if __name__ == "__main__":
     case, argument, out, number, peers, port = sys.argv[1:7]
     torch.set_num_threads(1)
     folder = Path(out)
-    network = take_seat(folder, int(number), "127.0.0.1", int(port), patience(20))
+    network = join_network(folder, int(number), "127.0.0.1", int(port), patience(20))
     until(lambda: len(network.members()) == int(peers))
     observed = getattr(torch_replica, case)(network, argument)
     torch.save(observed, folder / f"{network.rank}.pt")

@@ -89,7 +89,7 @@ def test_a_state_that_cannot_be_is_fetched_from_another(run: Run, liar: Liar, li
     until(lambda: liar.peers.identity.rank in newcomer.members())
     one.serve(lambda: SharedState({"anchor 0": torch.arange(4.0)}, {"step": 7, "until": 10**6}))
     with training(one):
-        state = newcomer.fetch(alike=True).wait(patience(60))
+        state = newcomer.fetch(identical=True).wait(patience(60))
     assert state.tensors["anchor 0"].tolist() == [0.0, 1.0, 2.0, 3.0] and state.facts["step"] == 7
     assert newcomer.refused["bad state"] + newcomer.refused["bad piece"] > 0
 

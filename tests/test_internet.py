@@ -556,7 +556,7 @@ def test_a_state_comes_in_pieces_from_several_and_survives_one_that_sends_other_
     for thread in threads:
         thread.start()
     try:
-        state = run.peers[2].fetch(alike=False).wait(patience(30))
+        state = run.peers[2].fetch(identical=False).wait(patience(30))
     finally:
         stop.set()
         for thread in threads:
@@ -569,7 +569,7 @@ def test_a_state_that_nobody_has_is_not_waited_for(pair: Run) -> None:
     lonely = pair.peers[0]
     lonely.peers.members.by_rank[pair.peers[1].rank].failed = True
     with pytest.raises(PeerLostError, match="no peer has the run's state"):
-        lonely.fetch(alike=False).wait(patience(30))
+        lonely.fetch(identical=False).wait(patience(30))
 
 
 def test_a_record_that_another_has_written_is_dropped(pair: Run) -> None:

@@ -22,7 +22,7 @@ class CrashedError(Exception):
 
 
 class Mortal:
-    """A seat whose process is killed when it has begun so many exchanges, and that cannot reach some of the others."""
+    """A network whose process is killed after so many exchanges, and that cannot reach some of the others."""
 
     def __init__(self, network: SimulatedNetwork, lives: int | None, unreachable: set[int]) -> None:
         self._network, self._left, self._unreachable = network, lives, unreachable
@@ -45,7 +45,7 @@ def ends(replicas: int, lives: dict[int, int], broken: set[frozenset[int]]) -> l
 
     def work(network: SimulatedNetwork) -> Any:
         unreachable = {rank for pair in broken if network.rank in pair for rank in pair - {network.rank}}
-        seat: Any = Mortal(network, lives.get(network.rank), unreachable)
+        mortal: Any = Mortal(network, lives.get(network.rank), unreachable)
         attempts = 0
 
         def total(group: Group) -> int:
@@ -54,13 +54,13 @@ def ends(replicas: int, lives: dict[int, int], broken: set[frozenset[int]]) -> l
             attempts += 1
             number = torch.tensor([1 << network.rank], dtype=torch.uint8)
             pairs = [tuple(sorted((network.rank, other))) for other in group if other != network.rank]
-            pending = [seat.exchange(number, pair, f"work {attempts} of {group}") for pair in pairs]
+            pending = [mortal.exchange(number, pair, f"work {attempts} of {group}") for pair in pairs]
             return (1 << network.rank) + sum(
                 int(packet) for pair in pending for rank, packet in pair.wait(60.0).items() if rank != network.rank
             )
 
         try:
-            return among_survivors(seat, lambda group: group, total, 60.0)
+            return among_survivors(mortal, lambda group: group, total, 60.0)
         except (CrashedError, PeerLostError):
             return None
 
@@ -153,7 +153,7 @@ def test_when_a_replica_is_killed_the_others_end_the_run(
     final = [saved(tmp_path / str(rank), 20, rank)["model"] for rank in living]
     for rank in living:
         code, said = ended[rank]
-        assert code == 0 and f"replicas lost: {victim}" in said and "the trained model makes" in said, said
+        assert code == 0 and f"replicas lost: {victim}" in said and "a sample from the trained model" in said, said
         summary = json.loads((tmp_path / str(rank) / "summary.json").read_text())
         assert summary["missing"] == [victim] and len(summary["validation_loss_per_replica"]) == len(living)
         averaged = checkpoint.read(checkpoint.average_of(tmp_path / str(rank)))["model"]

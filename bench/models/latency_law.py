@@ -37,7 +37,7 @@ SMOKE = Options(sigmas=(0.0, 1.0), trials=2, powers=3)
 
 
 def hop(brought: dict[int, None]) -> Iterator[Demand]:
-    yield Demand.alike(tuple(sorted(brought)), 0.0)
+    yield Demand.even(tuple(sorted(brought)), 0.0)
 
 
 def pair(cluster: SimulatedCluster, rank: int, replicas: int) -> Replica:

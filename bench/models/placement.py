@@ -115,7 +115,7 @@ def simulated(conditions: Conditions, problem: Problem, placement: Groups) -> fl
 
     def average(group: tuple[int, ...], hops: int) -> None:
         if hops:
-            demand = Demand.alike(group, problem.dp_bytes / len(group))
+            demand = Demand.even(group, problem.dp_bytes / len(group))
             cluster.fabric.send(demand, f"{group} {hops}", lambda: average(group, hops - 1))
 
     for replica in replicas:

@@ -22,7 +22,7 @@ from bench.lib.table import Cell, Part, Table
 from farflung import methods
 from farflung.codecs import Modulo
 from farflung.testing.hosts import NetLab, run_everywhere, unavailable
-from farflung.testing.peers import take_seat, write_ticket
+from farflung.testing.peers import join_network, write_ticket
 from farflung.testing.waiting import until
 
 needs = unavailable
@@ -51,7 +51,7 @@ SMOKE = Options(parameters=250_000, rounds=1, methods=("noloco",))
 
 def peer(method: str, folder: Path, number: int, address: str, options: Options) -> None:
     """Holds rounds in which little is computed; prints the median of their seconds, and the bytes sent in one."""
-    network = take_seat(folder, number, address, PORT, deadline_s=60)
+    network = join_network(folder, number, address, PORT, deadline_s=60)
     until(lambda: len(network.members()) == 2, 60, "the other peer")
     model, optimizer = model_of(options.parameters, number, lr=1e-3)
     seconds: list[float] = []

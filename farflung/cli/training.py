@@ -210,7 +210,7 @@ def tell_result(folder: Path, to: TextIO | None = None) -> None:
         f"\nvalidation loss {summary['validation_loss']:.4f} {summary['measure']} (mean of the replicas), "
         f"{summary['validation_loss_averaged']:.4f} with their weights averaged\n"
         f"sent {sent / 1e6:,.1f} MB{fewer}\n{without}\n"
-        f"the trained model makes:\n{_indented(summary['sample'])}\n\n"
+        f"a sample from the trained model:\n{_indented(summary['sample'])}\n\n"
         f"run folder {folder}\nreport     {_report_of(folder)}",
         file=to,
     )

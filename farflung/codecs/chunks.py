@@ -36,10 +36,10 @@ def totals(shapes: Iterable[Shape]) -> list[Shape]:
 
 def together(matrices: Iterable[Tensor]) -> list[Tensor]:
     """One matrix for each width: see `totals`."""
-    alike: dict[int, list[Tensor]] = {}
+    by_width: dict[int, list[Tensor]] = {}
     for matrix in matrices:
-        alike.setdefault(matrix.shape[1], []).append(matrix)
-    return [those[0] if len(those) == 1 else torch.cat(those) for those in alike.values()]
+        by_width.setdefault(matrix.shape[1], []).append(matrix)
+    return [those[0] if len(those) == 1 else torch.cat(those) for those in by_width.values()]
 
 
 def separate(matrices: Iterable[Tensor], shapes: Sequence[Shape]) -> list[Tensor]:

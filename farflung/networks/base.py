@@ -222,8 +222,8 @@ class ElasticNetwork(Network, Protocol):
         """Registers the function that gives this replica's state to late replicas; `paced` calls it when asked."""
         ...
 
-    def fetch(self, alike: bool) -> Pending[SharedState]:
-        """The state of other replicas; of the same bits throughout where they are `alike`.
+    def fetch(self, identical: bool) -> Pending[SharedState]:
+        """The state of other replicas; of the same bits throughout where they are `identical`.
 
         `wait` raises PeerLostError.
         """

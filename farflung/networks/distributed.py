@@ -113,8 +113,8 @@ class TorchNetwork:
         if group == (self.rank,):
             return Finished(tensor, self.now())
         # Whoever calls with another size or dtype must not be taken for a partner: it would be averaged half.
-        alike = f"{key} of {tensor.numel()} {tensor.dtype}"
-        return _Exchange(self, group, lambda transfer: self._all_reduce(tensor, transfer, alike))
+        same = f"{key} of {tensor.numel()} {tensor.dtype}"
+        return _Exchange(self, group, lambda transfer: self._all_reduce(tensor, transfer, same))
 
     def advance(self) -> None:
         """Nothing: the wall clock has already advanced."""

@@ -1,4 +1,4 @@
-"""Which network a run is on, and what a simulated one is like."""
+"""A run's network, and the conditions of a simulated one."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ class NetworkSettings(Checked):
 
     @property
     def kind(self) -> NetworkKind:
-        """What the network can do."""
+        """The network's kind, with its capabilities."""
         return NETWORKS[self.network]
 
     def simulated_conditions(self) -> Conditions:
-        """What the simulated network is to be like. Raises UserError, also for what other networks cannot take."""
+        """The simulated network's conditions. Raises UserError, also for settings that other networks do not have."""
         named = ("conditions", "bandwidth_mbps", "latency_ms", "step_ms")
         given = {name: value for name in named if (value := getattr(self, name)) not in (None, "")}
         if given and not self.kind.simulate:

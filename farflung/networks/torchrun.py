@@ -20,16 +20,16 @@ REMINDER_SECONDS = 15.0
 """Seconds between two lines about whom it waits for."""
 
 
-def join(starting: float) -> tuple[dict[int, str], Store]:
+def join(starting_s: float) -> tuple[dict[int, str], Store]:
     """Joins the process group that torchrun's environment variables describe.
 
     Returns how each process is called in messages, and a store where they can leave each other word. Raises UserError.
     """
-    limit = timedelta(seconds=starting)
+    limit = timedelta(seconds=starting_s)
     try:
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         store = _meeting_place(rank, limit)
-        addresses = _check_in(store, rank, size, starting)
+        addresses = _check_in(store, rank, size, starting_s)
         dist.init_process_group("gloo", store=PrefixStore("gloo", store), rank=rank, world_size=size, timeout=limit)
     except (dist.DistError, RuntimeError, ValueError, LookupError, TimeoutError) as error:
         raise UserError(_explain(error)) from error
@@ -49,7 +49,7 @@ def _meeting_place(rank: int, limit: timedelta) -> Store:
     return PrefixStore(f"farflung/attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
 
 
-def _check_in(store: Store, rank: int, size: int, starting: float) -> dict[int, str]:
+def _check_in(store: Store, rank: int, size: int, starting_s: float) -> dict[int, str]:
     """Publishes this replica's address, and waits for all others'; without this, joining hangs when one is missing."""
     host = socket.gethostname()
     store.set(f"address/{rank}", f"{host}, process {os.getpid()}")
@@ -57,12 +57,14 @@ def _check_in(store: Store, rank: int, size: int, starting: float) -> dict[int, 
     for other in range(size):
         while not store.check([f"address/{other}"]):
             waited = time.monotonic() - began
-            if waited >= starting:
-                raise TimeoutError(f"replica {other} of {size} has not come within {starting:g} s (--starting)")
+            if waited >= starting_s:
+                raise TimeoutError(f"replica {other} of {size} has not come within {starting_s:g} s (--starting)")
             if waited >= REMINDER_SECONDS:
-                log.warning("replica %d waits for replica %d to start: %.0f of %g s", rank, other, waited, starting)
+                log.warning("replica %d waits for replica %d to start: %.0f of %g s", rank, other, waited, starting_s)
             with contextlib.suppress(dist.DistError, RuntimeError):  # that is the next turn's question
-                store.wait([f"address/{other}"], timedelta(seconds=max(0.1, min(REMINDER_SECONDS, starting - waited))))
+                store.wait(
+                    [f"address/{other}"], timedelta(seconds=max(0.1, min(REMINDER_SECONDS, starting_s - waited)))
+                )
     return {other: store.get(f"address/{other}").decode() for other in range(size)}
 
 

@@ -243,7 +243,7 @@ class Timer:
         def hops(brought: dict[int, None]) -> Iterator[Demand]:
             nbytes = self._message_bytes(len(group)) * share
             for part in self._traffic_per_hop(len(group)):
-                demand = Demand.alike(group, part * nbytes)
+                demand = Demand.even(group, part * nbytes)
                 self._result.bytes_sent += sum(demand.sent)
                 yield demand
 

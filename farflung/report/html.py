@@ -68,7 +68,7 @@ def page(runs: list[Run]) -> str:
         *(_section(f"Inside the islands{_of(run, runs)}", islands_table(run)) for run in runs if has_islands(run)),
         *(_section(f"Warnings{_of(run, runs)}", _warnings(run)) for run in runs if run.all_of(WarningEvent)),
         *(
-            _section(f"Made by the trained model{_of(run, runs)}", f"<pre>{escape(run.summary['sample'])}</pre>")
+            _section(f"A sample from the trained model{_of(run, runs)}", f"<pre>{escape(run.summary['sample'])}</pre>")
             for run in runs
             if run.summary
         ),

@@ -1,4 +1,4 @@
-"""Peers of a run on the internet: its ticket, seats at it in this process, and `farflung join` in processes."""
+"""Peers of a run on the internet: its ticket, networks in this process, and `farflung join` in processes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def write_ticket(path: Path, key: Path, address: str, port: int, name: str = "te
     return ticket
 
 
-def take_seat(folder: Path, number: int, address: str, port: int, deadline_s: float) -> InternetNetwork:
+def join_network(folder: Path, number: int, address: str, port: int, deadline_s: float) -> InternetNetwork:
     """Joins the run whose ticket is FOLDER/run.ticket, as a member that trains; the first has its key in FOLDER/0.key.
 
     All but the first, which listens at `port`, wait until it is there. Raises TimeoutError.

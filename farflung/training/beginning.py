@@ -1,4 +1,4 @@
-"""Where a run begins: anew, or at the newest checkpoint that all of its replicas have."""
+"""Where a run starts: from the beginning, or at the newest checkpoint that all of its replicas have."""
 
 from __future__ import annotations
 
@@ -18,10 +18,9 @@ from farflung.settings import Settings, read_settings
 from farflung.training import checkpoint, events
 
 NEW, RESTARTED, RESUMED, AGAIN = "new", "restarted", "resumed", "again"
-"""How a machine begins: in an empty folder; anew in an old one; where an old run stands; or because torchrun has
-started it once more."""
+"""How a machine starts: in an empty folder; again from the beginning; resuming a run; or restarted by torchrun."""
 SHOWN = 6
-"""Of steps and replicas, so many are named in a message."""
+"""The most steps or replicas that a message names."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,7 @@ class Standing:
 
     @classmethod
     def of(cls, folder: Path, replica: int, stem: str, way: str = "") -> Standing:
-        """What is in a folder now for a process whose files are called so: its own, or all parts of its replica."""
+        """A folder's content for a process, by the stem of its files: its own parts, or all of its replica."""
         machine = f"{socket.gethostname()}, node {os.environ.get('GROUP_RANK', 0)}, {folder.resolve()}"
         steps = tuple(
             step
@@ -59,9 +58,9 @@ class Standing:
 
 
 def first_step(standings: Sequence[Standing], folder: Path) -> int | None:
-    """The step after which all go on; 0 for the beginning of a run that has lost nothing, None for a new one.
+    """The step after which all resume; 0 for the beginning of a run without lost work, None for a new run.
 
-    Raises UserError where going on would lose what there is.
+    Raises UserError where resuming would lose work.
     """
     ways = {standing.way for standing in standings} - {""}
     if ways <= {NEW, RESTARTED}:
@@ -114,7 +113,7 @@ def refuse_while_trained(folder: Path) -> None:
 
 
 def clear(folder: Path) -> None:
-    """Removes what a run has left, but for its settings. Raises UserError where it is being trained, or stays."""
+    """Removes a run's files, except its settings. Raises UserError where it is being trained, or stays."""
     with disk_errors(f"remove the old run in {folder}", "see to it, or begin anew in another folder with --out"):
         refuse_while_trained(folder)
         for name in ("summary.json", "report.html"):
@@ -133,7 +132,7 @@ def how_to_go_on(folder: Path) -> str:
 
 
 def restart_command(folder: Path) -> str:
-    """What begins a run anew in the folder of an old one."""
+    """The command that starts a run again from the beginning."""
     return f"{events.resume_command(folder)} --restart"
 
 
@@ -144,7 +143,7 @@ def begun_by_this_launch(folder: Path) -> bool:
 
 
 def note_launch(folder: Path) -> None:
-    """Takes down which torchrun begins the run, if one does."""
+    """Records which torchrun starts the run, if one does."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         write_text(_launch_file(folder), _launch())
 
@@ -164,14 +163,14 @@ def _launch() -> str:
 
 
 def _described(standings: Sequence[Standing]) -> str:
-    """Who has which steps, and what is damaged, in a line."""
+    """Which replicas have which steps, and which files are damaged, in a line."""
     having: dict[tuple[tuple[int, ...], str], list[Standing]] = {}
     for standing in standings:
         having.setdefault((tuple(standing.steps), _host(standing)), []).append(standing)
     told = []
-    for (steps, _), alike in list(having.items())[:SHOWN]:
+    for (steps, _), replicas in list(having.items())[:SHOWN]:
         what = f"steps {_listed(steps[-SHOWN:])}" if len(steps) > 1 else f"step {steps[0]}" if steps else "none"
-        told.append(f"{_who(alike)}: {what}")
+        told.append(f"{_who(replicas)}: {what}")
     if damaged := sorted({path for standing in standings for path in standing.damaged}):
         told.append(f"damaged: {_listed(damaged)}")
     return "; ".join(told) + ("; …" if len(having) > SHOWN else "")

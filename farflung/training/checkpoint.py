@@ -41,7 +41,7 @@ class Weights(TypedDict):
 
 
 class Names(TypedDict):
-    """What the numbers of optimizers stand for."""
+    """The names of the parameters that optimizers number."""
 
     names: list[str]
     """The parameters' names, in the order in which the inner optimizer numbers them."""
@@ -50,12 +50,12 @@ class Names(TypedDict):
 
 
 class Checkpoint(Weights, Names):
-    """All that one process goes on from. Tensors are on the CPU when it is read."""
+    """The state that one process resumes from. Its tensors are on the CPU when it is read."""
 
     optimizer: dict[str, Any]
     """The inner optimizer's state_dict."""
     outer: dict[str, Any]
-    """The state_dict of the rounds: anchors, outer optimizers, codecs' memories, rounds in flight."""
+    """The state_dict of the rounds: anchors, outer optimizers, codecs' states, pending rounds."""
     random: Tensor
     """The state of torch's random numbers on the CPU."""
     random_cuda: Tensor | None
@@ -79,12 +79,12 @@ class Checkpoint(Weights, Names):
     events_size: int
     """Bytes of the process's file of events then."""
     reshaped: NotRequired[bool]
-    """In memory only: it was made of the parts of another layout."""
+    """In memory only: whether it was made of another layout's parts."""
 
 
-def save(folder: Path, step: int, seat: str, state: Checkpoint) -> None:
+def save(folder: Path, step: int, stem: str, state: Checkpoint) -> None:
     """Writes one process's part of a checkpoint."""
-    write(path_of(folder, step, seat), state)
+    write(path_of(folder, step, stem), state)
 
 
 def write(path: Path, state: Weights) -> None:
@@ -119,9 +119,9 @@ def _save(state: Weights, file: BinaryIO) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from error
 
 
-def average_of(folder: Path, seat: str = "replica-0") -> Path:
+def average_of(folder: Path, stem: str = "replica-0") -> Path:
     """Where the weights lie, or one part of them, that were averaged over replicas once at the end."""
-    return folder / "checkpoints" / f"averaged{re.sub('^replica-[0-9]+', '', seat)}.pt"
+    return folder / "checkpoints" / f"averaged{re.sub('^replica-[0-9]+', '', stem)}.pt"
 
 
 def averages(folder: Path) -> list[Path]:
@@ -152,7 +152,7 @@ def read(path: Path) -> Checkpoint:
 
 
 def whole(path: Path) -> bool:
-    """Whether a file is there to its end, which a disk or a copy may have lost; what is in it is not read."""
+    """Whether a file has its end, which a disk or a copy may have lost; its content is not read."""
     try:
         with zipfile.ZipFile(path):
             return True
@@ -245,9 +245,9 @@ def forget_after(folder: Path, replica: int, step: int) -> None:
             _remove(folder, later, replica)
 
 
-def path_of(folder: Path, step: int, seat: str) -> Path:
+def path_of(folder: Path, step: int, stem: str) -> Path:
     """Where a process's part of a checkpoint lies."""
-    return _folder_of(folder, step) / f"{seat}.pt"
+    return _folder_of(folder, step) / f"{stem}.pt"
 
 
 def _written(folder: Path, step: int, replica: int) -> dict[Part, Path]:
@@ -260,7 +260,7 @@ def _named(files: list[Path]) -> dict[Part, Path]:
 
 
 def _unfinished(folder: Path, step: int, replica: int) -> list[Path]:
-    """What processes that were killed while they wrote have left."""
+    """Unfinished files of processes that were killed while they wrote."""
     return [path for kind in ("", "-part-*") for path in _folder_of(folder, step).glob(f"replica-{replica}{kind}.pt.*")]
 
 

@@ -1,4 +1,4 @@
-"""Writing what happens to one replica, line by line: all that reports and live views read."""
+"""Writing one replica's events, line by line, for reports and live views."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class EventLog:
     Args:
         folder: the run folder.
         replica: whose events they are.
-        seat: what the process's files are called.
+        stem: the name of the process's files, without suffix.
         clock: the network's clock; events carry the seconds since the run began on it.
         keep: the bytes of an earlier part of the run that stay; None starts a new run, and refuses an old one.
-        elapsed: how many seconds the run had lasted at the end of that part.
+        elapsed_s: how many seconds the run had lasted at the end of that part.
 
     Raises:
         UserError: the folder holds a run already, or another process is writing to it.
@@ -34,12 +34,12 @@ class EventLog:
         self,
         folder: Path,
         replica: int,
-        seat: str,
+        stem: str,
         clock: Callable[[], float],
         keep: int | None = None,
-        elapsed: float = 0.0,
+        elapsed_s: float = 0.0,
     ) -> None:
-        path = folder / "events" / f"{seat}.jsonl"
+        path = folder / "events" / f"{stem}.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
         if keep is None and path.exists():
             raise holds_a_run(folder)
@@ -49,17 +49,17 @@ class EventLog:
         self._unwritten = b""
         self._replica = replica
         self._clock = clock
-        self._origin = clock() - elapsed
+        self._origin = clock() - elapsed_s
 
     def write(self, event: Event) -> None:
         """Appends one event of this replica and moment. On a full disk, it is kept in memory until there is room."""
-        told = replace(event, replica=self._replica, at=round(self.elapsed(), 6))
+        told = replace(event, replica=self._replica, at=round(self.elapsed_s(), 6))
         self._unwritten += line_of(told) + b"\n"
         with contextlib.suppress(OSError):
             while self._unwritten:
                 self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
 
-    def elapsed(self) -> float:
+    def elapsed_s(self) -> float:
         """Seconds since the run began, on the network's clock."""
         return self._clock() - self._origin
 
@@ -111,7 +111,7 @@ def holds_a_run(folder: Path) -> UserError:
 
 
 def resume_command(folder: Path) -> str:
-    """What goes on with the run in a folder."""
+    """The command that resumes the run in a folder."""
     return f"farflung train --resume {shlex.quote(str(folder))}"
 
 

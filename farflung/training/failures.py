@@ -1,4 +1,4 @@
-"""What ends a run, and how the process that failed first is told from those that then lost it."""
+"""Errors that end a run, and which of the failed processes was the first."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class RunFailedError(Exception):
 
 
 RUN_ERRORS = (RunFailedError, DivergedError, DisagreementError, PeerLostError, NoRoomError)
-"""What ends a run for reasons other than a mistake in its settings."""
+"""An error that ends a run and is no mistake in its settings."""
 
 
 class OneLine(ErrorHandler):

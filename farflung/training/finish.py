@@ -1,4 +1,4 @@
-"""The end of a run: what came out of it, over all replicas."""
+"""The end of a run: its results, over all replicas."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from farflung.networks import Network, PeerLostError, among_members
 from farflung.outer.fragments import split
 from farflung.settings import Settings
 from farflung.training import checkpoint
-from farflung.training.gather import gather
+from farflung.training.facts import all_gather_facts
 from farflung.training.resharding import buffer_names
 from farflung.training.terminal import say
 from farflung.training.trainer import Trainer
 
 
 class NoRoomError(RuntimeError):
-    """What came out of a run could not be written, for as long as it was tried."""
+    """A run's results could not be written, in all the time it was tried."""
 
 
 TRY_EVERY_SECONDS = 5.0
 TRY_FOR_SECONDS = 3600.0
-"""What cannot be written at the end is tried again, every so often, and for so long."""
+"""Seconds between two attempts to write the results, and seconds until the last."""
 
 DEADLINES_AT_THE_END = 10
-"""The end waits this many times the deadline: replicas that never met may be far apart in time."""
+"""The end waits this many times the deadline: replicas that never exchange may be far apart in time."""
 
 
 Ended = tuple[Tensor, list[dict[str, Any]]]
-"""The mean of the weights of those who end together, and what each of them tells of its run."""
+"""The mean weights of the replicas that end together, and the facts that each gives of its run."""
 Together = Callable[[Callable[[Network], Ended]], Ended]
 """Calls a function with the network of the replicas that end together; if it fails, perhaps again with that of fewer.
 """
@@ -60,7 +60,7 @@ def _own_facts(trainer: Trainer) -> dict[str, Any]:
     """What a replica tells of its run, as it is when its last step is over; all of its processes call alike."""
     island, traffic = trainer.island, trainer.network.traffic
     own = [traffic.bytes_sent, traffic.seconds_blocked, island.traffic.bytes_sent]
-    seconds, loss = trainer.log.events.elapsed(), island.evaluate()
+    seconds, loss = trainer.log.events.elapsed_s(), island.evaluate()
     sent, blocked, boundary = island.total(torch.tensor(own, dtype=torch.float64)).tolist()
     return {
         "replica": island.coordinates.replica,
@@ -83,7 +83,7 @@ def _met(trainer: Trainer, network: Network, own: Tensor, facts: dict[str, Any])
     apart = torch.tensor([own.numel(), (own - mean).double().square().sum()], dtype=torch.float64)
     numel, deviation = trainer.island.total(apart).tolist()
     facts = {**facts, "parameters": round(numel), "deviation": deviation / max(numel, 1)}
-    return mean, list(gather(network, facts, "summary", deadline).values())
+    return mean, list(all_gather_facts(network, facts, "summary", deadline).values())
 
 
 def _summary(trainer: Trainer, facts: list[dict[str, Any]]) -> dict[str, Any]:
@@ -143,7 +143,7 @@ class Endings:
         self._largest = 0
 
     def finish(self, trainer: Trainer) -> None:
-        """Ends with whom it can reach; a replica that comes when the others have gone only says so.
+        """Ends with the replicas that it can reach; one that comes after the others have gone only says so.
 
         Raises NoRoomError and PeerLostError.
         """
@@ -181,5 +181,5 @@ def _keep_trying(write: Callable[[], None], trainer: Trainer, summary: dict[str,
 
 
 def ddp_bytes(parameters: int, settings: Settings, count: int) -> int:
-    """What float32 gradients averaged every step would have cost so many of N replicas: 2 (N - 1) / N messages each."""
+    """The bytes of so many of N replicas that average float32 gradients every step: 2 (N - 1) / N messages each."""
     return 4 * parameters * 2 * (settings.run.replicas - 1) * settings.run.steps * count // settings.run.replicas

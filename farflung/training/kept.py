@@ -1,4 +1,4 @@
-"""Which checkpoints the processes of a run have, so that none goes that others may have to go on from."""
+"""Which checkpoints the processes of a run have, so that none is removed that others may resume from."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from farflung.training.stopping import Stop
 
 
 class Kept:
-    """What each process has told of its checkpoints, in a store that all share. What is known may lag behind.
+    """The checkpoints that each process has reported, in a shared store; reports may lag behind.
 
     Args:
         store: shared by all processes.

@@ -27,7 +27,7 @@ from farflung.networks import ReplicaDiedError, SimulatedNetwork, Simulation, To
 from farflung.pipeline import Mesh, check
 from farflung.settings import Settings, settings_toml
 from farflung.training import checkpoint
-from farflung.training.alike import other_data, refuse_other_settings
+from farflung.training.agreement import other_data, refuse_other_settings
 from farflung.training.beginning import (
     AGAIN,
     NEW,
@@ -45,9 +45,9 @@ from farflung.training.beginning import (
     writing_replicas,
 )
 from farflung.training.events import holds_a_run
+from farflung.training.facts import all_gather_facts
 from farflung.training.failures import OneLine, failure_of
 from farflung.training.finish import Endings, finish, write_results
-from farflung.training.gather import gather
 from farflung.training.kept import Coordination, Kept
 from farflung.training.stopping import Stop, StoppedError
 from farflung.training.survivors import ended_together
@@ -56,7 +56,7 @@ from farflung.training.trainer import Trainer
 
 
 def prepare(settings: Settings, folder: Path, resume: bool, restart: bool = False) -> None:
-    """Refuses what cannot work before anything is started, and writes config.toml. Raises UserError.
+    """Refuses settings that cannot work, and writes config.toml. Raises UserError.
 
     To `restart` removes the run that is in the folder; the settings are found to be good before that.
     """
@@ -75,7 +75,7 @@ def prepare(settings: Settings, folder: Path, resume: bool, restart: bool = Fals
 
 
 def check_settings(settings: Settings) -> None:
-    """Refuses what cannot work, as far as can be seen before anything is started. Raises UserError."""
+    """Refuses settings that cannot work, as far as can be seen before the start. Raises UserError."""
     settings.method()
     check_network(settings)
     workload = settings.made_workload()
@@ -100,7 +100,7 @@ def _check_island(settings: Settings) -> None:
 
 
 def without_rounds(settings: Settings) -> str:
-    """What to say of a run that ends before its first round; "" for others."""
+    """A warning for a run that ends before its first round; "" for others."""
     schedule = settings.method().schedule
     first = min(schedule.first(fragment) for fragment in range(schedule.fragments))
     if first <= settings.run.steps:
@@ -184,7 +184,8 @@ def run_torch_replica(
         refuse_other_settings(network, settings)
         own = Standing.of(folder, coordinates.replica, mesh.file_stem(coordinates), way)
         standings = [
-            Standing(**told) for told in gather(network, vars(own), "standings", settings.network.deadline).values()
+            Standing(**told)
+            for told in all_gather_facts(network, vars(own), "standings", settings.network.deadline).values()
         ]
         step = first_step(standings, folder)
         if RESTARTED in {standing.way for standing in standings}:
@@ -252,7 +253,7 @@ def _clear_machines(settings: Settings, folder: Path, way: str, network: TorchNe
             write_settings(settings, folder)
         except UserError as error:
             fault = str(error)
-    if faults := list(filter(None, gather(network, fault, "cleared", settings.network.deadline).values())):
+    if faults := list(filter(None, all_gather_facts(network, fault, "cleared", settings.network.deadline).values())):
         raise UserError(faults[0])
     if way == RESTARTED:
         note_launch(folder)
@@ -293,14 +294,14 @@ def launch_torch(settings: Settings, folder: Path, resume: bool) -> None:
 
 
 def stop_signals() -> list[signal.Signals]:
-    """Those that ask for a stop; the end of a terminal does not where nohup has seen to that."""
+    """The signals that ask for a stop; under nohup, closing the terminal does not."""
     hangs_up = signal.getsignal(signal.SIGHUP) != signal.SIG_IGN
     return [signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hangs_up else [])]
 
 
 @contextmanager
 def stopping_on_signals(stop: Stop) -> Iterator[None]:
-    """Ctrl-C and its kin ask for a stop; a second one while stopping is the same wish."""
+    """Ctrl-C and similar signals ask for a stop; a second one while stopping changes nothing."""
     before = {number: signal.signal(number, stop.request) for number in stop_signals()}
     try:
         with stop.listening():

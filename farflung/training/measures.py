@@ -1,4 +1,4 @@
-"""What a process measures of itself for the events."""
+"""Measurements of a process, for its events."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ class Rate:
         self._since = network.now()
 
     def count(self, units: int) -> None:
-        """Takes note of units that were trained on."""
+        """Counts units that were trained on."""
         self._units += units
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Leaves out the time that passes inside."""
+        """A context whose time does not count."""
         began = self._network.now()
         yield
         self._since += self._network.now() - began

@@ -34,7 +34,7 @@ TICKET_SECONDS = 10.0
 
 
 def shared_settings(settings: Settings) -> dict[str, Any]:
-    """What a ticket says of the settings: those that are not at their defaults. Raises UserError."""
+    """The settings that a ticket holds: those that are not at their defaults. Raises UserError."""
     if settings.network.kind.simulate:
         name = settings.network.network
         raise UserError(f"network is {name!r}, but peers meet on the internet; leave it out, or use farflung train")
@@ -81,7 +81,7 @@ def _run_peer(
     folder = Path(settings.run.out)
     resumed = _begun(folder)
     check_for_internet(settings)
-    alike = settings.method().topology.identical
+    identical = settings.method().topology.identical
     ticket = _with_newer_addresses(ticket, folder / "run.ticket")
     identity = _own_identity(folder, resumed)
     told: list[Trainer] = []
@@ -97,7 +97,7 @@ def _run_peer(
         behind = network.behind(step or 0)
         away = bool(behind and (step is None or behind > (settings.method().schedule.every or 1)))
         if away:
-            network.prefetch(alike)  # while the rest is being prepared
+            network.prefetch(identical)  # while the rest is being prepared
         launch.prepare(settings, folder, resumed)
         launch.use_cores_of(1)
         network.expect_model(*_shapes_of(settings))
@@ -148,7 +148,7 @@ def _left_as_it_was(folder: Path) -> Iterator[None]:
 
 
 def look_on(ticket: Ticket, key: Path, local: ListenAddress, bootstrap: bool = False) -> InternetNetwork:
-    """A member that trains nothing; a `bootstrap` node begins the run, and others find each other by it.
+    """A member that trains nothing; a `bootstrap` node starts the run and helps peers find each other.
 
     Raises UserError.
     """
@@ -160,7 +160,7 @@ def look_on(ticket: Ticket, key: Path, local: ListenAddress, bootstrap: bool = F
 
 
 def seen(network: InternetNetwork) -> list[dict[str, Any]]:
-    """What an onlooker sees of each peer, in order of rank."""
+    """The facts of each peer, in order of rank."""
     members = network.peers.members
     median = members.median_step() or 0.0
     return [
@@ -178,7 +178,7 @@ def seen(network: InternetNetwork) -> list[dict[str, Any]]:
 
 
 def examined(path: Path, local: ListenAddress) -> Iterator[Finding]:
-    """What a ticket and this machine are like, one finding after the other."""
+    """The checks of a ticket and this machine, one after the other."""
     parts = internet()
     try:
         ticket = parts.read_ticket(path)
@@ -196,7 +196,7 @@ def examined(path: Path, local: ListenAddress) -> Iterator[Finding]:
 
 
 def _shapes_of(settings: Settings) -> tuple[str, int]:
-    """What stands for the shapes of the model's tensors, and how many values they hold."""
+    """A hash of the model's shapes, and its number of values."""
     outline = settings.made_workload().outline()
     shapes = [(name, tuple(parameter.shape)) for name, parameter in outline.named_parameters()]
     values = sum(parameter.numel() for parameter in outline.parameters())
@@ -242,7 +242,7 @@ def _say(line: str) -> None:
 
 
 def internet() -> Any:
-    """What the extra adds. Raises UserError where it is not installed."""
+    """The modules of the extra. Raises UserError where it is not installed."""
     try:
         from farflung.networks import internet
     except ImportError as error:

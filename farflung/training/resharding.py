@@ -1,4 +1,4 @@
-"""Checkpoints across layouts: what a process goes on from when a run was saved by other stages or shards."""
+"""Checkpoints across layouts: the state that a process resumes from when a run was saved by other stages or shards."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ def load_state(
     wanted = own_names(model, optimizer, fragments)
     if own in paths:
         state = checkpoint.read(own)
-        alike = state["names"] == wanted["names"] and state["fragments"] == wanted["fragments"]
-        if alike and all(state["model"][name].shape == one.shape for name, one in model.named_parameters()):
+        unchanged = state["names"] == wanted["names"] and state["fragments"] == wanted["fragments"]
+        if unchanged and all(state["model"][name].shape == one.shape for name, one in model.named_parameters()):
             return state
     if not checkpoint.complete(folder, step, coordinates.replica):
         raise UserError(

@@ -1,4 +1,4 @@
-"""What a process tells of its run: the events that reports and live views read."""
+"""A process's log of its run: the events that reports and live views read."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SAMPLED_WEIGHTS = 1024
 
 @dataclass
 class Progress:
-    """How far a replica has come.
+    """A replica's progress.
 
     Args:
         step: inner steps of the run.
@@ -175,7 +175,7 @@ class RunLog:
             )
 
     def paused(self) -> AbstractContextManager[None]:
-        """Leaves the time that passes inside out of the speed."""
+        """A context whose time does not count for the speed."""
         return self._rate.paused()
 
     def checkpoint(self, seconds: float) -> None:

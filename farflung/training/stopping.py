@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 POLL_SECONDS = 1.0
-"""How often a process looks whether somebody wants the run to stop."""
+"""Seconds between two checks whether the run should stop."""
 AGREEMENT_SECONDS = 20.0
-"""How long a process that is to stop waits for the others' word of it."""
+"""Longest wait of a stopping process for the others' answers, in seconds."""
 
 
 class StoppedError(Exception):
@@ -24,7 +24,7 @@ class StoppedError(Exception):
 
 
 class Stop:
-    """The wish to stop, from a signal to any process, and all processes' agreement on the step.
+    """A request to stop, by a signal to any process, and the agreement of all on the step.
 
     Whoever gets the signal says so in the store; the others look there now and then, in a thread of their own, so that
     no step waits for the store. Each process then says which step it is in, and begins no other before it knows the
@@ -58,7 +58,7 @@ class Stop:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Hears the others' wish meanwhile."""
+        """A context in which it listens for the others' requests."""
         listener = threading.Thread(target=self._listen, daemon=True)
         listener.start()
         try:

@@ -1,4 +1,4 @@
-"""The end of a run of processes, when some of them are lost: islands end as a whole, or not at all."""
+"""The end of a run when some processes are lost: islands end as a whole, or not at all."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from farflung.pipeline import Mesh
 from farflung.training.finish import DEADLINES_AT_THE_END, Ended
 
 
-def ended_together(ended: Callable[[Network], Ended], network: TorchNetwork, mesh: Mesh, deadline: float) -> Ended:
-    """What `ended` yields among the replicas all of whose processes are left. Raises PeerLostError.
+def ended_together(ended: Callable[[Network], Ended], network: TorchNetwork, mesh: Mesh, deadline_s: float) -> Ended:
+    """The result of `ended` among the replicas that have all of their processes. Raises PeerLostError.
 
     Args:
         ended: called by every process with the network of those that hold the same part of these replicas.
         network: that of all processes.
         mesh: which of them is what.
-        deadline: of the run, in seconds.
+        deadline_s: of the run, in seconds.
     """
     own = mesh.coordinates(network.process)
 
@@ -26,4 +26,4 @@ def ended_together(ended: Callable[[Network], Ended], network: TorchNetwork, mes
     def work(processes: Group) -> Ended:
         return ended(network.among([process for process in mesh.data_parallel_group(own) if process in processes]))
 
-    return among_survivors(network, whole, work, DEADLINES_AT_THE_END * deadline)[1]
+    return among_survivors(network, whole, work, DEADLINES_AT_THE_END * deadline_s)[1]

@@ -1,4 +1,4 @@
-"""The mean of a replica's weights over the end of its run."""
+"""Tail averaging: the mean of a replica's weights over the end of its run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import nn
 
 
 class TailAverage:
-    """A running mean of weights, one sample a call: late anchors together lie lower than the last one alone.
+    """A running mean of weights, one sample a call: the mean of late anchors has a lower loss than the last one.
 
     Keeps one float32 copy of the model from the first sample on. It needs no exchange.
     """

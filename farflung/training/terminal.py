@@ -1,4 +1,4 @@
-"""What the user must be told at once, also by a process whose own output goes to a file."""
+"""Urgent lines for the user, also from a process whose output goes to a file."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from farflung.training.tail import TailAverage
 from farflung.workloads import Workload
 
 CATCH_UP_SECONDS = 24 * 3600.0
-"""Longest wait for the state of a run; a transfer that stands still is given up long before."""
+"""Longest wait for the state of a run, in seconds; a stalled transfer ends much earlier."""
 
 
 class Trainer:
@@ -131,7 +131,7 @@ class Trainer:
         self.log.stepped()
 
         def comes(every: int) -> bool:
-            """Whether a multiple was reached, or jumped over."""
+            """Whether a multiple was reached or passed."""
             return self.step // every > before // every
 
         last = self.step >= run.steps
@@ -176,11 +176,11 @@ class Trainer:
             f"replica-{replica}" if leads else self.file_stem,
             network.now,
             keep=saved["events_size"] if saved else None if resume_step is None else 0,
-            elapsed=saved["elapsed"] if saved else 0.0,
+            elapsed_s=saved["elapsed"] if saved else 0.0,
         )
 
     def _load(self, resume_step: int | None) -> Checkpoint | None:
-        """What a run goes on from; tells the others which checkpoints there are."""
+        """The checkpoint that the run resumes from; tells the others which ones are there."""
         mesh, coordinates, fragments = self.island.mesh, self.island.coordinates, self.method.schedule.fragments
         state = None
         if resume_step:
@@ -216,7 +216,7 @@ class Trainer:
             "boundary_traffic": dataclasses.asdict(self.island.traffic),
             "clock": self.network.timed.clock() if self.network.timed else None,
             "bytes_told": self.progress.bytes_told,
-            "elapsed": self.log.events.elapsed(),
+            "elapsed": self.log.events.elapsed_s(),
             "events_size": self.log.events.size(),
         }
 

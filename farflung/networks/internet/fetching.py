@@ -63,15 +63,15 @@ class Fetching:
         self._told = time.monotonic()
         self._refused: set[str] = set()
 
-    async def fetch(self, alike: bool) -> SharedState:
+    async def fetch(self, identical: bool) -> SharedState:
         """The state of a live peer; pieces come from several, and from others when some fail. Raises PeerLostError.
 
-        Where peers are `alike`, only from those with the same bits; else pieces may come from different peers.
+        Where peers are `identical`, only from those with the same bits; else pieces may come from different peers.
         """
         download, failures, silent = None, Counter[str](), set[str]()
         while True:
-            sources = await self._sources(alike, failures, silent)
-            if download is None or not download.manifest.like(sources[0][1], alike):
+            sources = await self._sources(identical, failures, silent)
+            if download is None or not download.manifest.like(sources[0][1], identical):
                 download = Download(sources[0][1])
             delivered = await self._fill(download, sources, failures)
             if not download.left:
@@ -83,7 +83,7 @@ class Fetching:
         self._refused.add(member.peer)
         self._peers.guard.strike(member.peer, kind, f"{member.described}: {why}")
 
-    async def _sources(self, alike: bool, failures: Counter[str], silent: set[str]) -> list[Source]:
+    async def _sources(self, identical: bool, failures: Counter[str], silent: set[str]) -> list[Source]:
         """Live peers with the same state, and its manifest; first those that failed least, then the furthest.
 
         Raises PeerLostError.
@@ -96,7 +96,7 @@ class Fetching:
             found = [(member, answer) for member, answer in zip(asked, answers, strict=True) if answer]
             if found:
                 found.sort(key=lambda source: (failures[source[0].peer], -source[1].step))
-                return [source for source in found if source[1].like(found[0][1], alike)][:SOURCES]
+                return [source for source in found if source[1].like(found[0][1], identical)][:SOURCES]
         ranks = [member.rank for member in self._peers.members.training()]
         raise PeerLostError(ranks, f"no peer has the run's state {'that can be used' if passed_over else 'to give'}")
 

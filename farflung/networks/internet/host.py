@@ -63,7 +63,7 @@ class Host:
         self._identity = identity
         self._protocol = protocol
 
-    async def start(self, bootstrap: Sequence[str], on_stream: OnStream, deadline: float) -> list[str]:
+    async def start(self, bootstrap: Sequence[str], on_stream: OnStream, deadline_s: float) -> list[str]:
         """Listens, and connects to peers at some addresses; where others can reach it. Raises UserError."""
         local = self._local
         check_address(local)
@@ -80,7 +80,7 @@ class Host:
                     auto_nat=on_internet,
                     nat_port_map=on_internet,
                     use_auto_relay=on_internet and bool(bootstrap),
-                    startup_timeout=deadline,
+                    startup_timeout=deadline_s,
                 )
         except P2PDaemonError as error:
             if bootstrap:
@@ -91,9 +91,9 @@ class Host:
         return [address for address in visible if local.listen.startswith("127.") or "/127.0.0.1/" not in address]
 
     @contextlib.asynccontextmanager
-    async def stream(self, peer: str, addresses: Sequence[str], deadline: float) -> AsyncIterator[Streams]:
+    async def stream(self, peer: str, addresses: Sequence[str], deadline_s: float) -> AsyncIterator[Streams]:
         """A stream to a peer, who may be at some addresses. Raises one of UNREACHABLE."""
-        async with asyncio.timeout(deadline):
+        async with asyncio.timeout(deadline_s):
             try:
                 _, reader, writer = await self._open(peer)
             except ControlFailure:

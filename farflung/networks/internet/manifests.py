@@ -30,9 +30,9 @@ class Manifest:
         """Bytes."""
         return 4 * sum(length for _, length in self.tensors)
 
-    def like(self, other: Manifest, alike: bool) -> bool:
-        """Whether pieces of both make one state; where peers are `alike`, only those of the same bits."""
-        return self.tensors == other.tensors and (not alike or self.digests == other.digests)
+    def like(self, other: Manifest, identical: bool) -> bool:
+        """Whether pieces of both make one state; where peers are `identical`, only those of the same bits."""
+        return self.tensors == other.tensors and (not identical or self.digests == other.digests)
 
 
 @reading("a state's description")

@@ -190,14 +190,14 @@ class InternetNetwork:
         median = self.peers.members.median_step()
         return None if median is None else median - step
 
-    def prefetch(self, alike: bool) -> None:
+    def prefetch(self, identical: bool) -> None:
         """Starts the download that the next `fetch` yields."""
-        self._prefetched = self.fetch(alike)
+        self._prefetched = self.fetch(identical)
 
-    def fetch(self, alike: bool) -> Pending[SharedState]:
+    def fetch(self, identical: bool) -> Pending[SharedState]:
         """See ElasticNetwork."""
         begun, self._prefetched = self._prefetched, None
-        return begun or self._begin(self.members(), lambda _: self._states.fetch(alike))
+        return begun or self._begin(self.members(), lambda _: self._states.fetch(identical))
 
     def reject(self, state: SharedState, why: str) -> None:
         """See ElasticNetwork."""

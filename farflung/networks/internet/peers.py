@@ -83,13 +83,13 @@ class Peers:
         self._quiet = contextlib.ExitStack()
         self._host = Host(local, identity, f"farflung/1/{ticket.run}")
 
-    def start(self, deadline: float) -> None:
+    def start(self, deadline_s: float) -> None:
         """Takes its place. Raises UserError."""
         if "HIVEMIND_LOGLEVEL" not in os.environ:
             self._quiet.enter_context(quiet("hivemind"))  # what concerns a user, farflung says
         self.background.start()
         try:
-            self.background.run(self._start(deadline), deadline + 30)
+            self.background.run(self._start(deadline_s), deadline_s + 30)
         except BaseException:
             self.close()
             raise
@@ -122,21 +122,21 @@ class Peers:
         async with self._open(member.peer) as streams:
             yield PeerStream(member, *streams)
 
-    async def ask(self, member: Member, request: Frame, deadline: float = PROMPT_SECONDS) -> Frame:
+    async def ask(self, member: Member, request: Frame, deadline_s: float = PROMPT_SECONDS) -> Frame:
         """A member's answer to a request. Raises as `stream`, and RequestRefusedError."""
-        async with asyncio.timeout(deadline), self.stream(member) as stream:
+        async with asyncio.timeout(deadline_s), self.stream(member) as stream:
             await stream.tell(request)
-            return await stream.hear(deadline)
+            return await stream.hear(deadline_s)
 
     async def handshake(self, peer: str) -> Member:
         """Proves membership to a peer, and has it prove its own. Raises as `stream`, and UserError."""
         async with asyncio.timeout(PROMPT_SECONDS), self._open(peer) as streams:
             return self._admit(await self._handshake.open(peer, streams))
 
-    async def _start(self, deadline: float) -> None:
+    async def _start(self, deadline_s: float) -> None:
         for left in reversed(range(TRIES)):
             try:
-                self.info["addresses"] = await self._host.start(self._bootstrap, self._on_stream, deadline)
+                self.info["addresses"] = await self._host.start(self._bootstrap, self._on_stream, deadline_s)
                 if self._bootstrap:
                     await self._find_members()
                 break

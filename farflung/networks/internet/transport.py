@@ -102,10 +102,10 @@ class PacketTransport:
         if (future := self._awaited.pop((sender, key), None)) and not future.done():
             future.cancel()
 
-    async def send(self, member: Member, key: str, packet: Tensor, deadline: float) -> None:
+    async def send(self, member: Member, key: str, packet: Tensor, deadline_s: float) -> None:
         """Puts a packet (flat uint8, on the CPU) on its way, all of it. Raises PacketLostError."""
         underway: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        delivery = asyncio.create_task(self._deliver(member, key, packet, deadline, underway))
+        delivery = asyncio.create_task(self._deliver(member, key, packet, deadline_s, underway))
         self._deliveries.add(delivery)
         delivery.add_done_callback(self._deliveries.discard)
         try:
@@ -144,11 +144,11 @@ class PacketTransport:
         return None
 
     async def _deliver(
-        self, member: Member, key: str, packet: Tensor, deadline: float, underway: asyncio.Future[None]
+        self, member: Member, key: str, packet: Tensor, deadline_s: float, underway: asyncio.Future[None]
     ) -> None:
         """Announces a packet, sends it, and waits for the receipt, for which the sender need not wait."""
         try:
-            await self._send_all(member, key, packet.numpy().data, deadline, underway)
+            await self._send_all(member, key, packet.numpy().data, deadline_s, underway)
         except TimeoutError:
             lost = PacketLostError("it did not take its packet in time")
         except (RequestRefusedError, FrameError) as error:
@@ -163,13 +163,13 @@ class PacketTransport:
             underway.set_exception(lost)
 
     async def _send_all(
-        self, member: Member, key: str, payload: memoryview, deadline: float, underway: asyncio.Future[None]
+        self, member: Member, key: str, payload: memoryview, deadline_s: float, underway: asyncio.Future[None]
     ) -> None:
         digest = await asyncio.to_thread(lambda: hashlib.sha256(payload).hexdigest())
         header = self._signed({"to": member.rank, "key": key, "size": len(payload), "digest": digest})
         async with self._peers.stream(member) as stream:
             await stream.tell(header)
-            await stream.hear(deadline)
+            await stream.hear(deadline_s)
             rest = [
                 asyncio.create_task(self._send_stripe(member, key, payload, number))
                 for number in range(1, stripes(len(payload)))

@@ -1,4 +1,4 @@
-"""Virtual time: what is to happen, in the order in which it happens."""
+"""Virtual time: planned actions, in order of time."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Clock:
         return event
 
     def advance(self) -> bool:
-        """Goes on to the next moment and runs its first action; False when nothing is to come."""
+        """Advances to the next moment and runs its first action; False when nothing is planned."""
         while self._events:
             moment, _, event = heapq.heappop(self._events)
             action, event.action = event.action, None
@@ -42,7 +42,7 @@ class Clock:
 
 
 class Event:
-    """Something that is to happen, unless it is cancelled before."""
+    """A planned action, which can be cancelled."""
 
     __slots__ = ("action",)
 

@@ -1,4 +1,4 @@
-"""Exchanges of simulated replicas: who has come, what is under way, and who is missed."""
+"""Collectives of simulated replicas: who has come, what is under way, and who is missing."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Hops = Callable[[dict[int, Any]], Iterator[Demand]]
 
 
 Side = tuple[int, ...]
-"""The cuts that a replica is behind, by number; () for those whom no cut concerns."""
+"""The cuts that a replica is behind, by number; () without any."""
 
 DIED, LEFT, CUT_OFF = "has died", "has left the run", "is cut off"
 MEETS_OTHERS = "meets others, since the members have changed"
@@ -30,7 +30,7 @@ def on_another_side(rank: int, group: Group, sides: Mapping[int, Side]) -> list[
 
 
 def described(lost: dict[int, str]) -> str:
-    """What has become of some replicas, those of one fate together."""
+    """The state of some replicas, in a line: cut off, dead or late."""
     fates = {why: [str(rank) for rank in sorted(lost) if lost[rank] == why] for why in dict.fromkeys(lost.values())}
     return "; ".join(f"replica {', '.join(ranks)} (simulated) {why}" for why, ranks in fates.items())
 
@@ -119,12 +119,12 @@ class SimulatedCluster:
         self._ask_for_faults()
 
     def members(self, rank: int) -> Group:
-        """The living whom a replica can reach, itself among them. Those whose work is done count as living."""
+        """The living replicas that one can reach, itself included. Those whose work is done count as living."""
         return self._members[self._side.get(rank, ())]
 
     @property
     def living(self) -> Group:
-        """All that have not died, wherever they are."""
+        """All replicas that have not died."""
         return tuple(rank for rank in self._everyone if rank not in self._dead)
 
     def join(self, rank: int, group: Group, key: str, brings: Any, hops: Hops) -> SimulatedCollective:

@@ -18,7 +18,7 @@ HEADERS = 66 / SEGMENT
 
 
 SMALLEST, LARGEST = 1e-6, 1e12
-"""Between these lies whatever a network or a machine could be like, and nothing overflows."""
+"""The limits of all numbers; within them nothing overflows."""
 
 MOST_WEIGHT = 1_000_000
 """Turns of a site, each of which is kept."""
@@ -28,7 +28,7 @@ WIDEST = 10.0
 
 
 def check_number(name: str, value: float, least: float = 0.0, most: float = LARGEST) -> None:
-    """Refuses what is out of its range, or no number. Raises UserError."""
+    """Refuses values out of range, or not finite. Raises UserError."""
     if not least <= value <= most:
         raise UserError(f"{name} is {value}; it must be at least {least:g} and at most {most:g}")
 
@@ -48,7 +48,7 @@ class Site:
 
 @dataclass(frozen=True)
 class Link:
-    """What joins two sites, or the replicas within one; the same both ways.
+    """The link between two sites, or within one; the same both ways.
 
     Args:
         between: the names of two sites; twice the same for what is within it.
@@ -113,7 +113,7 @@ class Conditions:
         seed: of everything random.
 
     Raises:
-        UserError: the values cannot be.
+        UserError: the values are impossible.
     """
 
     bandwidth_mbps: float = 100.0

@@ -29,7 +29,7 @@ class Demand(NamedTuple):
     largest: float
 
     @classmethod
-    def alike(cls, group: Group, nbytes: float) -> Demand:
+    def even(cls, group: Group, nbytes: float) -> Demand:
         """Each member sends each of the others so many bytes."""
         total = [(len(group) - 1) * nbytes] * len(group)
         return cls(group, total, total, nbytes)

@@ -1,4 +1,4 @@
-"""Links that several exchanges use at the same time, and what each of them then gets."""
+"""Links that several exchanges share, and the rate that each of them gets."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from farflung.networks.simulator.clock import Clock, Event
 
 NEGLIGIBLE = 1e-9
-"""A link that carries less than this share of a flow does not matter to it."""
+"""A flow ignores links that carry less than this share of it."""
 
 
 class Flow:

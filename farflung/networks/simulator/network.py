@@ -1,8 +1,8 @@
 """N replicas in one process, under a virtual clock.
 
-Each replica runs in a thread of its own, but only one thread runs at a time: it holds the baton. A replica that waits,
-or that computes a step, passes it on: to whoever is ready, or else time goes on to what happens next. So no result
-depends on thread timing, and the replicas' code is the same as on a real network.
+Each replica runs in a thread of its own, but only one thread runs at a time: it holds the baton. A replica that waits
+or computes a step passes the baton to one that is ready; if none is, the clock advances. So no result depends on thread
+timing, and the replicas' code is the same as on a real network.
 """
 
 from __future__ import annotations
@@ -235,8 +235,8 @@ class SimulatedNetwork:
 
         def hops(tensors: Packets) -> Iterator[Demand]:
             part = tensor.nbytes / len(group)
-            yield Demand.alike(group, part)
-            yield Demand.alike(group, part)
+            yield Demand.even(group, part)
+            yield Demand.even(group, part)
             mean = mean_in_order([tensors[rank] for rank in group])
             for rank in group:
                 tensors[rank].copy_(mean)

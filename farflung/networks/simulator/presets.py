@@ -1,4 +1,4 @@
-"""Conditions that have names, and those of files."""
+"""Conditions by name, and from files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random numbers as pure functions of what they are for: whoever asks first, or in which thread, gets the same."""
+"""Random numbers as pure functions of their purpose: the order of calls and threads does not matter."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ class StepTimes:
             self._next = 0
 
     def seconds(self, steps: int) -> float:
-        """What the next so many steps take together."""
+        """The time of the next so many steps together."""
         if self._even:
             return self._typical * steps
         while self._next + steps >= len(self._ends):

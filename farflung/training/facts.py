@@ -10,8 +10,10 @@ import torch
 from farflung.networks import Network, among_members
 
 
-def gather(network: Network, value: Any, key: str, deadline: float) -> dict[int, Any]:
+def all_gather_facts(network: Network, value: Any, key: str, deadline_s: float) -> dict[int, Any]:
     """The value (anything that JSON holds) of every replica that can be reached, by rank. Raises PeerLostError."""
     packet = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-    packets = among_members(network, lambda group: network.exchange(packet, group, f"{key} of {group}").wait(deadline))
+    packets = among_members(
+        network, lambda group: network.exchange(packet, group, f"{key} of {group}").wait(deadline_s)
+    )
     return {rank: json.loads(packet.numpy().tobytes()) for rank, packet in sorted(packets.items())}

@@ -1,4 +1,4 @@
-"""Processes of one run that were started with other settings or data than each other."""
+"""Checks that all processes of a run were started with the same settings and data."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from farflung.errors import UserError
 from farflung.networks import Network
 from farflung.settings import Settings, names_that_may_differ
 from farflung.tables import BETWEEN_MACHINES
-from farflung.training.gather import gather
+from farflung.training.facts import all_gather_facts
 
 
 def refuse_other_settings(network: Network, settings: Settings) -> None:
@@ -18,7 +18,7 @@ def refuse_other_settings(network: Network, settings: Settings) -> None:
     """
     free = names_that_may_differ(BETWEEN_MACHINES, settings)
     own = {name: value for name, value in settings.settled().flat().items() if name not in free}
-    (one, first), *others = gather(network, own, "settings", settings.network.starting).items()
+    (one, first), *others = all_gather_facts(network, own, "settings", settings.network.starting).items()
     for other, theirs in others:
         for name, value in theirs.items():
             if value != first[name]:
@@ -29,9 +29,9 @@ def refuse_other_settings(network: Network, settings: Settings) -> None:
                 )
 
 
-def other_data(network: Network, digest: str, deadline: float) -> bool:
+def other_data(network: Network, digest: str, deadline_s: float) -> bool:
     """Whether processes hold out other samples than each other, by their digests. Raises PeerLostError."""
-    first, *others = gather(network, digest, "held-out data", deadline).values()
+    first, *others = all_gather_facts(network, digest, "held-out data", deadline_s).values()
     return any(other != first for other in others)
 
 
