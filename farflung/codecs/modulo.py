@@ -10,13 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from farflung.codecs.base import Traits
+from farflung.codecs.base import Name, Traits
 from farflung.codecs.bits import pack_bits, unpack_bits
 from farflung.codecs.chain import Transform
 from farflung.codecs.dither import Dither
 from farflung.codecs.flat import count_of, flatten, row_pieces, rows
 from farflung.codecs.grid import Grid, checked, counted, valued
-from farflung.codecs.names import Name
 from farflung.codecs.packets import Packet, PacketError
 from farflung.codecs.ranges import RangeTracker
 from farflung.codecs.values import norm
