@@ -1,16 +1,22 @@
 # make demo   train a small Llama with four replicas on this machine
-# make test   ruff, mypy and the tests
-# Both make .venv first, from the pinned requirements.lock.
+# make quick  the tests of a minute
+# make test   ruff, mypy and all tests
+# They make .venv first, from the pinned requirements.lock.
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test lint clean
+.PHONY: demo quick test lint clean
 
 demo: .venv/ready
 	$(BIN)/farflung train
 
+PYTEST := $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
+
+quick: .venv/ready
+	$(PYTEST) -m "not slow"
+
 test: lint
-	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
+	$(PYTEST)
 
 lint: .venv/ready
 	$(BIN)/ruff check .

@@ -51,16 +51,16 @@ from farflung.tables import BETWEEN_MACHINES, Checked, setting
 
 @dataclass(frozen=True)
 class RoundSettings(Checked):
-    """How the replicas work together. What a method takes, and its own default for it, is said by its recipe."""
+    """How the replicas work together; `farflung methods` shows each method's settings and defaults."""
 
     method: str = "noloco"
     """The method: see `farflung methods`."""
     every: int | None = setting(None, least=1)
     """Inner steps between rounds; unset: the method's own default, as for all settings of a method."""
     delay: int | None = setting(None, least=0)
-    """Inner steps between a round's start and its landing; training goes on meanwhile."""
+    """Training steps between sending an update and applying the result."""
     fragments: int | None = setting(None, least=1)
-    """Parts of the parameters that have rounds of their own, spread over the steps between rounds."""
+    """Parts that the model is split into; each is exchanged in its own rounds."""
     outer_lr: float | None = None
     """Learning rate of the outer optimizer."""
     outer_momentum: float | None = setting(None, least=0)
@@ -68,23 +68,22 @@ class RoundSettings(Checked):
     codec: str | None = None
     """How messages become bytes, such as bfloat16, int8, modulo4, topk2-int2 or ef-lowrank64-int4 (see the README)."""
     merge: Literal["kept", "dropped", "mixed", "eager"] | None = None
-    """What becomes of steps trained while a round is under way."""
+    """What becomes of the steps trained during a round."""
     adapt: bool | None = None
-    """Whether compression and steps between rounds follow the effective rank of what is exchanged."""
+    """Adapt compression and the steps between rounds to the effective rank of the messages."""
     gamma: float | None = None
     """How strongly the anchors of a group are pulled together (noloco)."""
     group_size: int | None = setting(None, least=1)
     """Replicas that average with each other in a round (noloco, diloco)."""
     averaging: Literal["whole", "parts"] | None = None
-    """How more than two average (sparseloco, demo, dynamic-threshold): whole packets from everyone to everyone, as
-    published, or in parts, each averaged by one and encoded again: another algorithm, whose bytes do not grow with the
-    replicas."""
+    """How groups of more than two average (sparseloco, demo, dynamic-threshold): whole uses all-gather, as published;
+    parts uses reduce-scatter and encodes twice: another algorithm, whose bytes do not grow with the replicas."""
     every_final: int | None = setting(None, least=1)
-    """Inner steps between rounds at the end of the run; from every, it gets there by equal factors."""
+    """Inner steps between rounds at the end of the run; reached from every, in equal factors."""
     robust: Literal["mean", "median", "clipped"] = "mean"
-    """On the internet, how groups of more than two average: median and clipped bear a minority that sends anything."""
+    """Aggregation rule of groups on the internet: median and clipped tolerate a minority of arbitrary messages."""
     outer_device: Literal["model", "cpu"] = setting("model", may_differ=BETWEEN_MACHINES)
-    """Where anchors and outer momentum live: beside the model, or on the CPU."""
+    """Where anchors and outer momentum are kept: beside the model, or on the CPU."""
 
     def __post_init__(self) -> None:
         """Takes a method's present name for an old one. Raises UserError for values out of their limits."""
@@ -161,7 +160,7 @@ def streaming_diloco(
     codec: Codec | str | None = None,
     merge: str = "kept",
 ) -> Method:
-    """DiLoCo in fragments with rounds of their own, 4 bits a value, which land some steps after they start.
+    """DiLoCo in fragments with rounds of their own, 4 bits a value, applied some steps after they start.
 
     Paper: Douillard and others 2025, arXiv 2501.18512
     """

@@ -37,18 +37,18 @@ from farflung.workloads import WORKLOADS, Workload
 
 @dataclass(frozen=True)
 class RunSettings(Checked):
-    """How long is trained, where, and what is kept of it."""
+    """How long to train, where, and what to keep."""
 
     workload: str = "language"
-    """What is trained: its settings are in a table of their own."""
+    """What to train; its settings have a table of their own."""
     replicas: int = setting(4, least=1)
-    """Copies of the model; under torchrun as many as the processes that it started make."""
+    """Copies of the model; under torchrun, set by the number of its processes."""
     steps: int = setting(400, least=1)
     """Inner steps of each replica."""
     seed: int = setting(0, least=0)
     """The seed of the weights, the data's order and the pairs."""
     shares: Literal["alike", "apart"] = "alike"
-    """Whether each replica draws from all of the data, or from a stretch of it that no other replica sees."""
+    """alike: each replica draws from all of the data; apart: from its own part, which no other replica sees."""
     device: str = setting("auto", may_differ=AFTER_RESUME | BETWEEN_MACHINES | BETWEEN_PEERS)
     """auto, cpu, cuda, cuda:N or mps."""
     out: str = setting("", may_differ=BETWEEN_MACHINES | BETWEEN_PEERS)
@@ -65,7 +65,7 @@ class RunSettings(Checked):
 
 @dataclass(frozen=True)
 class InnerSettings(Checked):
-    """What each replica's own steps are made with."""
+    """How each replica trains."""
 
     inner: Literal["adamw", "muon", "sign"] | None = None
     """The inner optimizer; muon is for the layers' matrices, AdamW for the rest. Unset: muon, or adamw with shards."""
@@ -76,11 +76,11 @@ class InnerSettings(Checked):
     lr_schedule: Literal["cosine", "linear", "stable"] = "cosine"
     """How the learning rate falls: along a cosine, a line, or a line in the last fifth of the run only."""
     lr_final: float = setting(0.1, least=0, most=1)
-    """The share of the highest learning rate that is left at the end."""
+    """The final learning rate, as a part of the highest."""
     weight_decay: float = setting(0.1, least=0)
     """The inner optimizer's weight decay."""
     tail_average: float = setting(0.0, least=0, most=1, formerly="late_average")
-    """The share of the run, at its end, whose weights after each round are averaged into the final ones."""
+    """Tail averaging: the part of the run, at its end, over which weights after rounds are averaged."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class Settings:
         """Raises UserError for a workload that calls a setting as another room does."""
         names = Counter(one.name for one in _fields(self))
         if twice := [name for name, count in names.items() if count > 1]:
-            raise UserError(f"workload {self.run.workload} has a setting {twice[0]}, as all runs have; rename its own")
+            raise UserError(f"workload {self.run.workload} has a setting {twice[0]}, which every run has; rename it")
 
     @classmethod
     def of(cls, **values: Any) -> Settings:

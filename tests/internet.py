@@ -10,22 +10,13 @@ from patience import patience
 from processes import HERE, free_port
 from warm import Python
 
-from farflung.networks.internet import Identity, Ticket
-
-
-def new_ticket(folder: Path, port: int, **settings: Any) -> Path:
-    """The ticket of a run whose first peer, with its key in first.key, listens at a port."""
-    first = Identity(folder / "first.key")
-    ticket = Ticket.new("test", settings).at((f"/ip4/127.0.0.1/tcp/{port}/p2p/{first.peer}",))
-    path = folder / "run.ticket"
-    ticket.write(path)
-    return path
+from farflung.testing.peers import write_ticket
 
 
 def run_peers(peers: int, case: str, argument: str, out: Path, script: str = "internet_peer.py") -> list[Any]:
     """Runs a script once a peer; what each observed, in order of their ranks."""
     port = free_port()
-    new_ticket(out, port)
+    write_ticket(out / "run.ticket", out / "0.key", "127.0.0.1", port)
     processes = [Python(HERE / script, case, argument, out, number, peers, port) for number in range(peers)]
     try:
         for process in processes:

@@ -9,30 +9,13 @@ import torch
 import torch_replica
 from patience import patience, until
 
-from farflung.networks.internet import Identity, InternetNetwork, ListenAddress, Peers, read_ticket
-
-
-def join(folder: Path, number: int, port: int) -> InternetNetwork:
-    """Joins when the first peer is there."""
-    first, opened = number == 0, folder / "opened"
-    until(lambda: first or opened.exists())
-    peers = Peers(
-        read_ticket(folder / "run.ticket"),
-        Identity(folder / ("first.key" if first else f"{number}.key")),
-        ListenAddress("127.0.0.1", port if first else 0),
-        {"version": "1", "settings": "", "shapes": "", "host": f"host-{number}", "trains": True},
-        first=first,
-    )
-    network = InternetNetwork(peers, largest=1 << 24, deadline=patience(20))
-    opened.touch()
-    return network
-
+from farflung.testing.peers import take_seat
 
 if __name__ == "__main__":
     case, argument, out, number, peers, port = sys.argv[1:7]
     torch.set_num_threads(1)
     folder = Path(out)
-    network = join(folder, int(number), int(port))
+    network = take_seat(folder, int(number), "127.0.0.1", int(port), patience(20))
     until(lambda: len(network.members()) == int(peers))
     observed = getattr(torch_replica, case)(network, argument)
     torch.save(observed, folder / f"{network.rank}.pt")

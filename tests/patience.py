@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from farflung.testing import waiting
+
 SLOWER = "FARFLUNG_TESTS_SLOWER"
 """The environment variable that tells workers and child processes how many times slower this machine is."""
 
@@ -36,7 +38,4 @@ def patience(seconds: float) -> float:
 
 def until(holds: Callable[[], Any], seconds: float = 60) -> None:
     """Waits for something to hold."""
-    ends = time.monotonic() + patience(seconds)
-    while not holds():
-        assert time.monotonic() < ends, "it never came to hold"
-        time.sleep(0.02)
+    waiting.until(holds, patience(seconds))

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import random
-import socket
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping
@@ -18,6 +15,8 @@ from patience import until as until
 from warm import Python
 
 from farflung import cli
+from farflung.testing.hosts import free_port as free_port
+from farflung.testing.hosts import torch_rendezvous
 from farflung.training import checkpoint
 
 HERE = Path(__file__).parent
@@ -46,22 +45,10 @@ SMALL = [
 """A run whose steps take milliseconds."""
 
 
-def free_port() -> int:
-    """A port that no other process gets by chance: those from 32768 on go to whoever asks for any."""
-    while True:
-        port = random.SystemRandom().randrange(10_000, 32_768)
-        with socket.socket() as listener, contextlib.suppress(OSError):
-            listener.bind(("127.0.0.1", port))
-            return port
-
-
 def run_together(count: int, *arguments: object, may_die: frozenset[int] = frozenset()) -> None:
     """Runs Python in some processes with the variables that torchrun would give them, without a launcher."""
-    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo"}
-    processes = [
-        Python(*arguments, **common, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(count))
-        for rank in range(count)
-    ]
+    common = {**torch_rendezvous(count), "GLOO_SOCKET_IFNAME": "lo"}
+    processes = [Python(*arguments, **common, RANK=str(rank), LOCAL_RANK=str(rank)) for rank in range(count)]
     try:
         for rank, process in enumerate(processes):
             _, errors = process.communicate(timeout=patience(60))

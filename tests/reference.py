@@ -41,6 +41,6 @@ def diloco_round(
     return new_anchors, new_velocities
 
 
-def land(weights_now: Vector, weights_at_start: Vector, new_anchor: Vector) -> Vector:
-    """A delayed landing: the progress made since the round began comes on top of the new anchor."""
+def apply_delayed(weights_now: Vector, weights_at_start: Vector, new_anchor: Vector) -> Vector:
+    """Applying a delayed round: the progress made since the round began comes on top of the new anchor."""
     return new_anchor + (weights_now - weights_at_start)

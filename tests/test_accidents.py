@@ -64,7 +64,7 @@ WHOLE_ROUND_LATER = {
 @pytest.mark.parametrize(
     "make", [pytest.param(make, id=name) for name, make in (EAGER | DELAYED | WHOLE_ROUND_LATER).items()]
 )
-@pytest.mark.parametrize("at", [5, 6, 7, 8])
+@pytest.mark.parametrize("at", [5, *(pytest.param(at, marks=pytest.mark.slow) for at in (6, 7, 8))])
 def test_nan_stays_at_home_whatever_the_merge(make: Callable[[], Method], at: int) -> None:
     """One of three replicas has NaN in its weights once; in that round it offers nothing, and nobody else notices."""
 
@@ -227,6 +227,7 @@ def test_a_round_that_one_replica_lost_is_healed_in_the_next(name: str) -> None:
         assert apart[39] == 0 and apart[31] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["diloco", "int8", "dilocox", "eager"])
 def test_after_a_cut_has_healed_anchors_are_equal_again(name: str) -> None:
     def work(network: SimulatedNetwork) -> tuple[Tensor, list[int], list[Round]]:

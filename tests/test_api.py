@@ -13,6 +13,7 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 
+import pytest
 from patience import patience
 
 import farflung
@@ -72,6 +73,7 @@ def test_the_page_is_of_these_names_and_says_what_their_docstrings_say() -> None
     assert PAGE.read_text("utf-8") == page(), "make it anew: python tests/test_api.py > docs/api.md"
 
 
+@pytest.mark.slow
 def test_importing_farflung_imports_nothing_that_takes_long_but_torch() -> None:
     asked = f"import json, sys, farflung; print(json.dumps([one for one in {HEAVY} if one in sys.modules]))"
     done = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, timeout=patience(60))

@@ -15,7 +15,7 @@ from farflung.errors import UserError
 from farflung.pipeline.boundaries import Boundary, boundary_named
 from farflung.workloads import models
 from farflung.workloads.decoder import Piece, anatomy, keep
-from farflung.workloads.subspace import ConfinedLinear, Subspace, check_confined, confine, subspace_of
+from farflung.workloads.subspace import ConfinedLinear, Subspace, check_constrained, constrain, subspace_of
 
 RANK = 6
 CONFIG = LlamaConfig(**COMMON)
@@ -37,10 +37,10 @@ class Crossing(torch.autograd.Function):
         return ctx.boundary.unpack_gradient(ctx.boundary.pack_gradient(gradients[0])), None
 
 
-def confined(subspace: Subspace, up_to: int, config: Any = CONFIG) -> Any:
+def constrained(subspace: Subspace, up_to: int, config: Any = CONFIG) -> Any:
     model = models.outline(config)
     parts = anatomy(model)
-    confine(model, parts[parts.layers], subspace, up_to)
+    constrain(model, parts[parts.layers], subspace, up_to)
     return model
 
 
@@ -79,7 +79,7 @@ def test_names() -> None:
 def test_a_subspace_says_the_stream_its_gradients_and_the_loss_exactly() -> None:
     subspace = subspace_of(CONFIG, RANK, seed=5)
     spans = cut(CONFIG, 3)
-    whole = confined(subspace, spans[-1].begin)
+    whole = constrained(subspace, spans[-1].begin)
     models.materialise(whole, seed=3)
     streams: list[Tensor] = []
     for span in spans[:-1]:
@@ -91,7 +91,7 @@ def test_a_subspace_says_the_stream_its_gradients_and_the_loss_exactly() -> None
     boundary = Boundary(SHAPE, Dense(), subspace)
     assert boundary.nbytes == 2 * 12 * RANK * 4
     for span in spans:
-        model = confined(subspace, spans[-1].begin)
+        model = constrained(subspace, spans[-1].begin)
         keep(model, span)
         models.materialise(model, seed=3)
         pieces.append(Piece(model.train(), span))
@@ -105,14 +105,14 @@ def test_a_subspace_says_the_stream_its_gradients_and_the_loss_exactly() -> None
     gradients = {name: p.grad for piece in pieces for name, p in piece.model.named_parameters()}
     for name, parameter in whole.named_parameters():
         torch.testing.assert_close(gradients[name], parameter.grad, atol=1e-5, rtol=1e-4)
-    # Of what is confined, few numbers are trained; what comes after the last boundary stays free.
+    # Of what is constrained, few numbers are trained; what comes after the last boundary stays free.
     assert whole.model.layers[0].mlp.down_proj.weight.shape == (RANK, 64)
     assert whole.model.layers[4].mlp.down_proj.weight.shape == (32, 64)
 
 
-def test_a_confined_model_is_a_plain_one_once_trained() -> None:
+def test_a_constrained_model_is_a_plain_one_once_trained() -> None:
     subspace = subspace_of(CONFIG, RANK, seed=5)
-    model = confined(subspace, 3)
+    model = constrained(subspace, 3)
     models.materialise(model, seed=3)
     plain = models.outline(CONFIG)
     models.materialise(plain, seed=0)
@@ -143,15 +143,15 @@ def test_the_basis_is_orthonormal_and_a_function_of_the_seed() -> None:
 def test_what_would_leave_the_subspace_is_refused(config: Any, reason: str) -> None:
     subspace = subspace_of(config, RANK, seed=5)
     with pytest.raises(UserError, match=reason):
-        model = confined(subspace, 3, config)
+        model = constrained(subspace, 3, config)
         models.materialise(model, seed=3)
-        check_confined(model.get_decoder(), model.get_decoder().layers, subspace, up_to=3)
+        check_constrained(model.get_decoder(), model.get_decoder().layers, subspace, up_to=3)
 
 
 @pytest.mark.parametrize("config", [CONFIG, Qwen2Config(**COMMON, num_key_value_heads=2)])
-def test_what_can_be_confined_is_not_refused(config: Any) -> None:
+def test_what_can_be_constrained_is_not_refused(config: Any) -> None:
     subspace = subspace_of(config, RANK, seed=5)
-    model = confined(subspace, 3, config)
+    model = constrained(subspace, 3, config)
     models.materialise(model, seed=3)
-    check_confined(model.get_decoder(), model.get_decoder().layers, subspace, up_to=3)
+    check_constrained(model.get_decoder(), model.get_decoder().layers, subspace, up_to=3)
     assert sum(isinstance(module, ConfinedLinear) for module in model.modules()) == 6

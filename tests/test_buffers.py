@@ -69,6 +69,7 @@ class Spectral(nn.Module):
         return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("old", [False, True])
 @pytest.mark.parametrize("finish", [False, True])
 @pytest.mark.parametrize("make", [lambda: methods.diloco(every=10), lambda: methods.noloco(every=10)])
@@ -406,12 +407,14 @@ def test_a_first_recovery_goes_back_to_what_was_loaded(make: Callable[[], Method
 
 
 def test_copies_of_an_attached_model_have_nothing_to_do_with_it() -> None:
-    model = Kept(0)
+    model, loaded = Kept(0), Kept(0)
     with methods.diloco(every=2).attach(model, sgd(model), SimulatedNetwork.alone()):
         for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
             twin.load_state_dict(Kept(5).state_dict())
             torch.save(twin, io.BytesIO())
         trained(model, 0, range(1), sgd(model), nan_at=0)
+    for (name, value), expected in zip(model.named_buffers(), loaded.buffers(), strict=True):
+        assert torch.equal(value, expected), f"{name} went back to what a copy has loaded"
 
 
 # Frozen weights that move.

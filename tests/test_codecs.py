@@ -128,6 +128,7 @@ def test_low_rank_is_exact_where_it_can_be_and_comes_near_the_best_with_time() -
     assert errors[0] > errors[5] > best and errors[-1] < 1.02 * best
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rank", "bits", "late"), [(1, 4, 0.6), (2, 4, 0.35), (3, 8, 0.25), (8, 4, 0.1)])
 @pytest.mark.parametrize("size", [1e-6, 1.0, 1e6])
 def test_feedback_sends_all_of_a_message_in_time(rank: int, bits: int, late: float, size: float) -> None:
@@ -304,6 +305,7 @@ def test_error_feedback_residual_is_exactly_what_was_not_sent(seed: int, decay: 
     assert torch.allclose(codec.state_dict()["residual"][0].double(), residual, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_error_feedback_brings_small_steps_beside_large_ones(dtype: torch.dtype) -> None:
     """The residual is kept in float32 at least: in bfloat16, 1 and 0.001 make 1."""

@@ -139,6 +139,7 @@ def test_a_mistake_reads_the_same_on_a_terminal_without_boxes(
     assert plain == boxed and "--- " not in plain and "helptext" not in plain
 
 
+@pytest.mark.slow
 def test_methods_lists_each_with_paper_and_settings() -> None:
     """In a process as users start it, where others here are forks."""
     done = subprocess.run([sys.executable, "-m", "farflung", "methods"], capture_output=True, text=True, check=True)
@@ -165,6 +166,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_flags_win_over_the_file_and_the_folder_holds_all(undisturbed: Path) -> None:
     summary = json.loads((undisturbed / "summary.json").read_text())
     assert summary["method"] == "noloco" and summary["steps"] == 40 and summary["rounds"] == 8
@@ -174,6 +176,7 @@ def test_flags_win_over_the_file_and_the_folder_holds_all(undisturbed: Path) -> 
     assert again.returncode == 2 and "already holds a run" in again.stderr
 
 
+@pytest.mark.slow
 def test_simulated_replicas_get_the_weights_of_real_processes(undisturbed: Path, tmp_path: Path) -> None:
     done = farflung("train", *QUICK, "--network", "simulated", "--steps", 40, "--out", tmp_path / "simulated")
     assert done.returncode == 0, done.stderr
@@ -193,6 +196,7 @@ def gone(pids: list[int]) -> bool:
     return not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("who", ["a replica", "the launcher"])
 def test_after_kill_9_resume_goes_on_bit_for_bit(undisturbed: Path, tmp_path: Path, who: str) -> None:
     folder = tmp_path / "killed"
@@ -213,6 +217,7 @@ def test_after_kill_9_resume_goes_on_bit_for_bit(undisturbed: Path, tmp_path: Pa
     assert same_weights(undisturbed, folder, 40)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_leaves_a_checkpoint_and_no_process(undisturbed: Path, tmp_path: Path, number: int) -> None:
     folder = tmp_path / "stopped"
@@ -245,6 +250,7 @@ cli.main()
 """
 
 
+@pytest.mark.slow
 def test_who_was_started_with_nohup_goes_on_when_the_shell_has_ended(tmp_path: Path) -> None:
     peer = ["invite", "--name", "run", "--train", "--listen", "127.0.0.1"]
     shells = {}
@@ -295,6 +301,7 @@ def two_machines(folders: list[Path], resume: bool) -> Iterator[list[Python]]:
             machine.communicate()
 
 
+@pytest.mark.slow
 def test_two_machines_with_torchrun_stop_together_and_give_the_same_run(undisturbed: Path, tmp_path: Path) -> None:
     """Only one of them is told to stop, as when a queue wants one machine back."""
     folders = [tmp_path / f"machine-{rank}" for rank in (0, 1)]
@@ -334,6 +341,7 @@ def test_a_port_in_use_is_named(tmp_path: Path) -> None:
     assert done.stderr.strip().splitlines()[-1].startswith(f"farflung: port 127.0.0.1:{port} is in use")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("other", "said"),
     [
@@ -371,9 +379,10 @@ def test_machines_with_other_settings_or_text_do_not_train_together_in_silence(
             assert "\n" not in kept["extraInfo"]["py_callstack"]
     else:
         assert [machine.returncode for machine in machines] == [0, 0], complaints
-        assert "machines hold other text than each other" in "".join(told[0])
+        assert "machines hold other data than each other" in "".join(told[0])
 
 
+@pytest.mark.slow
 def test_a_replica_that_never_comes_is_named(tmp_path: Path) -> None:
     done = farflung(
         *("train", *QUICK, "--starting", 2, "--out", tmp_path / "run"),

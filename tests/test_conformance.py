@@ -127,6 +127,7 @@ def test_constant_progress_arrives_whole_with_a_codec_that_loses_nothing(name: s
     assert method.exchanges == (float(came[0].mean()) > 1.05 * STEPS), "the slowest is drawn along by the others"
 
 
+@pytest.mark.slow
 @each_method
 def test_constant_progress_is_not_overdone_nor_held_up_for_long_by_the_methods_own_codec(name: str) -> None:
     """Sparse codecs send a value now and then, and some forget a part of the rest."""
@@ -135,7 +136,7 @@ def test_constant_progress_is_not_overdone_nor_held_up_for_long_by_the_methods_o
 
 
 @each_method
-@pytest.mark.parametrize("at", [7, 12])
+@pytest.mark.parametrize("at", [pytest.param(7, marks=pytest.mark.slow), 12])
 def test_a_state_goes_round_through_a_file(name: str, at: int) -> None:
     """Between rounds, and amid delays."""
 

@@ -35,6 +35,7 @@ def moved(
     return Simulation(replicas).run(work)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("outer", [Average, lambda anchors: torch.optim.SGD(anchors, lr=1.0)])
 @pytest.mark.parametrize("delay", [0, 1])
 def test_a_quarter_of_an_ulp_a_round_adds_up(
@@ -55,6 +56,7 @@ def test_pairs_lose_nothing_of_steps_below_an_ulp(dtype: torch.dtype) -> None:
         assert distance / ULP == pytest.approx(20, abs=0.3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("merge", ["kept", "dropped", "mixed", "eager"])
 @pytest.mark.parametrize("delay", [0, 2, 4])
 @pytest.mark.parametrize("size", [2, 3])
@@ -83,6 +85,7 @@ def test_pairs_of_equal_replicas_move_as_far_as_one_alone_would() -> None:
     assert moved(method, 2, 200, lambda rank, step: 0.5, torch.float64) == pytest.approx([position] * 2, rel=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("merge", ["kept", "eager"])
 @pytest.mark.parametrize(("replicas", "size"), [(3, 2), (5, 3), (9, 4)])
 @pytest.mark.parametrize("steps", [40, 43])

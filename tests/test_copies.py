@@ -390,6 +390,7 @@ HONEST: dict[str, Make] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", HONEST)
 def test_who_keeps_nothing_out_of_sight_is_never_refused(name: str) -> None:
     """Nor where training is drawn back to where it came from: each replica on one batch, rounds at every step."""

@@ -74,6 +74,7 @@ def expected_bytes(method: Method, replicas: int) -> float:
     return total
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_what_a_round_sends_is_told_to_the_byte_where_packets_are_of_one_length(name: str) -> None:
     method = CASES[name]()

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from attacks import Liar
 from patience import patience, until
 from problem import small_model
 from test_internet import Run
@@ -23,6 +22,9 @@ from farflung.errors import UserError
 from farflung.networks import SharedState
 from farflung.networks.internet import InternetNetwork
 from farflung.networks.internet.streams import PeerStream
+from farflung.testing.liars import Liar
+
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(autouse=True)

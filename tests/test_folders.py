@@ -19,6 +19,8 @@ from farflung.training.export import export
 from farflung.training.stopping import StoppedError
 from farflung.training.trainer import Trainer
 
+pytestmark = pytest.mark.slow
+
 STEPS = 20
 TWO = [*SMALL, "--every", "5", "--steps", str(STEPS), "--keep-checkpoints", "9", "--replicas", "2"]
 

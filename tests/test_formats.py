@@ -87,7 +87,7 @@ def test_a_run_folder_of_each_version_is_reported(run: Path, tmp_path: Path) -> 
     assert [event.validation_loss for event in last] == pytest.approx(summary["validation_loss_per_replica"])
     one, other = (torch.tensor(list(base64.b64decode(event.sample)), dtype=torch.uint8) for event in last)
     apart = one.view(torch.float32) - other.view(torch.float32)
-    assert read.spread()[4] == pytest.approx(float((apart / 2).square().mean().sqrt()))
+    assert read.consensus_distance()[4] == pytest.approx(float((apart / 2).square().mean().sqrt()))
     write_report([run], tmp_path / "report.html")
 
 

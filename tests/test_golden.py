@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 from golden import Trace, machine, real, recorded, simulated
 
+pytestmark = pytest.mark.slow
+
 CLOSE = 1e-4
 """Other processors round differently, and training makes more of it."""
 

@@ -133,6 +133,7 @@ def test_accumulated_gradients_schedules_and_compiled_models(compiled: bool) -> 
         torch.testing.assert_close(weights, flat(model), rtol=0, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_islands_of_several_processes_that_torch_joins(tmp_path: Path) -> None:
     """Two replicas of two processes: gradients are one optimizer on the mean of four, replicas equal in all methods."""
     seen = run_replicas(4, "", "", tmp_path, script="torch_ddp.py")

@@ -49,6 +49,7 @@ def python(text: str) -> Any:
     return json.loads(done.stdout)
 
 
+@pytest.mark.slow
 def test_importing_every_room_leaves_environment_and_others_loggers_as_they_were() -> None:
     count, before, after, levels, handlers = python(ALL_ROOMS)
     assert count > 100 and len(before["levels"]) > 100

@@ -112,6 +112,7 @@ def run(folder: Path, resume: bool = False, **more: Any) -> dict[str, Any]:
     return summary
 
 
+@pytest.mark.slow
 def test_a_run_with_all_of_it_is_resumed_bit_for_bit(tmp_path: Path) -> None:
     """Muon's momenta, rounds that grow rarer, and the late average all lie in the checkpoint."""
     everything = {"method": "noloco", "inner": "muon", "every": 2, "every_final": 4, "tail_average": 0.9}
@@ -127,6 +128,7 @@ def test_a_run_with_all_of_it_is_resumed_bit_for_bit(tmp_path: Path) -> None:
     assert one["late"]["count"] == other["late"]["count"] == 4
 
 
+@pytest.mark.slow
 def test_late_weights_are_averaged_into_the_final_ones(tmp_path: Path) -> None:
     """With rounds at every step of a single pair, the late average is the mean of the weights that steps left."""
     settings = {"method": "diloco", "every": 1, "outer_momentum": 0.0, "outer_lr": 1.0, "checkpoint_every": 1}
@@ -181,6 +183,7 @@ def test_shares_apart_do_not_overlap(replicas: int, sequences: int, step: int) -
     assert all(max(mine) - min(mine) < 3 * sequences for mine in drawn)
 
 
+@pytest.mark.slow
 def test_shares_apart_train_otherwise_and_need_enough_text(tmp_path: Path) -> None:
     alike, apart = (run(tmp_path / shares, method="ddp", shares=shares) for shares in ("alike", "apart"))
     assert alike["validation_loss"] != apart["validation_loss"]
@@ -198,7 +201,7 @@ def test_shares_apart_train_otherwise_and_need_enough_text(tmp_path: Path) -> No
         ({"method": "dilocox", "every_final": 300}, "add --adapt False"),
         ({"method": "eager-diloco", "every_final": 90}, "without every_final"),
         ({"inner": "muon", "shard": 2, "network": "torch"}, "muon needs whole matrices"),
-        ({"shares": "apart", "network": "internet"}, "nobody knows how many replicas"),
+        ({"shares": "apart", "network": "internet"}, "the number of replicas is not known"),
         ({"tail_average": 1.5}, "tail_average is 1.5; it must be at most 1"),
         ({"inner": "adam"}, "inner is 'adam'; it must be one of adamw, muon, sign"),
     ],

@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from attacks import Liar, Stranger, as_a_stranger
 from hypothesis import given
 from hypothesis import strategies as st
 from patience import patience, until
@@ -32,6 +31,7 @@ from farflung.networks.internet.handshake import check_clock
 from farflung.networks.internet.matchmaker import party_of
 from farflung.networks.internet.members import Member, Members, member_of
 from farflung.networks.internet.streams import PeerStream, RequestRefusedError
+from farflung.testing.liars import Liar, Stranger, as_a_stranger
 
 PEER = "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
 INFO = {"version": "1", "settings": "s", "shapes": "", "host": "here", "trains": True}
@@ -82,8 +82,25 @@ def two_peers(folder: Path) -> Iterator[Run]:
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     yield from two_peers(tmp_path_factory.mktemp("pair"))
+
+
+@pytest.fixture
+def pair(live: Run, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Two peers that have refused nothing yet; what a test makes one believe of another is taken back."""
+    return unspoilt(live, monkeypatch)
+
+
+def unspoilt(live: Run, monkeypatch: pytest.MonkeyPatch) -> Run:
+    live.told.clear()
+    for peer in live.peers:
+        peer.refused.clear()
+        monkeypatch.setitem(peer.peers.info, "step", peer.peers.info["step"])
+        for member in peer.peers.members.by_rank.values():
+            for name in ("step", "rate", "failed"):
+                monkeypatch.setattr(member, name, getattr(member, name))
+    return live
 
 
 # Tickets
@@ -100,7 +117,7 @@ def test_a_ticket_is_read_as_it_was_written_and_only_its_owner_may_read_it(tmp_p
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("name = 3", "name is missing or no str"),
+        ("name = 3", "it has no name"),
         ("not toml", "is no ticket"),
         ('name="x"\nsecret="00"\naddresses=[]\n[settings]', "not 64 hexadecimal digits"),
         (f'name="x"\nsecret="{"0" * 64}"\naddresses=["host:1"]\n[settings]', "is not of the form"),
@@ -139,9 +156,11 @@ def test_a_frame_is_read_as_it_was_written(frame: dict[str, Any]) -> None:
 
 @given(st.binary(max_size=300))
 def test_bytes_that_are_no_frame_are_refused_whatever_they_are(content: bytes) -> None:
-    with pytest.raises((FrameError, EOFError)):
-        parsed(len(content).to_bytes(4) + content + b"")
-        raise FrameError("it was a frame by chance")
+    try:
+        found = parsed(len(content).to_bytes(4) + content)
+    except FrameError:
+        return
+    assert found == json.loads(content), "it was a frame by chance"
 
 
 def test_a_frame_that_says_it_is_huge_is_refused_before_it_is_read() -> None:
@@ -165,6 +184,7 @@ class Memory:
         pass
 
 
+@pytest.mark.slow
 def test_a_hundred_thousand_garbled_requests_of_a_member_change_nothing(pair: Run) -> None:
     """Straight into the handlers of a live peer, past the guard that would have banned the sender after three."""
     one, other = pair.peers
@@ -196,7 +216,6 @@ def test_a_hundred_thousand_garbled_requests_of_a_member_change_nothing(pair: Ru
         return refused
 
     assert one.peers.background.run(bombard(), patience(60)) == 75_000
-    one.peers.members.by_rank[other.rank].step = 0  # it was said to be anywhere
     assert dict(one.peers.guard.refused) == kept
     assert one.exchange(torch.ones(3, dtype=torch.uint8), (one.rank,), "still there").wait(1)
 
@@ -206,7 +225,6 @@ def test_a_hundred_thousand_garbled_requests_of_a_member_change_nothing(pair: Ru
 
 def test_a_stranger_is_refused_before_anything_is_read_and_counted(pair: Run) -> None:
     one = pair.peers[0]
-    before = one.refused.get("stranger", 0)
 
     async def attack(stranger: Stranger) -> tuple[bytes, bytes, bool]:
         packet = encoded({"kind": "packet", "run": pair.ticket.run, "size": 5}) + b"12345"
@@ -217,9 +235,10 @@ def test_a_stranger_is_refused_before_anything_is_read_and_counted(pair: Run) ->
     assert b"has not proven" in asked
     assert b"does not know the run's secret" in guessed
     assert not found
-    assert one.refused["stranger"] == before + 2
+    assert one.refused["stranger"] == 2
 
 
+@pytest.mark.slow
 def test_random_messages_of_strangers_are_refused_and_the_run_goes_on(pair: Run) -> None:
     one, other = pair.peers
     assert as_a_stranger(pair.ticket, lambda stranger: stranger.bombard(2000)) == 0
@@ -231,6 +250,7 @@ def test_random_messages_of_strangers_are_refused_and_the_run_goes_on(pair: Run)
     assert [m.tolist() for m in mean] == [[0.5], [0.5]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("info", "says"),
     [
@@ -262,7 +282,7 @@ def test_releases_with_one_protocol_train_together(tmp_path: Path) -> None:
 
 def test_another_secret_does_not_find_the_run(pair: Run, tmp_path: Path) -> None:
     stranger = Ticket.new("test", {}).at(pair.ticket.addresses)
-    with pytest.raises(UserError, match="not of this run, or its secret is another"):
+    with pytest.raises(UserError, match="are not of this run, or the ticket's secret is wrong"):
         InternetNetwork(Peers(stranger, Identity(tmp_path / "k"), ListenAddress("127.0.0.1"), INFO))
 
 
@@ -334,7 +354,7 @@ def test_altered_bytes_and_a_slow_drip_are_no_packet(pair: Run, liar: Liar, monk
     monkeypatch.setattr("farflung.networks.internet.transport.SLOWEST", 1e4)
     monkeypatch.setattr(victim._transport, "_stall_s", 0.5)
     awaited = victim.peers.background.run(expectation(victim, liar, "dripped"), patience(5))
-    assert "refused" in liar.tells(liar.header(key="dripped", size=1000, digest=""), bytes(1000), drip=0.05)
+    assert "refused" in liar.tells(liar.header(key="dripped", size=1000, digest=""), bytes(1000), drip_s=0.05)
     assert awaited.exception()
 
 
@@ -449,7 +469,6 @@ def test_a_slow_peer_is_moved_on_and_a_fast_one_held(pair: Run) -> None:
     assert one.paced(99, every=10) == 99
     assert one.paced(111, every=10) == 111
     assert one.paced(130, every=10) == 129
-    one.peers.info["step"] = 0
 
 
 @pytest.mark.parametrize(
@@ -476,7 +495,8 @@ def test_a_guest_whose_weight_is_none_is_refused_and_its_host_not_blamed(pair: R
 
 def test_a_peer_that_cannot_be_reached_is_refused_and_ends_nothing(pair: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     one, other = pair.peers
-    known = one.peers._proven.pop(other.peers.identity.peer)
+    known = one.peers._proven[other.peers.identity.peer]
+    monkeypatch.delitem(one.peers._proven, other.peers.identity.peer)
 
     def off_by_an_hour(*_: float) -> None:
         raise UserError("the clock is off")
@@ -484,7 +504,6 @@ def test_a_peer_that_cannot_be_reached_is_refused_and_ends_nothing(pair: Run, mo
     monkeypatch.setattr("farflung.networks.internet.handshake.check_clock", off_by_an_hour)
     with pytest.raises(RequestRefusedError, match="the clock is off"):
         one.peers.background.run(one.peers.ask(known, {"kind": "probe", "size": 0}), patience(20))
-    one.peers._proven[other.peers.identity.peer] = known
 
 
 # Guard
@@ -507,6 +526,7 @@ def test_the_third_strike_has_a_peer_shunned_and_streams_are_limited() -> None:
 # State
 
 
+@pytest.mark.slow
 def test_a_state_comes_in_pieces_from_several_and_survives_one_that_sends_other_bytes(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -550,7 +570,6 @@ def test_a_state_that_nobody_has_is_not_waited_for(pair: Run) -> None:
     lonely.peers.members.by_rank[pair.peers[1].rank].failed = True
     with pytest.raises(PeerLostError, match="no peer has the run's state"):
         lonely.fetch(alike=False).wait(patience(30))
-    lonely.peers.members.by_rank[pair.peers[1].rank].failed = False
 
 
 def test_a_record_that_another_has_written_is_dropped(pair: Run) -> None:

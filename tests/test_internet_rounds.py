@@ -92,6 +92,7 @@ def groups_of(results: list[Trained]) -> list[tuple[int, ...]]:
     return [round.group for result in results for round in result.rounds if round.outcome == "averaged"]
 
 
+@pytest.mark.slow
 def test_noloco_averages_in_pairs(run: Run) -> None:
     for _ in range(4):
         run.join()
@@ -101,6 +102,7 @@ def test_noloco_averages_in_pairs(run: Run) -> None:
     assert len(set(groups)) > 2, "partners change"
 
 
+@pytest.mark.slow
 def test_diloco_averages_all_who_come(run: Run) -> None:
     for _ in range(3):
         run.join()
@@ -165,6 +167,7 @@ def test_one_that_comes_late_to_equal_anchors_gets_them_bit_for_bit(run: Run) ->
     assert len(met) == 2 and all(torch.equal(result.anchors[number], other.anchors[number]) for number in met)
 
 
+@pytest.mark.slow
 def test_a_slow_peer_trains_fewer_steps_of_its_own(run: Run) -> None:
     run.join()
     run.join()
@@ -176,6 +179,7 @@ def test_a_slow_peer_trains_fewer_steps_of_its_own(run: Run) -> None:
     assert trained[2] < 70 <= max(trained), trained
 
 
+@pytest.mark.slow
 def test_a_delayed_round_lands_late_and_waits_for_nothing(run: Run) -> None:
     run.join()
     run.join()
@@ -207,7 +211,7 @@ def test_a_second_attachment_is_refused(run: Run) -> None:
     network = run.join()
     first, second = small_model(), small_model()
     methods.noloco().attach(first, torch.optim.SGD(first.parameters(), lr=0.1), network)
-    with pytest.raises(UserError, match=r"rounds of one attachment, .* give attach all optimizers in a list"):
+    with pytest.raises(UserError, match=r"serves one session, .* give attach all optimizers in a list"):
         methods.noloco().attach(second, torch.optim.SGD(second.parameters(), lr=0.1), network)
 
 
@@ -302,7 +306,7 @@ def test_messages_count_by_their_weights() -> None:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e30])
 def test_what_cannot_be_true_is_refused_and_its_sender_blamed(value: float) -> None:
-    from attacks import poisoned
+    from farflung.testing.liars import poisoned
 
     blamed: list[tuple[int, str]] = []
     blaming = rule(lambda rank, why: blamed.append((rank, why)))

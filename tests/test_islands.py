@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import signal
@@ -19,6 +20,7 @@ from torch_island import STEPS, observed
 from warm import Python
 
 from farflung.events import StartEvent, StepEvent, WarningEvent
+from farflung.hooks.shards import merged
 from farflung.networks import Conditions, Simulation
 from farflung.pipeline.division import division_of
 from farflung.pipeline.routes import random_routes
@@ -26,10 +28,11 @@ from farflung.pipeline.settings import IslandSettings
 from farflung.report.read import read_run
 from farflung.settings import Settings
 from farflung.training.export import export
-from farflung.training.resharding import merged
 from farflung.workloads import Language
 from farflung.workloads.models import sequence_loss
 from farflung.workloads.settings import LanguageSettings
+
+pytestmark = pytest.mark.slow
 
 COMMON: dict[str, Any] = {
     "method": "local",
@@ -77,6 +80,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         "tied": gpt2(),
         "routers": ROUTED["minimax, with a buffer"],
     }.items():
+        config = copy.deepcopy(config)  # other tests' model, too
         config.num_hidden_layers = 8
         folder = tmp_path_factory.mktemp(name)
         config.save_pretrained(folder)
@@ -228,7 +232,7 @@ def test_a_run_goes_on_with_other_stages_and_exports(tmp_path: Path) -> None:
     train_together(2, "--resume", folder, "--stages", "1", "--shard", "2")
     assert losses_of(folder) == pytest.approx(undisturbed, abs=1e-5)
     assert [event.message for event in read_run(folder).of(0, WarningEvent)] == [
-        "went on from another layout: rounds in flight and what codecs remembered are dropped"
+        "resumed from another layout: pending rounds and the codecs' state are dropped"
     ]
     again = json.loads((folder / "summary.json").read_text())
     assert again["validation_loss_averaged"] == pytest.approx(summary["validation_loss_averaged"], abs=1e-5)

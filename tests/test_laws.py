@@ -125,6 +125,7 @@ def train(
     return Seen(flat(model), torch.cat(outer.anchors), rounds)
 
 
+@pytest.mark.slow
 @law
 @given(case=cases())
 def test_equal_replicas_stay_equal(case: Case) -> None:
@@ -142,6 +143,7 @@ def test_equal_replicas_stay_equal(case: Case) -> None:
             assert float((other.weights - seen[0].weights).norm()) < 0.3 * moved
 
 
+@pytest.mark.slow
 @law
 @given(case=cases(kinds=("diloco",)))
 def test_anchors_are_equal_bit_for_bit_whatever_replicas_see(case: Case) -> None:
@@ -151,6 +153,7 @@ def test_anchors_are_equal_bit_for_bit_whatever_replicas_see(case: Case) -> None
         assert torch.equal(other.anchors, seen[0].anchors)
 
 
+@pytest.mark.slow
 @law
 @given(case=cases(), step=st.floats(1e-4, 0.1))
 def test_constant_progress_arrives_whole(case: Case, step: float) -> None:
@@ -184,6 +187,7 @@ def test_constant_progress_arrives_whole(case: Case, step: float) -> None:
         assert float((moved - rounded * rounds * EVERY).abs().mean()) <= owed + inner + 0.01 * rounds * EVERY
 
 
+@pytest.mark.slow
 @law
 @given(case=cases(kinds=("diloco",), replicas=(3, 4)), rank=st.integers(0, 2), number=st.integers(2, 4))
 def test_a_lost_round_heals(case: Case, rank: int, number: int) -> None:
@@ -200,6 +204,7 @@ def test_a_lost_round_heals(case: Case, rank: int, number: int) -> None:
     assert all(round.outcome == "averaged" for one in seen for round in one.rounds if round.round > number + 1)
 
 
+@pytest.mark.slow
 @law
 @given(
     case=cases(), rank=st.integers(0, 1), at=st.integers(EVERY + 1, 3 * EVERY), value=st.sampled_from(("nan", "inf"))
@@ -219,6 +224,7 @@ def test_what_is_not_finite_stays_at_home(case: Case, rank: int, at: int, value:
         assert all(r.outcome in ("averaged", "sat out", "no progress offered") for r in one.rounds)
 
 
+@pytest.mark.slow
 @law
 @given(case=cases(replicas=(2, 3)), at=st.integers(1, 3 * EVERY))
 def test_a_state_goes_round_at_any_step(case: Case, at: int) -> None:
@@ -246,6 +252,7 @@ def test_a_state_goes_round_at_any_step(case: Case, at: int) -> None:
         assert torch.equal(one, other)
 
 
+@pytest.mark.slow
 @law
 @given(case=cases())
 def test_bytes_are_those_that_are_printed(case: Case) -> None:

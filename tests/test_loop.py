@@ -77,6 +77,7 @@ COMPRESSED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "make",
     [

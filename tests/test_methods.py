@@ -89,7 +89,7 @@ def test_eager_diloco_uses_its_own_fresh_part_and_the_others_last_one() -> None:
 
 
 @pytest.mark.parametrize(("merge", "own"), [(Mix(0.3), 0.3), (Drop(), 0.0), (Mix(0.0), 0.0), (Mix(1.0), 1.0)])
-def test_a_landing_mixes_own_weights_with_the_new_anchor(merge: Merge, own: float) -> None:
+def test_applying_a_round_mixes_own_weights_with_the_new_anchor(merge: Merge, own: float) -> None:
     """One replica, plain averaging: the new anchor is what the weights were two steps before."""
     method = Method(Schedule(every=5, delay=2), Everyone(), outer=Average, merge=merge)
     (result,) = run(lambda: method, 1, 7)
@@ -276,6 +276,7 @@ def test_gossip_of_halves_is_gossip_of_their_sum() -> None:
         torch.testing.assert_close(one.weights, other.weights, rtol=0, atol=0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", [Dense(torch.bfloat16), Dense(torch.float16), Quantize(bits=8), Modulo(bits=4)])
 def test_gossip_loses_no_small_steps_to_rounding(codec: Codec) -> None:
     """Gains of 1 that move by 2e-5 a step: a bfloat16's neighbours of 1 are 0.004 away, so weights must not travel."""

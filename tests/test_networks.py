@@ -51,6 +51,7 @@ def test_contract(name: str, tmp_path: Path) -> None:
     assert sum(o["sent"] for o in seen) == sum(o["received"] for o in seen)
 
 
+@pytest.mark.slow
 def test_a_package_adds_a_network_by_an_entry_point(tmp_path: Path) -> None:
     about = tmp_path / "theirs-1.dist-info"
     about.mkdir()
@@ -79,6 +80,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     return run_replicas(4, "train", ",".join(METHODS), tmp_path_factory.mktemp("trained"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_simulated_and_torch_give_the_same_weights_bit_for_bit(
     method: str, trained: list[Any], monkeypatch: pytest.MonkeyPatch
@@ -98,6 +100,7 @@ def test_a_late_peer_costs_one_deadline_and_the_network_stays_whole(tmp_path: Pa
     assert after_first == after_second == [0.5]
 
 
+@pytest.mark.slow
 def test_a_wait_in_slices_names_all_who_are_late_and_ends_with_what_came_or_why_it_never_will(tmp_path: Path) -> None:
     first, second, third, fourth = run_replicas(4, "deadlines", "", tmp_path, may_die=frozenset({3}))
     assert fourth is None
@@ -112,6 +115,7 @@ def test_a_wait_in_slices_names_all_who_are_late_and_ends_with_what_came_or_why_
     assert first["dead"].startswith("lost replica 3 (")
 
 
+@pytest.mark.slow
 def test_a_partner_that_dies_costs_its_peer_one_average_each_time_and_never_the_run(tmp_path: Path) -> None:
     seen = run_replicas(4, "death", "", tmp_path, may_die=frozenset({2}))
     assert seen[2] is None

@@ -84,6 +84,7 @@ def test_gradients_are_one_optimizer_on_the_mean_gradient(name: str) -> None:
     assert torch.equal(seen[0], flat(model))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EACH)
 def test_rounds_leave_replicas_equal(name: str) -> None:
     ends = trained(lambda: methods.diloco(every=3), EACH[name])
@@ -217,6 +218,7 @@ def test_a_step_that_raised_does_not_silence_the_hooks() -> None:
     assert len(rounds) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [methods.ddp, partial(methods.diloco, every=2), partial(methods.noloco, every=2)])
 @pytest.mark.parametrize("kind", [partial(optim.SGD, momentum=0.9), Mine])
 def test_a_compiled_step_is_one_step_and_the_same(make: Callable[[], Method], kind: Any) -> None:

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from patience import patience
+from installed import farflung_with, install_package
 from processes import saved
 
 from farflung.events import EvaluationEvent
 from farflung.report.read import read_run
 from farflung.training import checkpoint
 
-HERE = Path(__file__).parent
 STEPS = 24
 SMALL = ("--workload", "regression", "--features", "6", "--replicas", "2", "--every", "4", "--steps", str(STEPS))
 SMALL += ("--lr", "0.05", "--warmup", "2", "--checkpoint-every", "8", "--eval-every", "6", "--log-every", "4")
@@ -27,20 +23,7 @@ SMALL += ("--lr", "0.05", "--warmup", "2", "--checkpoint-every", "8", "--eval-ev
 @pytest.fixture(scope="module")
 def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder in which such a package is installed."""
-    folder = tmp_path_factory.mktemp("packages")
-    shutil.copy(HERE / "regression.py", folder)
-    (told := folder / "regression-1.0.dist-info").mkdir()
-    (told / "METADATA").write_text("Metadata-Version: 2.1\nName: regression\nVersion: 1.0\n")
-    (told / "entry_points.txt").write_text("[farflung.workloads]\nregression = regression:Regression\n")
-    return folder
-
-
-def farflung(packages: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
-    path = os.pathsep.join([str(packages), str(HERE.parent)])
-    command = [sys.executable, "-m", "farflung", *map(str, arguments)]
-    return subprocess.run(
-        command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=patience(60)
-    )
+    return install_package(tmp_path_factory.mktemp("packages"))
 
 
 @pytest.fixture(scope="module")
@@ -49,12 +32,13 @@ def runs(packages: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
     found = {}
     for network in ("simulated", "torch"):
         found[network] = tmp_path_factory.mktemp("runs") / network
-        done = farflung(packages, "train", *SMALL, "--network", network, "--out", found[network])
+        done = farflung_with(packages, "train", *SMALL, "--network", network, "--out", found[network])
         assert done.returncode == 0, done.stderr
         assert "squared error (mean of the replicas)" in done.stdout and "examples/s" in done.stdout
     return found
 
 
+@pytest.mark.slow
 def test_it_learns_and_is_counted_in_its_own_units(runs: dict[str, Path]) -> None:
     for folder in runs.values():
         summary = json.loads((folder / "summary.json").read_text())
@@ -71,22 +55,24 @@ def test_the_simulation_trains_what_real_processes_do(runs: dict[str, Path]) -> 
         assert all(torch.equal(one[name], other[name]) for name in one)
 
 
+@pytest.mark.slow
 def test_it_goes_on_from_a_checkpoint_and_is_exported(packages: Path, runs: dict[str, Path], tmp_path: Path) -> None:
     folder = tmp_path / "run"
     shutil.copytree(runs["simulated"], folder)
     shutil.rmtree(folder / "checkpoints" / f"step-{STEPS:06d}")
     checkpoint.average_of(folder).unlink()
-    done = farflung(packages, "train", "--resume", folder)
+    done = farflung_with(packages, "train", "--resume", folder)
     assert done.returncode == 0, done.stderr
     for replica in (0, 1):
         one, other = (saved(f, STEPS, replica)["model"] for f in (runs["simulated"], folder))
         assert all(torch.equal(one[name], other[name]) for name in one)
-    assert farflung(packages, "export", folder, tmp_path / "model").returncode == 0
+    assert farflung_with(packages, "export", folder, tmp_path / "model").returncode == 0
     exported = json.loads((tmp_path / "model" / "weights.json").read_text())
     averaged = checkpoint.read(checkpoint.average_of(folder))["model"]
     assert all(torch.equal(torch.tensor(exported[name]), averaged[name]) for name in averaged)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -97,13 +83,14 @@ def test_it_goes_on_from_a_checkpoint_and_is_exported(packages: Path, runs: dict
     ],
 )
 def test_what_it_cannot_is_refused(packages: Path, arguments: list[object], words: str, tmp_path: Path) -> None:
-    done = farflung(packages, "train", *arguments, "--out", tmp_path / "run")
+    done = farflung_with(packages, "train", *arguments, "--out", tmp_path / "run")
     (line,) = done.stderr.strip().splitlines()
     assert done.returncode == 2 and words in line, line
 
 
+@pytest.mark.slow
 def test_its_settings_are_in_the_help_and_in_the_file(packages: Path, runs: dict[str, Path]) -> None:
-    shown = farflung(packages, "train", "--workload", "regression", "--help").stdout
+    shown = farflung_with(packages, "train", "--workload", "regression", "--help").stdout
     assert "--examples" in shown and "--sequence-length" not in shown
     written = (runs["torch"] / "config.toml").read_text()
     assert 'workload = "regression"' in written and "[workload]\nfeatures = 6\nexamples = 256\n" in written

@@ -14,6 +14,8 @@ from farflung.planner.machines import Cluster, Machines
 from farflung.planner.step import Gathered, island_bytes
 from farflung.settings import Settings
 
+pytestmark = pytest.mark.slow
+
 COMMON: dict[str, Any] = {"sequence_length": 16, "batch_size": 8, "max_tokens": 100_000, "every": 2, "replicas": 2}
 RANKED = {"codec": "ef-lowrank4-int8"}
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -75,7 +77,7 @@ def test_planned_bytes_are_those_that_are_sent(
 ) -> None:
     config = run_of(name, models_saved)
     model = architecture_of(config.workload.model, config.workload.sequence_length, "bytes")
-    expected = planned(model.confined(config.island.boundary, config.island.stages, config.run.seed), config)
+    expected = planned(model.constrained(config.island.boundary, config.island.stages, config.run.seed), config)
     seen = {what: sum(process[name][what] for process in processes) for what in expected}
     # Packets have headers, which matter for so small a model only.
     assert seen.pop("rounds") == pytest.approx(expected.pop("rounds"), rel=0.04)

@@ -66,6 +66,7 @@ def settings_in(command: str) -> Settings:
     return parse(Settings, words[words.index("train") + 1 :], "train", None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "asked"),
     [*((name, "") for name in FILES), ("many small", "lean"), ("two sites", "late"), ("two sites", "few")],
@@ -110,7 +111,7 @@ def test_stages_that_are_placed_anyhow_have_a_command_for_each_stretch_of_proces
     ]
     assert len({line.split()[-1] for line in apart}) == 4  # a machine's runs have folders of their own
     (together,) = commands(Choice(config, Layout(2, 2, 1, ((2, 3), (0, 1)))), two)
-    assert together.endswith("--method diloco --stages 2 --replicas 2 --out runs/planned   # RANK from 0: a 1, a 0")
+    assert together.endswith("--method diloco --replicas 2 --stages 2 --out runs/planned   # RANK from 0: a 1, a 0")
     uneven = commands(Choice(config.changed(replicas=1, stages=3), Layout(1, 3, 1, ((0, 1, 2),))), two)
     assert [line.partition(" --master")[0] for line in uneven] == [
         "on a 0: torchrun --nnodes 2 --node-rank 0 --nproc-per-node 2",
@@ -144,6 +145,7 @@ def run(commands: list[str], folder: Path) -> list[dict[str, Any]]:
     return [json.loads(path.read_text()) for path in folder.rglob("machine 0/runs/*/summary.json")]
 
 
+@pytest.mark.slow
 def test_islands_that_share_a_machine_with_half_of_another_train_as_planned(tmp_path: Path) -> None:
     (tmp_path / "m.toml").write_text(FILES["uneven"])
     asked = PlanOptions("micro", tmp_path / "m.toml", 1024, sequence_length=32, batch_tokens=512, search_s=0)
@@ -160,6 +162,7 @@ def test_islands_that_share_a_machine_with_half_of_another_train_as_planned(tmp_
     assert summary["tokens"] == choice.settings.run.steps * 512
 
 
+@pytest.mark.slow
 def test_the_best_command_trains_as_it_was_planned(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -149,6 +149,16 @@ def test_a_fact_that_is_no_number_is_left_out(identity: Identity) -> None:
     assert member_of(info, identity.peer).facts == {"rounds": 3}
 
 
+def test_what_is_sound_is_taken(identity: Identity) -> None:
+    about = info_of(identity)
+    check_member(member_of(about, identity.peer), identity)
+    text = json.dumps(about)
+    found, until = member_in({"about": text, "signature": identity.sign(text.encode())}, identity.peer)
+    assert (found.rank, until) == (identity.rank, 20.0)
+    assert party_of({"weights": [[7, 1.0], [8, 2.0]], "behind": False}, 7, 1.0).group == (7, 8)
+    assert parsed('{"kind": "probe"}') == {"kind": "probe"}
+
+
 @settings(max_examples=100)
 @given(st.data())
 def test_a_record_of_the_directory(identity: Identity, data: st.DataObject) -> None:

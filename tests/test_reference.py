@@ -8,8 +8,8 @@ import pytest
 import reference
 import torch
 from problem import flat, inner_steps, small_model
-from stability import noise_spread
 
+from bench.models.stability import noise_spread
 from farflung import methods
 from farflung.codecs import codec_named
 from farflung.methods import Method
@@ -59,6 +59,7 @@ def test_noloco_is_the_papers_equations(replicas: int, size: int, settings: tupl
             np.testing.assert_allclose(after, anchors[rank] if group else before, rtol=0, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("replicas", "codec", "seed"),
     [
@@ -141,13 +142,14 @@ def test_a_delayed_round_uses_the_weights_at_its_start_and_keeps_what_came_after
         weights = [weights[i] + moves[i, step - 1] for i in range(2)]
         if step > delay and (step - delay) % EVERY == 0:
             anchors, momenta = reference.noloco_round(anchors, momenta, at_start, [(0, 1)], 0.7, 0.5, 0.7)
-            weights = [reference.land(weights[i], at_start[i], anchors[i]) for i in range(2)]
+            weights = [reference.apply_delayed(weights[i], at_start[i], anchors[i]) for i in range(2)]
         if step % EVERY == 0:
             at_start = [w.copy() for w in weights]
     for i in range(2):
         np.testing.assert_allclose(seen[i], weights[i], rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_gamma_in_the_stable_range_keeps_replicas_together_and_outside_does_not() -> None:
     pairs = {gamma: noise_spread(2, gamma, rounds=160, replicas=32) for gamma in (0.0, 0.3, 0.7, 1.2, 1.8)}
     fours = {gamma: noise_spread(4, gamma, rounds=160, replicas=32) for gamma in (0.3, 1.0, 1.8, 2.4)}

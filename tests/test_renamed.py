@@ -7,9 +7,11 @@ import warnings
 from collections.abc import Callable
 
 import pytest
+import torch
 
 from farflung import methods
 from farflung.codecs import codec_named
+from farflung.networks import SimulatedNetwork
 
 
 @pytest.mark.parametrize(
@@ -65,3 +67,10 @@ def test_old_names_in_settings_still_work(make: Callable[[str], object], old: st
 def test_names_that_never_were_are_not_there() -> None:
     with pytest.raises(AttributeError, match="has no attribute 'Colander'"):
         _ = importlib.import_module("farflung.networks").Colander
+
+
+def test_the_old_name_of_a_method_still_works() -> None:
+    model = torch.nn.Linear(2, 1)
+    outer = methods.diloco().attach(model, torch.optim.SGD(model.parameters(), lr=0.1), SimulatedNetwork.alone())
+    with pytest.warns(DeprecationWarning, match="land is called apply_pending now"):
+        outer.land()

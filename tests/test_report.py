@@ -100,7 +100,7 @@ def mean(lines: list[Line], value: str) -> float:
     return sum(line[value] for line in lines) / len(lines)
 
 
-def spread(folder: Path, step: int) -> float:
+def consensus_distance(folder: Path, step: int) -> float:
     """Half of the distance between two is each one's from their mean."""
     one, other = (
         np.frombuffer(base64.b64decode(line["sample"]), dtype="<f4").astype(float)
@@ -109,10 +109,10 @@ def spread(folder: Path, step: int) -> float:
     return float(np.sqrt(np.mean(((one - other) / 2) ** 2)))
 
 
-def test_the_spread_is_the_deviation_from_the_mean(real: Path) -> None:
-    expected = {step: spread(real, step) for step in (10, 20)}
+def test_the_consensus_distance_is_the_deviation_from_the_mean(real: Path) -> None:
+    expected = {step: consensus_distance(real, step) for step in (10, 20)}
     assert min(expected.values()) > 0
-    assert read_run(real).spread() == pytest.approx(expected)
+    assert read_run(real).consensus_distance() == pytest.approx(expected)
 
 
 def test_half_a_line_waits_for_its_other_half(real: Path, tmp_path: Path) -> None:
@@ -186,13 +186,18 @@ def test_the_plain_log_has_no_boxes_and_says_everything_once(run: Path) -> None:
     lines = watched(run)
     for step in (10, 20):
         loss = mean(both(run, "evaluation", step), "validation_loss")
-        assert lines.count(f"step {step} · validation loss {loss:.4f} · spread {spread(run, step):.3g}") == 1
+        assert (
+            lines.count(
+                f"step {step} · validation loss {loss:.4f} · consensus distance {consensus_distance(run, step):.3g}"
+            )
+            == 1
+        )
     assert "warning: replica 1: odd <b>bold</b>" in lines
     last = both(run, "step", 20)
     assert lines[-1] == (
         f"step 20/20 · loss {mean(last, 'loss'):.4f} · {2 * mean(last, 'tokens_per_second'):,.0f} tokens/s · "
         f"sent {nbytes(2 * mean(last, 'bytes_sent'))} · blocked {mean(last, 'seconds_blocked'):.1f} s · "
-        f"spread {spread(run, 20):.3g}"
+        f"consensus distance {consensus_distance(run, 20):.3g}"
     )
     assert lines[-1] == plain_line(read_run(run))
 
@@ -276,6 +281,7 @@ def test_a_long_run_shows_its_last_rounds_from_where_the_one_before_landed(run: 
     assert f"The last {ROUNDS_SHOWN} rounds" in page and f"peer lost {ROUNDS_SHOWN + 11}, averaged 3" in page
 
 
+@pytest.mark.slow
 def test_compression_and_adaptation_have_their_pictures_where_there_are_any(
     real: Path, adapting: Path, tmp_path: Path
 ) -> None:
@@ -297,6 +303,7 @@ def test_compression_and_adaptation_have_their_pictures_where_there_are_any(
         assert list(shown[name].y) == pytest.approx([100 * value / means[0] for value in means])
 
 
+@pytest.mark.slow
 def test_the_report_is_one_whole_file_that_needs_no_network(run: Path, adapting: Path, tmp_path: Path) -> None:
     out = tmp_path / "report.html"
     summary = summary_of(run, sample="def f():\n    <b>bold</b>", ddp_bytes=30 * summary_of(run)["bytes_sent"])
@@ -310,7 +317,7 @@ def test_the_report_is_one_whole_file_that_needs_no_network(run: Path, adapting:
     assert f"{blocked:.1f} s ({100 * blocked / seconds:.1f}%)" in own
     assert "Virtual time on the simulated network" in own
     assert "<b>bold</b>" not in own and "&lt;b&gt;bold" in own
-    # Results, settings, losses, spread, compression, adaptation; timelines and samples of both; warnings of one.
+    # Results, settings, losses, distance, compression, adaptation; timelines and samples of both; warnings of one.
     assert "Plotly.newPlot" in page and page.count("<section>") == 2 + 3 + 1 + 1 + 1 + 2 + 2 + 1
     assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["report.html"]
 
@@ -339,6 +346,7 @@ def test_bytes_for_people() -> None:
     assert [nbytes(n) for n in (0, 999, 1000, 12_345_678, 5e13)] == ["0 B", "999 B", "1.0 kB", "12.3 MB", "50.0 TB"]
 
 
+@pytest.mark.slow
 def test_the_curves_go_on_when_a_replica_has_died(dead: Path) -> None:
     (end,) = lines_of(dead, 1, "end")
     assert end["reason"] == "died" and 10 < end["step"] < 15

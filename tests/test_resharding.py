@@ -104,6 +104,7 @@ def kept(state: dict[str, Any]) -> dict[str, dict[str, Tensor]]:
 LAYOUT = st.builds(Mesh, st.just(2), st.sampled_from([1, 2]), st.sampled_from([1, 2, 3]))
 
 
+@pytest.mark.slow
 @given(LAYOUT, LAYOUT, st.sampled_from(sorted(OUTERS)), st.integers(1, 2), st.integers(1, 9))
 @settings(max_examples=25, deadline=None)
 def test_what_is_kept_of_a_parameter_goes_with_it(old: Mesh, new: Mesh, outer: str, fragments: int, steps: int) -> None:

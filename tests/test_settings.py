@@ -128,7 +128,7 @@ class Twice(Checked):
 
 
 def test_a_workload_that_calls_a_setting_as_a_room_does_is_refused() -> None:
-    with pytest.raises(UserError, match="has a setting steps, as all runs have"):
+    with pytest.raises(UserError, match="has a setting steps, which every run has"):
         Settings(workload=Twice())
 
 

@@ -11,6 +11,8 @@ from torch_shard import METHODS, Model, trained
 
 from farflung.networks import Conditions, Network, Simulation
 
+pytestmark = pytest.mark.slow
+
 NAMES = list(METHODS)
 
 

@@ -84,6 +84,7 @@ def descended(
     return Simulation(replicas).run(work)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("replicas", [2, MANY])
 def test_demo_is_the_papers_equations_at_any_number_of_replicas(replicas: int) -> None:
     """m ← 0.999·m + g; q the 32 largest frequencies of each chunk; m ← m - q; θ ← (1 - η·λ)·θ - η·sign(mean q)."""
@@ -107,6 +108,7 @@ def test_demo_is_the_papers_equations_at_any_number_of_replicas(replicas: int) -
             np.testing.assert_allclose(parameter.numpy()[sure], weight[sure], rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("replicas", [3, MANY])
 def test_sparseloco_is_the_papers_equations_at_any_number_of_replicas(replicas: int) -> None:
     """e ← 0.95·e + Δ; the largest of each chunk of a tensor travel; φ ← φ - mean."""
@@ -130,6 +132,7 @@ def test_sparseloco_is_the_papers_equations_at_any_number_of_replicas(replicas: 
             np.testing.assert_allclose(parameter.numpy(), anchor, rtol=0, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["demo", "sparseloco", "dynamic-threshold"])
 def test_sparse_packets_go_to_everyone_unless_parts_are_asked_for(name: str) -> None:
     """N - 1 times the bytes that are listed; in parts, two messages at most and the headers."""
@@ -212,6 +215,7 @@ def gradients(messages: int) -> Iterator[list[Tensor]]:
         yield [matrix, late, small, torch.tensor(scale), torch.zeros(500), torch.full((400,), scale), torch.empty(0, 3)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("decay", [1.0, 0.95])
 def test_a_threshold_keeps_about_its_share_of_every_message(decay: float) -> None:
     """Under error feedback, which adds up what was left out; a tensor sends at least one value, and never a zero."""
@@ -237,6 +241,7 @@ def test_values_that_are_all_equal_take_turns() -> None:
     assert isinstance(total, Tensor) and total.min() >= 180 and total.max() <= 200
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("interruption", [1, 3, 130])
 def test_thresholds_go_on_from_their_state_deep_in_a_run(interruption: int) -> None:
     codec, resumed = ErrorFeedback(Threshold(share=0.02, refresh=60)), ErrorFeedback(Threshold(share=0.02, refresh=60))

@@ -27,6 +27,7 @@ def test_strips_are_all_tensors_in_order_few_and_none_but_the_last_short(sizes: 
     assert all(sum(tensor.numel() for tensor in run) >= strip for run in runs[:-1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", [Dense(torch.bfloat16), TopK(share=0.3, chunk=8), ErrorFeedback(TopK(share=0.3))])
 def test_what_a_codec_makes_of_single_tensors_is_the_same_in_strips(
     codec: Codec, monkeypatch: pytest.MonkeyPatch

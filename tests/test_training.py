@@ -72,6 +72,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_run_leaves_what_it_promises(undisturbed: Path) -> None:
     summary = json.loads((undisturbed / "summary.json").read_text())
     parameters = summary["parameters"]
@@ -99,6 +100,7 @@ def test_a_run_leaves_what_it_promises(undisturbed: Path) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_the_same_settings_give_the_same_bits(undisturbed: Path, tmp_path: Path) -> None:
     run(tmp_path / "again", delay=3)
     assert same_weights(undisturbed, tmp_path / "again", STEPS, range(3))
@@ -159,6 +161,7 @@ def killed(folder: Path, at: str, resume: bool) -> None:
     assert process.wait(patience(60)) == -signal.SIGKILL, process.err.read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("instants", [["step3"], ["step13", "write2"], ["write2", "rename5"], ["rename8", "step23"]])
 def test_killed_at_any_instant_it_goes_on_bit_for_bit(undisturbed: Path, tmp_path: Path, instants: list[str]) -> None:
     """Before the first checkpoint, between two, in the middle of a round, while a file is written or just renamed."""
@@ -177,6 +180,7 @@ def test_killed_at_any_instant_it_goes_on_bit_for_bit(undisturbed: Path, tmp_pat
         assert steps == [4, 8, 12, 16, 20, 24], "no line twice, none lost"
 
 
+@pytest.mark.slow
 def test_a_stop_leaves_a_whole_checkpoint_of_one_step(undisturbed: Path, tmp_path: Path) -> None:
     folder = tmp_path / "stopped"
     launch.prepare(Settings.of(out=str(folder), **SMALL, delay=3), folder, False)
@@ -196,6 +200,7 @@ def test_a_stop_leaves_a_whole_checkpoint_of_one_step(undisturbed: Path, tmp_pat
     assert same_weights(undisturbed, folder, STEPS, range(3))
 
 
+@pytest.mark.slow
 def test_a_finished_run_resumes_to_the_same_end(undisturbed: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     before = run(folder)
@@ -203,6 +208,7 @@ def test_a_finished_run_resumes_to_the_same_end(undisturbed: Path, tmp_path: Pat
     assert before == after
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["ddp", "local", "diloco"])
 def test_other_methods_run_too(method: str, tmp_path: Path) -> None:
     summary = run(tmp_path / method, method=method, every=None if method in ("ddp", "local") else 5)
@@ -213,6 +219,7 @@ def test_other_methods_run_too(method: str, tmp_path: Path) -> None:
     assert (summary["weight_spread"] < 1e-6) == (method == "ddp")
 
 
+@pytest.mark.slow
 def test_the_summary_of_a_partition_is_of_its_largest_side_and_names_who_is_missing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -236,6 +243,7 @@ def test_the_summary_of_a_partition_is_of_its_largest_side_and_names_who_is_miss
     assert words in capsys.readouterr().out and words in (folder / "report.html").read_text()
 
 
+@pytest.mark.slow
 def test_who_comes_when_the_others_have_ended_only_says_so(tmp_path: Path) -> None:
     """Replica 1 is slow, and cut off until the others have gone."""
     world = tmp_path / "slow.toml"
@@ -247,6 +255,7 @@ def test_who_comes_when_the_others_have_ended_only_says_so(tmp_path: Path) -> No
     assert checkpoint.whole_steps(tmp_path / "run")[0] == STEPS
 
 
+@pytest.mark.slow
 def test_an_export_loads_with_transformers(undisturbed: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
@@ -261,6 +270,7 @@ def test_an_export_loads_with_transformers(undisturbed: Path, tmp_path: Path) ->
         export(tmp_path, tmp_path / "other")
 
 
+@pytest.mark.slow
 def test_an_unfinished_run_exports_its_last_checkpoint(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     run(folder)
@@ -268,6 +278,7 @@ def test_an_unfinished_run_exports_its_last_checkpoint(tmp_path: Path) -> None:
     assert "mean of 3 replicas' checkpoints at step 24" in export(folder, tmp_path / "model")
 
 
+@pytest.mark.slow
 def test_a_folder_that_holds_a_run_is_refused(undisturbed: Path) -> None:
     with pytest.raises(UserError, match="already holds a run; choose another folder with --out"):
         run(undisturbed)
@@ -283,6 +294,7 @@ def test_a_folder_in_use_by_another_process_is_refused(tmp_path: Path) -> None:
     EventLog(tmp_path, 0, "replica-0", time.monotonic, keep=0).close()
 
 
+@pytest.mark.slow
 def test_nan_loss_is_survived_once_and_stops_a_run_that_stays_sick(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

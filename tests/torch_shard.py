@@ -71,7 +71,7 @@ def trained(
                 step += 1
             states.append(copy.deepcopy(outer.state_dict()))
             weights = {key: parameter.detach().clone() for key, parameter in model.named_parameters()}
-        if end < STEPS:  # leaving lands what is under way, which the checkpoint still has in flight
+        if end < STEPS:  # leaving applies rounds that are still pending in the checkpoint
             with torch.no_grad():
                 for key, parameter in model.named_parameters():
                     parameter.copy_(weights[key])

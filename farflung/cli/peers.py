@@ -26,12 +26,12 @@ from farflung.workloads import WORKLOADS
 
 @dataclass(frozen=True)
 class _Invite:
-    """Which run to begin; all settings of farflung train can be given, too."""
+    """Which run to start; all settings of farflung train can be given, too."""
 
     name: str
     """What the run is called."""
     train: bool = False
-    """Train here as the first peer, instead of being a bootstrap node that others only find each other by."""
+    """Train here as the first peer; else be a bootstrap node, which only helps peers find each other."""
     key: Path | None = None
     """A bootstrap node's key file, made if there is none; with the same key, port and machine it keeps its address."""
     local: tyro.conf.OmitArgPrefixes[ListenAddress] = field(default_factory=ListenAddress)
@@ -44,7 +44,7 @@ class _Join:
     ticket: tyro.conf.Positional[Path]
     """The ticket's file."""
     first: bool = False
-    """Knock at no address: begin the run, or begin it again from this peer's checkpoint when all have gone."""
+    """Call no other peer: start the run, or start it again from this peer's checkpoint when all have left."""
     local: tyro.conf.OmitArgPrefixes[ListenAddress] = field(default_factory=ListenAddress)
 
 
@@ -57,7 +57,7 @@ class _Look:
     once: bool = False
     """Show it once, instead of anew every few seconds."""
     local: tyro.conf.OmitArgPrefixes[ListenAddress] = field(default_factory=ListenAddress)
-    """Who looks on calls peers, and needs these only where a firewall lets one interface or port through."""
+    """Where this machine listens; only needed where a firewall lets one interface or port through."""
 
 
 @dataclass(frozen=True)
@@ -67,11 +67,11 @@ class _Examine:
     ticket: tyro.conf.Positional[Path]
     """The ticket's file."""
     local: tyro.conf.OmitArgPrefixes[ListenAddress] = field(default_factory=ListenAddress)
-    """What farflung join is to be given here: it is what is tried."""
+    """The same settings as for farflung join on this machine; doctor tries them."""
 
 
 def invite(arguments: list[str]) -> None:
-    """Begin a run on the internet: print its ticket, and be its first peer or a bootstrap node."""
+    """Start a run on the internet: print its ticket, and be its first peer or a bootstrap node."""
     from farflung.training import peer
 
     over = kinds_among(arguments)
@@ -94,7 +94,7 @@ def invite(arguments: list[str]) -> None:
 
 
 def join(arguments: list[str]) -> None:
-    """Train as one more peer of a run on the internet; Ctrl-C leaves, the same command with --out comes back."""
+    """Join a run on the internet as one more peer; Ctrl-C leaves, the same command with --out rejoins."""
     from farflung.training import peer
 
     own = unset((*map(type, vars(Settings()).values()), *(kind.Settings for kind in WORKLOADS.values())), BETWEEN_PEERS)
@@ -106,7 +106,7 @@ def join(arguments: list[str]) -> None:
 
 
 def status(arguments: list[str]) -> None:
-    """Show who takes part in a run on the internet: at which step, how fast, how stale."""
+    """Show the peers of a run on the internet: their step, speed, and when they were last heard."""
     from farflung.report.peers import show
     from farflung.training import peer
 
@@ -116,7 +116,7 @@ def status(arguments: list[str]) -> None:
 
 
 def doctor(arguments: list[str]) -> None:
-    """See whether this machine can take part in a run on the internet, and say what to fix."""
+    """Check whether this machine can join a run on the internet, and say what to fix."""
     from farflung.training.peer import examined
 
     options = parse(_Examine, arguments, "doctor", doctor.__doc__)

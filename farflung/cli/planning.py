@@ -28,14 +28,14 @@ def plan(arguments: list[str]) -> None:
         print("\n".join(f"  {number} {line}" for line in commands(one.choice, cluster)))
     if failures:
         lines = reasons(failures)
-        print("\nthese cannot be:")
+        print("\nnot possible:")
         print("\n".join(f"  {line}" for line in lines[: options.show]))
         if len(lines) > options.show:
             print(f"  and {len(lines) - options.show} more; see them with --show {len(lines)}")
 
 
 def simulate(arguments: list[str]) -> None:
-    """Show what rounds would cost for up to thousands of replicas, under given conditions; trains nothing."""
+    """Show how long rounds would take for up to thousands of replicas, under given conditions; trains nothing."""
     from farflung.planner.page import write_simulation
     from farflung.planner.simulation import SimulateOptions, simulation_table, write_events
     from farflung.planner.simulation import simulate as time_methods

@@ -41,9 +41,9 @@ class _Train:
     """What to train, or which run to go on with."""
 
     resume: Path | None = None
-    """Go on with the run in this folder from its last whole checkpoint, with its settings."""
+    """Resume the run in this folder from its last whole checkpoint, with its settings."""
     restart: bool = False
-    """With --resume: begin that run anew instead; its events and checkpoints are removed."""
+    """With --resume: start that run again from the beginning; its events and checkpoints are removed."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class _Resume:
     resume: Path
     """The run folder."""
     restart: bool = False
-    """Begin the run anew, from its settings alone; its events and checkpoints are removed."""
+    """Start the run again from the beginning; its events and checkpoints are removed."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Asked:
 
 
 def train(arguments: list[str]) -> None:
-    """Train a model with several replicas, or go on with a run."""
+    """Train a model with several replicas, or resume a run."""
     from farflung.training.beginning import how_to_go_on
     from farflung.training.failures import RUN_ERRORS
     from farflung.training.stopping import StoppedError

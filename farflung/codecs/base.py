@@ -1,4 +1,4 @@
-"""What a codec is, what may be asked of it, and how it is written in settings."""
+"""What a codec is, what others may ask of it, and how it is written in settings."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from farflung.codecs.values import norm
 
 
 class NotFiniteError(ValueError):
-    """A message holds NaN or infinity, which never travel."""
+    """A message holds NaN or infinity, which are never sent."""
 
 
 @dataclass(frozen=True)
 class Traits:
-    """What may be asked of a codec. Nobody asks what kind it is.
+    """A codec's capabilities; nothing asks for its type.
 
     Args:
         lossless: each float32 value comes back as it was sent; such messages may be averaged without a codec.
-        needs_receiver: `decode` reads a packet by the receiver's own values, which `like` must hold. No two receivers
-            read quite the same, so that members of a group cannot end a round alike.
-        needs_whole: a message's tensors must come all together; else some of them may be a packet of their own.
+        needs_receiver: `decode` needs the receiver's own values, in `like`. Receivers then decode slightly different
+            messages, so that a group cannot end a round with equal weights.
+        needs_whole: a message must be encoded whole; else some of its tensors may be a packet of their own.
         composable: it may be joined to others with `|`, and fed back.
         fixed_length: a packet's size follows from its tensors' shapes, and `nbytes` is exact; else it is about right.
         remembers: a packet depends on messages before it.
@@ -43,13 +43,13 @@ class Traits:
 class Codec:
     """Turns the tensors of a message into a packet and back.
 
-    A codec may remember things between its messages: every stream of messages needs a copy of its own, and what it
-    remembers is in `state_dict`. Those that remember nothing leave the last methods as they are.
+    A codec may have state: every stream of messages needs a copy of its own, and `state_dict` holds the state. Codecs
+    without state do not override the last methods.
     """
 
     @property
     def traits(self) -> Traits:
-        """What is true of it whatever the messages."""
+        """Its capabilities, for all messages."""
         return Traits()
 
     def encode(self, tensors: Sequence[Tensor]) -> Packet:
@@ -65,7 +65,7 @@ class Codec:
         raise NotImplementedError
 
     def state_nbytes(self, like: Sequence[Tensor]) -> int:
-        """The bytes of tensors that it keeps between messages of such tensors."""
+        """The bytes of its state between messages of such tensors."""
         return 0
 
     def error_of(self, packet: Packet, tensors: Sequence[Tensor]) -> float:
@@ -75,35 +75,35 @@ class Codec:
         return missing / max(norm(tensors), 1e-30)
 
     def state_dict(self) -> dict[str, Any]:
-        """What is remembered: tensors, numbers and containers of them."""
+        """Its state: tensors, numbers and containers of them."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Remembers what a `state_dict` says."""
+        """Loads a `state_dict`."""
 
     def seed(self, seed: int) -> None:
-        """Gives a stream of random numbers its seed, where there is one."""
+        """Seeds its random numbers, if it has any."""
 
     def set_budget(self, share: float) -> None:
         """Sends less from now on: `share` (0 to 1) of what the codec was made for, where it can."""
 
     def set_round(self, round: int) -> None:
-        """Says which round the next message is of; all members of its group say the same."""
+        """Sets the number of the next message's round, the same for all members of a group."""
 
     @property
     def wants_reference(self) -> bool:
-        """Whether `set_reference` would be of use before the next message."""
+        """Whether `set_reference` would help before the next message."""
         return False
 
     def set_reference(self, tensors: Sequence[Tensor]) -> None:
-        """Says what the next message would be like if it brought no news."""
+        """Sets the reference: the next message as a replica without progress would send it."""
 
     def set_change(self, tensors: Sequence[Tensor]) -> None:
-        """Says about how much each value of the next message may have moved away from the others' since the last."""
+        """Sets about how far each value may have moved away from the others' values since the last message."""
 
 
 class Compound(Codec):
-    """A codec made of others, which remember by themselves."""
+    """A codec made of others, which have their own state."""
 
     parts: tuple[Codec, ...]
     """The others."""
@@ -149,13 +149,13 @@ class Compound(Codec):
 
 @dataclass(frozen=True)
 class Name:
-    """A codec's row in the registry: one beside each codec, and nothing else to add one.
+    """A codec's row in the registry: one beside each codec is all that it needs.
 
     Args:
         pattern: what is written, as a regular expression.
         make: the codec, given what the pattern's groups match; of a wrapper, given the codec that follows.
         examples: what may be written, each a complete name; all of them where there are few.
-        travels: what is in its packets, in one line for people.
+        travels: what its packets hold, in one line for people.
         wraps: whether it goes before another codec, with a hyphen between.
     """
 

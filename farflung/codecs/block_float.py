@@ -13,7 +13,7 @@ from farflung.codecs.bits import pack_bits, unpack_bits
 from farflung.codecs.blocks import BlockTransform
 
 _SMALLEST = 2.0**-119
-"""Blocks of which nothing is larger are sent as zeros: their scales would leave float32's normal range."""
+"""Blocks without a larger value are sent as zeros: their scales would leave float32's normal range."""
 
 
 @dataclass(frozen=True)

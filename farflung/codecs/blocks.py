@@ -1,4 +1,4 @@
-"""What codecs share whose values have a scale in common, block by block."""
+"""Shared by codecs whose blocks of values have a scale in common."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ class Chain(Compound):
         times, more = _EXCESS
         most = times * sum(tensor.numel() for tensor in like) + more
         if any(sum(part.numel() for part in made) > most for made in table[:-1]):
-            raise PacketError("packet has a table of more values than its codec makes of such tensors")
+            raise PacketError("packet's table has more values than its codec makes of such tensors")
         wanted = [*reversed(table[:-1]), self._given(like)]
         try:
             for transform, before in zip(reversed(self.transforms), wanted, strict=True):

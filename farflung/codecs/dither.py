@@ -16,7 +16,7 @@ _OFFSETS = 1 << 16
 
 @dataclass
 class Dither:
-    """Uniform numbers in [0, 1), another stretch of one table each time: the same for the same seed and count."""
+    """Uniform numbers in [0, 1), each time another part of one table; equal for the same seed and count."""
 
     seed: int = 0
     count: int = 0

@@ -1,4 +1,4 @@
-"""Nothing is lost for good: what one packet leaves out is added to the next message."""
+"""Error feedback: what one packet leaves out is added to the next message."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from farflung.codecs.values import norm
 
 
 class ErrorFeedback(Compound):
-    """Adds what the last packets left out to each message.
+    """Adds the residual, what the last packets left out, to each message.
 
         x = decay · e + message;   packet = encode(x);   e ← x - decode(packet)
 
     (arXiv 1901.09847; with a decay below 1 it is the momentum of SparseLoCo and DeMo.) Packets are those of the codec
-    within, and any receiver that has it can read them. e is float32, or float64 where the message is; a message of
-    other shapes than the last begins with no residual.
+    within, and any receiver that has it can read them. The residual e is float32, or float64 where the message is; a
+    message of other shapes than the last begins with no residual.
 
     Args:
         codec: makes the packets.
@@ -76,11 +76,11 @@ class ErrorFeedback(Compound):
         return self.codec.decode(packet, like)
 
     def error_of(self, packet: Packet, tensors: Sequence[Tensor]) -> float:
-        """See Codec; x includes what was left out before."""
+        """See Codec; x includes the residual."""
         return self._relative_error
 
     def state_dict(self) -> dict[str, Any]:
-        """What was left out, and the inner codec's."""
+        """The residual, and the inner codec's state."""
         return {"residual": self._residual, **super().state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

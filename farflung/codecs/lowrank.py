@@ -18,7 +18,7 @@ from farflung.codecs.values import rescaled, unscaled
 from farflung.errors import UserError
 
 _RANK_BYTES = 4
-"""What the rank takes, as an int32."""
+"""Bytes of the rank, an int32."""
 
 
 @dataclass
@@ -29,8 +29,8 @@ class LowRank(Transform):
 
     (PowerSGD, arXiv 1905.13727; DiLoCoX, arXiv 2506.21263). The first Q is random. Tensors of more dimensions count as
     matrices of their first one; vectors, and matrices that r (m + k) numbers would not make smaller, are sent whole.
-    The transposed P and Q travel as matrices of chunks, so that what a block of a later transform holds belongs to one
-    direction: P's numbers are at most 1, Q's are as large as M's, and would drown them.
+    The transposed P and Q are sent as matrices of chunks, so that what a block of a later transform holds belongs to
+    one direction: P's numbers are at most 1, Q's are as large as M's, and would drown them.
 
     Args:
         rank: r.

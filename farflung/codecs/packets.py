@@ -1,4 +1,4 @@
-"""Packets: a message as one self-describing buffer of bytes, and how it is read by those who trust nobody."""
+"""Packets: a message as one self-describing buffer of bytes, and how it is read without trust."""
 
 from __future__ import annotations
 

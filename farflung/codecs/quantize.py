@@ -54,7 +54,7 @@ class Quantize(BlockTransform):
 
     @property
     def _grid(self) -> tuple[int, int, int]:
-        """The distance of codes in steps, the steps from the first code to zero, and the last code."""
+        """The steps between codes, the steps from the first code to zero, and the last code."""
         if self.bits == 2:
             return 2, 3, 3
         levels = (1 << (self.bits - 1)) - 1

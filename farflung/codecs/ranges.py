@@ -1,4 +1,4 @@
-"""How far a block's values may be from the receiver's: what modulo's sender keeps track of."""
+"""How far a block's values may be from the receiver's, as the sender of modulo codecs tracks it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _GROWS = 1.05
 """News that grow by less from one message to the next are taken to grow no more."""
 
 _KEPT = 0.9
-"""How much of a distance is still expected a message later: who has sat out is far away, and now and then one has."""
+"""How much of a distance is still expected a message later: a replica that sat out is far away."""
 
 
 class RangeTracker:
@@ -38,7 +38,7 @@ class RangeTracker:
         self.ranges: Tensor | None = None
         """R of each block in the last message."""
         self.news_grow = True
-        """Whether each message has brought more news than the last; so before the second one, too."""
+        """Whether each message so far differed more from its reference than the last; true before the second."""
         self._farthest: Tensor | None = None
         self._lately: Tensor | None = None
         self._news: Tensor | None = None
@@ -46,11 +46,11 @@ class RangeTracker:
         self._change: Tensor | None = None
 
     def set_reference(self, flat: Tensor) -> None:
-        """Says what the next message would be like if it brought no news."""
+        """See Codec."""
         self._reference = flat
 
     def set_change(self, flat: Tensor) -> None:
-        """Says about how far the next message's values may have moved away from the others' since the last."""
+        """See Codec."""
         self._change = self._largest(flat)
 
     def next(self, flat: Tensor) -> Tensor:

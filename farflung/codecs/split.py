@@ -15,8 +15,8 @@ from farflung.codecs.packets import Packet, PacketError, pack, packed_nbytes, un
 class SplitCodec(Compound):
     """Encodes the first half of a message's tensors with one codec and the second half with another.
 
-    For gossip: pseudo-gradients may be compressed like gradients, anchors only by what keeps them near each other. By
-    about so much as the first half, anchors move apart from message to message: the second codec is told.
+    For gossip: pseudo-gradients may be compressed like gradients, anchors only by codecs that use the receiver's
+    values. The first half is about how far anchors move apart between messages; the second codec is told so.
 
     Args:
         first, second: the codecs of the halves.

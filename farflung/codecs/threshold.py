@@ -1,4 +1,4 @@
-"""Values above a threshold that is set anew only now and then."""
+"""Values above a threshold that is computed again only now and then."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from farflung.errors import UserError
 _CHUNK = 4096
 _COUNT_BYTES = 2
 _OFF = 2.0
-"""A threshold that lets through so many times more or fewer values than it should is set anew at once."""
+"""A threshold is computed again when it keeps so many times more or fewer values than it should."""
 
 
 @dataclass
@@ -93,7 +93,7 @@ class Threshold(Transform):
         return torch.cat(kept)
 
     def _above(self, magnitudes: Tensor, threshold: float) -> Tensor | None:
-        """The places of what a threshold lets through; None if that is too many or too few."""
+        """The places of the values above a threshold; None if they are too many or too few."""
         # A threshold of 0 lets through all that there is, and need not be set lower.
         places = ((magnitudes >= threshold) & (magnitudes > 0)).nonzero().view(-1)
         asked = self.share * magnitudes.numel()

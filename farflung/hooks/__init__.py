@@ -1,1 +1,1 @@
-"""Floor 4: what rounds must bear of loops, models and optimizers that farflung has not written."""
+"""Floor 4: how rounds fit loops, models and optimizers that farflung has not written."""

@@ -14,7 +14,7 @@ from farflung.hooks.shards import own_of
 from farflung.networks import Group, Network
 
 LENGTH = 1e-5
-"""By how much a vector of length 1 may be shorter or longer, if its dtype is exact enough."""
+"""How far a unit vector's length may be from 1, if its dtype is exact enough."""
 
 
 @torch.no_grad()
@@ -23,9 +23,9 @@ def average(
 ) -> None:
     """Gives all members the mean of floating and complex tensors, and the largest of whole numbers; bools stay.
 
-    What is equal everywhere is not written, and but a few bytes travel for it. Who holds something that is not finite
+    Tensors that are equal everywhere are not written, and cost only a few bytes. A member whose tensor is not finite
     adds nothing, and gets the others' mean. With `directions`, tensors of unit vectors, such as spectral norm's, are
-    taken from the lowest rank instead: opposite ones can mean the same, and their mean nothing.
+    taken from the lowest rank instead: opposite vectors can be equivalent, and their mean useless.
 
     Raises PeerLostError, and UserError where members hold tensors of unlike sizes.
     """

@@ -1,7 +1,7 @@
 """Weights that inner optimizers keep besides the model's: schedule-free averages, float32 masters of half precision.
 
-A round changes the model's weights under the optimizer's hands. Copies in the optimizer's state move along with them.
-An optimizer that keeps copies out of sight puts the old weights back, and is found out by that.
+A round changes the model's weights between the optimizer's steps. Copies in the optimizer's state are changed with
+them. An optimizer that hides its copies puts the old weights back; that is how it is found.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from farflung.hooks.trained import held_by
 
 
 class Copies:
-    """The weights that some optimizers keep themselves. Torch's own keep none.
+    """The copies of weights that some optimizers keep. Torch's own keep none.
 
     Args:
         optimizers: the inner ones.
@@ -42,14 +42,14 @@ class Copies:
                     watches.append(Watch(name, own, partial(kept.in_sight, own)))
 
     def begin(self) -> None:
-        """Takes note of optimizers and weights as they are before the first step."""
+        """Records optimizers and weights before the first step."""
         for kept in self._kept:
             kept.begin()
         self._restart()
 
     @torch.no_grad()
     def stepped(self) -> None:
-        """Takes note of an inner step."""
+        """Records an inner step."""
         for kept in self._kept:
             kept.stepped()
         for watches in self._watches:
@@ -58,9 +58,9 @@ class Copies:
 
     @contextmanager
     def following(self, *fragments: int) -> Iterator[None]:
-        """Within, a round writes the parameters of these fragments, or of all if none are given; copies move as far.
+        """A context in which a round writes the parameters of some fragments, by default all; copies change by as much.
 
-        Raises UserError when an optimizer has been seen to put back what rounds have written.
+        Raises UserError when an optimizer puts back what rounds have written.
         """
         for kept in self._kept:
             kept.look()
@@ -77,7 +77,7 @@ class Copies:
             self._watches[fragment] = [watch for watch in self._watches[fragment] if not watch.trusts]
 
     def put_back(self) -> None:
-        """Gives all state its first values again, or those of the weights where it holds copies of them."""
+        """Resets all state to its first values, and copies to the weights."""
         for optimizer in self._plain:
             for parameter in held_by(optimizer):
                 optimizer.state.pop(parameter, None)

@@ -9,16 +9,16 @@ import torch
 from torch import Tensor
 
 ROW = 1 << 14
-"""Words that are summed with weights of their own; so are the sums of the rows."""
+"""Words in a row; words are summed with weights, and so are the rows' sums."""
 
 BLOCK = 4 * ROW
-"""Words that are looked at in one go, few enough to stay in a processor's cache."""
+"""Words that are summed at a time, few enough for a processor's cache."""
 
 BLOCK_ON_DEVICES = 1024 * ROW
 
 
 def digest(tensors: Iterable[Tensor]) -> Tensor:
-    """Two int64 numbers, of the shapes and of the values: all but surely others when a bit, or its place, is another.
+    """Two int64 numbers, of the shapes and of the values; a changed or moved bit almost surely changes them.
 
     They are the same on every device. A word in row r and column c of a tensor counts by weight(c) · weight(ROW + r),
     modulo 2⁶⁴; words are 32 bits, or whole values where these are smaller.

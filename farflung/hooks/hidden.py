@@ -1,4 +1,4 @@
-"""Finding optimizers that keep weights out of sight, by what their steps do to what rounds have written."""
+"""Finding optimizers that hide copies of the weights, by how their steps undo what rounds have written."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ SAMPLED = 256
 """Values of each parameter by which an optimizer is judged."""
 
 PUT_BACK, STAYED = 0.3, 0.15
-"""A step takes at least this share of what a round has written back, where other weights were put there; and less
-than that one, where it stays."""
+"""A step puts hidden weights back if it undoes at least the first share of a round's change; below the second, not."""
 
 CERTAIN = 0.1
-"""The largest standard error of that share at which it is judged."""
+"""The share is only judged when its standard error is at most this."""
 
 EXPLAINED = 0.8
 """Putting back must account for at least this much of such a step, as a correlation."""
@@ -31,7 +30,7 @@ TRUSTED = 20
 """Rounds that stayed before an optimizer is trusted, and as many more for each that seemed to be put back."""
 
 COLLINEAR = 1e-4
-"""A column of which less is left than this share of its square is accounted for by those before it."""
+"""A column counts as explained by those before it when less than this share of its square is left."""
 
 
 class Watch:
@@ -59,7 +58,7 @@ class Watch:
         self.restart()
 
     def restart(self) -> None:
-        """Forgets the last round, since the weights are where no training has brought them."""
+        """Forgets the last round: the weights were set otherwise than by training."""
         self._products: list[Tensor] = []
         self._look(sample(self._parameters))
         self._gradients = self._step = self._since = self._before = self._written = torch.zeros_like(self._now)
@@ -71,7 +70,7 @@ class Watch:
         return self._stayed >= TRUSTED * (1 + self._put_back)
 
     def stepped(self) -> None:
-        """An inner step was made."""
+        """Records an inner step."""
         now = sample(self._parameters)
         step = now - self._now
         self._gradients = self._gradients + sample([_gradient_of(parameter) for parameter in self._parameters])

@@ -1,4 +1,4 @@
-"""What an optimizer's state holds besides moments: copies of the weights, initial weights, and what it began with."""
+"""An optimizer's state besides moments: copies of the weights, initial weights, and first values."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from farflung.hooks.shards import own_of
 from farflung.hooks.trained import held_by
 
 NEAR = 0.25
-"""State may be a copy of the weights if the square of its distance from them is less than this part of their square."""
+"""State may be a copy of the weights if its squared distance from them is less than this part of their square."""
 
-PATIENCE = 30
-"""Steps that move the weights but not such state, before it is taken for what the weights once were."""
+PATIENCE_STEPS = 30
+"""Such state counts as initial weights once so many steps have moved the weights but not the state."""
 
 Values = dict[nn.Parameter, Tensor]
 
@@ -34,7 +34,7 @@ class _Still:
     since: int
     """Moves of the weights when it was first seen."""
     originals: Values = field(default_factory=dict)
-    """What it was before it was moved along."""
+    """Its value before rounds changed it."""
     settled: bool = False
     """Whether it is known to stand still."""
 
@@ -42,8 +42,9 @@ class _Still:
 class Kept:
     """One optimizer's state, as far as rounds must know about it.
 
-    State near the weights passes for a copy and moves along, until the weights have moved for a while and it has not.
-    Then it is what the weights once were, and goes back to that. Whatever is near and moves by itself is a copy.
+    State near the weights counts as a copy and is changed with them, until the weights have moved for a while and it
+    has not. Then it counts as initial weights, and gets its old value back. State that is near and moves by itself is a
+    copy.
 
     Args:
         optimizer: that one.
@@ -62,12 +63,12 @@ class Kept:
 
     @property
     def followers(self) -> list[str]:
-        """The names of what moves along with rounds."""
+        """The names of the state that changes with rounds."""
         return self._copies + [name for name, still in self._still.items() if not still.settled]
 
     @torch.no_grad()
     def begin(self) -> None:
-        """Takes note of what the optimizer has made before its first step."""
+        """Records the state that the optimizer has before its first step."""
         state, held = self.optimizer.state, held_by(self.optimizer)
         each = {name: self._values(name) for parameter in held for name in state.get(parameter, {})}
         self._like_weights = [name for name, values in each.items() if values and _equal(values)]
@@ -79,7 +80,7 @@ class Kept:
 
     @torch.no_grad()
     def put_back(self) -> None:
-        """Makes all state what it was at the beginning, and copies of the weights equal to these."""
+        """Resets all state to its first values, and copies to the weights."""
         for number, parameter in enumerate(held_by(self.optimizer)):
             if number not in self._first:
                 self.optimizer.state.pop(parameter, None)
@@ -110,7 +111,7 @@ class Kept:
 
     @torch.no_grad()
     def stepped(self) -> None:
-        """Takes note of an inner step."""
+        """Records an inner step."""
         if not self._looked:
             self.look()
         if all(still.settled for still in self._still.values()):
@@ -134,7 +135,7 @@ class Kept:
             elif _moved(still.seen, values):
                 self._copies.append(name)
                 del self._still[name]
-            elif not still.settled and int(self._moves) - still.since >= PATIENCE:
+            elif not still.settled and int(self._moves) - still.since >= PATIENCE_STEPS:
                 for parameter, original in still.originals.items():
                     values[parameter].copy_(original)
                 self._still[name] = _Still(_samples(values), still.since, settled=True)
@@ -228,7 +229,7 @@ def _equal(values: Values) -> bool:
 
 
 def _near(values: Values) -> bool | None:
-    """Whether values are near the weights that they may be copies of; None where these are not finite, or all zero."""
+    """Whether values are near the weights; None where the weights are not finite, or all zero."""
     distance = square = 0.0
     for parameter, value in values.items():
         weights = own_of(parameter.detach()).float()

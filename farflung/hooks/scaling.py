@@ -1,8 +1,8 @@
-"""GradScaler's steps: gradients get their own size back before anything is done with them, and no step is left out.
+"""GradScaler's steps: gradients are unscaled before anything else, and no step is left out.
 
-A GradScaler calls `step()` of most optimizers only where no gradient overflowed. Replicas would count such steps apart.
-Of an optimizer that says it can bear it, the scaler always calls `step()`, and leaves `grad_scale` and `found_inf`.
-Each replica's scaler keeps a scale of its own; they need not be equal.
+A GradScaler calls `step()` of most optimizers only where no gradient overflowed. Replicas would then count different
+steps. If an optimizer says that it handles scaling, the scaler always calls its `step()`, and sets `grad_scale` and
+`found_inf`. Each replica's scaler keeps a scale of its own; they need not be equal.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _BEARS_SCALING = "_step_supports_amp_scaling"
 
 @dataclass
 class _Asked:
-    """What an optimizer said of itself, and how many attachments have had it say that it bears scaling."""
+    """What an optimizer said of itself, and how many sessions have made it say that it handles scaling."""
 
     own: bool | None
     by: int = 0
@@ -35,7 +35,7 @@ _ASKED: WeakKeyDictionary[torch.optim.Optimizer, _Asked] = WeakKeyDictionary()
 def step_always(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
     """Makes GradScalers call `step()` of this optimizer after an overflow, too; returns what undoes that.
 
-    Whoever asks for this must call `unscale` before each step, or the optimizer would see scaled gradients.
+    The caller must then call `unscale` before each step, or the optimizer would see scaled gradients.
     """
     asked = _ASKED.setdefault(optimizer, _Asked(vars(optimizer).get(_BEARS_SCALING)))
     asked.by += 1
@@ -55,7 +55,7 @@ def step_always(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
 
 
 def is_scaled(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it is a GradScaler that calls the step under way."""
+    """Whether a GradScaler is calling the present step."""
     return getattr(optimizer, "found_inf", None) is not None
 
 
@@ -63,7 +63,7 @@ def is_scaled(optimizer: torch.optim.Optimizer) -> bool:
 def unscale(optimizer: torch.optim.Optimizer) -> bool:
     """Divides the gradients by the scale, unless the user has; whether one of them overflowed.
 
-    The optimizer is then left nothing to unscale and nothing to skip by itself. Raises UserError for float16 ones.
+    The optimizer then has nothing to unscale or skip. Raises UserError for float16 ones.
     """
     scale, found = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", 0)
     if scale is not None:
@@ -80,7 +80,7 @@ def unscale(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def take_gradients(optimizer: torch.optim.Optimizer) -> None:
-    """Leaves the optimizer no gradients, so that its step changes nothing."""
+    """Removes the gradients, so that the step changes nothing."""
     for parameter in held_by(optimizer):
         parameter.grad = None
 

@@ -1,7 +1,11 @@
-"""Models whose users have sharded them with FSDP2: what of them is here, and with whom rounds may be held."""
+"""Models sharded with FSDP2: which shard is here, and with whom rounds are possible."""
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping
+
+import torch
 from torch import Tensor, nn
 
 from farflung.errors import UserError
@@ -42,3 +46,20 @@ def _equal_shards(network: Network, island: list[int]) -> list[int]:
     if stride == 1:
         return [process for process in network.processes if process % size == own % size]
     return [process for process in network.processes if process // stride == own // stride]
+
+
+def merged(parts: Iterable[tuple[int, Mapping[str, Tensor]]], undivided: Collection[str] = ()) -> dict[str, Tensor]:
+    """Whole tensors by name, from parts of a model and the shards that they are.
+
+    Single numbers and those that are named as `undivided` are whole in every shard.
+    """
+    found: dict[str, dict[int, Tensor]] = defaultdict(dict)
+    for shard, named in parts:
+        for name, tensor in named.items():
+            found[name][shard] = tensor
+    return {
+        name: torch.cat([tensor for _, tensor in sorted(shards.items())])
+        if len(shards) > 1 and shards[min(shards)].dim() and name not in undivided
+        else shards[min(shards)]
+        for name, shards in found.items()
+    }

@@ -1,4 +1,4 @@
-"""The first agreement: all replicas are there, and begin alike."""
+"""The agreement at the start: all replicas are there, and start from the same."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from farflung.networks.torchrun import REMINDER_SECONDS, log
 T = TypeVar("T")
 
 BYTES = 4
-"""Of each fact's hash travel so many."""
+"""Bytes that are sent of each fact's hash."""
 
 
 class DisagreementError(RuntimeError):
-    """The replicas do not start alike."""
+    """The replicas do not start from the same weights and settings."""
 
 
 SETTING = "give all replicas the same method and settings"
@@ -32,9 +32,9 @@ class Fact(NamedTuple):
     """Something that must be equal on all replicas.
 
     Args:
-        what: how it is called in a DisagreementError.
-        told: what is told of it; it is enough that all tell the same in one of these places.
-        remedy: what to do where they do not.
+        what: its name in a DisagreementError.
+        told: values to compare; replicas agree when all have the same value in one of these places.
+        remedy: what to do where they differ.
     """
 
     what: str
@@ -43,12 +43,12 @@ class Fact(NamedTuple):
 
 
 def agree_on_start(network: Network, key: str, facts: Sequence[Fact], seconds: float) -> None:
-    """Waits for all replicas, at most so many seconds, and compares what they begin with.
+    """Waits for all replicas, and compares what they start from.
 
     Args:
         network: the replica's seat.
         key: of the exchange.
-        facts: what must be equal; how many there are may depend on those before.
+        facts: what must be equal; how many there are may depend on the earlier ones.
         seconds: the longest that starting may take.
 
     Raises DisagreementError, and PeerLostError when somebody does not come.
@@ -67,7 +67,7 @@ def agree_on_start(network: Network, key: str, facts: Sequence[Fact], seconds: f
 
 
 def _values(network: Network, key: str, fact: Fact, seconds: float) -> dict[int, str]:
-    """What each replica has in the place of a fact that differs; all have found that it does."""
+    """Each replica's value of a fact that differs; all call this together."""
     packets = network.exchange(_packet(fact.told[0].encode()), network.members(), key).wait(seconds)
     return {rank: packet.cpu().numpy().tobytes().decode() for rank, packet in packets.items()}
 
@@ -77,7 +77,7 @@ def _packet(words: bytes) -> torch.Tensor:
 
 
 def _described(own: int, fact: Fact, others: Sequence[int], values: Mapping[int, str]) -> str:
-    """Who starts from something else than this replica, from what if that can be said, and the remedy."""
+    """Which replicas differ from this one, their values if known, and the remedy."""
     unlike = next((rank for rank in others if values and values[rank] != values[own]), None)
     said = "" if unlike is None else f": {values[own]}, and replica {unlike} from {values[unlike]}"
     return f"replica {own} starts from other {fact.what} than {', '.join(map(str, others))}{said}; {fact.remedy}"

@@ -18,10 +18,9 @@ def hook_steps(
 ) -> Callable[[], None]:
     """Calls `before` and `after` once for each step; returns what undoes that.
 
-    Torch calls hooks for each class whose `step()` takes part, so twice where one calls `super().step()`. Only the
-    outermost call counts: that of whose callers none is a call, too. A flag would be left standing by a step that
-    raised, so it is frames on the stack that are looked for. A compiled step goes on in other frames after each hook,
-    but those are called from the first.
+    Torch calls hooks for each class whose `step()` runs, so twice where one calls `super().step()`. Only the outermost
+    call counts. It is found by frames on the stack, since a flag would stay set after a step that raised. A compiled
+    step continues in other frames after each hook, but those are called from the first.
 
     Args:
         before: as `register_step_pre_hook` wants it: given the step's arguments, it may return others.

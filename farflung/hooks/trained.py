@@ -1,4 +1,4 @@
-"""What an attachment trains: the model's parameters that its optimizers hold, and what it leaves alone."""
+"""What a session trains: the model's parameters that its optimizers hold. And what it leaves alone."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from farflung.hooks.shards import own_of
 from farflung.networks import Network
 
 _ATTACHED: WeakSet[Trained] = WeakSet()
-"""Those that are in use: what one leaves alone, another may train."""
+"""All sessions in use: parameters that one leaves alone, another may train."""
 _CHANGES = Lock()
-"""Replicas in threads attach at once."""
+"""Replicas in threads attach at the same time."""
 
 
 def _attached() -> list[Trained]:
@@ -46,12 +46,12 @@ class Trained:
             self._check_owner(optimizer)
         self.parameters = self._held()
         self.restore: Callable[[], None] = lambda: None
-        """Takes back what is not finite, where an attachment has something to go back to."""
+        """Restores weights that are not finite, where a session has older ones."""
         self._left_alone: dict[nn.Parameter, Tensor] = {}
         if self.again():
             raise UserError(
                 "these parameters are attached to this network already, so that each round would count twice; call "
-                "finish() of the first attachment, or leave its with statement"
+                "finish() of the first session, or leave its with statement"
             )
         with _CHANGES:
             _ATTACHED.add(self)
@@ -76,15 +76,15 @@ class Trained:
         return ((name, parameter) for parameter, name in self._names.items() if parameter not in own)
 
     def averaged(self) -> set[nn.Parameter]:
-        """The parameters that some attachment trains, of this model or another."""
+        """The parameters that some session trains, of this model or another."""
         return {parameter for trained in _attached() for parameter in trained.parameters}
 
     def begin(self) -> None:
-        """Takes note of what is left alone, for `check_left_alone`."""
+        """Records the parameters that are left alone, for `check_left_alone`."""
         self._left_alone = {p: digest([own_of(p)]) for p in self._not_attached()}
 
     def check(self) -> None:
-        """Sees that no further parameter has come to be trained. Raises UserError."""
+        """Checks that no other parameter is trained now. Raises UserError."""
         known = set(self.parameters)
         for optimizer in self.optimizers:
             for parameter in held_by(optimizer):
@@ -95,12 +95,12 @@ class Trained:
                     )
 
     def left_alone(self) -> list[nn.Parameter]:
-        """The trainable parameters that no attachment averages, of those that there were at the beginning."""
+        """The trainable parameters at the start that no session averages."""
         self._left_alone = {p: self._left_alone[p] for p in self._not_attached() if p in self._left_alone}
         return list(self._left_alone)
 
     def check_left_alone(self) -> None:
-        """Sees that none of them has changed. Raises UserError."""
+        """Checks that none of them has changed. Raises UserError."""
         for parameter in self.left_alone():
             if not torch.equal(digest([own_of(parameter)]), self._left_alone[parameter]):
                 raise UserError(
@@ -109,12 +109,12 @@ class Trained:
                 )
 
     def again(self) -> bool:
-        """Whether another attachment averages some of these parameters over the same network."""
+        """Whether another session averages some of these parameters over the same network."""
         own = set(self.parameters)
         return any(not own.isdisjoint(trained.parameters) for trained in self._beside())
 
     def restore_beside(self) -> None:
-        """Has this replica's other attachments on the network, which may hang together with this one, see to theirs."""
+        """Makes this replica's other sessions on the network restore their weights, too."""
         for trained in self._beside():
             trained.restore()
 
@@ -127,7 +127,7 @@ class Trained:
             _ATTACHED.discard(self)
 
     def _not_attached(self) -> list[nn.Parameter]:
-        """Trainable parameters that no attachment averages."""
+        """Trainable parameters that no session averages."""
         averaged = self.averaged()
         return [parameter for _, parameter in self.others() if parameter.requires_grad and parameter not in averaged]
 

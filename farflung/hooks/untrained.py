@@ -65,19 +65,19 @@ class Untrained:
         return self.buffers() | self.frozen()
 
     def _compared(self) -> dict[str, Tensor]:
-        """What must be equal at the start: these, and what others train of the model."""
+        """What must be equal at the start: these, and parameters that others train."""
         return self.named() | dict(self._trained.others())
 
     def floating(self) -> list[str]:
-        """The names of the buffers that training may move by less than one."""
+        """The names of the buffers that training may change by less than one."""
         return [name for name, buffer in self.buffers().items() if buffer.is_floating_point()]
 
     @torch.no_grad()
     def begin(self) -> list[Fact]:
-        """Takes note of what training starts from; what of it must be equal on all replicas.
+        """Records what training starts from; returns the part that must be equal on all replicas.
 
-        The first batch moves some of it before the first step, on each replica to other values; then those from before
-        must be equal. Frozen weights must have moved everywhere, then.
+        The first batch changes buffers before the first step, on each replica differently; then their values before it
+        must be equal. Frozen weights must then have changed on all replicas.
         """
         # What a state has kept is older than what was loaded with it; one from another layout has kept other things.
         known = set(self._kept) if self._resumes else set()
@@ -95,7 +95,7 @@ class Untrained:
 
     @torch.no_grad()
     def look(self) -> list[str]:
-        """Finds frozen weights that move; the names of all that have."""
+        """Finds frozen weights that change; the names of all that have."""
         for name, tensor in self.frozen().items():
             if name in self._moving:
                 continue
@@ -107,12 +107,12 @@ class Untrained:
 
     @torch.no_grad()
     def keep(self) -> None:
-        """Remembers what moves as it is, for `restore`."""
+        """Keeps a copy of all that changes, for `restore`."""
         self._keep_all(self._moved())
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Goes back to what was kept."""
+        """Restores the copy."""
         for name, tensor in self._moved().items():
             view, kept = real_view(tensor), self._kept.get(name)
             if kept is not None and kept.shape == view.shape:
@@ -120,7 +120,7 @@ class Untrained:
 
     @torch.no_grad()
     def loaded(self, prefix: str, module: nn.Module) -> None:
-        """Takes note of what a module, but none of those in it, has just loaded: it stands for what was there."""
+        """Records what a module itself, without its children, has just loaded."""
         for name, tensor in (*module._buffers.items(), *module._parameters.items()):
             whole = f"{prefix}.{name}".lstrip(".")
             if tensor is not None and whole in self._noted:
@@ -129,7 +129,7 @@ class Untrained:
                     self._keep(whole, tensor)
 
     def state_dict(self) -> dict[str, Any]:
-        """What was kept, and the names of frozen weights that have been seen to move."""
+        """The copy, and the names of frozen weights that have changed."""
         return {"kept": dict(self._kept), "moving": list(self._moving)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

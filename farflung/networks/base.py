@@ -15,10 +15,10 @@ Group = tuple[int, ...]
 """The ranks that take part in an exchange, sorted, this replica's own among them."""
 
 Packets = dict[int, Tensor]
-"""Packets by rank: of those that sent them, or those that are to get them."""
+"""Packets by the rank of their sender, or of their receiver."""
 
 Combine = Callable[[Packets], Tensor]
-"""Makes one packet of several, by the ranks that sent them, in order of rank."""
+"""Combines packets, by the ranks of their senders in order, into one."""
 
 
 class PeerLostError(Exception):
@@ -96,7 +96,7 @@ class Party:
 
     Args:
         group: the replicas that have come, sorted, this one among them; fewer than two when it stays alone.
-        weights: what each one's message counts.
+        weights: of each one's message in the mean.
         behind: whether this replica must catch up first, because its anchors are not the others'.
     """
 
@@ -109,7 +109,7 @@ class Party:
 class SharedState:
     """The state that a late replica downloads: float32 tensors by name, and facts that JSON can hold.
 
-    Once it was fetched, `givers` are the replicas that say it is so.
+    After a download, `givers` are the replicas that gave it.
     """
 
     tensors: dict[str, Tensor]
@@ -124,7 +124,7 @@ class Network(Protocol):
 
     What it can do, besides:
         elastic: itself, where replicas come and go.
-        timed: itself, where its clock is a part of the run, and stands still between two parts.
+        timed: itself, where its clock belongs to the run, and stops while the run does.
         processes: the ranks of the replicas in torch.distributed's process group, in order, where they are such
             processes; then `among` some of them there is a network, too.
     """
@@ -146,18 +146,17 @@ class Network(Protocol):
         ...
 
     def attachment(self) -> int:
-        """Counts what holds exchanges here: the number, from 0, by which its keys differ from others'."""
+        """The next number, from 0, for the keys of a session, so that they differ from others'."""
         ...
 
     def exchange(self, packet: Tensor, group: Group, key: str) -> Pending[Packets]:
-        """Sends a packet (flat uint8, any length) to the others of the group; yields every member's, own included."""
+        """All-gather: sends a packet (flat uint8, any length) to the group; yields every member's, own included."""
         ...
 
     def scatter_combine_gather(self, packets: Packets, group: Group, key: str, combine: Combine) -> Pending[Packets]:
-        """Sends each of the others the packet for it; what `combine` makes of those that came goes to the whole group.
+        """Sends each member its packet, combines those received, and all-gathers the combined packets, own included.
 
-        Yields every member's combined packet, own included. `combine` may run in another thread, once, while this
-        replica trains; it is given the others' packets by rank.
+        `combine` may run in another thread, once, while this replica trains; it is given the others' packets by rank.
         """
         ...
 
@@ -180,14 +179,14 @@ class Network(Protocol):
 
 
 class TimedNetwork(Network, Protocol):
-    """A network whose clock is a part of the run: it goes on where it stood in an earlier part."""
+    """A network whose clock belongs to the run: a resumed run continues at the time of its checkpoint."""
 
     def clock(self) -> dict[str, float]:
-        """Where this replica stands in the network's time."""
+        """This replica's time on the network's clock, as a checkpoint keeps it."""
         ...
 
     def resume(self, clock: Mapping[str, float]) -> None:
-        """Waits until what `clock` said; called once, before anything else."""
+        """Waits until a time that `clock` gave; called once, before anything else."""
         ...
 
 
@@ -196,31 +195,31 @@ class ElasticNetwork(Network, Protocol):
 
     @property
     def refused(self) -> Mapping[str, int]:
-        """What others sent that they must not have, by kind: how often."""
+        """Offences of others, counted by kind."""
         ...
 
     def meet(
         self, wanted: Group, key: str, step: int, weight: float, lineage: str, then: Callable[[Party], T]
     ) -> Pending[T]:
-        """What `then` makes of those who come to a round; it runs in another thread while this replica trains.
+        """Calls `then` with those who come to a round, in another thread while this replica trains; yields its result.
 
         Args:
-            wanted: the group that the round's topology makes of the members. Those who are left alone find others.
+            wanted: the group that the round's topology makes of the members. Members left alone find others.
             step: at which this replica's round starts.
-            weight: what its message counts.
-            lineage: what must be equal for messages to be averaged; "" for anything.
+            weight: of its message in the mean.
+            lineage: equal for all messages that may be averaged; "" for any.
         """
         ...
 
     def paced(self, step: int, every: int) -> int:
-        """The step that a replica is to count itself at, after its own `step`, with rounds each `every` steps.
+        """The step that a replica counts after its own `step`, with rounds each `every` steps.
 
-        Slow ones are moved on to where the others are. Called at the end of each step.
+        Slow replicas skip to the others' median step. Called at the end of each step.
         """
         ...
 
     def serve(self, source: Callable[[], SharedState]) -> None:
-        """Says how to get this replica's state, for those who come late; it is called in `paced` if need be."""
+        """Registers the function that gives this replica's state to late replicas; `paced` calls it when asked."""
         ...
 
     def fetch(self, alike: bool) -> Pending[SharedState]:
@@ -231,15 +230,15 @@ class ElasticNetwork(Network, Protocol):
         ...
 
     def reject(self, state: SharedState, why: str) -> None:
-        """Says that a fetched state cannot be this run's; those who gave it are not asked again."""
+        """Says that a downloaded state does not fit this run; its givers are not asked again."""
         ...
 
     def tell_others(self, **facts: float) -> None:
-        """What those who look on may know of this replica."""
+        """Publishes facts about this replica, for `farflung status`."""
         ...
 
     def blame(self, rank: int, why: str) -> None:
-        """Says that a replica sent what it must not."""
+        """Reports an offence of a replica."""
         ...
 
 

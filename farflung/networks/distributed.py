@@ -34,15 +34,15 @@ IN_FLIGHT = 32
 _NEVER = timedelta(days=30)
 
 _GRACE_SECONDS = 0.5
-"""After a passed deadline, in this time those who have delivered are told from those who have not."""
+"""Time after a passed deadline to find out who has delivered."""
 
 
 class TorchNetwork:
     """Processes of the default process group as replicas.
 
     Args:
-        addresses: how each process is called in error messages.
-        store: where the processes can leave each other word; the process group's own by default.
+        addresses: each process's name in error messages.
+        store: where processes leave messages for each other; by default the process group's own.
         processes: the ranks in the process group of the replicas, in order; all of them by default.
     """
 

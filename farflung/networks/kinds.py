@@ -1,4 +1,4 @@
-"""What is said of a kind of network before there is one: the rows of the registry."""
+"""Kinds of networks, described before one is made: the rows of the registry."""
 
 from __future__ import annotations
 

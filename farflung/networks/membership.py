@@ -13,11 +13,11 @@ from farflung.networks.base import Group, Network, PeerLostError
 T = TypeVar("T")
 
 LONGER = 2.0
-"""Whoever has lost somebody waits so many times as long for the rest, who may still be waiting for the same."""
+"""A replica that lost another waits so many times as long for the rest, which may still be waiting for the same one."""
 
 
 def among_members(network: Network, exchange: Callable[[Group], T]) -> T:
-    """What an exchange among all members yields, which is tried again when some of them have died or come meanwhile.
+    """The result of an exchange among all members; tried again when members change meanwhile.
 
     Raises PeerLostError.
     """
@@ -31,7 +31,7 @@ def among_members(network: Network, exchange: Callable[[Group], T]) -> T:
 
 
 class Row(NamedTuple):
-    """What one replica has found: whom it could reach, and a word of its own."""
+    """What one replica has found: the replicas that it reached, and a value of its own."""
 
     reached: list[int]
     word: str
@@ -40,11 +40,11 @@ class Row(NamedTuple):
 def among_survivors(
     network: Network, whole: Callable[[Group], Group], work: Callable[[Group], T], seconds: float
 ) -> tuple[Group, T]:
-    """What `work` yields among those who are left, and who they are; the same on all of them.
+    """The result of `work` among the replicas that are left, and their ranks; the same on all of them.
 
-    Of those who can reach each other, `whole` picks those who take part; it decides alike everywhere. When somebody is
-    lost during the work, the rest do it again without. Every wait is about `seconds` long. Raises PeerLostError when
-    this replica is not among them, or when the work fails though nobody has gone.
+    Of those that reach each other, `whole` picks the members, with the same result everywhere. When somebody is lost
+    during the work, the rest do it again without. Every wait is about `seconds` long. Raises PeerLostError when this
+    replica is not among them, or when the work fails though nobody has gone.
     """
     before: Group = ()
     word, attempt = "", 0

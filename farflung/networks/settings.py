@@ -28,7 +28,7 @@ class NetworkSettings(Checked):
     latency_ms: float | None = setting(None, least=0)
     """Simulated network: one way, milliseconds; unset: the conditions' own (20)."""
     step_ms: float | None = setting(None, least=0)
-    """Simulated network: what the computation of one inner step takes, milliseconds; unset: the conditions' (100)."""
+    """Simulated network: how long an inner step computes, milliseconds; unset: the conditions' own (100)."""
 
     def __post_init__(self) -> None:
         """Raises UserError."""

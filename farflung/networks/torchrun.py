@@ -17,7 +17,7 @@ from farflung.errors import UserError
 log = logging.getLogger(__name__)
 
 REMINDER_SECONDS = 15.0
-"""Between two words about who is being waited for."""
+"""Seconds between two lines about whom it waits for."""
 
 
 def join(starting: float) -> tuple[dict[int, str], Store]:
@@ -50,7 +50,7 @@ def _meeting_place(rank: int, limit: timedelta) -> Store:
 
 
 def _check_in(store: Store, rank: int, size: int, starting: float) -> dict[int, str]:
-    """Says where this replica is, and waits for everyone's word; without it, joining hangs for who is missing."""
+    """Publishes this replica's address, and waits for all others'; without this, joining hangs when one is missing."""
     host = socket.gethostname()
     store.set(f"address/{rank}", f"{host}, process {os.getpid()}")
     began = time.monotonic()

@@ -1,4 +1,4 @@
-"""What is under way on a real network, in another thread, while the replica trains."""
+"""A transfer on a real network, in another thread, while the replica trains."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from farflung.networks.base import Group, Packets, PeerLostError, Traffic
 T = TypeVar("T")
 
 IN_BACKGROUND: ContextVar[bool] = ContextVar("in background", default=False)
-"""Whether nobody's training waits for what is waited for here."""
+"""Whether this wait blocks no training."""
 
 
 class Located(Protocol):
@@ -30,7 +30,7 @@ class Located(Protocol):
 
 
 class Transfer(Generic[T]):
-    """A Pending; who does the work tells it whom it has lost, and in the end its result.
+    """A Pending; the worker reports lost members to it, and in the end the result.
 
     Args:
         network: the replica's seat.

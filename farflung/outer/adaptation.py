@@ -1,4 +1,4 @@
-"""Sending less, and more often, as the rank that matters falls."""
+"""Sending less, and more often, as the effective rank falls."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from farflung.errors import UserError
 class Adapt:
     """How the codec's rank and the steps between rounds follow the effective rank (DiLoCoX, arXiv 2506.21263).
 
-    The effective rank of a round's averaged message can be no more than the codec lets through, so it is divided by
-    the share of the first rank that the codec now has. That use of the rank is averaged over `window` rounds; where it
-    has fallen below the most that it was, the share is multiplied by how far. So the rank falls as it is used less, and
-    `every` by the same share: a shorter exchange needs fewer steps to hide behind.
+    A codec of low rank limits the effective rank of the mean message, so that is divided by the share of the rank that
+    the codec has now. The quotient is averaged over `window` rounds. Where it falls below its maximum, the share
+    shrinks by the same factor. `every` shrinks with the share, since a shorter exchange needs fewer steps to hide
+    behind.
 
     Args:
         window: rounds.
         least: the smallest share.
-        steps: whether `every` follows, too. Members that see different means cannot agree on it, so it is for groups
-            of everyone.
+        steps: whether `every` shrinks, too. All replicas must agree on it, so it is only for methods that average among
+            all.
     """
 
     window: int = 5
@@ -35,11 +35,11 @@ class Adapt:
 
     def __post_init__(self) -> None:
         if self.window < 1 or not 0 < self.least <= 1:
-            raise UserError(f"{self} cannot be: window is at least 1, least more than 0 and at most 1")
+            raise UserError(f"{self} is not possible: window must be at least 1, least more than 0 and at most 1")
 
 
 class Adaptation:
-    """The effective ranks seen so far, and what follows from them."""
+    """The effective ranks seen so far, and the share that follows from them."""
 
     def __init__(self, settings: Adapt) -> None:
         self.settings = settings
@@ -48,7 +48,7 @@ class Adaptation:
         self._last: list[float] = []
 
     def observe(self, mean: Sequence[Tensor]) -> tuple[float, float]:
-        """Takes note of a round's averaged message; its effective rank, and the share that follows."""
+        """Records a round's mean message; returns its effective rank, and the new share."""
         rank = effective_rank(mean)
         self._last = [*self._last, rank / self._share][-self.settings.window :]
         use = sum(self._last) / len(self._last)

@@ -1,4 +1,4 @@
-"""Aggregation rules for groups in which a few may lie: what bad messages among them cannot move far."""
+"""Aggregation rules for groups in which a few may lie: bad messages cannot move the result far."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from farflung.codecs.values import norm
 from farflung.outer.averaging import Mean
 
 LARGEST_RATIO = 30.0
-"""A message with a norm so many times the usual one is refused."""
+"""A message is refused when its norm is so many times the usual one."""
 NORMS_KEPT = 32
-"""Of messages of the same tensors, own ones among them; parts of a message may differ in size by far."""
+"""Kept for each list of shapes, own messages included: the parts of a message may differ greatly in size."""
 
 Messages = list[Sequence[Tensor]]
 Blame = Callable[[int, str], None]
@@ -26,24 +26,24 @@ Blame = Callable[[int, str], None]
 
 
 class Aggregation:
-    """The aggregation rule of a network whose members cannot all be trusted; every message is looked at.
+    """The aggregation rule of a network whose members cannot all be trusted; it checks every message.
 
     Args:
-        robust: "mean"; "median", coordinate by coordinate, and "clipped", norms of at most the median one, for
-            groups of more than two, in which a minority may send anything.
-        blame: told of messages that are broken, not finite or far too large; none counts.
+        robust: "mean", or for groups of more than two, in which a minority may send anything, "median" of each
+            coordinate or "clipped" to the median norm.
+        blame: told of messages that are broken, not finite or far too large; they are left out.
     """
 
     def __init__(self, robust: str, blame: Blame) -> None:
         self.total = _TOTALS[robust]
-        """Makes what sums up messages like some tensors."""
+        """Makes the accumulator of messages that are like given tensors."""
         self.whole = robust != "mean"
-        """Whether each member must have everybody's message: who averages a part for all could lie about it."""
+        """Whether each member needs all messages: a member that averaged a part for all could lie about it."""
         self.blame = blame
         self._norms: dict[tuple[torch.Size, ...], deque[float]] = {}
 
     def check(self, sender: int, message: list[Tensor], own: Sequence[Tensor] | None) -> None:
-        """Looks at a message. Raises PacketError when it cannot be true."""
+        """Checks a message. Raises PacketError when it is not finite or far too large."""
         size = norm(message) if all(map(finite, message)) else math.nan
         norms = self._norms.setdefault(tuple(tensor.shape for tensor in message), deque(maxlen=NORMS_KEPT))
         if own is not None:
@@ -57,7 +57,7 @@ class Aggregation:
 
 
 class Robust:
-    """What `reduce` makes of all messages together; of one or two their mean."""
+    """Collects messages and reduces them together; one or two are averaged."""
 
     def __init__(self, reduce: Callable[[Messages, list[float]], list[Tensor]], like: Sequence[Tensor]) -> None:
         self._reduce = reduce
@@ -71,7 +71,7 @@ class Robust:
         self._weights.append(weight)
 
     def result(self) -> list[Tensor]:
-        """What has become of those taken."""
+        """The reduced message."""
         if len(self._messages) > 2:
             return self._reduce(self._messages, self._weights)
         return weighted_mean(self._messages, self._weights, self._like)
@@ -86,7 +86,7 @@ def weighted_mean(messages: Messages, weights: list[float], like: Sequence[Tenso
 
 
 def median(messages: Messages, weights: list[float]) -> list[Tensor]:
-    """The median of each coordinate, weights aside; of an even number, the middle of the two in the middle."""
+    """The median of each coordinate, without weights; of an even number, the mean of the middle two."""
     low, high = (len(messages) - 1) // 2, len(messages) // 2
     sorted_parts = (torch.stack(parts).sort(dim=0).values for parts in zip(*messages, strict=True))
     return [(part[low] + part[high]) / 2 for part in sorted_parts]

@@ -25,24 +25,19 @@ if TYPE_CHECKING:
     from farflung.outer.method import Method
 
 Way = Literal["whole", "parts"]
-"""How packets are averaged among more than two members. `whole`: each goes to everyone, n - 1 times its bytes, and is
-encoded once. `parts`: each member averages one part of the message and sends it round, 2 (n - 1) / n times the bytes,
-encoded twice."""
+"""How packets are averaged among more than two members. `whole` is an all-gather: n - 1 times a message's bytes,
+encoded once. `parts` is a reduce-scatter and an all-gather: 2 (n - 1) / n times the bytes, encoded twice."""
 
 
 STRIP = 1 << 19
-"""Values of a message that make a packet of their own: some are encoded and decoded while others are on the wire."""
+"""Values in a packet: a long message is several packets, so that some are encoded or decoded while others are sent."""
 
 MOST_STRIPS = 16
-"""In how many packets a message goes at most."""
+"""The most packets of one message."""
 
 
 def uses_all_gather(codec: Codec, way: Way, members: int) -> bool:
-    """Whether each member's packet goes to everyone.
-
-    A pair's do anyhow, since that is no more bytes; and those that each receiver reads by its own values, of which a
-    mean in parts has none.
-    """
+    """Whether packets are averaged by all-gather; a pair's are, since that sends no more bytes."""
     return way == "whole" or members <= 2 or codec.traits.needs_receiver
 
 
@@ -73,12 +68,12 @@ class Averaging:
 
     Args:
         network: the replica's seat.
-        method: whose codec, each use of which works with a copy of its own, and way of averaging it takes. Where all
-            members must end alike, each takes its own message as decoded, too; else as it is.
+        method: its codec, copied for each use, and its way of averaging. Where all members must get the same mean, each
+            also decodes its own message; else it uses it as it is.
         views: a flat message as tensors of the parameters' shapes.
         name: tells this fragment's random numbers from others'.
-        exact: whether messages of float64 must not be rounded to float32, by a codec that loses nothing else.
-        aggregation: for a network whose members cannot all be trusted; no message goes without its looking at it.
+        exact: whether messages of float64 must stay float64 when the codec is lossless.
+        aggregation: the rule for members that cannot all be trusted; it checks every message.
     """
 
     def __init__(
@@ -106,13 +101,15 @@ class Averaging:
     def start(
         self, message: Tensor, group: Group, key: str, round: int, weights: Mapping[int, float] | None = None
     ) -> tuple[Pending[Tensor], float]:
-        """Starts averaging a flat message, whose memory belongs to the exchange from then on; and its encoding's error.
+        """Starts averaging a flat message; returns the pending mean and the compression error.
 
-        `key` and the round's number are the same for all of the group. `weights` say what each member's message counts,
-        where they do not all count alike.
+        The message's memory then belongs to the exchange.
 
-        `wait` of the result raises PeerLostError when somebody's part is missing or unreadable. The message then holds
-        the mean of the others', or where that cannot be, this replica's own values.
+        `key` and the round's number are the same for the whole group. `weights` are the messages' weights, by default
+        all equal.
+
+        `wait` of the result raises PeerLostError when a part is missing or unreadable. The message then holds the mean
+        of the others, or this replica's own values.
         """
         lossless = self._prototype.traits.lossless and (self._exact or message.dtype == torch.float32)
         if lossless and self._aggregation is None:
@@ -124,12 +121,12 @@ class Averaging:
         return self._reduce_scatter(message, group, key)
 
     def set_reference(self, message: Tensor) -> None:
-        """Says what the next message would be like if it brought no news."""
+        """See Codec."""
         for codec, strip in self._strips(message):
             codec.set_reference(strip)
 
     def wants_reference(self) -> bool:
-        """Whether a codec could make use of `set_reference` now."""
+        """Whether a codec can use `set_reference` now."""
         return any(codec.wants_reference for codec in self._codecs.values() or [self._prototype])
 
     def set_budget(self, share: float) -> None:
@@ -173,7 +170,7 @@ class Averaging:
         return _Strips(pendings, message, self._network.now), error
 
     def _strips(self, message: Tensor) -> list[tuple[Codec, list[Tensor]]]:
-        """A message's tensors in runs of neighbours, each with its own codec; all together if need be."""
+        """A message's tensors in runs of neighbours, each with its own codec; in one run where that is needed."""
         tensors = self._views(message)
         runs = [tensors] if self._prototype.traits.needs_whole or self._aggregation else strips(tensors)
         if len(runs) == 1:
@@ -197,7 +194,7 @@ class Averaging:
         own: Sequence[Tensor] | None,
         weights: Mapping[int, float],
     ) -> tuple[list[Tensor], dict[int, str]]:
-        """One message of packets and of the own message; and why some packets could not be used."""
+        """The mean of packets and of this replica's own message; and why some packets could not be used."""
         total = self._aggregation.total(like) if self._aggregation else Mean(like)
         unreadable: dict[int, str] = {}
         for sender, packet in packets.items():
@@ -212,7 +209,7 @@ class Averaging:
     def _decoded(
         self, sender: int, codec: Codec, packet: Packet, like: Sequence[Tensor], own: Sequence[Tensor] | None
     ) -> list[Tensor]:
-        """A packet's message, once it was looked at. Raises PacketError."""
+        """A packet's message, checked. Raises PacketError."""
         try:
             # What came over the internet lies in the host's memory.
             message = codec.decode(packet.to(like[0].device) if like else packet, like)
@@ -255,7 +252,7 @@ class Averaging:
 
 
 class _Averaged:
-    """A pending exchange of packets, whose mean is put in the message's place."""
+    """A pending exchange of packets; its mean replaces the message."""
 
     def __init__(
         self,

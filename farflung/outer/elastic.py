@@ -1,7 +1,7 @@
-"""Rounds among replicas that come and go: who takes part is found out as a round starts.
+"""Rounds among replicas that come and go: each round's members are found when it starts.
 
-Messages count by the inner steps behind them, and none goes into a mean before it was looked at. Who was away fetches
-the others' state.
+A message's weight is the number of inner steps behind it, and every message is checked. A replica that was away
+downloads the others' state.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class ElasticLoop(OuterLoop):
         return Aggregation(self._options["robust"], self._elastic.blame)
 
     def _counted(self, step: int) -> int:
-        """Counts a step as the others do, and takes their state once it has come for one that was behind."""
+        """Counts a step as the others do; loads their state when a download has ended."""
         self.step = self._elastic.paced(step, self.method.schedule.every or 1)
         self._take_fetched()
         for sync in self._rounds.syncs:
@@ -74,10 +74,10 @@ class ElasticLoop(OuterLoop):
         return self.step
 
     def _prepare(self, sync: Sync[Tensor], members: int) -> None:
-        """Who will take part is not known yet."""
+        """Nothing: the members are not known yet."""
 
     def _exchange(self, sync: Sync[Tensor], offer: Offer[Tensor], group: Group) -> Exchange:
-        """Starts a round with those of the group who come, or others whose partners do not."""
+        """Starts a round with the members of the group that come, or with others left without partners."""
         message, number, averaging = offer.message, sync.rounds, self._averagings[sync.index]
         key = self._round_key(sync.index, number)
 
@@ -103,13 +103,13 @@ class ElasticLoop(OuterLoop):
             self._fetch()
 
     def state(self) -> SharedState:
-        """What a late replica takes: anchors, outer optimizer's state and step; good until the next round starts."""
+        """The state that a late replica downloads: anchors, outer state and step; valid until the next round starts."""
         facts = {"step": self.step, "until": min(sync.next_start for sync in self._rounds.syncs)}
         return SharedState(dict(state_tensors(self.anchors, self.outer)), facts)
 
     @torch.no_grad()
     def take(self, state: SharedState) -> None:
-        """Goes on from where other replicas stand; what was under way here is dropped. Raises UserError."""
+        """Loads other replicas' state; pending rounds here are dropped. Raises UserError."""
         if not self._begun:
             self._begin()
         assert self.method.outer is not None
@@ -123,23 +123,23 @@ class ElasticLoop(OuterLoop):
 
     @torch.no_grad()
     def catch_up(self, wait: float) -> bool:
-        """Takes the others' state before training; False when nobody is there to give it.
+        """Loads the others' state before training; False when nobody has one.
 
-        Raises UserError when all give what cannot be this run's.
+        Raises UserError when none of their states fits this run.
         """
         self._fetch()
         return self._take_fetched(wait)
 
     def _fetch(self) -> None:
-        """Starts to fetch the others' state, unless that is under way."""
+        """Starts to download the others' state, unless that has started."""
         if self._fetching is None:
             self._fetching = self._elastic.fetch(self.method.topology.identical)
 
     def _take_fetched(self, wait: float = 0.0) -> bool:
-        """Takes the others' state, when it is there, or after at most `wait` seconds; whether it did.
+        """Loads the others' state if it has come, waiting at most `wait` seconds; whether it did.
 
-        What cannot be this run's is fetched from another peer. With a `wait`, raises the last UserError over that when
-        nobody gives another.
+        A state that does not fit this run is downloaded from another peer instead. With a `wait`, raises the last such
+        UserError when no other peer has one.
         """
         refusal = None
         while state := self._fetched(wait):
@@ -175,7 +175,7 @@ def state_tensors(anchors: list[Tensor], outer: torch.optim.Optimizer) -> Iterat
 
 
 def kept_names(make: OuterFactory) -> set[str]:
-    """The names of what an outer optimizer keeps of an anchor, of its length: what a first step leaves."""
+    """The names of the tensors of an anchor's length that an outer optimizer keeps after a first step."""
     anchor = torch.zeros(2)
     outer = make([anchor])
     step_with(outer, anchor, message_of(outer, anchor, torch.ones(2)))
@@ -185,9 +185,9 @@ def kept_names(make: OuterFactory) -> set[str]:
 def take_state(
     anchors: list[Tensor], outer: torch.optim.Optimizer, tensors: dict[str, Tensor], names: set[str]
 ) -> None:
-    """Gives the anchors and the outer optimizer what `state_tensors` said elsewhere.
+    """Loads the `state_tensors` of another replica into anchors and outer optimizer.
 
-    Raises UserError, and changes nothing, when that is not all anchors and, of each, some of what `names` says.
+    Raises UserError, and changes nothing, unless they are all anchors and tensors of the given names.
     """
     wanted = {f"anchor {index}": anchor for index, anchor in enumerate(anchors)}
     known = wanted | {f"{name} {index}": anchor for index, anchor in enumerate(anchors) for name in names}

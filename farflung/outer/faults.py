@@ -1,11 +1,11 @@
-"""What goes wrong in a replica's training, round by round."""
+"""Faults in a replica's training, round by round."""
 
 from __future__ import annotations
 
 from typing import Any
 
-PATIENCE = 3
-"""Rounds in a row that a replica may have nothing sound to offer in."""
+PATIENCE_ROUNDS = 3
+"""Rounds in a row without a sound message, after which training has diverged."""
 
 
 class DivergedError(RuntimeError):
@@ -13,7 +13,7 @@ class DivergedError(RuntimeError):
 
 
 class Faults:
-    """The account of one replica's faults.
+    """One replica's faults.
 
     Args:
         replica: its rank.
@@ -25,26 +25,26 @@ class Faults:
         self._bad_rounds: list[int] = []
 
     def spoil(self, reason: str) -> None:
-        """Takes note that training went wrong since the last round."""
+        """Records that training went wrong since the last round."""
         self._fault = self._fault or reason
 
     def judge(self, round: int, step: int) -> str:
-        """Ends the account of a round: what was wrong in it, or "". Raises DivergedError at the third in a row."""
+        """The fault since the last round, or "", which is then cleared. Raises DivergedError at the third in a row."""
         fault, self._fault = self._fault, ""
         if not fault:
             return ""
         if round not in self._bad_rounds:
             follows = self._bad_rounds[-1:] == [round - 1]
             self._bad_rounds = [*(self._bad_rounds if follows else []), round]
-        if len(self._bad_rounds) >= PATIENCE:
+        if len(self._bad_rounds) >= PATIENCE_ROUNDS:
             raise DivergedError(
-                f"replica {self._replica} had nothing sound to offer in {PATIENCE} rounds in a row; the last time: "
-                f"{fault}, at step {step}; lower the learning rate, lengthen the warm-up, or look at the data"
+                f"replica {self._replica} had no usable weights or gradients in {PATIENCE_ROUNDS} rounds in a row; the "
+                f"last time: {fault}, at step {step}; lower the learning rate, lengthen the warm-up, or check the data"
             )
         return fault
 
     def state_dict(self) -> dict[str, Any]:
-        """What is not settled yet."""
+        """The current fault and the last bad rounds."""
         return {"fault": self._fault, "bad_rounds": self._bad_rounds}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

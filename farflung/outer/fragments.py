@@ -22,9 +22,9 @@ LARGEST = torch.finfo(torch.float32).max
 class Fragment:
     """Some parameters, read and written as one flat tensor of `numel` elements.
 
-    The flat tensor is float32, or float64 where a parameter is. What parameters of half precision cannot hold of what
-    is written to them is kept beside them and comes back with `read`, so that small steps add up, and rounding is not
-    taken for progress. `names` are those of the parameters in their model. Of parameters that FSDP2 has sharded, it is
+    The flat tensor is float32, or float64 where a parameter is. Half-precision parameters round what is written to
+    them; the remainder is kept and added again by `read`, so that small steps add up, and rounding does not look like
+    progress. `names` are the parameters' names in their model. Of parameters that FSDP2 has sharded, the tensor holds
     this process's shards.
     """
 
@@ -74,13 +74,13 @@ class Fragment:
 
 
 class Weights:
-    """A fragment's weights θ and their anchor φ: what is offered in a round, and what becomes of a mean.
+    """A fragment's weights θ and their anchor φ: makes messages of them, and new weights of means.
 
     Args:
         fragment: the parameters.
         anchor: flat, of the fragment's dtype; the outer state lives on its device.
         outer: the optimizer of all anchors.
-        merge: what becomes of the steps that are trained while a round is under way.
+        merge: what becomes of the steps that are trained during a round.
         writing: a context in which the parameters are written.
     """
 
@@ -99,7 +99,10 @@ class Weights:
         self._writing = writing
 
     def offer(self, fault: str) -> Offer[Tensor]:
-        """The progress; with a fault, the weights become the anchor, which stands for none."""
+        """The progress since the last round.
+
+        With a fault, the weights go back to the anchor, and the message says no progress.
+        """
         if fault:
             self.write(self.anchor)
         weights = self.anchor.clone() if fault else self.fragment.read(self.anchor.device)
@@ -108,7 +111,7 @@ class Weights:
         return Offer(message_of(self._outer, self.anchor, weights), fault, anchor)
 
     def nothing(self, anchor: Tensor | None = None) -> Tensor:
-        """The message of a replica that has made no progress since an anchor, by default its own."""
+        """The message of a replica without progress since an anchor, by default its own."""
         anchor = self.anchor if anchor is None else anchor
         return message_of(self._outer, anchor, anchor.clone())
 
@@ -125,9 +128,10 @@ class Weights:
             self.write(self.anchor)
 
     def absorb(self, offer: Offer[Tensor], mean: Tensor, fresh: Offer[Tensor] | None, delayed: bool) -> bool:
-        """Gives a mean to the outer optimizer if it is finite, and the new anchor to the weights; whether it was.
+        """Steps the outer optimizer with a mean, and merges the new anchor into the weights.
 
-        Without a `fresh` offer, an eager merge keeps what was trained meanwhile.
+        Returns whether the mean was finite; else there is no step. Without a `fresh` offer, an eager merge keeps the
+        steps trained meanwhile.
         """
         at_start = offer.at_start
         if offer.own is not None:
@@ -148,10 +152,10 @@ class Weights:
             self.fragment.write(weights)
 
     def _make_eager(self, mean: Tensor, offer: Offer[Tensor], fresh: Offer[Tensor] | None) -> None:
-        """Makes of a round's mean what an eager merge steps with: the group's last messages, but its own fresh one.
+        """Replaces this replica's last message in a round's mean by its fresh one, for an eager merge.
 
-        Of the last own one, what was applied is taken back; of the fresh one, what the next group will make of it is
-        applied. The others' count as if from the anchor of now.
+        The part of the last one that was applied already is subtracted; the part of the fresh one that the next mean
+        will contain is added. The others' messages count as if from the present anchor.
         """
         assert offer.own is not None
         mean.sub_(offer.own, alpha=offer.applied)

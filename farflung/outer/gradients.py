@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class GradientLoop(Session):
-    """Hands each inner optimizer the mean of all replicas' gradients as its own.
+    """Replaces each inner optimizer's gradients by the mean of all replicas' gradients.
 
     A replica without a sound gradient counts as zero. A parameter that has a gradient nowhere gets none. Where a
     GradScaler finds an overflow on one replica, all of them skip the step. Each call of a closure is an exchange of
@@ -67,7 +67,7 @@ class GradientLoop(Session):
             self.average_buffers()
 
     def _look_beside(self) -> None:
-        """What no optimizer holds may move, as a copy of what is averaged does, but alike on all replicas."""
+        """Parameters without an optimizer may change, as a teacher does, but equally on all replicas."""
         if not (beside := self.trained.left_alone()):
             return
         own = digest(map(own_of, beside)).view(torch.uint8)

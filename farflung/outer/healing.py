@@ -1,7 +1,7 @@
-"""Anchors that should be equal and are not: noticed by a few numbers that go with each round, and drawn together.
+"""Anchors that should be equal and are not: found by a few numbers sent with each round, and averaged.
 
-A round that one replica has lost, or a partition that has healed, leaves replicas with unlike anchors and outer
-momentum; from then on their pseudo-gradients would be taken from unlike points.
+After a lost round or a partition, replicas have different anchors and outer momentum, and would take their
+pseudo-gradients from different points.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from farflung.networks import Group, Network, PeerLostError, Pending
 
 STRETCHES = 8
-"""Parts of an anchor that are summed up one by one."""
+"""Parts of an anchor that have a sum each."""
 
 TOLERANCE = 1e-6
 """Sums may differ by this part of the stretch's norm: machines of different kinds round differently."""
@@ -32,7 +32,7 @@ def sketch(anchor: Tensor, lost: bool) -> Tensor:
 
 
 def differ(packets: Mapping[int, Tensor]) -> bool:
-    """Whether anchors must be drawn together. All members have the same sketches, and so find the same."""
+    """Whether anchors must be averaged. All members have the same sketches, so all decide the same."""
     sketches = [packet.cpu().view(torch.float64) for packet in packets.values()]
     first = sketches[0]
     allowed = TOLERANCE * first[STRETCHES:-1]
@@ -43,10 +43,10 @@ def differ(packets: Mapping[int, Tensor]) -> bool:
 def draw_together(
     anchor: Tensor, outer_state: dict[str, Any], facts: Any, network: Network, group: Group, key: str, seconds: float
 ) -> Any:
-    """Gives all members the mean of their anchors and of what their outer optimizers keep of them.
+    """Gives all members the mean of their anchors and of their outer optimizers' state.
 
-    Returns the facts (anything that JSON holds) of the member with the lowest rank, for all to go by.
-    Raises PeerLostError, also when a member says that it has stayed away.
+    Returns the facts (any JSON) of the member with the lowest rank, for all to use. Raises PeerLostError, also when a
+    member says that it stays away.
     """
     kept = {name: value for name, value in outer_state.items() if _is_like(value, anchor)}
     packets = _tell([sorted(kept), facts], network, group, key).wait(seconds)
@@ -64,10 +64,7 @@ def draw_together(
 
 
 def stay_away(network: Network, group: Group, key: str) -> None:
-    """Says that this member has lost the round and will not come to `draw_together`, so that nobody waits for it.
-
-    One that is late finds all others' packets, and would wait for them until it is as late again.
-    """
+    """Says that this member has lost the round and will not join `draw_together`, so that nobody waits for it."""
     _tell(None, network, group, key)
 
 

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Exchange:
-    """A round's exchange under way: since when, on the network's clock, and what its encoding has left out."""
+    """A round's exchange under way: its start, in seconds of the network's clock, and the compression error."""
 
     started_s: float
     result: Pending[Result]
@@ -48,11 +48,11 @@ class Exchange:
 class OuterLoop(Session):
     """Holds rounds with other replicas while the user trains, hooked to the inner optimizers' steps.
 
-    A step of the last optimizer is an inner step. Keeps, for the parameters that the optimizers train, one anchor in
-    float32, whatever the outer optimizer and the codec keep, plus one message for each fragment in flight, and with a
-    delay what the merge needs: the fragment's weights at the round's start, or its own message.
+    A step of the last optimizer is an inner step. Keeps one float32 anchor of the trained parameters, the state of
+    outer optimizer and codec, and one message for each pending round; with a delay also what the merge needs: the
+    weights at the round's start, or the own message.
 
-    This is for members that stay, and are done without once they are lost. See ElasticLoop for others.
+    This is for members that stay; rounds go on without those that are lost. See ElasticLoop for others.
 
     Args:
         method: the choices that its rounds are made of.
@@ -121,12 +121,12 @@ class OuterLoop(Session):
             if isinstance(due, Sync):
                 self._start(due)
             else:
-                self._land(due, starts=self._rounds.syncs[due.fragment].due(self.step))
+                self._apply(due, starts=self._rounds.syncs[due.fragment].starts_at(self.step))
         if not self.method.schedule.every:
             self._faults.judge(self.step, self.step)  # without rounds, each step answers for itself
 
     def _counted(self, step: int) -> int:
-        """The step that this replica counts itself at, after its own."""
+        """The step that this replica counts after one of its own."""
         return step
 
     def _start(self, sync: Sync[Tensor]) -> None:
@@ -144,13 +144,13 @@ class OuterLoop(Session):
         return self._replica.fault(sync.rounds, self.step, self._rounds.pending)
 
     def _prepare(self, sync: Sync[Tensor], members: int) -> None:
-        """Tells the codec what a message without news would be."""
+        """Tells the codec the message of a replica without progress."""
         averaging = self._averagings[sync.index]
         if members and averaging.wants_reference():
             averaging.set_reference(self._weights[sync.index].nothing())
 
     def _exchange(self, sync: Sync[Tensor], offer: Offer[Tensor], group: tuple[int, ...]) -> Exchange:
-        """Starts averaging a message; where all anchors should be equal, compares them, too."""
+        """Starts averaging a message; where all anchors should be equal, also compares them."""
         began = self.network.now()
         if not group:
             return Exchange(began, Finished(Result(offer.message, (), Outcome.SAT_OUT), began))
@@ -169,8 +169,8 @@ class OuterLoop(Session):
     def _round_key(self, fragment: int, round: int) -> str:
         return f"round {round} of {self._name}, fragment {fragment}"
 
-    def _land(self, pending: PendingRound[Tensor, Exchange], starts: bool) -> None:
-        """Gives a round's mean to the outer optimizer, and its new anchor to the weights.
+    def _apply(self, pending: PendingRound[Tensor, Exchange], starts: bool) -> None:
+        """Applies a round: steps the outer optimizer with the mean, and merges the new anchor into the weights.
 
         `starts` says whether the fragment's next round starts now.
         """
@@ -180,9 +180,9 @@ class OuterLoop(Session):
             if pending.offer.fault:
                 result.lacks_progress(pending.offer.fault)
             self._settle(sync, pending, result)
-            landed = self.network.now()
+            applied_at = self.network.now()
             effective_rank, share = self._adapt(sync, result)
-            if pending.delayed:  # landing may hide what is not finite
+            if pending.delayed:  # applying may hide what is not finite
                 self._replica.restore_if_spoilt([pending, *self._rounds.pending])
             if result.group or pending.offer.applied:
                 self._absorb(sync, pending, result, starts)
@@ -200,7 +200,7 @@ class OuterLoop(Session):
                 started=pending.exchange.started_s,
                 finished=pending.exchange.result.finished_at,
                 waited_from=waited_from,
-                landed=landed,
+                landed=applied_at,
                 outcome=result.outcome,
                 reason=result.reason,
                 compression_error=result.compression_error,
@@ -240,7 +240,7 @@ class OuterLoop(Session):
             pending.offer.own.copy_(result.mean)  # what is left of the own part in the anchors' mean
 
     def _pace(self, sync: Sync[Tensor]) -> dict[str, Any]:
-        """When rounds come, and what that follows: what members of one group must have alike."""
+        """When rounds come, and what decides it: equal for all members of a group."""
         adaptation = self._adaptations[sync.index]
         return {
             "sync": sync.pace(),
@@ -255,9 +255,9 @@ class OuterLoop(Session):
         self._averagings[sync.index].set_budget(pace["share"])
 
     def _adapt(self, sync: Sync[Tensor], result: Result) -> tuple[float | None, float | None]:
-        """Follows the effective rank: how much the codec may send, and how many steps the next round is away.
+        """Adapts the codec's share and the steps between rounds to the effective rank.
 
-        Where steps adapt all must see the same means, so a round that somebody may have missed counts for nobody.
+        Steps may only adapt to means that all replicas have seen, so a round that one may have missed is left out.
         """
         adaptation, weights = self._adaptations[sync.index], self._weights[sync.index]
         if adaptation is None or not result.group:
@@ -278,7 +278,7 @@ class OuterLoop(Session):
         if pending.offer.own is not None and starts:
             group = sync.group(self.network.rank, self.network.members(), self.method.topology)
             if group:
-                sync.offer_at_landing(self._fault(sync), len(group))
+                sync.offer_before_applying(self._fault(sync), len(group))
         if not sync.absorb(pending, result.mean):
             result.note(Outcome.PEER_LOST, "the mean of the messages is not finite")
         if self._options["buffers"] == "round" and pending.fragment == 0:
@@ -299,16 +299,13 @@ class OuterLoop(Session):
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def land(self) -> None:
-        """Lands all pending rounds now, however much of their delay is left."""
+    def apply_pending(self) -> None:
+        """See Session."""
         while self._rounds.pending:
-            self._land(self._rounds.pending.pop(0), starts=False)
+            self._apply(self._rounds.pending.pop(0), starts=False)
 
     def state_dict(self) -> dict[str, Any]:
-        """Anchors, outer optimizer, what codecs remember, and pending rounds.
-
-        These are waited for, but land in their own time.
-        """
+        """Anchors, outer optimizer, the codecs' state, and pending rounds; their means are waited for, not applied."""
         return {
             **super().state_dict(),
             **self._replica.state_dict(),
@@ -328,7 +325,7 @@ class OuterLoop(Session):
         }
 
     def _packed(self, pending: PendingRound[Tensor, Exchange]) -> dict[str, Any]:
-        """As plain values, once the mean is there; times as ages, since clocks begin anew with a process."""
+        """As plain values, once the mean is there; times as ages, since each process's clock starts at its own zero."""
         exchange, result = pending.exchange, self._result(pending)
         now = self.network.now()
         exchange.result = Finished(result, exchange.result.finished_at)

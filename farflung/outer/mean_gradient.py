@@ -63,7 +63,7 @@ class MeanGradient:
     def _before_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Arguments | None:
-        """Averages the gradients, or sees to it that they are averaged whenever the optimizer calls its closure."""
+        """Averages the gradients, now or whenever the optimizer calls its closure."""
         self.step += 1
         self._exchanges_before_step = self._exchanges
         _, *rest = args
@@ -132,7 +132,7 @@ class MeanGradient:
         return _like(loss, total_loss / counted if counted else float("nan"))
 
     def _message(self, loss: Any, overflow: bool) -> tuple[Tensor, str]:
-        """What goes to the others, and why it holds no gradients, or ""."""
+        """The message, and why it holds no gradients, or ""."""
         device = self._parameters[0].device if self._parameters else None
         numel = self._fragment.numel
         message = torch.zeros(numel + len(self._parameters) + NOTES, dtype=torch.float32, device=device)
@@ -182,7 +182,7 @@ class MeanGradient:
         return type(self._optimizer).__name__
 
     def state_dict(self) -> dict[str, Any]:
-        """What the codec remembers, and how far it has come."""
+        """The codec's state, and the steps so far."""
         return {
             "step": self.step,
             "faults": self.faults.state_dict(),

@@ -1,4 +1,4 @@
-"""What becomes of the steps that a replica trains while its round is under way."""
+"""What becomes of the steps that a replica trains during a round."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from farflung.errors import UserError
 
 
 class Merge(Protocol):
-    """Joins a landing round's new anchor with the weights that the replica has trained on meanwhile."""
+    """Merges a round's new anchor with the weights that the replica has trained meanwhile."""
 
     needs_start: bool
     """Whether the weights at the round's start must be kept."""
     eager: bool
-    """Whether a replica's own fresh message stands in for its old one when a round lands."""
+    """Whether a replica's fresh message replaces its old one when a round is applied."""
 
     def merge(self, now: Tensor, at_start: Tensor | None, anchor: Tensor) -> Tensor:
         """The new weights θ', all flat; may overwrite `now`."""
@@ -75,8 +75,8 @@ class Eager:
 
         Δ used = Δ own (now) / M + mean over the M of Δ (last round) - Δ own (last round) / M
 
-    (arXiv 2502.12996.) For a delay of a whole round: a round lands when the next one starts. Where none does, there is
-    nothing to offer the fresh one in; it is left out, and what was trained stays in the weights.
+    (arXiv 2502.12996.) For a delay of a whole round: a round is applied when the next one starts. Where none starts,
+    the fresh message is left out, and the trained steps stay in the weights.
     """
 
     needs_start = False

@@ -34,18 +34,17 @@ class Method:
     """The choices that make a method.
 
     Args:
-        schedule: when rounds start and land.
+        schedule: when rounds start, and when their results are applied.
         topology: who averages with whom.
         codec: how a message becomes bytes.
         outer: makes the outer optimizer of the anchors; None keeps no anchors and averages gradients before each
             inner step instead.
-        merge: what becomes of the steps that are trained while a round is under way.
-        adapt: whether the codec's rank and the steps between rounds follow the effective rank of what is exchanged.
-        averaging: how groups of more than two average packets: "whole" ones that go from everyone to everyone, or in
-            "parts": each member averages one and sends it round, encoded again, so that bytes do not grow with the
-            group.
+        merge: what becomes of the steps that are trained during a round.
+        adapt: whether the codec's rank and the steps between rounds follow the messages' effective rank.
+        averaging: how groups of more than two average packets: "whole" by all-gather, or in "parts" by reduce-scatter
+            and all-gather, encoded twice, so that bytes do not grow with the group.
         inner: the inner optimizer that goes with it. Muon lowered the loss under every method (docs/evidence.md).
-        needs_inner: whether it is another method with any other inner optimizer than that.
+        needs_inner: whether the method is only the published one with that inner optimizer.
     """
 
     schedule: Schedule

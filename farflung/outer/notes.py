@@ -1,4 +1,4 @@
-"""A few numbers that travel beside a message's tensors, in the same packets, and must arrive as they are."""
+"""A few numbers that are sent with a message's tensors, in the same packets, and must arrive unchanged."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NOTES = 3
 
 
 class Noted(Compound):
-    """Sends tensors without dimensions, which notes are, as they are, and all others by a codec.
+    """Sends notes (tensors without dimensions) unchanged, and all other tensors by a codec.
 
     Args:
         codec: makes the packets of all other tensors.

@@ -69,7 +69,7 @@ def step_with(outer: torch.optim.Optimizer, anchor: Tensor, mean: Tensor) -> Non
 
 
 def gradient_of(outer: torch.optim.Optimizer, anchor: Tensor, mean: Tensor) -> Tensor:
-    """What any torch optimizer is told to descend along by a mean of messages."""
+    """The gradient that a mean message stands for, for any torch optimizer."""
     return outer.gradient(anchor, mean) if isinstance(outer, OuterOptimizer) else mean
 
 
@@ -87,7 +87,7 @@ def sends_weights(outer: torch.optim.Optimizer) -> bool:
 
 
 def refuse_rounded_weights(outer: torch.optim.Optimizer, codec: Codec, encoded: Sequence[Tensor]) -> None:
-    """Refuses what would round an outer optimizer's whole weights: a codec, or float32 those that are always encoded.
+    """Refuses to round an outer optimizer's whole weights by a codec, or by float32 those that are always encoded.
 
     Raises UserError.
     """
@@ -153,10 +153,10 @@ class GossipNesterov(OuterOptimizer):
 
 
 class SplitGossip(GossipNesterov):
-    """GossipNesterov whose message is both of its halves, βΔ and -γ·φ, for codecs that treat them apart.
+    """GossipNesterov whose message has two halves, βΔ and -γ·φ, each with a codec of its own.
 
-    A pseudo-gradient may be compressed like a gradient. Of an anchor only what it differs from the partner's may.
-    Twice the numbers travel, so it is for codecs that make much less of them.
+    A pseudo-gradient may be compressed like a gradient; of an anchor, only its difference from the partner's may. A
+    message has twice the numbers, so it is for codecs that compress much.
     """
 
     sends_weights = False

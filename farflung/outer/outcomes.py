@@ -1,4 +1,4 @@
-"""How rounds end, and what is told of them."""
+"""How rounds end, and what is reported of them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Outcome(StrEnum):
     NO_PROGRESS = "no progress offered"
     """This replica's own training was spoilt, so it has offered its anchor."""
     BEHIND = "behind"
-    """This replica's anchors are not the others', so it fetches theirs."""
+    """This replica's anchors differ from the others', so it downloads theirs."""
 
 
 @dataclass
@@ -29,12 +29,12 @@ class Result:
     """What an exchange came to.
 
     Args:
-        mean: of the group's messages; where somebody was lost, what there is of it, often this replica's own message.
+        mean: of the group's messages, or this replica's own message if a peer is lost.
         group: who took part; empty when the replica sat out.
         outcome: how it ended.
-        reason: why, where it was not as it should be.
+        reason: why it did not end as averaged.
         compression_error: the part of the message, 0 to 1, that its packet left out.
-        apart: whether anchors were seen to differ that should be equal.
+        apart: whether anchors differ that should be equal.
     """
 
     mean: Tensor
@@ -45,7 +45,7 @@ class Result:
     apart: bool = False
 
     def note(self, outcome: Outcome, reason: str) -> None:
-        """Says that it ended otherwise; what was said before stays said."""
+        """Sets another outcome; earlier reasons are kept."""
         self.outcome = outcome
         self.reason = "; ".join(filter(None, (self.reason, reason)))
 

@@ -18,14 +18,14 @@ Pending = PendingRound[Tensor, Any]
 
 
 class Replica:
-    """What a replica trains, fragment by fragment, and what goes along.
+    """What a replica trains, fragment by fragment, and what changes with it.
 
     Args:
         weights: the fragments'.
         trained: their parameters, and the inner optimizers that step them.
-        untrained: what is taken back with the weights when training was spoilt.
+        untrained: what is restored with the weights when training was spoilt.
         copies: of the weights, in the inner optimizers' state.
-        faults: the account of what went wrong.
+        faults: what went wrong.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class Replica:
         self._spoilt: tuple[int, str] = (-1, "")
 
     def begin(self) -> None:
-        """Takes the weights, as they are now, for anchors."""
+        """Makes the present weights the anchors."""
         for weights in self._weights:
             weights.anchor.copy_(weights.fragment.read())
         self.copies.begin()
@@ -47,8 +47,8 @@ class Replica:
     def fault(self, round: int, step: int, pending: Sequence[Pending]) -> str:
         """Why a round that starts now has no progress to offer, or "".
 
-        Where training has been spoilt, the whole replica goes back to its anchors, and all fragments of the round offer
-        nothing. So what is not finite never travels, and no partner waits in vain.
+        Where training was spoilt, the whole replica goes back to its anchors, and all fragments of the round offer no
+        progress. So NaN is never sent, and no partner waits in vain.
         """
         self.faults.spoil(self._unsound())
         if fault := self.faults.judge(round, step):

@@ -1,6 +1,6 @@
 """One replica's rounds as a machine, with neither a network nor a clock in it.
 
-After each inner step it says which rounds land and which start. `offer` makes a round's message, `absorb` makes new
+After each inner step it says which rounds are due and which start. `offer` makes a round's message, `absorb` makes new
 weights of the group's mean; what happens between is a driver's affair. What a fragment holds is its weights
 (weights.py), or only their size, where a driver looks at nothing but time.
 """
@@ -23,7 +23,7 @@ E = TypeVar("E")
 
 @dataclass(eq=False)
 class Offer(Generic[M]):
-    """What a replica has to say in a round, and what its merge needs when the round lands.
+    """A replica's message in a round, and what its merge needs when the round is applied.
 
     Args:
         message: its memory belongs to the exchange once that has started.
@@ -43,18 +43,18 @@ class Offer(Generic[M]):
 
 
 class Content(Protocol[M]):
-    """What the rounds of a fragment are about."""
+    """What a fragment's rounds exchange."""
 
     def offer(self, fault: str) -> Offer[M]:
-        """What to send: the progress since the last round; none with a fault."""
+        """The message: the progress since the last round; none with a fault."""
         ...
 
     def keep(self, offer: Offer[M], delayed: bool) -> None:
-        """Keeps what will be needed when the round lands, some steps later if `delayed`."""
+        """Keeps what is needed when the round is applied, some steps later if `delayed`."""
         ...
 
     def step_alone(self, offer: Offer[M], members: int) -> None:
-        """Moves the anchor by the own part of a mean of so many, before any exchange, if the merge is eager."""
+        """If the merge is eager: steps with this replica's part of the mean of so many members, before any exchange."""
         ...
 
     def absorb(self, offer: Offer[M], mean: M, fresh: Offer[M] | None, delayed: bool) -> bool:
@@ -67,7 +67,7 @@ class Content(Protocol[M]):
 
 @dataclass(eq=False)
 class PendingRound(Generic[M, E]):
-    """A round of one fragment between its start and its landing, both given as inner steps."""
+    """A round of one fragment that has started and is not applied yet; both moments are inner steps."""
 
     fragment: int
     round: int
@@ -84,7 +84,7 @@ class PendingRound(Generic[M, E]):
 
 
 class Sync(Generic[M]):
-    """One fragment's rounds: when each starts, with whom, and what is said in it.
+    """One fragment's rounds: when each starts, with whom, and with which message.
 
     Public: `every_steps` and `delay_steps` are the schedule's, until adaptation changes them; `next_start` is a step;
     `rounds` counts those that have started, `trained` the inner steps since the last one. `met` is the last round's
@@ -118,14 +118,14 @@ class Sync(Generic[M]):
         """The next round's, by which groups are drawn."""
         return f"round {self.rounds} of fragment {self.index}"
 
-    def due(self, step: int) -> bool:
+    def starts_at(self, step: int) -> bool:
         """Whether its next round starts after a step."""
         return 0 < self.next_start <= step
 
     def offer(self, fault: Callable[[], str], members: int) -> Offer[M]:
         """What to say in the next round, in a group of so many; `fault` tells why it holds no progress.
 
-        A landing may have made it just before, and has asked for the fault then.
+        It may have been made just before, when the last round was applied, with the fault of then.
         """
         offer, self.fresh = self.fresh or self.content.offer(fault()), None
         self.content.keep(offer, self.delay_steps > 0)
@@ -133,8 +133,8 @@ class Sync(Generic[M]):
             self.content.step_alone(offer, members)
         return offer
 
-    def offer_at_landing(self, fault: str, members: int) -> None:
-        """Makes the next round's offer before the last one lands, as an eager merge needs it."""
+    def offer_before_applying(self, fault: str, members: int) -> None:
+        """Makes the next round's offer before the last round is applied, as an eager merge needs it."""
         self.fresh = self.content.offer(fault)
         self.fresh.applied = 1 / members
 
@@ -198,26 +198,31 @@ class Rounds(Generic[M, E]):
         self.pending: list[PendingRound[M, E]] = []
 
     def after(self, step: int) -> Iterator[Sync[M] | PendingRound[M, E]]:
-        """What there is to do after a step: rounds that land, fragments that start one, rounds that land at once."""
+        """What to do after a step: apply rounds that are due, start rounds, apply those that are due at once."""
         if self.pending:
-            yield from self._landing(step)
+            yield from self._due(step)
         for sync in self.syncs:
             sync.trained += 1
-            if sync.due(step):
+            if sync.starts_at(step):
                 yield sync
             else:
-                sync.fresh = None  # of an offer that was made at a landing, where no round has started then
+                sync.fresh = None  # an offer that was made when a round was applied, where no next one has started
         if self.pending:
-            yield from self._landing(step)
+            yield from self._due(step)
 
-    def _landing(self, step: int) -> Iterator[PendingRound[M, E]]:
-        for pending in [pending for pending in self.pending if pending.lands_at_step <= step]:
-            self.pending.remove(pending)
-            yield pending
+    def _due(self, step: int) -> Iterator[PendingRound[M, E]]:
+        for pending in self.pending[:]:
+            if pending.lands_at_step <= step:
+                self.pending.remove(pending)
+                yield pending
 
     def next_step(self) -> int:
         """The next step after which there is something to do; 0 for never."""
-        steps = [sync.next_start for sync in self.syncs if sync.next_start]
+        first = 0
+        for sync in self.syncs:
+            if sync.next_start and (sync.next_start < first or not first):
+                first = sync.next_start
         for pending in self.pending:
-            steps.append(pending.lands_at_step)
-        return min(steps, default=0)
+            if pending.lands_at_step < first or not first:
+                first = pending.lands_at_step
+        return first

@@ -1,4 +1,4 @@
-"""When rounds start and land."""
+"""When rounds start, and when their results are applied."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Schedule:
     Args:
         every: inner steps between two rounds of one fragment; None never has a round.
         fragments: parts of the parameters that have rounds of their own.
-        delay: inner steps between a round's start and its landing; the exchange overlaps training meanwhile.
+        delay: inner steps between sending an update and applying the result; training goes on during the exchange.
         final: what `every` is after `steps`; it gets there by equal factors. None leaves it as it is.
         steps: inner steps of the run.
 
@@ -39,10 +39,10 @@ class Schedule:
             if not isinstance(value, int):
                 raise UserError(f"{name} is {value!r}; it must be a whole number")
         if self.every < 1 or self.fragments < 1 or self.delay < 0:
-            raise UserError(f"{self} cannot be: every and fragments are at least 1, delay at least 0")
+            raise UserError(f"{self} is not possible: every and fragments must be at least 1, delay at least 0")
         if self.delay > self.every:
             raise UserError(
-                f"delay is {self.delay} but every is {self.every}: a round must land before the next starts; "
+                f"delay is {self.delay} but every is {self.every}: a round must be applied before the next one starts; "
                 f"choose a delay of at most {self.every}"
             )
         if self.fragments > self.every:

@@ -55,7 +55,7 @@ class Options(TypedDict, total=False):
     buffers: Literal["end", "round"]
     """Whether buffers are averaged in every "round", or only at the "end" and by `average_buffers`."""
     on_round: Callable[[Round], None] | None
-    """Told of every round when it has landed."""
+    """Told of every round when it was applied."""
 
 
 USUAL = Options(outer_device=None, deadline_s=120.0, starting_s=600.0, robust="mean", buffers="end", on_round=None)
@@ -128,7 +128,7 @@ class Session:
 
     def __enter__(self) -> Self:
         if self._left:
-            raise UserError("this attachment was left before, so it holds no rounds any more; attach again")
+            raise UserError("this session has ended, so it has no more rounds; attach again")
         return self
 
     def __exit__(
@@ -139,12 +139,19 @@ class Session:
             self.finish()
         self.undo.close()
 
+    def apply_pending(self) -> None:
+        """Applies pending rounds now, however much of their delay is left."""
+
     def land(self) -> None:
-        """Lands what is pending."""
+        """The old name of `apply_pending`, for one more version."""
+        warnings.warn(
+            "land is called apply_pending now; the old name goes with the next version", DeprecationWarning, 2
+        )
+        self.apply_pending()
 
     @torch.no_grad()
     def finish(self, average_weights: bool = False) -> None:
-        """Ends the rounds: lands what is pending, averages the buffers, and the weights where asked.
+        """Ends the rounds: applies pending ones, averages the buffers, and the weights where asked.
 
         Every replica must call it alike. The end of the `with` statement does, if the loop has not. With
         `average_weights` all replicas end with the same ones; an optimizer that has others for evaluation must be
@@ -165,7 +172,7 @@ class Session:
         self._ended = True
         if not self._begun and self.method.exchanges:
             warnings.warn(UNSEEN, stacklevel=4)
-        self.land()
+        self.apply_pending()
         self._settle_at_end()
         self.undo.close()
         self.undo.callback(hook_steps(self.trained.optimizers[-1], after=self._warn_of_steps_alone))
@@ -221,7 +228,7 @@ class Session:
         except (KeyError, ValueError, TypeError, AttributeError, RuntimeError) as error:
             reason = str(error).partition("\n")[0]
             raise UserError(
-                f"this state is of another method or model ({type(error).__name__}: {reason}); attach what it was of"
+                f"this state belongs to another method or model ({type(error).__name__}: {reason}); attach that one"
             ) from error
 
     def _load(self, state: dict[str, Any]) -> None:
@@ -287,7 +294,7 @@ class Session:
         """Takes note of the weights that training starts from, which may have been loaded since attach."""
 
     def report(self, round: Round) -> None:
-        """Tells of a round that has landed."""
+        """Reports a round that was applied."""
         self.rounds += bool(round.group)
         if on_round := self._options["on_round"]:
             on_round(round)
@@ -311,7 +318,7 @@ class Session:
 def _check_elastic(number: int, untrained: Untrained, buffers: str) -> None:
     if number:
         raise UserError(
-            "peers on the internet hold the rounds of one attachment, and this network has had one; give attach all "
+            "a network on the internet serves one session, and this one has had one; give attach all "
             "optimizers in a list, or open another network with a ticket of its own"
         )
     if buffers != "end":

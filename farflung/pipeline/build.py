@@ -44,7 +44,7 @@ def pieces_of(settings: IslandSettings, workload: Divisible, division: Division,
     """A stage's pieces, on the CPU; of the rest of the model nothing is ever made. Raises UserError."""
     pieces = []
     for span in division.spans[stage :: settings.stages]:
-        keep = partial(workload.keep, span=span, subspace=division.subspace, confined=division.confined_layers)
+        keep = partial(workload.keep, span=span, subspace=division.subspace, constrained=division.constrained_layers)
         pieces.append(workload.piece(workload.build(seed, keep), span, settings.precision == "bfloat16"))
     return pieces
 

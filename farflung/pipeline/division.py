@@ -25,7 +25,7 @@ class Division:
     tied: bool
 
     @property
-    def confined_layers(self) -> int:
+    def constrained_layers(self) -> int:
         """The layers before the last boundary; those after it stay free."""
         return self.spans[-1].begin
 

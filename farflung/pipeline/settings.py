@@ -24,7 +24,7 @@ class IslandSettings(Checked):
     precision: Literal["float32", "bfloat16"] = "float32"
     """Number format that the model computes in; weights stay float32."""
     recompute: bool = False
-    """Keep no layer's inner activations; compute them once more in the backward pass."""
+    """Keep no layer's inner activations; compute them again in the backward pass."""
     stages: int = setting(1, least=1, may_differ=AFTER_RESUME)
     """Processes that the layers of one replica are divided among: a pipeline."""
     shard: int = setting(1, least=1, may_differ=AFTER_RESUME)
@@ -32,13 +32,14 @@ class IslandSettings(Checked):
     pipeline_schedule: Literal["1f1b", "gpipe", "interleaved", "zero-bubble"] = setting(
         "1f1b", may_differ=AFTER_RESUME, formerly="schedule"
     )
-    """In what order stages compute microbatches."""
+    """The order in which stages compute microbatches."""
     routes: Literal["fixed", "random"] = "fixed"
     """Whether a microbatch stays in its replica, or goes to a random replica's next stage each time."""
     boundary: str = setting("float32", may_differ=AFTER_RESUME)
-    """What crosses from stage to stage: float32, bfloat16, int8, int4, topk10, subspace32 ... (see the README)."""
+    """How hidden states are sent between stages: float32, bfloat16, int8, int4, topk10, subspace32 ... (see the
+    README)."""
     offload: bool = setting(False, may_differ=BETWEEN_MACHINES)
-    """Keep weights and the state of both optimizers on the CPU, and only what is computed with on the device."""
+    """Keep weights and the state of both optimizers on the CPU; the device holds only what it is computing with."""
 
     @property
     def processes(self) -> int:

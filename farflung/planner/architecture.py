@@ -18,13 +18,13 @@ from farflung.workloads import Language, models
 from farflung.workloads.base import Span
 from farflung.workloads.decoder import anatomy, is_tied, loads
 from farflung.workloads.experts import active_shares, chosen_experts
-from farflung.workloads.subspace import confine, subspace_of
+from farflung.workloads.subspace import constrain, subspace_of
 
 VOCABULARY = 32_000
 """Tokens that the presets of published sizes are counted with where no tokenizer is given."""
 
 PUBLISHED_WIDTH = 768
-"""Hidden numbers of the smallest preset of a published size."""
+"""Hidden width of the smallest preset of a published size."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,9 @@ class Architecture:
     active: float
     outline: Any = field(compare=False, repr=False)
     _spans: dict[int, list[Span]] = field(default_factory=dict, init=False, compare=False, repr=False)
-    _confined: dict[tuple[str, int], Architecture] = field(default_factory=dict, init=False, compare=False, repr=False)
+    _constrained: dict[tuple[str, int], Architecture] = field(
+        default_factory=dict, init=False, compare=False, repr=False
+    )
 
     @cached_property
     def parameters(self) -> int:
@@ -90,22 +92,22 @@ class Architecture:
             self._spans[stages] = spans(*loads(self.outline), stages)
         return self._spans[stages]
 
-    def confined(self, boundary: str, stages: int, seed: int) -> Architecture:
+    def constrained(self, boundary: str, stages: int, seed: int) -> Architecture:
         """The model as so many stages train it: with a boundary of a subspace, some matrices are smaller.
 
-        Raises UserError for a model that cannot be confined.
+        Raises UserError for a model that cannot be constrained.
         """
         rank, _ = boundary_named(boundary)
         if not rank or stages == 1:
             return self
-        if (boundary, stages) not in self._confined:
+        if (boundary, stages) not in self._constrained:
             model, cut = models.outline(self.outline.config), self.spans(stages)
             parts = anatomy(model)
-            confine(model, parts[parts.layers], subspace_of(model.config, rank, seed), cut[-1].begin)
+            constrain(model, parts[parts.layers], subspace_of(model.config, rank, seed), cut[-1].begin)
             made = architecture(type(model).__name__, model)
-            made._spans[stages] = cut  # layers are dealt out before any is confined
-            self._confined[boundary, stages] = made
-        return self._confined[boundary, stages]
+            made._spans[stages] = cut  # layers are dealt out before any is constrained
+            self._constrained[boundary, stages] = made
+        return self._constrained[boundary, stages]
 
     def parts(self, span: Span) -> list[Block]:
         """What a stage has."""

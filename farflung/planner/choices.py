@@ -129,7 +129,7 @@ class Feasibility:
             self._refused[place] = self._refusal(choice)
         if self._refused[place]:
             return self._refused[place]
-        model = self._model.confined(island.boundary, island.stages, settings.run.seed)
+        model = self._model.constrained(island.boundary, island.stages, settings.run.seed)
         needed = memory_bytes(model, island, choice.method, settings.workload.sequence_length)
         available = min(self._cluster.each[machine].memory_gb for machine in layout.machines(self._cluster)) * 1e9
         return f"does not fit: {needed / 1e9:.3g} GB of {available / 1e9:.3g}" if needed > available else ""

@@ -71,7 +71,7 @@ class Cluster:
     currency: str = ""
 
     def __post_init__(self) -> None:
-        """Refuses what cannot be. Raises UserError."""
+        """Refuses impossible values. Raises UserError."""
         if not self.machines:
             raise UserError("there are no machines; give some, each kind under [[machines]]")
         priced = [kind.price_per_hour is not None for kind in self.machines]

@@ -29,7 +29,7 @@ class PlanOptions(Checked):
     every: str = ""
     """Inner steps between rounds to try, with commas between; unset: each method's own default."""
     delay: int | None = setting(None, least=0)
-    """Inner steps between a round's start and its landing; unset: each method's own default."""
+    """Training steps between sending an update and applying the result; unset: each method's own default."""
     codecs: str = ""
     """Codecs to try besides each method's own, with commas between, such as bfloat16,int8."""
     precision: Literal["float32", "bfloat16"] = "float32"
@@ -47,12 +47,12 @@ class PlanOptions(Checked):
     micro_batch: int = setting(1, least=1, most=1e12)
     """Sequences that pass through a pipeline together."""
     search_s: float = setting(10.0, least=0, formerly="place")
-    """Longest search for where the best layouts' stages go on uneven links, seconds; 0 leaves them as they come."""
+    """Longest search for the best placement of stages on uneven links, seconds; 0 does not search."""
     show: int = setting(10, least=1)
     """Layouts to show."""
 
     def __post_init__(self) -> None:
-        """Refuses what cannot be. Raises UserError."""
+        """Refuses impossible values. Raises UserError."""
         super().__post_init__()
         if not 1 <= self.tokens <= 1e18:
             raise UserError(f"tokens is {self.tokens}; it must be at least 1 and at most 1e+18")

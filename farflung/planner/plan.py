@@ -82,7 +82,7 @@ def estimate(choice: Choice, model: Architecture, cluster: Cluster, tokens: floa
     """What a choice costs for so many tokens."""
     settings, layout, schedule = choice.settings, choice.layout, choice.method.schedule
     island, length = settings.island, settings.workload.sequence_length
-    model = model.confined(island.boundary, island.stages, settings.run.seed)
+    model = model.constrained(island.boundary, island.stages, settings.run.seed)
     step = step_seconds(model, cluster, layout, island, length)
     exchanged = exchange(model, choice.method, cluster, layout)
     steps = schedule.every or 1
@@ -115,7 +115,7 @@ def optimise_placement(plan: Plan, model: Architecture, cluster: Cluster, option
     if layout.stages == 1 or layout.replicas == 1:
         return plan
     island, length = choice.settings.island, choice.settings.workload.sequence_length
-    trained = model.confined(island.boundary, layout.stages, choice.settings.run.seed)
+    trained = model.constrained(island.boundary, layout.stages, choice.settings.run.seed)
     # Shards stay together on one machine: a unit is the first of them.
     units = [layout.islands[r][s * layout.shards] for r in range(layout.replicas) for s in range(layout.stages)]
     machines = [cluster.workers[unit] for unit in units]

@@ -42,18 +42,18 @@ class SimulateOptions(Checked):
     every: int | None = setting(None, least=1)
     """Inner steps between rounds; unset: each method's own default."""
     step_ms: float | None = setting(None, least=SMALLEST, most=1e12)
-    """What the computation of one inner step takes, milliseconds; unset: the conditions' own."""
+    """How long an inner step computes, milliseconds; unset: the conditions' own."""
     work_ms: float = setting(0.0, least=0, most=1e12)
-    """What a round takes of a replica's own time (encoding, decoding, the outer step), milliseconds."""
+    """A replica's own time for each round (encoding, decoding, outer step), milliseconds."""
     deadline: float | None = setting(None, least=SMALLEST, most=1e12)
     """Longest wait for other replicas, seconds; unset: for ever."""
     seed: int | None = None
-    """Of everything random; unset: the conditions' own."""
+    """Seed of everything random; unset: the conditions' own."""
     out: Path | None = None
     """The folder for simulation.html and events; unset: runs/simulation-N with the first N that is free."""
 
     def __post_init__(self) -> None:
-        """Refuses what cannot be. Raises UserError."""
+        """Refuses impossible values. Raises UserError."""
         super().__post_init__()
         if (self.params is None) == (self.model is None):
             raise UserError("how large is the model? give either --params, such as 1.3e9, or --model")

@@ -10,6 +10,7 @@ import gc
 import math
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
+from functools import cache, partial
 
 from farflung.errors import UserError
 from farflung.networks import Conditions, Group
@@ -42,7 +43,7 @@ class Timing:
     """What a run without tensors came to.
 
     Args:
-        seconds: until the last replica had landed its last round.
+        seconds: until the last replica had applied its last round.
         steps: inner steps of each replica.
         computed, blocked: seconds of all replicas together.
         bytes_sent: payload that all replicas together sent.
@@ -117,6 +118,7 @@ class Timer:
         work: float = 0.0,
     ) -> None:
         self._method = method
+        self._traffic_per_hop = cache(partial(traffic_per_hop, method.codec, method.averaging))
         self._message_bytes = message_bytes
         self._deadline = deadline
         self._work = work
@@ -141,7 +143,7 @@ class Timer:
             while self._running and cluster.clock.advance():
                 pass
         if not self._times:
-            raise UserError("every replica dies before its first round; let some live longer")
+            raise UserError("every replica dies before its first round; set later deaths")
         result.rounds = [self._times[key] for key in sorted(self._times, key=lambda key: (key[1], key[0]))]
         result.seconds = max(times.landed for times in result.rounds)
         capacity = sum(cluster.fabric.links.capacities[2 * rank] for rank in range(self._replicas))
@@ -195,7 +197,7 @@ class Timer:
                 step = following
             for due in rounds.after(step):
                 if isinstance(due, PendingRound):
-                    yield from self._land(due)
+                    yield from self._apply(due)
                     continue
                 rounds.pending.append(self._start(rank, due, step))
                 if due.rounds > last[due.index]:
@@ -213,7 +215,7 @@ class Timer:
         collective = self._cluster.join(rank, group, label, None, hops) if len(group) > 1 else None
         return sync.start(step, group, offer, collective)
 
-    def _land(self, pending: PendingRound[float, SimulatedCollective | None]) -> Iterator[float | SimulatedCollective]:
+    def _apply(self, pending: PendingRound[float, SimulatedCollective | None]) -> Iterator[float | SimulatedCollective]:
         clock, times, collective = self._cluster.clock, self._times[pending.fragment, pending.round], pending.exchange
         began = clock.now
         if collective and not collective.settled:
@@ -240,7 +242,7 @@ class Timer:
     def _hops(self, group: Group, share: float) -> Callable[[dict[int, None]], Iterator[Demand]]:
         def hops(brought: dict[int, None]) -> Iterator[Demand]:
             nbytes = self._message_bytes(len(group)) * share
-            for part in traffic_per_hop(self._method.codec, self._method.averaging, len(group)):
+            for part in self._traffic_per_hop(len(group)):
                 demand = Demand.alike(group, part * nbytes)
                 self._result.bytes_sent += sum(demand.sent)
                 yield demand

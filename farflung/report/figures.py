@@ -47,12 +47,12 @@ def loss_figure(runs: list[Run], axis: str) -> go.Figure:
     return figure
 
 
-def spread_figure(runs: list[Run]) -> go.Figure:
-    """How far the replicas' weights are apart, against steps."""
-    figure = _figure("inner steps", "spread of weights (rms)")
+def consensus_figure(runs: list[Run]) -> go.Figure:
+    """The consensus distance of the replicas, against steps."""
+    figure = _figure("inner steps", "consensus distance (rms of a weight)")
     for colour, run in zip(_colours(runs), runs, strict=True):
-        spreads = run.spread()
-        _draw(figure, (list(spreads), list(spreads.values())), run.name, colour)
+        distances = run.consensus_distance()
+        _draw(figure, (list(distances), list(distances.values())), run.name, colour)
     return figure
 
 

@@ -20,8 +20,8 @@ from farflung.report.figures import (
     adapts,
     compresses,
     compression_figure,
+    consensus_figure,
     loss_figure,
-    spread_figure,
     timeline_figure,
     units_of,
 )
@@ -57,7 +57,7 @@ def page(runs: list[Run]) -> str:
         _section(f"Loss against {units}", _picture(loss_figure(runs, "tokens"))),
         _section("Loss against bytes", _picture(loss_figure(runs, "bytes"))),
         _section("Loss against time", _clock_note(runs) + _picture(loss_figure(runs, "seconds"))),
-        _section("Spread between replicas", _picture(spread_figure(runs))),
+        _section("Consensus distance", _picture(consensus_figure(runs))),
         *(
             [_section("Compression", _COMPRESSION_NOTE + _picture(compression_figure(runs)))]
             if any(map(compresses, runs))
@@ -88,11 +88,11 @@ def _results(runs: list[Run]) -> str:
         ("parameters", lambda s: f"{s['parameters']:,}"),
         (units_of(runs), lambda s: f"{s['tokens']:,}"),
         ("sent by the replicas", lambda s: nbytes(s["bytes_sent"])),
-        ("what gradients every step would have sent", _ddp),
+        ("sending gradients every step would take", _ddp),
         ("rounds of a replica", lambda s: str(s["rounds"])),
         ("time", lambda s: f"{s['seconds']:.1f} s"),
         ("of it blocked", lambda s: f"{s['seconds_blocked']:.1f} s{_share(s)}"),
-        ("spread of weights", lambda s: f"{s['weight_spread']:.3g}"),
+        ("consensus distance", lambda s: f"{s['weight_spread']:.3g}"),
     ]
     results = [run.results() for run in runs]
     cells = [[escape(label), *(escape(_known(text, result)) for result in results)] for label, text in rows]

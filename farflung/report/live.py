@@ -64,10 +64,10 @@ def _watch_plainly(run: Run, finished: threading.Event, console: Console, refres
         done = finished.wait(refresh_seconds)
         run.refresh()
         evaluations = run.by_step(EvaluationEvent)
-        spreads = run.spread() if evaluations.keys() - told_steps else {}
+        distances = run.consensus_distance() if evaluations.keys() - told_steps else {}
         for step in sorted(evaluations.keys() - told_steps):
             loss = mean([event.validation_loss for event in evaluations[step]])
-            _print(console, f"step {step} · validation loss {number(loss)} · spread {spreads[step]:.3g}")
+            _print(console, f"step {step} · validation loss {number(loss)} · consensus distance {distances[step]:.3g}")
             told_steps.add(step)
         warnings = run.all_of(WarningEvent)
         for warning in warnings[told_warnings:]:
@@ -116,7 +116,7 @@ def plain_line(run: Run) -> str:
         f"{sum(event.tokens_per_second for event in last):,.0f} {run.units}/s",
         f"sent {nbytes(sent)}",
         f"blocked {number(mean([event.seconds_blocked for event in last]), 1)} s",
-        *(f"spread {spread:.3g}" for spread in list(run.spread().values())[-1:]),
+        *(f"consensus distance {last:.3g}" for last in list(run.consensus_distance().values())[-1:]),
     ]
     return " · ".join(parts)
 
@@ -137,8 +137,8 @@ def nbytes(count: float) -> str:
 
 def _notes(run: Run) -> list[Text]:
     notes = []
-    for step, spread in list(run.spread().items())[-1:]:
-        notes.append(Text(f"spread of weights between replicas {spread:.3g} (at step {step})"))
+    for step, distance in list(run.consensus_distance().items())[-1:]:
+        notes.append(Text(f"consensus distance {distance:.3g} (at step {step})"))
     for warning in run.all_of(WarningEvent)[-WARNINGS_SHOWN:]:
         notes.append(Text(f"replica {warning.replica}: {warning.message}", style="yellow"))
     return notes

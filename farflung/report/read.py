@@ -185,19 +185,19 @@ class Run:
         for step, evaluations in list(self.by_step(EvaluationEvent).items())[-1:]:
             losses = [event.validation_loss for event in evaluations]
             results |= {"validation_loss": mean(losses), "validation_loss_per_replica": losses}
-            results["weight_spread"] = self.spread()[step]
+            results["weight_spread"] = self.consensus_distance()[step]
         return results
 
-    def spread(self) -> dict[int, float]:
+    def consensus_distance(self) -> dict[int, float]:
         """For each evaluated step, how far the replicas' weights are apart.
 
         The root mean square, over replicas and the sampled weights, of the deviation from the replicas' mean.
         """
-        spreads = {}
+        distances = {}
         for step, events in self.by_step(EvaluationEvent).items():
             samples = np.stack([np.frombuffer(base64.b64decode(event.sample), dtype="<f4") for event in events])
-            spreads[step] = float(np.sqrt(np.square(samples - samples.mean(0, dtype=np.float64)).mean()))
-        return spreads
+            distances[step] = float(np.sqrt(np.square(samples - samples.mean(0, dtype=np.float64)).mean()))
+        return distances
 
 
 def mean(values: Sequence[float | None]) -> float | None:

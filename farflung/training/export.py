@@ -30,8 +30,8 @@ def export(folder: Path, target: Path) -> str:
     beside = target.with_name(f"{target.name}.tmp")
     with disk_errors(f"write to {target}", "give another folder, or make room"):
         try:
-            confined_to, _ = boundary_named(settings.island.boundary)
-            settings.made_workload().export(weights, beside, settings.run.seed, confined_to)
+            constrained_to, _ = boundary_named(settings.island.boundary)
+            settings.made_workload().export(weights, beside, settings.run.seed, constrained_to)
         except SafetensorError as error:
             raise OSError(str(error)) from error
         if target.exists():

@@ -122,9 +122,7 @@ def check_network(settings: Settings) -> None:
         raise UserError(f"robust is {settings.rounds.robust!r}, but only peers on the internet need it; leave it out")
     settings.network.simulated_conditions()
     if settings.run.shares == "apart" and settings.network.kind.elastic:
-        raise UserError(
-            "shares is 'apart', but on the internet nobody knows how many replicas there will be; leave it out"
-        )
+        raise UserError("shares is 'apart', but on the internet the number of replicas is not known; leave it out")
 
 
 def run_simulated(settings: Settings, folder: Path, resume: bool) -> None:

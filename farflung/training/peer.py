@@ -39,7 +39,7 @@ def shared_settings(settings: Settings) -> dict[str, Any]:
         name = settings.network.network
         raise UserError(f"network is {name!r}, but peers meet on the internet; leave it out, or use farflung train")
     if settings.run.replicas != RunSettings.replicas:
-        raise UserError(f"replicas is {settings.run.replicas}, but peers come and go as they like; leave it out")
+        raise UserError(f"replicas is {settings.run.replicas}, but peers come and go; leave it out")
     check_for_internet(settings)
     return settings.changed(out="", network=NetworkSettings.network).changes()
 
@@ -124,7 +124,7 @@ def _own_identity(folder: Path, resumed: bool) -> Identity:
             raise UserError(f"cannot write to {folder}: {error.strerror}; choose another folder with --out") from error
         if not resumed or (folder / "events" / f"replica-{identity.rank}.jsonl").exists():
             return identity
-    raise UserError(f"{folder} holds the run of another peer; choose another folder with --out")
+    raise UserError(f"{folder} holds another peer's run; choose another folder with --out")
 
 
 def _begun(folder: Path) -> bool:

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from farflung.errors import UserError
+from farflung.hooks.shards import merged
 from farflung.inner import names_of
 from farflung.networks import Traffic
 from farflung.outer.fragments import split
+from farflung.outer.resharding import Part, reshard
 from farflung.pipeline import Mesh, MeshCoordinates
 from farflung.pipeline.local_model import persistent_buffers
 from farflung.training import checkpoint
@@ -34,23 +33,6 @@ def whole_weights(paths: Sequence[Path]) -> Named:
 def _whole_model(parts: list[Checkpoint]) -> Named:
     buffers = {name for part in parts for name in part["buffers"]}
     return merged(((part["shard"], part["model"]) for part in parts), buffers)
-
-
-def merged(parts: Iterable[tuple[int, Named]], undivided: Collection[str] = ()) -> Named:
-    """Whole tensors by name, from parts of a model and the shards that they are.
-
-    Single numbers and those that are named as `undivided` are whole in every shard.
-    """
-    found: dict[str, dict[int, Tensor]] = defaultdict(dict)
-    for shard, named in parts:
-        for name, tensor in named.items():
-            found[name][shard] = tensor
-    return {
-        name: torch.cat([tensor for _, tensor in sorted(shards.items())])
-        if len(shards) > 1 and shards[min(shards)].dim() and name not in undivided
-        else shards[min(shards)]
-        for name, shards in found.items()
-    }
 
 
 def buffer_names(model: nn.Module) -> list[str]:
@@ -119,7 +101,7 @@ def _reshaped(
         "model": _model_state(model, _whole_model(parts), cut),
         "buffers": buffer_names(model),
         "optimizer": {"state": _optimizer_state(parts, wanted["names"], cut), "param_groups": groups},
-        "outer": _outer_state(parts, wanted["fragments"], cut),
+        "outer": reshard([_outer_part(part) for part in parts], wanted["fragments"], cut),
         "late": {"count": first["late"]["count"], "mean": _late_mean(parts, wanted["names"], cut)},
         "traffic": traffic("traffic"),
         "bytes_told": int(traffic("traffic")["bytes_sent"]),
@@ -127,6 +109,11 @@ def _reshaped(
         "events_size": first["events_size"] if speaks else 0,
         "reshaped": True,
     }
+
+
+def _outer_part(part: Checkpoint) -> Part:
+    shapes = {name: tensor.shape for name, tensor in part["model"].items()}
+    return Part(part["outer"], part["shard"], part["fragments"], shapes)
 
 
 def _cutter(mesh: Mesh, coordinates: MeshCoordinates) -> Callable[[Tensor], Tensor]:
@@ -167,82 +154,3 @@ def _optimizer_state(parts: list[Checkpoint], names: list[str], cut: Callable[[T
         for number, name in enumerate(names)
     }
     return {number: kept for number, kept in state.items() if kept}
-
-
-def _outer_state(parts: list[Checkpoint], fragments: list[list[str]], cut: Callable[[Tensor], Tensor]) -> State:
-    """The rounds', whose tensors are whole fragments, flat."""
-    first = parts[0]["outer"]
-    if "streams" not in first:
-        optimizers = [
-            {**own, "averaging": {"share": own["averaging"]["share"], "codecs": {}}} for own in first["optimizers"]
-        ]
-        return {**first, "optimizers": optimizers}
-
-    if not any(stream["every_steps"] for stream in first["streams"]):
-        return dict(first)  # a method without rounds keeps nothing
-
-    anchors = _of_parameters(parts, lambda outer, n: outer["streams"][n]["anchor"])
-
-    def flat(named: Named, names: list[str]) -> Tensor:
-        whole = [named[name] if name in named else torch.zeros_like(anchors[name]) for name in names]
-        return torch.cat([cut(tensor).flatten() for tensor in whole])
-
-    streams = [
-        {**stream, "anchor": flat(anchors, names), "averaging": {"share": stream["averaging"]["share"], "codecs": {}}}
-        for stream, names in zip(first["streams"], fragments, strict=True)
-    ]
-    state: dict[int, State] = defaultdict(dict)
-    for key, named in _outer_tensors(parts).items():
-        for n, names in enumerate(fragments):
-            # A fragment that has not landed yet has nothing, and parameters that come from there begin with noughts.
-            if any(name in named for name in names):
-                state[n][key] = flat(named, names)
-    for key, numbers in _outer_numbers(parts).items():
-        for n, names in enumerate(fragments):
-            if found := [numbers[name] for name in names if name in numbers]:
-                state[n][key] = max(found)
-    return {**first, "streams": streams, "outer": {**first["outer"], "state": dict(state)}, "flights": []}
-
-
-def _of_parameters(parts: list[Checkpoint], of: Callable[[State, int], Tensor | None]) -> Named:
-    """Whole tensors by parameter, from flat ones by fragment; what is None is left out."""
-    return merged(
-        (part["shard"], _unflattened(flat, names, part["model"]))
-        for part in parts
-        for n, names in enumerate(part["fragments"])
-        if (flat := of(part["outer"], n)) is not None
-    )
-
-
-def _outer_kept(parts: list[Checkpoint]) -> Iterator[tuple[list[str], str, Any, bool]]:
-    """Everything that outer optimizers keep: the parameters' names, the key, the value, and whether it is flat."""
-    for part in parts:
-        for n, values in part["outer"]["outer"]["state"].items():
-            length = part["outer"]["streams"][n]["anchor"].numel()
-            for key, value in values.items():
-                yield part["fragments"][n], key, value, isinstance(value, Tensor) and value.shape == (length,)
-
-
-def _outer_tensors(parts: list[Checkpoint]) -> dict[str, Named]:
-    """What outer optimizers keep of each parameter, whole, by key and the parameter's name."""
-    keys = sorted({key for _, key, _, flat in _outer_kept(parts) if flat})
-    return {key: _of_parameters(parts, partial(_outer_tensor, key)) for key in keys}
-
-
-def _outer_tensor(key: str, outer: State, n: int) -> Tensor | None:
-    flat: Tensor | None = outer["outer"]["state"].get(n, {}).get(key)
-    return flat
-
-
-def _outer_numbers(parts: list[Checkpoint]) -> dict[str, State]:
-    """The single numbers that outer optimizers keep, such as steps, by key and parameter."""
-    numbers: dict[str, State] = defaultdict(dict)
-    for names, key, value, flat in _outer_kept(parts):
-        if not flat:
-            numbers[key].update(dict.fromkeys(names, value))
-    return numbers
-
-
-def _unflattened(flat: Tensor, names: list[str], model: Named) -> Named:
-    sizes = [math.prod(model[name].shape) for name in names]
-    return {name: piece.view(model[name].shape) for name, piece in zip(names, torch.split(flat, sizes), strict=True)}

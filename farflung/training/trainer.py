@@ -108,7 +108,7 @@ class Trainer:
                 self._catch_up(session)
             while self.step < self.settings.run.steps:
                 self._train_step(session)
-        self.island.after_step()  # leaving has landed what was pending
+        self.island.after_step()  # leaving has applied what was pending
         self.save(session)
         self.log.evaluate()
         self.log.end("finished")
@@ -121,7 +121,7 @@ class Trainer:
         loss, fault = self.island.gradients(progress.trained)
         if fault:
             # Without gradients the optimizer changes nothing, but the step still counts for the rounds.
-            self.log.warn(f"{fault} at step {self.step + 1}: no gradient taken from it")
+            self.log.warn(f"{fault} at step {self.step + 1}: its gradient is not used")
             session.spoil(f"{fault} at step {self.step + 1}")
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -228,7 +228,7 @@ class Trainer:
         if state["random_cuda"] is not None:
             torch.cuda.set_rng_state(state["random_cuda"], self.device)
         if "reshaped" in state:
-            self.log.warn("went on from another layout: rounds in flight and what codecs remembered are dropped")
+            self.log.warn("resumed from another layout: pending rounds and the codecs' state are dropped")
         progress = self.progress
         progress.trained, progress.rounds, progress.bytes_told = state["trained"], state["rounds"], state["bytes_told"]
         self.tail.load_state_dict(state["late"])
@@ -245,7 +245,7 @@ class Trainer:
             self.progress.step = session.step
             self.log.joined(self.network.now() - began)
         else:
-            self.log.warn("no other peer had the run's state to give; goes on from its own")
+            self.log.warn("no other peer has the run's state; this one resumes from its own")
 
     def _after_round(self, ended: Round) -> None:
         self.progress.rounds += bool(ended.group)

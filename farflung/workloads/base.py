@@ -84,10 +84,10 @@ class Workload(Protocol):
         """Something to look at that a model in evaluation mode makes, as text."""
         ...
 
-    def export(self, weights: Mapping[str, Tensor], target: Path, seed: int, confined_to: int = 0) -> None:
+    def export(self, weights: Mapping[str, Tensor], target: Path, seed: int, constrained_to: int = 0) -> None:
         """Writes a model with these weights to a folder, in the form that others load.
 
-        `seed` is the run's. Those of a divided model were `confined_to` so many dimensions; 0 is for all others.
+        `seed` is the run's. Those of a divided model were `constrained_to` so many dimensions; 0 is for all others.
         """
         ...
 
@@ -114,7 +114,7 @@ class Load(NamedTuple):
 
 
 class Coordinates(Protocol):
-    """A subspace that hidden states are confined to, so that a few coordinates represent them exactly."""
+    """A subspace that hidden states are constrained to, so that a few coordinates represent them exactly."""
 
     rank: int
 
@@ -160,13 +160,13 @@ class Divisible(Workload, Protocol):
         ...
 
     def subspace(self, rank: int, seed: int) -> Coordinates:
-        """What hidden states are to be confined to. Raises UserError."""
+        """What hidden states are to be constrained to. Raises UserError."""
         ...
 
-    def keep(self, model: Any, span: Span, subspace: Coordinates | None = None, confined: int = 0) -> None:
+    def keep(self, model: Any, span: Span, subspace: Coordinates | None = None, constrained: int = 0) -> None:
         """Takes out of a model without memory what is not in a span.
 
-        Its first `confined` layers are confined to a subspace. Raises UserError where they cannot be.
+        Its first `constrained` layers are constrained to a subspace. Raises UserError where they cannot be.
         """
         ...
 

@@ -17,7 +17,7 @@ from farflung.workloads import data, decoder, models, tokenizers
 from farflung.workloads.base import Coordinates, Forward, Ids, Load, Reshape, Span, drawn_ids
 from farflung.workloads.data import Data
 from farflung.workloads.settings import LanguageSettings
-from farflung.workloads.subspace import Subspace, check_confined, confine, subspace_of
+from farflung.workloads.subspace import Subspace, check_constrained, constrain, subspace_of
 from farflung.workloads.text import documents
 from farflung.workloads.tokenizers import Tokenizer
 
@@ -115,15 +115,15 @@ class Language:
         )
         return self.tokenizer.decode(tokens[0].tolist())
 
-    def export(self, weights: Mapping[str, Tensor], target: Path, seed: int, confined_to: int = 0) -> None:
+    def export(self, weights: Mapping[str, Tensor], target: Path, seed: int, constrained_to: int = 0) -> None:
         """A folder that AutoModelForCausalLM loads, with the tokenizer in it."""
         from transformers import AutoModelForCausalLM
 
         shutil.rmtree(target, ignore_errors=True)
         target.parent.mkdir(parents=True, exist_ok=True)
         model = AutoModelForCausalLM.from_config(self.config, dtype=torch.float32)
-        if confined_to:
-            subspace = subspace_of(model.config, confined_to, seed)
+        if constrained_to:
+            subspace = subspace_of(model.config, constrained_to, seed)
             shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
             weights = {name: subspace.plain(name, weight, shapes[name]) for name, weight in weights.items()}
         absent = set(model.load_state_dict(weights, strict=False).missing_keys)
@@ -160,22 +160,22 @@ class Language:
             raise UserError("boundary subspace: published weights do not lie in one; remove pretrained")
         return subspace_of(self.config, rank, seed)
 
-    def keep(self, model: Any, span: Span, subspace: Coordinates | None = None, confined: int = 0) -> None:
+    def keep(self, model: Any, span: Span, subspace: Coordinates | None = None, constrained: int = 0) -> None:
         """See Divisible."""
         if subspace:
             assert isinstance(subspace, Subspace)
-            confine(model, self.layers(model), subspace, confined)
+            constrain(model, self.layers(model), subspace, constrained)
         decoder.keep(model, span)
 
     def check_division(self, spans: list[Span], subspace: Coordinates | None, seed: int) -> None:
-        """See Divisible. Of the layers that are confined, the first is tried; the others are made alike."""
+        """See Divisible. Of the layers that are constrained, the first is tried; the others are made alike."""
         decoder.check_passes_on(self.config)
         if subspace:
             assert isinstance(subspace, Subspace)
             model = self.outline()
             self.keep(model, Span(0, 1, first=True, last=False), subspace, spans[-1].begin)
             models.materialise(model, seed)
-            check_confined(model.get_decoder(), self.layers(model), subspace, up_to=1)
+            check_constrained(model.get_decoder(), self.layers(model), subspace, up_to=1)
 
     def piece(self, model: Any, span: Span, half: bool) -> decoder.Piece:
         """See Divisible."""

@@ -1,7 +1,7 @@
 """Hidden states that lie in a subspace, so that its few coordinates say them exactly (Protocol Models, 2506.01260).
 
 With an orthonormal basis U (width × rank) that every stage knows, each matrix that writes to the stream of hidden
-numbers is confined to it, W = U·A, and the embeddings are T + S·Uᵀ with T random, frozen and known to all. Then
+numbers is constrained to it, W = U·A, and the embeddings are T + S·Uᵀ with T random, frozen and known to all. Then
 X - T[tokens] lies in the span of U after every layer: (X - T[tokens])·U says X, and G·U all of its gradient G that
 matters to what is trained.
 """
@@ -133,32 +133,32 @@ def subspace_of(settings: Any, rank: int, seed: int) -> Subspace:
     return Subspace(settings.hidden_size, rank, settings.vocab_size, scale, seed)
 
 
-def confine(model: Any, layers: nn.ModuleList, subspace: Subspace, up_to: int) -> None:
+def constrain(model: Any, layers: nn.ModuleList, subspace: Subspace, up_to: int) -> None:
     """Confines a model's embeddings and its layers before `up_to`: those whose output crosses a boundary.
 
     Raises UserError, naming the layer, for what would leave the subspace.
     """
     if getattr(model.config, "tie_word_embeddings", False):
-        raise _cannot_confine("its head is tied to the embeddings, and logits need all of their width")
+        raise _cannot_constrain("its head is tied to the embeddings, and logits need all of their width")
     if isinstance(embeddings := model.get_input_embeddings(), nn.Embedding):
         model.set_input_embeddings(SubspaceEmbedding(embeddings, subspace))
     for number in range(up_to):
         for name, module in list(layers[number].named_modules()):
             if name.rpartition(".")[2] in WRITERS:
-                _confine_one(layers[number], name, module, f"layer {number}'s {name}", subspace)
+                _constrain_one(layers[number], name, module, f"layer {number}'s {name}", subspace)
 
 
-def _confine_one(layer: nn.Module, name: str, module: nn.Module, called: str, subspace: Subspace) -> None:
+def _constrain_one(layer: nn.Module, name: str, module: nn.Module, called: str, subspace: Subspace) -> None:
     if not isinstance(module, nn.Linear):
-        raise _cannot_confine(f"{called} is a {type(module).__name__}, and only linear maps can be confined")
+        raise _cannot_constrain(f"{called} is a {type(module).__name__}, and only linear maps can be constrained")
     if module.bias is not None:
-        raise _cannot_confine(f"{called} has a bias, which lies outside of it")
+        raise _cannot_constrain(f"{called} has a bias, which lies outside of it")
     layer.set_submodule(name, ConfinedLinear(module, subspace, subspace.scale))
 
 
 @torch.no_grad()
-def check_confined(model: Any, layers: nn.ModuleList, subspace: Subspace, up_to: int) -> None:
-    """Sees that the stream stays in the subspace through each confined layer, whatever gains and biases become.
+def check_constrained(model: Any, layers: nn.ModuleList, subspace: Subspace, up_to: int) -> None:
+    """Sees that the stream stays in the subspace through each constrained layer, whatever gains and biases become.
 
     The model is only good for throwing away afterwards. Raises UserError, naming the layer: of a norm or a dropout
     after a projection, say.
@@ -182,10 +182,10 @@ def check_confined(model: Any, layers: nn.ModuleList, subspace: Subspace, up_to:
         free = hidden - subspace.frozen[tokens]
         outside = free - (free @ subspace.basis) @ subspace.basis.T
         if float(outside.norm()) > STREAM_NOISE * float(hidden.norm()):
-            raise _cannot_confine(
+            raise _cannot_constrain(
                 f"what leaves layer {number} lies outside of it (a norm or dropout after a projection?)"
             )
 
 
-def _cannot_confine(reason: str) -> UserError:
+def _cannot_constrain(reason: str) -> UserError:
     return UserError(f"boundary subspace: {reason}; choose another --boundary, such as int8")

@@ -38,7 +38,7 @@ FURTHEST_AHEAD = 2 * ALIVE_SECONDS
 
 
 class Authorizer(TokenAuthorizerBase):  # type: ignore[misc]
-    """Lets only those read and write the DHT who know the run's secret: they sign their own tokens with it."""
+    """Lets only peers with the run's secret read and write the DHT: they sign their own tokens with it."""
 
     def __init__(self, ticket: Ticket) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Authorizer(TokenAuthorizerBase):  # type: ignore[misc]
         return AccessToken(username="", public_key=key, expiration_time=FOREVER, signature=proof.encode())
 
     def is_token_valid(self, access_token: AccessToken) -> bool:
-        """Whether one who knows the secret has made it."""
+        """Whether it was made with the secret."""
         proof = access_token.signature.decode(errors="replace")
         return self._ticket.proves(proof, "dht", access_token.public_key.hex())
 
@@ -61,7 +61,7 @@ class Authorizer(TokenAuthorizerBase):  # type: ignore[misc]
 
 
 class Records(RecordValidatorBase):  # type: ignore[misc]
-    """Lets a peer's DHT node keep, and believe, only what `Directory.write` makes: each peer's own word, for a while.
+    """Lets a peer's DHT node keep and believe only records that `Directory.write` makes: each peer's own, for a while.
 
     Args:
         key: under which the run's records are.
@@ -111,7 +111,7 @@ class Directory:
 
     @classmethod
     async def open(cls, peers: Peers, p2p: P2P, addresses: Sequence[str], listed: bool) -> Directory:
-        """Joins the DHT by way of peers that are there."""
+        """Joins the DHT through known peers."""
         key = f"farflung {peers.ticket.run}"
         node = await DHTNode.create(
             p2p=p2p,
@@ -129,7 +129,7 @@ class Directory:
         return cls(peers, node, key, listed)
 
     async def beat(self) -> None:
-        """Tells the others of this peer, and hears of them; what fails is told once, and tried again at the next."""
+        """Publishes this peer's record, and reads the others'; tells a failure once, and the next beat tries again."""
         failure = ""
         self._peers.info["beat"] += 1
         try:
@@ -159,7 +159,7 @@ class Directory:
                     self._peers.background.spawn(self._seek(member))
 
     async def _seek(self, member: Member) -> None:
-        """Looks for one that has gone, at the addresses that it had: after a partition nobody else would."""
+        """Calls a lost peer at its old addresses: after a partition nobody else would."""
         with contextlib.suppress(*UNREACHABLE, RequestRefusedError, FrameError, UserError):
             await self._peers.handshake(member.peer)
             # The DHT may have forgotten it, as after a partition; both then know each other again.
@@ -203,7 +203,7 @@ class Directory:
 
 @reading("a record")
 def member_in(record: Frame, peer: str) -> tuple[Member, float]:
-    """The member that a record is of, and until when it is good. Raises FrameError when its peer has not written it."""
+    """A record's member, and when it expires. Raises FrameError when its peer has not written it."""
     text = entry(record, "about", str)
     info = parsed(text)
     member = member_of(info, peer)

@@ -1,4 +1,4 @@
-"""What a machine needs to take part in a run, looked at one after the other; each finding says what to fix."""
+"""Checks of what a machine needs to join a run; each finding says what to fix."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ PROBES_A_MINUTE = 6
 
 
 class Finding(NamedTuple):
-    """One thing that was looked at."""
+    """The result of one check."""
 
     good: bool
     text: str
 
 
 def examine(peers: Peers) -> Iterator[Finding]:
-    """What is found of one that has just joined."""
+    """The checks of a peer that has just joined."""
     yield from _reachability(peers)
     training = peers.members.training()
     yield Finding(True, f"{len(training)} peers train; {len(peers.members.by_rank)} were heard of")

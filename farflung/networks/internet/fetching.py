@@ -1,4 +1,4 @@
-"""Fetching where a run stands, in pieces from several peers; one whose state cannot be is struck, and passed over."""
+"""Downloading a run's state, in pieces from several peers; a peer that gives a false one is not asked again."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from farflung.networks.internet.transport import SLOWEST
 SOURCES = 3
 """Peers that a state is fetched from at a time, with two pieces from each under way."""
 AHEAD = 1000
-"""Steps that a state may be ahead of where most peers say they are."""
+"""Steps that a state may be ahead of the median step."""
 
 Source = tuple[Member, Manifest]
 
 
 class Download:
-    """A state of which pieces are there, and others still to be fetched."""
+    """A state whose pieces are being downloaded."""
 
     def __init__(self, manifest: Manifest) -> None:
         self.manifest = manifest
@@ -48,7 +48,7 @@ class Download:
 
 
 class Fetching:
-    """Fetches others' states; all methods but `refuse` run in the peers' thread.
+    """Downloads others' states; all methods but `refuse` run in the peers' thread.
 
     Args:
         peers: the peers.
@@ -66,7 +66,7 @@ class Fetching:
     async def fetch(self, alike: bool) -> SharedState:
         """The state of a live peer; pieces come from several, and from others when some fail. Raises PeerLostError.
 
-        Where peers are `alike`, only from those with the same bits; else each piece may be another peer's.
+        Where peers are `alike`, only from those with the same bits; else pieces may come from different peers.
         """
         download, failures, silent = None, Counter[str](), set[str]()
         while True:
@@ -79,12 +79,12 @@ class Fetching:
             silent |= {source.peer for source, _ in sources} - delivered
 
     def refuse(self, member: Member, kind: str, why: str) -> None:
-        """Strikes a peer that gave what cannot be; it is not asked again."""
+        """Excludes a peer that gave a false state; it is not asked again."""
         self._refused.add(member.peer)
         self._peers.guard.strike(member.peer, kind, f"{member.described}: {why}")
 
     async def _sources(self, alike: bool, failures: Counter[str], silent: set[str]) -> list[Source]:
-        """Live peers that have the same, and what; those first that failed least, then the furthest.
+        """Live peers with the same state, and its manifest; first those that failed least, then the furthest.
 
         Raises PeerLostError.
         """

@@ -1,4 +1,4 @@
-"""Frames: a length and a small JSON object, at the head and the end of everything that peers tell each other."""
+"""Frames: a length and a small JSON object; each request and answer between peers starts with one."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _CHUNK = 1 << 18
 
 
 class FrameError(ValueError):
-    """What came is no frame of ours: too long, no JSON object, or without what it must hold."""
+    """A frame is invalid: too long, no JSON object, or without a field."""
 
 
 @contextlib.contextmanager
 def reading(what: str) -> Iterator[None]:
-    """Around all that reads what a peer has sent, also as a decorator: whatever goes wrong there is a FrameError."""
+    """A context (or decorator) for reading what a peer has sent: any error becomes a FrameError."""
     try:
         yield
     except FrameError:
@@ -71,7 +71,7 @@ def parsed(text: str | bytes) -> Frame:
 
 
 def entry(frame: Frame, name: str, kind: type) -> Any:
-    """What a frame holds under a name. Raises FrameError when it is missing or of another type."""
+    """A field of a frame. Raises FrameError when it is missing or of another type."""
     value = frame.get(name)
     if type(value) is not kind:
         raise FrameError(f"a frame's {name!r} is missing or no {kind.__name__}")
@@ -93,7 +93,7 @@ def number(value: object, least: float = 0.0, most: float = LARGEST_NUMBER) -> f
 
 
 def plain(text: str) -> str:
-    """A peer's words as a user may see them: one short line without control characters."""
+    """A peer's text made safe to show: one short line without control characters."""
     return "".join(letter if letter.isprintable() else "?" for letter in text[:300])
 
 

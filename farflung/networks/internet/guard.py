@@ -1,4 +1,4 @@
-"""What peers do that they must not: refused, counted, and in the end answered with silence."""
+"""Offences of peers: refused, counted, and in the end punished with a ban."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable
 from farflung.networks.internet.frames import plain
 
 STRIKES = 3
-"""So many offences within BAN_SECONDS, and a peer is banned for as long."""
+"""So many offences within BAN_SECONDS ban a peer for as long."""
 BAN_SECONDS = 600.0
 STREAMS_PER_PEER = 64
 STREAMS = 1024
@@ -30,11 +30,11 @@ class Guard:
         self._streams: Counter[str] = Counter()
 
     def refuse(self, kind: str) -> None:
-        """Counts what nobody in particular can be blamed for, as what strangers send."""
+        """Counts an offence of an unknown sender, such as a stranger."""
         self.refused[kind] += 1
 
     def strike(self, peer: str, kind: str, why: str) -> None:
-        """Counts an offence of a member; the third within ten minutes has it banned."""
+        """Counts an offence of a member; the third within ten minutes bans it."""
         self.refused[kind] += 1
         now, strikes = time.monotonic(), self._strikes[peer]
         strikes.append(now)

@@ -19,7 +19,7 @@ from farflung.networks.internet.ticket import Ticket
 HELLO = "hello"
 """The kind of the frame that opens a handshake."""
 CLOCK_SECONDS = 2.5
-"""Clocks that differ by more make the DHT forget what it should know."""
+"""With clocks that differ by more, the DHT drops valid records."""
 LAST_PROTOCOL = 1 << 16
 
 OTHER_SHAPES = (
@@ -29,18 +29,18 @@ OTHER_SHAPES = (
 
 
 class StrangerError(FrameError):
-    """Who asks does not know the run's secret."""
+    """The caller does not know the run's secret."""
 
 
 class Handshake:
-    """One peer's side: both show that they know the secret, for these two peers and this moment.
+    """One peer's side: both prove that they know the secret, for these two peers and this moment.
 
-    What they say of themselves follows only then.
+    Only then do they send their peer info.
 
     Args:
         ticket: the run's, which has the secret.
         identity: this peer's key.
-        info: what it says of itself.
+        info: its peer info.
     """
 
     def __init__(self, ticket: Ticket, identity: Identity, info: Frame) -> None:
@@ -81,7 +81,7 @@ class Handshake:
         return member_of(info, peer)
 
     def welcome(self) -> Frame:
-        """What the one who answers says of itself in the end."""
+        """The peer info of the one who answers."""
         return {**self._info, "time": time.time()}
 
     def _check(self, told: Frame, *parts: str) -> None:
@@ -90,7 +90,7 @@ class Handshake:
 
 
 def newcomer_info(ticket: Ticket) -> Frame:
-    """What one says of itself that does not train yet, and has no model."""
+    """The peer info of one that does not train yet, and has no model."""
     return {
         "version": package_version(),
         "settings": ticket.settings_hash,
@@ -102,7 +102,7 @@ def newcomer_info(ticket: Ticket) -> Frame:
 
 @reading("what a peer says of itself")
 def disagreement(newcomer: Frame, run: Frame) -> str:
-    """Why one cannot train with those of the run, and what it can do; "" when it can."""
+    """Why a peer cannot train in the run, and the remedy; "" when it can."""
     if (spoken := whole(newcomer.get("protocol", 0), LAST_PROTOCOL)) != PROTOCOL.version:
         remedy = "update farflung" if spoken < PROTOCOL.version else "use theirs"
         return (
@@ -117,7 +117,7 @@ def disagreement(newcomer: Frame, run: Frame) -> str:
 
 
 def check_clock(theirs: Any, asked: float, now: float) -> None:
-    """Whether two clocks agree, by what the other's was between two moments of one's own. Raises UserError."""
+    """Checks that two clocks agree, by the other's time between two moments of this one's. Raises UserError."""
     ahead = (asked + now) / 2 - float(theirs)
     if abs(ahead) > CLOCK_SECONDS + (now - asked) / 2:
         raise UserError(

@@ -21,7 +21,7 @@ from farflung.networks.internet.identity import Identity
 from farflung.networks.listening import ListenAddress
 
 UNREACHABLE = (OSError, EOFError, TimeoutError, ControlFailure, P2PDaemonError)
-"""What a call to a peer may raise that is not there."""
+"""The errors of a call to a peer that is not there."""
 
 LONGEST_ADDRESS = 512
 

@@ -1,4 +1,4 @@
-"""What a state is, in a few words: said by those who serve one, read by those who fetch it."""
+"""A state's description: written by peers that serve one, read by peers that download it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PIECES = 512
 
 @dataclass(frozen=True)
 class Manifest:
-    """A peer's state as it says: the names and lengths of its float32 tensors, and the digests of all pieces.
+    """A peer's description of its state: the names and lengths of its float32 tensors, and the digests of all pieces.
 
     `id` is what the peer calls it, `step` where it stands.
     """
@@ -37,7 +37,7 @@ class Manifest:
 
 @reading("a state's description")
 def manifest_of(told: Frame, largest: int, furthest: float) -> Manifest:
-    """What a peer says that it has: at most so many bytes, no further than a step. Raises FrameError when none can."""
+    """The manifest in a peer's answer. Raises FrameError when it has too many bytes, or too late a step."""
     tensors = [(name, whole(length, largest)) for name, length in entry(told, "tensors", list)]
     step = whole(entry(told, "facts", dict).get("step"), min(FURTHEST, furthest))
     manifest = Manifest(entry(told, "id", str), entry(told, "digests", list), tensors, step)
@@ -57,12 +57,12 @@ def piece_of(content: memoryview, number: int) -> memoryview:
 
 
 def count_of(size: int) -> int:
-    """In how many pieces so many bytes travel."""
+    """The number of pieces of so many bytes."""
     return -(-size // _piece_size(size))
 
 
 def digest(content: memoryview) -> str:
-    """What a piece is known by: SHA-256, in hexadecimal."""
+    """A piece's digest: SHA-256, in hexadecimal."""
     return hashlib.sha256(content).hexdigest()
 
 

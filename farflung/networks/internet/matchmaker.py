@@ -1,6 +1,6 @@
-"""Who takes part in a round: any peer can be its host, who brings those together that come to it.
+"""Who takes part in a round: any peer can be its host, which makes groups of the peers that come to it.
 
-A round's host follows from its name and who is there, so nobody need be asked; a host that is not there is passed over.
+The round's name and the members determine its host; a host that is not there is skipped.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from farflung.networks.internet.peers import Peers
 from farflung.networks.internet.streams import PROMPT_SECONDS, PeerStream, RequestRefusedError
 
 WAITED_SHARE = 0.25
-"""What part of the time between two rounds a peer waits for others to come to one."""
+"""The part of the time between two rounds for which a peer waits for others."""
 FIRST_ROUND_SECONDS = 20.0
-"""What a round is taken to last before one has been seen."""
+"""How long the first round is expected to take."""
 LOOK_SECONDS = 0.1
-"""Between two looks at whether those who have not come can still be expected."""
+"""Seconds between two checks whether missing peers can still come."""
 LONGEST_PATIENCE_SECONDS = 600.0
 HEAVIEST = 10.0
-"""How many times the own weight another's may be."""
+"""The largest weight of another peer, in multiples of the own."""
 MOST = 4096
 """Peers of a round at most."""
 LAST_RANK = (1 << 31) - 1
@@ -38,7 +38,7 @@ HOSTS_TRIED = 3
 
 @dataclass
 class Guest:
-    """One who has come to a round."""
+    """A peer that has come to a round."""
 
     rank: int
     wants: frozenset[int]
@@ -112,7 +112,7 @@ class Matchmaker:
             await stream.tell(answer)
 
     async def _welcome(self, rank: int, request: Frame) -> Frame:
-        """Lets one in, and yields the group that it is in, in the end."""
+        """Admits a peer, and yields its group in the end."""
         guest, key = guest_of(request, rank)
         self._peers.members.heard_step(rank, guest.step)
         rendezvous = self._rendezvous_of(key)
@@ -137,7 +137,7 @@ class Matchmaker:
         return rendezvous
 
     def _settle(self, rendezvous: Rendezvous) -> None:
-        """Brings those together who need not wait for anybody else."""
+        """Makes groups of guests that need not wait for anybody else."""
         for guest in list(rendezvous.waiting.values()):
             if guest.wants and guest.rank in rendezvous.waiting and guest.wants <= rendezvous.waiting.keys():
                 _bring_together([rendezvous.waiting[rank] for rank in guest.wants], rendezvous)
@@ -159,12 +159,12 @@ class Matchmaker:
             _bring_together(free[-1:], rendezvous)
 
     def _anybody(self, guest: Guest, rendezvous: Rendezvous) -> bool:
-        """Whether there is, or can be expected, anyone whom a guest might yet be brought together with."""
+        """Whether a guest may still find a partner, among those here or expected."""
         ranks = [member.rank for member in self._peers.members.training()] + [self._peers.info["rank"]]
         return len(rendezvous.waiting) > 1 or any(self._comes(rank, guest, rendezvous) for rank in ranks)
 
     def _comes(self, rank: int, guest: Guest, rendezvous: Rendezvous) -> bool:
-        """Whether one who has not been there yet can be expected while a guest has patience."""
+        """Whether a missing peer can still come while a guest waits."""
         if rank in rendezvous.waiting or rank in rendezvous.gone:
             return False
         left = guest.until - asyncio.get_running_loop().time()
@@ -198,8 +198,7 @@ def guest_of(request: Frame, rank: int) -> tuple[Guest, str]:
 def party_of(answer: Frame, own: int, weight: float) -> Party:
     """The party that a host says a peer is in. Raises FrameError when that cannot be.
 
-    The own weight counts as it is, whatever the host says, and no other more than HEAVIEST times that: a host may lie,
-    and so may those who come.
+    The own weight does not depend on the host, and no other is more than HEAVIEST times that: host and guests may lie.
     """
     told = entry(answer, "weights", list)
     if len(told) > MOST:
@@ -214,7 +213,7 @@ def party_of(answer: Frame, own: int, weight: float) -> Party:
 
 
 def _bring_together(guests: list[Guest], rendezvous: Rendezvous) -> None:
-    """Makes a group of those who stand where most of them stand; the others are behind."""
+    """Makes a group of those with the most common anchors; the others are behind."""
     count = Counter(guest.anchor_digest for guest in guests)
     common = max(count, key=lambda anchor_digest: (count[anchor_digest], anchor_digest))
     weights = [(guest.rank, guest.weight) for guest in guests if guest.anchor_digest == common]

@@ -1,4 +1,4 @@
-"""Who is there, as far as this peer has heard."""
+"""The members that this peer knows of."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from farflung.networks.internet.host import leads_to
 from farflung.networks.internet.identity import peer_of, rank_of
 
 ALIVE_SECONDS = 20.0
-"""A member that nothing was heard of for so long is taken for gone."""
+"""A member that was not heard for so long counts as gone."""
 REMEMBERED_SECONDS = 3600.0
-"""One that is gone is looked for this much longer."""
+"""A gone member is looked for this much longer."""
 BEAT_SECONDS = 3.0
 """How often a peer renews its record, and reads the others'."""
 CAUTION = 0.8
-"""What part of the steps a peer would have made since it was last heard of is counted on."""
+"""The part of a peer's expected steps since it was last heard that is counted on."""
 
 
 FACTS = ("loss", "tokens_per_second", "rounds", "refused")
-"""What a peer tells those who look on: numbers."""
+"""The facts that a peer publishes, all numbers."""
 LARGEST_FACT = 1e15
 FASTEST, FURTHEST = 1e6, 1 << 40
 """Steps a second, and steps, that nobody has."""
@@ -34,7 +34,7 @@ LAST_BEAT = 1 << 53
 
 @dataclass
 class Member:
-    """One peer that has proven that it is a member, and its latest word of itself."""
+    """A peer that has proven its membership, and its latest peer info."""
 
     peer: str
     rank: int
@@ -58,21 +58,21 @@ class Member:
 
     @property
     def described(self) -> str:
-        """How it is called in messages."""
+        """Its name in messages."""
         return f"replica {self.rank} ({self.host})"
 
     def step_now(self) -> float:
-        """The step that it has reached at least, by what it was last heard to do."""
+        """The step that it has reached at least, by its last record."""
         return self.step + CAUTION * self.rate * (time.monotonic() - self.heard)
 
     def step_at_most(self) -> float:
-        """The step that it may have reached; what was heard of it may be a beat old, and its rate unknown."""
+        """The step that it may have reached; its last record may be a beat old, and its rate unknown."""
         if not self.rate:
             return math.inf
         return self.step + 1 + self.rate * (time.monotonic() - self.heard + BEAT_SECONDS) / CAUTION
 
     def arrives(self, goal: int, seconds: float) -> bool:
-        """Whether it can be expected to be yet to come to a step, and within so many seconds."""
+        """Whether it has not passed a step yet, and can reach it within so many seconds."""
         elapsed = time.monotonic() - self.heard + BEAT_SECONDS + seconds  # what was heard may be a beat old
         return arrives(self.step, self.rate, goal, elapsed)
 
@@ -123,7 +123,7 @@ class Members:
         self.by_rank: dict[int, Member] = {}
 
     def hear(self, news: Member) -> bool:
-        """Takes a peer's own word of itself; whether it was news."""
+        """Records a peer's info; whether it was news."""
         known = self.by_rank.get(news.rank)
         if known and known.session == news.session:
             if news.beat <= known.beat:
@@ -133,12 +133,12 @@ class Members:
         return True
 
     def heard_step(self, rank: int, step: int) -> None:
-        """A peer has said by the way at which step it is."""
+        """Records a step that a peer has mentioned."""
         if member := self.by_rank.get(rank):
             member.step, member.heard, member.failed = max(member.step, step), time.monotonic(), False
 
     def failed(self, rank: int) -> None:
-        """A peer could not be reached; it is gone until it is heard of again."""
+        """Records that a peer could not be reached; it is gone until it is heard again."""
         if member := self.by_rank.get(rank):
             member.failed = True
 
@@ -163,10 +163,10 @@ class Members:
         return [member for member in self.all() if not member.alive]
 
     def median_step(self) -> float | None:
-        """The step that the middle one of those who train has reached at least; None without any."""
+        """The median step that training peers have reached at least; None without any."""
         steps = [member.step_now() for member in self.training()]
         return statistics.median_low(steps) if steps else None
 
     def median_step_at_most(self) -> float:
-        """The step that the middle one of those who train may have reached; infinity without any."""
+        """The median step that training peers may have reached; infinity without any."""
         return statistics.median_high([member.step_at_most() for member in self.training()] or [math.inf])

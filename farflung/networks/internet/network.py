@@ -103,7 +103,7 @@ class InternetNetwork:
         return self.peers.guard.refused
 
     def members(self) -> Group:
-        """Those that train and were heard of lately, and this one."""
+        """The training peers that were heard lately, and this one."""
         return tuple(sorted({self.rank, *(member.rank for member in self.peers.members.training())}))
 
     def attachment(self) -> int:
@@ -170,7 +170,7 @@ class InternetNetwork:
         return counted
 
     def expect_model(self, shapes: str, values: int) -> None:
-        """Says what the model is like, by a hash of its shapes and how many values they hold, once that is known.
+        """Announces the model, by a hash of its shapes and its number of values, once it is known.
 
         Raises UserError when the run's peers have another.
         """
@@ -191,7 +191,7 @@ class InternetNetwork:
         return None if median is None else median - step
 
     def prefetch(self, alike: bool) -> None:
-        """Begins what the next `fetch` is to yield."""
+        """Starts the download that the next `fetch` yields."""
         self._prefetched = self.fetch(alike)
 
     def fetch(self, alike: bool) -> Pending[SharedState]:
@@ -222,7 +222,7 @@ class InternetNetwork:
         return time.monotonic()
 
     def address(self, rank: int) -> str:
-        """How to call a replica in a message."""
+        """A replica's name in messages."""
         member = self.peers.members.by_rank.get(rank)
         return member.described if member else f"replica {rank} (unknown here)"
 

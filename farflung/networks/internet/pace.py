@@ -1,13 +1,13 @@
-"""How fast this peer trains, and at which step it counts itself beside the others."""
+"""How fast this peer trains, and the step that it counts."""
 
 from __future__ import annotations
 
 from farflung.networks.internet.members import Members
 
 JUMP = 4
-"""A peer that is so many steps behind the others counts itself to be where they are."""
+"""A peer that is so many steps behind the median step skips to it."""
 MEMORY_SECONDS = 10.0
-"""How far back a peer's speed is averaged."""
+"""Steps over which a peer's speed is averaged."""
 
 
 class Pace:

@@ -28,13 +28,13 @@ from farflung.scoped import quiet
 log = logging.getLogger(__name__)
 
 TRIES = 2
-"""How often a newcomer tries: a link may lose the first words, and a busy peer be slow to hear them."""
+"""How often a newcomer tries: a link may lose packets, and a busy peer be slow to answer."""
 
 
 class Peers:
-    """The peers that are known and how to reach them, and this one's own place among them.
+    """The known peers and how to reach them.
 
-    `info` is what it says of itself: what others must agree to, and facts for those who look on.
+    `info` is this peer's info: what others must agree to, and facts for `farflung status`.
 
     Args:
         ticket: the run's.
@@ -42,7 +42,7 @@ class Peers:
         local: where it listens.
         info: release of farflung, settings, shapes, host, trains; see `disagreement`.
         tell: told in one line what a user should know; unset, farflung's logger is.
-        first: whether it begins the run, or begins it again, and asks nobody for a way in.
+        first: whether it starts the run, or starts it again, and calls nobody.
         listed: whether others are to know of it.
     """
 
@@ -100,7 +100,7 @@ class Peers:
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """Where this peer can be reached, and then where the others can, for tickets."""
+        """This peer's addresses, then the others', for tickets."""
         others = (address for member in self.members.all() if member.alive for address in member.addresses)
         return tuple(dict.fromkeys((*self.info["addresses"], *others)))
 
@@ -162,7 +162,7 @@ class Peers:
                 raise UserError(f"the run's peers refuse this one: {answer}") from answer
         if any("protocols not supported" in str(answer) or isinstance(answer, StrangerError) for answer in answers):
             raise UserError(
-                "there are peers at the ticket's addresses, but not of this run, or its secret is another; "
+                "the peers at the ticket's addresses are not of this run, or the ticket's secret is wrong; "
                 "ask for a new ticket"
             )
         raise NobodyAnswersError(self._bootstrap)

@@ -1,4 +1,4 @@
-"""Where a run stands, for those who come to it: served by every peer, in pieces."""
+"""The state that a late replica downloads: served by every peer, in pieces."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from farflung.networks.internet.streams import PeerStream, RequestRefusedError
 KEPT_SECONDS = 120.0
 """How long a snapshot that nobody asks for is kept."""
 FRESH_SECONDS = 60.0
-"""How long a peer may take to come to the end of its step, and make one."""
+"""Longest wait for a peer to end its step and make a snapshot."""
 
 
 @dataclass

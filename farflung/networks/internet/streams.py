@@ -1,4 +1,4 @@
-"""An open stream between two members, and what is said on it."""
+"""An open stream between two members, and the frames on it."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from farflung.networks.internet.frames import Frame, plain, read_frame, write_fr
 from farflung.networks.internet.members import Member
 
 PROMPT_SECONDS = 8.0
-"""How soon a peer that is there answers what needs no thought."""
+"""Longest wait for a simple answer."""
 
 
 class RequestRefusedError(Exception):
-    """A peer does not want what it was sent; says why."""
+    """A peer has refused a request; says why."""
 
 
 @dataclass
@@ -36,7 +36,7 @@ class PeerStream:
             return accepted(await read_frame(self.reader))
 
     async def hear_the_end(self, seconds: float) -> None:
-        """Waits until the other has all: to close before would cut off what is under way."""
+        """Waits until the other has received everything; closing earlier would cut it off."""
         async with asyncio.timeout(seconds):
             await self.reader.read(1)
 

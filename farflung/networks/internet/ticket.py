@@ -18,7 +18,7 @@ from farflung.networks.internet.host import leads_to
 
 @dataclass(frozen=True)
 class Ticket:
-    """Whoever has it can take part.
+    """Whoever has the ticket can join.
 
     Args:
         name: what the run is called.
@@ -39,7 +39,7 @@ class Ticket:
 
     @property
     def run(self) -> str:
-        """What the run is called on the wire; tells nothing of the secret."""
+        """The run's name on the wire; it reveals nothing of the secret."""
         return hashlib.sha256(f"run {self.secret}".encode()).hexdigest()[:16]
 
     @property
@@ -52,7 +52,7 @@ class Ticket:
         return replace(self, addresses=addresses)
 
     def proof(self, *parts: str) -> str:
-        """What only one who knows the secret can make of `parts`."""
+        """A proof of `parts` that only the secret can make."""
         return hmac.new(bytes.fromhex(self.secret), json.dumps(parts).encode(), hashlib.sha256).hexdigest()
 
     def proves(self, proof: object, *parts: str) -> bool:
@@ -74,7 +74,7 @@ class Ticket:
         return "\n".join(lines) + "\n"
 
     def write(self, path: Path) -> None:
-        """Writes the ticket, for its owner's eyes only."""
+        """Writes the ticket, readable by its owner only."""
         write_text(path, self.text(), private=True)
 
 
@@ -83,16 +83,18 @@ def read_ticket(path: Path) -> Ticket:
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise UserError(f"cannot read the ticket {path}: {error.strerror}; ask who invited you for the file") from error
+        raise UserError(f"cannot read the ticket {path}: {error.strerror}; give the path of a ticket file") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is no ticket: {error}; ask who invited you for it again") from error
+        raise UserError(f"{path} is no ticket: {error}; ask for a new one") from error
     kinds = {"name": str, "secret": str, "addresses": list, "settings": dict}
     for key, kind in kinds.items():
         if not isinstance(table.get(key), kind):
-            raise UserError(f"{path} is no ticket: {key} is missing or no {kind.__name__}; ask who invited you again")
+            raise UserError(f"the ticket {path} is empty or incomplete: it has no {key}; ask for a new one")
     secret, addresses = table["secret"], table["addresses"]
     if len(secret) != 64 or set(secret) - set("0123456789abcdef"):
-        raise UserError(f"{path} is damaged: its secret is not 64 hexadecimal digits; ask who invited you for it again")
+        raise UserError(f"{path} is damaged: its secret is not 64 hexadecimal digits; ask for a new one")
     if not all(isinstance(address, str) and leads_to(address, address.rpartition("/p2p/")[2]) for address in addresses):
-        raise UserError(f"{path} is damaged: an address is not of the form /ip4/HOST/tcp/PORT/p2p/ID; ask again for it")
+        raise UserError(
+            f"{path} is damaged: an address is not of the form /ip4/HOST/tcp/PORT/p2p/ID; ask for a new one"
+        )
     return Ticket(table["name"], secret, tuple(addresses), table["settings"])

@@ -1,4 +1,4 @@
-"""Packets from peer to peer: announced, signed, awaited, checked; what is not as announced is never kept."""
+"""Packets from peer to peer: announced, signed, expected, checked, and dropped if they differ from the announcement."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from farflung.networks.transfer import Transfer
 REMEMBERED = 1 << 16
 """Packets whose names are kept, to know them again."""
 SLOWEST = 2e4
-"""Bytes a second that a transfer must have on the average."""
+"""The least average bytes a second of a transfer."""
 
 STRIPES = 4
 """Streams that a large packet travels on at a time: the window of one is soon full while data goes both ways."""
@@ -46,7 +46,7 @@ Address = tuple[int, str]
 
 
 class PacketLostError(Exception):
-    """A packet will not come, or could not be delivered; says why, and whether the peer is `gone`."""
+    """A packet is lost; says why, and whether the peer is `gone`."""
 
     def __init__(self, reason: str, gone: bool = False) -> None:
         super().__init__(reason)
@@ -236,7 +236,7 @@ class PacketTransport:
         return sender, key, name
 
     async def _awaited_packet(self, sender: int, key: str) -> asyncio.Future[Tensor]:
-        """Where a packet is awaited; one that comes early waits with its sender, unread. Raises RequestRefusedError."""
+        """The slot of an expected packet; an early packet waits with its sender, unread. Raises RequestRefusedError."""
         address = sender, key
         if address in self._early:
             raise FrameError(f"a packet was announced twice: {key}")

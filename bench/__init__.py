@@ -1,0 +1,1 @@
+"""Benchmarks by question: `python -m bench list` tells which there are."""

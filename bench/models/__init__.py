@@ -1,0 +1,1 @@
+"""Whether our models hold: cost model, planner and simulator, beside measurements, published figures and laws."""

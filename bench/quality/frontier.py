@@ -1,0 +1,231 @@
+"""Which methods reach the least loss for their bytes?
+Eight replicas, all methods with learning rates that one search with one budget has found on the first seed; the
+baseline is ddp, and a row is on the frontier when no other beats it in both loss and cost. Takes some hours on two
+cores; first, since other benches begin from what it finds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+from bench.lib.runs import Runs, around, in_words, regime
+from bench.lib.search import tune_all
+from bench.lib.store import Result, Settings, Store
+from bench.lib.table import Part, Table
+from farflung import settings as run_settings
+from farflung.networks import Conditions
+from farflung.outer import message_bytes
+from farflung.planner.architecture import architecture_of
+from farflung.planner.timing import Timer
+
+WITH_ADAMW: dict[str, Settings] = {
+    "ddp": {"method": "ddp"},
+    "dynamic-threshold": {"method": "dynamic-threshold"},
+    "diloco, every 5": {"method": "diloco", "every": 5},
+    "diloco, every 20": {"method": "diloco", "every": 20},
+    "streaming-diloco, every 20": {"method": "streaming-diloco", "every": 20, "fragments": 2, "delay": 2},
+    "eager-diloco, every 20": {"method": "eager-diloco", "every": 20},
+    "dilocox, every 20": {"method": "dilocox", "every": 20, "codec": "ef-lowrank18-int4", "adapt": False},
+    "sparseloco, every 5": {"method": "sparseloco", "every": 5},
+    "noloco, every 5": {"method": "noloco", "every": 5},
+    "noloco, every 20": {"method": "noloco", "every": 20},
+    "noloco, every 5, modulo4": {"method": "noloco", "every": 5, "codec": "modulo4"},
+    "nolocox, every 20": {"method": "nolocox", "every": 20, "adapt": False},
+    "local": {"method": "local"},
+}
+
+ROWS: dict[str, Settings] = {
+    **{name: {**settings, "inner": "adamw"} for name, settings in WITH_ADAMW.items()},
+    "demo": {"method": "demo", "inner": "sign"},
+}
+"""All rows, with the inner optimizers that the methods were published with."""
+
+
+@dataclass(frozen=True)
+class Options:
+    steps: int = 200
+    """Inner steps of each replica."""
+    model: str = "micro"
+    """What is trained."""
+    replicas: int = 8
+    """Copies of the model."""
+    budget: int = 6
+    """Runs that the search of each row may make."""
+    seeds: tuple[int, ...] = (0, 1, 2)
+    """One run of each tuned row for each; the search uses the first."""
+    rows: tuple[str, ...] = tuple(ROWS)
+    """Which rows to make."""
+
+    @property
+    def regime(self) -> Settings:
+        """What all rows have in common."""
+        return regime(self.steps, self.model, self.replicas)
+
+
+SMOKE = Options(steps=2, replicas=2, budget=1, seeds=(0,), rows=("ddp", "diloco, every 5"))
+
+
+def run(options: Options, store: Store) -> list[Part]:
+    with Runs(store, options.regime) as runs:
+        tune_all(runs, {name: ROWS[name] for name in options.rows}, options.budget, options.seeds)
+    return [part for parts in tables(store, options).values() for part in parts]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One method, tuned."""
+
+    name: str
+    settings: Settings
+    results: dict[int, Result]
+
+    @property
+    def losses(self) -> list[float]:
+        """By seed."""
+        return [self.results[seed]["validation_loss"] for seed in sorted(self.results)]
+
+    @property
+    def megabytes(self) -> float:
+        """That one replica sent, a mean."""
+        return mean(r["bytes_sent"] for r in self.results.values()) / self.settings["replicas"] / 1e6
+
+    @property
+    def fewer(self) -> float:
+        """How many times fewer bytes than float32 gradients every step would have been."""
+        return mean(r["ddp_bytes"] / r["bytes_sent"] if r["bytes_sent"] else math.inf for r in self.results.values())
+
+
+def rows_of(store: Store, options: Options) -> list[Row]:
+    """All rows of the frontier that there are."""
+    settings = {name: options.regime | store.chosen[name] for name in ROWS if name in store.chosen}
+    return [Row(name, every, store.results(every)) for name, every in settings.items()]
+
+
+def on_frontier(rows: Sequence[Row], cost: dict[str, float]) -> set[str]:
+    """The rows that no other row beats in both loss and cost."""
+    loss = {row.name: mean(row.losses) for row in rows}
+    return {
+        name
+        for name in loss
+        if not any(loss[other] < loss[name] and cost[other] <= cost[name] for other in loss if other != name)
+    }
+
+
+def tables(store: Store, options: Options) -> dict[str, list[Part]]:
+    """Loss against bytes, and against hours."""
+    rows = rows_of(store, options)
+    return {"frontier": [by_bytes(rows)], "hours": [by_hours(rows)]} if rows else {}
+
+
+def by_bytes(rows: list[Row]) -> Table:
+    best = on_frontier(rows, {row.name: row.megabytes for row in rows})
+    searched = ("lr", "outer_lr", "outer_momentum")
+    columns = ("method", "loss", "seed by seed", "MB a replica", "fewer than ddp", "on the frontier", "tuned to")
+    return Table(
+        dict.fromkeys(columns, ""),
+        [
+            (
+                row.name,
+                around(row.losses),
+                " ".join(f"{loss:.3f}" for loss in row.losses),
+                f"{row.megabytes:.3g}",
+                f"{row.fewer:.3g}×" if row.megabytes else "∞",
+                "yes" if row.name in best else "",
+                in_words({key: row.settings[key] for key in searched if key in row.settings}),
+            )
+            for row in rows
+        ],
+    )
+
+
+RATES = (10, 100, 1000)
+"""Links, in Mbit/s, that hours are told for."""
+
+CONDITIONS = Conditions(latency_ms=20, step_ms=100)
+"""Of the simulated hours, but for the links' rates."""
+
+
+def seconds_of(settings: Settings, rate: float) -> float:
+    """What a run takes on the simulated clock with links of this rate; trains nothing."""
+    config = run_settings.Settings.of(**settings)
+    method = config.method()
+    if not method.schedule.every:
+        return config.run.steps * CONDITIONS.step_ms / 1000
+    conditions = Conditions(latency_ms=CONDITIONS.latency_ms, step_ms=CONDITIONS.step_ms, bandwidth_mbps=rate)
+    shapes = architecture_of(config.workload.model, config.workload.sequence_length).shapes
+    sizes = cache(partial(message_bytes, method, shapes))
+    rounds = max(1, config.run.steps // method.schedule.every)
+    timing = Timer(method, sizes, conditions, config.run.replicas, rounds, math.inf).run()
+    return timing.seconds * config.run.steps / timing.steps
+
+
+def by_hours(rows: list[Row]) -> Table:
+    cost = {rate: {row.name: seconds_of(row.settings, rate) for row in rows} for rate in RATES}
+    best = {rate: on_frontier(rows, cost[rate]) for rate in RATES}
+
+    def hours(row: Row, rate: int) -> str:
+        return f"{cost[rate][row.name] / 3600:.4f}" + (" (frontier)" if row.name in best[rate] else "")
+
+    columns = ("method", "loss", *(f"h at {rate} Mbit/s" for rate in RATES))
+    cells = [(row.name, around(row.losses), *(hours(row, rate) for rate in RATES)) for row in rows]
+    return Table(dict.fromkeys(columns, ""), cells)
+
+
+def plots(store: Store) -> dict[str, Any]:
+    """The two tables as pictures, each by what draws it into a file."""
+    return {"frontier": partial(draw_bytes, store), "hours": partial(draw_hours, store)}
+
+
+def scatter(axes: Any, rows: Sequence[Row], cost: dict[str, float]) -> None:
+    """Loss against a cost, deviations over seeds as bars, the frontier as a line."""
+    from bench.lib.plots import plt
+
+    best = on_frontier(rows, cost)
+    steps = sorted((cost[row.name], mean(row.losses)) for row in rows if row.name in best and cost[row.name])
+    axes.step(*zip(*steps, strict=True), where="post", color="0.6", linewidth=1, zorder=0)
+    for number, row in enumerate(rows):
+        if not cost[row.name]:
+            axes.axhline(mean(row.losses), color=plt.cm.tab20(number), linestyle=":", label=f"{row.name} (0)")
+            continue
+        axes.errorbar(
+            cost[row.name],
+            mean(row.losses),
+            yerr=stdev(row.losses) if len(row.losses) > 1 else 0,
+            fmt="o" if row.name in best else "x",
+            color=plt.cm.tab20(number),
+            label=row.name,
+        )
+    axes.grid(alpha=0.3)
+
+
+def draw_bytes(store: Store, path: Path) -> None:
+    from bench.lib.plots import plt, save
+
+    rows = rows_of(store, Options())
+    figure, axes = plt.subplots(figsize=(9, 5.5), layout="constrained")
+    scatter(axes, rows, {row.name: row.megabytes for row in rows})
+    axes.set_xscale("log")
+    axes.set_xlabel("MB that one replica sent (dots: on the frontier)")
+    axes.set_ylabel("validation loss, nats a token")
+    axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
+    save(figure, path)
+
+
+def draw_hours(store: Store, path: Path) -> None:
+    from bench.lib.plots import plt, save
+
+    rows = rows_of(store, Options())
+    figure, several = plt.subplots(1, len(RATES), figsize=(13, 4.8), sharey=True, layout="constrained")
+    for axes, rate in zip(several, RATES, strict=True):
+        scatter(axes, rows, {row.name: seconds_of(row.settings, rate) / 3600 for row in rows})
+        axes.set_title(f"{rate} Mbit/s")
+        axes.set_xlabel("simulated hours")
+    several[0].set_ylabel("validation loss, nats a token")
+    several[-1].legend(fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
+    save(figure, path)

@@ -1,0 +1,74 @@
+"""How soon does a peer train that comes late to a model of 100 million parameters?
+On the internet network, in namespaces: it fetches weights and outer momentum from the others; the physical limit is
+line rate for these bytes, of which 1.2 times are to be reached, and 90 % of their speed for those that serve it.
+Takes five minutes, as root.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from bench.lib.hardship import Hardship, check, checks, rate, running
+from bench.lib.store import Store
+from bench.lib.table import Part
+from bench.lib.training import save_llama
+from farflung.events import RoundEvent, StartEvent
+from farflung.testing.hosts import unavailable
+from farflung.testing.waiting import until
+
+needs = unavailable
+
+MODELS = {
+    "100m": {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 14, "num_attention_heads": 12},
+    "small": {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2},
+}
+
+
+@dataclass(frozen=True)
+class Options(Hardship):
+    peers: int = 3
+    """Peers, the newcomer among them."""
+    step_ms: float = 1500.0
+    """What one inner step takes."""
+    every: int = 60
+    """Inner steps between rounds."""
+    model: str = "100m"
+    """A model of 100 million parameters, or a small one."""
+
+
+SMOKE = Options(peers=2, step_ms=20, every=5, model="small", pace=0.1)
+
+
+def run(options: Options, store: Store) -> Iterator[Part]:
+    shape = {"num_key_value_heads": MODELS[options.model]["num_attention_heads"], **MODELS[options.model]}
+    common = {"vocab_size": 257, "max_position_embeddings": 128, "tie_word_embeddings": True}
+    model = save_llama(store.scratch / f"model-{options.model}", **shape, **common)
+    settings = {"model": model, "batch_size": 1, "sequence_length": 16, "eval_sequences": 1, "eval_every": 100_000}
+    settings |= {"checkpoint_every": 0, "every": options.every, "deadline": 120.0, "method": "noloco"}
+    with running(options, store, "join", **settings) as (_, peers):
+        *others, newcomer = peers
+        peers.start(len(others))
+        peers.wait_for_steps(others, 40, timeout_s=300)
+        calm = rate(others, time.time() - 30, time.time())
+        # Only then is there an outer momentum to fetch.
+        until(lambda: all(peer.events(RoundEvent) for peer in others), 300, "the first round")
+        began = time.time()
+        newcomer.start()
+        peers.wait_for_steps([newcomer], 1, timeout_s=400)
+        took = time.time() - began
+        serving = rate(others, began, time.time())
+        values = newcomer.events(StartEvent)[0].parameters
+    limit = values * 8 * 8e-6 / options.rate_mbit
+    yield checks(
+        [
+            check(
+                f"late join, {values / 1e6:.0f} M parameters: trains after",
+                f"{took:.0f} s, {took / limit:.2f} x",
+                f"1.2 x {limit:.0f} s",
+                took / limit <= 1.2,
+            ),
+            check("speed of those that serve it", f"{serving / calm:.1%}", "90 %", serving / calm >= 0.9),
+        ]
+    )
