@@ -30,7 +30,7 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """These tests mostly wait for beats."""
-    monkeypatch.setattr("farflung.networks.internet.heartbeat.BEAT_SECONDS", 0.5)
+    monkeypatch.setattr("farflung.networks.internet.directory.BEAT_SECONDS", 0.5)
 
 
 @pytest.fixture

@@ -31,7 +31,7 @@ YEARS = 10 * 365 * 86400.0
 def quick_beats() -> Iterator[None]:
     """These tests mostly wait for beats."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("farflung.networks.internet.heartbeat.BEAT_SECONDS", 0.5)
+        patch.setattr("farflung.networks.internet.directory.BEAT_SECONDS", 0.5)
         yield
 
 

@@ -1,6 +1,6 @@
 """Floor 2: how a message becomes bytes, and back. One idea a file; `base.py` and `packets.py` first."""
 
-from farflung.codecs.base import Codec, Compound, NotFiniteError, Traits
+from farflung.codecs.base import Codec, Compound, Name, NotFiniteError, Traits
 from farflung.codecs.block_dct import BlockDCT
 from farflung.codecs.block_float import BlockFloat
 from farflung.codecs.chain import Chain, Transform
@@ -8,7 +8,6 @@ from farflung.codecs.dense import Dense
 from farflung.codecs.feedback import ErrorFeedback
 from farflung.codecs.lowrank import LowRank
 from farflung.codecs.modulo import Modulo
-from farflung.codecs.names import Name
 from farflung.codecs.packets import Packet, PacketError
 from farflung.codecs.quantize import Quantize
 from farflung.codecs.registry import CODECS, codec_named

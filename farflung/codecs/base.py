@@ -1,8 +1,8 @@
-"""What a codec is, and what others may ask of it."""
+"""What a codec is, what others may ask of it, and how it is written in settings."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -145,3 +145,22 @@ class Compound(Codec):
         """See Codec."""
         for part in self.parts:
             part.set_round(round)
+
+
+@dataclass(frozen=True)
+class Name:
+    """A codec's row in the registry: one beside each codec is all that it needs.
+
+    Args:
+        pattern: what is written, as a regular expression.
+        make: the codec, given what the pattern's groups match; of a wrapper, given the codec that follows.
+        examples: what may be written, each a complete name; all of them where there are few.
+        travels: what its packets hold, in one line for people.
+        wraps: whether it goes before another codec, with a hyphen between.
+    """
+
+    pattern: str
+    make: Callable[..., Codec]
+    examples: tuple[str, ...]
+    travels: str
+    wraps: bool = False

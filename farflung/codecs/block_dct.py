@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from farflung.codecs.base import Name
 from farflung.codecs.chain import Transform
 from farflung.codecs.chunks import separate, together, totals
 from farflung.codecs.flat import expected
-from farflung.codecs.names import Name
 from farflung.codecs.values import rescaled, unscaled
 from farflung.errors import UserError
 

@@ -8,9 +8,9 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from farflung.codecs.base import Name
 from farflung.codecs.bits import pack_bits, unpack_bits
 from farflung.codecs.blocks import BlockTransform
-from farflung.codecs.names import Name
 
 _SMALLEST = 2.0**-119
 """Blocks without a larger value are sent as zeros: their scales would leave float32's normal range."""

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from farflung.codecs.base import Traits
+from farflung.codecs.base import Name, Traits
 from farflung.codecs.chain import Transform
 from farflung.codecs.flat import by_kind, count_of, expected, flatten, in_order
-from farflung.codecs.names import Name
 from farflung.codecs.values import fit
 from farflung.errors import UserError
 

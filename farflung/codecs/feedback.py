@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from farflung.codecs.base import Codec, Compound, Traits
+from farflung.codecs.base import Codec, Compound, Name, Traits
 from farflung.codecs.chain import check_composable
-from farflung.codecs.names import Name
 from farflung.codecs.packets import Packet
 from farflung.codecs.values import norm
 

@@ -9,11 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from farflung.codecs.base import Traits
+from farflung.codecs.base import Name, Traits
 from farflung.codecs.chain import Transform
 from farflung.codecs.chunks import Shape, separate, together, totals
 from farflung.codecs.flat import expected
-from farflung.codecs.names import Name
 from farflung.codecs.packets import PacketError
 from farflung.codecs.values import rescaled, unscaled
 from farflung.errors import UserError

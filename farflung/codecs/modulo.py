@@ -10,13 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from farflung.codecs.base import Traits
+from farflung.codecs.base import Name, Traits
 from farflung.codecs.bits import pack_bits, unpack_bits
 from farflung.codecs.chain import Transform
 from farflung.codecs.dither import Dither
-from farflung.codecs.flat import count_of, flatten, row_pieces, rows
+from farflung.codecs.flat import count_of, expected, flatten, row_pieces, rows
 from farflung.codecs.grid import Grid, checked, counted, valued
-from farflung.codecs.names import Name
 from farflung.codecs.packets import Packet, PacketError
 from farflung.codecs.ranges import RangeTracker
 from farflung.codecs.values import norm
@@ -163,25 +162,18 @@ class Modulo(Transform):
 
     def _read(self, parts: Sequence[Tensor], blocks: int) -> tuple[slice, Dither, Tensor, Tensor, Tensor]:
         """Which blocks have travelled, the dither, and the blocks' codes, ranges and checks."""
-        if len(parts) != 4 or any(part.dtype != torch.uint8 for part in parts) or parts[3].numel() != _NUMBERS_BYTES:
+        if len(parts) != 4 or parts[3].nbytes != _NUMBERS_BYTES:
             raise PacketError("packet does not hold codes, ranges, checks and four numbers")
         first, every, seed, count = parts[3].view(torch.int64).tolist()
         if not 0 <= first < every:
             raise PacketError(f"packet has block {first} of every {every}")
-        count_sent = len(range(first, blocks, every))
-        sizes = [part.numel() for part in parts[:3]]
-        if sizes != [count_sent * self.block * self.bits // 8, 2 * count_sent, count_sent]:
-            raise PacketError(f"packet has parts of {sizes} bytes for {count_sent} blocks")
-        ranges = parts[1].view(torch.bfloat16)
+        sent, width = len(range(first, blocks, every)), self.block * self.bits // 8
+        sizes = sent * width, 2 * sent, sent, _NUMBERS_BYTES
+        codes, ranges, checks, _ = expected(parts, *((torch.uint8, size) for size in sizes))
+        ranges = ranges.view(torch.bfloat16)
         if not bool(((ranges >= 0) & ~torch.isinf(ranges)).all()):
             raise PacketError("packet has ranges that are not positive numbers")
-        return (
-            slice(first, None, every),
-            Dither(seed, count),
-            parts[0].view(count_sent, self.block * self.bits // 8),
-            ranges,
-            parts[2],
-        )
+        return slice(first, None, every), Dither(seed, count), codes.view(sent, width), ranges, checks
 
     def _pieces(self, flat: Tensor, chosen: slice, *tensors: Tensor) -> Any:
         """Chosen rows of a flat tensor, and tensors with an entry for each of these, piece by piece."""

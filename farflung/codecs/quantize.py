@@ -8,11 +8,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from farflung.codecs.base import Traits
+from farflung.codecs.base import Name, Traits
 from farflung.codecs.bits import pack_bits, unpack_bits
 from farflung.codecs.blocks import BlockTransform
 from farflung.codecs.dither import Dither
-from farflung.codecs.names import Name
 from farflung.codecs.values import rescaled
 from farflung.errors import UserError
 

@@ -15,9 +15,8 @@ from farflung.codecs import (
     threshold,
     topk,
 )
-from farflung.codecs.base import Codec
+from farflung.codecs.base import Codec, Name
 from farflung.codecs.chain import join
-from farflung.codecs.names import Name
 from farflung.errors import UserError
 from farflung.registry import Registry
 

@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from farflung.codecs.base import Traits
+from farflung.codecs.base import Name, Traits
 from farflung.codecs.chain import Transform
 from farflung.codecs.flat import by_kind, count_of, expected, flatten, in_order
-from farflung.codecs.names import Name
 from farflung.codecs.packets import PacketError
 from farflung.codecs.topk import pack_places, packed_size, unpack_places
 from farflung.errors import UserError

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from farflung.codecs.base import Name
 from farflung.codecs.bits import pack_bits, unpack_bits
 from farflung.codecs.chain import Transform
 from farflung.codecs.chunks import chunks_of, cut, separate, together, totals
 from farflung.codecs.flat import by_kind, expected, in_order, joined
-from farflung.codecs.names import Name
 from farflung.codecs.packets import PacketError
 from farflung.errors import UserError
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import plotly.graph_objects as go
 
@@ -36,18 +37,13 @@ def loss_figure(runs: list[Run], axis: str) -> go.Figure:
     measures = " or ".join(dict.fromkeys(run.measure for run in runs))
     figure = _figure(AXES.get(axis, f"{units_of(runs)}, all replicas together"), f"loss, {measures}")
     for colour, run in zip(_colours(runs), runs, strict=True):
-        x, y = _mean_line(run, StepEvent, lambda event: event.loss, axis)
-        line = {"color": colour, "width": 1.5}
-        figure.add_scatter(x=x, y=y, name=f"{run.name}, training", mode="lines", line=line, opacity=0.45)
-        if len(runs) == 1:
-            for replica in run.replicas:
-                x, y = _replica_line(run, replica, axis)
-                label = f"replica {replica}"
-                line = {"color": colour, "width": 1, "dash": "dot"}
-                figure.add_scatter(x=x, y=y, name=label, mode="lines", line=line, opacity=0.6)
-        x, y = _mean_line(run, EvaluationEvent, lambda event: event.validation_loss, axis)
-        line = {"color": colour, "width": 3}
-        figure.add_scatter(x=x, y=y, name=f"{run.name}, validation", mode="lines+markers", line=line)
+        training = _mean_line(run, StepEvent, lambda event: event.loss, axis)
+        _draw(figure, training, f"{run.name}, training", colour, width=1.5, mode="lines", opacity=0.45)
+        for replica in run.replicas if len(runs) == 1 else ():
+            line = _replica_line(run, replica, axis)
+            _draw(figure, line, f"replica {replica}", colour, width=1, dash="dot", mode="lines", opacity=0.6)
+        validation = _mean_line(run, EvaluationEvent, lambda event: event.validation_loss, axis)
+        _draw(figure, validation, f"{run.name}, validation", colour)
     return figure
 
 
@@ -56,10 +52,7 @@ def consensus_figure(runs: list[Run]) -> go.Figure:
     figure = _figure("inner steps", "consensus distance (rms of a weight)")
     for colour, run in zip(_colours(runs), runs, strict=True):
         distances = run.consensus_distance()
-        line = {"color": colour, "width": 3}
-        figure.add_scatter(
-            x=list(distances), y=list(distances.values()), name=run.name, mode="lines+markers", line=line
-        )
+        _draw(figure, (list(distances), list(distances.values())), run.name, colour)
     return figure
 
 
@@ -67,9 +60,7 @@ def compression_figure(runs: list[Run]) -> go.Figure:
     """How much of the messages their packets left out, against steps, the mean of the replicas."""
     figure = _figure("inner steps", "left out, share of the norm")
     for colour, run in zip(_colours(runs), runs, strict=True):
-        x, y = _by_started_step(run, lambda event: event.compression_error)
-        line = {"color": colour, "width": 3}
-        figure.add_scatter(x=x, y=y, name=run.name, mode="lines+markers", line=line)
+        _draw(figure, _by_started_step(run, lambda event: event.compression_error), run.name, colour)
     figure.update_yaxes(rangemode="tozero")
     return figure
 
@@ -84,15 +75,12 @@ def adaptation_figure(run: Run) -> go.Figure:
     }
     for colour, (name, value) in zip(COLOURS, values.items(), strict=False):
         x, y = _by_started_step(run, value)
-        figure.add_scatter(
-            x=x,
-            y=[100 * height / y[0] for height in y] if y and y[0] else y,
-            text=[f"{height:,.4g}" for height in y],
-            hovertemplate="%{text}<extra>" + name + "</extra>",
-            name=name,
-            mode="lines+markers",
-            line={"color": colour, "width": 3},
-        )
+        shares = [100 * height / y[0] for height in y] if y and y[0] else y
+        words: dict[str, Any] = {
+            "text": [f"{height:,.4g}" for height in y],
+            "hovertemplate": "%{text}<extra>" + name + "</extra>",
+        }
+        _draw(figure, (x, shares), name, colour, **words)
     figure.update_yaxes(rangemode="tozero")
     return figure
 
@@ -159,6 +147,14 @@ def _figure(x: str, y: str) -> go.Figure:
         yaxis_title=y,
     )
     return figure
+
+
+def _draw(
+    figure: go.Figure, line: Any, name: str, colour: str, width: float = 3, dash: str | None = None, **how: Any
+) -> None:
+    """Adds a line, of which x and y are given."""
+    style = {"color": colour, "width": width, "dash": dash}
+    figure.add_scatter(x=line[0], y=line[1], name=name, line=style, **{"mode": "lines+markers", **how})
 
 
 def _mean_line(run: Run, kind: type[P], value: Callable[[P], float | None], axis: str) -> Line:

@@ -25,7 +25,7 @@ from farflung.report.figures import (
     timeline_figure,
     units_of,
 )
-from farflung.report.islands import has_islands, islands_table
+from farflung.report.islands import islands_table
 from farflung.report.live import nbytes, number
 from farflung.report.read import Run, missing_from, read_run
 
@@ -65,7 +65,7 @@ def page(runs: list[Run]) -> str:
         ),
         *(_section(f"Adaptation{_of(run, runs)}", _picture(adaptation_figure(run))) for run in runs if adapts(run)),
         *(_section(f"Timeline{_of(run, runs)}", _timeline_note(run) + _picture(timeline_figure(run))) for run in runs),
-        *(_section(f"Inside the islands{_of(run, runs)}", islands_table(run)) for run in runs if has_islands(run)),
+        *(_section(f"Inside the islands{_of(run, runs)}", islands_table(run)) for run in runs if run.parts),
         *(_section(f"Warnings{_of(run, runs)}", _warnings(run)) for run in runs if run.all_of(WarningEvent)),
         *(
             _section(f"A sample from the trained model{_of(run, runs)}", f"<pre>{escape(run.summary['sample'])}</pre>")

@@ -11,11 +11,6 @@ from farflung.report.read import Run
 HEADINGS = ("process", "parameters", "peak memory", "rounds", "sent in rounds", "waited for rounds")
 
 
-def has_islands(run: Run) -> bool:
-    """Whether replicas are of several processes."""
-    return bool(run.parts)
-
-
 def islands_table(run: Run) -> str:
     """A row for each process, as HTML."""
     processes = [((replica, 0), events) for replica, events in run.events.items()] + list(run.parts.items())

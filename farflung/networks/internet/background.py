@@ -44,12 +44,13 @@ class Background:
         """Does work, and waits for it. Raises TimeoutError and what the work raises."""
         return self.submit(work).result(timeout)
 
-    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Starts work from within, which nobody waits for."""
-        task = self._loop.create_task(work)
+        task: asyncio.Task[None] = self._loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         self.look_after(task)
+        return task
 
     def look_after(self, work: asyncio.Future[Any] | Future[Any]) -> None:
         """Tells when work fails that nobody waits for."""

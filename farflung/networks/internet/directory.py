@@ -1,11 +1,14 @@
-"""The peers' directory: each keeps a record of itself, signed, in the DHT, and reads everybody's."""
+"""The directory of peers in the DHT: each renews a signed record of itself, reads all, and seeks who has gone."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import math
+import time
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from hivemind.dht.node import DHTNode
 from hivemind.dht.protocol import DHTProtocol
@@ -16,11 +19,18 @@ from hivemind.proto.auth_pb2 import AccessToken
 from hivemind.utils import get_dht_time
 from hivemind.utils.auth import TokenAuthorizerBase
 
-from farflung.networks.internet.frames import LARGEST_FRAME, Frame, FrameError, entry, number, parsed, reading
+from farflung.errors import UserError
+from farflung.networks.internet.frames import LARGEST_FRAME, Frame, FrameError, entry, number, parsed, plain, reading
 from farflung.networks.internet.guard import Guard
-from farflung.networks.internet.identity import Identity, signed_by
-from farflung.networks.internet.members import ALIVE_SECONDS, Member, member_of
+from farflung.networks.internet.handshake import CLOCK_SECONDS
+from farflung.networks.internet.host import UNREACHABLE
+from farflung.networks.internet.identity import signed_by
+from farflung.networks.internet.members import ALIVE_SECONDS, BEAT_SECONDS, Member, member_of
+from farflung.networks.internet.streams import RequestRefusedError
 from farflung.networks.internet.ticket import Ticket
+
+if TYPE_CHECKING:
+    from farflung.networks.internet.peers import Peers
 
 FOREVER = "9999-12-31T00:00:00"
 FURTHEST_AHEAD = 2 * ALIVE_SECONDS
@@ -82,25 +92,32 @@ class Records(RecordValidatorBase):  # type: ignore[misc]
 
 
 class Directory:
-    """This peer's access to the records of all."""
+    """This peer's access to the records of all; its methods run in the peers' thread.
 
-    def __init__(self, node: DHTNode, key: str, identity: Identity, guard: Guard) -> None:
+    Args:
+        peers: told of what was heard.
+        node: of the DHT.
+        key: under which the run's records are.
+        listed: whether this peer has one.
+    """
+
+    def __init__(self, peers: Peers, node: DHTNode, key: str, listed: bool) -> None:
+        self._peers = peers
         self._node = node
         self._key = key
-        self._identity = identity
-        self._guard = guard
+        self._listed = listed
+        self._failure = ""
+        self._clock_gap = time.time() - time.monotonic()
 
     @classmethod
-    async def open(
-        cls, p2p: P2P, ticket: Ticket, identity: Identity, guard: Guard, addresses: Sequence[str]
-    ) -> Directory:
+    async def open(cls, peers: Peers, p2p: P2P, addresses: Sequence[str], listed: bool) -> Directory:
         """Joins the DHT through known peers."""
-        key = f"farflung {ticket.run}"
+        key = f"farflung {peers.ticket.run}"
         node = await DHTNode.create(
             p2p=p2p,
             initial_peers=list(addresses) or None,
-            authorizer=Authorizer(ticket),
-            record_validator=Records(key, guard),
+            authorizer=Authorizer(peers.ticket),
+            record_validator=Records(key, peers.guard),
             ensure_bootstrap_success=False,
             strict=False,
             cache_locally=False,
@@ -109,14 +126,60 @@ class Directory:
         )
         # Peers may write into each other's caches, and a cache with one late record hides the storage with all.
         node.protocol.cache = node.protocol.storage
-        return cls(node, key, identity, guard)
+        return cls(peers, node, key, listed)
 
-    async def write(self, info: Frame) -> None:
+    async def beat(self) -> None:
+        """Publishes this peer's record, and reads the others'; tells a failure once, and the next beat tries again."""
+        failure = ""
+        self._peers.info["beat"] += 1
+        try:
+            async with asyncio.timeout(4 * BEAT_SECONDS):
+                if self._listed:
+                    await self._write()
+                for member in await self.read():
+                    self._peers.members.hear(member)
+        except UNREACHABLE:
+            pass  # the next one may reach them
+        except Exception as error:
+            failure = plain(f"this peer cannot tell others of itself, or hear of them: {error!r}")
+        if failure and failure != self._failure:
+            self._peers.tell(failure)
+        self._failure = failure
+
+    async def go_on(self) -> None:
+        """Beats for ever."""
+        sought: dict[int, float] = {}
+        while True:
+            await asyncio.sleep(BEAT_SECONDS)
+            self._watch_the_clock()
+            await self.beat()
+            for member in self._peers.members.missing():
+                if time.monotonic() >= sought.get(member.rank, 0.0):
+                    sought[member.rank] = time.monotonic() + 2 * BEAT_SECONDS
+                    self._peers.background.spawn(self._seek(member))
+
+    async def _seek(self, member: Member) -> None:
+        """Calls a lost peer at its old addresses: after a partition nobody else would."""
+        with contextlib.suppress(*UNREACHABLE, RequestRefusedError, FrameError, UserError):
+            await self._peers.handshake(member.peer)
+            # The DHT may have forgotten it, as after a partition; both then know each other again.
+            await self._node.protocol.call_ping(PeerID.from_base58(member.peer))
+
+    def _watch_the_clock(self) -> None:
+        gap = time.time() - time.monotonic()
+        if abs(gap - self._clock_gap) > CLOCK_SECONDS:
+            moved = gap - self._clock_gap
+            self._peers.tell(
+                f"this machine's clock has jumped by {moved:+.0f} s; set it right, or peers lose sight of it"
+            )
+            self._clock_gap = gap
+
+    async def _write(self) -> None:
         """Renews this peer's record."""
-        until = get_dht_time() + ALIVE_SECONDS
-        text = json.dumps({**info, "until": until})
-        record = {"about": text, "signature": self._identity.sign(text.encode())}
-        await self._node.store(self._key, record, expiration_time=until, subkey=self._identity.peer)
+        identity, until = self._peers.identity, get_dht_time() + ALIVE_SECONDS
+        text = json.dumps({**self._peers.info, "until": until})
+        record = {"about": text, "signature": identity.sign(text.encode())}
+        await self._node.store(self._key, record, expiration_time=until, subkey=identity.peer)
 
     async def read(self) -> list[Member]:
         """Every other member's latest record; those that are forged are dropped and counted."""
@@ -126,16 +189,12 @@ class Directory:
             return []
         members = []
         for peer, record in found.value.items():
-            if peer != self._identity.peer:
+            if peer != self._peers.identity.peer:
                 try:
                     members.append(member_in(record.value, peer)[0])
                 except FrameError:
-                    self._guard.refuse("forged record")
+                    self._peers.guard.refuse("forged record")
         return members
-
-    async def introduce(self, member: Member) -> None:
-        """Calls a peer that the DHT may have forgotten, as after a partition; both then know each other again."""
-        await self._node.protocol.call_ping(PeerID.from_base58(member.peer))
 
     async def close(self) -> None:
         """Leaves the DHT."""

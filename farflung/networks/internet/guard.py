@@ -46,11 +46,6 @@ class Guard:
         """Whether a peer is banned."""
         return time.monotonic() - self._banned.get(peer, -BAN_SECONDS) < BAN_SECONDS
 
-    @property
-    def banned(self) -> list[str]:
-        """The peers that are banned."""
-        return [peer for peer in self._banned if self.bans(peer)]
-
     def admit(self, peer: str) -> bool:
         """Whether a peer may have one more stream open; `release` ends it."""
         if self.bans(peer) or self._streams[peer] >= STREAMS_PER_PEER or self._streams.total() >= STREAMS:

@@ -36,7 +36,8 @@ class Identity:
         self._key = key
         self.peer = str(PeerID.from_identity(stored))
         self.rank = rank_of(self.peer)
-        self.public = _der(key.public_key()).hex()
+        form = serialization.PublicFormat.SubjectPublicKeyInfo
+        self.public = key.public_key().public_bytes(serialization.Encoding.DER, form).hex()
 
     def sign(self, text: bytes) -> str:
         """The signature of a text, in hexadecimal."""
@@ -63,7 +64,3 @@ def signed_by(public: str, signature: str, text: bytes) -> bool:
     except (InvalidSignature, ValueError, AssertionError):
         return False
     return True
-
-
-def _der(key: rsa.RSAPublicKey) -> bytes:
-    return key.public_bytes(encoding=serialization.Encoding.DER, format=serialization.PublicFormat.SubjectPublicKeyInfo)

@@ -17,7 +17,6 @@ from farflung.networks.internet.directory import Directory
 from farflung.networks.internet.frames import Frame, FrameError, entry, read_frame, write_frame
 from farflung.networks.internet.guard import Guard
 from farflung.networks.internet.handshake import HELLO, Handshake, StrangerError
-from farflung.networks.internet.heartbeat import Heartbeat
 from farflung.networks.internet.host import UNREACHABLE, Host, NobodyAnswersError, Streams
 from farflung.networks.internet.identity import Identity
 from farflung.networks.internet.members import Member, Members
@@ -144,10 +143,9 @@ class Peers:
                 await self._host.stop()
                 if not left:
                     raise
-        self._directory = await Directory.open(self._host.p2p, self.ticket, self.identity, self.guard, self._bootstrap)
-        heartbeat = Heartbeat(self, self._directory, self._listed)
-        await heartbeat.beat()
-        self.background.spawn(heartbeat.go_on())
+        self._directory = await Directory.open(self, self._host.p2p, self._bootstrap, self._listed)
+        await self._directory.beat()
+        self.background.spawn(self._directory.go_on())
 
     async def _find_members(self) -> None:
         """Calls the peers of the ticket; one that answers is enough. Raises UserError."""

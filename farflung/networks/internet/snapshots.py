@@ -7,7 +7,6 @@ import contextlib
 import hashlib
 import time
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,9 +51,10 @@ class Snapshots:
 
     def give(self, state: SharedState) -> None:
         """Takes a copy of the state, at the end of a step, for those who wait."""
-        content, described = _packed(state.tensors)
+        content = torch.cat([value.detach().flatten().to("cpu", torch.float32) for value in state.tensors.values()])
+        described = {"facts": state.facts, "tensors": [[name, value.numel()] for name, value in state.tensors.items()]}
         background = self._peers.background
-        background.look_after(background.submit(self._keep(content, {"facts": state.facts, "tensors": described})))
+        background.look_after(background.submit(self._keep(content.view(torch.uint8), described)))
 
     async def _on_state(self, stream: PeerStream, _: Frame) -> None:
         manifest = self._freshest() or await self._made()
@@ -108,10 +108,3 @@ class Snapshots:
         with contextlib.suppress(*UNREACHABLE):
             await write_payload(stream.writer, piece, self._stall_s)
             await stream.hear_the_end(self._stall_s)
-
-
-def _packed(tensors: dict[str, Tensor]) -> tuple[Tensor, list[Any]]:
-    """Float32 tensors as bytes, and their names and lengths."""
-    described: list[Any] = [[name, tensor.numel()] for name, tensor in tensors.items()]
-    flat = torch.cat([tensor.detach().flatten().to("cpu", torch.float32) for tensor in tensors.values()])
-    return flat.view(torch.uint8), described

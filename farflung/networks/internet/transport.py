@@ -76,7 +76,6 @@ class PacketTransport:
         self._peers = peers
         self._stall_s = stall_s
         self._traffic = traffic
-        self._deliveries: set[asyncio.Task[None]] = set()
         self._awaited: dict[Address, asyncio.Future[Tensor]] = {}
         self._early: dict[Address, asyncio.Event] = {}
         self._taken: OrderedDict[tuple[str, int, str], None] = OrderedDict()
@@ -105,9 +104,7 @@ class PacketTransport:
     async def send(self, member: Member, key: str, packet: Tensor, deadline_s: float) -> None:
         """Puts a packet (flat uint8, on the CPU) on its way, all of it. Raises PacketLostError."""
         underway: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        delivery = asyncio.create_task(self._deliver(member, key, packet, deadline_s, underway))
-        self._deliveries.add(delivery)
-        delivery.add_done_callback(self._deliveries.discard)
+        delivery = self._peers.background.spawn(self._deliver(member, key, packet, deadline_s, underway))
         try:
             await underway
         except asyncio.CancelledError:

@@ -214,8 +214,7 @@ class SimulatedCluster:
         chance = f"{collective.key}, {collective.group[0]}, {collective.hop}"
         collective.flow = self.fabric.send(demand, chance, arrived)
         collective.limit = collective.flow.limit
-        if self._separated(collective.group):
-            self.fabric.links.set_limit(collective.flow, 0.0)
+        self._hold_between_sides(collective)
 
     def _ask_for_faults(self) -> None:
         for death in self.conditions.deaths:
@@ -241,10 +240,7 @@ class SimulatedCluster:
         self._side = {rank: tuple(n for n, cut in enumerate(cuts) if rank in cut.replicas) for rank in cut_off}
         self._sort_members()
         for collective in self._under_way:
-            if collective.flow:
-                self.fabric.links.set_limit(
-                    collective.flow, 0.0 if self._separated(collective.group) else collective.limit
-                )
+            self._hold_between_sides(collective)
 
     def _sort_members(self) -> None:
         sides: dict[Side, list[int]] = {(): []}
@@ -257,5 +253,8 @@ class SimulatedCluster:
                 dead = {rank: DIED for rank in collective.group if rank in self._dead}
                 self._give_up_on(collective, collective.missing(), dead)
 
-    def _separated(self, group: Group) -> bool:
-        return bool(self._side) and len({self._side.get(rank, ()) for rank in group}) > 1
+    def _hold_between_sides(self, collective: SimulatedCollective) -> None:
+        separated = bool(self._side) and len({self._side.get(rank, ()) for rank in collective.group}) > 1
+        limit = 0.0 if separated else collective.limit
+        if collective.flow and collective.flow.limit != limit:
+            self.fabric.links.set_limit(collective.flow, limit)
