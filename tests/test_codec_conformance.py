@@ -285,7 +285,7 @@ def test_a_codec_goes_on_from_its_state_bit_for_bit(name: str) -> None:
 def test_the_readme_lists_every_codec() -> None:
     readme = (Path(__file__).parents[1] / "README.md").read_text()
     rows = [f"| {', '.join(f'`{name}`' for name in row.examples)} | {row.travels} |" for row in CODECS.values()]
-    assert "\n".join(["| name | what travels |", "| --- | --- |", *rows, ""]) in readme
+    assert "\n".join(["| name | what is sent |", "| --- | --- |", *rows, ""]) in readme
 
 
 PLUGIN = """
