@@ -199,26 +199,28 @@ class Rounds(Generic[M, E]):
 
     def after(self, step: int) -> Iterator[Sync[M] | PendingRound[M, E]]:
         """What to do after a step: apply rounds that are due, start rounds, apply those that are due at once."""
-        for pending in self._due(step):
-            self.pending.remove(pending)
-            yield pending
+        for pending in tuple(self.pending):
+            if pending.lands_at_step <= step:
+                self.pending.remove(pending)
+                yield pending
         for sync in self.syncs:
             sync.trained += 1
-            if sync.starts_at(step):
+            if 0 < sync.next_start <= step:
                 yield sync
             else:
                 sync.fresh = None  # an offer that was made when a round was applied, where no next one has started
-        for pending in self._due(step):
-            self.pending.remove(pending)
-            yield pending
-
-    def _due(self, step: int) -> list[PendingRound[M, E]]:
-        return [pending for pending in self.pending if pending.lands_at_step <= step]
+        for pending in tuple(self.pending):
+            if pending.lands_at_step <= step:
+                self.pending.remove(pending)
+                yield pending
 
     def next_step(self) -> int:
         """The next step after which there is something to do; 0 for never."""
-        steps = [pending.lands_at_step for pending in self.pending]
+        first = 0
+        for pending in self.pending:
+            if not 0 < first < pending.lands_at_step:
+                first = pending.lands_at_step
         for sync in self.syncs:
-            if sync.next_start:
-                steps.append(sync.next_start)
-        return min(steps, default=0)
+            if sync.next_start and not 0 < first < sync.next_start:
+                first = sync.next_start
+        return first

@@ -19,7 +19,7 @@ class StepTimes:
         self._even = not conditions.step_sigma and not conditions.slow_share
         if not self._even:
             self._random = np.random.default_rng([conditions.seed, rank])
-            self._ends = np.zeros(1)  # of the steps drawn so far, in typical steps since the first of them began
+            self._ends = [0.0]  # of the steps drawn so far, in typical steps since the first of them began
             self._next = 0
 
     def seconds(self, steps: int) -> float:
@@ -29,11 +29,12 @@ class StepTimes:
         while self._next + steps >= len(self._ends):
             self._draw()
         begins, self._next = self._next, self._next + steps
-        return self._typical * float(self._ends[self._next] - self._ends[begins])
+        return self._typical * (self._ends[self._next] - self._ends[begins])
 
     def _draw(self) -> None:
         conditions = self._conditions
         factors = np.exp(conditions.step_sigma * self._random.standard_normal(BLOCK))
         factors[self._random.random(BLOCK) < conditions.slow_share] *= conditions.slow_factor
-        left = self._ends[self._next :] - self._ends[self._next]
-        self._ends, self._next = np.concatenate([left, left[-1] + np.cumsum(factors)]), 0
+        left = [end - self._ends[self._next] for end in self._ends[self._next :]]
+        drawn: list[float] = (left[-1] + np.cumsum(factors)).tolist()  # a list, since single numbers are taken of it
+        self._ends, self._next = left + drawn, 0
