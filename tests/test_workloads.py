@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from farflung.errors import UserError
-from farflung.workloads import data, models, tokenizers
+from farflung.pipeline.division import divisible
+from farflung.workloads import Language, data, models, tokenizers
 from farflung.workloads.base import drawn_ids
 from farflung.workloads.settings import LanguageSettings
 from farflung.workloads.text import documents
@@ -250,3 +251,10 @@ def test_a_tokenizer_larger_than_the_model_is_refused(saved_model: str) -> None:
 def test_a_missing_tokenizer_is_refused() -> None:
     with pytest.raises(UserError, match="tokenizer '/no/such'"):
         tokenizers.load("/no/such")
+
+
+def test_whether_a_model_can_be_divided_is_told_without_reading_data() -> None:
+    workload = Language(LanguageSettings(data="there/is/none"))
+    assert divisible(workload) is workload
+    with pytest.raises(UserError, match="none"):
+        workload.sample_ids(0, 0, 0, 1)

@@ -32,9 +32,9 @@ class Division:
 
 def divisible(workload: Workload) -> Divisible:
     """The workload, as one that can be divided. Raises UserError where it cannot be."""
-    if not isinstance(workload, Divisible):
+    if workload.divisible is None:
         raise UserError(f"{type(workload).__name__} cannot be divided; leave out --stages, --shard and --offload")
-    return workload
+    return workload.divisible
 
 
 def division_of(settings: IslandSettings, workload: Divisible, seed: int) -> Division:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -35,6 +35,11 @@ class Workload(Protocol):
     """What `loss` and `evaluate` are measured in, such as nats a token."""
 
     def __init__(self, settings: Any, shares: int = 1) -> None: ...
+
+    @property
+    def divisible(self) -> Divisible | None:
+        """Itself, where its model can be divided among processes."""
+        ...
 
     @property
     def units_per_sample(self) -> int:
@@ -131,7 +136,6 @@ class Coordinates(Protocol):
         ...
 
 
-@runtime_checkable
 class Divisible(Workload, Protocol):
     """A workload whose model can be divided among processes: embeddings, layers one after the other, and a head.
 

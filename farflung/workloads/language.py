@@ -40,6 +40,11 @@ class Language:
         self._shares = shares
 
     @property
+    def divisible(self) -> Language:
+        """See Workload."""
+        return self
+
+    @property
     def units_per_sample(self) -> int:
         """See Workload."""
         return self.settings.sequence_length

@@ -34,6 +34,7 @@ class Regression:
     units = "examples"
     measure = "squared error"
     units_per_sample = 1
+    divisible = None
 
     def __init__(self, settings: RegressionSettings, shares: int = 1) -> None:
         self.settings = settings
