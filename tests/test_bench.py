@@ -49,12 +49,14 @@ def test_there_are_no_two_benches_of_one_name_and_the_list_has_them_all() -> Non
     assert all(f"  {name} " in out for name in BENCHES)
 
 
+@pytest.mark.slow
 def test_an_unknown_bench_is_refused_in_one_line() -> None:
     process = Python("-m", "bench", "run", "nothing", cwd=ROOT.parent)
     _, errors = process.communicate(timeout=patience(30))
     assert process.returncode == 1 and errors == "there is no bench 'nothing'; see python -m bench list\n"
 
 
+@pytest.mark.slow
 def test_the_page_has_every_kept_table_and_asks_no_other_file(tmp_path: Path) -> None:
     page = write(tmp_path / "page.html").read_text()
     for path in RESULTS.glob("*.json"):

@@ -401,6 +401,7 @@ def test_one_with_other_anchors_is_told_that_it_is_behind(pair: Run) -> None:
     assert met(parties[pair.peers[0].rank]) == ((), True)
 
 
+@pytest.mark.slow
 def test_one_whose_partner_does_not_come_is_not_kept_waiting(pair: Run) -> None:
     """It comes alone before the half of the deadline that a meeting may take at most has passed."""
     one, other = pair.peers

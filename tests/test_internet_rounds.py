@@ -143,6 +143,7 @@ def test_anchored_is_the_plain_optimizer_where_anchors_are_equal() -> None:
         torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_one_that_comes_late_to_equal_anchors_gets_them_bit_for_bit(run: Run) -> None:
     method = methods.diloco(every=20, codec=ErrorFeedback(Quantize(bits=8)))
     first, done, steps = run.join(), threading.Event(), []

@@ -94,6 +94,7 @@ def test_simulated_and_torch_give_the_same_weights_bit_for_bit(
         assert not torch.equal(real[0], real[1])
 
 
+@pytest.mark.slow
 def test_a_late_peer_costs_one_deadline_and_the_network_stays_whole(tmp_path: Path) -> None:
     (first, after_first), (second, after_second) = run_replicas(2, "late", "", tmp_path)
     assert first.startswith("(1,) replica 1 (") and "did not deliver within 1 s" in first and second == "delivered"

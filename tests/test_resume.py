@@ -169,6 +169,7 @@ def test_what_torchrun_starts_again_goes_on_with_what_it_began_and_nothing_else(
         assert "already holds a run" in one_line(capsys) and everything_in(tmp_path / "run") == before
 
 
+@pytest.mark.slow
 def test_a_wish_to_stop_reaches_all_and_nobody_passes_the_step() -> None:
     """Processes that train at paces of their own; one of them is told to stop, once it has gone some way."""
     store = HashStore()
