@@ -393,3 +393,10 @@ def test_a_replica_that_never_comes_is_named(tmp_path: Path) -> None:
     )
     assert done.returncode == 2
     assert "replica 1 of 2 has not come within 2 s" in done.stderr
+
+
+def test_without_arguments_the_demo_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    asked = training.what_is_asked([])
+    assert asked.settings.flat() | {"out": ""} == Settings().flat()
+    assert asked.folder == Path("runs/noloco-1")

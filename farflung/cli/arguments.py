@@ -56,7 +56,7 @@ def flags_among(arguments: list[str]) -> list[str]:
 def value_among(arguments: list[str], wanted: str) -> str | None:
     """What a flag is given among some arguments, the last time; None where it is not."""
     value = None
-    for argument, following in zip(arguments, [*arguments[1:], None], strict=True):
+    for argument, following in zip(arguments, [*arguments[1:], None], strict=False):
         if flags_among([argument]) == [wanted]:
             _, given, own = argument.partition("=")
             value = own if given else following
