@@ -18,18 +18,12 @@ class Inner:
     """An inner optimizer.
 
     Args:
-        make: takes named parameters, `lr` and `weight_decay`: a class, or one with some arguments given.
+        make: takes named parameters, `lr` and `weight_decay`.
         lr: the learning rate where nobody says another.
     """
 
     make: Callable[..., torch.optim.Optimizer]
     lr: float
-
-    @property
-    def kind(self) -> type:
-        """The class that is made."""
-        kind: type = self.make.func if isinstance(self.make, partial) else self.make  # type: ignore[assignment]
-        return kind
 
 
 ADAMW = Inner(partial(torch.optim.AdamW, betas=(0.9, 0.95), fused=True), lr=3e-3)

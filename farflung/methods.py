@@ -30,7 +30,7 @@ from farflung.codecs import (
     codec_named,
 )
 from farflung.errors import UserError
-from farflung.inner import SIGN
+from farflung.inner import SIGN, SignSGD
 from farflung.outer import (
     Adapt,
     Average,
@@ -220,7 +220,7 @@ def demo(averaging: Way = "whole") -> Method:
     Paper: Peng and others 2024, arXiv 2411.19870
     """
     codec = ErrorFeedback(BlockDCT(chunk=64) | TopK(share=32 / 4096, chunk=4096), decay=0.999)
-    return Method(Schedule(every=1), codec=codec, averaging=averaging, inner=SIGN, needs_inner=True)
+    return Method(Schedule(every=1), codec=codec, averaging=averaging, inner=SIGN, needs_inner=SignSGD)
 
 
 def dynamic_threshold(codec: Codec | str | None = None, averaging: Way = "whole") -> Method:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from problem import inner_steps, small_model
 
 from farflung import methods
 from farflung.errors import UserError
-from farflung.inner import SignSGD
+from farflung.inner import Inner, SignSGD
 from farflung.methods import Method
 from farflung.networks import SimulatedNetwork
 from farflung.outer import Session
@@ -51,4 +52,6 @@ def test_a_method_that_is_another_one_with_another_inner_optimizer_says_so() -> 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         attached(methods.demo(), SignSGD)
+        made_by_a_function = Inner(lambda named, **settings: torch.optim.SGD(named, **settings), lr=0.1)
+        attached(replace(methods.diloco(every=1), inner=made_by_a_function))
         attached(methods.diloco(every=1))

@@ -6,17 +6,15 @@ downloads the others' state.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from farflung.codecs import finite
 from farflung.errors import UserError
 from farflung.hooks.digests import digest
-from farflung.networks import Group, Network, Party, PeerLostError, Pending, SharedState
+from farflung.networks import Group, Party, PeerLostError, Pending, SharedState
 from farflung.outer.aggregation import Aggregation
 from farflung.outer.loop import Exchange, OuterLoop
 from farflung.outer.optimizers import (
@@ -24,41 +22,27 @@ from farflung.outer.optimizers import (
     OuterOptimizer,
     ParameterAveraging,
     message_of,
-    refuse_rounded_weights,
     state_by_anchor,
     state_of,
     step_with,
 )
 from farflung.outer.outcomes import Outcome, Result
 from farflung.outer.round import Offer, PendingRound, Sync
-from farflung.outer.session import Options
-
-if TYPE_CHECKING:
-    from farflung.outer.method import Method
+from farflung.outer.session import Setup
 
 
 class ElasticLoop(OuterLoop):
     """See OuterLoop; for an elastic network."""
 
-    def __init__(
-        self,
-        method: Method,
-        model: nn.Module,
-        optimizers: Sequence[torch.optim.Optimizer],
-        network: Network,
-        options: Options,
-        undo: ExitStack,
-    ) -> None:
-        assert network.elastic
-        self._elastic = network.elastic
+    def __init__(self, setup: Setup) -> None:
+        assert setup.network.elastic
+        self._elastic = setup.network.elastic
         self._fetching: Pending[SharedState] | None = None
-        super().__init__(method, model, optimizers, network, options, undo)
+        super().__init__(setup)
         self._elastic.serve(self.state)
 
     def _make_outer(self) -> torch.optim.Optimizer:
-        assert self.method.outer is not None
-        outer = self.method.outer(self.anchors)
-        refuse_rounded_weights(outer, self.method.codec, self.anchors)
+        outer = super()._make_outer()
         draws_together = self.method.topology.identical and self.method.codec.traits.lossless
         return ParameterAveraging(outer) if draws_together and not isinstance(outer, OuterOptimizer) else outer
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,12 +11,8 @@ from farflung.errors import UserError
 from farflung.hooks.digests import digest
 from farflung.hooks.shards import own_of
 from farflung.hooks.steps import hook_steps
-from farflung.networks import Network
 from farflung.outer.mean_gradient import SPARSE, MeanGradient
-from farflung.outer.session import Options, Session
-
-if TYPE_CHECKING:
-    from farflung.outer.method import Method
+from farflung.outer.session import Session, Setup
 
 
 class GradientLoop(Session):
@@ -30,13 +24,8 @@ class GradientLoop(Session):
     different gradients would no longer be one model.
 
     Args:
-        method: the choices that make a method.
-        model: all that the optimizers train.
-        optimizers: whose steps are averaged. They may step in any order that is the same on all replicas; a step of
-            the last one counts.
-        network: the replica's seat among the others.
-        options: how it is attached. A round's fragment is the optimizer's place in the list.
-        undo: takes what undoes the hooks.
+        setup: see Setup. The optimizers may step in any order that is the same on all replicas; a step of the last one
+            counts. A round's fragment is the optimizer's place in the list.
 
     Raises UserError for what it could not be right with; and out of `optimizer.step()`:
         DisagreementError: at the first step, if replicas start from different weights.
@@ -44,19 +33,11 @@ class GradientLoop(Session):
         UserError: if others than the given optimizers train the model, or what is trained has changed.
     """
 
-    def __init__(
-        self,
-        method: Method,
-        model: nn.Module,
-        optimizers: Sequence[torch.optim.Optimizer],
-        network: Network,
-        options: Options,
-        undo: ExitStack,
-    ) -> None:
-        super().__init__(method, model, optimizers, network, options, undo)
-        _refuse_sparse_gradients(model, set(self.trained.parameters))
-        self._means = [MeanGradient(self, optimizer, index) for index, optimizer in enumerate(optimizers)]
-        self.undo.callback(hook_steps(optimizers[-1], after=self._after_inner_step))
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup)
+        _refuse_sparse_gradients(setup.model, set(self.trained.parameters))
+        self._means = [MeanGradient(self, optimizer, index) for index, optimizer in enumerate(setup.optimizers)]
+        self.undo.callback(hook_steps(setup.optimizers[-1], after=self._after_inner_step))
 
     def _after_inner_step(self) -> None:
         self.step += 1

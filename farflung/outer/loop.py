@@ -7,19 +7,18 @@ anchor φ ──┴─▶ message ─▶ average with the group ─▶ outer opt
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from farflung.hooks.copies import Copies
 from farflung.hooks.scaling import unscaled_steps
 from farflung.hooks.steps import hook_steps
-from farflung.networks import Finished, Network, PeerLostError, Pending
+from farflung.networks import Finished, Group, PeerLostError, Pending
 from farflung.networks.torchrun import log
 from farflung.outer.adaptation import Adaptation
 from farflung.outer.averaging import Averaging
@@ -29,11 +28,10 @@ from farflung.outer.optimizers import gradient_of, load_into, refuse_rounded_wei
 from farflung.outer.outcomes import Outcome, Result, Round
 from farflung.outer.replica import Replica
 from farflung.outer.round import Offer, PendingRound, Rounds, Sync
-from farflung.outer.session import Options, Session, copied
+from farflung.outer.session import Session, Setup, copied
 
 if TYPE_CHECKING:
     from farflung.outer.aggregation import Aggregation
-    from farflung.outer.method import Method
 
 
 @dataclass
@@ -55,9 +53,7 @@ class OuterLoop(Session):
     This is for members that stay; rounds go on without those that are lost. See ElasticLoop for others.
 
     Args:
-        method: the choices that its rounds are made of.
-        model, optimizers: what the user trains; the weights must start equal on all replicas.
-        network, options, undo: see Session.
+        setup: see Setup; the model's weights must start equal on all replicas.
 
     Raises, out of `optimizer.step()`:
         DisagreementError: at the first step, if replicas start from different weights.
@@ -65,19 +61,14 @@ class OuterLoop(Session):
         UserError: when what is trained changes, or an optimizer puts back what rounds have changed.
     """
 
-    def __init__(
-        self,
-        method: Method,
-        model: nn.Module,
-        optimizers: Sequence[torch.optim.Optimizer],
-        network: Network,
-        options: Options,
-        undo: ExitStack,
-    ) -> None:
-        super().__init__(method, model, optimizers, network, options, undo)
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup)
+        method, network, optimizers = setup.method, setup.network, setup.optimizers
         schedule = method.schedule
-        device = torch.device(given) if (given := options["outer_device"]) else None
-        fragments = split(model, schedule.fragments, self.trained.parameters) if schedule.every else [Fragment([])]
+        device = torch.device(given) if (given := setup.options["outer_device"]) else None
+        fragments = (
+            split(setup.model, schedule.fragments, self.trained.parameters) if schedule.every else [Fragment([])]
+        )
         self.anchors = [fragment.read(device) for fragment in fragments]
         self.outer: torch.optim.Optimizer = self._make_outer()
         parameters = [fragment.parameters for fragment in fragments]
@@ -103,7 +94,8 @@ class OuterLoop(Session):
     def _make_outer(self) -> torch.optim.Optimizer:
         assert self.method.outer is not None
         outer = self.method.outer(self.anchors)
-        refuse_rounded_weights(outer, self.method.codec, ())
+        # On an elastic network messages are always encoded, so that they can be checked.
+        refuse_rounded_weights(outer, self.method.codec, self.anchors if self.network.elastic else ())
         return outer
 
     def _aggregation(self) -> Aggregation | None:
@@ -149,7 +141,7 @@ class OuterLoop(Session):
         if members and averaging.wants_reference():
             averaging.set_reference(self._weights[sync.index].nothing())
 
-    def _exchange(self, sync: Sync[Tensor], offer: Offer[Tensor], group: tuple[int, ...]) -> Exchange:
+    def _exchange(self, sync: Sync[Tensor], offer: Offer[Tensor], group: Group) -> Exchange:
         """Starts averaging a message; where all anchors should be equal, also compares them."""
         began = self.network.now()
         if not group:
@@ -161,9 +153,9 @@ class OuterLoop(Session):
             own = sketch(anchor[:0] if self.method.merge.eager else anchor, sync.lost or sync.met not in ((), group))
             sketches = self.network.exchange(own, group, f"{key}, anchors")
         mean, error = self._averagings[sync.index].start(offer.message, group, key, sync.rounds)
-        return Exchange(began, _Averaged(mean, sketches, group), error)
+        return Exchange(began, _Compared(mean, sketches, group), error)
 
-    def _compares(self, group: tuple[int, ...]) -> bool:
+    def _compares(self, group: Group) -> bool:
         return self.method.topology.identical and len(group) > 1
 
     def _round_key(self, fragment: int, round: int) -> str:
@@ -294,7 +286,7 @@ class OuterLoop(Session):
         return self._replica.copies.following()
 
     def _settle_at_end(self) -> None:
-        if fault := self._replica.settle(self.step, self._rounds.pending):
+        if fault := self._replica.settle(self.step, self.step, self._rounds.pending):
             log.warning("replica %d ends with the weights of its last round: %s", self.network.rank, fault)
 
     @torch.inference_mode(False)
@@ -359,12 +351,10 @@ class OuterLoop(Session):
         self._rounds.pending = [self._unpacked(saved) for saved in state["flights"]]
 
 
-class _Averaged:
+class _Compared:
     """A pending mean, with the sketches by which the group's anchors are compared."""
 
-    def __init__(
-        self, mean: Pending[Tensor], sketches: Pending[dict[int, Tensor]] | None, group: tuple[int, ...]
-    ) -> None:
+    def __init__(self, mean: Pending[Tensor], sketches: Pending[dict[int, Tensor]] | None, group: Group) -> None:
         self._mean = mean
         self._sketches = sketches
         self._group = group

@@ -25,7 +25,7 @@ from farflung.outer.loop import OuterLoop
 from farflung.outer.merges import Keep, Merge
 from farflung.outer.optimizers import OuterFactory
 from farflung.outer.schedules import Schedule
-from farflung.outer.session import Options, Session, completed
+from farflung.outer.session import Options, Session, Setup, completed
 from farflung.outer.topologies import Everyone, Topology
 
 
@@ -55,7 +55,7 @@ class Method:
     adapt: Adapt | None = None
     averaging: Way = "parts"
     inner: Inner = MUON
-    needs_inner: bool = False
+    needs_inner: type[torch.optim.Optimizer] | None = None
 
     def __post_init__(self) -> None:
         """Refuses choices that do not go together. Raises UserError."""
@@ -125,7 +125,7 @@ class Method:
         loop = GradientLoop if self.outer is None else ElasticLoop if network.elastic else OuterLoop
         undo = ExitStack()
         try:
-            return loop(self, model, optimizers, network, chosen, undo)
+            return loop(Setup(self, model, optimizers, network, chosen, undo))
         except BaseException:
             undo.close()
             raise
@@ -140,14 +140,14 @@ class Method:
 
     def _look_at_inner(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Says so where the method would be another one."""
-        kind = self.inner.kind.__name__
-        others = [type(one).__name__ for one in optimizers if not isinstance(one, self.inner.kind)]
-        if self.needs_inner and others:
-            warnings.warn(
-                f"this method is published with {kind}, and is another one with {others[0]}; "
-                f"give attach farflung.inner.{kind}",
-                stacklevel=3,
-            )
+        for optimizer in optimizers:
+            if self.needs_inner and not isinstance(optimizer, self.needs_inner):
+                kind = self.needs_inner.__name__
+                warnings.warn(
+                    f"this method is published with {kind}, and is another one with {type(optimizer).__name__}; "
+                    f"give attach farflung.inner.{kind}",
+                    stacklevel=3,
+                )
 
 
 def _check_given(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:

@@ -50,9 +50,7 @@ class Replica:
         Where training was spoilt, the whole replica goes back to its anchors, and all fragments of the round offer no
         progress. So NaN is never sent, and no partner waits in vain.
         """
-        self.faults.spoil(self._unsound())
-        if fault := self.faults.judge(round, step):
-            self.restore(pending)
+        if fault := self.settle(round, step, pending):
             self._spoilt = (round, fault)
             self._trained.restore_beside()  # else what is wrong there would come back from there
         fault = self._spoilt[1] if round <= self._spoilt[0] else ""
@@ -66,10 +64,10 @@ class Replica:
             self.faults.spoil(fault)
             self.restore(pending)
 
-    def settle(self, step: int, pending: Sequence[Pending]) -> str:
-        """Goes back to the anchors if the last steps were spoilt; says why, or ""."""
+    def settle(self, round: int, step: int, pending: Sequence[Pending]) -> str:
+        """Goes back to the anchors if the steps before a round were spoilt; says why, or ""."""
         self.faults.spoil(self._unsound())
-        if fault := self.faults.judge(step, step):
+        if fault := self.faults.judge(round, step):
             self.restore(pending)
         return fault
 

@@ -2,7 +2,7 @@
 
 After each inner step it says which rounds are due and which start. `offer` makes a round's message, `absorb` makes new
 weights of the group's mean; what happens between is a driver's affair. What a fragment holds is its weights
-(weights.py), or only their size, where a driver looks at nothing but time.
+(fragments.py), or only their size, where a driver looks at nothing but time.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, TypedDict
 
@@ -78,40 +79,49 @@ def completed(given: Mapping[str, Any]) -> Options:
     return options  # type: ignore[return-value]
 
 
-class Session:
-    """A context that does something about inner optimizers' steps, and undoes its hooks at the end.
-
-    Public besides the methods: `step`, the inner steps so far, and `rounds`, the rounds that this replica took part in.
+@dataclass(frozen=True)
+class Setup:
+    """What a method is attached to, and how.
 
     Args:
         method: the choices that its exchanges are made of.
         model: what the user trains.
         optimizers: that step it, in this order.
         network: the replica's seat.
-        options: see Options.
-        undo: takes what undoes the hooks; whoever makes this closes it if that fails.
+        options: all of them; see Options.
+        undo: takes what undoes the hooks; whoever makes this closes it if attaching fails.
     """
 
-    def __init__(
-        self,
-        method: Method,
-        model: nn.Module,
-        optimizers: Sequence[Optimizer],
-        network: Network,
-        options: Options,
-        undo: ExitStack,
-    ) -> None:
-        self.method = method
+    method: Method
+    model: nn.Module
+    optimizers: Sequence[Optimizer]
+    network: Network
+    options: Options
+    undo: ExitStack
+
+
+class Session:
+    """A context that does something about inner optimizers' steps, and undoes its hooks at the end.
+
+    Public besides the methods: `step`, the inner steps so far, and `rounds`, the rounds that this replica took part in.
+
+    Args:
+        setup: see Setup.
+    """
+
+    def __init__(self, setup: Setup) -> None:
+        network, undo = setup.network, setup.undo
+        self.method = setup.method
         self.network = network
-        self.deadline_s = options["deadline_s"]
+        self.deadline_s = setup.options["deadline_s"]
         self.outer: Optimizer | None = None
         self.step = 0
         self.rounds = 0
-        self.trained = Trained(model, optimizers, network)
+        self.trained = Trained(setup.model, setup.optimizers, network)
         undo.callback(self.trained.end)
         number = network.attachment()
         self._name = f"attachment {number}"
-        self._options = options
+        self._options = setup.options
         self._begun = False
         self._noted = False
         self._ended = False
@@ -120,11 +130,11 @@ class Session:
         self._exchanges = 0
         self._faults = Faults(network.rank)
         self.undo = undo
-        self.untrained = Untrained(model, self.trained, undo)
-        for optimizer in optimizers:
-            self.undo.callback(hook_steps(optimizer, before=self._before_first_step))
+        self.untrained = Untrained(setup.model, self.trained, undo)
+        for optimizer in setup.optimizers:
+            undo.callback(hook_steps(optimizer, before=self._before_first_step))
         if network.elastic:
-            _check_elastic(number, self.untrained, options["buffers"])
+            _check_elastic(number, self.untrained, setup.options["buffers"])
 
     def __enter__(self) -> Self:
         if self._left:
