@@ -53,6 +53,7 @@ def run(bench: Bench, arguments: list[str]) -> None:
     from bench.lib.store import Store
     from bench.lib.table import told
 
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # as the command line does
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT.parent), os.environ.get("PYTHONPATH", "")]))
     module = bench.load()
     smoke = "--smoke" in arguments
