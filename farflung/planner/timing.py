@@ -136,10 +136,10 @@ class Timer:
     def run(self) -> Timing:
         """All rounds of all replicas."""
         cluster, result = self._cluster, self._result
-        for rank in range(self._replicas):
-            self._running[rank] = self._replica(rank)
-            self._resume(rank)
         with _no_collection():
+            for rank in range(self._replicas):
+                self._running[rank] = self._replica(rank)
+                self._resume(rank)
             while self._running and cluster.clock.advance():
                 pass
         if not self._times:
@@ -163,7 +163,7 @@ class Timer:
             self._wait(rank, wish)
         else:
             self._result.computed += wish
-            cluster.clock.at(cluster.clock.now + wish, lambda: self._resume(rank))
+            cluster.clock.at(cluster.clock.now + wish, partial(self._resume, rank))
 
     def _wait(self, rank: int, collective: SimulatedCollective) -> None:
         waits = True
@@ -197,7 +197,12 @@ class Timer:
                 step = following
             for due in rounds.after(step):
                 if isinstance(due, PendingRound):
-                    yield from self._apply(due)
+                    began = self._cluster.clock.now
+                    if due.exchange and not due.exchange.settled:
+                        yield due.exchange
+                    self._note(due, began)
+                    if self._work:
+                        yield self._work
                     continue
                 rounds.pending.append(self._start(rank, due, step))
                 if due.rounds > last[due.index]:
@@ -215,18 +220,14 @@ class Timer:
         collective = self._cluster.join(rank, group, label, None, hops) if len(group) > 1 else None
         return sync.start(step, group, offer, collective)
 
-    def _apply(self, pending: PendingRound[float, SimulatedCollective | None]) -> Iterator[float | SimulatedCollective]:
-        clock, times, collective = self._cluster.clock, self._times[pending.fragment, pending.round], pending.exchange
-        began = clock.now
-        if collective and not collective.settled:
-            yield collective
-        times.landed = max(times.landed, clock.now)
-        times.blocked += clock.now - began
-        times.failed += collective is not None and collective.ended_at > clock.now
+    def _note(self, pending: PendingRound[float, SimulatedCollective | None], began: float) -> None:
+        """One replica applies a round now, having waited for it since `began`."""
+        now, times, collective = self._cluster.clock.now, self._times[pending.fragment, pending.round], pending.exchange
+        times.landed = max(times.landed, now)
+        times.blocked += now - began
+        times.failed += collective is not None and collective.ended_at > now
         times.replicas += 1
-        self._result.blocked += clock.now - began
-        if self._work:
-            yield self._work
+        self._result.blocked += now - began
 
     def _group(self, rank: int, key: str) -> Group:
         members = self._cluster.members(rank)

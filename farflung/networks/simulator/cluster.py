@@ -132,8 +132,10 @@ class SimulatedCluster:
         # By first member: hashing a group of thousands for each of them would take most of the time.
         place = f"{key}, {group[0]}"
         forming = self._forming.setdefault(place, [])
-        collective = next((known for known in forming if known.group is group or known.group == group), None)
-        if collective is None:
+        for collective in forming:
+            if collective.group is group or collective.group == group:
+                break
+        else:
             collective = SimulatedCollective(group, key)
             forming.append(collective)
             if self._faulty:

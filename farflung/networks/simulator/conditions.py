@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import combinations_with_replacement
 
 from farflung.errors import UserError
 from farflung.networks.simulator.randomness import largest_factor, uniform
@@ -166,7 +165,7 @@ class Conditions:
 
     def link(self, one: int, other: int) -> Link:
         """What joins two sites, by their numbers."""
-        return self._links[min(one, other), max(one, other)]
+        return self._links[one, other]
 
     def up_bytes(self, rank: int) -> float:
         """A replica's link for sending, bytes a second."""
@@ -183,15 +182,16 @@ class Conditions:
 
     def latency_seconds(self, places: dict[int, int], key: str) -> float:
         """How long the last message of all to all takes, among so many replicas at each site, apart from its bytes."""
-        longest = 0.0
-        for one, other in combinations_with_replacement(places, 2):
-            messages = places[one] * (places[other] - (one == other)) * (1 if one == other else 2)
-            if messages > 0:
-                factor = 1.0
-                if self.latency_sigma:
-                    chance = uniform(self.seed, "latency", key, one, other)
-                    factor = largest_factor(chance, messages, self.latency_sigma)
-                longest = max(longest, self.link(one, other).latency_ms / 1000 * factor)
+        longest, sites = 0.0, list(places)
+        for number, one in enumerate(sites):
+            for other in sites[number:]:
+                messages = places[one] * (places[one] - 1 if one == other else 2 * places[other])
+                if messages:
+                    seconds = self._links[one, other].latency_ms / 1000
+                    if self.latency_sigma:
+                        chance = uniform(self.seed, "latency", key, one, other)
+                        seconds *= largest_factor(chance, messages, self.latency_sigma)
+                    longest = max(longest, seconds)
         return longest
 
     def resendings(self, nbytes: float, key: str) -> int:
@@ -220,8 +220,8 @@ class Conditions:
         numbers = {site.name: number for number, site in enumerate(self.sites)}
         links = {(n, n): Link((name, name), self.latency_ms) for name, n in (numbers or {"": 0}).items()}
         for link in self.links:
-            one, other = sorted(numbers[name] for name in link.between)
-            links[one, other] = link
+            one, other = (numbers[name] for name in link.between)
+            links[one, other] = links[other, one] = link
         return links
 
 

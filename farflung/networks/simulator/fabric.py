@@ -73,6 +73,8 @@ class Fabric:
 
     def _latency(self, demand: Demand, places: dict[int, int], key: str) -> float:
         latency = self.conditions.latency_seconds(places, key)
+        if not self.conditions.loss:
+            return latency
         return latency * (1 + 2 * self.conditions.resendings(sum(demand.sent), key))
 
     def _places(self, group: Group) -> dict[int, int]:

@@ -81,13 +81,13 @@ class Links:
         self._share_later(flow)
 
     def _changed(self, flow: Flow) -> None:
-        if all(len(self._on[link]) == 1 for link in flow.shares):
-            rate = flow.limit
-            for link, share in flow.shares.items():
-                rate = min(rate, self.capacities[link] / share)
-            self._set_rate(flow, rate)
-        else:
-            self._share_later(flow)
+        rate = flow.limit
+        for link, share in flow.shares.items():
+            if len(self._on[link]) > 1:
+                self._share_later(flow)
+                return
+            rate = min(rate, self.capacities[link] / share)
+        self._set_rate(flow, rate)
 
     def _share_later(self, flow: Flow) -> None:
         """Shares out this flow's links anew, at the end of this instant, in which more may change."""
