@@ -11,9 +11,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import os
 import platform
-import subprocess
 import sys
 import tempfile
 from collections import Counter
@@ -23,8 +21,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from patience import measure
 from problem import Result, replica
-from processes import free_port
+from processes import run_together
 
 from farflung import methods
 from farflung.codecs import codec_named
@@ -107,10 +106,7 @@ PROCESSES = (
 def real() -> dict[str, Trace]:
     """Some cases between three processes, over torch.distributed."""
     with tempfile.TemporaryDirectory() as folder:
-        environment = {**os.environ, "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-        command = [sys.executable, __file__, folder]
-        processes = [subprocess.Popen(command, env={**environment, "RANK": str(rank)}) for rank in range(3)]
-        assert [process.wait() for process in processes] == [0, 0, 0]
+        run_together(3, __file__, folder)
         seen = [torch.load(Path(folder) / f"{rank}.pt", weights_only=False) for rank in range(3)]
     return {f"processes: {name}": trace([results[name] for results in seen]) for name in PROCESSES}
 
@@ -160,6 +156,7 @@ def main() -> None:
         network = TorchNetwork.from_env(starting=120)
         torch.save(one_process(network), Path(sys.argv[1]) / f"{network.rank}.pt")
         return
+    measure()
     held = {"machine": machine(), "traces": {**simulated(), **real()}}
     lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(one)}" for name, one in held["traces"].items())
     FILE.write_text(f'{{"machine": {json.dumps(held["machine"])}, "traces": {{\n{lines}\n}}}}\n')

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from golden import Trace, machine, real, recorded, simulated
 
@@ -11,10 +13,10 @@ CLOSE = 1e-4
 """Other processors round differently, and training makes more of it."""
 
 
-@pytest.mark.parametrize("make", [simulated, real])
-def test_traces_are_what_they_were(make: object) -> None:
-    assert callable(make)
+@pytest.mark.parametrize(("make", "of_processes"), [(simulated, False), (real, True)], ids=["simulated", "real"])
+def test_traces_are_what_they_were(make: Callable[[], dict[str, Trace]], of_processes: bool) -> None:
     held, made = recorded(), make()
+    assert made.keys() == {name for name in held["traces"] if name.startswith("processes: ") == of_processes}
     exact = held["machine"] == machine()
     differ = [name for name, trace in made.items() if not same(trace, held["traces"].get(name), exact)]
     assert not differ, f"{len(differ)} of {len(made)} differ, first {differ[0]}: {made[differ[0]]}"

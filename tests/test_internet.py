@@ -382,7 +382,7 @@ def test_a_pair_meets_and_each_knows_what_the_other_weighs(pair: Run) -> None:
 
     def meet(peer: InternetNetwork) -> Party:
         key = "round 3 of fragment 0"
-        return peer.meet(group, key, 5, weights[peer.rank], "", lambda party: party).wait(patience(20))
+        return peer.meet(group, key, 5, weights[peer.rank], "", lambda party: party).wait(patience(60))
 
     assert [(p.group, p.weights) for p in both(pair, meet)] == [(group, weights)] * 2
 
@@ -393,7 +393,7 @@ def test_one_with_other_anchors_is_told_that_it_is_behind(pair: Run) -> None:
 
     def meet(peer: InternetNetwork) -> Party:
         return peer.meet(group, "round 9 of fragment 0", 5, 1.0, lineages[peer.rank], lambda party: party).wait(
-            patience(20)
+            patience(60)
         )
 
     parties = {peer.rank: party for peer, party in zip(pair.peers, both(pair, meet), strict=True)}
