@@ -21,7 +21,9 @@ from farflung.networks.base import (
 from farflung.networks.distributed import TorchNetwork
 from farflung.networks.kinds import NetworkKind
 from farflung.networks.membership import among_members, among_survivors
-from farflung.networks.simulator import Conditions, ReplicaDiedError, SimulatedNetwork, Simulation, conditions_named
+from farflung.networks.simulator.conditions import Conditions
+from farflung.networks.simulator.network import ReplicaDiedError, SimulatedNetwork, Simulation
+from farflung.networks.simulator.presets import conditions_named
 from farflung.registry import Registry
 from farflung.renamed import renamed
 

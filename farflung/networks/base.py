@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
+import torch
 from torch import Tensor
 
 T = TypeVar("T")
@@ -240,6 +241,16 @@ class ElasticNetwork(Network, Protocol):
     def blame(self, rank: int, why: str) -> None:
         """Reports an offence of a replica."""
         ...
+
+
+def packet_of(words: bytes) -> Tensor:
+    """A packet of these bytes, at least one."""
+    return torch.frombuffer(bytearray(words), dtype=torch.uint8)
+
+
+def words_of(packet: Tensor) -> bytes:
+    """The bytes of a packet, on whatever device."""
+    return packet.cpu().numpy().tobytes()
 
 
 def mean_in_order(tensors: Sequence[Tensor]) -> Tensor:

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from farflung.networks.base import Network
-from farflung.networks.simulator import Conditions, Simulation
+from farflung.networks.simulator.conditions import Conditions
+from farflung.networks.simulator.network import Simulation
 
 
 @dataclass(frozen=True)
