@@ -25,10 +25,8 @@ Combine = Callable[[Packets], Tensor]
 class PeerLostError(Exception):
     """Some members of a group did not deliver: they died, or their deadline passed.
 
-    Args:
-        ranks: the replicas that were waited for.
-        reason: what happened, with their addresses, and what to try.
-        delivered: the packets of those who did deliver, own included (of an `exchange`).
+    The reason says what happened, with their addresses, and what to try. `delivered` are the packets of those who did
+    deliver, own included (of an `exchange`).
     """
 
     def __init__(self, ranks: Sequence[int], reason: str, delivered: Packets | None = None) -> None:
@@ -83,11 +81,11 @@ class Finished(Generic[T]):
     finished_at: float
 
     def done(self) -> bool:
-        """True."""
+        """See Pending."""
         return True
 
     def wait(self, timeout: float) -> T:
-        """The value."""
+        """See Pending."""
         return self.value
 
 
@@ -95,15 +93,13 @@ class Finished(Generic[T]):
 class Party:
     """Who takes part in a round.
 
-    Args:
-        group: the replicas that have come, sorted, this one among them; fewer than two when it stays alone.
-        weights: of each one's message in the mean.
-        behind: whether this replica must catch up first, because its anchors are not the others'.
+    The group has fewer than two members when this replica stays alone; each one's message has a weight in the mean.
     """
 
     group: Group
     weights: dict[int, float]
     behind: bool = False
+    """Whether this replica must catch up first, because its anchors are not the others'."""
 
 
 @dataclass(frozen=True)

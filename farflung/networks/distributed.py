@@ -43,7 +43,7 @@ class TorchNetwork:
     Args:
         addresses: each process's name in error messages.
         store: where processes leave messages for each other; by default the process group's own.
-        processes: the ranks in the process group of the replicas, in order; all of them by default.
+        processes: the replicas' ranks in the process group, in order; by default all.
     """
 
     elastic = timed = None

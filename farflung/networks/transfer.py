@@ -10,7 +10,7 @@ from typing import Generic, Protocol, TypeVar
 
 from torch import Tensor
 
-from farflung.networks.base import Group, Packets, PeerLostError, Traffic
+from farflung.networks.base import Group, Network, Packets, PeerLostError
 
 T = TypeVar("T")
 
@@ -18,24 +18,14 @@ IN_BACKGROUND: ContextVar[bool] = ContextVar("in background", default=False)
 """Whether this wait blocks no training."""
 
 
-class Located(Protocol):
-    """What a transfer needs of its network."""
-
-    rank: int
-    traffic: Traffic
-
-    def now(self) -> float: ...  # noqa: D102
+class Located(Network, Protocol):
+    """A network of real machines."""
 
     def address(self, rank: int) -> str: ...  # noqa: D102
 
 
 class Transfer(Generic[T]):
-    """A Pending; the worker reports lost members to it, and in the end the result.
-
-    Args:
-        network: the replica's seat.
-        group: who takes part.
-    """
+    """A Pending; the worker reports lost members to it, and in the end the result."""
 
     def __init__(self, network: Located, group: Group) -> None:
         self.group = group

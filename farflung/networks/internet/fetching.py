@@ -50,10 +50,7 @@ class Download:
 class Fetching:
     """Downloads others' states; all methods but `refuse` run in the peers' thread.
 
-    Args:
-        peers: the peers.
-        largest: bytes of the largest state that is taken.
-        stall_s: seconds without a byte after which a piece is given up.
+    No state of more than `largest` bytes is taken; after `stall_s` seconds without a byte, a piece is given up.
     """
 
     def __init__(self, peers: Peers, largest: int, stall_s: float) -> None:

@@ -36,11 +36,6 @@ class Handshake:
     """One peer's side: both prove that they know the secret, for these two peers and this moment.
 
     Only then do they send their peer info.
-
-    Args:
-        ticket: the run's, which has the secret.
-        identity: this peer's key.
-        info: its peer info.
     """
 
     def __init__(self, ticket: Ticket, identity: Identity, info: Frame) -> None:

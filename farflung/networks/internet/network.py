@@ -53,10 +53,7 @@ ROOM = 1 << 20
 class InternetNetwork:
     """A peer's seat in a run on the internet. Its rank is a number made of its key.
 
-    Args:
-        peers: the run's, and this one's place among them, which it takes.
-        largest: bytes of the largest message that is taken.
-        deadline: the longest that others are waited for, in seconds.
+    No message of more than `largest` bytes is taken. Others are waited for at most `deadline` seconds.
 
     Raises UserError when there is nobody to join, or they do not want this peer.
     """

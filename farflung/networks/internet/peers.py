@@ -34,14 +34,12 @@ TRIES = 2
 class Peers:
     """The known peers and how to reach them.
 
-    `info` is this peer's info: what others must agree to, and facts for `farflung status`.
-
     Args:
         ticket: the run's.
         identity: this peer's key.
         local: where it listens.
-        info: release of farflung, settings, shapes, host, trains; see `disagreement`.
-        tell: told in one line what a user should know; unset, farflung's logger is.
+        info: what others must agree to (see `disagreement`), and facts for `farflung status`.
+        tell: told in one line what a user should know.
         first: whether it starts the run, or starts it again, and calls nobody.
         listed: whether others are to know of it.
     """
