@@ -42,14 +42,13 @@ def differ(packets: Mapping[int, Tensor]) -> bool:
 
 
 def draw_together(
-    anchor: Tensor, outer_state: dict[str, Any], facts: Any, network: Network, group: Group, key: str, seconds: float
+    anchor: Tensor, kept: Mapping[str, Tensor], facts: Any, network: Network, group: Group, key: str, seconds: float
 ) -> Any:
-    """Gives all members the mean of their anchors and of their outer optimizers' state.
+    """Gives all members the mean of their anchors and of what their outer optimizers keep.
 
     Returns the facts (any JSON) of the member with the lowest rank, for all to use. Raises PeerLostError, also when a
     member says that it stays away.
     """
-    kept = {n: value for n, value in outer_state.items() if isinstance(value, Tensor) and value.shape == anchor.shape}
     packets = _tell([sorted(kept), facts], network, group, key).wait(seconds)
     told = {rank: json.loads(words_of(packet)) for rank, packet in packets.items()}
     if away := [rank for rank, facts in told.items() if facts is None]:

@@ -24,7 +24,7 @@ from farflung.outer.adaptation import Adaptation
 from farflung.outer.averaging import Averaging
 from farflung.outer.fragments import Fragment, Weights, split
 from farflung.outer.healing import differ, draw_together, sketch, stay_away
-from farflung.outer.optimizers import gradient_of, load_into, refuse_rounded_weights, sends_weights, state_of
+from farflung.outer.optimizers import gradient_of, kept_of, load_into, refuse_rounded_weights, sends_weights
 from farflung.outer.outcomes import Outcome, Result, Round
 from farflung.outer.replica import Replica
 from farflung.outer.round import Offer, PendingRound, Rounds, Sync
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Exchange:
-    """A round's exchange under way: its start, in seconds of the network's clock, and the compression error."""
+    """A round's exchange under way; its start is in seconds of the network's clock."""
 
     started_s: float
     result: Pending[Result]
@@ -46,14 +46,11 @@ class Exchange:
 class OuterLoop(Session):
     """Holds rounds with other replicas while the user trains, hooked to the inner optimizers' steps.
 
-    A step of the last optimizer is an inner step. Keeps one float32 anchor of the trained parameters, the state of
-    outer optimizer and codec, and one message for each pending round; with a delay also what the merge needs: the
-    weights at the round's start, or the own message.
+    A step of the last optimizer is an inner step. The model's weights must start equal on all replicas. Keeps one
+    float32 anchor of the trained parameters, the state of outer optimizer and codec, and one message for each pending
+    round; with a delay also what the merge needs: the weights at the round's start, or the own message.
 
     This is for members that stay; rounds go on without those that are lost. See ElasticLoop for others.
-
-    Args:
-        setup: see Setup; the model's weights must start equal on all replicas.
 
     Raises, out of `optimizer.step()`:
         DisagreementError: at the first step, if replicas start from different weights.
@@ -127,19 +124,15 @@ class OuterLoop(Session):
         self.trained.check_left_alone()
         self._look()
         group = sync.group(self.network.rank, self.network.members(), self.method.topology)
-        self._prepare(sync, len(group))
+        averaging = self._averagings[sync.index]
+        if group and not self.network.elastic and averaging.wants_reference():  # elsewhere members are not known yet
+            averaging.set_reference(self._weights[sync.index].nothing())
         offer = sync.offer(partial(self._fault, sync), len(group))
         exchange = self._exchange(sync, offer, group)
         self._rounds.pending.append(sync.start(self.step, group, offer, exchange))
 
     def _fault(self, sync: Sync[Tensor]) -> str:
         return self._replica.fault(sync.rounds, self.step, self._rounds.pending)
-
-    def _prepare(self, sync: Sync[Tensor], members: int) -> None:
-        """Tells the codec the message of a replica without progress."""
-        averaging = self._averagings[sync.index]
-        if members and averaging.wants_reference():
-            averaging.set_reference(self._weights[sync.index].nothing())
 
     def _exchange(self, sync: Sync[Tensor], offer: Offer[Tensor], group: Group) -> Exchange:
         """Starts averaging a message; where all anchors should be equal, also compares them."""
@@ -220,9 +213,9 @@ class OuterLoop(Session):
                 stay_away(self.network, pending.group, key)
             return
         anchor, pace = self.anchors[sync.index], self._pace(sync)
-        state = state_of(self.outer, anchor)
+        kept = kept_of(self.outer, anchor)
         try:
-            pace = draw_together(anchor, state, pace, self.network, pending.group, key, self.deadline_s)
+            pace = draw_together(anchor, kept, pace, self.network, pending.group, key, self.deadline_s)
         except PeerLostError as lost:
             result.note(Outcome.PEER_LOST, str(lost))  # the next round tries again
             return

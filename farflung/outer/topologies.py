@@ -46,11 +46,7 @@ class Everyone:
 class RandomGroups:
     """A new random permutation each round, cut into groups of `size` (NoLoCo, arXiv 2506.10911).
 
-    Who is left over in a group of one sits the round out.
-
-    Args:
-        size: replicas in a group; 2 makes pairs.
-        seed: every replica must have the same.
+    Who is left over in a group of one sits the round out. Every replica must have the same seed.
     """
 
     size: int = 2
