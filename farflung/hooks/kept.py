@@ -45,9 +45,6 @@ class Kept:
     State near the weights counts as a copy and is changed with them, until the weights have moved for a while and it
     has not. Then it counts as initial weights, and gets its old value back. State that is near and moves by itself is a
     copy.
-
-    Args:
-        optimizer: that one.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:

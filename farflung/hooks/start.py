@@ -28,16 +28,11 @@ STATE = (
 
 
 class Fact(NamedTuple):
-    """Something that must be equal on all replicas.
-
-    Args:
-        what: its name in a DisagreementError.
-        told: values to compare; replicas agree when all have the same value in one of these places.
-        remedy: what to do where they differ.
-    """
+    """Something that must be equal on all replicas; in a DisagreementError, its name and the remedy."""
 
     what: str
     told: tuple[str, ...]
+    """Values to compare; replicas agree when all have the same value in one of these places."""
     remedy: str = STATE
 
 

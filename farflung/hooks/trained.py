@@ -27,14 +27,10 @@ def _attached() -> list[Trained]:
 
 
 class Trained:
-    """The parameters of a model that some optimizers train.
+    """The parameters of a model that some optimizers train, and that are averaged over a network.
 
-    Args:
-        model: as the user's loop has it.
-        optimizers: that step it.
-        network: the one that they are averaged over. Another may average the same parameters, within a site, say.
-
-    Raises UserError: an optimizer has parameters that are not the model's, or that are attached already.
+    Another network may average the same parameters, within a site, say. Raises UserError where an optimizer has
+    parameters that are not the model's, or that are attached already.
     """
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer], network: Network) -> None:
