@@ -67,10 +67,7 @@ def setting(
     may_differ: MayDiffer = NOWHERE,
     formerly: str = "",
 ) -> T:
-    """A field with its default, its limits, where it may differ, and the name it had in the version before.
-
-    Raises nothing itself; a `Checked` dataclass holds its values to it.
-    """
+    """A `Checked` dataclass's field: its default, limits, where it may differ, its name in the version before."""
     rule = Rule(least, most, above, may_differ, formerly)
     return dataclasses.field(default=default, metadata={"rule": rule})
 

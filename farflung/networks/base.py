@@ -61,16 +61,13 @@ class Pending(Protocol[T_co]):
 
     def done(self) -> bool:
         """Whether `wait` would return, or raise, at once."""
-        ...
 
     def wait(self, timeout: float) -> T_co:
         """The result, after at most `timeout` seconds of the network's clock. Raises PeerLostError."""
-        ...
 
     @property
     def finished_at(self) -> float:
         """When the exchange ended, on the network's clock; defined once `wait` has returned or raised."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -140,22 +137,18 @@ class Network(Protocol):
 
     def members(self) -> Group:
         """The replicas believed alive, sorted, this one among them."""
-        ...
 
     def attachment(self) -> int:
         """The next number, from 0, for the keys of a session, so that they differ from others'."""
-        ...
 
     def exchange(self, packet: Tensor, group: Group, key: str) -> Pending[Packets]:
         """All-gather: sends a packet (flat uint8, any length) to the group; yields every member's, own included."""
-        ...
 
     def scatter_combine_gather(self, packets: Packets, group: Group, key: str, combine: Combine) -> Pending[Packets]:
         """Sends each member its packet, combines those received, and all-gathers the combined packets, own included.
 
         `combine` may run in another thread, once, while this replica trains; it is given the others' packets by rank.
         """
-        ...
 
     def all_reduce(self, tensor: Tensor, group: Group, key: str) -> Pending[Tensor]:
         """The mean over the group of a flat tensor, the same bits on every member.
@@ -164,15 +157,12 @@ class Network(Protocol):
         After PeerLostError each of its elements holds either the mean or still this replica's own value.
         Each member sends 2 (n - 1) / n times the tensor's bytes.
         """
-        ...
 
     def advance(self) -> None:
         """Advances a simulated clock by one inner step's computation; elsewhere time has passed by itself."""
-        ...
 
     def now(self) -> float:
         """Seconds on this network's clock, wall or virtual."""
-        ...
 
 
 class TimedNetwork(Network, Protocol):
@@ -180,11 +170,9 @@ class TimedNetwork(Network, Protocol):
 
     def clock(self) -> dict[str, float]:
         """This replica's time on the network's clock, as a checkpoint keeps it."""
-        ...
 
     def resume(self, clock: Mapping[str, float]) -> None:
         """Waits until a time that `clock` gave; called once, before anything else."""
-        ...
 
 
 class ElasticNetwork(Network, Protocol):
@@ -193,7 +181,6 @@ class ElasticNetwork(Network, Protocol):
     @property
     def refused(self) -> Mapping[str, int]:
         """Offences of others, counted by kind."""
-        ...
 
     def meet(
         self, wanted: Group, key: str, step: int, weight: float, lineage: str, then: Callable[[Party], T]
@@ -206,37 +193,30 @@ class ElasticNetwork(Network, Protocol):
             weight: of its message in the mean.
             lineage: equal for all messages that may be averaged; "" for any.
         """
-        ...
 
     def paced(self, step: int, every: int) -> int:
         """The step that a replica counts after its own `step`, with rounds each `every` steps.
 
         Slow replicas skip to the others' median step. Called at the end of each step.
         """
-        ...
 
     def serve(self, source: Callable[[], SharedState]) -> None:
         """Registers the function that gives this replica's state to late replicas; `paced` calls it when asked."""
-        ...
 
     def fetch(self, identical: bool) -> Pending[SharedState]:
         """The state of other replicas; of the same bits throughout where they are `identical`.
 
         `wait` raises PeerLostError.
         """
-        ...
 
     def reject(self, state: SharedState, why: str) -> None:
         """Says that a downloaded state does not fit this run; its givers are not asked again."""
-        ...
 
     def tell_others(self, **facts: float) -> None:
         """Publishes facts about this replica, for `farflung status`."""
-        ...
 
     def blame(self, rank: int, why: str) -> None:
         """Reports an offence of a replica."""
-        ...
 
 
 def packet_of(words: bytes) -> Tensor:

@@ -67,10 +67,8 @@ class Averaging:
     """Averages one fragment's messages, round after round, and keeps what its codecs remember between them.
 
     Args:
-        network: the replica's seat.
         method: its codec, copied for each use, and its way of averaging. Where all members must get the same mean, each
             also decodes its own message; else it uses it as it is.
-        views: see Views.
         name: tells this fragment's random numbers from others'.
         exact: whether messages of float64 must stay float64 when the codec is lossless.
         aggregation: the rule for members that cannot all be trusted; it checks every message.

@@ -47,22 +47,18 @@ class Content(Protocol[M]):
 
     def offer(self, fault: str) -> Offer[M]:
         """The message: the progress since the last round; none with a fault."""
-        ...
 
     def keep(self, offer: Offer[M], delayed: bool) -> None:
         """Keeps what is needed when the round is applied, some steps later if `delayed`."""
-        ...
 
     def step_alone(self, offer: Offer[M], members: int) -> None:
         """If the merge is eager: steps with this replica's part of the mean of so many members, before any exchange."""
-        ...
 
     def absorb(self, offer: Offer[M], mean: M, fresh: Offer[M] | None, delayed: bool) -> bool:
         """Makes new weights of a mean, whose memory is used up; whether the mean was of any use.
 
         `fresh` is what the next round will offer, where that starts at once and the merge has made it already.
         """
-        ...
 
 
 @dataclass(eq=False)

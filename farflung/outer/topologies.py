@@ -16,11 +16,9 @@ class Topology(Protocol):
     @property
     def identical(self) -> bool:
         """Whether a group's members must all end a round with the same bits."""
-        ...
 
     def groups(self, members: Group, round: str) -> list[Group]:
         """The groups, each sorted; a member that is in none sits the round out."""
-        ...
 
 
 def group_of(rank: int, groups: list[Group]) -> Group:
@@ -32,10 +30,7 @@ def group_of(rank: int, groups: list[Group]) -> Group:
 class Everyone:
     """All members in one group (DiLoCo, synchronous training)."""
 
-    @property
-    def identical(self) -> bool:
-        """True: they are one model."""
-        return True
+    identical = True
 
     def groups(self, members: Group, round: str) -> list[Group]:
         """One of all members."""
@@ -51,11 +46,7 @@ class RandomGroups:
 
     size: int = 2
     seed: int = 0
-
-    @property
-    def identical(self) -> bool:
-        """False: each has anchors of its own."""
-        return False
+    identical = False
 
     def __post_init__(self) -> None:
         if self.size < 2:

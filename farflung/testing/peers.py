@@ -98,12 +98,8 @@ class PeerProcess:
 class PeerProcesses:
     """Peers of one run, the first of which its ticket leads to; leaving the context kills them all.
 
-    Args:
-        folder: gets the ticket and a run folder for each peer.
-        hosts: one for each peer.
-        port: where the first listens, and the others too, if they have addresses of their own.
-        settings: of the run, as in its ticket.
-        commands: what starts each peer, before its ticket; `farflung join` unless given.
+    The folder gets the ticket and a run folder for each peer; each has a host. The first listens at the port, and so do
+    others that have addresses of their own. Commands start each peer, before its ticket; `farflung join` unless given.
     """
 
     def __init__(

@@ -35,9 +35,6 @@ class Peers:
     """The known peers and how to reach them.
 
     Args:
-        ticket: the run's.
-        identity: this peer's key.
-        local: where it listens.
         info: what others must agree to (see `disagreement`), and facts for `farflung status`.
         tell: told in one line what a user should know.
         first: whether it starts the run, or starts it again, and calls nobody.
