@@ -15,10 +15,7 @@ LONGER = 2.0
 
 
 def among_members(network: Network, exchange: Callable[[Group], T]) -> T:
-    """The result of an exchange among all members; tried again when members change meanwhile.
-
-    Raises PeerLostError.
-    """
+    """The result of an exchange among all members; tried again when members change meanwhile. Raises PeerLostError."""
     while True:
         group = network.members()
         try:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from farflung.hooks.buffers import average
 from farflung.hooks.copies import Copies
 from farflung.hooks.scaling import unscaled_steps
 from farflung.hooks.steps import hook_steps
@@ -267,8 +268,9 @@ class OuterLoop(Session):
         if not sync.absorb(pending, result.mean):
             result.note(Outcome.PEER_LOST, "the mean of the messages is not finite")
         if self._options["buffers"] == "round" and pending.fragment == 0:
+            key = self.key(f"buffers of round {pending.round}")
             try:
-                self._average_buffers_in(pending.round, result.group)
+                average(self.untrained.named(), self.network, result.group, key, self.deadline_s, directions=True)
             except PeerLostError as lost:
                 result.note(Outcome.PEER_LOST, str(lost))
 

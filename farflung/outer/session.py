@@ -297,10 +297,6 @@ class Session:
         if on_round := self._options["on_round"]:
             on_round(round)
 
-    def _average_buffers_in(self, round: int, group: Group) -> None:
-        key = self.key(f"buffers of round {round}")
-        average(self.untrained.named(), self.network, group, key, self.deadline_s, directions=True)
-
     def _average_among_all(self, what: str, tensors: Mapping[str, Tensor], directions: bool) -> None:
         if self.network.elastic:
             return  # who comes and goes has nobody to end with
