@@ -25,10 +25,7 @@ ADAMW = Inner(partial(torch.optim.AdamW, betas=(0.9, 0.95), fused=True), lr=3e-3
 
 
 class SignSGD(torch.optim.Optimizer):
-    """θ ← θ - lr · (sign(gradient) + weight decay · θ): an inner optimizer that keeps nothing.
-
-    DeMo's (arXiv 2411.19870).
-    """
+    """DeMo's (arXiv 2411.19870), which keeps nothing: θ ← θ - lr · (sign(gradient) + weight decay · θ)."""
 
     def __init__(self, parameters: Any, lr: float = 1e-3, weight_decay: float = 0.0) -> None:
         super().__init__(parameters, {"lr": lr, "weight_decay": weight_decay})

@@ -9,10 +9,7 @@ from typing import Any
 
 
 def renamed(module: str, names: Mapping[str, str]) -> Callable[[str], Any]:
-    """A module's `__getattr__`, which knows its old names.
-
-    New ones are those of this module, or whole paths: `farflung.errors.UserError`.
-    """
+    """A module's `__getattr__`, which knows its old names; new ones may be whole paths: `farflung.errors.UserError`."""
 
     def find(name: str) -> Any:
         if name not in names:

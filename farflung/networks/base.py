@@ -88,10 +88,7 @@ class Finished(Generic[T]):
 
 @dataclass(frozen=True)
 class Party:
-    """Who takes part in a round.
-
-    The group has fewer than two members when this replica stays alone; each one's message has a weight in the mean.
-    """
+    """Who takes part in a round, less than two when this replica stays alone, and each message's weight in the mean."""
 
     group: Group
     weights: dict[int, float]
@@ -101,10 +98,7 @@ class Party:
 
 @dataclass(frozen=True)
 class SharedState:
-    """The state that a late replica downloads: float32 tensors by name, and facts that JSON can hold.
-
-    After a download, `givers` are the replicas that gave it.
-    """
+    """What a late replica downloads: float32 tensors by name, facts that JSON can hold, and afterwards who gave it."""
 
     tensors: dict[str, Tensor]
     facts: dict[str, Any]
@@ -204,10 +198,7 @@ class ElasticNetwork(Network, Protocol):
         """Registers the function that gives this replica's state to late replicas; `paced` calls it when asked."""
 
     def fetch(self, identical: bool) -> Pending[SharedState]:
-        """The state of other replicas; of the same bits throughout where they are `identical`.
-
-        `wait` raises PeerLostError.
-        """
+        """The state of other replicas; where they are `identical`, of the same bits. `wait` raises PeerLostError."""
 
     def reject(self, state: SharedState, why: str) -> None:
         """Says that a downloaded state does not fit this run; its givers are not asked again."""

@@ -27,10 +27,7 @@ _SIDE = 1024
 
 
 def traffic_per_hop(codec: Codec, way: Way, members: int) -> tuple[float, ...]:
-    """What part of a message goes from each member of a group to each other, hop after hop.
-
-    Uncompressed messages use all-reduce.
-    """
+    """What part of a message each member of a group sends each other, hop after hop; by all-reduce if uncompressed."""
     if not codec.traits.lossless and uses_all_gather(codec, way, members):
         return (1.0,)
     return (1 / members, 1 / members)

@@ -96,10 +96,7 @@ class ElasticLoop(OuterLoop):
 
     @torch.no_grad()
     def catch_up(self, wait: float) -> bool:
-        """Loads the others' state before training; False when nobody has one.
-
-        Raises UserError when none of their states fits this run.
-        """
+        """Loads the others' state before training; False when nobody has one. Raises UserError when none fits."""
         self._fetch()
         return self._take_fetched(wait)
 

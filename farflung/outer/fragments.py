@@ -95,10 +95,7 @@ class Weights:
         self._writing = writing
 
     def offer(self, fault: str) -> Offer[Tensor]:
-        """The progress since the last round.
-
-        With a fault, the weights go back to the anchor, and the message says no progress.
-        """
+        """The progress since the last round; with a fault none, and the weights go back to the anchor."""
         if fault:
             self.write(self.anchor)
         weights = self.anchor.clone() if fault else self.fragment.read(self.anchor.device)

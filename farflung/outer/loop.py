@@ -156,10 +156,7 @@ class OuterLoop(Session):
         return f"round {round} of {self._name}, fragment {fragment}"
 
     def _apply(self, pending: PendingRound[Tensor, Exchange], starts: bool) -> None:
-        """Applies a round: steps the outer optimizer with the mean, and merges the new anchor into the weights.
-
-        `starts` says whether the fragment's next round starts now.
-        """
+        """Makes a new anchor of a round's mean, and merges it; `starts` says whether the next round starts now."""
         sync, waited_from = self._rounds.syncs[pending.fragment], self.network.now()
         try:
             result = self._result(pending)

@@ -87,10 +87,7 @@ def sends_weights(outer: torch.optim.Optimizer) -> bool:
 
 
 def refuse_rounded_weights(outer: torch.optim.Optimizer, codec: Codec, encoded: Sequence[Tensor]) -> None:
-    """Refuses to round an outer optimizer's whole weights by a codec, or by float32 those that are always encoded.
-
-    Raises UserError.
-    """
+    """Refuses a codec, or float32 where all is encoded, that would round whole weights. Raises UserError."""
     if not sends_weights(outer):
         return
     if not (codec.traits.lossless or codec.traits.needs_receiver):

@@ -115,10 +115,7 @@ class Stranger:
 
 
 class Liar:
-    """A member that breaks every rule; its key is in a file, or comes to be there.
-
-    It gives the hash of the run's settings as its own.
-    """
+    """A member that breaks every rule, but gives the hash of the run's settings; its key's file is made if need be."""
 
     def __init__(self, ticket: Ticket, key: Path, settings: str) -> None:
         info = {"version": "0", "settings": settings, "shapes": "", "host": "liar", "trains": False}

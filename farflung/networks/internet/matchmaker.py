@@ -57,10 +57,7 @@ class Rendezvous:
 
 
 class Matchmaker:
-    """Finds this peer's group in each round, and hosts others' rounds; all methods run in the peers' thread.
-
-    It waits for others to come at most `longest_s` seconds.
-    """
+    """Finds this peer's group in each round, and hosts others' rounds. All methods run in the peers' thread."""
 
     def __init__(self, peers: Peers, longest_s: float) -> None:
         self._peers = peers

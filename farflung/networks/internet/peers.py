@@ -101,10 +101,7 @@ class Peers:
 
     @contextlib.asynccontextmanager
     async def stream(self, member: Member) -> AsyncIterator[PeerStream]:
-        """A stream to a member, once both have proven that they are.
-
-        Raises one of UNREACHABLE, and RequestRefusedError.
-        """
+        """A stream to a member, once both have proven that they are. Raises RequestRefusedError and UNREACHABLE."""
         if member.peer not in self._proven:
             try:
                 await self.handshake(member.peer)

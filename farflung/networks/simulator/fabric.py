@@ -36,10 +36,7 @@ class Demand(NamedTuple):
 
 
 class Fabric:
-    """The links of a world.
-
-    A replica has one for sending and one for receiving; those between sites may be shared by all who are there.
-    """
+    """The links of a world: two for each replica, to send and receive, and between sites those that all there share."""
 
     def __init__(self, clock: Clock, conditions: Conditions, replicas: int) -> None:
         self._clock = clock
