@@ -185,9 +185,7 @@ class Session:
         """Takes back what is not sound in the weights when the rounds end."""
 
     def _warn_of_steps_alone(self) -> None:
-        if self.trained.again():
-            return
-        if not self._warned:
+        if not self._warned and not self.trained.again():
             self._warned = True
             warnings.warn(ENDED, stacklevel=6)
 

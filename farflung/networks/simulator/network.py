@@ -158,13 +158,9 @@ class SimulatedNetwork:
         self.baton = _Baton()
         self._cluster = simulation.cluster
         self._step_times = StepTimes(simulation.conditions, rank)
+        self.timed: TimedNetwork = self
         self._attachments = itertools.count()
         self._steps = 0
-
-    @property
-    def timed(self) -> TimedNetwork:
-        """See Network."""
-        return self
 
     @classmethod
     def alone(cls, conditions: Conditions | None = None) -> SimulatedNetwork:
