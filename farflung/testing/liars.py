@@ -32,10 +32,10 @@ AT_A_TIME = 32
 class Stranger:
     """One who knows where a run's peer is, and what its protocol is called, but not the secret."""
 
-    def __init__(self, ticket: Ticket, seed: int = 0) -> None:
+    def __init__(self, ticket: Ticket) -> None:
         self.ticket = ticket
         self.peer = ticket.addresses[0].rpartition("/p2p/")[2]
-        self.chance = random.Random(seed)
+        self.chance = random.Random(0)
 
     async def __aenter__(self) -> Stranger:
         self.p2p = await P2P.create(
