@@ -20,10 +20,7 @@ def holds_no_run(folder: Path, fault: str) -> str:
 
 
 def write_text(path: Path, text: str, private: bool = False) -> None:
-    """Writes a text file beside its place and renames it; makes the folders that it lies in.
-
-    A `private` one can be read by its owner alone.
-    """
+    """Writes a text file beside its place and renames it; makes its folders. Others cannot read a `private` one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     new = beside(path)
     try:

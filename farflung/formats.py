@@ -29,17 +29,12 @@ def package_version() -> str:
 
 @dataclass(frozen=True)
 class Format:
-    """How one kind of thing is written.
-
-    Args:
-        name: what is written so.
-        version: what this release writes, a whole number from 1.
-        last_releases: for each older version that this release does not read, the last release that does.
-    """
+    """How one kind of thing is written; this release writes a version from 1 on."""
 
     name: str
     version: int
     last_releases: Mapping[int, str] = field(default_factory=dict)
+    """For each older version that this release does not read, the last release that does."""
 
     def check(self, table: Mapping[str, Any], where: str) -> int:
         """The version that a table was written in; 0 where it says none. Raises UserError for what cannot be read."""

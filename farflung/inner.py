@@ -15,12 +15,7 @@ from farflung.errors import UserError
 
 @dataclass(frozen=True)
 class Inner:
-    """An inner optimizer.
-
-    Args:
-        make: takes named parameters, `lr` and `weight_decay`.
-        lr: the learning rate where nobody says another.
-    """
+    """An inner optimizer: what makes it of named parameters, `lr` and `weight_decay`, and its usual learning rate."""
 
     make: Callable[..., torch.optim.Optimizer]
     lr: float
@@ -30,10 +25,7 @@ ADAMW = Inner(partial(torch.optim.AdamW, betas=(0.9, 0.95), fused=True), lr=3e-3
 
 
 class SignSGD(torch.optim.Optimizer):
-    """θ ← θ - lr · (sign(gradient) + weight decay · θ): an inner optimizer that keeps nothing.
-
-    DeMo's (arXiv 2411.19870).
-    """
+    """DeMo's (arXiv 2411.19870), which keeps nothing: θ ← θ - lr · (sign(gradient) + weight decay · θ)."""
 
     def __init__(self, parameters: Any, lr: float = 1e-3, weight_decay: float = 0.0) -> None:
         super().__init__(parameters, {"lr": lr, "weight_decay": weight_decay})
@@ -54,10 +46,8 @@ class MuonAdamW(torch.optim.Optimizer):
     """Muon for the matrices of a model's layers, AdamW for all else: embeddings, head, norms, biases.
 
     Muon's steps are scaled to be as large as AdamW's (arXiv 2502.16982), so one learning rate serves both. A matrix is
-    a layer's where its name has a number in it, as those in an `nn.ModuleList` have.
-
-    Args:
-        named: parameters by name. Matrices must be whole: Muon of a shard is another step than the matrix's.
+    a layer's where its name has a number in it, as those in an `nn.ModuleList` have. Matrices must be whole: Muon of a
+    shard is another step than the matrix's.
     """
 
     def __init__(self, named: Iterable[tuple[str, nn.Parameter]], lr: float = 1e-3, weight_decay: float = 0.1) -> None:

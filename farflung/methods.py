@@ -324,13 +324,8 @@ def defaults_of(name: str) -> dict[str, Any]:
 def chosen(rounds: RoundSettings, seed: int = 0, steps: int = 0) -> Method:
     """The method that the settings name, with those of its settings that are not left at its defaults.
 
-    Args:
-        rounds: the settings.
-        seed: of what is random in it.
-        steps: inner steps of the whole run, which `every_final` is about.
-
-    Raises:
-        UserError: a setting is given that the method does not have.
+    `steps` are the inner steps of the whole run, which `every_final` is about. Raises UserError for a setting that the
+    method does not have.
     """
     known, given = defaults_of(rounds.method), rounds.given()
     asked = [*given, *(["every_final"] if rounds.every_final is not None else [])]

@@ -14,12 +14,9 @@ T = TypeVar("T")
 
 
 class Registry(Mapping[str, T]):
-    """Things of one kind by name. A package adds to them with an entry point in the group `farflung.KINDs`.
+    """Things of one kind, such as "method", by name. A package adds some by an entry point of group `farflung.KINDs`.
 
-    Args:
-        kind: what these are, in one word, such as "method".
-        rows: farflung's own.
-        renamed: the new names of old ones, which work for one version more, with a warning.
+    Renamed ones work under their old names for one version more, with a warning.
     """
 
     def __init__(self, kind: str, rows: Mapping[str, T], renamed: Mapping[str, str] | None = None) -> None:

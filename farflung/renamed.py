@@ -9,12 +9,7 @@ from typing import Any
 
 
 def renamed(module: str, names: Mapping[str, str]) -> Callable[[str], Any]:
-    """A module's `__getattr__`, which knows its old names.
-
-    Args:
-        module: its `__name__`.
-        names: the new name of each old one, in this module or as a whole path: `farflung.errors.UserError`.
-    """
+    """A module's `__getattr__`, which knows its old names; new ones may be whole paths: `farflung.errors.UserError`."""
 
     def find(name: str) -> Any:
         if name not in names:

@@ -8,6 +8,7 @@ import enum
 import inspect
 import json
 import math
+import operator
 import sys
 import textwrap
 import tomllib
@@ -48,14 +49,10 @@ class Rule:
 
     def check(self, name: str, value: Any) -> None:
         """Raises UserError for a value outside of the limits."""
-        if value is None:
-            return
-        if self.least is not None and not value >= self.least:
-            raise UserError(f"{name} is {value}; it must be at least {self.least:g}")
-        if self.most is not None and not value <= self.most:
-            raise UserError(f"{name} is {value}; it must be at most {self.most:g}")
-        if self.above is not None and not value > self.above:
-            raise UserError(f"{name} is {value}; it must be more than {self.above:g}")
+        limits = (("at least", operator.ge, self.least), ("at most", operator.le, self.most))
+        for words, holds, limit in (*limits, ("more than", operator.gt, self.above)):
+            if value is not None and limit is not None and not holds(value, limit):
+                raise UserError(f"{name} is {value}; it must be {words} {limit:g}")
 
 
 def setting(
@@ -67,10 +64,7 @@ def setting(
     may_differ: MayDiffer = NOWHERE,
     formerly: str = "",
 ) -> T:
-    """A field with its default, its limits, where it may differ, and the name it had in the version before.
-
-    Raises nothing itself; a `Checked` dataclass holds its values to it.
-    """
+    """A `Checked` dataclass's field: its default, limits, where it may differ, its name in the version before."""
     rule = Rule(least, most, above, may_differ, formerly)
     return dataclasses.field(default=default, metadata={"rule": rule})
 

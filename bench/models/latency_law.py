@@ -18,7 +18,8 @@ from typing import Any
 from bench.lib.store import Store
 from bench.lib.table import Cell, Part, Table
 from farflung.networks import Conditions
-from farflung.networks.simulator import Demand, SimulatedCluster, SimulatedCollective
+from farflung.networks.simulator.cluster import SimulatedCluster, SimulatedCollective
+from farflung.networks.simulator.fabric import Demand
 
 Replica = Generator[SimulatedCollective, None, None]
 

@@ -18,7 +18,9 @@ import numpy as np
 from bench.lib.store import Store
 from bench.lib.table import Cell, Part, Table
 from farflung.networks import Conditions, conditions_named
-from farflung.networks.simulator import Demand, Link, SimulatedCluster, Site
+from farflung.networks.simulator.cluster import SimulatedCluster
+from farflung.networks.simulator.conditions import Link, Site
+from farflung.networks.simulator.fabric import Demand
 from farflung.planner.placement import Groups, Problem, chains, random_placement, search
 
 GBIT = 125e6

@@ -21,7 +21,7 @@ from bench.lib.store import Store
 from bench.lib.table import Cell, Part, Table
 from farflung import Method, methods
 from farflung.networks import Conditions, Network, Simulation, TorchNetwork
-from farflung.networks.simulator import HEADERS
+from farflung.networks.simulator.conditions import HEADERS
 from farflung.outer import message_bytes
 from farflung.planner.timing import Timer
 from farflung.testing.hosts import NetLab, torch_everywhere, unavailable

@@ -16,7 +16,7 @@ from bench.lib.store import Store
 from bench.lib.table import Cell, Part, Table
 from farflung import Method, methods
 from farflung.codecs import Dense, ErrorFeedback, LowRank, Quantize
-from farflung.networks.simulator import Link
+from farflung.networks.simulator.conditions import Link
 from farflung.outer import Schedule
 from farflung.planner.architecture import Architecture, architecture_of
 from farflung.planner.cost import blocked_seconds, exchange

@@ -22,12 +22,7 @@ from farflung.hooks.trained import held_by
 
 
 class Copies:
-    """The copies of weights that some optimizers keep. Torch's own keep none.
-
-    Args:
-        optimizers: the inner ones.
-        fragments: the parameters that rounds write together.
-    """
+    """The copies of weights that some optimizers keep. Torch's own keep none. Rounds write a fragment's together."""
 
     def __init__(self, optimizers: Sequence[Optimizer], fragments: Sequence[Sequence[nn.Parameter]]) -> None:
         self._fragments = fragments

@@ -42,10 +42,7 @@ class Watch:
     would look the same. So would a pull to weights that are in plain sight, in the state; D is regressed on these, too.
     The columns' products are noted in each step, and looked at once a round.
 
-    Args:
-        name: the optimizer's, for the error.
-        parameters: those.
-        in_sight: tells what there is of weights in sight, each as tensors for all parameters.
+    `name` is the optimizer's; `in_sight` tells what there is of weights in sight, each as tensors for all parameters.
     """
 
     def __init__(
@@ -135,11 +132,8 @@ def _gradient_of(parameter: nn.Parameter) -> Tensor:
 def _share(products: Tensor, samples: int) -> tuple[float, float, float]:
     """The last column's slope on the one before it, its standard error, and their correlation, beside all others.
 
-    The error is infinite where the others account for that one, too.
-
-    Args:
-        products: of all columns with each other, float64.
-        samples: the columns' length.
+    The error is infinite where the others account for that one, too. The products are those of all columns with each
+    other, float64; `samples` is the columns' length.
     """
     left = products.clone()
     for column in range(len(left) - 2):

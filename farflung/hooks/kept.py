@@ -45,9 +45,6 @@ class Kept:
     State near the weights counts as a copy and is changed with them, until the weights have moved for a while and it
     has not. Then it counts as initial weights, and gets its old value back. State that is near and moves by itself is a
     copy.
-
-    Args:
-        optimizer: that one.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -180,15 +177,9 @@ class Kept:
     def state_dict(self) -> dict[str, Any]:
         """What is known; parameters by their place in the optimizer."""
         place = {parameter: number for number, parameter in enumerate(held_by(self.optimizer))}
-        still = {
-            name: {
-                "seen": {place[p]: value for p, value in still.seen.items()},
-                "since": still.since,
-                "originals": {place[p]: value for p, value in still.originals.items()},
-                "settled": still.settled,
-            }
-            for name, still in self._still.items()
-        }
+        still = {name: dict(vars(still)) for name, still in self._still.items()}
+        for one in still.values():
+            one |= {what: {place[p]: value for p, value in one[what].items()} for what in ("seen", "originals")}
         known = {"copies": list(self._copies), "others": list(self._others), "still": still}
         first = {"first": self._first, "like_weights": list(self._like_weights)}
         return {**known, **first, "looked": self._looked, "moves": int(self._moves)}
@@ -199,15 +190,10 @@ class Kept:
         self._copies, self._others = list(state["copies"]), list(state["others"])
         self._first, self._like_weights = state["first"], list(state["like_weights"])
         self._looked, self._moves = state["looked"], state["moves"]
-        self._still = {
-            name: _Still(
-                {held[number]: value.clone() for number, value in still["seen"].items()},
-                still["since"],
-                {held[number]: value.clone() for number, value in still["originals"].items()},
-                still["settled"],
-            )
-            for name, still in state["still"].items()
-        }
+        self._still = {}
+        for name, still in state["still"].items():
+            copied = {what: {held[n]: v.clone() for n, v in still[what].items()} for what in ("seen", "originals")}
+            self._still[name] = _Still(**{**still, **copied})
 
 
 def _like(tensor: Tensor, other: Tensor) -> Tensor:

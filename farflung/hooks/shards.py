@@ -13,10 +13,7 @@ from farflung.networks import Network
 
 
 def own_of(tensor: Tensor) -> Tensor:
-    """What this process holds of a tensor: the local shard of a DTensor, else all of it.
-
-    FSDP may put another tensor in a shard's place, so this is to be asked each time.
-    """
+    """What this process holds of a tensor: a DTensor's local shard, else all. FSDP may replace it: ask each time."""
     to_local = getattr(tensor, "to_local", None)  # DTensor is slow to import, and few need it
     return to_local() if to_local else tensor
 

@@ -6,9 +6,8 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
-import torch
-
 from farflung.networks import Network, PeerLostError, Pending
+from farflung.networks.base import packet_of, words_of
 from farflung.networks.torchrun import REMINDER_SECONDS, log
 
 T = TypeVar("T")
@@ -29,33 +28,23 @@ STATE = (
 
 
 class Fact(NamedTuple):
-    """Something that must be equal on all replicas.
-
-    Args:
-        what: its name in a DisagreementError.
-        told: values to compare; replicas agree when all have the same value in one of these places.
-        remedy: what to do where they differ.
-    """
+    """Something that must be equal on all replicas; in a DisagreementError, its name and the remedy."""
 
     what: str
     told: tuple[str, ...]
+    """Values to compare; replicas agree when all have the same value in one of these places."""
     remedy: str = STATE
 
 
 def agree_on_start(network: Network, key: str, facts: Sequence[Fact], seconds: float) -> None:
-    """Waits for all replicas, and compares what they start from.
+    """Waits for all replicas, at most so many seconds, and compares what they start from.
 
-    Args:
-        network: the replica's seat.
-        key: of the exchange.
-        facts: what must be equal; how many there are may depend on the earlier ones.
-        seconds: the longest that starting may take.
-
-    Raises DisagreementError, and PeerLostError when somebody does not come.
+    How many facts there are may depend on the earlier ones. Raises DisagreementError, and PeerLostError when somebody
+    does not come.
     """
     hashes = b"".join(hashlib.sha256(value.encode()).digest()[:BYTES] for fact in facts for value in fact.told)
-    packets = all_there(network, network.exchange(_packet(hashes), network.members(), key), seconds)
-    told = {rank: packet.cpu().numpy().tobytes() for rank, packet in packets.items()}
+    packets = all_there(network, network.exchange(packet_of(hashes), network.members(), key), seconds)
+    told = {rank: words_of(packet) for rank, packet in packets.items()}
     end = 0
     for fact in facts:
         places = [slice(end + way * BYTES, end + (way + 1) * BYTES) for way in range(len(fact.told))]
@@ -68,12 +57,8 @@ def agree_on_start(network: Network, key: str, facts: Sequence[Fact], seconds: f
 
 def _values(network: Network, key: str, fact: Fact, seconds: float) -> dict[int, str]:
     """Each replica's value of a fact that differs; all call this together."""
-    packets = network.exchange(_packet(fact.told[0].encode()), network.members(), key).wait(seconds)
-    return {rank: packet.cpu().numpy().tobytes().decode() for rank, packet in packets.items()}
-
-
-def _packet(words: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(words), dtype=torch.uint8)
+    packets = network.exchange(packet_of(fact.told[0].encode()), network.members(), key).wait(seconds)
+    return {rank: words_of(packet).decode() for rank, packet in packets.items()}
 
 
 def _described(own: int, fact: Fact, others: Sequence[int], values: Mapping[int, str]) -> str:
@@ -84,10 +69,7 @@ def _described(own: int, fact: Fact, others: Sequence[int], values: Mapping[int,
 
 
 def all_there(network: Network, pending: Pending[T], seconds: float) -> T:
-    """The result of an exchange that waits for replicas to start; says now and then who is missing.
-
-    Raises PeerLostError.
-    """
+    """The result of an exchange in which replicas start; says now and then who is missing. Raises PeerLostError."""
     began = network.now()
     while True:
         waited = network.now() - began

@@ -20,11 +20,8 @@ def hook_steps(
 
     Torch calls hooks for each class whose `step()` runs, so twice where one calls `super().step()`. Only the outermost
     call counts. It is found by frames on the stack, since a flag would stay set after a step that raised. A compiled
-    step continues in other frames after each hook, but those are called from the first.
-
-    Args:
-        before: as `register_step_pre_hook` wants it: given the step's arguments, it may return others.
-        after: called when the step has been made.
+    step continues in other frames after each hook, but those are called from the first. `before` is as
+    `register_step_pre_hook` wants it: given the step's arguments, it may return others.
     """
     under_way: list[FrameType] = []
 

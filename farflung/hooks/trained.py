@@ -27,14 +27,10 @@ def _attached() -> list[Trained]:
 
 
 class Trained:
-    """The parameters of a model that some optimizers train.
+    """The parameters of a model that some optimizers train, and that are averaged over a network.
 
-    Args:
-        model: as the user's loop has it.
-        optimizers: that step it.
-        network: the one that they are averaged over. Another may average the same parameters, within a site, say.
-
-    Raises UserError: an optimizer has parameters that are not the model's, or that are attached already.
+    Another network may average the same parameters, within a site, say. Raises UserError where an optimizer has
+    parameters that are not the model's, or that are attached already.
     """
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer], network: Network) -> None:
@@ -44,7 +40,8 @@ class Trained:
         self._names = {parameter: name for name, parameter in model.named_parameters()}
         for optimizer in self.optimizers:
             self._check_owner(optimizer)
-        self.parameters = self._held()
+        held = {parameter for optimizer in self.optimizers for parameter in held_by(optimizer)}
+        self.parameters = [parameter for parameter in self._names if parameter in held and parameter.requires_grad]
         self.restore: Callable[[], None] = lambda: None
         """Restores weights that are not finite, where a session has older ones."""
         self._left_alone: dict[nn.Parameter, Tensor] = {}
@@ -65,10 +62,6 @@ class Trained:
                 )
             if parameter.is_complex():
                 raise UserError(f"{self._names[parameter]} is complex, which no round can carry; use two real ones")
-
-    def _held(self) -> list[nn.Parameter]:
-        held = {parameter for optimizer in self.optimizers for parameter in held_by(optimizer)}
-        return [parameter for parameter in self._names if parameter in held and parameter.requires_grad]
 
     def others(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The model's parameters that these optimizers do not train, by name."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,12 +21,7 @@ class Untrained:
     """A model's persistent buffers, those in its `state_dict`, and the parameters that nobody trains.
 
     A loop may move frozen parameters itself, as a teacher that follows its student. Those that have been seen to move
-    are kept and restored like buffers.
-
-    Args:
-        model: as the user's loop has it.
-        trained: what is trained of it.
-        undo: takes what undoes the hooks.
+    are kept and restored like buffers. `undo` takes what undoes the hooks.
 
     Raises UserError: a tensor has no values yet, or is of a kind that cannot be compared.
     """
@@ -178,12 +174,8 @@ class _WhenLoaded:
     def __call__(self, module: nn.Module, _: Any) -> None:
         self._untrained.loaded(self._prefix, module)
 
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[()]]:
-        return _nothing, ()
-
-
-def _nothing() -> Callable[..., None]:
-    return _do_nothing
+    def __reduce__(self) -> tuple[type[partial[None]], tuple[Callable[..., None]]]:
+        return partial, (_do_nothing,)
 
 
 def _do_nothing(*_: Any) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch.distributed as dist
 
@@ -19,9 +21,10 @@ from farflung.networks.base import (
     Traffic,
 )
 from farflung.networks.distributed import TorchNetwork
-from farflung.networks.kinds import NetworkKind
 from farflung.networks.membership import among_members, among_survivors
-from farflung.networks.simulator import Conditions, ReplicaDiedError, SimulatedNetwork, Simulation, conditions_named
+from farflung.networks.simulator.conditions import Conditions
+from farflung.networks.simulator.network import ReplicaDiedError, SimulatedNetwork, Simulation
+from farflung.networks.simulator.presets import conditions_named
 from farflung.registry import Registry
 from farflung.renamed import renamed
 
@@ -59,6 +62,22 @@ __getattr__ = renamed(
         "among_the_living": "among_members",
     },
 )
+
+
+@dataclass(frozen=True)
+class NetworkKind:
+    """One kind of networks. Replicas are simulated where it says how; else each is a process, which opens its seat.
+
+    Args:
+        open: this process's seat, by its environment: waits for the others to start, and in rounds, at most so many
+            seconds. Raises UserError. Where `farflung train` starts the processes, they offer what TorchNetwork does.
+        simulate: makes so many replicas in this process, under some conditions.
+        elastic: whether replicas come and go; those of `farflung join` do, and `farflung train` starts none.
+    """
+
+    open: Callable[[float, float], Network]
+    simulate: Callable[[int, Conditions], Simulation] | None = None
+    elastic: bool = False
 
 
 def _peer(starting: float, deadline: float) -> Network:

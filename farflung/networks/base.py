@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
+import torch
 from torch import Tensor
 
 T = TypeVar("T")
@@ -24,10 +25,8 @@ Combine = Callable[[Packets], Tensor]
 class PeerLostError(Exception):
     """Some members of a group did not deliver: they died, or their deadline passed.
 
-    Args:
-        ranks: the replicas that were waited for.
-        reason: what happened, with their addresses, and what to try.
-        delivered: the packets of those who did deliver, own included (of an `exchange`).
+    The reason says what happened, with their addresses, and what to try. `delivered` are the packets of those who did
+    deliver, own included (of an `exchange`).
     """
 
     def __init__(self, ranks: Sequence[int], reason: str, delivered: Packets | None = None) -> None:
@@ -62,16 +61,13 @@ class Pending(Protocol[T_co]):
 
     def done(self) -> bool:
         """Whether `wait` would return, or raise, at once."""
-        ...
 
     def wait(self, timeout: float) -> T_co:
         """The result, after at most `timeout` seconds of the network's clock. Raises PeerLostError."""
-        ...
 
     @property
     def finished_at(self) -> float:
         """When the exchange ended, on the network's clock; defined once `wait` has returned or raised."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -82,35 +78,27 @@ class Finished(Generic[T]):
     finished_at: float
 
     def done(self) -> bool:
-        """True."""
+        """See Pending."""
         return True
 
     def wait(self, timeout: float) -> T:
-        """The value."""
+        """See Pending."""
         return self.value
 
 
 @dataclass(frozen=True)
 class Party:
-    """Who takes part in a round.
-
-    Args:
-        group: the replicas that have come, sorted, this one among them; fewer than two when it stays alone.
-        weights: of each one's message in the mean.
-        behind: whether this replica must catch up first, because its anchors are not the others'.
-    """
+    """Who takes part in a round, less than two when this replica stays alone, and each message's weight in the mean."""
 
     group: Group
     weights: dict[int, float]
     behind: bool = False
+    """Whether this replica must catch up first, because its anchors are not the others'."""
 
 
 @dataclass(frozen=True)
 class SharedState:
-    """The state that a late replica downloads: float32 tensors by name, and facts that JSON can hold.
-
-    After a download, `givers` are the replicas that gave it.
-    """
+    """What a late replica downloads: float32 tensors by name, facts that JSON can hold, and afterwards who gave it."""
 
     tensors: dict[str, Tensor]
     facts: dict[str, Any]
@@ -143,22 +131,18 @@ class Network(Protocol):
 
     def members(self) -> Group:
         """The replicas believed alive, sorted, this one among them."""
-        ...
 
     def attachment(self) -> int:
         """The next number, from 0, for the keys of a session, so that they differ from others'."""
-        ...
 
     def exchange(self, packet: Tensor, group: Group, key: str) -> Pending[Packets]:
         """All-gather: sends a packet (flat uint8, any length) to the group; yields every member's, own included."""
-        ...
 
     def scatter_combine_gather(self, packets: Packets, group: Group, key: str, combine: Combine) -> Pending[Packets]:
         """Sends each member its packet, combines those received, and all-gathers the combined packets, own included.
 
         `combine` may run in another thread, once, while this replica trains; it is given the others' packets by rank.
         """
-        ...
 
     def all_reduce(self, tensor: Tensor, group: Group, key: str) -> Pending[Tensor]:
         """The mean over the group of a flat tensor, the same bits on every member.
@@ -167,15 +151,12 @@ class Network(Protocol):
         After PeerLostError each of its elements holds either the mean or still this replica's own value.
         Each member sends 2 (n - 1) / n times the tensor's bytes.
         """
-        ...
 
     def advance(self) -> None:
         """Advances a simulated clock by one inner step's computation; elsewhere time has passed by itself."""
-        ...
 
     def now(self) -> float:
         """Seconds on this network's clock, wall or virtual."""
-        ...
 
 
 class TimedNetwork(Network, Protocol):
@@ -183,11 +164,9 @@ class TimedNetwork(Network, Protocol):
 
     def clock(self) -> dict[str, float]:
         """This replica's time on the network's clock, as a checkpoint keeps it."""
-        ...
 
     def resume(self, clock: Mapping[str, float]) -> None:
         """Waits until a time that `clock` gave; called once, before anything else."""
-        ...
 
 
 class ElasticNetwork(Network, Protocol):
@@ -196,7 +175,6 @@ class ElasticNetwork(Network, Protocol):
     @property
     def refused(self) -> Mapping[str, int]:
         """Offences of others, counted by kind."""
-        ...
 
     def meet(
         self, wanted: Group, key: str, step: int, weight: float, lineage: str, then: Callable[[Party], T]
@@ -209,37 +187,37 @@ class ElasticNetwork(Network, Protocol):
             weight: of its message in the mean.
             lineage: equal for all messages that may be averaged; "" for any.
         """
-        ...
 
     def paced(self, step: int, every: int) -> int:
         """The step that a replica counts after its own `step`, with rounds each `every` steps.
 
         Slow replicas skip to the others' median step. Called at the end of each step.
         """
-        ...
 
     def serve(self, source: Callable[[], SharedState]) -> None:
         """Registers the function that gives this replica's state to late replicas; `paced` calls it when asked."""
-        ...
 
     def fetch(self, identical: bool) -> Pending[SharedState]:
-        """The state of other replicas; of the same bits throughout where they are `identical`.
-
-        `wait` raises PeerLostError.
-        """
-        ...
+        """The state of other replicas; where they are `identical`, of the same bits. `wait` raises PeerLostError."""
 
     def reject(self, state: SharedState, why: str) -> None:
         """Says that a downloaded state does not fit this run; its givers are not asked again."""
-        ...
 
     def tell_others(self, **facts: float) -> None:
         """Publishes facts about this replica, for `farflung status`."""
-        ...
 
     def blame(self, rank: int, why: str) -> None:
         """Reports an offence of a replica."""
-        ...
+
+
+def packet_of(words: bytes) -> Tensor:
+    """A packet of these bytes, at least one."""
+    return torch.frombuffer(bytearray(words), dtype=torch.uint8)
+
+
+def words_of(packet: Tensor) -> bytes:
+    """The bytes of a packet, on whatever device."""
+    return packet.cpu().numpy().tobytes()
 
 
 def mean_in_order(tensors: Sequence[Tensor]) -> Tensor:

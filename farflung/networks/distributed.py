@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 import time
 import zlib
@@ -17,9 +16,9 @@ from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import _get_default_store
 
-from farflung.networks.base import Combine, Finished, Group, Packets, Pending, Traffic, mean_in_order
+from farflung.networks.base import Combine, Finished, Group, Packets, Pending, mean_in_order
 from farflung.networks.torchrun import join
-from farflung.networks.transfer import Transfer
+from farflung.networks.transfer import RealNetwork, Transfer
 
 T = TypeVar("T")
 
@@ -37,16 +36,16 @@ _GRACE_SECONDS = 0.5
 """Time after a passed deadline to find out who has delivered."""
 
 
-class TorchNetwork:
+class TorchNetwork(RealNetwork):
     """Processes of the default process group as replicas.
 
     Args:
         addresses: each process's name in error messages.
         store: where processes leave messages for each other; by default the process group's own.
-        processes: the ranks in the process group of the replicas, in order; all of them by default.
+        processes: the replicas' ranks in the process group, in order; by default all.
     """
 
-    elastic = timed = None
+    elastic = None
 
     def __init__(
         self,
@@ -54,15 +53,14 @@ class TorchNetwork:
         store: Store | None = None,
         processes: Sequence[int] | None = None,
     ) -> None:
+        super().__init__()
         self.processes = tuple(range(dist.get_world_size()) if processes is None else processes)
         self.process = dist.get_rank()
         self.rank = self.processes.index(self.process)
-        self.traffic = Traffic()
         self.device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
         self._members = tuple(range(len(self.processes)))
         self._addresses = addresses or {}
         self.store = store or _get_default_store()
-        self._attachments = itertools.count()
 
     @classmethod
     def from_env(cls, starting: float = 600.0) -> TorchNetwork:
@@ -81,10 +79,6 @@ class TorchNetwork:
     def members(self) -> Group:
         """Every rank, dead or alive: all must agree on the groups, and a dead partner fails at once."""
         return self._members
-
-    def attachment(self) -> int:
-        """See Network."""
-        return next(self._attachments)
 
     def exchange(self, packet: Tensor, group: Group, key: str) -> Pending[Packets]:
         """See Network. Lengths travel first, then all packets at once, both directions of each link together."""
@@ -115,13 +109,6 @@ class TorchNetwork:
         # Whoever calls with another size or dtype must not be taken for a partner: it would be averaged half.
         same = f"{key} of {tensor.numel()} {tensor.dtype}"
         return _Exchange(self, group, lambda transfer: self._all_reduce(tensor, transfer, same))
-
-    def advance(self) -> None:
-        """Nothing: the wall clock has already advanced."""
-
-    def now(self) -> float:
-        """The process's monotonic clock, seconds."""
-        return time.monotonic()
 
     def address(self, rank: int) -> str:
         """How to call a replica in a message."""

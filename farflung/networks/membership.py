@@ -6,9 +6,7 @@ import json
 from collections.abc import Callable, Mapping, Set
 from typing import NamedTuple, TypeVar
 
-import torch
-
-from farflung.networks.base import Group, Network, PeerLostError
+from farflung.networks.base import Group, Network, PeerLostError, packet_of, words_of
 
 T = TypeVar("T")
 
@@ -17,10 +15,7 @@ LONGER = 2.0
 
 
 def among_members(network: Network, exchange: Callable[[Group], T]) -> T:
-    """The result of an exchange among all members; tried again when members change meanwhile.
-
-    Raises PeerLostError.
-    """
+    """The result of an exchange among all members; tried again when members change meanwhile. Raises PeerLostError."""
     while True:
         group = network.members()
         try:
@@ -101,14 +96,13 @@ def connected(reached: Mapping[int, Set[int]]) -> Group:
 
 def _notes(network: Network, group: Group, key: str, note: str, seconds: float) -> dict[int, str]:
     """The notes of those who have sent theirs; each pair by itself, so that nobody's loss holds up the others."""
-    packet = torch.frombuffer(bytearray(b" " + note.encode()), dtype=torch.uint8)
+    packet = packet_of(b" " + note.encode())
     own = network.rank
     pending = {other: network.exchange(packet, tuple(sorted((own, other))), key) for other in group if other != own}
     ends, notes = network.now() + seconds, {own: note}
     for other, exchange in pending.items():
         try:
-            received = exchange.wait(max(0.0, ends - network.now()))[other]
+            notes[other] = words_of(exchange.wait(max(0.0, ends - network.now()))[other]).decode()[1:]
         except PeerLostError:
             continue
-        notes[other] = received.cpu().numpy().tobytes().decode()[1:]
     return notes

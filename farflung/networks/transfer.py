@@ -1,12 +1,14 @@
-"""A transfer on a real network, in another thread, while the replica trains."""
+"""What networks of real machines have alike: a clock, and transfers in another thread, while the replica trains."""
 
 from __future__ import annotations
 
+import itertools
 import math
+import time
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextvars import ContextVar
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 from torch import Tensor
 
@@ -18,26 +20,36 @@ IN_BACKGROUND: ContextVar[bool] = ContextVar("in background", default=False)
 """Whether this wait blocks no training."""
 
 
-class Located(Protocol):
-    """What a transfer needs of its network."""
+class RealNetwork:
+    """What networks of real machines have alike: the wall clock, and names for the others."""
 
     rank: int
-    traffic: Traffic
+    timed = None
 
-    def now(self) -> float: ...  # noqa: D102
+    def __init__(self) -> None:
+        self.traffic = Traffic()
+        self._attachments = itertools.count()
 
-    def address(self, rank: int) -> str: ...  # noqa: D102
+    def address(self, rank: int) -> str:
+        """A replica's name in messages."""
+        raise NotImplementedError
+
+    def attachment(self) -> int:
+        """See Network."""
+        return next(self._attachments)
+
+    def advance(self) -> None:
+        """Nothing: the wall clock has already advanced."""
+
+    def now(self) -> float:
+        """The process's monotonic clock, seconds."""
+        return time.monotonic()
 
 
 class Transfer(Generic[T]):
-    """A Pending; the worker reports lost members to it, and in the end the result.
+    """A Pending; the worker reports lost members to it, and in the end the result."""
 
-    Args:
-        network: the replica's seat.
-        group: who takes part.
-    """
-
-    def __init__(self, network: Located, group: Group) -> None:
+    def __init__(self, network: RealNetwork, group: Group) -> None:
         self.group = group
         self.others = [rank for rank in group if rank != network.rank]
         self.delivered: Packets = {}

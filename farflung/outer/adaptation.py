@@ -21,17 +21,13 @@ class Adapt:
     the codec has now. The quotient is averaged over `window` rounds. Where it falls below its maximum, the share
     shrinks by the same factor. `every` shrinks with the share, since a shorter exchange needs fewer steps to hide
     behind.
-
-    Args:
-        window: rounds.
-        least: the smallest share.
-        steps: whether `every` shrinks, too. All replicas must agree on it, so it is only for methods that average among
-            all.
     """
 
     window: int = 5
     least: float = 0.25
+    """The smallest share."""
     steps: bool = True
+    """Whether `every` shrinks, too. All replicas must agree on it, so it is only for methods that average among all."""
 
     def __post_init__(self) -> None:
         if self.window < 1 or not 0 < self.least <= 1:

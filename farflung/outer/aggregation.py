@@ -26,12 +26,11 @@ Blame = Callable[[int, str], None]
 
 
 class Aggregation:
-    """The aggregation rule of a network whose members cannot all be trusted; it checks every message.
+    """The aggregation rule of a network whose members cannot all be trusted.
 
-    Args:
-        robust: "mean", or for groups of more than two, in which a minority may send anything, "median" of each
-            coordinate or "clipped" to the median norm.
-        blame: told of messages that are broken, not finite or far too large; they are left out.
+    It checks every message; those that are broken, not finite or far too large are left out, and told to `blame`.
+    `robust` is "mean", or for groups of more than two, in which a minority may send anything, "median" of each
+    coordinate or "clipped" to the median norm.
     """
 
     def __init__(self, robust: str, blame: Blame) -> None:
@@ -42,7 +41,7 @@ class Aggregation:
         self.blame = blame
         self._norms: dict[tuple[torch.Size, ...], deque[float]] = {}
 
-    def check(self, sender: int, message: list[Tensor], own: Sequence[Tensor] | None) -> None:
+    def check(self, message: list[Tensor], own: Sequence[Tensor] | None) -> None:
         """Checks a message. Raises PacketError when it is not finite or far too large."""
         size = norm(message) if all(map(finite, message)) else math.nan
         norms = self._norms.setdefault(tuple(tensor.shape for tensor in message), deque(maxlen=NORMS_KEPT))

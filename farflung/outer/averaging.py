@@ -67,10 +67,8 @@ class Averaging:
     """Averages one fragment's messages, round after round, and keeps what its codecs remember between them.
 
     Args:
-        network: the replica's seat.
         method: its codec, copied for each use, and its way of averaging. Where all members must get the same mean, each
             also decodes its own message; else it uses it as it is.
-        views: a flat message as tensors of the parameters' shapes.
         name: tells this fragment's random numbers from others'.
         exact: whether messages of float64 must stay float64 when the codec is lossless.
         aggregation: the rule for members that cannot all be trusted; it checks every message.
@@ -101,15 +99,11 @@ class Averaging:
     def start(
         self, message: Tensor, group: Group, key: str, round: int, weights: Mapping[int, float] | None = None
     ) -> tuple[Pending[Tensor], float]:
-        """Starts averaging a flat message; returns the pending mean and the compression error.
+        """Starts averaging a flat message, whose memory it takes; returns the pending mean and the compression error.
 
-        The message's memory then belongs to the exchange.
-
-        `key` and the round's number are the same for the whole group. `weights` are the messages' weights, by default
-        all equal.
-
-        `wait` of the result raises PeerLostError when a part is missing or unreadable. The message then holds the mean
-        of the others, or this replica's own values.
+        `key` and the round's number are the same for the whole group. By default, all messages weigh the same. `wait`
+        of the result raises PeerLostError when a part is missing or unreadable. The message then holds the mean of the
+        others, or this replica's own values.
         """
         lossless = self._prototype.traits.lossless and (self._exact or message.dtype == torch.float32)
         if lossless and self._aggregation is None:
@@ -214,7 +208,7 @@ class Averaging:
             # What came over the internet lies in the host's memory.
             message = codec.decode(packet.to(like[0].device) if like else packet, like)
             if self._aggregation and (own is None or sender != self._network.rank):
-                self._aggregation.check(sender, message, own)
+                self._aggregation.check(message, own)
         except PacketError as error:
             if self._aggregation:
                 self._aggregation.blame(sender, str(error))

@@ -12,7 +12,7 @@ from torch import Tensor
 from farflung.codecs import Codec
 from farflung.outer.averaging import Way, cut, strips, uses_all_gather
 from farflung.outer.notes import NOTES, Noted
-from farflung.outer.optimizers import OuterFactory, message_of, step_with
+from farflung.outer.optimizers import after_a_step
 
 if TYPE_CHECKING:
     from farflung.outer.method import Method
@@ -27,10 +27,7 @@ _SIDE = 1024
 
 
 def traffic_per_hop(codec: Codec, way: Way, members: int) -> tuple[float, ...]:
-    """What part of a message goes from each member of a group to each other, hop after hop.
-
-    Uncompressed messages use all-reduce.
-    """
+    """What part of a message each member of a group sends each other, hop after hop; by all-reduce if uncompressed."""
     if not codec.traits.lossless and uses_all_gather(codec, way, members):
         return (1.0,)
     return (1 / members, 1 / members)
@@ -67,32 +64,21 @@ def kept_bytes(method: Method, shapes: Sequence[Shape]) -> float:
     if method.outer is None:
         return _FLOAT * _count(tensors) + remembered
     parameters = sum(map(math.prod, shapes))
-    lengths, kept = _outer(method.outer)
+    lengths, kept = after_a_step(method.outer)
     schedule = method.schedule
     assert schedule.every
     flights = min(max(1, math.ceil(schedule.delay * schedule.fragments / schedule.every)), schedule.fragments)
     in_flight = flights / schedule.fragments * (lengths + bool(schedule.delay))
-    return _FLOAT * parameters * (1 + kept + in_flight) + remembered
+    return _FLOAT * parameters * (1 + len(kept) + in_flight) + remembered
 
 
 def _message(method: Method, shapes: Sequence[Shape]) -> tuple[Codec, list[Tensor]]:
     """What encodes a method's messages, and outlines of the tensors that one consists of."""
     outlines = [torch.empty(shape, device="meta") for shape in shapes]
     if method.outer is not None:
-        return method.codec, outlines * _outer(method.outer)[0]
+        return method.codec, outlines * after_a_step(method.outer)[0]
     notes = list(torch.empty(len(shapes) + NOTES, device="meta").unbind())
     return method.codec if method.codec.traits.lossless else Noted(method.codec), outlines + notes
-
-
-def _outer(make: OuterFactory) -> tuple[int, int]:
-    """How many times an anchor's length an outer optimizer's message has; and what it keeps of the anchor, too."""
-    anchor = torch.zeros(1)
-    outer = make([anchor])
-    message = message_of(outer, anchor, torch.ones(1))
-    lengths = message.numel()
-    step_with(outer, anchor, message)
-    kept = outer.state.get(anchor, {}).values()
-    return lengths, sum(isinstance(value, Tensor) and value.shape == anchor.shape for value in kept)
 
 
 def _count(tensors: Sequence[Tensor]) -> int:

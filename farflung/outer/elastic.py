@@ -17,15 +17,7 @@ from farflung.hooks.digests import digest
 from farflung.networks import Group, Party, PeerLostError, Pending, SharedState
 from farflung.outer.aggregation import Aggregation
 from farflung.outer.loop import Exchange, OuterLoop
-from farflung.outer.optimizers import (
-    OuterFactory,
-    OuterOptimizer,
-    ParameterAveraging,
-    message_of,
-    state_by_anchor,
-    state_of,
-    step_with,
-)
+from farflung.outer.optimizers import OuterOptimizer, ParameterAveraging, after_a_step, kept_of, state_by_anchor
 from farflung.outer.outcomes import Outcome, Result
 from farflung.outer.round import Offer, PendingRound, Sync
 from farflung.outer.session import Setup
@@ -56,9 +48,6 @@ class ElasticLoop(OuterLoop):
         for sync in self._rounds.syncs:
             sync.skip_to(self.step - sync.every_steps + 1)  # to the latest that has started, which it may yet come to
         return self.step
-
-    def _prepare(self, sync: Sync[Tensor], members: int) -> None:
-        """Nothing: the members are not known yet."""
 
     def _exchange(self, sync: Sync[Tensor], offer: Offer[Tensor], group: Group) -> Exchange:
         """Starts a round with the members of the group that come, or with others left without partners."""
@@ -97,7 +86,7 @@ class ElasticLoop(OuterLoop):
         if not self._begun:
             self._begin()
         assert self.method.outer is not None
-        take_state(self.anchors, self.outer, state.tensors, kept_names(self.method.outer))
+        take_state(self.anchors, self.outer, state.tensors, after_a_step(self.method.outer)[1])
         self._rounds.pending.clear()
         self.step = max(self.step, int(state.facts["step"]))
         self._begun = True
@@ -107,10 +96,7 @@ class ElasticLoop(OuterLoop):
 
     @torch.no_grad()
     def catch_up(self, wait: float) -> bool:
-        """Loads the others' state before training; False when nobody has one.
-
-        Raises UserError when none of their states fits this run.
-        """
+        """Loads the others' state before training; False when nobody has one. Raises UserError when none fits."""
         self._fetch()
         return self._take_fetched(wait)
 
@@ -153,17 +139,8 @@ def state_tensors(anchors: list[Tensor], outer: torch.optim.Optimizer) -> Iterat
     """The anchors and what the outer optimizer keeps of each, by name."""
     for index, anchor in enumerate(anchors):
         yield f"anchor {index}", anchor
-        for name, value in sorted(state_of(outer, anchor).items()):
-            if isinstance(value, Tensor) and value.shape == anchor.shape:
-                yield f"{name} {index}", value
-
-
-def kept_names(make: OuterFactory) -> set[str]:
-    """The names of the tensors of an anchor's length that an outer optimizer keeps after a first step."""
-    anchor = torch.zeros(2)
-    outer = make([anchor])
-    step_with(outer, anchor, message_of(outer, anchor, torch.ones(2)))
-    return {name.rpartition(" ")[0] for name, _ in state_tensors([anchor], outer)} - {"anchor"}
+        for name, value in sorted(kept_of(outer, anchor).items()):
+            yield f"{name} {index}", value
 
 
 def take_state(

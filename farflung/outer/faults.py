@@ -13,11 +13,7 @@ class DivergedError(RuntimeError):
 
 
 class Faults:
-    """One replica's faults.
-
-    Args:
-        replica: its rank.
-    """
+    """One replica's faults; the replica is given by its rank."""
 
     def __init__(self, replica: int) -> None:
         self._replica = replica

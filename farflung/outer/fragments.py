@@ -76,12 +76,8 @@ class Fragment:
 class Weights:
     """A fragment's weights θ and their anchor φ: makes messages of them, and new weights of means.
 
-    Args:
-        fragment: the parameters.
-        anchor: flat, of the fragment's dtype; the outer state lives on its device.
-        outer: the optimizer of all anchors.
-        merge: what becomes of the steps that are trained during a round.
-        writing: a context in which the parameters are written.
+    The anchor is flat, and of the fragment's dtype; the outer state lives on its device. `outer` is the optimizer of
+    all anchors, `writing` a context in which the parameters are written.
     """
 
     def __init__(
@@ -99,10 +95,7 @@ class Weights:
         self._writing = writing
 
     def offer(self, fault: str) -> Offer[Tensor]:
-        """The progress since the last round.
-
-        With a fault, the weights go back to the anchor, and the message says no progress.
-        """
+        """The progress since the last round; with a fault none, and the weights go back to the anchor."""
         if fault:
             self.write(self.anchor)
         weights = self.anchor.clone() if fault else self.fragment.read(self.anchor.device)

@@ -23,9 +23,8 @@ class GradientLoop(Session):
     its own, and returns the mean loss. A peer that is lost ends the run, with PeerLostError: replicas that go on from
     different gradients would no longer be one model.
 
-    Args:
-        setup: see Setup. The optimizers may step in any order that is the same on all replicas; a step of the last one
-            counts. A round's fragment is the optimizer's place in the list.
+    The optimizers may step in any order that is the same on all replicas; a step of the last one counts. A round's
+    fragment is the optimizer's place in the list.
 
     Raises UserError for what it could not be right with; and out of `optimizer.step()`:
         DisagreementError: at the first step, if replicas start from different weights.

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from farflung.networks import Group, Network, PeerLostError, Pending
+from farflung.networks.base import packet_of, words_of
 
 STRETCHES = 8
 """Parts of an anchor that have a sum each."""
@@ -41,16 +42,15 @@ def differ(packets: Mapping[int, Tensor]) -> bool:
 
 
 def draw_together(
-    anchor: Tensor, outer_state: dict[str, Any], facts: Any, network: Network, group: Group, key: str, seconds: float
+    anchor: Tensor, kept: Mapping[str, Tensor], facts: Any, network: Network, group: Group, key: str, seconds: float
 ) -> Any:
-    """Gives all members the mean of their anchors and of their outer optimizers' state.
+    """Gives all members the mean of their anchors and of what their outer optimizers keep.
 
     Returns the facts (any JSON) of the member with the lowest rank, for all to use. Raises PeerLostError, also when a
     member says that it stays away.
     """
-    kept = {name: value for name, value in outer_state.items() if _is_like(value, anchor)}
     packets = _tell([sorted(kept), facts], network, group, key).wait(seconds)
-    told = {rank: json.loads(packet.cpu().numpy().tobytes()) for rank, packet in packets.items()}
+    told = {rank: json.loads(words_of(packet)) for rank, packet in packets.items()}
     if away := [rank for rank, facts in told.items() if facts is None]:
         raise PeerLostError(
             away, f"anchors differ, but replica {away[0]} has lost this round; the next one tries again"
@@ -69,9 +69,4 @@ def stay_away(network: Network, group: Group, key: str) -> None:
 
 
 def _tell(facts: Any, network: Network, group: Group, key: str) -> Pending[dict[int, Tensor]]:
-    packet = torch.frombuffer(bytearray(json.dumps(facts).encode()), dtype=torch.uint8)
-    return network.exchange(packet, group, f"{key}, healed, facts")
-
-
-def _is_like(value: Any, anchor: Tensor) -> bool:
-    return isinstance(value, Tensor) and value.shape == anchor.shape
+    return network.exchange(packet_of(json.dumps(facts).encode()), group, f"{key}, healed, facts")

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from farflung.hooks.buffers import average
 from farflung.hooks.copies import Copies
 from farflung.hooks.scaling import unscaled_steps
 from farflung.hooks.steps import hook_steps
@@ -24,7 +25,7 @@ from farflung.outer.adaptation import Adaptation
 from farflung.outer.averaging import Averaging
 from farflung.outer.fragments import Fragment, Weights, split
 from farflung.outer.healing import differ, draw_together, sketch, stay_away
-from farflung.outer.optimizers import gradient_of, load_into, refuse_rounded_weights, sends_weights, state_of
+from farflung.outer.optimizers import gradient_of, kept_of, load_into, refuse_rounded_weights, sends_weights
 from farflung.outer.outcomes import Outcome, Result, Round
 from farflung.outer.replica import Replica
 from farflung.outer.round import Offer, PendingRound, Rounds, Sync
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Exchange:
-    """A round's exchange under way: its start, in seconds of the network's clock, and the compression error."""
+    """A round's exchange under way; its start is in seconds of the network's clock."""
 
     started_s: float
     result: Pending[Result]
@@ -46,14 +47,11 @@ class Exchange:
 class OuterLoop(Session):
     """Holds rounds with other replicas while the user trains, hooked to the inner optimizers' steps.
 
-    A step of the last optimizer is an inner step. Keeps one float32 anchor of the trained parameters, the state of
-    outer optimizer and codec, and one message for each pending round; with a delay also what the merge needs: the
-    weights at the round's start, or the own message.
+    A step of the last optimizer is an inner step. The model's weights must start equal on all replicas. Keeps one
+    float32 anchor of the trained parameters, the state of outer optimizer and codec, and one message for each pending
+    round; with a delay also what the merge needs: the weights at the round's start, or the own message.
 
     This is for members that stay; rounds go on without those that are lost. See ElasticLoop for others.
-
-    Args:
-        setup: see Setup; the model's weights must start equal on all replicas.
 
     Raises, out of `optimizer.step()`:
         DisagreementError: at the first step, if replicas start from different weights.
@@ -127,19 +125,15 @@ class OuterLoop(Session):
         self.trained.check_left_alone()
         self._look()
         group = sync.group(self.network.rank, self.network.members(), self.method.topology)
-        self._prepare(sync, len(group))
+        averaging = self._averagings[sync.index]
+        if group and not self.network.elastic and averaging.wants_reference():  # elsewhere members are not known yet
+            averaging.set_reference(self._weights[sync.index].nothing())
         offer = sync.offer(partial(self._fault, sync), len(group))
         exchange = self._exchange(sync, offer, group)
         self._rounds.pending.append(sync.start(self.step, group, offer, exchange))
 
     def _fault(self, sync: Sync[Tensor]) -> str:
         return self._replica.fault(sync.rounds, self.step, self._rounds.pending)
-
-    def _prepare(self, sync: Sync[Tensor], members: int) -> None:
-        """Tells the codec the message of a replica without progress."""
-        averaging = self._averagings[sync.index]
-        if members and averaging.wants_reference():
-            averaging.set_reference(self._weights[sync.index].nothing())
 
     def _exchange(self, sync: Sync[Tensor], offer: Offer[Tensor], group: Group) -> Exchange:
         """Starts averaging a message; where all anchors should be equal, also compares them."""
@@ -162,10 +156,7 @@ class OuterLoop(Session):
         return f"round {round} of {self._name}, fragment {fragment}"
 
     def _apply(self, pending: PendingRound[Tensor, Exchange], starts: bool) -> None:
-        """Applies a round: steps the outer optimizer with the mean, and merges the new anchor into the weights.
-
-        `starts` says whether the fragment's next round starts now.
-        """
+        """Makes a new anchor of a round's mean, and merges it; `starts` says whether the next round starts now."""
         sync, waited_from = self._rounds.syncs[pending.fragment], self.network.now()
         try:
             result = self._result(pending)
@@ -220,9 +211,9 @@ class OuterLoop(Session):
                 stay_away(self.network, pending.group, key)
             return
         anchor, pace = self.anchors[sync.index], self._pace(sync)
-        state = state_of(self.outer, anchor)
+        kept = kept_of(self.outer, anchor)
         try:
-            pace = draw_together(anchor, state, pace, self.network, pending.group, key, self.deadline_s)
+            pace = draw_together(anchor, kept, pace, self.network, pending.group, key, self.deadline_s)
         except PeerLostError as lost:
             result.note(Outcome.PEER_LOST, str(lost))  # the next round tries again
             return
@@ -274,8 +265,9 @@ class OuterLoop(Session):
         if not sync.absorb(pending, result.mean):
             result.note(Outcome.PEER_LOST, "the mean of the messages is not finite")
         if self._options["buffers"] == "round" and pending.fragment == 0:
+            key = self.key(f"buffers of round {pending.round}")
             try:
-                self._average_buffers_in(pending.round, result.group)
+                average(self.untrained.named(), self.network, result.group, key, self.deadline_s, directions=True)
             except PeerLostError as lost:
                 result.note(Outcome.PEER_LOST, str(lost))
 

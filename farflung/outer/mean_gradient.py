@@ -30,12 +30,8 @@ class MeanGradient:
     """Averages one optimizer's gradients before its steps, or whenever it calls its closure. See GradientLoop.
 
     A message is all gradients as one flat float32 tensor, zeros where there is none, and then notes, a number each:
-    for each parameter whether it has a gradient; the loss, whether it counts, and whether a gradient overflowed.
-
-    Args:
-        session: whose gradients these are, in part.
-        optimizer: whose steps are hooked until the session ends.
-        index: its place among the optimizers.
+    for each parameter whether it has a gradient; the loss, whether it counts, and whether a gradient overflowed. The
+    index is the optimizer's place among the session's, until whose end its steps are hooked.
     """
 
     def __init__(self, session: Session, optimizer: torch.optim.Optimizer, index: int) -> None:

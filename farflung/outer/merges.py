@@ -20,7 +20,6 @@ class Merge(Protocol):
 
     def merge(self, now: Tensor, at_start: Tensor | None, anchor: Tensor) -> Tensor:
         """The new weights θ', all flat; may overwrite `now`."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -50,13 +49,10 @@ class Drop:
 
 @dataclass(frozen=True)
 class Mix:
-    """θ' = a·θ + (1 - a)·φ' (Streaming DiLoCo, arXiv 2501.18512).
-
-    Args:
-        own: a, from 0 (Drop) to 1 (the round has no effect on the weights).
-    """
+    """θ' = a·θ + (1 - a)·φ' (Streaming DiLoCo, arXiv 2501.18512)."""
 
     own: float = 0.5
+    """a, from 0 (Drop) to 1 (the round has no effect on the weights)."""
     needs_start = False
     eager = False
 

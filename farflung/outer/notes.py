@@ -15,11 +15,7 @@ NOTES = 3
 
 
 class Noted(Compound):
-    """Sends notes (tensors without dimensions) unchanged, and all other tensors by a codec.
-
-    Args:
-        codec: makes the packets of all other tensors.
-    """
+    """Sends notes (tensors without dimensions) unchanged, and all other tensors by a codec."""
 
     def __init__(self, codec: Codec) -> None:
         self.codec, self.parts = codec, (codec,)

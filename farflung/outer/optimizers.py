@@ -87,10 +87,7 @@ def sends_weights(outer: torch.optim.Optimizer) -> bool:
 
 
 def refuse_rounded_weights(outer: torch.optim.Optimizer, codec: Codec, encoded: Sequence[Tensor]) -> None:
-    """Refuses to round an outer optimizer's whole weights by a codec, or by float32 those that are always encoded.
-
-    Raises UserError.
-    """
+    """Refuses a codec, or float32 where all is encoded, that would round whole weights. Raises UserError."""
     if not sends_weights(outer):
         return
     if not (codec.traits.lossless or codec.traits.needs_receiver):
@@ -110,13 +107,8 @@ class GossipNesterov(OuterOptimizer):
 
         v ← α·v - β·mean(Δ) - γ·(φ - mean(φ));   φ ← φ + v
 
-    The two means are only needed in the sum β·Δ - γ·φ = (β - γ)·φ - β·θ, which is the one tensor that travels.
-    γ pulls the anchors of a group together; groups of 2 are stable up to γ of about 1.5.
-
-    Args:
-        lr: β.
-        momentum: α.
-        gamma: γ.
+    β is lr, α momentum. The two means are only needed in the sum β·Δ - γ·φ = (β - γ)·φ - β·θ, which is the one tensor
+    that travels. γ pulls the anchors of a group together; groups of 2 are stable up to γ of about 1.5.
     """
 
     sends_weights = True
@@ -213,7 +205,7 @@ class ParameterAveraging(OuterOptimizer):
 
     def gradient(self, anchor: Tensor, mean: Tensor) -> Tensor:
         """φ - mean(θ), in the memory of the mean."""
-        return torch.sub(anchor, mean, out=mean)
+        return pseudo_gradient(anchor, mean)
 
     def state_dict(self) -> dict[str, Any]:
         """The optimizer's own."""
@@ -229,9 +221,20 @@ def state_by_anchor(outer: torch.optim.Optimizer) -> dict[Tensor, dict[str, Any]
     return (outer.inner if isinstance(outer, ParameterAveraging) else outer).state
 
 
-def state_of(outer: torch.optim.Optimizer, anchor: Tensor) -> dict[str, Any]:
-    """What an outer optimizer keeps of an anchor."""
-    return state_by_anchor(outer).get(anchor, {})
+def kept_of(outer: torch.optim.Optimizer, anchor: Tensor) -> dict[str, Tensor]:
+    """The tensors of an anchor's shape that an outer optimizer keeps of it, by name."""
+    state = state_by_anchor(outer).get(anchor, {})
+    return {name: value for name, value in state.items() if isinstance(value, Tensor) and value.shape == anchor.shape}
+
+
+def after_a_step(make: OuterFactory) -> tuple[int, set[str]]:
+    """How many times an anchor's length an outer optimizer's message has, and the names of what it keeps."""
+    anchor = torch.zeros(2)
+    outer = make([anchor])
+    message = message_of(outer, anchor, torch.ones(2))
+    lengths = message.numel() // 2
+    step_with(outer, anchor, message)
+    return lengths, set(kept_of(outer, anchor))
 
 
 def blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:

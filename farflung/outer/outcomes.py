@@ -26,23 +26,16 @@ class Outcome(StrEnum):
 
 @dataclass
 class Result:
-    """What an exchange came to.
-
-    Args:
-        mean: of the group's messages, or this replica's own message if a peer is lost.
-        group: who took part; empty when the replica sat out.
-        outcome: how it ended.
-        reason: why it did not end as averaged.
-        compression_error: the part of the message, 0 to 1, that its packet left out.
-        apart: whether anchors differ that should be equal.
-    """
+    """What an exchange came to; see Round, too."""
 
     mean: Tensor
+    """Of the group's messages, or this replica's own message if a peer is lost."""
     group: Group
     outcome: Outcome = Outcome.AVERAGED
     reason: str = ""
     compression_error: float = 0.0
     apart: bool = False
+    """Whether anchors differ that should be equal."""
 
     def note(self, outcome: Outcome, reason: str) -> None:
         """Sets another outcome; earlier reasons are kept."""

@@ -18,15 +18,7 @@ Pending = PendingRound[Tensor, Any]
 
 
 class Replica:
-    """What a replica trains, fragment by fragment, and what changes with it.
-
-    Args:
-        weights: the fragments'.
-        trained: their parameters, and the inner optimizers that step them.
-        untrained: what is restored with the weights when training was spoilt.
-        copies: of the weights, in the inner optimizers' state.
-        faults: what went wrong.
-    """
+    """What a replica trains, fragment by fragment, and what changes with it."""
 
     def __init__(
         self, weights: Sequence[Weights], trained: Trained, untrained: Untrained, copies: Copies, faults: Faults

@@ -19,13 +19,9 @@ Named = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Part:
-    """What one process of a replica has saved.
+    """What one process of a replica has saved: its session's `state_dict`, and which of its stage's shards it was.
 
-    Args:
-        state: its session's `state_dict`.
-        shard: which of its stage's shards it was.
-        fragments: the names of each fragment's parameters, in order.
-        shapes: of its parameters, by name.
+    Fragments are the names of their parameters, in order; shapes are its parameters'.
     """
 
     state: State

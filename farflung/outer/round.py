@@ -47,22 +47,18 @@ class Content(Protocol[M]):
 
     def offer(self, fault: str) -> Offer[M]:
         """The message: the progress since the last round; none with a fault."""
-        ...
 
     def keep(self, offer: Offer[M], delayed: bool) -> None:
         """Keeps what is needed when the round is applied, some steps later if `delayed`."""
-        ...
 
     def step_alone(self, offer: Offer[M], members: int) -> None:
         """If the merge is eager: steps with this replica's part of the mean of so many members, before any exchange."""
-        ...
 
     def absorb(self, offer: Offer[M], mean: M, fresh: Offer[M] | None, delayed: bool) -> bool:
         """Makes new weights of a mean, whose memory is used up; whether the mean was of any use.
 
         `fresh` is what the next round will offer, where that starts at once and the merge has made it already.
         """
-        ...
 
 
 @dataclass(eq=False)
@@ -89,11 +85,6 @@ class Sync(Generic[M]):
     Public: `every_steps` and `delay_steps` are the schedule's, until adaptation changes them; `next_start` is a step;
     `rounds` counts those that have started, `trained` the inner steps since the last one. `met` is the last round's
     group, and `lost` says that a round was lost since anchors were last known to be equal.
-
-    Args:
-        index: the fragment's place among the fragments.
-        schedule: of all rounds.
-        content: what they are about.
     """
 
     def __init__(self, index: int, schedule: Schedule, content: Content[M]) -> None:
@@ -140,8 +131,7 @@ class Sync(Generic[M]):
 
     def start(self, step: int, group: Group, offer: Offer[M], exchange: E) -> PendingRound[M, E]:
         """The next round, whose exchange is under way; on to the one after it."""
-        number = self.rounds
-        lands_at_step = step + self.delay_steps
+        number, lands_at_step = self.rounds, step + self.delay_steps
         self.trained, self.met = 0, group
         self.rounds += 1
         if self._schedule.final is not None:
@@ -186,12 +176,7 @@ class Sync(Generic[M]):
 
 
 class Rounds(Generic[M, E]):
-    """All rounds of one replica.
-
-    Args:
-        schedule: when they come.
-        contents: each fragment's.
-    """
+    """All rounds of one replica, of as many fragments as there are contents."""
 
     def __init__(self, schedule: Schedule, contents: Sequence[Content[M]]) -> None:
         self.syncs = [Sync(index, schedule, content) for index, content in enumerate(contents)]
@@ -199,16 +184,16 @@ class Rounds(Generic[M, E]):
 
     def after(self, step: int) -> Iterator[Sync[M] | PendingRound[M, E]]:
         """What to do after a step: apply rounds that are due, start rounds, apply those that are due at once."""
-        for pending in tuple(self.pending):
-            if pending.lands_at_step <= step:
-                self.pending.remove(pending)
-                yield pending
+        yield from self._due(step)
         for sync in self.syncs:
             sync.trained += 1
             if 0 < sync.next_start <= step:
                 yield sync
             else:
                 sync.fresh = None  # an offer that was made when a round was applied, where no next one has started
+        yield from self._due(step)
+
+    def _due(self, step: int) -> Iterator[PendingRound[M, E]]:
         for pending in tuple(self.pending):
             if pending.lands_at_step <= step:
                 self.pending.remove(pending)

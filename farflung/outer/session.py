@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, TypedDict
 
 import torch
@@ -81,32 +80,23 @@ def completed(given: Mapping[str, Any]) -> Options:
 
 @dataclass(frozen=True)
 class Setup:
-    """What a method is attached to, and how.
-
-    Args:
-        method: the choices that its exchanges are made of.
-        model: what the user trains.
-        optimizers: that step it, in this order.
-        network: the replica's seat.
-        options: all of them; see Options.
-        undo: takes what undoes the hooks; whoever makes this closes it if attaching fails.
-    """
+    """What a method is attached to, and how."""
 
     method: Method
     model: nn.Module
     optimizers: Sequence[Optimizer]
+    """In the order in which they step."""
     network: Network
     options: Options
+    """All of them."""
     undo: ExitStack
+    """Takes what undoes the hooks; whoever makes this closes it if attaching fails."""
 
 
 class Session:
     """A context that does something about inner optimizers' steps, and undoes its hooks at the end.
 
     Public besides the methods: `step`, the inner steps so far, and `rounds`, the rounds that this replica took part in.
-
-    Args:
-        setup: see Setup.
     """
 
     def __init__(self, setup: Setup) -> None:
@@ -141,9 +131,7 @@ class Session:
             raise UserError("this session has ended, so it has no more rounds; attach again")
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._left = True
         if error is None:
             self.finish()
@@ -197,9 +185,7 @@ class Session:
         """Takes back what is not sound in the weights when the rounds end."""
 
     def _warn_of_steps_alone(self) -> None:
-        if self.trained.again():
-            return
-        if not self._warned:
+        if not self._warned and not self.trained.again():
             self._warned = True
             warnings.warn(ENDED, stacklevel=6)
 
@@ -308,10 +294,6 @@ class Session:
         self.rounds += bool(round.group)
         if on_round := self._options["on_round"]:
             on_round(round)
-
-    def _average_buffers_in(self, round: int, group: Group) -> None:
-        key = self.key(f"buffers of round {round}")
-        average(self.untrained.named(), self.network, group, key, self.deadline_s, directions=True)
 
     def _average_among_all(self, what: str, tensors: Mapping[str, Tensor], directions: bool) -> None:
         if self.network.elastic:

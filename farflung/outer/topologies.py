@@ -16,11 +16,9 @@ class Topology(Protocol):
     @property
     def identical(self) -> bool:
         """Whether a group's members must all end a round with the same bits."""
-        ...
 
     def groups(self, members: Group, round: str) -> list[Group]:
         """The groups, each sorted; a member that is in none sits the round out."""
-        ...
 
 
 def group_of(rank: int, groups: list[Group]) -> Group:
@@ -32,10 +30,7 @@ def group_of(rank: int, groups: list[Group]) -> Group:
 class Everyone:
     """All members in one group (DiLoCo, synchronous training)."""
 
-    @property
-    def identical(self) -> bool:
-        """True: they are one model."""
-        return True
+    identical = True
 
     def groups(self, members: Group, round: str) -> list[Group]:
         """One of all members."""
@@ -46,20 +41,12 @@ class Everyone:
 class RandomGroups:
     """A new random permutation each round, cut into groups of `size` (NoLoCo, arXiv 2506.10911).
 
-    Who is left over in a group of one sits the round out.
-
-    Args:
-        size: replicas in a group; 2 makes pairs.
-        seed: every replica must have the same.
+    Who is left over in a group of one sits the round out. Every replica must have the same seed.
     """
 
     size: int = 2
     seed: int = 0
-
-    @property
-    def identical(self) -> bool:
-        """False: each has anchors of its own."""
-        return False
+    identical = False
 
     def __post_init__(self) -> None:
         if self.size < 2:

@@ -10,7 +10,7 @@ import numpy as np
 
 from farflung.errors import UserError
 from farflung.networks import Conditions, conditions_named
-from farflung.networks.simulator import HEADERS, SMALLEST, Link, Site, check_number
+from farflung.networks.simulator.conditions import HEADERS, SMALLEST, Link, Site, check_number
 from farflung.planner.paths import Matrix
 from farflung.tables import from_table, toml_table
 

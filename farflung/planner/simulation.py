@@ -14,7 +14,7 @@ from farflung.errors import UserError
 from farflung.files import write_text
 from farflung.methods import RECIPES, defaults_of
 from farflung.networks import Conditions, conditions_named
-from farflung.networks.simulator import SMALLEST
+from farflung.networks.simulator.conditions import SMALLEST
 from farflung.outer import Method, Shape, message_bytes
 from farflung.planner.architecture import architecture_of
 from farflung.planner.sizes import square_model

@@ -14,7 +14,9 @@ from functools import cache, partial
 
 from farflung.errors import UserError
 from farflung.networks import Conditions, Group
-from farflung.networks.simulator import Demand, SimulatedCluster, SimulatedCollective, StepTimes
+from farflung.networks.simulator.cluster import SimulatedCluster, SimulatedCollective
+from farflung.networks.simulator.fabric import Demand
+from farflung.networks.simulator.step_times import StepTimes
 from farflung.outer import Method, traffic_per_hop
 from farflung.outer.round import Offer, PendingRound, Rounds, Sync
 

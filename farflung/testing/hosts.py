@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 Process = subprocess.Popen[str]
@@ -69,20 +68,17 @@ class NetLab:
     def __init__(self, hosts: int, rate_mbit: float, rates: dict[int, float] | None = None) -> None:
         if reason := unavailable():
             raise RuntimeError(reason)
-        self._prefix = f"ff{os.getpid()}"
-        self._switch = f"{self._prefix}s"
+        prefix = f"ff{os.getpid()}"
+        self._switch = f"{prefix}s"
         self._rates = {number: (rates or {}).get(number, rate_mbit) for number in range(hosts)}
-        self.hosts = [
-            Host(f"{self._prefix}h{number}", f"eth{number}", f"10.77.0.{number + 1}") for number in range(hosts)
-        ]
+        self.hosts = [Host(f"{prefix}h{number}", f"eth{number}", f"10.77.0.{number + 1}") for number in range(hosts)]
 
     def __enter__(self) -> Self:
         try:
             _ip("netns", "add", self._switch)
-            _ip("-n", self._switch, "link", "add", "bridge", "type", "bridge")
-            _ip("-n", self._switch, "link", "set", "bridge", "up")
-            _ip("-n", self._switch, "link", "add", "island", "type", "bridge")
-            _ip("-n", self._switch, "link", "set", "island", "up")
+            for bridge in ("bridge", "island"):
+                _ip("-n", self._switch, "link", "add", bridge, "type", "bridge")
+                _ip("-n", self._switch, "link", "set", bridge, "up")
             for number, host in enumerate(self.hosts):
                 self._plug_in(host, f"port{number}", self._rates[number])
         except BaseException:
@@ -90,9 +86,7 @@ class NetLab:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._remove()
 
     def part(self, hosts: Iterable[int]) -> None:
@@ -157,13 +151,8 @@ def run_everywhere(
 
 def torch_everywhere(hosts: Sequence[Host], arguments: list[str], timeout_s: float) -> list[str]:
     """Runs `python ARGUMENTS` once a host, as the ranks of one torch.distributed world; returns what each printed."""
-    rendezvous = torch_rendezvous(len(hosts), hosts[0].address)
-    return run_everywhere(
-        hosts,
-        lambda number: [sys.executable, *arguments],
-        lambda number: {**rendezvous, "RANK": str(number)},
-        timeout_s,
-    )
+    rendezvous, command = torch_rendezvous(len(hosts), hosts[0].address), [sys.executable, *arguments]
+    return run_everywhere(hosts, lambda _: command, lambda number: {**rendezvous, "RANK": str(number)}, timeout_s)
 
 
 def torch_rendezvous(world_size: int, address: str = "127.0.0.1") -> dict[str, str]:
@@ -193,33 +182,3 @@ def _run(command: list[str]) -> None:
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")
-
-
-TRANSFER = """
-import socket, sys, time
-nbytes = int(sys.argv[2])
-if sys.argv[1] == "listen":
-    with socket.create_server(("0.0.0.0", 5001)) as server:
-        print("ready", flush=True)
-        connection, _ = server.accept()
-        received, began = 0, time.monotonic()
-        while received < nbytes and (part := connection.recv(1 << 18)):
-            received += len(part)
-        print(time.monotonic() - began)
-else:
-    with socket.create_connection((sys.argv[3], 5001), timeout=10) as connection:
-        connection.sendall(bytes(nbytes))
-"""
-
-
-def transfer_seconds(sender: Host, receiver: Host, nbytes: int) -> float:
-    """How long one TCP connection takes from one host to another."""
-    listening = receiver.popen([sys.executable, "-c", TRANSFER, "listen", str(nbytes)], stdout=subprocess.PIPE)
-    try:
-        assert listening.stdout is not None
-        listening.stdout.readline()
-        sender.popen([sys.executable, "-c", TRANSFER, "send", str(nbytes), receiver.address]).wait(timeout=60)
-        return float(listening.communicate(timeout=60)[0])
-    finally:
-        listening.kill()
-        listening.wait()

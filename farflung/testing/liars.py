@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-import json
 import random
 import zlib
 from collections.abc import Awaitable, Callable
@@ -18,7 +17,7 @@ from hivemind.p2p import P2P, PeerID
 from hivemind.utils import get_dht_time
 
 from farflung.codecs import Dense
-from farflung.networks.base import Traffic
+from farflung.networks.base import Traffic, packet_of
 from farflung.networks.internet import Identity, ListenAddress, Ticket
 from farflung.networks.internet.frames import encoded, read_frame, write_frame
 from farflung.networks.internet.host import UNREACHABLE
@@ -33,10 +32,10 @@ AT_A_TIME = 32
 class Stranger:
     """One who knows where a run's peer is, and what its protocol is called, but not the secret."""
 
-    def __init__(self, ticket: Ticket, seed: int = 0) -> None:
+    def __init__(self, ticket: Ticket) -> None:
         self.ticket = ticket
         self.peer = ticket.addresses[0].rpartition("/p2p/")[2]
-        self.chance = random.Random(seed)
+        self.chance = random.Random(0)
 
     async def __aenter__(self) -> Stranger:
         self.p2p = await P2P.create(
@@ -116,13 +115,7 @@ class Stranger:
 
 
 class Liar:
-    """A member that breaks every rule.
-
-    Args:
-        ticket: of the run that it is a member of.
-        key: where its key is, or comes to be.
-        settings: the hash of the run's settings.
-    """
+    """A member that breaks every rule, but gives the hash of the run's settings; its key's file is made if need be."""
 
     def __init__(self, ticket: Ticket, key: Path, settings: str) -> None:
         info = {"version": "0", "settings": settings, "shapes": "", "host": "liar", "trains": False}
@@ -137,19 +130,8 @@ class Liar:
 
     def header(self, **changes: Any) -> dict[str, Any]:
         """A packet's announcement, signed after the changes."""
-        own = self.peers.info
-        header = {
-            "kind": "packet",
-            "run": self.ticket.run,
-            "sender": own["rank"],
-            "session": own["session"],
-            "to": self.victim.rank,
-            "key": "lie",
-            "size": 8,
-            "digest": hashlib.sha256(bytes(8)).hexdigest(),
-            **changes,
-        }
-        return {**header, "signature": self.peers.identity.sign(json.dumps(header, sort_keys=True).encode())}
+        packet = {"to": self.victim.rank, "key": "lie", "size": 8, "digest": hashlib.sha256(bytes(8)).hexdigest()}
+        return self.transport.announcement(packet | changes)
 
     def tells(self, frame: dict[str, Any], payload: bytes = b"", drip_s: float = 0.0) -> dict[str, Any]:
         """What the victim answers to a frame and what follows it: at once, or byte by byte `drip_s` seconds apart."""
@@ -180,10 +162,8 @@ class Liar:
 def poisoned(values: int, value: float) -> torch.Tensor:
     """A message of a float32 tensor all of one value, as its packet would be: NaN included."""
     packet = Dense().encode([torch.zeros(values)])
-    body = torch.full((values,), value).view(torch.uint8)
-    packet[-4 * values :] = body
-    payload = packet[24:].numpy()
-    packet[20:24] = torch.frombuffer(bytearray(zlib.crc32(payload.data).to_bytes(4, "little")), dtype=torch.uint8)
+    packet[-4 * values :] = torch.full((values,), value).view(torch.uint8)
+    packet[20:24] = packet_of(zlib.crc32(packet[24:].numpy().data).to_bytes(4, "little"))
     return packet
 
 

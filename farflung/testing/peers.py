@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from farflung.events import StartEvent, StepEvent
@@ -99,12 +98,8 @@ class PeerProcess:
 class PeerProcesses:
     """Peers of one run, the first of which its ticket leads to; leaving the context kills them all.
 
-    Args:
-        folder: gets the ticket and a run folder for each peer.
-        hosts: one for each peer.
-        port: where the first listens, and the others too, if they have addresses of their own.
-        settings: of the run, as in its ticket.
-        commands: what starts each peer, before its ticket; `farflung join` unless given.
+    The folder gets the ticket and a run folder for each peer; each has a host. The first listens at the port, and so do
+    others that have addresses of their own. Commands start each peer, before its ticket; `farflung join` unless given.
     """
 
     def __init__(
@@ -129,9 +124,7 @@ class PeerProcesses:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for peer in self._peers:
             peer.kill()
 

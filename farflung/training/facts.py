@@ -5,15 +5,14 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import torch
-
 from farflung.networks import Network, among_members
+from farflung.networks.base import packet_of, words_of
 
 
 def all_gather_facts(network: Network, value: Any, key: str, deadline_s: float) -> dict[int, Any]:
     """The value (anything that JSON holds) of every replica that can be reached, by rank. Raises PeerLostError."""
-    packet = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    packet = packet_of(json.dumps(value).encode())
     packets = among_members(
         network, lambda group: network.exchange(packet, group, f"{key} of {group}").wait(deadline_s)
     )
-    return {rank: json.loads(packet.numpy().tobytes()) for rank, packet in sorted(packets.items())}
+    return {rank: json.loads(words_of(packet)) for rank, packet in sorted(packets.items())}

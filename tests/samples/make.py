@@ -94,7 +94,7 @@ async def said(ticket: Ticket, asker: Identity, answerer: Identity) -> list[Fram
     opening = asyncio.create_task(one.open(answerer.peer, (to_asker, Writer(to_answerer))))  # type: ignore[arg-type]
     hello = await read_frame(to_answerer)
     await other.answer(hello, asker.peer, (to_answerer, Writer(to_asker)))  # type: ignore[arg-type]
-    await write_frame(Writer(to_asker), other.welcome())
+    await write_frame(Writer(to_asker), other.welcome())  # type: ignore[arg-type]
     await opening
     return frames
 

@@ -18,11 +18,7 @@ T = TypeVar("T")
 
 
 class Background:
-    """The loop and its thread.
-
-    Args:
-        tell: told in one line of work that fails.
-    """
+    """The loop and its thread; `tell` is told in one line of work that fails."""
 
     def __init__(self, tell: Callable[[str], None]) -> None:
         self._tell = tell

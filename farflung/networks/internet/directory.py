@@ -61,12 +61,7 @@ class Authorizer(TokenAuthorizerBase):  # type: ignore[misc]
 
 
 class Records(RecordValidatorBase):  # type: ignore[misc]
-    """Lets a peer's DHT node keep and believe only records that `Directory.write` makes: each peer's own, for a while.
-
-    Args:
-        key: under which the run's records are.
-        guard: where the others are counted.
-    """
+    """Lets a peer's DHT node keep and believe only records that `Directory` writes: each peer's own, for a while."""
 
     def __init__(self, key: str, guard: Guard) -> None:
         self._key = DHTID.generate(source=key).to_bytes()
@@ -92,14 +87,7 @@ class Records(RecordValidatorBase):  # type: ignore[misc]
 
 
 class Directory:
-    """This peer's access to the records of all; its methods run in the peers' thread.
-
-    Args:
-        peers: told of what was heard.
-        node: of the DHT.
-        key: under which the run's records are.
-        listed: whether this peer has one.
-    """
+    """This peer's access to the records of all, which are under one key; its methods run in the peers' thread."""
 
     def __init__(self, peers: Peers, node: DHTNode, key: str, listed: bool) -> None:
         self._peers = peers

@@ -30,26 +30,24 @@ class Finding(NamedTuple):
 
 def examine(peers: Peers) -> Iterator[Finding]:
     """The checks of a peer that has just joined."""
-    yield from _reachability(peers)
+    yield Finding(True, _reachability(peers))
     training = peers.members.training()
     yield Finding(True, f"{len(training)} peers train; {len(peers.members.by_rank)} were heard of")
     for member in peers.members.all():
         yield peers.background.run(_link(peers, member), 10 * PROMPT_SECONDS)
 
 
-def _reachability(peers: Peers) -> Iterator[Finding]:
+def _reachability(peers: Peers) -> str:
     hosts = [address.split("/")[2] for address in peers.info["addresses"] if address.startswith("/ip4/")]
     listed = ", ".join(peers.info["addresses"]) or "no address"
     if any(ipaddress.ip_address(host).is_global for host in hosts):
-        yield Finding(True, f"this machine can be reached at {listed}")
-    elif any("/p2p-circuit" in address for address in peers.info["addresses"]):
-        yield Finding(True, f"this machine is behind NAT; others reach it through a relay: {listed}")
-    else:
-        yield Finding(
-            True,
-            f"this machine has private addresses only ({listed}): those on the same network reach it; others do after "
-            "it has called them, or with a port forwarded to it and --port and --announce",
-        )
+        return f"this machine can be reached at {listed}"
+    if any("/p2p-circuit" in address for address in peers.info["addresses"]):
+        return f"this machine is behind NAT; others reach it through a relay: {listed}"
+    return (
+        f"this machine has private addresses only ({listed}): those on the same network reach it; others do after "
+        "it has called them, or with a port forwarded to it and --port and --announce"
+    )
 
 
 async def _link(peers: Peers, member: Member) -> Finding:
@@ -60,16 +58,13 @@ async def _link(peers: Peers, member: Member) -> Finding:
         shaken = time.monotonic()
         up, down = await measured(peers, member)
     except (*UNREACHABLE, RequestRefusedError, FrameError) as error:
-        where = ", ".join(member.addresses) or "no address"
-        reason = str(error) or "no answer"
+        where = f"{member.described} at {', '.join(member.addresses) or 'no address'}"
         remedy = "see that it runs and that no firewall is in between"
-        return Finding(False, f"{member.described} at {where}: {reason}; {remedy}")
+        return Finding(False, f"{where}: {str(error) or 'no answer'}; {remedy}")
     except UserError as error:
         return Finding(False, f"{member.described}: {error}")
-    round_trip = (shaken - began) / 3 * 1e3
-    return Finding(
-        True, f"{member.described}: {round_trip:.0f} ms there and back, {up:.0f} Mbit/s to it, {down:.0f} back"
-    )
+    link = f"{(shaken - began) / 3 * 1e3:.0f} ms there and back, {up:.0f} Mbit/s to it, {down:.0f} back"
+    return Finding(True, f"{member.described}: {link}")
 
 
 def answer_probes(peers: Peers) -> None:

@@ -50,10 +50,7 @@ class Download:
 class Fetching:
     """Downloads others' states; all methods but `refuse` run in the peers' thread.
 
-    Args:
-        peers: the peers.
-        largest: bytes of the largest state that is taken.
-        stall_s: seconds without a byte after which a piece is given up.
+    No state of more than `largest` bytes is taken; after `stall_s` seconds without a byte, a piece is given up.
     """
 
     def __init__(self, peers: Peers, largest: int, stall_s: float) -> None:
@@ -84,10 +81,7 @@ class Fetching:
         self._peers.guard.strike(member.peer, kind, f"{member.described}: {why}")
 
     async def _sources(self, identical: bool, failures: Counter[str], silent: set[str]) -> list[Source]:
-        """Live peers with the same state, and its manifest; first those that failed least, then the furthest.
-
-        Raises PeerLostError.
-        """
+        """Live peers with the same state, those that failed least first, then the furthest. Raises PeerLostError."""
         passed_over = self._refused | silent
         members = [member for member in self._peers.members.training() if member.peer not in passed_over]
         for begin in range(0, len(members), 2 * SOURCES):

@@ -7,7 +7,7 @@ import contextlib
 import json
 import struct
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any
 
 Frame = dict[str, Any]
 LARGEST_FRAME = 1 << 16
@@ -31,15 +31,7 @@ def reading(what: str) -> Iterator[None]:
         raise FrameError(f"{what} cannot be read: {error}") from error
 
 
-class Writer(Protocol):
-    """The sending end of a stream."""
-
-    def write(self, data: Any) -> None: ...  # noqa: D102
-
-    async def drain(self) -> None: ...  # noqa: D102
-
-
-async def write_frame(writer: Writer, frame: Frame) -> None:
+async def write_frame(writer: asyncio.StreamWriter, frame: Frame) -> None:
     """Sends one frame."""
     writer.write(encoded(frame))
     await writer.drain()
@@ -97,7 +89,7 @@ def plain(text: str) -> str:
     return "".join(letter if letter.isprintable() else "?" for letter in text[:300])
 
 
-async def write_payload(writer: Writer, payload: memoryview, stall: float) -> None:
+async def write_payload(writer: asyncio.StreamWriter, payload: memoryview, stall: float) -> None:
     """Sends bytes, in pieces. Raises TimeoutError when nothing moves for `stall` seconds."""
     for begin in range(0, len(payload), _CHUNK):
         writer.write(payload[begin : begin + _CHUNK])

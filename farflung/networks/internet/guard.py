@@ -16,11 +16,7 @@ STREAMS = 1024
 
 
 class Guard:
-    """Counts offences by kind, and remembers whom to ban.
-
-    Args:
-        tell: told in one line when somebody is banned.
-    """
+    """Counts offences by kind, and remembers whom to ban; `tell` is told in one line when somebody is."""
 
     def __init__(self, tell: Callable[[str], None]) -> None:
         self.refused: Counter[str] = Counter()

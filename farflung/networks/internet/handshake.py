@@ -33,15 +33,7 @@ class StrangerError(FrameError):
 
 
 class Handshake:
-    """One peer's side: both prove that they know the secret, for these two peers and this moment.
-
-    Only then do they send their peer info.
-
-    Args:
-        ticket: the run's, which has the secret.
-        identity: this peer's key.
-        info: its peer info.
-    """
+    """One peer's side: both prove that they know the secret, for these two and now; only then they say who they are."""
 
     def __init__(self, ticket: Ticket, identity: Identity, info: Frame) -> None:
         self._ticket = ticket

@@ -49,13 +49,7 @@ class NobodyAnswersError(UserError):
 
 
 class Host:
-    """A libp2p daemon of this process's own.
-
-    Args:
-        local: where it listens.
-        identity: its key.
-        protocol: what streams to it must ask for.
-    """
+    """A libp2p daemon of this process's own; streams to it must ask for its protocol."""
 
     def __init__(self, local: ListenAddress, identity: Identity, protocol: str) -> None:
         self.p2p: Any = None

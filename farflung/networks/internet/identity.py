@@ -18,10 +18,7 @@ _PADDING = padding.PKCS1v15()
 
 
 class Identity:
-    """The key in a file, made if there is none.
-
-    `peer` is the libp2p id that follows from it, `rank` the number of the peer as a replica.
-    """
+    """The key in a file, made if there is none; `peer` is its libp2p id, `rank` the peer's number as a replica."""
 
     def __init__(self, path: Path) -> None:
         if not path.exists():

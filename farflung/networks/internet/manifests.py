@@ -15,10 +15,7 @@ PIECES = 512
 
 @dataclass(frozen=True)
 class Manifest:
-    """A peer's description of its state: the names and lengths of its float32 tensors, and the digests of all pieces.
-
-    `id` is what the peer calls it, `step` where it stands.
-    """
+    """A peer's description of its state: what it calls it, its pieces' digests, its float32 tensors' lengths."""
 
     id: str
     digests: list[str]
@@ -62,7 +59,7 @@ def count_of(size: int) -> int:
 
 
 def digest(content: memoryview) -> str:
-    """A piece's digest: SHA-256, in hexadecimal."""
+    """SHA-256, in hexadecimal."""
     return hashlib.sha256(content).hexdigest()
 
 

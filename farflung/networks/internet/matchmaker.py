@@ -11,7 +11,6 @@ import hashlib
 import time
 from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
-from typing import Any
 
 from farflung.networks.base import Group, Party
 from farflung.networks.internet.frames import Frame, FrameError, entry, number, reading, whole
@@ -58,12 +57,7 @@ class Rendezvous:
 
 
 class Matchmaker:
-    """Finds this peer's group in each round, and hosts others' rounds; all methods run in the peers' thread.
-
-    Args:
-        peers: the peers.
-        longest_s: the longest that this peer waits for others to come, in seconds.
-    """
+    """Finds this peer's group in each round, and hosts others' rounds. All methods run in the peers' thread."""
 
     def __init__(self, peers: Peers, longest_s: float) -> None:
         self._peers = peers
@@ -103,8 +97,10 @@ class Matchmaker:
 
     def _hosts(self, key: str) -> list[int]:
         """Who may host a round, in the order in which they are to be asked."""
-        ranks = [member.rank for member in self._peers.members.training()] + [self._peers.info["rank"]]
-        return sorted(ranks, key=lambda rank: hashlib.sha256(f"{key} {rank}".encode()).digest())
+        return sorted(self._expected(), key=lambda rank: hashlib.sha256(f"{key} {rank}".encode()).digest())
+
+    def _expected(self) -> list[int]:
+        return [member.rank for member in self._peers.members.training()] + [self._peers.info["rank"]]
 
     async def _on_meet(self, stream: PeerStream, frame: Frame) -> None:
         answer = await self._welcome(stream.member.rank, frame)
@@ -149,8 +145,7 @@ class Matchmaker:
         ]
         if not free:
             return
-        size = max(len(guest.wants) for guest in free)
-        if size > 2:
+        if any(len(guest.wants) > 2 for guest in free):
             _bring_together(list(rendezvous.waiting.values()), rendezvous)
             return
         for begin in range(0, len(free) - 1, 2):
@@ -160,8 +155,7 @@ class Matchmaker:
 
     def _anybody(self, guest: Guest, rendezvous: Rendezvous) -> bool:
         """Whether a guest may still find a partner, among those here or expected."""
-        ranks = [member.rank for member in self._peers.members.training()] + [self._peers.info["rank"]]
-        return len(rendezvous.waiting) > 1 or any(self._comes(rank, guest, rendezvous) for rank in ranks)
+        return len(rendezvous.waiting) > 1 or any(self._comes(rank, guest, rendezvous) for rank in self._expected())
 
     def _comes(self, rank: int, guest: Guest, rendezvous: Rendezvous) -> bool:
         """Whether a missing peer can still come while a guest waits."""
@@ -219,8 +213,7 @@ def _bring_together(guests: list[Guest], rendezvous: Rendezvous) -> None:
     weights = [(guest.rank, guest.weight) for guest in guests if guest.anchor_digest == common]
     for guest in guests:
         behind = guest.anchor_digest != common
-        answer: dict[str, Any] = {"weights": [] if behind else weights, "behind": behind}
         if not guest.answer.done():
-            guest.answer.set_result(answer)
+            guest.answer.set_result({"weights": [] if behind else weights, "behind": behind})
         rendezvous.waiting.pop(guest.rank, None)
         rendezvous.gone.add(guest.rank)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import os
-import time
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,7 +22,6 @@ from farflung.networks.base import (
     PeerLostError,
     Pending,
     SharedState,
-    Traffic,
     mean_in_order,
 )
 from farflung.networks.internet.examination import answer_probes
@@ -38,7 +35,7 @@ from farflung.networks.internet.snapshots import Snapshots
 from farflung.networks.internet.ticket import Ticket, read_ticket
 from farflung.networks.internet.transport import PacketTransport
 from farflung.networks.listening import ListenAddress
-from farflung.networks.transfer import IN_BACKGROUND, Transfer
+from farflung.networks.transfer import IN_BACKGROUND, RealNetwork, Transfer
 
 T = TypeVar("T")
 
@@ -50,24 +47,20 @@ ROOM = 1 << 20
 """Bytes that a packet may be larger than expected."""
 
 
-class InternetNetwork:
+class InternetNetwork(RealNetwork):
     """A peer's seat in a run on the internet. Its rank is a number made of its key.
 
-    Args:
-        peers: the run's, and this one's place among them, which it takes.
-        largest: bytes of the largest message that is taken.
-        deadline: the longest that others are waited for, in seconds.
+    No message of more than `largest` bytes is taken. Others are waited for at most `deadline` seconds.
 
     Raises UserError when there is nobody to join, or they do not want this peer.
     """
 
-    timed = None
     processes: tuple[int, ...] = ()
 
     def __init__(self, peers: Peers, largest: int = LARGEST, deadline: float = 120.0) -> None:
+        super().__init__()
         self.peers = peers
         self.rank = peers.identity.rank
-        self.traffic = Traffic()
         stall_s = max(5.0, min(15.0, deadline / 4))
         self._transport = PacketTransport(peers, largest + ROOM, stall_s, self.traffic)
         self._deadline = deadline
@@ -78,7 +71,6 @@ class InternetNetwork:
         self._source: Callable[[], SharedState] | None = None
         self._prefetched: Pending[SharedState] | None = None
         self._pace = Pace()
-        self._attachments = itertools.count()
         peers.start(deadline)
 
     @classmethod
@@ -105,10 +97,6 @@ class InternetNetwork:
     def members(self) -> Group:
         """The training peers that were heard lately, and this one."""
         return tuple(sorted({self.rank, *(member.rank for member in self.peers.members.training())}))
-
-    def attachment(self) -> int:
-        """See Network."""
-        return next(self._attachments)
 
     def exchange(self, packet: Tensor, group: Group, key: str) -> Pending[Packets]:
         """See Network."""
@@ -213,13 +201,6 @@ class InternetNetwork:
     def tell_others(self, **facts: float) -> None:
         """See ElasticNetwork."""
         self.peers.info["facts"] = {**self.peers.info["facts"], **facts}
-
-    def advance(self) -> None:
-        """Nothing: the wall clock has already advanced."""
-
-    def now(self) -> float:
-        """The process's monotonic clock, seconds."""
-        return time.monotonic()
 
     def address(self, rank: int) -> str:
         """A replica's name in messages."""

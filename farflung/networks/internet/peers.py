@@ -34,14 +34,9 @@ TRIES = 2
 class Peers:
     """The known peers and how to reach them.
 
-    `info` is this peer's info: what others must agree to, and facts for `farflung status`.
-
     Args:
-        ticket: the run's.
-        identity: this peer's key.
-        local: where it listens.
-        info: release of farflung, settings, shapes, host, trains; see `disagreement`.
-        tell: told in one line what a user should know; unset, farflung's logger is.
+        info: what others must agree to (see `disagreement`), and facts for `farflung status`.
+        tell: told in one line what a user should know.
         first: whether it starts the run, or starts it again, and calls nobody.
         listed: whether others are to know of it.
     """
@@ -106,10 +101,7 @@ class Peers:
 
     @contextlib.asynccontextmanager
     async def stream(self, member: Member) -> AsyncIterator[PeerStream]:
-        """A stream to a member, once both have proven that they are.
-
-        Raises one of UNREACHABLE, and RequestRefusedError.
-        """
+        """A stream to a member, once both have proven that they are. Raises RequestRefusedError and UNREACHABLE."""
         if member.peer not in self._proven:
             try:
                 await self.handshake(member.peer)

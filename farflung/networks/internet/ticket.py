@@ -14,23 +14,20 @@ from typing import Any
 from farflung.errors import UserError
 from farflung.files import write_text
 from farflung.networks.internet.host import leads_to
+from farflung.tables import to_toml
 
 
 @dataclass(frozen=True)
 class Ticket:
-    """Whoever has the ticket can join.
-
-    Args:
-        name: what the run is called.
-        secret: 64 hexadecimal digits that every peer knows, and nobody else.
-        addresses: libp2p addresses of peers that were there when it was written.
-        settings: the run's settings that are not at their defaults.
-    """
+    """Whoever has the ticket can join."""
 
     name: str
     secret: str
+    """64 hexadecimal digits that every peer knows, and nobody else."""
     addresses: tuple[str, ...]
+    """libp2p's, of peers that were there when it was written."""
     settings: dict[str, Any]
+    """Those that are not at their defaults."""
 
     @classmethod
     def new(cls, name: str, settings: dict[str, Any]) -> Ticket:
@@ -61,17 +58,10 @@ class Ticket:
 
     def text(self) -> str:
         """The ticket as a TOML file."""
-        quoted = ",\n".join(f"    {json.dumps(address)}" for address in self.addresses)
-        lines = [
-            "# A ticket to a farflung run. Whoever has it can take part: hand it over as you would a password.",
-            f"name = {json.dumps(self.name)}",
-            f"secret = {json.dumps(self.secret)}",
-            f"addresses = [\n{quoted}\n]" if quoted else "addresses = []",
-            "",
-            "[settings]",
-            *(f"{key} = {json.dumps(value)}" for key, value in sorted(self.settings.items())),
-        ]
-        return "\n".join(lines) + "\n"
+        about = "# A ticket to a farflung run. Whoever has it can take part: hand it over as you would a password.\n"
+        own = to_toml({"name": self.name, "secret": self.secret})
+        addresses = "".join(f"    {json.dumps(address)},\n" for address in self.addresses)
+        return f"{about}{own}addresses = [\n{addresses}]\n\n[settings]\n{to_toml(dict(sorted(self.settings.items())))}"
 
     def write(self, path: Path) -> None:
         """Writes the ticket, readable by its owner only."""

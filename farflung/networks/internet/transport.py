@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -13,16 +12,10 @@ import torch
 from torch import Tensor
 
 from farflung.networks.base import Packets, Traffic
-from farflung.networks.internet.frames import (
-    Frame,
-    FrameError,
-    entry,
-    read_payload,
-    reading,
-    write_payload,
-)
+from farflung.networks.internet.frames import Frame, FrameError, entry, read_payload, reading, write_payload
 from farflung.networks.internet.host import UNREACHABLE
 from farflung.networks.internet.identity import signed_by
+from farflung.networks.internet.manifests import digest
 from farflung.networks.internet.members import Member
 from farflung.networks.internet.peers import Peers
 from farflung.networks.internet.streams import PeerStream, RequestRefusedError
@@ -64,11 +57,7 @@ class Arriving:
 class PacketTransport:
     """Sends and receives this peer's packets; all methods run in the peers' thread.
 
-    Args:
-        peers: the peers.
-        largest: bytes of the largest packet that is taken.
-        stall_s: seconds without a byte after which a transfer is given up.
-        traffic: where they are counted.
+    No packet of more than `largest` bytes is taken; after `stall_s` seconds without a byte, a transfer is given up.
     """
 
     def __init__(self, peers: Peers, largest: int, stall_s: float, traffic: Traffic) -> None:
@@ -162,10 +151,14 @@ class PacketTransport:
     async def _send_all(
         self, member: Member, key: str, payload: memoryview, deadline_s: float, underway: asyncio.Future[None]
     ) -> None:
-        digest = await asyncio.to_thread(lambda: hashlib.sha256(payload).hexdigest())
-        header = self._signed({"to": member.rank, "key": key, "size": len(payload), "digest": digest})
+        header = {
+            "to": member.rank,
+            "key": key,
+            "size": len(payload),
+            "digest": await asyncio.to_thread(digest, payload),
+        }
         async with self._peers.stream(member) as stream:
-            await stream.tell(header)
+            await stream.tell(self.announcement(header))
             await stream.hear(deadline_s)
             rest = [
                 asyncio.create_task(self._send_stripe(member, key, payload, number))
@@ -187,16 +180,11 @@ class PacketTransport:
             await write_payload(stream.writer, stripe(payload, number), self._stall_s)
             await stream.hear(self._stall_s)
 
-    def _signed(self, header: Frame) -> Frame:
+    def announcement(self, packet: Frame) -> Frame:
+        """What is said of a packet, and by whom, signed."""
         own = self._peers.info
-        header = {
-            "kind": "packet",
-            "run": self._peers.ticket.run,
-            "sender": own["rank"],
-            "session": own["session"],
-            **header,
-        }
-        return {**header, "signature": self._peers.identity.sign(_text(header))}
+        sender = {"kind": "packet", "run": self._peers.ticket.run, "sender": own["rank"], "session": own["session"]}
+        return {**sender, **packet, "signature": self._peers.identity.sign(_text(sender | packet))}
 
     async def _on_packet(self, stream: PeerStream, frame: Frame) -> None:
         sender, key, name = self._checked(stream.member, frame)
@@ -220,11 +208,8 @@ class PacketTransport:
         key, sender, size = entry(frame, "key", str), entry(frame, "sender", int), entry(frame, "size", int)
         entry(frame, "digest", str)
         header = {name: value for name, value in frame.items() if name != "signature"}
-        if (
-            sender != member.rank
-            or frame.get("run") != self._peers.ticket.run
-            or frame.get("to") != self._peers.info["rank"]
-        ):
+        wanted = member.rank, self._peers.ticket.run, self._peers.info["rank"]
+        if (sender, frame.get("run"), frame.get("to")) != wanted:
             raise FrameError("a packet is not from who sends it, not of this run, or for somebody else")
         if not signed_by(member.public, entry(frame, "signature", str), _text(header)):
             raise FrameError("a packet's signature is not its sender's")
@@ -266,7 +251,7 @@ class PacketTransport:
                     await arrival.wait()
         finally:
             del self._arriving[address]
-        if await asyncio.to_thread(lambda: hashlib.sha256(content).hexdigest()) != frame.get("digest"):
+        if await asyncio.to_thread(digest, content) != frame.get("digest"):
             raise FrameError("a packet's bytes are not those that were announced")
         self._traffic.received(len(content))
         if not packet.done():

@@ -72,13 +72,7 @@ class SimulatedCollective:
         return away or dict.fromkeys(others, MEETS_OTHERS)
 
     def give_up(self, lost: Iterable[int], why: dict[int, str], sides: Mapping[int, Side]) -> None:
-        """Ends it without a result, and tells those who wait.
-
-        Args:
-            lost: the members that had not come, or have died.
-            why: what is known of some.
-            sides: of those who are cut off at this moment.
-        """
+        """Ends it without a result, and tells those who wait; `why` is known of some of the lost."""
         self.lost, self._why, self._sides = tuple(sorted(lost)), why, sides
         self._tell()
 
@@ -94,12 +88,7 @@ class SimulatedCollective:
 
 
 class SimulatedCluster:
-    """The replicas' clock and links, who is there, and their collectives.
-
-    Args:
-        replicas: how many.
-        conditions: what their world is like.
-    """
+    """The replicas' clock and links, who is there, and their collectives."""
 
     def __init__(self, replicas: int, conditions: Conditions) -> None:
         self.clock = Clock()

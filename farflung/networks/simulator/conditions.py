@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import combinations, combinations_with_replacement
 
 from farflung.errors import UserError
 from farflung.networks.simulator.randomness import largest_factor, uniform
@@ -34,12 +35,7 @@ def check_number(name: str, value: float, least: float = 0.0, most: float = LARG
 
 @dataclass(frozen=True)
 class Site:
-    """A place where replicas are. Every `weight` replicas in turn are there.
-
-    Args:
-        name: for links to refer to.
-        weight: how many replicas it gets where others of weight 1 get one.
-    """
+    """A place where replicas are, by which links refer to it. It gets `weight` replicas where others get one."""
 
     name: str
     weight: int = 1
@@ -68,9 +64,7 @@ class Cut:
 
     One replica that is cut off from 0 s joins late; one that is cut off later has gone and comes back.
 
-    Args:
-        replicas: their ranks.
-        from_s, until_s: seconds since the run began.
+    Both moments are seconds since the run began.
     """
 
     replicas: tuple[int, ...]
@@ -80,12 +74,7 @@ class Cut:
 
 @dataclass(frozen=True)
 class Death:
-    """A replica that stops for good.
-
-    Args:
-        replica: its rank.
-        at_s: seconds since the run began.
-    """
+    """A replica that stops for good, so many seconds after the run began."""
 
     replica: int
     at_s: float
@@ -134,10 +123,9 @@ class Conditions:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("bandwidth_mbps", "slow_factor"):
-            check_number(name, getattr(self, name), SMALLEST)
-        if self.up_mbps is not None:
-            check_number("up_mbps", self.up_mbps, SMALLEST)
+        for name in ("bandwidth_mbps", "slow_factor", "up_mbps"):
+            if getattr(self, name) is not None:
+                check_number(name, getattr(self, name), SMALLEST)
         for name in ("latency_ms", "step_ms", "headers"):
             check_number(name, getattr(self, name))
         for name in ("bandwidth_sigma", "latency_sigma", "speed_sigma", "step_sigma"):
@@ -182,16 +170,15 @@ class Conditions:
 
     def latency_seconds(self, places: dict[int, int], key: str) -> float:
         """How long the last message of all to all takes, among so many replicas at each site, apart from its bytes."""
-        longest, sites = 0.0, list(places)
-        for number, one in enumerate(sites):
-            for other in sites[number:]:
-                messages = places[one] * (places[one] - 1 if one == other else 2 * places[other])
-                if messages:
-                    seconds = self._links[one, other].latency_ms / 1000
-                    if self.latency_sigma:
-                        chance = uniform(self.seed, "latency", key, one, other)
-                        seconds *= largest_factor(chance, messages, self.latency_sigma)
-                    longest = max(longest, seconds)
+        longest = 0.0
+        for one, other in combinations_with_replacement(places, 2):
+            messages = places[one] * (places[one] - 1 if one == other else 2 * places[other])
+            if messages:
+                seconds = self._links[one, other].latency_ms / 1000
+                if self.latency_sigma:
+                    chance = uniform(self.seed, "latency", key, one, other)
+                    seconds *= largest_factor(chance, messages, self.latency_sigma)
+                longest = max(longest, seconds)
         return longest
 
     def resendings(self, nbytes: float, key: str) -> int:
@@ -244,7 +231,6 @@ def _check_sites(sites: tuple[Site, ...], links: tuple[Link, ...]) -> None:
         check_number(f"{called}: latency_ms", link.latency_ms)
         if link.bandwidth_mbps != math.inf:  # which is what it is where it is left out
             check_number(f"{called}: bandwidth_mbps", link.bandwidth_mbps, SMALLEST)
-    for number, one in enumerate(names):
-        for other in names[number + 1 :]:
-            if frozenset((one, other)) not in joined:
-                raise UserError(f"there is no link between {one} and {other}; add one")
+    for one, other in combinations(names, 2):
+        if frozenset((one, other)) not in joined:
+            raise UserError(f"there is no link between {one} and {other}; add one")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from itertools import combinations_with_replacement
+from itertools import combinations_with_replacement, permutations
 from typing import NamedTuple
 
 from farflung.networks.base import Group
@@ -36,10 +36,7 @@ class Demand(NamedTuple):
 
 
 class Fabric:
-    """The links of a world.
-
-    A replica has one for sending and one for receiving; those between sites may be shared by all who are there.
-    """
+    """The links of a world: two for each replica, to send and receive, and between sites those that all there share."""
 
     def __init__(self, clock: Clock, conditions: Conditions, replicas: int) -> None:
         self._clock = clock
@@ -49,12 +46,11 @@ class Fabric:
         for rank in range(replicas):
             capacities += [conditions.up_bytes(rank), conditions.down_bytes(rank)]
         self._trunks: dict[tuple[int, int], int] = {}
-        for one in range(len(conditions.sites)):
-            for other in range(len(conditions.sites)):
-                link = conditions.link(one, other)
-                if link.shared and one != other:
-                    self._trunks[one, other] = len(capacities)
-                    capacities.append(min(link.bandwidth_mbps * 125e3, UNLIMITED))
+        for one, other in permutations(range(len(conditions.sites)), 2):
+            link = conditions.link(one, other)
+            if link.shared:
+                self._trunks[one, other] = len(capacities)
+                capacities.append(min(link.bandwidth_mbps * 125e3, UNLIMITED))
         self.links = Links(clock, capacities)
 
     def send(self, demand: Demand, key: str, arrived: Callable[[], None]) -> Flow:

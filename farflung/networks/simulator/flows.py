@@ -32,12 +32,7 @@ class Flow:
 
 
 class Links:
-    """Shares each link fairly: max-min, so that nobody gets more at the cost of one who has less.
-
-    Args:
-        clock: the time that flows take.
-        capacities: of each link, bytes a second.
-    """
+    """Shares each link (bytes a second) max-min fairly: nobody gets more at the cost of one who has less."""
 
     def __init__(self, clock: Clock, capacities: list[float]) -> None:
         self._clock = clock

@@ -13,6 +13,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Generic, NoReturn, TypeVar
 
 import torch
@@ -157,13 +158,9 @@ class SimulatedNetwork:
         self.baton = _Baton()
         self._cluster = simulation.cluster
         self._step_times = StepTimes(simulation.conditions, rank)
+        self.timed: TimedNetwork = self
         self._attachments = itertools.count()
         self._steps = 0
-
-    @property
-    def timed(self) -> TimedNetwork:
-        """See Network."""
-        return self
 
     @classmethod
     def alone(cls, conditions: Conditions | None = None) -> SimulatedNetwork:
@@ -276,7 +273,7 @@ class SimulatedNetwork:
         raise ReplicaDiedError
 
     def _sleep_until(self, moment: float) -> None:
-        self._cluster.clock.at(moment, lambda: self.simulation.make_ready(self))
+        self._cluster.clock.at(moment, partial(self.simulation.make_ready, self))
         self.simulation.block(self)
 
     def _join(
@@ -313,14 +310,10 @@ class _SimulatedPending(Generic[T]):
         network, collective = self._network, self._collective
         began = network.now()
         if not collective.settled:
-            simulation = network.simulation
-
-            def wake() -> None:
-                simulation.make_ready(network)
-
-            deadline = simulation.cluster.clock.at(began + timeout, wake)
+            wake = partial(network.simulation.make_ready, network)
+            deadline = network.simulation.cluster.clock.at(began + timeout, wake)
             collective.waiting.append(wake)
-            simulation.block(network)
+            network.simulation.block(network)
             deadline.cancel()
             if wake in collective.waiting:
                 collective.waiting.remove(wake)  # or a late end of this one would wake the replica from another wait

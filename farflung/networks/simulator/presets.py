@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import json
 import math
 from itertools import combinations
 from pathlib import Path
@@ -96,8 +97,8 @@ def conditions_named(name: str) -> Conditions:
         names = dict.fromkeys(name for link in links for name in link["between"])
         table.setdefault("sites", [{"name": name} for name in names])
     if preset is not None:
-        below = dataclasses.asdict(PRESETS[preset])
-        table = {key: _plain(value) for key, value in below.items() if value is not None} | table
+        below = json.loads(json.dumps(dataclasses.asdict(PRESETS[preset])))  # with the lists that TOML has, not tuples
+        table = {key: value for key, value in below.items() if value is not None} | table
     return from_table(Conditions, table, str(path))
 
 
@@ -126,10 +127,3 @@ def _finite(text: str) -> float:
     if not math.isfinite(number):
         raise ValueError(text)
     return number
-
-
-def _plain(value: Any) -> Any:
-    """Tuples as the lists that TOML has."""
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
