@@ -42,10 +42,7 @@ def buffer_names(model: nn.Module) -> list[str]:
 
 def own_names(model: nn.Module, optimizer: Optimizer, fragments: int) -> Names:
     """What a checkpoint says of the tensors in it: their names, in the orders in which optimizers number them."""
-    return {
-        "names": names_of(optimizer),
-        "fragments": [fragment.names for fragment in split(model, fragments)],
-    }
+    return {"names": names_of(optimizer), "fragments": [fragment.names for fragment in split(model, fragments)]}
 
 
 def load_state(
