@@ -27,7 +27,7 @@ from farflung.networks import ReplicaDiedError, SimulatedNetwork, Simulation, To
 from farflung.pipeline import Mesh, check
 from farflung.settings import Settings, settings_toml
 from farflung.training import checkpoint
-from farflung.training.agreement import other_data, refuse_other_settings
+from farflung.training.agreement import all_gather_facts, other_data, refuse_other_settings
 from farflung.training.beginning import (
     AGAIN,
     NEW,
@@ -45,12 +45,10 @@ from farflung.training.beginning import (
     writing_replicas,
 )
 from farflung.training.events import holds_a_run
-from farflung.training.facts import all_gather_facts
 from farflung.training.failures import OneLine, failure_of
-from farflung.training.finish import Endings, finish, write_results
+from farflung.training.finish import Endings, ended_together, finish, write_results
 from farflung.training.kept import Coordination, Kept
 from farflung.training.stopping import Stop, StoppedError
-from farflung.training.survivors import ended_together
 from farflung.training.terminal import STARTED_HERE, say
 from farflung.training.trainer import Trainer
 

@@ -70,34 +70,28 @@ def run_peer(
     Raises StoppedError, UserError and whatever training raises. Where it does not come to train, the folder stays as
     it was.
     """
-    with _left_as_it_was(Path(settings.run.out)):
-        _run_peer(ticket, settings, local, first, joined)
-
-
-def _run_peer(
-    ticket: Ticket, settings: Settings, local: ListenAddress, first: bool, joined: Callable[[InternetNetwork], None]
-) -> None:
     parts = internet()
     folder = Path(settings.run.out)
-    resumed = _begun(folder)
-    check_for_internet(settings)
-    identical = settings.method().topology.identical
-    ticket = _with_newer_addresses(ticket, folder / "run.ticket")
-    identity = _own_identity(folder, resumed)
     told: list[Trainer] = []
 
     def tell(line: str) -> None:
         told[0].log.warn(line) if told else _say(line)
 
-    peers: Peers = parts.Peers(ticket, identity, local, parts.newcomer_info(ticket), tell, first)
-    network: InternetNetwork = parts.InternetNetwork(peers, deadline=settings.network.deadline)
-    joined(network)
-    try:
+    with _left_as_it_was(folder), contextlib.ExitStack() as leaving:
+        resumed = _begun(folder)
+        check_for_internet(settings)
+        method = settings.method()
+        ticket = _with_newer_addresses(ticket, folder / "run.ticket")
+        identity = _own_identity(folder, resumed)
+        peers: Peers = parts.Peers(ticket, identity, local, parts.newcomer_info(ticket), tell, first)
+        network: InternetNetwork = parts.InternetNetwork(peers, deadline=settings.network.deadline)
+        leaving.callback(network.close)
+        joined(network)
         step = max(checkpoint.steps_of(folder, identity.rank), default=0) if resumed else None
         behind = network.behind(step or 0)
-        away = bool(behind and (step is None or behind > (settings.method().schedule.every or 1)))
+        away = bool(behind and (step is None or behind > (method.schedule.every or 1)))
         if away:
-            network.prefetch(identical)  # while the rest is being prepared
+            network.prefetch(method.topology.identical)  # while the rest is being prepared
         launch.prepare(settings, folder, resumed)
         launch.use_cores_of(1)
         network.expect_model(*_shapes_of(settings))
@@ -110,8 +104,6 @@ def _run_peer(
             trainer.train(catch_up=away)
             summary = finish(trainer, lambda ended: ended(SimulatedNetwork.alone()))
             write_results(trainer, summary, tells=True)
-    finally:
-        network.close()
 
 
 def _own_identity(folder: Path, resumed: bool) -> Identity:
