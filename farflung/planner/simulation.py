@@ -25,7 +25,7 @@ from farflung.tables import Checked, setting
 
 @dataclass(frozen=True)
 class SimulateOptions(Checked):
-    """Which methods, how large, and in which world."""
+    """Which methods to simulate, the model's size, and the network's conditions."""
 
     methods: str = "ddp,diloco,noloco,dilocox,nolocox"
     """Names, with commas between: see `farflung methods`."""
@@ -69,9 +69,19 @@ class Simulated:
     timing: Timing
 
     @property
+    def every(self) -> int:
+        """Inner steps in a round."""
+        return self.method.schedule.every or 1
+
+    @property
     def computing(self) -> float:
         """Share of the replicas' time in which they compute."""
         return self.timing.computed / max(self.timing.computed + self.timing.blocked, 1e-30)
+
+    @property
+    def sent(self) -> float:
+        """Megabytes that a replica sends in a round."""
+        return self.timing.bytes_sent / self.replicas / self.timing.rounds_each / 1e6
 
 
 def simulate(options: SimulateOptions) -> list[Simulated]:
@@ -95,13 +105,13 @@ def method_names(listed: str) -> list[str]:
 
 
 def method_named(name: str, every: int | None = None) -> Method:
-    """A method with its defaults, but for `every` where it has that. Raises UserError."""
+    """A method with its defaults, and with `every` where it has that setting. Raises UserError."""
     known = defaults_of(name)
     return RECIPES[name](every=every) if every is not None and "every" in known else RECIPES[name]()
 
 
 def shapes_of(options: SimulateOptions) -> Sequence[Shape]:
-    """The parameters' shapes: a model's own, or square matrices of so many in all."""
+    """The parameters' shapes: a model's own, or square matrices with so many values in all."""
     if options.model is None:
         return square_model(options.params or 0.0)
     return architecture_of(options.model).shapes
@@ -119,45 +129,26 @@ def time_rounds(
 
 
 COLUMNS = (
-    Column("method"),
-    Column("steps", "a round"),
-    Column("time", "s a round", figures),
-    Column("time", "s a step", figures),
-    Column("computing", "% of time", percent),
-    Column("blocked", "% of time", percent),
-    Column("uplinks used", "% of rate", percent),
-    Column("sent", "MB a replica and round", figures),
-    Column("sent", "GB in all", figures),
-    Column("failed", "rounds a replica", figures),
+    Column("method", "", lambda r: r.name),
+    Column("steps", "a round", lambda r: r.every),
+    Column("time", "s a round", lambda r: r.timing.seconds_per_round, figures),
+    Column("time", "s a step", lambda r: r.timing.seconds_per_round / r.every, figures),
+    Column("computing", "% of time", lambda r: r.computing, percent),
+    Column("blocked", "% of time", lambda r: 1 - r.computing, percent),
+    Column("uplinks used", "% of rate", lambda r: r.timing.uplink, percent),
+    Column("sent", "MB a replica and round", lambda r: r.sent, figures),
+    Column("sent", "GB in all", lambda r: r.timing.bytes_sent / 1e9, figures),
+    Column("failed", "rounds a replica", lambda r: sum(one.failed for one in r.timing.rounds) / r.replicas, figures),
 )
 
 
 def simulation_table(results: Sequence[Simulated]) -> Table:
-    """What the rounds cost; a unit under every column's name."""
-    rows = []
-    for result in results:
-        timing = result.timing
-        seconds = timing.seconds_per_round
-        every = result.method.schedule.every or 1
-        rows.append(
-            (
-                result.name,
-                every,
-                seconds,
-                seconds / every,
-                result.computing,
-                1 - result.computing,
-                timing.uplink,
-                timing.bytes_sent / result.replicas / timing.rounds_each / 1e6,
-                timing.bytes_sent / 1e9,
-                sum(times.failed for times in timing.rounds) / result.replicas,
-            )
-        )
-    return Table(COLUMNS, rows)
+    """What the rounds cost."""
+    return Table(COLUMNS, results)
 
 
 def write_events(results: Sequence[Simulated], folder: Path) -> None:
-    """One JSON object a line for every round: when it began and ended, and what all replicas together waited."""
+    """One JSON object a line for every round: when it began and ended, and how long all replicas together waited."""
     for result in results:
         lines = (json.dumps(dataclasses.asdict(times)) for times in result.timing.rounds)
         write_text(folder / f"{result.name}.jsonl", "".join(f"{line}\n" for line in lines))
