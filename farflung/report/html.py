@@ -25,22 +25,22 @@ from farflung.report.figures import (
     timeline_figure,
     units_of,
 )
-from farflung.report.islands import islands_table
+from farflung.report.islands import islands_table, wide_table
 from farflung.report.live import nbytes, number
 from farflung.report.read import Run, missing_from, read_run
 
 WARNINGS_SHOWN = 20
 
 _COMPRESSION_NOTE = (
-    "<p>What a packet left out of its message, with error feedback of what was left out before as well: "
-    "0 is nothing, 1 everything.</p>"
+    "<p>The share of a message that its packet left out: 0 is nothing, 1 everything. With error feedback, the message "
+    "includes what was left out before.</p>"
 )
 
 
 def write_report(folders: list[Path], out: Path) -> list[str]:
-    """Writes the report of some run folders to `out`; a file there is replaced once the new one is whole.
+    """Writes the report of some run folders to `out`, as a whole or not at all.
 
-    Returns what of the runs could not be read, a line each. Raises UserError when a folder holds no run.
+    Returns a line for each file of which lines could not be read. Raises UserError when a folder holds no run.
     """
     runs = [read_run(folder) for folder in folders]
     write_text(out, page(runs))
@@ -104,7 +104,7 @@ def _results(runs: list[Run]) -> str:
 
 
 def _known(text: Callable[[dict[str, Any]], str], results: dict[str, Any]) -> str:
-    """A figure as text, or dots where a run that has not ended does not tell it yet."""
+    """A figure as text, or dots where a run that has not ended does not have it yet."""
     try:
         return text(results)
     except KeyError:
@@ -120,7 +120,7 @@ def _settings(runs: list[Run]) -> str:
     names = sorted({name for run in runs for name in run.settings} - {"out"})
     if len(runs) > 1:
         names = [name for name in names if len({repr(run.settings.get(name)) for run in runs}) > 1]
-        intro = "<p>Those in which the runs differ.</p>"
+        intro = "<p>Only settings in which the runs differ.</p>"
     else:
         intro = ""
     cells = [
@@ -130,12 +130,11 @@ def _settings(runs: list[Run]) -> str:
 
 
 def _table(runs: list[Run], cells: list[list[str]]) -> str:
-    heads = "".join(
-        f'<th><span class="run" style="background:{COLOURS[i % len(COLOURS)]}"></span>{escape(run.name)}</th>'
+    heads = [
+        f'<span class="run" style="background:{COLOURS[i % len(COLOURS)]}"></span>{escape(run.name)}'
         for i, run in enumerate(runs)
-    )
-    rows = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in cells)
-    return f'<div class="wide"><table><tr><th></th>{heads}</tr>{rows}</table></div>'
+    ]
+    return wide_table(["", *heads], cells)
 
 
 def _warnings(run: Run) -> str:
