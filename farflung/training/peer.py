@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import shutil
-import sys
 import tempfile
 import threading
 import time
@@ -24,6 +23,7 @@ from farflung.training import checkpoint, launch
 from farflung.training.finish import finish, write_results
 from farflung.training.kept import Coordination, Kept
 from farflung.training.stopping import Stop
+from farflung.training.terminal import say
 from farflung.training.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def run_peer(
     told: list[Trainer] = []
 
     def tell(line: str) -> None:
-        told[0].log.warn(line) if told else _say(line)
+        told[0].log.warn(line) if told else say(line)
 
     with _left_as_it_was(folder), contextlib.ExitStack() as leaving:
         resumed = _begun(folder)
@@ -139,16 +139,24 @@ def _left_as_it_was(folder: Path) -> Iterator[None]:
         raise
 
 
-def look_on(ticket: Ticket, key: Path, local: ListenAddress, bootstrap: bool = False) -> InternetNetwork:
-    """A member that trains nothing; a `bootstrap` node starts the run and helps peers find each other.
+@contextlib.contextmanager
+def looking_on(
+    ticket: Ticket, local: ListenAddress, key: Path | None = None, bootstrap: bool = False
+) -> Iterator[InternetNetwork]:
+    """A member that trains nothing, with a new key unless given one. Raises UserError.
 
-    Raises UserError.
+    A `bootstrap` node starts the run and helps peers find each other; others are not listed.
     """
     parts = internet()
     info = parts.newcomer_info(ticket)
-    peers: Peers = parts.Peers(ticket, parts.Identity(key), local, info, _say, first=bootstrap, listed=bootstrap)
-    network: InternetNetwork = parts.InternetNetwork(peers, largest=1 << 20)
-    return network
+    with tempfile.TemporaryDirectory() as scratch:
+        identity = parts.Identity(key or Path(scratch) / "onlooker.key")
+        peers: Peers = parts.Peers(ticket, identity, local, info, say, first=bootstrap, listed=bootstrap)
+        network: InternetNetwork = parts.InternetNetwork(peers, largest=1 << 20)
+        try:
+            yield network
+        finally:
+            network.close()
 
 
 def seen(network: InternetNetwork) -> list[dict[str, Any]]:
@@ -176,13 +184,9 @@ def examined(path: Path, local: ListenAddress) -> Iterator[Finding]:
         ticket = parts.read_ticket(path)
         yield parts.Finding(True, f"{path} is a ticket to {ticket.name}, with {len(ticket.addresses)} addresses")
         ticket_settings(ticket)
-        with tempfile.TemporaryDirectory() as scratch:
-            network = look_on(ticket, Path(scratch) / "doctor.key", local)
-            try:
-                yield parts.Finding(True, "the run's peers accept the ticket; clocks and versions agree with theirs")
-                yield from parts.examine(network.peers)
-            finally:
-                network.close()
+        with looking_on(ticket, local) as network:
+            yield parts.Finding(True, "the run's peers accept the ticket; clocks and versions agree with theirs")
+            yield from parts.examine(network.peers)
     except UserError as error:
         yield parts.Finding(False, str(error))
 
@@ -227,10 +231,6 @@ def _ticket_kept(network: InternetNetwork, path: Path) -> Iterator[None]:
     finally:
         over.set()
         thread.join(5)
-
-
-def _say(line: str) -> None:
-    sys.stderr.write(f"farflung: {line}\n")
 
 
 def internet() -> Any:
