@@ -20,17 +20,12 @@ _KEPT = 0.9
 """How much of a distance is still expected a message later: a replica that sat out is far away."""
 
 
-_STATE = "ranges", "farthest", "lately", "reference", "news", "news_grow"
-
-
 @dataclass
 class RangeTracker:
-    """Chooses R for each block of a message, from the distances to others' values.
+    """Chooses R for each block of a message, from the distances to others' values; `bits` and so on are Modulo's.
 
     R is `margin` times twice the largest distance that was seen lately, times what news have grown by since as in a
     warm-up, or twice the largest change that was told, if that is more.
-
-    `bits`, `block` and `margin` are those of Modulo.
     """
 
     bits: int
@@ -109,8 +104,9 @@ class RangeTracker:
 
     def state_dict(self) -> dict[str, Any]:
         """Ranges, distances and news of the blocks."""
-        return {name: getattr(self, name) for name in _STATE}
+        names = "ranges", "farthest", "lately", "reference", "news", "news_grow"
+        return {name: getattr(self, name) for name in names}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on from a `state_dict`."""
-        vars(self).update({name: state[name] for name in _STATE})
+        vars(self).update({name: state[name] for name in self.state_dict()})

@@ -173,20 +173,14 @@ def _anatomy(name: str, model: Any) -> tuple[nn.ModuleList, list[nn.Module], Any
     """The layers, the modules before them that only look things up, and the head; even if it cannot be split."""
     try:
         parts = anatomy(model)
-        return (
-            parts[parts.layers],
-            [parts[n] for n in (parts.embeddings, *parts.positions)],
-            model.get_output_embeddings(),
-        )
+        before = [parts[name] for name in (parts.embeddings, *parts.positions)]
+        return parts[parts.layers], before, model.get_output_embeddings()
     except UserError:
         lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
         if not lists:
             raise UserError(f"model {name!r} has no list of layers; the planner knows decoders that have") from None
-        return max(lists, key=_size), [model.get_input_embeddings()], model.get_output_embeddings()
-
-
-def _size(module: nn.Module) -> int:
-    return sum(p.numel() for p in module.parameters())
+        layers = max(lists, key=lambda module: sum(p.numel() for p in module.parameters()))
+        return layers, [model.get_input_embeddings()], model.get_output_embeddings()
 
 
 def _attention(settings: Any) -> int:

@@ -38,7 +38,10 @@ def commands(choice: Choice, cluster: Cluster) -> list[str]:
         return [f"{torchrun} -m {train} --out {FOLDER}   # RANK from 0: {', '.join(names)}"]
     found = []
     for rank, (name, start) in enumerate(zip(names, starts, strict=True)):
-        devices, folder = (_devices(start), f"{FOLDER}-{rank}") if neighbours else ("", FOLDER)
+        devices, folder = "", FOLDER
+        if neighbours:
+            numbers = ",".join(map(str, range(start.first, start.first + start.count)))
+            devices, folder = f"CUDA_VISIBLE_DEVICES={numbers} ", f"{FOLDER}-{rank}"
         found.append(f"on {name}: {devices}{_torchrun(len(starts), str(rank), start)} -m {train} --out {folder}")
     return found
 
@@ -58,12 +61,6 @@ def _starts(choice: Choice, cluster: Cluster) -> list[Start]:
         numbers = [worker - cluster.workers.index(machine) for worker in group]
         starts.append(Start(machine, numbers[0], len(numbers)))
     return starts
-
-
-def _devices(start: Start) -> str:
-    """Says which devices are theirs to processes that share a machine with another command's."""
-    numbers = range(start.first, start.first + start.count)
-    return f"CUDA_VISIBLE_DEVICES={','.join(map(str, numbers))} "
 
 
 def flags(settings: Settings) -> str:

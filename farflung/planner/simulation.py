@@ -9,13 +9,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 from farflung.errors import UserError
 from farflung.files import write_text
 from farflung.methods import RECIPES, defaults_of
-from farflung.networks import Conditions, conditions_named
+from farflung.networks import conditions_named
 from farflung.networks.simulator import SMALLEST
-from farflung.outer import Method, Shape, message_bytes
+from farflung.outer import Method, message_bytes
 from farflung.planner.architecture import architecture_of
 from farflung.planner.sizes import square_model
 from farflung.planner.table import Column, Table, figures, percent
@@ -86,14 +87,18 @@ class Simulated:
 
 def simulate(options: SimulateOptions) -> list[Simulated]:
     """Times each method's rounds. Raises UserError."""
-    conditions = conditions_named(options.conditions)
-    if options.step_ms is not None:
-        conditions = replace(conditions, step_ms=options.step_ms)
-    if options.seed is not None:
-        conditions = replace(conditions, seed=options.seed)
-    shapes = shapes_of(options)
-    methods = {name: method_named(name, options.every) for name in method_names(options.methods)}
-    return [time_rounds(name, method, shapes, conditions, options) for name, method in methods.items()]
+    given = {"step_ms": options.step_ms, "seed": options.seed}
+    changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    conditions = replace(conditions_named(options.conditions), **changes)
+    shapes = architecture_of(options.model).shapes if options.model else square_model(options.params or 0.0)
+    methods = {name: _method_named(name, options.every) for name in method_names(options.methods)}
+    deadline, work = options.deadline or math.inf, options.work_ms / 1000
+    results = []
+    for name, method in methods.items():
+        sizes = cache(partial(message_bytes, method, shapes))
+        timer = Timer(method, sizes, conditions, options.replicas, options.rounds, deadline, work)
+        results.append(Simulated(name, method, options.replicas, timer.run()))
+    return results
 
 
 def method_names(listed: str) -> list[str]:
@@ -104,28 +109,10 @@ def method_names(listed: str) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def method_named(name: str, every: int | None = None) -> Method:
+def _method_named(name: str, every: int | None = None) -> Method:
     """A method with its defaults, and with `every` where it has that setting. Raises UserError."""
     known = defaults_of(name)
     return RECIPES[name](every=every) if every is not None and "every" in known else RECIPES[name]()
-
-
-def shapes_of(options: SimulateOptions) -> Sequence[Shape]:
-    """The parameters' shapes: a model's own, or square matrices with so many values in all."""
-    if options.model is None:
-        return square_model(options.params or 0.0)
-    return architecture_of(options.model).shapes
-
-
-def time_rounds(
-    name: str, method: Method, shapes: Sequence[Shape], conditions: Conditions, options: SimulateOptions
-) -> Simulated:
-    """One method's rounds in virtual time."""
-    sizes = cache(partial(message_bytes, method, shapes))
-    deadline = options.deadline or math.inf
-    timer = Timer(method, sizes, conditions, options.replicas, options.rounds, deadline, options.work_ms / 1000)
-    timing = timer.run()
-    return Simulated(name, method, options.replicas, timing)
 
 
 COLUMNS = (

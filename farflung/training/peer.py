@@ -78,7 +78,7 @@ def run_peer(
         told[0].log.warn(line) if told else say(line)
 
     with _left_as_it_was(folder), contextlib.ExitStack() as leaving:
-        resumed = _begun(folder)
+        resumed = launch.is_begun(folder)
         check_for_internet(settings)
         method = settings.method()
         ticket = _with_newer_addresses(ticket, folder / "run.ticket")
@@ -119,11 +119,6 @@ def _own_identity(folder: Path, resumed: bool) -> Identity:
     raise UserError(f"{folder} holds another peer's run; choose another folder with --out")
 
 
-def _begun(folder: Path) -> bool:
-    """Whether there is a run in a folder."""
-    return any(folder.glob("events/*.jsonl"))
-
-
 @contextlib.contextmanager
 def _left_as_it_was(folder: Path) -> Iterator[None]:
     """Removes what a peer that never came to train has put into its run folder, and the folder if it made that."""
@@ -131,7 +126,7 @@ def _left_as_it_was(folder: Path) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        if not _begun(folder):
+        if not launch.is_begun(folder):
             for path in set(folder.glob("*")) - before:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
             if folder.exists() and not there:

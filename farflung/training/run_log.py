@@ -133,7 +133,7 @@ class RunLog:
         """A round has ended."""
         values = dataclasses.asdict(ended)
         for moment in ("started", "finished", "waited_from", "landed"):
-            values[moment] = self.events.since_start(values[moment])
+            values[moment] -= self.events.origin
         before, self.progress.bytes_told = self.progress.bytes_told, self.network.traffic.bytes_sent
         self.events.write(RoundEvent(**values, bytes_sent=self.progress.bytes_told - before))
         if ended.reason:
