@@ -20,6 +20,7 @@ from farflung.cli.training import tell_result, telling_how_to_go_on, watched
 from farflung.networks.listening import ListenAddress
 from farflung.settings import Settings
 from farflung.tables import BETWEEN_PEERS
+from farflung.training.terminal import say
 from farflung.workloads import WORKLOADS
 
 
@@ -83,9 +84,9 @@ def invite(arguments: list[str]) -> None:
         return
     with _until_stopped() as stopped, peer.looking_on(ticket, options.local, options.key, bootstrap=True) as network:
         print(network.invitation().text(), flush=True)
-        _say(f"a bootstrap node of {options.name}, whose ticket it has printed; Ctrl-C ends it")
+        say(f"a bootstrap node of {options.name}, whose ticket it has printed; Ctrl-C ends it")
         while not stopped.wait(60):
-            _say(f"{len(network.members()) - 1} peers train")
+            say(f"{len(network.members()) - 1} peers train")
 
 
 def join(arguments: list[str]) -> None:
@@ -135,7 +136,7 @@ def _train(
 
     folder = Path(settings.run.out)
     back = f"come back with: farflung join {quote(f'{folder}/run.ticket')} --out {quote(str(folder))}"
-    _say(f"{ticket.name}: {settings.rounds.method}, {settings.run.steps} steps; run folder {folder}")
+    say(f"{ticket.name}: {settings.rounds.method}, {settings.run.steps} steps; run folder {folder}")
     with telling_how_to_go_on(lambda: back):
         with _on_signals(signal.default_int_handler), watched(folder, sys.stderr) as show:
 
@@ -164,7 +165,3 @@ def _on_signals(handler: Callable[[int, FrameType | None], Any]) -> Iterator[Non
     finally:
         for number, earlier in before.items():
             signal.signal(number, earlier)
-
-
-def _say(text: str) -> None:
-    print(f"farflung: {text}", file=sys.stderr, flush=True)

@@ -20,8 +20,8 @@ class RouterLoss:
         coefficient · E · Σ_e f_e · P_e
 
     f_e is the share of tokens that expert e gets, P_e its mean probability, over the tokens of all layers together. The
-    loss is no sum over layers, but its means are made of sums: stages hand these on with the microbatch,
-    the last stage makes the loss, and the gradient of the sums comes back the same way.
+    loss is no sum over layers, but f and P are made of sums: stages hand these on with the microbatch, the last stage
+    makes the loss, and the gradient of the sums comes back the same way.
 
     Args:
         experts: E.
