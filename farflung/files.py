@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
+from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 
 def beside(path: Path) -> Path:
@@ -19,17 +22,27 @@ def holds_no_run(folder: Path, fault: str) -> str:
     return f"{folder} holds no run: {fault}"
 
 
-def write_text(path: Path, text: str, private: bool = False) -> None:
-    """Writes a text file beside its place and renames it; makes its folders. Others cannot read a `private` one."""
+@contextlib.contextmanager
+def replacing(path: Path, private: bool = False) -> Iterator[BinaryIO]:
+    """A file that is written beside its place and renamed at the end; makes the folders that it lies in.
+
+    A `private` one can be read by its owner alone.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     new = beside(path)
     try:
         new.touch(mode=0o600 if private else 0o666)
-        with new.open("w", encoding="utf-8") as file:
-            file.write(text)
+        with new.open("wb") as file:
+            yield file
             file.flush()
             os.fsync(file.fileno())  # or a power cut may leave an empty file under the new name
-        new.replace(path)
+        new.rename(path)
     except BaseException:
         new.unlink(missing_ok=True)  # on a full disk, what there is of it only takes up room
         raise
+
+
+def write_text(path: Path, text: str, private: bool = False) -> None:
+    """Writes a text file as `replacing` does."""
+    with replacing(path, private) as file:
+        file.write(text.encode())

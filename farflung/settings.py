@@ -141,7 +141,7 @@ class Settings:
 
     def mesh(self) -> Mesh:
         """Which process is which part of which replica."""
-        return Mesh.of(self.island, self.run.replicas)
+        return Mesh(self.run.replicas, self.island.stages, self.island.shard)
 
     def made_workload(self) -> Workload:
         """What is trained. Raises UserError for a workload that there is not."""

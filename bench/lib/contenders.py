@@ -138,44 +138,44 @@ def torchft_diloco(replica: Replica) -> Iterator[Step]:
 
 
 @contextmanager
-def hivemind_dht(replica: Replica) -> Iterator[Any]:
+def hivemind_dht(folder: Path, number: int, address: str, port: int) -> Iterator[Any]:
     """A DHT of all replicas; the first writes down where it is."""
     import hivemind
 
-    meeting = replica.scratch / "hivemind"
-    if replica.number:
+    meeting = folder / "hivemind"
+    if number:
         until(meeting.exists, TIMEOUT.total_seconds(), "the first replica")
-    dht = hivemind.DHT(
-        initial_peers=meeting.read_text().split() if replica.number else None,
-        host_maddrs=[f"/ip4/{replica.address}/tcp/{PORT}"],
-        start=True,
-        nat_port_map=False,
-        auto_nat=False,
-    )
-    if not replica.number:
-        (replica.scratch / "new").write_text("\n".join(map(str, dht.get_visible_maddrs())))
-        (replica.scratch / "new").rename(meeting)
+    peers = meeting.read_text().split() if number else None
+    where = [f"/ip4/{address}/tcp/{port}"]
+    dht = hivemind.DHT(initial_peers=peers, host_maddrs=where, start=True, nat_port_map=False, auto_nat=False)
+    if not number:
+        (folder / "new").write_text("\n".join(map(str, dht.get_visible_maddrs())))
+        (folder / "new").rename(meeting)
     yield dht
-    replica.meet("done")
     dht.shutdown()
+
+
+def hivemind_mean(dht: Any, tensors: list[torch.Tensor], replicas: int) -> Any:
+    """hivemind's averager of so many replicas' tensors."""
+    import hivemind
+
+    return hivemind.averaging.DecentralizedAverager(
+        tensors,
+        dht,
+        prefix="bench",
+        target_group_size=replicas,
+        min_matchmaking_time=1.0,
+        request_timeout=0.9,
+        start=True,
+    )
 
 
 @contextmanager
 def hivemind_averager(replica: Replica) -> Iterator[Step]:
     """hivemind's averager, given the weights every few steps."""
-    import hivemind
-
     parameters = list(replica.model.parameters())
-    with hivemind_dht(replica) as dht:
-        averager = hivemind.averaging.DecentralizedAverager(
-            [p.detach().clone() for p in parameters],
-            dht,
-            prefix="beside",
-            target_group_size=REPLICAS,
-            min_matchmaking_time=1.0,
-            request_timeout=0.9,
-            start=True,
-        )
+    with hivemind_dht(replica.scratch, replica.number, replica.address, PORT) as dht:
+        averager = hivemind_mean(dht, [p.detach().clone() for p in parameters], REPLICAS)
         steps = 0
 
         def step() -> None:
@@ -194,6 +194,7 @@ def hivemind_averager(replica: Replica) -> Iterator[Step]:
 
         yield step
         averager.shutdown()
+        replica.meet("done")
 
 
 @contextmanager
@@ -201,7 +202,7 @@ def hivemind_optimizer(replica: Replica) -> Iterator[Step]:
     """hivemind's Optimizer with local updates: weights averaged once all together have seen so many samples."""
     import hivemind
 
-    with hivemind_dht(replica) as dht:
+    with hivemind_dht(replica.scratch, replica.number, replica.address, PORT) as dht:
         optimizer = hivemind.Optimizer(
             dht=dht,
             run_id="beside",
@@ -215,6 +216,7 @@ def hivemind_optimizer(replica: Replica) -> Iterator[Step]:
         )
         yield lambda: local_step(replica, optimizer)
         optimizer.shutdown()
+        replica.meet("done")
 
 
 CONTENDERS: dict[str, tuple[str, Callable[[Replica], Any]]] = {

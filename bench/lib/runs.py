@@ -11,10 +11,19 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from multiprocessing import get_context
 from statistics import mean, stdev
 from types import TracebackType
-from typing import Self
+from typing import Any, Self, TypeVar
 
 from bench.lib.store import Result, Settings, Store
 from bench.lib.training import outcome
+
+K = TypeVar("K")
+
+PLACE = "model", "steps", "replicas", "batch_size", "sequence_length"
+
+
+def told_by(options: Any, *more: str) -> Settings:
+    """The settings in a bench's options, under the same names."""
+    return {name: getattr(options, name) for name in (*PLACE, *more)}
 
 
 def regime(steps: int, model: str = "micro", replicas: int = 8) -> Settings:
@@ -80,6 +89,17 @@ class Runs:
         """A run's validation loss, waited for; infinite where it diverged."""
         loss = self.start(settings, seed).result().get(which)
         return float("inf") if loss is None else float(loss)
+
+    def on_seeds(self, settings: Settings, seeds: Iterable[int]) -> dict[int, Result]:
+        """One run for each seed, waited for, by seed."""
+        seeds = list(seeds)
+        return dict(zip(seeds, [future.result() for future in self.start_all(settings, seeds)], strict=True))
+
+    def best_of_each(self, grids: dict[K, dict[str, Settings]], seed: int) -> dict[K, str]:
+        """The best of each grid, see `best`; the runs of all are made at once."""
+        for settings in (settings for grid in grids.values() for settings in grid.values()):
+            self.start(settings, seed)
+        return {key: self.best(grid, seed) for key, grid in grids.items()}
 
     def best(self, candidates: dict[str, Settings], seed: int) -> str:
         """The name of the candidate with the lowest loss on one seed; all are made at once."""

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from statistics import mean, stdev
 
-from bench.lib.runs import Runs, changes
+from bench.lib.runs import Runs, changes, told_by
 from bench.lib.store import Result, Settings, Store
 from bench.lib.table import Cell, Part, Table
 
@@ -56,10 +56,7 @@ def tuned(runs: Runs, options: Options, searches: Rows) -> dict[str, tuple[str, 
         }
         for name, settings in searches.items()
     }
-    for grid in grids.values():
-        for settings in grid.values():
-            runs.start(settings, options.seeds[0])
-    best = {name: runs.best(grid, options.seeds[0]) for name, grid in grids.items()}
+    best = runs.best_of_each(grids, options.seeds[0])
     return {name: (best[name], grids[name][best[name]]) for name in searches}
 
 
@@ -102,19 +99,8 @@ def noloco_rows(runs: Runs, options: Options) -> Rows:
 
 
 def run(options: Options, store: Store) -> Iterator[Part]:
-    common = {
-        "inner": "adamw",
-        "model": options.model,
-        "steps": options.steps,
-        "every": options.every,
-        "replicas": options.replicas,
-        "batch_size": options.batch_size,
-        "sequence_length": options.sequence_length,
-        "max_tokens": 2_000_000,
-        "eval_sequences": 128,
-        "eval_every": options.steps,
-        "log_every": 50,
-    }
+    common = {"inner": "adamw", "max_tokens": 2_000_000, "eval_sequences": 128, "log_every": 50}
+    common |= {**told_by(options, "every"), "eval_every": options.steps}
     columns = {"method": "", "loss": ".4f", "change, %": "+.2f", "+-": ".2f"}
     columns |= {f"seed {seed}": ".4f" for seed in options.seeds} | {"all sent, MB": ".1f", "times fewer": ".1f"}
     about = f"{options.replicas} replicas, every={options.every}, {options.steps} steps, {options.model}, stdlib text"
@@ -123,12 +109,7 @@ def run(options: Options, store: Store) -> Iterator[Part]:
             rows = (diloco_rows if family == "diloco" else noloco_rows)(runs, options)
             for settings in rows.values():
                 runs.start_all(settings, options.seeds)
-            found = {
-                name: dict(
-                    zip(options.seeds, [f.result() for f in runs.start_all(settings, options.seeds)], strict=True)
-                )
-                for name, settings in rows.items()
-            }
+            found = {name: runs.on_seeds(settings, options.seeds) for name, settings in rows.items()}
             baseline = next(iter(found.values()))
             lines = [row(name, results, baseline) for name, results in found.items()]
             yield Table(columns, lines, f"{family}: {about}")

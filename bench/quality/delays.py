@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from statistics import mean
 
-from bench.lib.runs import Runs
+from bench.lib.runs import Runs, told_by
 from bench.lib.store import Result, Settings, Store
 from bench.lib.table import Cell, Part, Table
 
@@ -56,14 +56,9 @@ def run(options: Options, store: Store) -> Iterator[Part]:
         share = 1.0 if method == "noloco" else 2 * (options.replicas - 1) / options.replicas
         exchange = options.every / 2 * STEP_SECONDS
         common = {
+            **told_by(options, "every"),
             "inner": "adamw",
-            "model": options.model,
-            "steps": options.steps,
-            "replicas": options.replicas,
-            "batch_size": options.batch_size,
-            "sequence_length": options.sequence_length,
             "max_tokens": 1_000_000,
-            "every": options.every,
             "method": method,
             "eval_every": options.steps,
             "eval_sequences": 96,
@@ -84,13 +79,9 @@ def table(runs: Runs, method: str, options: Options, exchange: float) -> Table:
         }
         for delay, merge in rows(options)
     }
-    for grid in grids.values():
-        for settings in grid.values():
-            runs.start(settings, options.seeds[0])
     lines: list[tuple[Cell, ...]] = []
-    for (delay, merge), grid in grids.items():
-        best = runs.best(grid, options.seeds[0])
-        results = [future.result() for future in runs.start_all(grid[best], options.seeds)]
+    for (delay, merge), best in runs.best_of_each(grids, options.seeds[0]).items():
+        results = runs.on_seeds(grids[delay, merge][best], options.seeds).values()
         loss = mean(result["validation_loss"] for result in results)
         undelayed = lines[0][3] if lines else loss
         hidden = mean(hidden_share(result, exchange) for result in results)

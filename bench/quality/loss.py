@@ -55,10 +55,7 @@ def run(options: Options, store: Store) -> Iterator[Part]:
             best = runs.best(grid, options.seeds[0])
             tuned[name] = (best, grid[best])
         rows |= dict(tuned.values())
-        found = {
-            name: [future.result() for future in runs.start_all(settings, options.seeds)]
-            for name, settings in rows.items()
-        }
+        found = {name: list(runs.on_seeds(settings, options.seeds).values()) for name, settings in rows.items()}
     columns = {"method": "", "loss": ".4f", "+-": ".4f", **{f"seed {seed}": ".4f" for seed in options.seeds}}
     columns |= {"averaged": ".4f", "MB sent": ".1f", "weight spread": ".2g"}
     yield Table(

@@ -6,16 +6,17 @@ was blocked for is measured within it. Takes some ten minutes.
 
 from __future__ import annotations
 
-import json
 import os
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 
 from bench.lib.store import Store
 from bench.lib.table import Cell, Part, Table
+from farflung.events import StepEvent
+from farflung.report.read import read_run
 from farflung.settings import Settings
 from farflung.training import launch
 
@@ -57,16 +58,13 @@ def measure(method: str, options: Options) -> tuple[float, float]:
         )
         launch.prepare(config, out, resume=False)
         launch.launch_torch(config, out, resume=False)
-        events = [json.loads(line) for path in out.glob("events/*.jsonl") for line in path.read_text().splitlines()]
-    steps = [event for event in events if event["event"] == "step"]
-    first, last = min(event["step"] for event in steps), options.steps
-    began = max(event["at"] for event in steps if event["step"] == first)
-    ended = max(event["at"] for event in steps if event["step"] == last)
-    blocked = [event["seconds_blocked"] / event["at"] for event in steps if event["step"] == last]
-    rate = (
-        (last - first) * config.island.batch_size * config.workload.sequence_length * options.replicas / (ended - began)
-    )
-    return rate, 1 - sum(blocked) / len(blocked)
+        steps = read_run(out).all_of(StepEvent)
+    first, last = min(event.step for event in steps), options.steps
+    began = max(event.at for event in steps if event.step == first)
+    ends = [event for event in steps if event.step == last]
+    tokens = (last - first) * config.island.batch_size * config.workload.sequence_length * options.replicas
+    rate = tokens / (max(event.at for event in ends) - began)
+    return rate, 1 - mean(event.seconds_blocked / event.at for event in ends)
 
 
 def run(options: Options, store: Store) -> Iterator[Part]:

@@ -16,6 +16,7 @@ from statistics import median
 
 import torch
 
+from bench.lib.contenders import hivemind_dht, hivemind_mean
 from bench.lib.replica import all_ready, model_of
 from bench.lib.store import Store
 from bench.lib.table import Cell, Part, Table
@@ -71,41 +72,22 @@ def peer(method: str, folder: Path, number: int, address: str, options: Options)
 
 def averager(folder: Path, number: int, address: str, options: Options) -> None:
     """The same with hivemind's averager, whose group of two meets by its own matchmaking."""
-    import hivemind
-
     torch.set_num_threads(1)
-    meeting = folder / "hivemind"
-    host = [f"/ip4/{address}/tcp/{PORT + 1}"]
-    if number:
-        until(meeting.exists, 60, "the first peer")
-    peers = meeting.read_text().split() if number else None
-    dht = hivemind.DHT(initial_peers=peers, host_maddrs=host, start=True, nat_port_map=False, auto_nat=False)
-    if not number:
-        (folder / "new").write_text("\n".join(map(str, dht.get_visible_maddrs())))
-        (folder / "new").rename(meeting)
-    mean = hivemind.averaging.DecentralizedAverager(
-        [torch.randn(options.parameters)],
-        dht,
-        prefix="bench",
-        target_group_size=2,
-        min_matchmaking_time=1.0,
-        request_timeout=0.9,
-        start=True,
-    )
-    seconds = []
-    for _ in range(WARM_UP + options.rounds):
+    with hivemind_dht(folder, number, address, PORT + 1) as dht:
+        mean = hivemind_mean(dht, [torch.randn(options.parameters)], 2)
+        seconds = []
+        for _ in range(WARM_UP + options.rounds):
+            time.sleep(2)
+            control = mean.step(wait=False, require_trigger=True, timeout=60)
+            while control.stage.name != "AWAITING_TRIGGER":
+                time.sleep(0.005)  # its search for partners has a clock of its own, and is not measured
+            began = time.monotonic()
+            control.allow_allreduce()
+            control.result(60)
+            seconds.append(time.monotonic() - began)
+        print(median(seconds[WARM_UP:]), 4 * options.parameters)
         time.sleep(2)
-        control = mean.step(wait=False, require_trigger=True, timeout=60)
-        while control.stage.name != "AWAITING_TRIGGER":
-            time.sleep(0.005)  # its search for partners has a clock of its own, and is not measured
-        began = time.monotonic()
-        control.allow_allreduce()
-        control.result(60)
-        seconds.append(time.monotonic() - began)
-    print(median(seconds[WARM_UP:]), 4 * options.parameters)
-    time.sleep(2)
-    mean.shutdown()
-    dht.shutdown()
+        mean.shutdown()
 
 
 def run(options: Options, store: Store) -> Iterator[Part]:

@@ -85,7 +85,8 @@ def with_field(kind: type[T], name: str, default: Any) -> type[T]:
     """A dataclass of arguments with one field more, whose default says what it is like."""
     unnamed: Any = Annotated[type(default), tyro.conf.arg(name="")]
     more = (name, unnamed, dataclasses.field(default=default))
-    return dataclasses.make_dataclass(kind.__name__, [more], bases=(kind,), frozen=True, namespace=_doc(kind.__doc__))
+    doc = {"__doc__": kind.__doc__}
+    return dataclasses.make_dataclass(kind.__name__, [more], bases=(kind,), frozen=True, namespace=doc)
 
 
 def unset(tables: Iterable[type], where: MayDiffer) -> Any:
@@ -96,12 +97,8 @@ def unset(tables: Iterable[type], where: MayDiffer) -> Any:
             if where in rule_of(one).may_differ:
                 hint: Any = Annotated[hints_of(table)[one.name] | None, Doc(help_of(table)[one.name])]
                 found.setdefault(one.name, (one.name, hint, None))
-    doc = _doc("What may be otherwise; unset: as before.")
+    doc = {"__doc__": "What may be otherwise; unset: as before."}
     return dataclasses.make_dataclass("Unset", found.values(), frozen=True, namespace=doc)()
-
-
-def _doc(text: str | None) -> dict[str, Any]:
-    return {"__doc__": text}
 
 
 def given(options: Any) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,11 +15,12 @@ from typing import Any
 
 import tyro
 
-from farflung.cli.arguments import FAILURE, INTERRUPTED, free_folder, given, kinds_among, parse, unset, with_field
-from farflung.cli.training import tell_result, watched
+from farflung.cli.arguments import FAILURE, free_folder, given, kinds_among, parse, unset, with_field
+from farflung.cli.training import tell_result, telling_how_to_go_on, watched
 from farflung.networks.listening import ListenAddress
 from farflung.settings import Settings
 from farflung.tables import BETWEEN_PEERS
+from farflung.training.terminal import say
 from farflung.workloads import WORKLOADS
 
 
@@ -82,15 +82,11 @@ def invite(arguments: list[str]) -> None:
         settings = peer.ticket_settings(ticket).changed(out=str(folder))
         _train(ticket, settings, options.local, True, lambda network: print(network.invitation().text(), flush=True))
         return
-    with tempfile.TemporaryDirectory() as scratch, _until_stopped() as stopped:
-        network = peer.look_on(ticket, options.key or Path(scratch) / "bootstrap.key", options.local, bootstrap=True)
-        try:
-            print(network.invitation().text(), flush=True)
-            _say(f"a bootstrap node of {options.name}, whose ticket it has printed; Ctrl-C ends it")
-            while not stopped.wait(60):
-                _say(f"{len(network.members()) - 1} peers train")
-        finally:
-            network.close()
+    with _until_stopped() as stopped, peer.looking_on(ticket, options.local, options.key, bootstrap=True) as network:
+        print(network.invitation().text(), flush=True)
+        say(f"a bootstrap node of {options.name}, whose ticket it has printed; Ctrl-C ends it")
+        while not stopped.wait(60):
+            say(f"{len(network.members()) - 1} peers train")
 
 
 def join(arguments: list[str]) -> None:
@@ -111,7 +107,8 @@ def status(arguments: list[str]) -> None:
     from farflung.training import peer
 
     options = parse(_Look, arguments, "status", status.__doc__)
-    with _onlooker(options) as network, _until_stopped() as stopped:
+    ticket = peer.internet().read_ticket(options.ticket)
+    with peer.looking_on(ticket, options.local) as network, _until_stopped() as stopped:
         show(lambda: peer.seen(network), stopped, options.once)
 
 
@@ -136,13 +133,11 @@ def _train(
     joined: Callable[[Any], None] = lambda network: None,
 ) -> None:
     from farflung.training import peer
-    from farflung.training.failures import RUN_ERRORS
-    from farflung.training.stopping import StoppedError
 
     folder = Path(settings.run.out)
     back = f"come back with: farflung join {quote(f'{folder}/run.ticket')} --out {quote(str(folder))}"
-    _say(f"{ticket.name}: {settings.rounds.method}, {settings.run.steps} steps; run folder {folder}")
-    try:
+    say(f"{ticket.name}: {settings.rounds.method}, {settings.run.steps} steps; run folder {folder}")
+    with telling_how_to_go_on(lambda: back):
         with _on_signals(signal.default_int_handler), watched(folder, sys.stderr) as show:
 
             def tell(network: Any) -> None:
@@ -151,26 +146,6 @@ def _train(
 
             peer.run_peer(ticket, settings, local, first, tell)
         tell_result(folder, sys.stderr)
-    except StoppedError as stopped:
-        _say(f"{stopped}; {back}")
-        sys.exit(INTERRUPTED)
-    except RUN_ERRORS as error:
-        _say(f"{error}; {back}")
-        sys.exit(FAILURE)
-
-
-@contextmanager
-def _onlooker(options: _Look) -> Iterator[Any]:
-    """A place in a run for one who does not train, and is not listed."""
-    from farflung.training import peer
-
-    ticket = peer.internet().read_ticket(options.ticket)
-    with tempfile.TemporaryDirectory() as scratch:
-        network = peer.look_on(ticket, Path(scratch) / "onlooker.key", options.local)
-        try:
-            yield network
-        finally:
-            network.close()
 
 
 @contextmanager
@@ -190,7 +165,3 @@ def _on_signals(handler: Callable[[int, FrameType | None], Any]) -> Iterator[Non
     finally:
         for number, earlier in before.items():
             signal.signal(number, earlier)
-
-
-def _say(text: str) -> None:
-    print(f"farflung: {text}", file=sys.stderr, flush=True)

@@ -69,8 +69,6 @@ class Asked:
 def train(arguments: list[str]) -> None:
     """Train a model with several replicas, or resume a run."""
     from farflung.training.beginning import how_to_go_on
-    from farflung.training.failures import RUN_ERRORS
-    from farflung.training.stopping import StoppedError
 
     asked = what_is_asked(arguments)
     under_torchrun = "WORLD_SIZE" in os.environ
@@ -81,15 +79,22 @@ def train(arguments: list[str]) -> None:
         )
     if network.kind.simulate and under_torchrun:
         raise UserError(f"network is {network.network!r}, which one process does alone; start it without torchrun")
-    try:
+    with telling_how_to_go_on(lambda: how_to_go_on(asked.folder), 0 if under_torchrun else INTERRUPTED):
         if (_train_part if under_torchrun else _train_all)(asked):
             tell_result(asked.folder)
-    except StoppedError as stopped:
-        print(f"farflung: {stopped}; {how_to_go_on(asked.folder)}", file=sys.stderr)
-        sys.exit(0 if under_torchrun else INTERRUPTED)
-    except RUN_ERRORS as error:
-        print(f"farflung: {error}; {how_to_go_on(asked.folder)}", file=sys.stderr)
-        sys.exit(FAILURE)
+
+
+@contextlib.contextmanager
+def telling_how_to_go_on(how: Callable[[], str], stopped: int = INTERRUPTED) -> Iterator[None]:
+    """Where a run ends early, says why and `how` to go on, and exits: with `stopped` where it was asked to end."""
+    from farflung.training.failures import RUN_ERRORS
+    from farflung.training.stopping import StoppedError
+
+    try:
+        yield
+    except (StoppedError, *RUN_ERRORS) as error:
+        print(f"farflung: {error}; {how()}", file=sys.stderr, flush=True)
+        sys.exit(stopped if isinstance(error, StoppedError) else FAILURE)
 
 
 def _train_all(asked: Asked) -> bool:

@@ -111,16 +111,9 @@ class Compound(Codec):
     @property
     def traits(self) -> Traits:
         """Those of all parts together."""
-        each = [part.traits for part in self.parts]
-        return Traits(
-            lossless=all(one.lossless for one in each),
-            needs_receiver=any(one.needs_receiver for one in each),
-            needs_whole=any(one.needs_whole for one in each),
-            composable=all(one.composable for one in each),
-            fixed_length=all(one.fixed_length for one in each),
-            remembers=any(one.remembers for one in each),
-            feeds_back=any(one.feeds_back for one in each),
-        )
+        each = [vars(part.traits) for part in self.parts]
+        of_all = "lossless", "composable", "fixed_length"
+        return Traits(**{name: (all if name in of_all else any)(one[name] for one in each) for name in each[0]})
 
     def state_dict(self) -> dict[str, Any]:
         """Each part's."""

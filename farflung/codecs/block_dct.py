@@ -33,15 +33,11 @@ class BlockDCT(Transform):
     """
 
     chunk: int = 64
+    sees_shapes = True
 
     def __post_init__(self) -> None:
         if not 1 <= self.chunk <= 256:
             raise UserError(f"BlockDCT has chunk={self.chunk}; choose 1 to 256")
-
-    @property
-    def sees_shapes(self) -> bool:
-        """See Transform."""
-        return True
 
     def forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The coefficients: a row for a chunk, and a matrix for all chunks of one size."""
@@ -52,12 +48,8 @@ class BlockDCT(Transform):
         shapes = self._shapes(like)
         sizes = totals(shapes)
         matrices = expected(parts, *((torch.float32, count * size) for count, size in sizes))
-        chunks = separate([m.view(size) for m, size in zip(matrices, sizes, strict=True)], shapes)
-        rest = iter(chunks)
-        return [
-            self._backward(next(rest), t) if t.numel() else torch.zeros(t.shape, dtype=torch.float32, device=t.device)
-            for t in like
-        ]
+        rest = iter(separate([m.view(size) for m, size in zip(matrices, sizes, strict=True)], shapes))
+        return [self._backward(next(rest), t) if t.numel() else torch.zeros_like(t, dtype=torch.float32) for t in like]
 
     def _shapes(self, like: Sequence[Tensor]) -> list[tuple[int, int]]:
         """How many chunks each tensor that is not empty has, and the values of each."""

@@ -15,6 +15,9 @@ from farflung.codecs.blocks import BlockTransform
 _SMALLEST = 2.0**-119
 """Blocks without a larger value are sent as zeros: their scales would leave float32's normal range."""
 
+_UNIT = 224.0
+"""What e4m3 has for 1 of a block's scale: half of its largest value, since values may be nearly twice the scale."""
+
 
 @dataclass(frozen=True)
 class BlockFloat(BlockTransform):
@@ -43,12 +46,19 @@ class BlockFloat(BlockTransform):
         largest = x.abs().amax(1)
         # The power of two nearest to the largest, biased like float32's own exponents; 0 for a block of zeros.
         biased = torch.where(largest > _SMALLEST, _exponent(largest).clamp_(max=254), 0)
-        scaled = x * _inverse_scale(biased)[:, None]
-        return _to_e3m0(scaled) if self.format == "e3m0" else _to_e4m3(scaled), biased
+        inverse = torch.where(biased > 0, 1.0 / _scale(biased.clamp(min=1)), 0.0)
+        scaled = x * inverse[:, None]
+        if self.format == "e3m0":
+            return _to_e3m0(scaled), biased
+        fitting = (scaled * _UNIT).clamp_(-2 * _UNIT, 2 * _UNIT)
+        return fitting.to(torch.float8_e4m3fn).view(torch.uint8), biased
 
     def inverse_rows(self, codes: Tensor, common: Tensor, out: Tensor) -> None:
         """See BlockTransform."""
-        out.copy_(_from_e3m0(codes) if self.format == "e3m0" else _from_e4m3(codes))
+        if self.format == "e3m0":
+            out.copy_(_from_e3m0(codes))
+        else:
+            out.copy_(codes.contiguous().view(torch.float8_e4m3fn)).div_(_UNIT)
         out.mul_(_scale(common.int())[:, None])
 
 
@@ -63,10 +73,6 @@ NAME = Name(
 def _scale(biased: Tensor) -> Tensor:
     """2^(biased - 127) as float32, made from its bits; 0 for 0."""
     return (biased.int() << 23).view(torch.float32)
-
-
-def _inverse_scale(biased: Tensor) -> Tensor:
-    return torch.where(biased > 0, 1.0 / _scale(biased.clamp(min=1)), 0.0)
 
 
 def _to_e3m0(scaled: Tensor) -> Tensor:
@@ -85,12 +91,3 @@ def _from_e3m0(packed: Tensor) -> Tensor:
     exponent = codes & 7
     bits = torch.where(exponent > 0, (exponent + 120) << 23, 0) | ((codes >> 3) << 31)
     return bits.view(torch.float32)
-
-
-def _to_e4m3(scaled: Tensor) -> Tensor:
-    # 2 times 224 is its largest value.
-    return (scaled * 224.0).clamp_(-448.0, 448.0).to(torch.float8_e4m3fn).view(torch.uint8)
-
-
-def _from_e4m3(packed: Tensor) -> Tensor:
-    return packed.contiguous().view(torch.float8_e4m3fn).to(torch.float32).div_(224.0)

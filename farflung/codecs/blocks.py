@@ -63,8 +63,8 @@ class BlockTransform(Transform):
         values, *padded = [self._inverse(*one) for one in zip(*pieces, strict=True)]
         in_flat = iter(torch.split(values, [tensor.numel() for tensor in floating if tensor.dim() < 2]))
         in_chunks = iter(padded)
-        found = [_cut_off(next(in_chunks), t) if t.dim() == 2 else next(in_flat) for t in floating]
-        return in_order(found, parts[2:], like)
+        found = [next(in_flat) if t.dim() < 2 else next(in_chunks).view(len(t), -1)[:, : t.shape[1]] for t in floating]
+        return in_order([piece.contiguous() for piece in found], parts[2:], like)
 
     def _sizes(self, floating: Sequence[Tensor]) -> tuple[list[int], list[int], list[int], list[int]]:
         """Of all flat tensors together, then of each matrix: its values, those of a block, both parts' bytes."""
@@ -106,8 +106,3 @@ class BlockTransform(Transform):
         """Chunks filled up with zeros, in one row; and the values of a block."""
         missing = self._width_of(chunks) - chunks.shape[1]
         return torch.nn.functional.pad(chunks, (0, missing)).view(-1), self._block_of(chunks)
-
-
-def _cut_off(padded: Tensor, chunks: Tensor) -> Tensor:
-    """A matrix of chunks without what filled them up."""
-    return padded.view(len(chunks), -1)[:, : chunks.shape[1]].contiguous()

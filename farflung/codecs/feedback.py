@@ -60,9 +60,9 @@ class ErrorFeedback(Compound):
 
     def encode(self, tensors: Sequence[Tensor]) -> Packet:
         """See Codec."""
-        residual = (
-            self._residual if [e.shape for e in self._residual] == [t.shape for t in tensors] else map(_zeros, tensors)
-        )
+        residual = self._residual
+        if [e.shape for e in residual] != [t.shape for t in tensors]:
+            residual = [torch.zeros_like(t, dtype=_kept_as(t)) for t in tensors]
         total = [torch.add(t.detach(), e, alpha=self.decay) for t, e in zip(tensors, residual, strict=True)]
         packet = self.codec.encode(total)
         size = norm(total)
@@ -101,8 +101,3 @@ NAME = Name(
 def _kept_as(tensor: Tensor) -> torch.dtype:
     """In bfloat16, 1 and 0.001 make 1."""
     return torch.promote_types(tensor.dtype, torch.float32)
-
-
-def _zeros(like: Tensor) -> Tensor:
-    """A residual of nothing yet."""
-    return torch.zeros(like.shape, dtype=_kept_as(like), device=like.device)

@@ -10,11 +10,9 @@ from torch import Tensor
 
 
 class Grid:
-    """Steps s = R / 2^bits of blocks with ranges R, of which the low `bits` of a count are known.
+    """Steps s = R / 2^bits of blocks with ranges R, of which the low `bits` (1 to 8) of a count are known.
 
-    Args:
-        ranges: R of each block, in bfloat16, as it is sent; 0 for a block of zeros.
-        bits: 1 to 8.
+    `ranges` are R of each block, in bfloat16, as sent; 0 for a block of zeros.
     """
 
     def __init__(self, ranges: Tensor, bits: int) -> None:

@@ -37,6 +37,8 @@ class LowRank(Transform):
     """
 
     rank: int = 64
+    traits = Traits(remembers=True)
+    sees_shapes = True
     _share: float = field(default=1.0, init=False, repr=False, compare=False)
     _seed: int = field(default=0, init=False, repr=False, compare=False)
     _bases: list[Tensor] = field(default_factory=list, init=False, repr=False, compare=False)
@@ -44,16 +46,6 @@ class LowRank(Transform):
     def __post_init__(self) -> None:
         if self.rank < 1:
             raise UserError(f"LowRank has rank={self.rank}; choose at least 1")
-
-    @property
-    def traits(self) -> Traits:
-        """See Codec."""
-        return Traits(remembers=True)
-
-    @property
-    def sees_shapes(self) -> bool:
-        """See Transform."""
-        return True
 
     @property
     def rank_now(self) -> int:

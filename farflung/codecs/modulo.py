@@ -223,7 +223,7 @@ class Modulo(Transform):
 
     def set_reference(self, tensors: Sequence[Tensor]) -> None:
         """See Codec: the first R is four times as far as this replica's message is from it, times `margin`."""
-        self._tracker.set_reference(flatten(tensors))
+        self._tracker.reference = flatten(tensors)
 
     def set_change(self, tensors: Sequence[Tensor]) -> None:
         """See Codec: R is at least `margin` times twice the largest change in a block."""

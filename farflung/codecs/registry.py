@@ -4,17 +4,7 @@ from __future__ import annotations
 
 import re
 
-from farflung.codecs import (
-    block_dct,
-    block_float,
-    dense,
-    feedback,
-    lowrank,
-    modulo,
-    quantize,
-    threshold,
-    topk,
-)
+from farflung.codecs import block_dct, block_float, dense, feedback, lowrank, modulo, quantize, threshold, topk
 from farflung.codecs.base import Codec, Name
 from farflung.codecs.chain import join
 from farflung.errors import UserError

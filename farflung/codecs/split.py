@@ -1,4 +1,4 @@
-"""The two halves of a message, each with a codec of its own."""
+"""Tensors of one message by several codecs, whose packets travel in one."""
 
 from __future__ import annotations
 
@@ -11,8 +11,54 @@ from torch import Tensor
 from farflung.codecs.base import Codec, Compound, Traits
 from farflung.codecs.packets import Packet, PacketError, pack, packed_nbytes, unpack
 
+Shares = list[tuple[Codec, Sequence[int]]]
+"""Codecs, each with the numbers of the tensors that it encodes."""
 
-class SplitCodec(Compound):
+
+class Divided(Compound):
+    """Encodes some of a message's tensors with one codec and some with others, as `shares` says."""
+
+    def shares(self, tensors: Sequence[Tensor]) -> Shares:
+        """Which codec encodes which tensors of such a message: each tensor is in one share."""
+        raise NotImplementedError
+
+    def nbytes(self, like: Sequence[Tensor]) -> int:
+        """See Codec."""
+        sizes = [codec.nbytes([like[n] for n in places]) for codec, places in self.shares(like)]
+        return packed_nbytes([[torch.empty(size, dtype=torch.uint8, device="meta") for size in sizes]])
+
+    def state_nbytes(self, like: Sequence[Tensor]) -> int:
+        """See Codec."""
+        return sum(codec.state_nbytes([like[n] for n in places]) for codec, places in self.shares(like))
+
+    def encode(self, tensors: Sequence[Tensor]) -> Packet:
+        """Several packets in one."""
+        packets = [codec.encode([tensors[n] for n in places]) for codec, places in self.shares(tensors)]
+        return pack([self], tensors, [packets])
+
+    def decode(self, packet: Packet, like: Sequence[Tensor]) -> list[Tensor]:
+        """See Codec."""
+        packets, _ = unpack([self], packet, like)
+        shares = self.shares(like)
+        if [part.dtype for part in packets] != [torch.uint8] * len(shares):
+            raise PacketError(f"packet holds {len(packets)} parts where {len(shares)} packets were expected")
+        decoded = {
+            n: tensor
+            for (codec, places), part in zip(shares, packets, strict=True)
+            for n, tensor in zip(places, codec.decode(part, [like[n] for n in places]), strict=True)
+        }
+        return [decoded[n] for n in range(len(like))]
+
+    def error_of(self, packet: Packet, tensors: Sequence[Tensor]) -> float:
+        """See Codec; of what the first codec was given, which the rest would hide."""
+        packets, _ = unpack([self], packet, tensors)
+        for part, (codec, places) in zip(packets, self.shares(tensors), strict=True):
+            if codec is self.parts[0]:
+                return codec.error_of(part, [tensors[n] for n in places])
+        return 0.0
+
+
+class SplitCodec(Divided):
     """Encodes the first half of a message's tensors with one codec and the second half with another.
 
     For gossip: pseudo-gradients may be compressed like gradients, anchors only by codecs that use the receiver's
@@ -36,34 +82,15 @@ class SplitCodec(Compound):
         """See Codec."""
         return replace(super().traits, needs_whole=True, composable=False)
 
-    def nbytes(self, like: Sequence[Tensor]) -> int:
-        """See Codec."""
-        sizes = [codec.nbytes(half) for codec, half in zip(self.parts, _halves(like), strict=True)]
-        return packed_nbytes([[torch.empty(size, dtype=torch.uint8, device="meta") for size in sizes]])
-
-    def state_nbytes(self, like: Sequence[Tensor]) -> int:
-        """See Codec."""
-        return sum(codec.state_nbytes(half) for codec, half in zip(self.parts, _halves(like), strict=True))
+    def shares(self, tensors: Sequence[Tensor]) -> Shares:
+        """The two halves."""
+        middle = len(tensors) // 2
+        return [(self.parts[0], range(middle)), (self.parts[1], range(middle, len(tensors)))]
 
     def encode(self, tensors: Sequence[Tensor]) -> Packet:
         """Two packets in one."""
-        first, second = _halves(tensors)
-        packet = self.parts[0].encode(first)
-        self.parts[1].set_change(first)
-        return pack([self], tensors, [[packet, self.parts[1].encode(second)]])
-
-    def decode(self, packet: Packet, like: Sequence[Tensor]) -> list[Tensor]:
-        """See Codec."""
-        packets, _ = unpack([self], packet, like)
-        if [packet.dtype for packet in packets] != [torch.uint8] * 2:
-            raise PacketError(f"packet holds {len(packets)} parts where 2 packets were expected")
-        decoded = zip(self.parts, packets, _halves(like), strict=True)
-        return [tensor for codec, part, half in decoded for tensor in codec.decode(part, half)]
-
-    def error_of(self, packet: Packet, tensors: Sequence[Tensor]) -> float:
-        """See Codec; of the first half, which the second, full of what all know, would hide."""
-        packets, _ = unpack([self], packet, tensors)
-        return self.parts[0].error_of(packets[0], _halves(tensors)[0])
+        self.parts[1].set_change(tensors[: len(tensors) // 2])
+        return super().encode(tensors)
 
     @property
     def wants_reference(self) -> bool:
@@ -72,10 +99,5 @@ class SplitCodec(Compound):
 
     def set_reference(self, tensors: Sequence[Tensor]) -> None:
         """See Codec."""
-        for codec, half in zip(self.parts, _halves(tensors), strict=True):
-            codec.set_reference(half)
-
-
-def _halves(tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-    middle = len(tensors) // 2
-    return tensors[:middle], tensors[middle:]
+        for codec, places in self.shares(tensors):
+            codec.set_reference([tensors[n] for n in places])

@@ -41,6 +41,7 @@ class Threshold(Transform):
 
     share: float = 0.01
     refresh: int = 1000
+    traits = Traits(fixed_length=False, remembers=True)
     _thresholds: list[float] = field(default_factory=list, init=False, repr=False, compare=False)
     _age: int = field(default=0, init=False, repr=False, compare=False)
 
@@ -58,11 +59,6 @@ class Threshold(Transform):
         counts = torch.bincount(kept // _CHUNK, minlength=-(-flat.numel() // _CHUNK))
         counts_bytes = counts.to(torch.int16).view(torch.uint8)
         return [flat[kept], pack_places(kept % _CHUNK, _CHUNK), counts_bytes, *finished]
-
-    @property
-    def traits(self) -> Traits:
-        """See Codec."""
-        return Traits(fixed_length=False, remembers=True)
 
     def outline(self, like: Sequence[Tensor]) -> list[Tensor]:
         """See Transform: of a message that thresholds were set for."""
@@ -130,10 +126,8 @@ class Threshold(Transform):
             raise PacketError("packet holds another number of values than its chunks count")
         begins = torch.arange(chunks, device=values.device).repeat_interleave(per_chunk) * _CHUNK
         places = begins + unpack_places(packed, values.numel(), _CHUNK)
-        flat = torch.zeros(chunks * _CHUNK, dtype=torch.float32, device=values.device).index_copy_(0, places, values)[
-            :numel
-        ]
-        return in_order(torch.split(flat, [tensor.numel() for tensor in floating]), parts[3:], like)
+        flat = torch.zeros(chunks * _CHUNK, dtype=torch.float32, device=values.device).index_copy_(0, places, values)
+        return in_order(torch.split(flat[:numel], [tensor.numel() for tensor in floating]), parts[3:], like)
 
     def state_dict(self) -> dict[str, Any]:
         """The thresholds, and how many messages there have been."""

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 
 from farflung.networks import Network, TorchNetwork
+from farflung.pipeline.division import divisible, division_of
 from farflung.pipeline.island import Island, WholeIsland
-from farflung.pipeline.mesh import Mesh
+from farflung.pipeline.mesh import Mesh, MeshCoordinates
 from farflung.pipeline.settings import IslandSettings
 from farflung.workloads.base import Workload
 
@@ -24,23 +25,26 @@ def assemble(
 ) -> tuple[Island, Network]:
     """This process's part of its replica, and the network on which it holds rounds. Raises UserError.
 
-    Args:
-        settings: how the replica is divided, and how it computes.
-        workload: what is trained.
-        network: of all processes of the run.
-        mesh: who is where.
-        seed: of weights and batches.
-        deadline: the longest wait for a round, in seconds.
-        device: what is computed on.
+    `network` is that of all processes of the run; `deadline` is the longest wait for a round, in seconds.
     """
     if not network.processes or (mesh.island == 1 and not settings.offload):
         model = training(workload.build(seed), settings).to(device)
-        return WholeIsland(settings, workload, model, mesh, network.rank, seed, device), network
+        return WholeIsland(settings, workload, model, mesh, MeshCoordinates(network.rank), seed, device), network
     assert isinstance(network, TorchNetwork)  # what starts processes offers what it does
-    from farflung.pipeline.build import part_of_island  # slow to import, and only islands need it
+    from farflung.pipeline.build import pieces_of, shard_pieces  # slow to import, and only islands need it
+    from farflung.pipeline.divided import DividedIsland
+    from farflung.pipeline.groups import ProcessGroups
 
-    island = part_of_island(settings, workload, network, mesh, seed, deadline, device)
-    return island, network.among(mesh.data_parallel_group(island.coordinates))
+    whole = divisible(workload)
+    groups = ProcessGroups(network, mesh, deadline, settings.routes == "random", device)
+    division = division_of(settings, whole, seed)
+    pieces = [piece.to(device) for piece in pieces_of(settings, whole, division, groups.coordinates.stage, seed)]
+    for piece in pieces:
+        training(piece.model, settings)
+    if mesh.shards > 1 or settings.offload:
+        shard_pieces(pieces, whole, groups.shard_mesh(), settings.offload)
+    island = DividedIsland(settings, groups, pieces, division, whole, seed, device)
+    return island, network.among(mesh.data_parallel_group(groups.coordinates))
 
 
 def training(model: Any, settings: IslandSettings) -> Any:

@@ -1,4 +1,4 @@
-"""Dividing layers among stages."""
+"""Divides layers among stages."""
 
 from __future__ import annotations
 
@@ -12,14 +12,11 @@ NOTHING = Load(0.0, 0.0)
 
 
 def spans(layers: Sequence[Load], before: Load, after: Load, pieces: int) -> list[Span]:
-    """Cuts layers into consecutive pieces so that no piece has more than need be of all parameters or of all work.
-
-    That is, the largest share that any piece has of either is the least possible.
+    """Cuts layers into consecutive pieces, so that the largest share of all parameters or work in a piece is least.
 
     Args:
-        layers: each layer's load.
-        before, after: of what comes before the first layer (embeddings) and after the last (norm and head).
-        pieces: how many; each has a layer at least.
+        before, after: the loads before the first layer (embeddings) and after the last (norm and head).
+        pieces: how many; each gets at least one layer.
 
     Raises UserError when there are fewer layers than pieces.
     """

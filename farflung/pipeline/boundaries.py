@@ -13,13 +13,13 @@ from farflung.workloads.base import Coordinates
 
 
 class Boundary:
-    """The packets of one boundary, all of one length, so that their receiver can make room before they come.
+    """The packets of one boundary. All have one length, so that a receiver can make room before they come.
 
     Args:
         shape: of a microbatch's hidden states: (…, width).
-        codec: how numbers become bytes; what must not be lost travels as it is, without one.
-        subspace: where the hidden states lie in one, its coordinates travel in their place.
-        device: where what arrives is wanted.
+        codec: how numbers become bytes; a lossless one is left out.
+        subspace: if given, hidden states travel as their coordinates in it.
+        device: where unpacked tensors are wanted.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class Boundary:
         if self._codec:
             self._room = torch.empty(self._codec.nbytes([self._like]), dtype=torch.uint8)
         self.spoilt = False
-        """Whether something that is not finite had to be sent; nought went in its place."""
+        """Whether NaN or infinity was to be sent; zeros went in its place."""
 
     @property
     def nbytes(self) -> int:
@@ -41,24 +41,24 @@ class Boundary:
         return self._room.nbytes
 
     def room(self) -> Tensor:
-        """Memory for a packet that is to come."""
+        """Memory to receive a packet into."""
         return torch.empty_like(self._room)
 
     def pack(self, hidden: Tensor, batch: Tensor) -> Tensor:
-        """Hidden states on their way forward; `batch` is what they were made of."""
+        """Encodes the hidden states of a batch."""
         return self._packed(self._subspace.coordinates(hidden, batch) if self._subspace else hidden)
 
     def unpack(self, packet: Tensor, batch: Tensor) -> Tensor:
-        """The hidden states of a packet."""
+        """Decodes the hidden states of a batch."""
         numbers = self._unpacked(packet)
         return self._subspace.hidden(numbers, batch) if self._subspace else numbers
 
     def pack_gradient(self, gradient: Tensor) -> Tensor:
-        """A gradient on its way back."""
+        """Encodes a gradient."""
         return self._packed(gradient @ self._subspace.basis_on(gradient.device) if self._subspace else gradient)
 
     def unpack_gradient(self, packet: Tensor) -> Tensor:
-        """The gradient of a packet."""
+        """Decodes a gradient."""
         numbers = self._unpacked(packet)
         return numbers @ self._subspace.basis_on(numbers.device).T if self._subspace else numbers
 
@@ -90,7 +90,7 @@ def boundary_named(name: str) -> tuple[int, Codec]:
         raise UserError(f"boundary is {name!r}; choose one of {boundary_names()}") from error
     if not _is_plain(codec):
         raise UserError(
-            f"boundary {name!r} remembers or measures its messages, and packets between stages must all be alike; "
+            f"boundary {name!r} remembers or measures its messages, but packets between stages must all be alike; "
             f"choose one of {boundary_names()}"
         )
     return rank, codec
@@ -104,6 +104,6 @@ def boundary_names() -> str:
 
 
 def _is_plain(codec: Codec) -> bool:
-    """Whether equal messages make equal packets, all packets are of one length, and reading one needs nothing else."""
+    """Whether all packets have one length and depend on nothing but their message."""
     traits = codec.traits
     return traits.fixed_length and not traits.remembers and not traits.needs_receiver

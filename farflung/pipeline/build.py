@@ -1,50 +1,23 @@
-"""Making a process's pieces of the model: sharded, if need be, and joined to those of the other processes."""
+"""Making a process's pieces of the model, and dividing them among shards."""
 
 from __future__ import annotations
 
 from functools import partial
 from typing import Any
 
-import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
-from farflung.networks import TorchNetwork
-from farflung.pipeline.assemble import training
-from farflung.pipeline.divided import DividedIsland
-from farflung.pipeline.division import Division, divisible, division_of
-from farflung.pipeline.groups import ProcessGroups
-from farflung.pipeline.mesh import Mesh
+from farflung.pipeline.division import Division
 from farflung.pipeline.settings import IslandSettings
-from farflung.workloads.base import Divisible, Workload
-
-
-def part_of_island(
-    settings: IslandSettings,
-    workload: Workload,
-    network: TorchNetwork,
-    mesh: Mesh,
-    seed: int,
-    deadline: float,
-    device: torch.device,
-) -> DividedIsland:
-    """This process's part of its replica; see assemble. Raises UserError."""
-    whole = divisible(workload)
-    groups = ProcessGroups(network, mesh, deadline, settings.routes == "random", device)
-    division = division_of(settings, whole, seed)
-    pieces = [piece.to(device) for piece in pieces_of(settings, whole, division, groups.coordinates.stage, seed)]
-    for piece in pieces:
-        training(piece.model, settings)
-    if mesh.shards > 1 or settings.offload:
-        shard_pieces(pieces, whole, groups.shard_mesh(), settings.offload)
-    return DividedIsland(settings, groups, pieces, division, whole, seed, device)
+from farflung.workloads.base import Divisible
 
 
 def pieces_of(settings: IslandSettings, workload: Divisible, division: Division, stage: int, seed: int) -> list[Any]:
-    """A stage's pieces, on the CPU; of the rest of the model nothing is ever made. Raises UserError."""
-    pieces = []
+    """A stage's pieces, on the CPU; the rest of the model is never made. Raises UserError."""
+    pieces, constrained = [], division.spans[-1].begin
     for span in division.spans[stage :: settings.stages]:
-        keep = partial(workload.keep, span=span, subspace=division.subspace, constrained=division.constrained_layers)
+        keep = partial(workload.keep, span=span, subspace=division.subspace, constrained=constrained)
         pieces.append(workload.piece(workload.build(seed, keep), span, settings.precision == "bfloat16"))
     return pieces
 

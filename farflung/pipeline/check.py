@@ -1,4 +1,4 @@
-"""Refusing, before anything starts, what cannot be divided."""
+"""Refuses, before anything starts, layouts that cannot work."""
 
 from __future__ import annotations
 
@@ -28,15 +28,13 @@ def check(settings: IslandSettings, workload: Workload, seed: int) -> None:
 
 
 def refuse_other_weights(before: IslandSettings, after: IslandSettings) -> None:
-    """Refuses to go on with other stages or boundaries where these decide which weights there are. Raises UserError."""
+    """Refuses to resume with other stages or boundaries where these decide which weights exist. Raises UserError."""
     fixed = ("stages", "pipeline_schedule", "boundary")
     if all(getattr(before, name) == getattr(after, name) for name in fixed):
         return
     for boundary in (before.boundary, after.boundary):
         if boundary_named(boundary)[0]:
-            raise UserError(
-                f"boundary {boundary} decides which weights there are; resume with the same {', '.join(fixed)}"
-            )
+            raise UserError(f"boundary {boundary} decides which weights exist; resume with the same {', '.join(fixed)}")
 
 
 def _check_one_stage(settings: IslandSettings) -> None:

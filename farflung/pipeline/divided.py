@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -39,36 +40,25 @@ SCHEDULES = {
 }
 
 
+@dataclass
 class DividedIsland:
-    """One process's part of a replica.
+    """One process's part of a replica: `pieces` of the model, sharded or not, on their device.
 
-    Args:
-        settings: how the replica computes.
-        groups: the processes it works with.
-        pieces: its pieces of the model, on their device, sharded or not.
-        division: how the model is divided.
-        workload: what is trained.
-        seed: of batches, routes and samples.
+    `seed` is that of batches, routes and samples.
     """
 
-    def __init__(
-        self,
-        settings: IslandSettings,
-        groups: ProcessGroups,
-        pieces: list[Any],
-        division: Division,
-        workload: Divisible,
-        seed: int,
-        device: torch.device,
-    ) -> None:
-        self.mesh, self.coordinates = groups.mesh, groups.coordinates
-        self.traffic = Traffic()
-        self._settings = settings
-        self._groups = groups
-        self._pieces = pieces
-        self._workload = workload
-        self._seed = seed
-        self._device = device
+    settings: IslandSettings
+    groups: ProcessGroups
+    pieces: list[Any]
+    division: Division
+    workload: Divisible
+    seed: int
+    device: torch.device
+    traffic: Traffic = field(default_factory=Traffic)
+
+    def __post_init__(self) -> None:
+        self.mesh, self.coordinates = self.groups.mesh, self.groups.coordinates
+        settings, division, pieces = self.settings, self.division, self.pieces
         self._microbatches = settings.parts
         self._samples = settings.batch_size // settings.shard
         self._count = len(division.spans)
@@ -77,16 +67,16 @@ class DividedIsland:
         buffers = {name: buffer for piece in pieces for name, buffer in persistent_buffers(piece.model).items()}
         self._part = LocalModel(self._owned(), buffers)
         self.model: nn.Module = self._part
-        self._stages = [self._stage(piece, division, number) for number, piece in enumerate(pieces)]
+        self._stages = [self._stage(piece, number) for number, piece in enumerate(pieces)]
         self._schedule: Any = SCHEDULES[settings.pipeline_schedule](
             self._stages if settings.pipeline_schedule in ("interleaved", "zero-bubble") else self._stages[0],
             n_microbatches=self._microbatches,
-            loss_fn=self._pieces[-1].loss,
+            loss_fn=self.pieces[-1].loss,
         )
 
     def gradients(self, step: int) -> tuple[float, str]:
-        """See Island. Unlike `WholeIsland`, this takes a gradient that is not finite for a fault at once."""
-        settings = self._settings
+        """See Island. Unlike in `WholeIsland`, a gradient that is not finite is a fault."""
+        settings = self.settings
         self._part.drop_gradients()
         routes = self._routes(step)
         for stage in self._stages:
@@ -95,9 +85,9 @@ class DividedIsland:
                 parameter.grad = None
         losses: list[Tensor] = []
         # Its schedule would print its whole plan when a process is lost.
-        with self._groups.naming_the_lost(), quiet("torch.distributed.pipelining.schedules"):
-            given = (torch.cat(self._stages[0].batches).to(self._device),) if self._is_first else ()
-            labels = torch.cat(self._stages[-1].batches).to(self._device) if self._is_last else None
+        with self.groups.naming_the_lost(), quiet("torch.distributed.pipelining.schedules"):
+            given = (torch.cat(self._stages[0].batches).to(self.device),) if self._is_first else ()
+            labels = torch.cat(self._stages[-1].batches).to(self.device) if self._is_last else None
             self._schedule.step(*given, target=labels, losses=losses, return_outputs=False)
             self._bring_tied_gradient()
             self._part.collect_gradients()
@@ -111,40 +101,38 @@ class DividedIsland:
         if fault:
             self._part.drop_gradients()
         elif settings.clip:
-            norm = torch.tensor(math.sqrt(squares), device=self._device)
+            norm = torch.tensor(math.sqrt(squares), device=self.device)
             nn.utils.clip_grads_with_norm_(self.model.parameters(), settings.clip, norm)
         return loss, fault
 
     def after_step(self) -> None:
         """The last stage's copy of tied embeddings follows the first stage's."""
         if self._tied is not None:
-            with self._groups.naming_the_lost(), torch.no_grad():
+            with self.groups.naming_the_lost(), torch.no_grad():
                 weight = own_of(self._tied)
                 if self._is_first:
-                    dist.send(
-                        weight.detach().cpu(), self._process_of(self._count - 1), group=self._groups.pipeline_group
-                    )
+                    self._send(weight, self._count - 1)
                     self.traffic.sent(weight.nbytes)
-                elif self._is_last:
+                else:
                     weight.copy_(self._received(weight.shape, 0))
                     self.traffic.received(weight.nbytes)
 
     @torch.no_grad()
     def evaluate(self) -> float:
-        """See Island. Each shard takes a part of the samples; where they do not divide, some compute one in vain."""
-        size, held_out = self._samples // self._microbatches, self._workload.held_out
+        """See Island. Each shard takes a part of the samples; the last ones may take one that does not count."""
+        size, held_out = self._samples // self._microbatches, self.workload.held_out
         shards, shard = self.mesh.shards, self.coordinates.shard
         numbers = [shard + shards * turn for turn in range(-(-held_out // shards))]
         facts = torch.zeros(2, dtype=torch.float64)
-        with self._groups.naming_the_lost(), self._evaluating():
+        with self.groups.naming_the_lost(), self._evaluating():
             for turn in range(0, len(numbers), size):
                 wanted = numbers[turn : turn + size]
                 ids = np.array([min(number, held_out - 1) for number in wanted])
-                batch = self._workload.held_out_batch(ids).to(self._device)
+                batch = self.workload.held_out_batch(ids).to(self.device)
                 output = self._forward(batch)
                 counted = sum(number < held_out for number in wanted)
                 if output is not None and counted:
-                    loss = self._pieces[-1].loss(output[:counted], batch[:counted])
+                    loss = self.pieces[-1].loss(output[:counted], batch[:counted])
                     facts += torch.tensor([float(loss) * counted, counted], dtype=torch.float64)
             total, count = self.total(facts).tolist()
         return float(total / count)
@@ -152,54 +140,48 @@ class DividedIsland:
     @torch.no_grad()
     def sample(self) -> str:
         """See Island."""
-        with self._groups.naming_the_lost(), self._evaluating():
-            return self._workload.sample_in_pieces(self._picked, self._seed)
+        with self.groups.naming_the_lost(), self._evaluating():
+            return self.workload.sample_in_pieces(self._picked, self.seed)
 
     def _picked(self, batch: Tensor, pick: Callable[[Tensor], Tensor], numbers: int) -> Tensor:
-        """Some numbers of the model's output for a batch, in all processes; see Forward."""
-        output = self._forward(batch.to(self._device))
+        """What `pick` takes of the model's output for a batch, in all processes; see Forward."""
+        output = self._forward(batch.to(self.device))
         if output is None or self.coordinates.shard:
             return self.total(torch.zeros(numbers, dtype=torch.float64))
         return self.total(pick(output).double().cpu())
 
     def total(self, values: Tensor) -> Tensor:
         """See Island."""
-        with self._groups.naming_the_lost():
-            return self._groups.total(values)
+        with self.groups.naming_the_lost():
+            return self.groups.total(values)
 
     def _embeddings(self) -> nn.Parameter | None:
         """The embeddings that the head is tied to: the first stage's, and the last stage's copy."""
         if not (self._is_first or self._is_last):
             return None
-        return self._workload.tied_weight(self._pieces[0 if self._is_first else -1].model)
+        return self.workload.tied_weight(self.pieces[0 if self._is_first else -1].model)
 
     def _owned(self) -> dict[str, nn.Parameter]:
         """This process's parameters by their names in the whole model."""
-        named = {name: p for piece in self._pieces for name, p in piece.model.named_parameters()}
+        named = {name: p for piece in self.pieces for name, p in piece.model.named_parameters()}
         return {name: p for name, p in named.items() if self._is_first or p is not self._tied}
 
-    def _stage(self, piece: Any, division: Division, number: int) -> RoutedStage:
-        index = self.coordinates.stage + number * self._settings.stages
-        batch = self._workload.example(self._samples // self._microbatches)
-        hidden, output = (torch.empty(shape, device="meta") for shape in self._workload.shapes(piece.model, batch))
+    def _stage(self, piece: Any, number: int) -> RoutedStage:
+        index = self.coordinates.stage + number * self.settings.stages
+        batch = self.workload.example(self._samples // self._microbatches)
+        hidden, output = (torch.empty(shape, device="meta") for shape in self.workload.shapes(piece.model, batch))
         sums = [torch.empty(piece.sums, device="meta", requires_grad=True)] if piece.sums else []
-        boundary = partial(Boundary, hidden.shape, division.codec, division.subspace, self._device)
+        boundary = partial(Boundary, hidden.shape, self.division.codec, self.division.subspace, self.device)
         entering = (batch,) if piece.span.first else (hidden.requires_grad_(), *sums)
         leaving = (output.requires_grad_() if piece.span.last else hidden.requires_grad_(), *sums)
-        transport = Transport(
-            self._groups.everyone,
-            self.coordinates.replica,
-            lambda replica, piece: self.mesh.process(replica, piece % self.mesh.stages, self.coordinates.shard),
-            boundary(),
-            boundary(),
-            self.traffic,
-        )
-        group = self._groups.pipeline_group
-        return RoutedStage(piece, index, self._count, (entering, leaving), group, transport, self._device)
+        replica, everyone = self.coordinates.replica, self.groups.everyone
+        transport = Transport(everyone, replica, self._process_of, boundary(), boundary(), self.traffic)
+        group = self.groups.pipeline_group
+        return RoutedStage(piece, index, self._count, (entering, leaving), group, transport, self.device)
 
     def _routes(self, step: int) -> Routes:
-        if self._settings.routes == "random":
-            return random_routes(self.mesh.replicas, self._seed, step)
+        if self.settings.routes == "random":
+            return random_routes(self.mesh.replicas, self.seed, step)
         return fixed_routes(self.mesh.replicas)
 
     def _microbatches_at(self, boundaries: int, routes: Routes, step: int) -> list[Tensor]:
@@ -210,9 +192,9 @@ class DividedIsland:
 
     def _share_of(self, replica: int, step: int) -> tuple[Tensor, ...]:
         """This shard's part of a replica's batch, in microbatches."""
-        ids = self._workload.sample_ids(self._seed, replica, step, self._settings.batch_size)
+        ids = self.workload.sample_ids(self.seed, replica, step, self.settings.batch_size)
         own = np.array_split(ids, self.mesh.shards)[self.coordinates.shard]
-        batch: Tensor = self._workload.batch(own)
+        batch: Tensor = self.workload.batch(own)
         return batch.tensor_split(self._microbatches)
 
     def _fault(self, loss: float, squares: float, spoilt: float) -> str:
@@ -223,51 +205,52 @@ class DividedIsland:
         return "" if math.isfinite(squares) else "the gradient is not finite"
 
     def _bring_tied_gradient(self) -> None:
-        """Adds what the head's copy has got to the gradient of the embeddings that it is a copy of."""
+        """Adds the gradient of the head's copy to that of the embeddings."""
         if self._tied is None:
             return
+        assert self._tied.grad is not None
+        gradient = own_of(self._tied.grad)
         if self._is_last:
-            assert self._tied.grad is not None
-            gradient = own_of(self._tied.grad)
-            dist.send(gradient.cpu(), self._process_of(0), group=self._groups.pipeline_group)
+            self._send(gradient, 0)
             self.traffic.sent(gradient.nbytes)
-        elif self._is_first:
-            assert self._tied.grad is not None
-            gradient = own_of(self._tied.grad)
+        else:
             self.traffic.received(gradient.nbytes)
             gradient.add_(self._received(gradient.shape, self._count - 1).to(gradient.device))
+
+    def _send(self, values: Tensor, piece: int) -> None:
+        dist.send(values.detach().cpu().contiguous(), self._process_of(piece), group=self.groups.pipeline_group)
 
     def _received(self, shape: torch.Size, piece: int) -> Tensor:
         """Float32 values from the process that has a piece, on the CPU."""
         room = torch.empty(shape)
-        dist.recv(room, self._process_of(piece), group=self._groups.pipeline_group)
+        dist.recv(room, self._process_of(piece), group=self.groups.pipeline_group)
         return room
 
     def _forward(self, batch: Tensor) -> Tensor | None:
-        """Sends a batch through all pieces, nothing left out between them; its output, in the process that has it."""
+        """Sends a batch through all pieces, uncompressed; its output, in the process of the last piece."""
         leaving: Tensor | None = None
-        shape, _ = self._workload.shapes(self._pieces[0].model, batch)
+        shape, _ = self.workload.shapes(self.pieces[0].model, batch)
         for index in range(self.coordinates.stage, self._count, self.mesh.stages):
-            entering = batch if index == 0 else self._received(shape, index - 1).to(self._device)
-            leaving = self._pieces[index // self.mesh.stages](entering)
+            entering = batch if index == 0 else self._received(shape, index - 1).to(self.device)
+            leaving = self.pieces[index // self.mesh.stages](entering)
             assert leaving is not None
             if index < self._count - 1:
-                dist.send(
-                    leaving.detach().cpu().contiguous(), self._process_of(index + 1), group=self._groups.pipeline_group
-                )
+                self._send(leaving, index + 1)
                 leaving = None
         return leaving
 
     @contextlib.contextmanager
     def _evaluating(self) -> Iterator[None]:
-        for piece in self._pieces:
+        for piece in self.pieces:
             piece.eval()
         yield
-        for piece in self._pieces:
+        for piece in self.pieces:
             piece.train()
             for module in piece.modules():
                 if isinstance(module, FSDPModule):
                     module.reshard()  # what was gathered of weights that are about to change
 
-    def _process_of(self, piece: int) -> int:
-        return self.mesh.process(self.coordinates.replica, piece % self.mesh.stages, self.coordinates.shard)
+    def _process_of(self, piece: int, replica: int | None = None) -> int:
+        """The process that has a piece, of this replica or of another."""
+        replica = self.coordinates.replica if replica is None else replica
+        return self.mesh.process(replica, piece % self.mesh.stages, self.coordinates.shard)

@@ -14,20 +14,15 @@ from farflung.workloads.base import Coordinates, Divisible, Span, Workload
 
 @dataclass(frozen=True)
 class Division:
-    """How the settings divide a model: its spans, in order, the codec between them, and the subspace if there is one.
+    """How the settings divide a model. `tied` says whether the head is the embeddings again.
 
-    `tied` says whether the head is the embeddings again.
+    The layers before the last boundary lie in the subspace, if there is one; those after it stay free.
     """
 
     spans: list[Span]
     codec: Codec
     subspace: Coordinates | None
     tied: bool
-
-    @property
-    def constrained_layers(self) -> int:
-        """The layers before the last boundary; those after it stay free."""
-        return self.spans[-1].begin
 
 
 def divisible(workload: Workload) -> Divisible:

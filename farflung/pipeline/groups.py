@@ -1,4 +1,4 @@
-"""The processes of one island, talking to each other: groups of torch.distributed, and who was lost when one fails."""
+"""The processes of one island: groups of torch.distributed, and who was lost when one fails."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DEADLINES_OF_A_STAGE = 2
 """A stage may wait this many deadlines for another, which itself may wait for a round."""
 
 NOTICE_SECONDS = 0.5
-"""What it takes until the end of a process on another machine has shown at its connections."""
+"""How long until connections show that a process on another machine has ended."""
 
 
 class ProcessGroups:
@@ -27,7 +27,6 @@ class ProcessGroups:
 
     Args:
         network: of all processes of the run.
-        mesh: who is where.
         deadline: the longest wait for a round, in seconds.
         roaming: whether microbatches leave the island.
         device: what shards are gathered on.
@@ -42,7 +41,6 @@ class ProcessGroups:
         self.pipeline_group = self._group(mesh.pipeline_group(self.coordinates))
         self._near = range(mesh.processes) if roaming else mesh.island_group(self.coordinates)
         self.everyone = self._group(self._near)
-        self._shards = mesh.shard_group(self.coordinates)
         self._device = device
 
     def shard_mesh(self) -> DeviceMesh:
@@ -51,7 +49,7 @@ class ProcessGroups:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)  # FSDP works on the current one
             backend = "nccl"
-        return DeviceMesh.from_group(self._group(self._shards, backend), self._device.type)
+        return DeviceMesh.from_group(self._group(self.mesh.shard_group(self.coordinates), backend), self._device.type)
 
     def total(self, values: Tensor) -> Tensor:
         """The sum over the island of flat float64 values."""
@@ -60,11 +58,11 @@ class ProcessGroups:
 
     @contextlib.contextmanager
     def naming_the_lost(self) -> Iterator[None]:
-        """Turns an error inside into PeerLostError, with the name of the process whose end it was, if it was that."""
+        """Turns an error inside into a PeerLostError that names the lost process, where one was lost."""
         try:
             yield
         except RuntimeError as error:
-            # After a time-out Gloo closes all connections: who is gone cannot be told by them any more.
+            # After a time-out Gloo closes all connections, which then no longer tell who is gone.
             late = "timed out" in str(error).lower()
             lost = self._others() if late else self._lost()
             if not lost:
@@ -93,7 +91,7 @@ class ProcessGroups:
         return [process for process in self._near if process != self._network.process]
 
     def _first_cause(self, reason: str) -> str:
-        """What the first to notice says: those who leave because of it are no cause."""
+        """The reason of the process that noticed first; the others leave because of it."""
         key = f"lost in replica {self.coordinates.replica}"
         try:
             return self._network.store.compare_set(key, "", reason).decode()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,9 +19,9 @@ from farflung.workloads.base import Ids, Workload, to
 
 
 class Island(Protocol):
-    """A replica's training, whether one process has all of it or many have parts. All of them call alike.
+    """A replica's training, in one process or in several, which all make the same calls.
 
-    `model` is what this process trains, `traffic` what it has sent to other stages.
+    `model` is what this process trains; `traffic` counts what it sends to other stages.
     """
 
     mesh: Mesh
@@ -29,64 +30,46 @@ class Island(Protocol):
     traffic: Traffic
 
     def gradients(self, step: int) -> tuple[float, str]:
-        """Leaves each parameter the gradient of the replica's mean loss in a step, clipped.
+        """Computes the clipped gradients of the replica's mean loss in a step.
 
-        Returns the loss, and what is wrong with it, or ""; then there are no gradients. Raises PeerLostError.
+        Returns the loss and its fault: "" for none; with a fault, there are no gradients. Raises PeerLostError.
         """
         ...
 
     def after_step(self) -> None:
-        """What is to be done when the weights have changed. Raises PeerLostError."""
+        """Is called when the weights have changed. Raises PeerLostError."""
         ...
 
     def evaluate(self) -> float:
-        """What the workload judges the model by, nothing lost between stages. Raises PeerLostError."""
+        """The workload's measure of the model, without compression between stages. Raises PeerLostError."""
         ...
 
     def sample(self) -> str:
-        """Something to look at that the model makes. Raises PeerLostError."""
+        """A sample of what the model makes. Raises PeerLostError."""
         ...
 
     def total(self, values: Tensor) -> Tensor:
-        """The sum over the replica's processes of flat float64 values. Raises PeerLostError."""
+        """Sums flat float64 values over the replica's processes. Raises PeerLostError."""
         ...
 
 
+@dataclass
 class WholeIsland:
-    """A replica that one process has all of.
+    """A replica that one process has all of; `seed` is that of batches and samples."""
 
-    Args:
-        settings: how it computes.
-        workload: what is trained.
-        model: on its device.
-        mesh: who is where.
-        replica: its number.
-        seed: of batches and samples.
-    """
-
-    def __init__(
-        self,
-        settings: IslandSettings,
-        workload: Workload,
-        model: Any,
-        mesh: Mesh,
-        replica: int,
-        seed: int,
-        device: torch.device,
-    ) -> None:
-        self.mesh = mesh
-        self.coordinates = MeshCoordinates(replica)
-        self.model = model
-        self.traffic = Traffic()
-        self._settings = settings
-        self._workload = workload
-        self._seed = seed
-        self._device = device
+    settings: IslandSettings
+    workload: Workload
+    model: Any
+    mesh: Mesh
+    coordinates: MeshCoordinates
+    seed: int
+    device: torch.device
+    traffic: Traffic = field(default_factory=Traffic)
 
     def gradients(self, step: int) -> tuple[float, str]:
         """See Island."""
-        settings = self._settings
-        ids = self._workload.sample_ids(self._seed, self.coordinates.replica, step, settings.batch_size)
+        settings = self.settings
+        ids = self.workload.sample_ids(self.seed, self.coordinates.replica, step, settings.batch_size)
         parts = np.array_split(ids, settings.microbatches or 1)
         total = 0.0
         for part in parts:
@@ -107,12 +90,12 @@ class WholeIsland:
     def evaluate(self) -> float:
         """See Island."""
         with self._evaluating(), self._precision():
-            return self._workload.evaluate(self.model, self._settings.batch_size, self._device)
+            return self.workload.evaluate(self.model, self.settings.batch_size, self.device)
 
     def sample(self) -> str:
         """See Island."""
         with self._evaluating():
-            return self._workload.sample(self.model, self._seed, self._device)
+            return self.workload.sample(self.model, self.seed, self.device)
 
     def total(self, values: Tensor) -> Tensor:
         """See Island."""
@@ -120,10 +103,10 @@ class WholeIsland:
 
     def _loss(self, ids: Ids) -> Tensor:
         with self._precision():
-            return self._workload.loss(self.model, to(self._workload.batch(ids), self._device))
+            return self.workload.loss(self.model, to(self.workload.batch(ids), self.device))
 
     def _precision(self) -> torch.autocast:
-        return torch.autocast(self._device.type, torch.bfloat16, enabled=self._settings.precision == "bfloat16")
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.settings.precision == "bfloat16")
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:

@@ -11,15 +11,13 @@ from torch.distributed.tensor import DTensor
 
 
 class LocalModel(nn.Module):
-    """The parameters that optimizers and rounds of one process see, and the buffers that are kept with them.
+    """The parameters that one process's optimizers and rounds see, and the buffers that its checkpoints hold.
 
-    Of those that are sharded it has the local shard, which shares its memory; of the others, themselves. What another
-    process owns, such as the embeddings that a tied head is a copy of, is not among them. Each shard has all of the
-    buffers.
+    Sharded parameters appear as their local shards, which share their memory; others as they are. What another process
+    owns is left out, such as the embeddings that a tied head copies. Each shard has all of the buffers.
 
     Args:
         parameters: whole or sharded, by their names in the whole model.
-        buffers: those that belong into a checkpoint.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, Tensor]) -> None:
@@ -29,7 +27,7 @@ class LocalModel(nn.Module):
         self._own = {
             name: nn.Parameter(tensor.detach()) if isinstance(self._origins[name], DTensor) else self._origins[name]
             for name, tensor in local.items()
-            if tensor.numel()  # of few rows, some shards have none
+            if tensor.numel()  # with few rows, some shards get none
         }
         self._kept = dict(buffers)
 
@@ -51,12 +49,12 @@ class LocalModel(nn.Module):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any], *_: Any, **__: Any) -> Any:
-        """Takes the values of the parameters and buffers that it has."""
+        """Loads its own parameters and buffers."""
         for name, tensor in (self._own | self._kept).items():
             tensor.copy_(state_dict[name])
 
     def collect_gradients(self) -> None:
-        """Gives local shards the gradients that the sharded parameters have got."""
+        """Gives local shards the gradients of the sharded parameters."""
         for name, parameter in self._own.items():
             origin = self._origins[name]
             if origin is not parameter:
@@ -64,7 +62,7 @@ class LocalModel(nn.Module):
                 parameter.grad = None if origin.grad is None else own_of(origin.grad).detach()
 
     def drop_gradients(self) -> None:
-        """Leaves no parameter a gradient."""
+        """Removes all gradients."""
         for parameter in (*self._own.values(), *self._origins.values()):
             parameter.grad = None
 

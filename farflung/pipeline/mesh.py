@@ -19,22 +19,14 @@ class MeshCoordinates:
 
 @dataclass(frozen=True)
 class Mesh:
-    """How a run's processes are laid out: replica by replica, in each stage by stage, in each of these its shards.
+    """How a run's processes are numbered: replica by replica, in each stage by stage, in each stage shard by shard.
 
-    Args:
-        replicas: islands.
-        stages: processes that a replica's layers are divided among.
-        shards: processes that each stage's parameters are divided among.
+    A replica's layers are divided among stages, each stage's parameters among shards.
     """
 
     replicas: int
     stages: int = 1
     shards: int = 1
-
-    @classmethod
-    def of(cls, settings: IslandSettings, replicas: int) -> Mesh:
-        """The mesh of so many replicas with these settings."""
-        return cls(replicas, settings.stages, settings.shard)
 
     @property
     def island(self) -> int:
@@ -47,12 +39,12 @@ class Mesh:
         return self.replicas * self.island
 
     def coordinates(self, process: int) -> MeshCoordinates:
-        """Where a process is."""
+        """Where a process is in the mesh."""
         replica, part = divmod(process, self.island)
         return MeshCoordinates(replica, *divmod(part, self.shards))
 
     def process(self, replica: int, stage: int = 0, shard: int = 0) -> int:
-        """The process that is there."""
+        """The number of a process."""
         return replica * self.island + stage * self.shards + shard
 
     def part(self, coordinates: MeshCoordinates) -> int:
@@ -60,20 +52,20 @@ class Mesh:
         return coordinates.stage * self.shards + coordinates.shard
 
     def file_stem(self, coordinates: MeshCoordinates) -> str:
-        """What a process's files are called, without their endings."""
+        """The name of a process's files, without their endings."""
         if self.island == 1:
             return f"replica-{coordinates.replica}"
         return f"replica-{coordinates.replica}-part-{self.part(coordinates)}-of-{self.island}"
 
     def describe(self, process: int) -> str:
-        """How a process is called in messages."""
+        """The name of a process in messages."""
         coordinates = self.coordinates(process)
         stage = f"stage {coordinates.stage} of " if self.stages > 1 else ""
         shard = f"shard {coordinates.shard} of " if self.shards > 1 else ""
         return f"{shard}{stage}replica {coordinates.replica}"
 
     def data_parallel_group(self, coordinates: MeshCoordinates) -> tuple[int, ...]:
-        """The processes that hold the same part of every replica: those that rounds are held with."""
+        """The processes that hold the same part of every replica, and hold rounds together."""
         return tuple(self.process(replica, coordinates.stage, coordinates.shard) for replica in range(self.replicas))
 
     def island_group(self, coordinates: MeshCoordinates) -> tuple[int, ...]:
@@ -81,7 +73,7 @@ class Mesh:
         return tuple(range(self.process(coordinates.replica), self.process(coordinates.replica + 1)))
 
     def pipeline_group(self, coordinates: MeshCoordinates) -> tuple[int, ...]:
-        """The processes of one replica's pipeline that hold the same shard, by stage."""
+        """The processes of one replica's pipeline with the same shard, by stage."""
         return tuple(self.process(coordinates.replica, stage, coordinates.shard) for stage in range(self.stages))
 
     def shard_group(self, coordinates: MeshCoordinates) -> tuple[int, ...]:

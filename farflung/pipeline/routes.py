@@ -1,4 +1,4 @@
-"""Which replica's stage a microbatch goes to next. A pure function of what all replicas know."""
+"""Which replica's stage a microbatch goes to next: a pure function of what all replicas know."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Permutation = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Routes:
-    """The way of every microbatch of one step through the stages, and back.
+    """How every microbatch of one step goes through the stages and back.
 
     Args:
         permutation: of a microbatch and a boundary (0 lies between the first two pieces of the model).
@@ -21,15 +21,15 @@ class Routes:
     permutation: Callable[[int, int], Permutation]
 
     def onward(self, replica: int, microbatch: int, boundary: int) -> int:
-        """The replica on whose next piece a microbatch goes on, and whose gradient comes back."""
+        """The replica to whose next piece a microbatch goes, and from which its gradient comes back."""
         return self.permutation(microbatch, boundary)[replica]
 
     def back(self, replica: int, microbatch: int, boundary: int) -> int:
-        """The replica from whose piece before a boundary a microbatch has come, and to whom its gradient goes."""
+        """The replica from whose piece before a boundary a microbatch comes, and to which its gradient goes."""
         return self.permutation(microbatch, boundary).index(replica)
 
     def origin(self, replica: int, microbatch: int, boundaries: int) -> int:
-        """The replica whose data a microbatch is, after so many boundaries."""
+        """The replica whose data a microbatch holds, after so many boundaries."""
         for boundary in reversed(range(boundaries)):
             replica = self.back(replica, microbatch, boundary)
         return replica
@@ -44,7 +44,7 @@ def fixed_routes(replicas: int) -> Routes:
 def random_routes(replicas: int, seed: int, step: int) -> Routes:
     """A new random permutation for every step, microbatch and boundary (NoLoCo, arXiv 2506.10911; SWARM before it).
 
-    It mixes the replicas' gradients, which keeps their weights closer without any extra byte.
+    It mixes the replicas' gradients: weights stay closer together, at no extra bytes.
     """
 
     def permutation(microbatch: int, boundary: int) -> Permutation:

@@ -1,4 +1,4 @@
-"""A pipeline stage of torch's schedules, but for where its microbatches come from and go to, and in what form."""
+"""A pipeline stage of torch's schedules that routes and encodes its microbatches itself."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from farflung.pipeline.boundaries import Boundary
 from farflung.pipeline.routes import Routes
 
 ProcessOf = Callable[[int, int], int]
-"""The process that has a replica's piece."""
+"""The process that has a piece (its number) of a replica."""
 
 
 @dataclass
@@ -26,9 +26,8 @@ class Transport:
     Args:
         group: over which they travel.
         replica: this process's.
-        process_of: who has which piece of which replica.
         before, after: the boundaries on both sides.
-        traffic: where what is sent and received is counted.
+        traffic: counts what is sent and received.
     """
 
     group: dist.ProcessGroup
@@ -42,13 +41,12 @@ class Transport:
 class RoutedStage(PipelineStage):
     """One piece of the model in torch's schedules; `routes` say with which replicas' pieces it exchanges.
 
+    Sums that pieces hand on beside the hidden states travel as they are, in packets of their own.
+
     Args:
         piece, index, count: the piece, its number, and of how many.
         shapes: what goes in, and what comes out, shapes and dtypes only.
         pipeline_group: the processes of this replica's pipeline.
-        transport: where microbatches come from and go to.
-
-    Where pieces hand on sums beside the hidden states, these travel as they are, in packets of their own.
     """
 
     def __init__(
@@ -72,22 +70,22 @@ class RoutedStage(PipelineStage):
         self._inbox: dict[tuple[str, int], list[Tensor]] = {}
 
     def begin_step(self, routes: Routes, batches: list[Tensor]) -> None:
-        """Says what the next step's microbatches are, and how they go."""
+        """Sets the next step's microbatches and their routes."""
         self.routes, self.batches = routes, batches
         self._before.spoilt = self._after.spoilt = False
         self._inbox.clear()
 
     @property
     def spoilt(self) -> bool:
-        """Whether something that is not finite was to be sent in this step."""
+        """Whether NaN or infinity was to be sent in this step."""
         return self._before.spoilt or self._after.spoilt
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """Waits for a microbatch from the replica that its route leads through."""
+        """Receives a microbatch from the replica before on its route."""
         return [] if self.is_first else self._receive("forward", fwd_chunk_id, self._back(fwd_chunk_id), self._before)
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """Sends one on."""
+        """Sends a microbatch on."""
         if self.is_last:
             return []
         (hidden, *sums), _ = self.fwd_cache[fwd_chunk_id]
@@ -95,7 +93,7 @@ class RoutedStage(PipelineStage):
         return self._send("forward", fwd_chunk_id, self._onward(fwd_chunk_id), packet, sums)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """Waits for the gradient from where the microbatch was sent to."""
+        """Receives the gradient from where the microbatch was sent to."""
         if self.is_last or not self.has_backward:
             return []
         return self._receive("backward", bwd_chunk_id, self._onward(bwd_chunk_id), self._after)
@@ -120,11 +118,11 @@ class RoutedStage(PipelineStage):
 
     def _onward(self, microbatch: int) -> int:
         replica = self.routes.onward(self._transport.replica, microbatch, self.stage_index)
-        return self._transport.process_of(replica, self.stage_index + 1)
+        return self._transport.process_of(self.stage_index + 1, replica)
 
     def _back(self, microbatch: int) -> int:
         replica = self.routes.back(self._transport.replica, microbatch, self.stage_index - 1)
-        return self._transport.process_of(replica, self.stage_index - 1)
+        return self._transport.process_of(self.stage_index - 1, replica)
 
     def _receive(self, way: str, microbatch: int, peer: int, boundary: Boundary) -> list[dist.P2POp]:
         rooms = self._inbox[way, microbatch] = [boundary.room(), *(torch.empty_like(sums) for sums in self._sums)]
@@ -139,7 +137,7 @@ class RoutedStage(PipelineStage):
         return self._ops(dist.isend, packets, peer, way, microbatch)
 
     def _ops(self, op: Any, tensors: list[Tensor], peer: int, way: str, microbatch: int) -> list[dist.P2POp]:
-        # Two boundaries may join the same two processes, so each message says by its tag which it is.
+        # Two boundaries may join the same two processes: the tag tells their messages apart.
         boundary = self.stage_index - (op is dist.irecv) if way == "forward" else self.stage_index - (op is dist.isend)
         first = 4 * (boundary * (self.chunks or 1) + microbatch) + 2 * (way == "backward")
         return [dist.P2POp(op, tensor, peer, self._transport.group, first + n) for n, tensor in enumerate(tensors)]

@@ -1,4 +1,4 @@
-"""What the planner knows of a model without its weights: parameters, layers, and what they compute and keep."""
+"""A model without its weights, as the planner knows it: its parameters, layers, and what these compute."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from farflung.workloads.experts import active_shares, chosen_experts
 from farflung.workloads.subspace import constrain, subspace_of
 
 VOCABULARY = 32_000
-"""Tokens that the presets of published sizes are counted with where no tokenizer is given."""
+"""The vocabulary of presets of published sizes where no tokenizer is given."""
 
 PUBLISHED_WIDTH = 768
 """Hidden width of the smallest preset of a published size."""
@@ -33,8 +33,7 @@ class Block:
 
     Args:
         shapes: of its parameters.
-        work: how many of their numbers a token is multiplied with: those of matrices, and of experts only the active
-            ones'.
+        work: how many of their numbers a token is multiplied with: those of matrices; of experts, the active ones'.
     """
 
     shapes: tuple[Shape, ...]
@@ -51,11 +50,11 @@ class Architecture:
     """A decoder: its layers, one by one, and what comes before and after them.
 
     Args:
-        first, last: embeddings, and norm and head. A head that is the embeddings again is work, but has no shapes.
-        hidden: width of what passes from layer to layer.
-        attention: numbers of a token's queries and values, all heads together.
+        first, last: embeddings, and norm and head. A tied head counts as work, but has no shapes.
+        hidden: width of the hidden states.
+        attention: numbers in a token's queries and values, all heads together.
         vocabulary: tokens that the head tells apart.
-        tied: the shape of the embeddings, where the head is them again.
+        tied: the shape of the embeddings, where the head shares them.
         active: parameters that take part in a token's computation.
         outline: the model itself, without memory.
     """
@@ -93,10 +92,7 @@ class Architecture:
         return self._spans[stages]
 
     def constrained(self, boundary: str, stages: int, seed: int) -> Architecture:
-        """The model as so many stages train it: with a boundary of a subspace, some matrices are smaller.
-
-        Raises UserError for a model that cannot be constrained.
-        """
+        """The model as so many stages train it: a subspace makes some matrices smaller. Raises UserError."""
         rank, _ = boundary_named(boundary)
         if not rank or stages == 1:
             return self
@@ -110,7 +106,7 @@ class Architecture:
         return self._constrained[boundary, stages]
 
     def parts(self, span: Span) -> list[Block]:
-        """What a stage has."""
+        """The blocks of a stage."""
         ends = [self.first] * span.first, [self.last] * span.last
         return [*ends[0], *self.layers[span.begin : span.end], *ends[1]]
 
@@ -119,9 +115,9 @@ class Architecture:
         return [tuple(s for part in self.parts(span) for s in part.shapes) for span in self.spans(stages)]
 
     def flops_per_token(self, span: Span, sequence_length: int, recompute: bool = False) -> float:
-        """A stage's operations in a forward and a backward pass for one token: 6 a number of `work`, and attention's.
+        """A stage's operations for one token, forward and backward: 6 for each number of `work` and of attention.
 
-        To `recompute` is one more forward pass through the layers.
+        To `recompute` takes one more forward pass through the layers.
         """
         layers = sum(layer.work for layer in self.layers[span.begin : span.end])
         attention = (span.end - span.begin) * self.attention * sequence_length
@@ -129,7 +125,7 @@ class Architecture:
 
 
 def architecture_of(name: str, sequence_length: int = 1024, tokenizer: str = "") -> Architecture:
-    """A preset, or a model that transformers can configure, built without memory for its weights. Raises UserError."""
+    """A preset, or a model that transformers can configure, without memory for its weights. Raises UserError."""
     settings = Language.Settings(model=name, tokenizer=tokenizer or "bytes", sequence_length=sequence_length)
     config = Language(settings).config
     if not tokenizer and name in models.PRESETS and config.hidden_size >= PUBLISHED_WIDTH:
@@ -143,7 +139,7 @@ def architecture_of(name: str, sequence_length: int = 1024, tokenizer: str = "")
 
 
 def architecture(name: str, model: Any) -> Architecture:
-    """A model that has no memory yet, by the name it has in messages. Raises UserError."""
+    """Takes the measure of a model without memory; `name` is for messages. Raises UserError."""
     layers, before, head = _anatomy(name, model)
     shares = active_shares(model)
     if shares and not chosen_experts(model):
@@ -174,27 +170,21 @@ def architecture(name: str, model: Any) -> Architecture:
 
 
 def _anatomy(name: str, model: Any) -> tuple[nn.ModuleList, list[nn.Module], Any]:
-    """The layers, what only looks things up before them, and the head; also of models that cannot be split."""
+    """The layers, the modules before them that only look things up, and the head; even if it cannot be split."""
     try:
         parts = anatomy(model)
-        return (
-            parts[parts.layers],
-            [parts[n] for n in (parts.embeddings, *parts.positions)],
-            model.get_output_embeddings(),
-        )
+        before = [parts[name] for name in (parts.embeddings, *parts.positions)]
+        return parts[parts.layers], before, model.get_output_embeddings()
     except UserError:
         lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
         if not lists:
             raise UserError(f"model {name!r} has no list of layers; the planner knows decoders that have") from None
-        return max(lists, key=_size), [model.get_input_embeddings()], model.get_output_embeddings()
-
-
-def _size(module: nn.Module) -> int:
-    return sum(p.numel() for p in module.parameters())
+        layers = max(lists, key=lambda module: sum(p.numel() for p in module.parameters()))
+        return layers, [model.get_input_embeddings()], model.get_output_embeddings()
 
 
 def _attention(settings: Any) -> int:
-    """Numbers of a token's queries and values; heads of both may be of other widths than hidden / heads."""
+    """Numbers in a token's queries and values, whose heads may have other widths than hidden / heads."""
     heads = getattr(settings, "num_attention_heads", 0)
     usual = getattr(settings, "head_dim", None) or settings.hidden_size // max(heads, 1)
     widths = (getattr(settings, name, None) or usual for name in ("qk_head_dim", "v_head_dim"))

@@ -1,4 +1,4 @@
-"""Which runs the planner compares: methods, settings and layouts, and why some of them cannot be."""
+"""The runs that the planner compares: methods, settings and layouts, and why some of them cannot work."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ALONE = "local"
 
 @dataclass(frozen=True)
 class Choice:
-    """One run: the settings that `farflung train` would have, and the workers."""
+    """One run: the settings that `farflung train` would get, and the workers."""
 
     settings: Settings
     layout: Layout
@@ -38,7 +38,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Infeasible:
-    """A method in a layout that cannot be, and why."""
+    """A method in a layout that cannot work, and why."""
 
     method: str
     layout: Layout
@@ -85,17 +85,17 @@ def choices(options: PlanOptions, model: Architecture, cluster: Cluster) -> Iter
 
 
 def _ways(options: PlanOptions) -> Iterator[tuple[str, int | None, str | None]]:
-    """Names of methods, steps between rounds, and codecs, each once."""
+    """Each combination of a method's name, steps between rounds, and a codec."""
     for name in method_names(options.methods):
         known = defaults_of(name)
         for every in options.everys if "every" in known else [None]:
             for codec in options.codec_names if "codec" in known else [None]:
-                chosen(RoundSettings(method=name, codec=codec))  # what is wrong with a codec is so in every layout
+                chosen(RoundSettings(method=name, codec=codec))  # a wrong codec is wrong in every layout
                 yield name, every, codec
 
 
 def layouts(model: Architecture, cluster: Cluster) -> Iterator[Layout]:
-    """Stages and shards in powers of two; as many islands as the workers, taken in order, make."""
+    """Layouts with stages and shards in powers of two, and as many islands as the workers make, taken in order."""
     workers = len(cluster.workers)
     together = math.gcd(*(machine.workers for machine in cluster.each))
     for stages in _powers(min(workers, len(model.layers))):
@@ -113,7 +113,7 @@ def _powers(most: int) -> list[int]:
 
 
 class Feasibility:
-    """Says why choices cannot be; what does not depend on the method is looked at once for each layout."""
+    """Says why choices cannot work; what does not depend on the method is checked once for each layout."""
 
     def __init__(self, model: Architecture, cluster: Cluster) -> None:
         self._model = model
@@ -121,7 +121,7 @@ class Feasibility:
         self._refused: dict[tuple[int, int], str] = {}
 
     def reason(self, choice: Choice) -> str:
-        """Why a choice cannot be; empty if it can."""
+        """Why a choice cannot work; empty if it can."""
         settings, layout = choice.settings, choice.layout
         island = settings.island
         place = layout.stages, layout.shards
@@ -135,7 +135,7 @@ class Feasibility:
         return f"does not fit: {needed / 1e9:.3g} GB of {available / 1e9:.3g}" if needed > available else ""
 
     def _refusal(self, choice: Choice) -> str:
-        """What training itself would say."""
+        """The refusal of training itself, if any."""
         try:
             check(choice.settings.island, choice.settings.made_workload(), choice.settings.run.seed)
         except UserError as error:

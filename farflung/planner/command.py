@@ -11,14 +11,14 @@ from farflung.planner.machines import Cluster
 from farflung.settings import Settings
 
 FOLDER = "runs/planned"
-"""Where the run goes; under torchrun every machine has to be told."""
+"""The run folder; under torchrun, every machine has to be told."""
 
 PORT = 29500
 
 
 @dataclass(frozen=True)
 class Start:
-    """Some processes of a run that one machine starts: their first worker's number there, and how many."""
+    """Processes of a run that one machine starts: the number of their first worker there, and how many."""
 
     machine: int
     first: int
@@ -26,21 +26,24 @@ class Start:
 
 
 def commands(choice: Choice, cluster: Cluster) -> list[str]:
-    """What starts a run: one command, for all machines alike, or else one for each node rank of torchrun's."""
+    """What starts a run: one command for all machines, or one for each node rank of torchrun."""
     train = f"farflung train {flags(choice.settings)}"
     starts = _starts(choice, cluster)
     if len(starts) == 1:
         return [train]
     names = [cluster.name(start.machine) for start in starts]
-    if len(set(names)) < len(names):
-        return [f"on {name}: {_devices(s)}{_torchrun(len(starts), str(rank), s)} -m {train} --out {FOLDER}-{rank}"
-                for rank, (name, s) in enumerate(zip(names, starts, strict=True))]  # fmt: skip
-    if len({start.count for start in starts}) > 1:
-        return [f"on {name}: {_torchrun(len(starts), str(rank), s)} -m {train} --out {FOLDER}"
-                for rank, (name, s) in enumerate(zip(names, starts, strict=True))]  # fmt: skip
-    return [
-        f"{_torchrun(len(starts), 'RANK', starts[0])} -m {train} --out {FOLDER}   # RANK from 0: {', '.join(names)}"
-    ]
+    neighbours = len(set(names)) < len(names)  # a machine has several commands
+    if not neighbours and len({start.count for start in starts}) == 1:
+        torchrun = _torchrun(len(starts), "RANK", starts[0])
+        return [f"{torchrun} -m {train} --out {FOLDER}   # RANK from 0: {', '.join(names)}"]
+    found = []
+    for rank, (name, start) in enumerate(zip(names, starts, strict=True)):
+        devices, folder = "", FOLDER
+        if neighbours:
+            numbers = ",".join(map(str, range(start.first, start.first + start.count)))
+            devices, folder = f"CUDA_VISIBLE_DEVICES={numbers} ", f"{FOLDER}-{rank}"
+        found.append(f"on {name}: {devices}{_torchrun(len(starts), str(rank), start)} -m {train} --out {folder}")
+    return found
 
 
 def _torchrun(nodes: int, rank: str, start: Start) -> str:
@@ -51,7 +54,7 @@ def _torchrun(nodes: int, rank: str, start: Start) -> str:
 
 
 def _starts(choice: Choice, cluster: Cluster) -> list[Start]:
-    """The run's processes, in their order, as long as they follow each other on a machine."""
+    """The run's processes in order, joined where neighbours lie on one machine."""
     workers = list(chain.from_iterable(choice.layout.islands))
     starts: list[Start] = []
     for machine, group in groupby(workers, key=lambda worker: cluster.workers[worker]):
@@ -60,14 +63,8 @@ def _starts(choice: Choice, cluster: Cluster) -> list[Start]:
     return starts
 
 
-def _devices(start: Start) -> str:
-    """Tells processes that another command's run beside which devices are theirs."""
-    numbers = range(start.first, start.first + start.count)
-    return f"CUDA_VISIBLE_DEVICES={','.join(map(str, numbers))} "
-
-
 def flags(settings: Settings) -> str:
-    """The method, and the settings that are not left at their defaults, as flags."""
+    """The method, and the settings that are not at their defaults, as flags."""
     words = []
     for name, value in ({"method": settings.rounds.method} | settings.changes()).items():
         flag = "--" + name.replace("_", "-")

@@ -18,10 +18,10 @@ from farflung.planner.sizes import shard_shapes
 from farflung.planner.timing import Timer
 
 SAMPLES = 3
-"""Rounds whose random pairs an exchange's time is the mean of."""
+"""Rounds of random pairs over which an exchange's time is averaged."""
 
 SETTLED, MEASURED = 8, 4
-"""Rounds after which fragments follow each other evenly, and those whose mean is taken then."""
+"""Rounds until fragments follow each other evenly, and the rounds after that whose mean is taken."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Exchange:
     """One fragment's round of all replicas, by itself.
 
     Args:
-        wire_seconds, latency_seconds: what its bytes take, and its messages' ways besides.
+        wire_seconds, latency_seconds: what its bytes take, and what latency adds.
         bytes_sent: by all workers.
     """
 
@@ -44,7 +44,7 @@ class Exchange:
 
 
 def exchange(model: Architecture, method: Method, cluster: Cluster, layout: Layout) -> Exchange:
-    """What a round costs, the same stage and shard of each replica with each other, all at the same time."""
+    """What a round costs. Each stage and shard exchanges with the same one of other replicas, all at the same time."""
     if method.schedule.every is None or layout.replicas == 1:
         return Exchange()
     places = [
@@ -83,7 +83,7 @@ def _exchange(
 
 
 def blocked_seconds(method: Method, exchanged: Exchange, step: float) -> float:
-    """What a replica waits in each round, all fragments together: what its delay does not hide."""
+    """What a replica waits in each round, all fragments together: the part that its delay does not hide."""
     schedule = method.schedule
     if schedule.delay * schedule.fragments <= (schedule.every or 0):
         return schedule.fragments * max(0.0, exchanged.seconds - schedule.delay * step)
@@ -91,7 +91,7 @@ def blocked_seconds(method: Method, exchanged: Exchange, step: float) -> float:
 
 
 def _crowded_seconds(method: Method, exchanged: Exchange, step: float) -> float:
-    """The same where fragments are on their way at the same time, and share links: as two replicas simulate it."""
+    """The same where several fragments share the links at a time: measured in a simulation of two replicas."""
     pair = replace(method, topology=Everyone(), codec=Dense(), adapt=None)
     rate = Conditions(latency_ms=1000 * exchanged.latency_seconds / 2, step_ms=1000 * step)
     nbytes = method.schedule.fragments * exchanged.wire_seconds * rate.up_bytes(0)

@@ -1,4 +1,4 @@
-"""How workers form replicas, and what is under way between them at the same time."""
+"""How workers form replicas, and how long the bytes between them take."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Layout:
 
     Args:
         replicas: copies of the model, each on an island.
-        stages: of the pipeline in each.
+        stages: of each replica's pipeline.
         shards: workers that share one stage (FSDP).
         islands: the workers of each replica, stage by stage, `shards` of each.
     """
@@ -35,11 +35,11 @@ class Layout:
 
 
 Resource = tuple[str, int, int]
-"""What carries bytes: a machine's card, either way; a link that is shared; a connection that has its own rate."""
+"""What carries bytes: a machine's network card, up or down; a shared link; a connection with a rate of its own."""
 
 
 class UnderWay:
-    """Bytes that are on their way all at once, by what carries them."""
+    """Bytes that are on their way at the same time, by what carries them."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
@@ -47,17 +47,17 @@ class UnderWay:
         self._capacities: dict[Resource, float] = {}
 
     def send(self, one: int, other: int, nbytes: float, connections: int = 1) -> None:
-        """From one machine to another, on each of so many connections so many bytes."""
+        """Sends so many bytes from one machine to another, on each of so many connections."""
         wire = nbytes * (1 + self._cluster.network.headers)
         for name, capacity in self._ways(one, other):
-            # Each connection has its rate to itself, so of them the slowest counts; all else is shared.
+            # Each connection has a rate of its own, so the fullest counts; all else is shared.
             alone = name[0] == "connection"
             before = self._loads.get(name, 0.0)
             self._loads[name] = max(before, wire) if alone else before + connections * wire
             self._capacities[name] = capacity
 
     def all_to_all(self, machines: Sequence[int], nbytes: float) -> None:
-        """Workers on these machines send each other so many bytes."""
+        """Sends so many bytes from each worker on these machines to each other one."""
         counts = {machine: machines.count(machine) for machine in dict.fromkeys(machines)}
         for one, count in counts.items():
             for other, others in counts.items():
@@ -65,11 +65,11 @@ class UnderWay:
                     self.send(one, other, nbytes, connections)
 
     def seconds(self) -> float:
-        """Until the last of it has left, without latency."""
+        """Seconds until all bytes have left, without latency."""
         return max((load / self._capacities[name] for name, load in self._loads.items()), default=0.0)
 
     def seconds_between(self, one: int, other: int) -> float:
-        """The same for what goes from one machine to another."""
+        """The same for the bytes from one machine to another."""
         return max(self._loads[name] / capacity for name, capacity in self._ways(one, other))
 
     def _ways(self, one: int, other: int) -> list[tuple[Resource, float]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -15,7 +16,7 @@ from farflung.planner.paths import Matrix
 from farflung.tables import from_table, toml_table
 
 MOST_MACHINES = 10_000
-"""Of one kind, and workers of one machine."""
+"""The most machines of one kind, and workers of one machine."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Machines:
         workers: GPUs (or other devices) in each.
         memory_gb: of each worker, gigabytes (10^9 bytes).
         tflops: of each worker, 10^12 operations a second at best, in the precision that is trained in.
-        efficiency: the share of that which training reaches within a stage.
+        efficiency: the share of `tflops` that training reaches within a stage.
         inside_gbps: between the workers of one machine, gigabits a second.
         network_gbps: of each machine's network, each way, gigabits a second.
         price_per_hour: of one machine; needs a currency.
@@ -61,7 +62,7 @@ class Cluster:
     Args:
         machines: of each kind and site.
         links: between sites, and within them.
-        conditions: a preset or file whose links are taken, for sites that it names.
+        conditions: a preset or file whose links are taken for the sites that it names.
         currency: of prices.
     """
 
@@ -98,11 +99,11 @@ class Cluster:
         return tuple(number for number, machine in enumerate(self.each) for _ in range(machine.workers))
 
     def name(self, machine: int) -> str:
-        """What a machine is called: its site, and its number."""
+        """A machine's name: its site and its number."""
         return f"{self.each[machine].site} {machine}"
 
     def flops(self, worker: int) -> float:
-        """What a worker computes, operations a second."""
+        """A worker's operations a second."""
         machine = self.each[self.workers[worker]]
         return machine.tflops * 1e12 * machine.efficiency
 
@@ -120,7 +121,7 @@ class Cluster:
         )
 
     def link(self, one: int, other: int) -> Link:
-        """What joins two machines, by their numbers."""
+        """The link between two machines, by their numbers."""
         return self.network.link(*(self.sites.index(self.each[number].site) for number in (one, other)))
 
     @cached_property
@@ -130,7 +131,7 @@ class Cluster:
 
     @cached_property
     def bandwidth(self) -> Matrix:
-        """What one connection between two machines reaches, bytes a second; within one, what its workers have."""
+        """Of one connection between two machines, bytes a second; within a machine, between its workers."""
         return self._matrix(self._connection)
 
     def _connection(self, one: int, other: int) -> float:
@@ -139,12 +140,12 @@ class Cluster:
         cards = min(self.each[one].network_gbps, self.each[other].network_gbps) * 125e6
         return min(cards, self.link(one, other).bandwidth_mbps * 125e3)
 
-    def _matrix(self, value: object) -> Matrix:
+    def _matrix(self, value: Callable[[int, int], float]) -> Matrix:
         count = len(self.each)
-        return np.array([[value(one, other) for other in range(count)] for one in range(count)])  # type: ignore[operator]
+        return np.array([[value(one, other) for other in range(count)] for one in range(count)])
 
     def price(self, machines: set[int]) -> float | None:
-        """An hour of these machines; None without prices."""
+        """What an hour of these machines costs; None without prices."""
         prices = [self.each[number].price_per_hour for number in machines]
         return None if None in prices else sum(price for price in prices if price is not None)
 

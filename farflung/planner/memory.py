@@ -1,4 +1,4 @@
-"""What a run needs of each worker's memory."""
+"""How much of each worker's memory a run needs."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ TRAINED = 4 * COPY
 """Bytes a parameter of weights, gradients, and AdamW's two moments."""
 
 ACTIVATIONS = {"float32": 84, "bfloat16": 56}
-"""Bytes that a layer of Llama keeps of each token and each of its hidden states, as measured."""
+"""Bytes that a layer of Llama keeps for each token and hidden number, as measured."""
 
 HALF = 2
-"""Bytes a parameter of what autocast keeps of matrices in bfloat16, for each microbatch on its way."""
+"""Bytes a parameter of the bfloat16 copies that autocast keeps for each microbatch on its way."""
 
 LOGITS = 12
-"""Bytes of a token's logit: itself, its logarithm of a share, and its gradient."""
+"""Bytes of a token's logit: itself, its log-probability, and its gradient."""
 
 RESERVED = 1e9
-"""Bytes of each worker that its runtime takes."""
+"""Bytes that each worker's runtime takes."""
 
 
 def memory_bytes(model: Architecture, island: IslandSettings, method: Method, length: int) -> float:
-    """The most that any worker's device needs, for sequences of a length."""
+    """The most bytes that any worker's device needs, for sequences of a length."""
     spans = enumerate(model.spans(island.stages))
     return max(_stage_bytes(model, island, method, length, stage, span) for stage, span in spans)
 
@@ -43,7 +43,7 @@ def _stage_bytes(
     kept = parameters * TRAINED + kept_bytes(method, shapes) + copied * 2 * COPY
     whole = 0.0
     if island.shard > 1 or island.offload:
-        # FSDP gathers a stage's weights and adds up its gradients whole until the last microbatch is through.
+        # FSDP keeps a stage's weights and summed gradients whole until the last microbatch is through.
         whole = 2.0 * COPY * (parameters + copied)
         kept = 0.0 if island.offload else kept / island.shard
     frozen = sum(buffer.numel() for buffer in model.outline.get_input_embeddings().buffers()) if span.first else 0
@@ -51,7 +51,7 @@ def _stage_bytes(
 
 
 def activation_bytes(model: Architecture, island: IslandSettings, length: int, stage: int, span: Span) -> float:
-    """Of the microbatches that have passed a stage and not yet come back, and the largest tensors of one on its way."""
+    """Bytes of the microbatches that have passed a stage and not yet come back, and of the largest tensors of one."""
     parts = island.parts
     held = min(island.stages - stage, parts)
     tokens = island.batch_size / island.shard / parts * length

@@ -14,7 +14,7 @@ from farflung.tables import Checked, setting
 
 @dataclass(frozen=True)
 class PlanOptions(Checked):
-    """What is to be trained, on what. Settings that farflung train has, too, mean the same there."""
+    """What to train, and on which machines. Settings that farflung train has too mean the same there."""
 
     model: str
     """A preset (micro, tiny, small, llama-125m, llama-1.3b, llama-6.8b), or anything that AutoConfig loads."""
@@ -37,9 +37,9 @@ class PlanOptions(Checked):
     boundary: str = "float32"
     """What crosses from stage to stage: float32, bfloat16, int8, int4, topk10, subspace32 ... (see the README)."""
     recompute: bool = False
-    """Keep no layer's inner activations; compute them once more in the backward pass."""
+    """Keep no layer's inner activations; compute them again in the backward pass."""
     offload: bool = False
-    """Keep weights and the state of both optimizers on the CPU, and only what is computed with on the device."""
+    """Keep weights and the state of both optimizers on the CPU; the device holds only what it is computing with."""
     batch_tokens: float = setting(524288, least=1, most=1e12)
     """Tokens that all replicas together train on in one inner step."""
     sequence_length: int = setting(1024, least=2)

@@ -1,4 +1,4 @@
-"""The pictures and pages of simulations and plans."""
+"""The page of a simulation, with its pictures."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from farflung.planner.table import figures
 
 BLUE = "#1f6feb"
 LOGARITHMIC = (0, 3)
-"""Pictures of what may differ by powers of ten."""
+"""Numbers of the pictures whose values may differ by powers of ten."""
 
 _STYLE = (
     "body{font:15px/1.5 system-ui,sans-serif;color:#24292f;max-width:1100px;margin:24px auto;padding:0 16px}"
@@ -32,19 +32,18 @@ def simulation_figure(results: Sequence[Simulated]) -> go.Figure:
     titles = ("time, seconds a round", "time blocked, %", "uplinks used, %", "sent, MB a replica and round")
     figure = make_subplots(2, 2, subplot_titles=titles, vertical_spacing=0.16)
     names = [result.name for result in results]
-    rows = simulation_table(results).rows
     values = (
-        [row[2] for row in rows],
-        [100 * row[5] for row in rows],
-        [100 * row[6] for row in rows],
-        [row[7] for row in rows],
+        [result.timing.seconds_per_round for result in results],
+        [100 * (1 - result.computing) for result in results],
+        [100 * result.timing.uplink for result in results],
+        [result.sent for result in results],
     )
     for number, heights in enumerate(values):
         place = {"row": number // 2 + 1, "col": number % 2 + 1}
         labels = [figures(height) for height in heights]
         common = {"x": names, "y": heights, "text": labels, "showlegend": False}
         if number in LOGARITHMIC and min(heights) > 0:
-            # Bars would have to begin at 0, which a logarithmic axis does not have.
+            # Bars begin at 0, which a logarithmic axis does not have.
             marks = {"color": BLUE, "size": 12}
             figure.add_scatter(**common, mode="markers+text", textposition="top center", marker=marks, **place)
             figure.update_yaxes(type="log", range=_decades(heights), dtick=1, **place)
@@ -61,14 +60,10 @@ def _decades(heights: Sequence[float]) -> list[float]:
 
 def write_simulation(results: Sequence[Simulated], described: str, out: Path) -> None:
     """One self-contained page: the table and its pictures."""
+    title, table = "farflung: simulated rounds", simulation_table(results).html()
     picture = simulation_figure(results).to_html(full_html=False, include_plotlyjs=False)
-    write_page("farflung: simulated rounds", described, simulation_table(results).html() + picture, out)
-
-
-def write_page(title: str, described: str, body: str, out: Path) -> None:
-    """A page with its own scripts, written beside and renamed."""
     html = (
-        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{escape(title)}</title><style>{_STYLE}</style>'
-        f"<script>{get_plotlyjs()}</script><h1>{escape(title)}</h1><p>{escape(described)}</p>{body}</html>"
+        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title><style>{_STYLE}</style>'
+        f"<script>{get_plotlyjs()}</script><h1>{title}</h1><p>{escape(described)}</p>{table}{picture}</html>"
     )
     write_text(out, html)

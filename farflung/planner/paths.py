@@ -8,16 +8,11 @@ from numpy.typing import NDArray
 Matrix = NDArray[np.float64]
 
 EXACT = 16
-"""Up to so many nodes, the shortest path is found exactly."""
-
-
-def bottleneck(costs: Matrix) -> float:
-    """The least largest cost among the perfect matchings of rows and columns."""
-    return best_matching(costs)[0]
+"""The most nodes for which the shortest path is found exactly."""
 
 
 def best_matching(costs: Matrix) -> tuple[float, dict[int, int]]:
-    """The perfect matching whose largest cost is least: that cost, and the row of each column."""
+    """The perfect matching of rows and columns whose largest cost is least: that cost, and the row of each column."""
     levels = np.unique(costs)
     low = int(np.searchsorted(levels, max(costs.min(0).max(), costs.min(1).max())))
     high = len(levels) - 1

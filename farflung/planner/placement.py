@@ -1,6 +1,6 @@
-"""Which machine takes which part of which replica, when their links are uneven (DT-FM, arXiv 2206.01288).
+"""Which machine takes which part of which replica, when links are uneven (DT-FM, arXiv 2206.01288).
 
-Devices are split into groups of equal size. A group holds one pipeline stage, its members are replicas of it.
+Devices are split into groups of equal size. A group holds one pipeline stage; each member serves it for one replica.
 """
 
 from __future__ import annotations
@@ -12,10 +12,9 @@ from functools import cached_property
 from itertools import combinations
 
 import numpy as np
-from numpy.typing import NDArray
 
 from farflung.errors import UserError
-from farflung.planner.paths import Matrix, best_matching, bottleneck, shortest_path
+from farflung.planner.paths import Matrix, best_matching, shortest_path
 
 Groups = tuple[tuple[int, ...], ...]
 """The devices of each group, sorted within."""
@@ -34,8 +33,7 @@ class Problem:
         every, delay_seconds: steps between rounds, and how much of an exchange training hides.
         pairs: whether a round is between two replicas only.
 
-    Raises:
-        UserError: the devices cannot be split into so many equal groups.
+    Raises UserError where the devices cannot be split into so many equal groups.
     """
 
     latency: Matrix
@@ -64,13 +62,13 @@ class Problem:
 
     @cached_property
     def dp_seconds(self) -> Matrix:
-        """What two replicas of a stage cost each other: their part of the average, there and back."""
+        """Seconds in which two replicas of a stage exchange their part of the average, there and back."""
         share = self.dp_bytes if self.pairs else self.dp_bytes / self.size
         return self._there_and_back(share)
 
     @cached_property
     def pp_seconds(self) -> Matrix:
-        """What passing activations on and gradients back costs between two devices."""
+        """Seconds in which two devices pass activations on and gradients back."""
         return self._there_and_back(self.pp_bytes)
 
     def _there_and_back(self, nbytes: float) -> Matrix:
@@ -79,7 +77,7 @@ class Problem:
         return seconds
 
     def cost(self, placement: Groups) -> float:
-        """Seconds a step: the pipeline's, and its share of a round's that are not hidden."""
+        """Seconds of a step: the pipeline's, and a step's share of a round's seconds that are not hidden."""
         average = max(self._average(group) for group in placement)
         return self.pipeline(placement)[0] + max(0.0, average - self.delay_seconds) / self.every
 
@@ -94,7 +92,7 @@ class Problem:
         """The largest cost in the best matching of two groups' devices."""
         key = frozenset((one, other))
         if key not in self._edges:
-            self._edges[key] = bottleneck(self.pp_seconds[np.ix_(one, other)])
+            self._edges[key], _ = best_matching(self.pp_seconds[np.ix_(one, other)])
         return self._edges[key]
 
     def _average(self, group: tuple[int, ...]) -> float:
@@ -117,26 +115,8 @@ def chains(problem: Problem, placement: Groups) -> list[tuple[int, ...]]:
 
 def random_placement(problem: Problem, random: np.random.Generator) -> Groups:
     """A balanced split by chance."""
-    return _groups(random.permutation(problem.devices), problem)
-
-
-def _groups(order: NDArray[np.int64], problem: Problem) -> Groups:
-    return tuple(tuple(sorted(map(int, part))) for part in order.reshape(problem.groups, problem.size))
-
-
-def every_placement(problem: Problem) -> Iterator[Groups]:
-    """All balanced splits, each once."""
-
-    def split(left: tuple[int, ...]) -> Iterator[Groups]:
-        if not left:
-            yield ()
-            return
-        for others in combinations(left[1:], problem.size - 1):
-            group = (left[0], *others)
-            for rest in split(tuple(device for device in left if device not in group)):
-                yield (group, *rest)
-
-    yield from split(tuple(range(problem.devices)))
+    parts = random.permutation(problem.devices).reshape(problem.groups, problem.size)
+    return tuple(tuple(sorted(map(int, part))) for part in parts)
 
 
 def search(
@@ -144,10 +124,9 @@ def search(
 ) -> tuple[float, Groups]:
     """The cheapest split found, and its seconds a step; the groups come in the pipeline's order.
 
-    A population of splits has children, each a parent with a few places taken from another; each child is improved by
-    swaps, and replaces the worse of its parents when it is better. Half of the first ones start with near devices
-    apart, or together, since matchings only get cheaper once all of their devices fit. Ends after so many children, or
-    when the time is over, whatever comes first.
+    A child is a parent with a few places taken from another parent. It is improved by swaps, and replaces the worse
+    parent if it is better. A third of the first splits have near devices apart and a third together, since a matching
+    only gets cheaper once all of its devices fit. Ends after so many children, or when the time is over.
     """
     random = np.random.default_rng(seed)
     ends = time.monotonic() + seconds
@@ -176,13 +155,13 @@ def search(
 
 
 def _spread(placement: Groups, nearness: Matrix) -> Groups:
-    """Swaps devices between groups as long as that makes the inside of groups less near."""
+    """Swaps devices between groups as long as that moves the devices inside of groups farther apart."""
     groups = [list(group) for group in placement]
     owner = {device: number for number, group in enumerate(groups) for device in group}
     inside = np.stack([nearness[:, group].sum(1) for group in groups], 1)
     for _ in range(10 * len(owner)):
         own = np.array([owner[device] for device in range(len(owner))])
-        # What the inside of groups gains when device d goes to where e is, and e to where d is.
+        # By how much groups are less near inside when devices d and e change places.
         leaving = inside[np.arange(len(own)), own]
         gain = leaving[:, None] + leaving[None, :] - inside[:, own] - inside[:, own].T + 2 * nearness
         gain[own[:, None] == own[None, :]] = -np.inf
@@ -199,7 +178,7 @@ def _spread(placement: Groups, nearness: Matrix) -> Groups:
 
 
 def _child(one: Groups, other: Groups, random: np.random.Generator) -> Groups:
-    """The first parent with a few places taken from the second, balanced again by moving devices at random."""
+    """The first parent with a few places of the second, balanced again by moving devices at random."""
     size, count = len(one[0]), sum(map(len, one))
     owner = {device: number for number, group in enumerate(one) for device in group}
     theirs = {device: number for number, group in enumerate(other) for device in group}

@@ -1,4 +1,4 @@
-"""Which method and layout to run on given machines, and why others fail: `farflung plan`."""
+"""The fastest methods and layouts on given machines, and why others fail: `farflung plan`."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from farflung.planner.sizes import shard_shapes
 from farflung.planner.step import boundary_bytes, island_bytes, step_seconds
 
 PLACED = 3
-"""Of the best layouts, so many are placed on uneven links."""
+"""How many of the best layouts are placed on uneven links."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a choice costs. Seconds and bytes; the price is None without prices.
+    """What a choice costs, in seconds and bytes; the price is None where machines have none.
 
     Args:
         exchange: a round's exchange, all fragments one after the other.
-        bytes_sent, bytes_inside: between islands, and between the stages of all of them, in the whole run.
-        placed: whether its stages have been put where links suit them.
+        bytes_sent, bytes_inside: between islands, and between the stages of all islands, in the whole run.
+        placed: whether the stages lie where links suit them.
     """
 
     choice: Choice
@@ -70,7 +70,7 @@ def plan(options: PlanOptions) -> tuple[list[Plan], list[Infeasible], Cluster]:
 
 
 def _nothing_fits(options: PlanOptions, failures: Sequence[Infeasible]) -> UserError:
-    """With the layout that came nearest: of most stages and shards."""
+    """The error, with the layout of most stages and shards, which came nearest."""
     nearest = max(failures, key=lambda failure: failure.layout.stages * failure.layout.shards)
     return UserError(
         f"{options.model} cannot be trained on {options.machines}: {nearest.method} on {nearest.layout.describe()}: "
@@ -109,14 +109,14 @@ def estimate(choice: Choice, model: Architecture, cluster: Cluster, tokens: floa
 
 
 def optimise_placement(plan: Plan, model: Architecture, cluster: Cluster, options: PlanOptions) -> Plan:
-    """The same layout with its stages where links suit them best, if that is faster."""
+    """The plan with its stages where links suit them best, if that is faster."""
     choice, layout = plan.choice, plan.choice.layout
     schedule = choice.method.schedule
     if layout.stages == 1 or layout.replicas == 1:
         return plan
     island, length = choice.settings.island, choice.settings.workload.sequence_length
     trained = model.constrained(island.boundary, layout.stages, choice.settings.run.seed)
-    # Shards stay together on one machine: a unit is the first of them.
+    # Shards stay together on one machine; a unit is their first.
     units = [layout.islands[r][s * layout.shards] for r in range(layout.replicas) for s in range(layout.stages)]
     machines = [cluster.workers[unit] for unit in units]
     stages = (shard_shapes(shapes, layout.shards, 0) for shapes in trained.stage_shapes(layout.stages))

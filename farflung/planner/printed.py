@@ -11,7 +11,7 @@ from farflung.planner.table import Column, Table, figures, percent
 
 
 def best_per_method(plans: Sequence[Plan], count: int) -> list[Plan]:
-    """The best few, and below them the best of each method that is not among them."""
+    """The best few, then the best of each method that is not among them."""
     best: dict[str, Plan] = {}
     for plan in plans:
         best.setdefault(plan.choice.settings.rounds.method, plan)
@@ -19,51 +19,35 @@ def best_per_method(plans: Sequence[Plan], count: int) -> list[Plan]:
 
 
 def plan_table(plans: Sequence[Plan], currency: str) -> Table:
-    """The plans, numbered, a unit under every column's name."""
+    """The plans, numbered."""
+    numbers = {id(plan): number for number, plan in enumerate(plans, start=1)}
+
+    def name(plan: Plan) -> str:
+        return f"{numbers[id(plan)]} {plan.choice.settings.rounds.method}" + ("*" if plan.placed else "")
+
     columns = (
-        Column("plan"),
-        Column("islands", "replicas"),
-        Column("stages", "each"),
-        Column("shards", "a stage"),
-        Column("H", "steps"),
-        Column("codec"),
-        Column("memory", "GB a worker", figures),
-        Column("step", "s", figures),
-        Column("exchange", "s", figures),
-        Column("round", "s", figures),
-        Column("speed", "tokens/s", figures),
-        Column("blocked", "% of time", percent),
-        Column("time", "hours", figures),
-        Column("in rounds", "TB in all", figures),
-        Column("by stages", "TB in all", figures),
-        *([Column("cost", currency, figures)] if currency else []),
+        Column("plan", "", name),
+        Column("islands", "replicas", lambda plan: plan.choice.layout.replicas),
+        Column("stages", "each", lambda plan: plan.choice.layout.stages),
+        Column("shards", "a stage", lambda plan: plan.choice.layout.shards),
+        Column("H", "steps", lambda plan: plan.choice.method.schedule.every),
+        Column("codec", "", lambda plan: plan.choice.settings.rounds.codec or "own"),
+        Column("memory", "GB a worker", lambda plan: plan.memory / 1e9, figures),
+        Column("step", "s", lambda plan: plan.step, figures),
+        Column("exchange", "s", lambda plan: plan.exchange, figures),
+        Column("round", "s", lambda plan: plan.round, figures),
+        Column("speed", "tokens/s", lambda plan: plan.tokens_per_second, figures),
+        Column("blocked", "% of time", lambda plan: plan.blocked, percent),
+        Column("time", "hours", lambda plan: plan.hours, figures),
+        Column("in rounds", "TB in all", lambda plan: plan.bytes_sent / 1e12, figures),
+        Column("by stages", "TB in all", lambda plan: plan.bytes_inside / 1e12, figures),
+        *([Column("cost", currency, lambda plan: plan.price, figures)] if currency else []),
     )
-    rows = [
-        (
-            f"{number} {plan.choice.settings.rounds.method}" + ("*" if plan.placed else ""),
-            plan.choice.layout.replicas,
-            plan.choice.layout.stages,
-            plan.choice.layout.shards,
-            plan.choice.method.schedule.every,
-            plan.choice.settings.rounds.codec or "own",
-            plan.memory / 1e9,
-            plan.step,
-            plan.exchange,
-            plan.round,
-            plan.tokens_per_second,
-            plan.blocked,
-            plan.hours,
-            plan.bytes_sent / 1e12,
-            plan.bytes_inside / 1e12,
-            *([plan.price] if currency else []),
-        )
-        for number, plan in enumerate(plans, start=1)
-    ]
-    return Table(columns, rows)
+    return Table(columns, plans)
 
 
 def reasons(failures: Sequence[Infeasible]) -> list[str]:
-    """One line for each layout and reason, with the methods that it concerns."""
+    """One line for each layout and reason, with the methods that failed so."""
     methods: dict[str, list[str]] = {}
     for failure in failures:
         methods.setdefault(f"{failure.layout.describe()}: {failure.reason}", []).append(failure.method)

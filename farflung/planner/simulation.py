@@ -9,13 +9,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 from farflung.errors import UserError
 from farflung.files import write_text
 from farflung.methods import RECIPES, defaults_of
-from farflung.networks import Conditions, conditions_named
+from farflung.networks import conditions_named
 from farflung.networks.simulator.conditions import SMALLEST
-from farflung.outer import Method, Shape, message_bytes
+from farflung.outer import Method, message_bytes
 from farflung.planner.architecture import architecture_of
 from farflung.planner.sizes import square_model
 from farflung.planner.table import Column, Table, figures, percent
@@ -25,7 +26,7 @@ from farflung.tables import Checked, setting
 
 @dataclass(frozen=True)
 class SimulateOptions(Checked):
-    """Which methods, how large, and in which world."""
+    """Which methods to simulate, the model's size, and the network's conditions."""
 
     methods: str = "ddp,diloco,noloco,dilocox,nolocox"
     """Names, with commas between: see `farflung methods`."""
@@ -69,21 +70,35 @@ class Simulated:
     timing: Timing
 
     @property
+    def every(self) -> int:
+        """Inner steps in a round."""
+        return self.method.schedule.every or 1
+
+    @property
     def computing(self) -> float:
         """Share of the replicas' time in which they compute."""
         return self.timing.computed / max(self.timing.computed + self.timing.blocked, 1e-30)
 
+    @property
+    def sent(self) -> float:
+        """Megabytes that a replica sends in a round."""
+        return self.timing.bytes_sent / self.replicas / self.timing.rounds_each / 1e6
+
 
 def simulate(options: SimulateOptions) -> list[Simulated]:
     """Times each method's rounds. Raises UserError."""
-    conditions = conditions_named(options.conditions)
-    if options.step_ms is not None:
-        conditions = replace(conditions, step_ms=options.step_ms)
-    if options.seed is not None:
-        conditions = replace(conditions, seed=options.seed)
-    shapes = shapes_of(options)
-    methods = {name: method_named(name, options.every) for name in method_names(options.methods)}
-    return [time_rounds(name, method, shapes, conditions, options) for name, method in methods.items()]
+    given = {"step_ms": options.step_ms, "seed": options.seed}
+    changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    conditions = replace(conditions_named(options.conditions), **changes)
+    shapes = architecture_of(options.model).shapes if options.model else square_model(options.params or 0.0)
+    methods = {name: _method_named(name, options.every) for name in method_names(options.methods)}
+    deadline, work = options.deadline or math.inf, options.work_ms / 1000
+    results = []
+    for name, method in methods.items():
+        sizes = cache(partial(message_bytes, method, shapes))
+        timer = Timer(method, sizes, conditions, options.replicas, options.rounds, deadline, work)
+        results.append(Simulated(name, method, options.replicas, timer.run()))
+    return results
 
 
 def method_names(listed: str) -> list[str]:
@@ -94,70 +109,33 @@ def method_names(listed: str) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def method_named(name: str, every: int | None = None) -> Method:
-    """A method with its defaults, but for `every` where it has that. Raises UserError."""
+def _method_named(name: str, every: int | None = None) -> Method:
+    """A method with its defaults, and with `every` where it has that setting. Raises UserError."""
     known = defaults_of(name)
     return RECIPES[name](every=every) if every is not None and "every" in known else RECIPES[name]()
 
 
-def shapes_of(options: SimulateOptions) -> Sequence[Shape]:
-    """The parameters' shapes: a model's own, or square matrices of so many in all."""
-    if options.model is None:
-        return square_model(options.params or 0.0)
-    return architecture_of(options.model).shapes
-
-
-def time_rounds(
-    name: str, method: Method, shapes: Sequence[Shape], conditions: Conditions, options: SimulateOptions
-) -> Simulated:
-    """One method's rounds in virtual time."""
-    sizes = cache(partial(message_bytes, method, shapes))
-    deadline = options.deadline or math.inf
-    timer = Timer(method, sizes, conditions, options.replicas, options.rounds, deadline, options.work_ms / 1000)
-    timing = timer.run()
-    return Simulated(name, method, options.replicas, timing)
-
-
 COLUMNS = (
-    Column("method"),
-    Column("steps", "a round"),
-    Column("time", "s a round", figures),
-    Column("time", "s a step", figures),
-    Column("computing", "% of time", percent),
-    Column("blocked", "% of time", percent),
-    Column("uplinks used", "% of rate", percent),
-    Column("sent", "MB a replica and round", figures),
-    Column("sent", "GB in all", figures),
-    Column("failed", "rounds a replica", figures),
+    Column("method", "", lambda r: r.name),
+    Column("steps", "a round", lambda r: r.every),
+    Column("time", "s a round", lambda r: r.timing.seconds_per_round, figures),
+    Column("time", "s a step", lambda r: r.timing.seconds_per_round / r.every, figures),
+    Column("computing", "% of time", lambda r: r.computing, percent),
+    Column("blocked", "% of time", lambda r: 1 - r.computing, percent),
+    Column("uplinks used", "% of rate", lambda r: r.timing.uplink, percent),
+    Column("sent", "MB a replica and round", lambda r: r.sent, figures),
+    Column("sent", "GB in all", lambda r: r.timing.bytes_sent / 1e9, figures),
+    Column("failed", "rounds a replica", lambda r: sum(one.failed for one in r.timing.rounds) / r.replicas, figures),
 )
 
 
 def simulation_table(results: Sequence[Simulated]) -> Table:
-    """What the rounds cost; a unit under every column's name."""
-    rows = []
-    for result in results:
-        timing = result.timing
-        seconds = timing.seconds_per_round
-        every = result.method.schedule.every or 1
-        rows.append(
-            (
-                result.name,
-                every,
-                seconds,
-                seconds / every,
-                result.computing,
-                1 - result.computing,
-                timing.uplink,
-                timing.bytes_sent / result.replicas / timing.rounds_each / 1e6,
-                timing.bytes_sent / 1e9,
-                sum(times.failed for times in timing.rounds) / result.replicas,
-            )
-        )
-    return Table(COLUMNS, rows)
+    """What the rounds cost."""
+    return Table(COLUMNS, results)
 
 
 def write_events(results: Sequence[Simulated], folder: Path) -> None:
-    """One JSON object a line for every round: when it began and ended, and what all replicas together waited."""
+    """One JSON object a line for every round: when it began and ended, and how long all replicas together waited."""
     for result in results:
         lines = (json.dumps(dataclasses.asdict(times)) for times in result.timing.rounds)
         write_text(folder / f"{result.name}.jsonl", "".join(f"{line}\n" for line in lines))

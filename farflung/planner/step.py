@@ -1,4 +1,4 @@
-"""What one inner step takes on given machines: computing, passing microbatches on, gathering shards."""
+"""The seconds of one inner step on given machines: computing, passing microbatches on, gathering shards."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from farflung.workloads.subspace import Subspace
 
 
 def step_seconds(model: Architecture, cluster: Cluster, layout: Layout, settings: IslandSettings, length: int) -> float:
-    """One inner step of the slowest island: a filling pipeline, then one microbatch after the other."""
+    """One inner step of the slowest island: its pipeline fills, then takes one microbatch after the other."""
     microbatches = settings.parts
     tokens = sequences_of(settings) * length
     spans = model.spans(layout.stages)
@@ -44,12 +44,12 @@ def step_seconds(model: Architecture, cluster: Cluster, layout: Layout, settings
 
 
 def sequences_of(settings: IslandSettings) -> int:
-    """In one microbatch of one worker."""
+    """Sequences in one microbatch of one worker."""
     return settings.batch_size // (settings.shard * settings.parts)
 
 
 def boundary_bytes(model: Architecture, settings: IslandSettings, length: int) -> int:
-    """What crosses one boundary, one way, of one microbatch of one worker."""
+    """Bytes that cross a boundary, one way, for one microbatch of one worker."""
     return _boundary_bytes(sequences_of(settings), length, model.hidden, settings.boundary)
 
 
@@ -61,9 +61,9 @@ def _boundary_bytes(sequences: int, length: int, hidden: int, name: str) -> int:
 
 
 def _passing_seconds(cluster: Cluster, layout: Layout, nbytes: float) -> list[list[float]]:
-    """For each island and boundary: a microbatch on to the next stage, and its gradient back.
+    """Seconds for each island and boundary: a microbatch on to the next stage, and its gradient back.
 
-    All pipelines pass theirs at the same time, and share what links and cards they have in common.
+    All pipelines pass theirs at the same time, and share links and network cards.
     """
     routes = [_routes(cluster, layout, island) for island in layout.islands]
     under_way = UnderWay(cluster)
@@ -85,7 +85,7 @@ def _routes(cluster: Cluster, layout: Layout, island: Sequence[int]) -> list[lis
 
 
 def tied_bytes(model: Architecture, stages: int, shards: int) -> list[int]:
-    """What a tied head's copy costs in a step, shard by shard: its gradient to the embeddings, and so much back."""
+    """Bytes of the gradient that a tied head's copy sends in a step, shard by shard; as many come back."""
     if model.tied is None or stages == 1:
         return [0] * shards
     held = (shard_shapes([model.tied], shards, shard) for shard in range(shards))
@@ -93,13 +93,13 @@ def tied_bytes(model: Architecture, stages: int, shards: int) -> list[int]:
 
 
 def island_bytes(model: Architecture, settings: IslandSettings, length: int) -> int:
-    """What the stages of one replica send each other in a step."""
+    """Bytes that the stages of one replica send each other in a step."""
     crossing = 2 * (settings.stages - 1) * settings.parts * settings.shard * boundary_bytes(model, settings, length)
     return crossing + 2 * sum(tied_bytes(model, settings.stages, settings.shard))
 
 
 def _tied_seconds(model: Architecture, cluster: Cluster, layout: Layout) -> float:
-    """Until the last island's copy is what its embeddings are: first all gradients go, then all weights."""
+    """Until every copy equals its embeddings again: first all gradients go, then all weights come back."""
     seconds, sizes = 0.0, tied_bytes(model, layout.stages, layout.shards)
     for way in (1, -1):
         under_way, away = UnderWay(cluster), 0.0
@@ -116,11 +116,11 @@ def _tied_seconds(model: Architecture, cluster: Cluster, layout: Layout) -> floa
 
 @dataclass(frozen=True)
 class Gathered:
-    """What FSDP does in a step, in bytes of padded shards: each is sent to all other shards.
+    """Bytes of padded shards that FSDP sends to each other shard in a step.
 
     Args:
-        weights: all weights that are gathered, as often as they are.
-        gradients: all gradients that are averaged.
+        weights: each time that they are gathered.
+        gradients: when they are averaged.
     """
 
     weights: int
@@ -130,8 +130,8 @@ class Gathered:
     def of(cls, model: Architecture, span: Span, shards: int, microbatches: int) -> Gathered:
         """In a stage.
 
-        A layer's weights are dropped after each forward pass and kept after each backward one (torch's pipelines see
-        to that), so they are gathered once more than there are microbatches; what lies outside of layers, once.
+        torch's pipelines drop a layer's weights after each forward pass and keep them after each backward pass, so they
+        are gathered once more than there are microbatches; what lies outside of layers, once.
         """
         layers = sum(_padded(part.shapes, shards) for part in model.layers[span.begin : span.end])
         outside = sum(_padded(part.shapes, shards) for part in model.parts(span)) - layers
@@ -141,7 +141,7 @@ class Gathered:
 
 
 def _padded(shapes: Sequence[Shape], shards: int) -> int:
-    """Bytes of one shard of these parameters, all rows dealt out evenly."""
+    """Bytes of one shard of these parameters, with rows dealt out evenly."""
     return COPY * sum(-(-rows // shards) * math.prod(rest) for rows, *rest in filter(None, shapes))
 
 

@@ -7,39 +7,38 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
-Written = Callable[[Any], str]
-
 
 def figures(value: float) -> str:
-    """A number with about three digits that count, and none in powers of ten."""
+    """A number with about three significant digits, without powers of ten."""
     if abs(value) >= 100:
         return f"{value:,.0f}"
     return f"{value:.2f}" if abs(value) >= 1 else f"{value:.3g}"
 
 
 def percent(value: float) -> str:
-    """A share from 0 to 1; the unit is in the column's head."""
+    """A share from 0 to 1 in per cent, without the sign."""
     return f"{100 * value:.1f}"
 
 
 @dataclass(frozen=True)
 class Column:
-    """A column's name, its unit (empty for names), and how its values are written."""
+    """A column's name, its unit (empty for names), its value for an item, and how that is written."""
 
     name: str
-    unit: str = ""
-    written: Written = str
+    unit: str
+    value: Callable[[Any], Any]
+    written: Callable[[Any], str] = str
 
 
 @dataclass(frozen=True)
 class Table:
-    """Columns, and rows of their values; None is written as a dash."""
+    """Columns, and an item for each row; a value of None is written as a dash."""
 
     columns: Sequence[Column]
-    rows: Sequence[Sequence[Any]]
+    items: Sequence[Any]
 
     def text(self) -> str:
-        """Aligned lines: names, units, then the rows; the first column to the left."""
+        """Aligned lines: names, units, then the rows; the first column is aligned left."""
         lines = [[c.name for c in self.columns], [c.unit for c in self.columns], *self._cells()]
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         aligned = (
@@ -56,7 +55,7 @@ class Table:
         return f"<table><thead><tr>{''.join(heads)}</tr></thead><tbody>{body}</tbody></table>"
 
     def _cells(self) -> list[list[str]]:
-        return [
-            ["-" if value is None else column.written(value) for column, value in zip(self.columns, row, strict=True)]
-            for row in self.rows
-        ]
+        def cell(column: Column, item: Any) -> str:
+            return "-" if (value := column.value(item)) is None else column.written(value)
+
+        return [[cell(column, item) for column in self.columns] for item in self.items]

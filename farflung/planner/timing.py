@@ -1,6 +1,6 @@
-"""When the rounds of a method happen, for thousands of replicas: the simulated network without tensors.
+"""Times the rounds of a method for thousands of replicas: simulated training without tensors.
 
-Clock, links and collectives are those that simulated training runs on, rounds those of training; a message is its size.
+Clock, links, collectives and rounds are those of simulated training; of a message, only its size is there.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from farflung.outer import Method, traffic_per_hop
 from farflung.outer.round import Offer, PendingRound, Rounds, Sync
 
 Replica = Generator["float | SimulatedCollective", None, None]
-"""Yields seconds to compute for, or a collective to wait for."""
+"""Yields seconds of computing, or a collective to wait for."""
 
 KNOWN_GROUPS = 100
-"""Rounds whose groups are kept: some replicas are ahead of others."""
+"""Rounds whose groups are kept, since some replicas are ahead of others."""
 
 
 @dataclass
@@ -42,14 +42,14 @@ class RoundTimes:
 
 @dataclass
 class Timing:
-    """What a run without tensors came to.
+    """The result of a run without tensors.
 
     Args:
         seconds: until the last replica had applied its last round.
         steps: inner steps of each replica.
         computed, blocked: seconds of all replicas together.
-        bytes_sent: payload that all replicas together sent.
-        uplink: share of the time that the replicas' links for sending were used.
+        bytes_sent: payload of all replicas together.
+        uplink: the share of what the replicas' uplinks could carry that they carried.
         rounds: each round, in order.
     """
 
@@ -63,7 +63,7 @@ class Timing:
 
     @property
     def seconds_per_round(self) -> float:
-        """The mean; rounds of all fragments count as one."""
+        """The mean; the rounds of all fragments together count as one."""
         return self.seconds / self.rounds_each
 
     @property
@@ -73,7 +73,7 @@ class Timing:
 
 
 class Size:
-    """What a fragment's rounds are about where only time counts: its share of the whole message."""
+    """The content of a fragment's rounds where only time counts: its share of the whole message."""
 
     def __init__(self, share: float) -> None:
         self._offer = Offer(share)
@@ -93,44 +93,35 @@ class Size:
         return True
 
 
+@dataclass
 class Timer:
     """Lets replicas hold their rounds in virtual time.
 
     Args:
-        method: whose schedule, topology and way of averaging count.
-        message_bytes: what a whole message takes, encoded, in a group of so many; fragments share it evenly.
-        conditions: of the network.
-        replicas: how many.
-        rounds: how many each holds.
+        message_bytes: the size of a whole encoded message in a group of so many; fragments share it evenly.
+        rounds: how many each replica holds.
         deadline: the longest wait for others, seconds; infinity for none.
-        work: what a round takes of a replica's own time: encoding, decoding, the outer step; seconds.
+        work: what each round takes of a replica's own time (encoding, decoding, outer step), seconds.
 
-    Raises:
-        UserError: the method has no rounds, or nobody lives to hold one.
+    Raises UserError where the method has no rounds, or every replica dies before its first.
     """
 
-    def __init__(
-        self,
-        method: Method,
-        message_bytes: Callable[[int], float],
-        conditions: Conditions,
-        replicas: int,
-        rounds: int,
-        deadline: float,
-        work: float = 0.0,
-    ) -> None:
-        self._method = method
-        self._traffic_per_hop = cache(partial(traffic_per_hop, method.codec, method.averaging))
-        self._message_bytes = message_bytes
-        self._deadline = deadline
-        self._work = work
-        self._cluster = SimulatedCluster(replicas, conditions)
-        self._cluster.when_dead = self._bury
-        self._replicas = replicas
-        self._running: dict[int, Replica] = {}
-        self._rounds = rounds
+    method: Method
+    message_bytes: Callable[[int], float]
+    conditions: Conditions
+    replicas: int
+    rounds: int
+    deadline: float
+    work: float = 0.0
+
+    def __post_init__(self) -> None:
+        method = self.method
         if not method.schedule.every:
             raise UserError("a method without rounds has nothing to simulate; remove it")
+        self._traffic_per_hop = cache(partial(traffic_per_hop, method.codec, method.averaging))
+        self._cluster = SimulatedCluster(self.replicas, self.conditions)
+        self._cluster.when_dead = self._bury
+        self._running: dict[int, Replica] = {}
         self._groups: dict[str, tuple[Group, dict[int, Group]]] = {}
         self._result = Timing()
         self._times: dict[tuple[int, int], RoundTimes] = {}
@@ -139,7 +130,7 @@ class Timer:
         """All rounds of all replicas."""
         cluster, result = self._cluster, self._result
         with _no_collection():
-            for rank in range(self._replicas):
+            for rank in range(self.replicas):
                 self._running[rank] = self._replica(rank)
                 self._resume(rank)
             while self._running and cluster.clock.advance():
@@ -148,19 +139,19 @@ class Timer:
             raise UserError("every replica dies before its first round; set later deaths")
         result.rounds = [self._times[key] for key in sorted(self._times, key=lambda key: (key[1], key[0]))]
         result.seconds = max(times.landed for times in result.rounds)
-        capacity = sum(cluster.fabric.links.capacities[2 * rank] for rank in range(self._replicas))
-        carried = sum(cluster.fabric.bytes_sent(rank) for rank in range(self._replicas))
+        capacity = sum(cluster.fabric.links.capacities[2 * rank] for rank in range(self.replicas))
+        carried = sum(cluster.fabric.bytes_sent(rank) for rank in range(self.replicas))
         result.uplink = carried / capacity / result.seconds if result.seconds else 0.0
         return result
 
     def _resume(self, rank: int) -> None:
-        """Lets a replica go on to what it waits for next."""
+        """Runs a replica up to its next wait."""
         replica, cluster = self._running.get(rank), self._cluster
         if replica is None:
             return
         wish = next(replica, None)
         if wish is None:
-            del self._running[rank]  # it has come to every collective that others could wait for it in
+            del self._running[rank]  # it has joined every collective that others may wait in
         elif isinstance(wish, SimulatedCollective):
             self._wait(rank, wish)
         else:
@@ -180,18 +171,18 @@ class Timer:
 
         collective.waiting.append(go_on)
         clock = self._cluster.clock
-        deadline = clock.at(clock.now + self._deadline, go_on) if self._deadline < math.inf else None
+        deadline = clock.at(clock.now + self.deadline, go_on) if self.deadline < math.inf else None
 
     def _bury(self, rank: int) -> None:
         self._running.pop(rank, None)
 
     def _replica(self, rank: int) -> Replica:
-        """One replica's run: compute up to the next step at which there is something to do, and do that."""
+        """One replica's run: computes up to the next step with something to do, and does that."""
         computation = StepTimes(self._cluster.conditions, rank)
-        schedule = self._method.schedule
+        schedule = self.method.schedule
         sizes = [Size(1 / schedule.fragments)] * schedule.fragments
         rounds = Rounds[float, SimulatedCollective | None](schedule, sizes)
-        last = [sync.rounds + self._rounds - 1 for sync in rounds.syncs]
+        last = [sync.rounds + self.rounds - 1 for sync in rounds.syncs]
         step = 0
         while following := rounds.next_step():
             if following > step:
@@ -203,8 +194,8 @@ class Timer:
                     if due.exchange and not due.exchange.settled:
                         yield due.exchange
                     self._note(due, began)
-                    if self._work:
-                        yield self._work
+                    if self.work:
+                        yield self.work
                     continue
                 rounds.pending.append(self._start(rank, due, step))
                 if due.rounds > last[due.index]:
@@ -235,7 +226,7 @@ class Timer:
         members = self._cluster.members(rank)
         known, groups = self._groups.get(key, (None, {}))
         if known is not members:
-            chosen = self._method.topology.groups(members, key)
+            chosen = self.method.topology.groups(members, key)
             groups = {rank: group for group in chosen for rank in group}
             self._groups[key] = members, groups
             if len(self._groups) > KNOWN_GROUPS:
@@ -244,7 +235,7 @@ class Timer:
 
     def _hops(self, group: Group, share: float) -> Callable[[dict[int, None]], Iterator[Demand]]:
         def hops(brought: dict[int, None]) -> Iterator[Demand]:
-            nbytes = self._message_bytes(len(group)) * share
+            nbytes = self.message_bytes(len(group)) * share
             for part in self._traffic_per_hop(len(group)):
                 demand = Demand.even(group, part * nbytes)
                 self._result.bytes_sent += sum(demand.sent)
@@ -255,7 +246,7 @@ class Timer:
 
 @contextlib.contextmanager
 def _no_collection() -> Iterator[None]:
-    """Nothing here makes cycles of references; looking for them would take half of the time."""
+    """Turns garbage collection off: there are no cycles here, and the search for them would take half of the time."""
     collects = gc.isenabled()
     gc.disable()
     try:

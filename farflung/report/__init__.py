@@ -1,4 +1,4 @@
-"""Floor 5: what a run folder tells, live and afterwards. It reads that folder and nothing else."""
+"""Floor 5: shows a run folder, live and afterwards. It reads that folder and nothing else."""
 
 from farflung.report.html import write_report
 from farflung.report.live import watch

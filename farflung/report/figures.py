@@ -11,29 +11,26 @@ from farflung.events import EvaluationEvent, ProgressEvent, RoundEvent, StepEven
 from farflung.report.read import P, Run, mean
 
 Line = tuple[list[float], list[float | None]]
-"""Where a line goes; None interrupts it."""
+"""The x and y of a line's points; None interrupts the line."""
 
 COLOURS = ("#1f6feb", "#d1495b", "#2a9d8f", "#e9a03b", "#7b5ea7", "#5c6770", "#b5651d", "#3a3a8c")
 """One colour a run, the same in every picture."""
 
 WORK, EXCHANGE, WAITING = "#9ecae1", "#f2b366", "#c0392b"
 ROUNDS_SHOWN = 200
-"""A timeline with more rounds of a replica shows the last so many."""
+"""The most rounds of a replica that a timeline shows: its last ones."""
 
-AXES = {
-    "bytes": "megabytes sent, all replicas together",
-    "seconds": "seconds",
-}
+AXES = {"bytes": "megabytes sent, all replicas together", "seconds": "seconds"}
 _SCALE = {"tokens": 1.0, "bytes": 1e-6, "seconds": 1.0}
 
 
 def units_of(runs: list[Run]) -> str:
-    """What is counted of these runs' samples."""
+    """The units of these runs' samples, such as tokens."""
     return " or ".join(dict.fromkeys(run.units for run in runs))
 
 
 def loss_figure(runs: list[Run], axis: str) -> go.Figure:
-    """Validation loss against `axis` (tokens, bytes or seconds), the mean of the replicas; training loss lighter."""
+    """The replicas' mean losses against `axis` (tokens, bytes or seconds): validation, and lighter, training."""
     measures = " or ".join(dict.fromkeys(run.measure for run in runs))
     figure = _figure(AXES.get(axis, f"{units_of(runs)}, all replicas together"), f"loss, {measures}")
     for colour, run in zip(_colours(runs), runs, strict=True):
@@ -57,7 +54,7 @@ def consensus_figure(runs: list[Run]) -> go.Figure:
 
 
 def compression_figure(runs: list[Run]) -> go.Figure:
-    """How much of the messages their packets left out, against steps, the mean of the replicas."""
+    """The share of messages that packets left out, against steps; the mean of the replicas."""
     figure = _figure("inner steps", "left out, share of the norm")
     for colour, run in zip(_colours(runs), runs, strict=True):
         _draw(figure, _by_started_step(run, lambda event: event.compression_error), run.name, colour)
@@ -66,7 +63,7 @@ def compression_figure(runs: list[Run]) -> go.Figure:
 
 
 def adaptation_figure(run: Run) -> go.Figure:
-    """What an adapting run saw and decided: effective rank, steps between rounds, bytes of a round."""
+    """An adapting run's effective rank, steps between rounds, and bytes of a round."""
     figure = _figure("inner steps", "in per cent of the first round's")
     values: dict[str, Callable[[RoundEvent], float | None]] = {
         "effective rank": lambda event: event.effective_rank,
@@ -86,7 +83,7 @@ def adaptation_figure(run: Run) -> go.Figure:
 
 
 def adapts(run: Run) -> bool:
-    """Whether the run has decided anything from effective ranks."""
+    """Whether the run adapts to effective ranks."""
     return any(event.effective_rank is not None for event in run.all_of(RoundEvent))
 
 
@@ -96,7 +93,7 @@ def compresses(run: Run) -> bool:
 
 
 def _by_started_step(run: Run, value: Callable[[RoundEvent], float | None]) -> tuple[list[int], list[float]]:
-    """The mean over replicas of one value of their rounds, by the step at which those started."""
+    """The replicas' mean of one value of their rounds, by the step at which these started."""
     seen: dict[int, list[float]] = {}
     for event in run.all_of(RoundEvent):
         if (height := value(event)) is not None and event.group:
@@ -105,7 +102,7 @@ def _by_started_step(run: Run, value: Callable[[RoundEvent], float | None]) -> t
 
 
 def timeline_figure(run: Run) -> go.Figure:
-    """What each replica did when: its computation, its exchanges below, and where it stood waiting for them."""
+    """When each replica computed, exchanged (in a row below), and waited for an exchange."""
     figure = _figure("seconds", "")
     bars: dict[str, list[tuple[float, float, str]]] = {"compute": [], "exchange": [], "waiting": []}
     for replica in run.replicas:
@@ -152,7 +149,7 @@ def _figure(x: str, y: str) -> go.Figure:
 def _draw(
     figure: go.Figure, line: Any, name: str, colour: str, width: float = 3, dash: str | None = None, **how: Any
 ) -> None:
-    """Adds a line, of which x and y are given."""
+    """Adds a line; `line` is its x and y."""
     style = {"color": colour, "width": width, "dash": dash}
     figure.add_scatter(x=line[0], y=line[1], name=name, line=style, **{"mode": "lines+markers", **how})
 
@@ -168,7 +165,7 @@ def _mean_line(run: Run, kind: type[P], value: Callable[[P], float | None], axis
 
 
 def _replica_line(run: Run, replica: int, axis: str) -> Line:
-    """One replica's validation loss, at the place on the axis that all had reached together."""
+    """One replica's validation loss, at the place on the axis that all replicas together had reached."""
     xs, ys = [], []
     for step, events in run.by_step(EvaluationEvent).items():
         for event in events:

@@ -13,34 +13,23 @@ from plotly.offline import get_plotlyjs
 
 from farflung.events import RoundEvent, WarningEvent
 from farflung.files import write_text
-from farflung.report.figures import (
-    COLOURS,
-    ROUNDS_SHOWN,
-    adaptation_figure,
-    adapts,
-    compresses,
-    compression_figure,
-    consensus_figure,
-    loss_figure,
-    timeline_figure,
-    units_of,
-)
-from farflung.report.islands import islands_table
+from farflung.report import figures
+from farflung.report.islands import islands_table, wide_table
 from farflung.report.live import nbytes, number
 from farflung.report.read import Run, missing_from, read_run
 
 WARNINGS_SHOWN = 20
 
 _COMPRESSION_NOTE = (
-    "<p>What a packet left out of its message, with error feedback of what was left out before as well: "
-    "0 is nothing, 1 everything.</p>"
+    "<p>The share of a message that its packet left out: 0 is nothing, 1 everything. With error feedback, the message "
+    "includes what was left out before.</p>"
 )
 
 
 def write_report(folders: list[Path], out: Path) -> list[str]:
-    """Writes the report of some run folders to `out`; a file there is replaced once the new one is whole.
+    """Writes the report of some run folders to `out`, as a whole or not at all.
 
-    Returns what of the runs could not be read, a line each. Raises UserError when a folder holds no run.
+    Returns a line for each file of which lines could not be read. Raises UserError when a folder holds no run.
     """
     runs = [read_run(folder) for folder in folders]
     write_text(out, page(runs))
@@ -50,31 +39,35 @@ def write_report(folders: list[Path], out: Path) -> list[str]:
 def page(runs: list[Run]) -> str:
     """The report as HTML."""
     title = f"farflung: {runs[0].name}" if len(runs) == 1 else f"farflung: {len(runs)} runs compared"
-    settings, units = _section("Settings", _settings(runs)), units_of(runs)
+    settings, units = [_section("Settings", _settings(runs))], figures.units_of(runs)
+
+    def each(title: str, content: Callable[[Run], str], shown: Callable[[Run], object] = lambda run: True) -> list[str]:
+        """A section for each run that has something to show."""
+        named = title + ": {}" if len(runs) > 1 else title
+        return [_section(named.format(escape(run.name)), content(run)) for run in runs if shown(run)]
+
     sections = [
         _section("Results", _results(runs)),
-        *([settings] if len(runs) > 1 else []),
-        _section(f"Loss against {units}", _picture(loss_figure(runs, "tokens"))),
-        _section("Loss against bytes", _picture(loss_figure(runs, "bytes"))),
-        _section("Loss against time", _clock_note(runs) + _picture(loss_figure(runs, "seconds"))),
-        _section("Consensus distance", _picture(consensus_figure(runs))),
-        *(
-            [_section("Compression", _COMPRESSION_NOTE + _picture(compression_figure(runs)))]
-            if any(map(compresses, runs))
-            else []
-        ),
-        *(_section(f"Adaptation{_of(run, runs)}", _picture(adaptation_figure(run))) for run in runs if adapts(run)),
-        *(_section(f"Timeline{_of(run, runs)}", _timeline_note(run) + _picture(timeline_figure(run))) for run in runs),
-        *(_section(f"Inside the islands{_of(run, runs)}", islands_table(run)) for run in runs if run.parts),
-        *(_section(f"Warnings{_of(run, runs)}", _warnings(run)) for run in runs if run.all_of(WarningEvent)),
-        *(
-            _section(f"A sample from the trained model{_of(run, runs)}", f"<pre>{escape(run.summary['sample'])}</pre>")
-            for run in runs
-            if run.summary
-        ),
-        *([settings] if len(runs) == 1 else []),
+        *(settings if len(runs) > 1 else []),
+        _section(f"Loss against {units}", _picture(figures.loss_figure(runs, "tokens"))),
+        _section("Loss against bytes", _picture(figures.loss_figure(runs, "bytes"))),
+        _section("Loss against time", _clock_note(runs) + _picture(figures.loss_figure(runs, "seconds"))),
+        _section("Consensus distance", _picture(figures.consensus_figure(runs))),
+        *_compression(runs),
+        *each("Adaptation", lambda run: _picture(figures.adaptation_figure(run)), figures.adapts),
+        *each("Timeline", lambda run: _timeline_note(run) + _picture(figures.timeline_figure(run))),
+        *each("Inside the islands", islands_table, lambda run: run.parts),
+        *each("Warnings", _warnings, lambda run: run.all_of(WarningEvent)),
+        *each("A sample from the trained model", _sample, lambda run: run.summary),
+        *(settings if len(runs) == 1 else []),
     ]
     return _PAGE.format(title=escape(title), plotly=get_plotlyjs(), body="\n".join(sections))
+
+
+def _compression(runs: list[Run]) -> list[str]:
+    if not any(map(figures.compresses, runs)):
+        return []
+    return [_section("Compression", _COMPRESSION_NOTE + _picture(figures.compression_figure(runs)))]
 
 
 def _results(runs: list[Run]) -> str:
@@ -86,7 +79,7 @@ def _results(runs: list[Run]) -> str:
         ("replicas × steps", lambda s: f"{s['replicas']} × {s['steps']}"),
         ("stages × shards of a replica", lambda s: f"{s['stages']} × {s['shards']}"),
         ("parameters", lambda s: f"{s['parameters']:,}"),
-        (units_of(runs), lambda s: f"{s['tokens']:,}"),
+        (figures.units_of(runs), lambda s: f"{s['tokens']:,}"),
         ("sent by the replicas", lambda s: nbytes(s["bytes_sent"])),
         ("sending gradients every step would take", _ddp),
         ("rounds of a replica", lambda s: str(s["rounds"])),
@@ -104,7 +97,7 @@ def _results(runs: list[Run]) -> str:
 
 
 def _known(text: Callable[[dict[str, Any]], str], results: dict[str, Any]) -> str:
-    """A figure as text, or dots where a run that has not ended does not tell it yet."""
+    """A figure as text, or dots where a run that has not ended does not have it yet."""
     try:
         return text(results)
     except KeyError:
@@ -120,7 +113,7 @@ def _settings(runs: list[Run]) -> str:
     names = sorted({name for run in runs for name in run.settings} - {"out"})
     if len(runs) > 1:
         names = [name for name in names if len({repr(run.settings.get(name)) for run in runs}) > 1]
-        intro = "<p>Those in which the runs differ.</p>"
+        intro = "<p>Only settings in which the runs differ.</p>"
     else:
         intro = ""
     cells = [
@@ -130,12 +123,11 @@ def _settings(runs: list[Run]) -> str:
 
 
 def _table(runs: list[Run], cells: list[list[str]]) -> str:
-    heads = "".join(
-        f'<th><span class="run" style="background:{COLOURS[i % len(COLOURS)]}"></span>{escape(run.name)}</th>'
+    heads = [
+        f'<span class="run" style="background:{figures.COLOURS[i % len(figures.COLOURS)]}"></span>{escape(run.name)}'
         for i, run in enumerate(runs)
-    )
-    rows = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in cells)
-    return f'<div class="wide"><table><tr><th></th>{heads}</tr>{rows}</table></div>'
+    ]
+    return wide_table(["", *heads], cells)
 
 
 def _warnings(run: Run) -> str:
@@ -145,9 +137,13 @@ def _warnings(run: Run) -> str:
     return f"<ul>{''.join(items)}</ul>{more}"
 
 
+def _sample(run: Run) -> str:
+    return f"<pre>{escape(run.results()['sample'])}</pre>"
+
+
 def _timeline_note(run: Run) -> str:
-    if any(len(run.of(replica, RoundEvent)) > ROUNDS_SHOWN for replica in run.replicas):
-        return f"<p>The last {ROUNDS_SHOWN} rounds of each replica.</p>"
+    if any(len(run.of(replica, RoundEvent)) > figures.ROUNDS_SHOWN for replica in run.replicas):
+        return f"<p>The last {figures.ROUNDS_SHOWN} rounds of each replica.</p>"
     return ""
 
 
@@ -165,10 +161,6 @@ def _ddp(summary: dict[str, Any]) -> str:
 
 def _share(summary: dict[str, Any]) -> str:
     return f" ({summary['seconds_blocked'] / summary['seconds']:.1%})" if summary["seconds"] else ""
-
-
-def _of(run: Run, runs: list[Run]) -> str:
-    return f": {escape(run.name)}" if len(runs) > 1 else ""
 
 
 def _section(title: str, content: str) -> str:

@@ -1,7 +1,8 @@
-"""What the processes of islands did, each for itself."""
+"""What each process of an island did."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from html import escape
 
 from farflung.events import Event, RoundEvent, StartEvent, StepEvent
@@ -14,14 +15,16 @@ HEADINGS = ("process", "parameters", "peak memory", "rounds", "sent in rounds", 
 def islands_table(run: Run) -> str:
     """A row for each process, as HTML."""
     processes = [((replica, 0), events) for replica, events in run.events.items()] + list(run.parts.items())
-    rows = [_row(events) for _, events in sorted(processes) if events]
-    lines = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    heads = "".join(f"<th>{heading}</th>" for heading in HEADINGS)
+    rows = [[escape(cell) for cell in _row(events)] for _, events in sorted(processes) if events]
     crossed = sum(steps[-1].boundary_bytes for replica in run.replicas if (steps := run.of(replica, StepEvent)))
-    return (
-        f"<p>{nbytes(crossed)} went from stage to stage, in all replicas.</p>"
-        f'<div class="wide"><table><tr>{heads}</tr>{lines}</table></div>'
-    )
+    return f"<p>{nbytes(crossed)} went from stage to stage, in all replicas.</p>{wide_table(HEADINGS, rows)}"
+
+
+def wide_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table whose cells are HTML, which scrolls on narrow screens."""
+    head = "".join(f"<th>{cell}</th>" for cell in heads)
+    body = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows)
+    return f'<div class="wide"><table><tr>{head}</tr>{body}</table></div>'
 
 
 def _row(events: list[Event]) -> tuple[str, ...]:

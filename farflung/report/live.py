@@ -1,4 +1,4 @@
-"""The live view of a run: a table that renews itself on a terminal, plain lines elsewhere."""
+"""The live view of a run: a table that is kept up to date on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from farflung.events import EvaluationEvent, StartEvent, StepEvent, WarningEvent
 from farflung.report.read import Run, mean
 
 PLAIN_SECONDS, PLAIN_SHARE = 10.0, 0.05
-"""A plain line comes after so much time, or after that share of the steps if it is sooner."""
+"""A plain line comes after so many seconds, or after that share of the steps if that is sooner."""
 
 WARNINGS_SHOWN = 3
 
@@ -24,7 +24,7 @@ WARNINGS_SHOWN = 3
 def watch(
     folder: Path, finished: threading.Event, console: Console | None = None, refresh_seconds: float = 0.5
 ) -> None:
-    """Shows the run in `folder` until `finished` is set, and its last state once more."""
+    """Shows the run in `folder` until `finished` is set, and then its last state."""
     console = console or Console()
     if console.is_terminal:
         _watch_on_terminal(Run(folder), finished, console, refresh_seconds)
@@ -82,7 +82,7 @@ def _watch_plainly(run: Run, finished: threading.Event, console: Console, refres
 
 
 def table(run: Run) -> Table:
-    """One row a replica: how it learns, how fast, and what it has sent and waited for."""
+    """One row a replica: its losses, its speed, and what it has sent and waited for."""
     shown = Table()
     for heading in ("replica", "step", "loss", "validation", f"{run.units}/s", "rounds", "sent", "blocked"):
         shown.add_column(heading, justify="right")
@@ -122,7 +122,7 @@ def plain_line(run: Run) -> str:
 
 
 def number(value: float | None, digits: int = 4) -> str:
-    """A number for people; None, which stands for NaN and infinity in events, as words."""
+    """A number for people; None, which events have for NaN and infinity, in words."""
     return "not finite" if value is None else f"{value:.{digits}f}"
 
 

@@ -1,4 +1,4 @@
-"""The peers of a run on the internet, for one who looks on."""
+"""The peers of a run on the internet, as `farflung status` shows them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ REFRESH_SECONDS = 3.0
 
 
 def show(source: Callable[[], list[Row]], finished: threading.Event, once: bool) -> None:
-    """Shows what `source` says of each peer: anew every few seconds on a terminal, until `finished`, or once."""
+    """Shows what `source` says of each peer: once, or every few seconds until `finished`."""
     console = Console()
     if once or not console.is_terminal:
         console.print(table(source()))
@@ -30,7 +30,7 @@ def show(source: Callable[[], list[Row]], finished: threading.Event, once: bool)
 
 
 def table(rows: list[Row]) -> Table:
-    """One row a peer: where it is, how it learns, how fast it is and how old this word of it is."""
+    """One row a peer: its host, state, loss and speed, and how long ago it was heard."""
     trains = sum(row["state"] == "trains" for row in rows)
     speed = sum(row.get("tokens_per_second", 0.0) for row in rows if row["state"] == "trains")
     shown = Table(title=f"{trains} peers train · {speed:,.0f} tokens/s")

@@ -1,4 +1,4 @@
-"""Reading a run folder, also while the run is writing it."""
+"""Reads a run folder, also while the run is writing it."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ _EVENTS_OF = re.compile(r"replica-(\d+)(?:-part-(\d+)-of-(\d+))?")
 
 
 class EventReader:
-    """The new events of one replica's file each time it is asked; a line that is not whole yet waits."""
+    """Reads the new events of one file each time; a line that is not whole yet waits."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.spoilt = 0
-        """Lines so far that could not be read, and were left out."""
+        """Lines that could not be read so far."""
         self._position = 0
         self._file_number = path.stat().st_ino
 
     def restarted(self) -> bool:
-        """Whether it is another or a shorter file, as when a run goes on from a checkpoint; then reads it anew."""
+        """Whether the file is another or shorter, as when a run resumes; it is then read from its beginning."""
         status = self.path.stat()
         changed = status.st_ino != self._file_number or status.st_size < self._position
         if changed:
@@ -59,7 +59,7 @@ class EventReader:
 
 @dataclass
 class Run:
-    """What a run folder says so far: each replica's events in order, the settings, and the summary at the end."""
+    """What is in a run folder so far: each replica's events in order, the settings, and at the end the summary."""
 
     folder: Path
     settings: dict[str, Any] = field(default_factory=dict)
@@ -75,9 +75,9 @@ class Run:
 
     @property
     def parts(self) -> dict[tuple[int, int], list[Event]]:
-        """The events of the processes that do not speak for their replica, by replica and part.
+        """The events of the processes that do not lead their replica, by replica and part.
 
-        What another layout has left, before the run was resumed, is not among them.
+        Files of another layout, from before the run was resumed, are left out.
         """
         starts = self.all_of(StartEvent)[-1:]
         island = starts[0].stages * starts[0].shards if starts else 1
@@ -85,7 +85,7 @@ class Run:
 
     @property
     def replicas(self) -> list[int]:
-        """The replicas that have written something, sorted."""
+        """The replicas that have written events, sorted."""
         return sorted(replica for replica, events in self.events.items() if events)
 
     def of(self, replica: int, kind: type[E]) -> list[E]:
@@ -98,7 +98,7 @@ class Run:
 
     @property
     def units(self) -> str:
-        """What is counted of the samples."""
+        """The units of the samples, such as tokens."""
         return next((start.units for start in self.all_of(StartEvent)), StartEvent.units)
 
     @property
@@ -107,7 +107,7 @@ class Run:
         return next((start.measure for start in self.all_of(StartEvent)), StartEvent.measure)
 
     def refresh(self) -> None:
-        """Reads what has been written since. Raises UserError for formats that cannot be read."""
+        """Reads what has been written since the last call. Raises UserError for formats that cannot be read."""
         for name, loads in (("config.toml", tomllib.loads), ("summary.json", json.loads)):
             path = self.folder / name
             # One that is being written, or is not there yet, is read the next time.
@@ -130,7 +130,7 @@ class Run:
             events[:] = [*([] if restarted else events), *new]
 
     def unread(self) -> list[str]:
-        """What could not be read of the run's files, a line for each."""
+        """A line for each of the run's files of which lines could not be read."""
         readers = (reader for _, reader in sorted(self._readers.items()) if reader.spoilt)
         return [f"{r.path}: {r.spoilt} line{'s' if r.spoilt > 1 else ''} cannot be read, and left out" for r in readers]
 
@@ -146,7 +146,7 @@ class Run:
         return [replica for replica in self.replicas if replica not in died]
 
     def by_step(self, kind: type[E]) -> dict[int, list[E]]:
-        """The events of the steps at which every replica that was alive has one, by replica."""
+        """For each step at which every living replica has an event of a kind: these events, in order of replicas."""
         steps: dict[int, dict[int, E]] = defaultdict(dict)
         died = self.died()
         for replica in self.replicas:
@@ -160,12 +160,12 @@ class Run:
         return complete
 
     def up_to(self, step: int, events: Sequence[P]) -> list[P]:
-        """The living replicas' events of a step, and the last ones of the same kind of those that had died before."""
+        """The given events of a step, and the last ones of the same kind of replicas that had died before."""
         gone = [replica for replica, last in self.died().items() if last < step]
         return [*events, *(event for replica in gone for event in self.of(replica, type(events[0]))[-1:])]
 
     def results(self) -> dict[str, Any]:
-        """The summary of a run that has ended; before that, those of its figures that the events tell."""
+        """The summary of a run that has ended; before that, the figures of it that events give."""
         if self.summary is not None:
             return self.summary
         results: dict[str, Any] = {}
@@ -189,7 +189,7 @@ class Run:
         return results
 
     def consensus_distance(self) -> dict[int, float]:
-        """For each evaluated step, how far the replicas' weights are apart.
+        """For each evaluated step, how far apart the replicas' weights are.
 
         The root mean square, over replicas and the sampled weights, of the deviation from the replicas' mean.
         """
@@ -201,14 +201,14 @@ class Run:
 
 
 def mean(values: Sequence[float | None]) -> float | None:
-    """Their mean; None, which stands for not finite in events, if any of them is."""
+    """Their mean; None if any is None, which events have for NaN and infinity."""
     finite = [value for value in values if value is not None]
     return sum(finite) / len(finite) if len(finite) == len(values) else None
 
 
 def missing_from(summary: dict[str, Any]) -> str:
-    """Who is in none of a summary's figures, in a line; "" where all are."""
-    missing = summary.get("missing")  # those of before this was told have none
+    """A line that says which replicas are in none of a summary's figures; "" for none."""
+    missing = summary.get("missing")  # older summaries do not have it
     if not missing:
         return ""
     who = f"replica{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"

@@ -1,14 +1,24 @@
-"""Checks that all processes of a run were started with the same settings and data."""
+"""What processes tell each other over the network of their rounds; checks that they have the same settings and data."""
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from farflung.errors import UserError
-from farflung.networks import Network
+from farflung.networks import Network, among_members
+from farflung.networks.base import packet_of, words_of
 from farflung.settings import Settings, names_that_may_differ
 from farflung.tables import BETWEEN_MACHINES
-from farflung.training.facts import all_gather_facts
+
+
+def all_gather_facts(network: Network, value: Any, key: str, deadline_s: float) -> dict[int, Any]:
+    """The value (anything that JSON holds) of every replica that can be reached, by rank. Raises PeerLostError."""
+    packet = packet_of(json.dumps(value).encode())
+    packets = among_members(
+        network, lambda group: network.exchange(packet, group, f"{key} of {group}").wait(deadline_s)
+    )
+    return {rank: json.loads(words_of(packet)) for rank, packet in sorted(packets.items())}
 
 
 def refuse_other_settings(network: Network, settings: Settings) -> None:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from farflung.errors import UserError
-from farflung.files import beside
+from farflung.files import replacing
 from farflung.formats import CHECKPOINT
 from farflung.training.events import died
 from farflung.training.migrations import migrated
@@ -89,16 +89,10 @@ def save(folder: Path, step: int, stem: str, state: Checkpoint) -> None:
 
 def write(path: Path, state: Weights) -> None:
     """Writes a file as a whole or not at all, with the version of the format."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    new = beside(path)
     try:
-        with new.open("wb") as file:
+        with replacing(path) as file:
             _save({"format": CHECKPOINT.version, **state}, file)
-            file.flush()
-            os.fsync(file.fileno())
-        new.rename(path)
     except BaseException:
-        new.unlink(missing_ok=True)  # on a full disk, what there is of it only takes up room
         with contextlib.suppress(OSError):  # others have written there
             path.parent.rmdir()
         raise

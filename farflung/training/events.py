@@ -19,15 +19,12 @@ class EventLog:
     """One process's `events/replica-N.jsonl`, held by one process at a time.
 
     Args:
-        folder: the run folder.
-        replica: whose events they are.
         stem: the name of the process's files, without suffix.
         clock: the network's clock; events carry the seconds since the run began on it.
         keep: the bytes of an earlier part of the run that stay; None starts a new run, and refuses an old one.
         elapsed_s: how many seconds the run had lasted at the end of that part.
 
-    Raises:
-        UserError: the folder holds a run already, or another process is writing to it.
+    Raises UserError where the folder holds a run already, or another process is writing to it.
     """
 
     def __init__(
@@ -49,7 +46,8 @@ class EventLog:
         self._unwritten = b""
         self._replica = replica
         self._clock = clock
-        self._origin = clock() - elapsed_s
+        self.origin = clock() - elapsed_s
+        """When the run began, on the network's clock."""
 
     def write(self, event: Event) -> None:
         """Appends one event of this replica and moment. On a full disk, it is kept in memory until there is room."""
@@ -61,11 +59,7 @@ class EventLog:
 
     def elapsed_s(self) -> float:
         """Seconds since the run began, on the network's clock."""
-        return self._clock() - self._origin
-
-    def since_start(self, moment: float) -> float:
-        """A moment of the network's clock, as seconds since the run began."""
-        return moment - self._origin
+        return self._clock() - self.origin
 
     def size(self) -> int:
         """Bytes written so far, safe on disk: what `keep` takes."""

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from farflung.files import write_text
-from farflung.networks import Network, PeerLostError, among_members
+from farflung.networks import Group, Network, PeerLostError, TorchNetwork, among_members, among_survivors
 from farflung.outer.fragments import split
+from farflung.pipeline import Mesh
 from farflung.settings import Settings
 from farflung.training import checkpoint
-from farflung.training.facts import all_gather_facts
+from farflung.training.agreement import all_gather_facts
 from farflung.training.resharding import buffer_names
 from farflung.training.terminal import say
 from farflung.training.trainer import Trainer
@@ -25,19 +26,16 @@ class NoRoomError(RuntimeError):
     """A run's results could not be written, in all the time it was tried."""
 
 
-TRY_EVERY_SECONDS = 5.0
-TRY_FOR_SECONDS = 3600.0
+TRY_EVERY_SECONDS, TRY_FOR_SECONDS = 5.0, 3600.0
 """Seconds between two attempts to write the results, and seconds until the last."""
 
 DEADLINES_AT_THE_END = 10
 """The end waits this many times the deadline: replicas that never exchange may be far apart in time."""
 
-
 Ended = tuple[Tensor, list[dict[str, Any]]]
 """The mean weights of the replicas that end together, and the facts that each gives of its run."""
 Together = Callable[[Callable[[Network], Ended]], Ended]
-"""Calls a function with the network of the replicas that end together; if it fails, perhaps again with that of fewer.
-"""
+"""Calls a function with the network of the replicas that end together, and may call it again with fewer if it fails."""
 
 
 def finish(trainer: Trainer, together: Together) -> dict[str, Any]:
@@ -134,6 +132,25 @@ def write_results(trainer: Trainer, summary: dict[str, Any], tells: bool) -> Non
         checkpoint.write(checkpoint.average_of(trainer.folder, trainer.file_stem), average)
 
     _keep_trying(write, trainer, summary)
+
+
+def ended_together(ended: Callable[[Network], Ended], network: TorchNetwork, mesh: Mesh, deadline_s: float) -> Ended:
+    """The result of `ended` among the replicas that have all of their processes. Raises PeerLostError.
+
+    Args:
+        ended: called by every process with the network of those that hold the same part of these replicas.
+        network: that of all processes.
+        deadline_s: of the run, in seconds.
+    """
+    own = mesh.coordinates(network.process)
+
+    def whole(processes: Group) -> Group:
+        return tuple(p for p in processes if set(mesh.island_group(mesh.coordinates(p))) <= set(processes))
+
+    def work(processes: Group) -> Ended:
+        return ended(network.among([process for process in mesh.data_parallel_group(own) if process in processes]))
+
+    return among_survivors(network, whole, work, DEADLINES_AT_THE_END * deadline_s)[1]
 
 
 class Endings:

@@ -16,14 +16,11 @@ from farflung.training.stopping import Stop
 class Kept:
     """The checkpoints that each process has reported, in a shared store; reports may lag behind.
 
-    Args:
-        store: shared by all processes.
-        everyone: those that have to have a checkpoint for it to be whole; the dead are not among them.
+    A checkpoint is whole when `everyone` has it; the dead are left out.
     """
 
     def __init__(self, store: Store, everyone: Callable[[], Iterable[int]]) -> None:
-        self._store = store
-        self._everyone = everyone
+        self._store, self._everyone = store, everyone
         self._own: dict[int, set[int]] = {}
 
     def tell(self, process: int, steps: Iterable[int]) -> None:

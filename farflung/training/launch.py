@@ -26,31 +26,13 @@ from farflung.formats import RUN_FOLDER
 from farflung.networks import ReplicaDiedError, SimulatedNetwork, Simulation, TorchNetwork
 from farflung.pipeline import Mesh, check
 from farflung.settings import Settings, settings_toml
-from farflung.training import checkpoint
-from farflung.training.agreement import other_data, refuse_other_settings
-from farflung.training.beginning import (
-    AGAIN,
-    NEW,
-    RESTARTED,
-    RESUMED,
-    Standing,
-    begun_by_this_launch,
-    clear,
-    first_step,
-    local_step,
-    note_launch,
-    refuse_other_replicas,
-    refuse_while_trained,
-    summary_writers,
-    writing_replicas,
-)
+from farflung.training import beginning, checkpoint
+from farflung.training.agreement import all_gather_facts, other_data, refuse_other_settings
 from farflung.training.events import holds_a_run
-from farflung.training.facts import all_gather_facts
 from farflung.training.failures import OneLine, failure_of
-from farflung.training.finish import Endings, finish, write_results
+from farflung.training.finish import Endings, ended_together, finish, write_results
 from farflung.training.kept import Coordination, Kept
 from farflung.training.stopping import Stop, StoppedError
-from farflung.training.survivors import ended_together
 from farflung.training.terminal import STARTED_HERE, say
 from farflung.training.trainer import Trainer
 
@@ -64,14 +46,19 @@ def prepare(settings: Settings, folder: Path, resume: bool, restart: bool = Fals
     if line := without_rounds(settings):
         say(line)
     if restart:
-        clear(folder)
+        beginning.clear(folder)
     elif resume:
-        refuse_other_replicas(settings, folder)
+        beginning.refuse_other_replicas(settings, folder)
         if not settings.network.kind.elastic:
-            local_step(settings, folder)
-    elif any(folder.glob("events/*.jsonl")):
+            beginning.local_step(settings, folder)
+    elif is_begun(folder):
         raise holds_a_run(folder)
     write_settings(settings, folder)
+
+
+def is_begun(folder: Path) -> bool:
+    """Whether there is a run in a folder."""
+    return any(folder.glob("events/*.jsonl"))
 
 
 def check_settings(settings: Settings) -> None:
@@ -92,11 +79,9 @@ def _check_island(settings: Settings) -> None:
         raise UserError(
             "inner muon needs whole matrices, of which a shard has only rows; choose --shard 1, or begin with adamw"
         )
-    if settings.network.kind.simulate:
-        if island.processes > 1:
-            raise UserError("stages and shards need real processes; leave out --network simulated")
-        if island.offload:
-            raise UserError("offload needs real processes; leave out --network simulated")
+    if settings.network.kind.simulate and (island.processes > 1 or island.offload):
+        what = "stages and shards need" if island.processes > 1 else "offload needs"
+        raise UserError(f"{what} real processes; leave out --network simulated")
 
 
 def without_rounds(settings: Settings) -> str:
@@ -137,7 +122,7 @@ def run_simulated(settings: Settings, folder: Path, resume: bool) -> None:
     stop = Stop(store, range(settings.run.replicas), range(settings.run.replicas))
     kept = Kept(store, lambda: simulation.cluster.living)
     coordination = Coordination(stop, kept)
-    step = local_step(settings, folder) if resume else None
+    step = beginning.local_step(settings, folder) if resume else None
     workload = settings.made_workload()
     endings = Endings()
 
@@ -170,28 +155,29 @@ def run_torch_replica(
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     way = ""
     if local_rank == 0:
-        way = RESUMED if resume else NEW
+        way = beginning.RESUMED if resume else beginning.NEW
         if STARTED_HERE not in os.environ:
             # The others come no further meanwhile than joining.
-            way = _prepare_machine(settings, folder, RESTARTED if restart else way)
+            way = _prepare_machine(settings, folder, beginning.RESTARTED if restart else way)
     use_cores_of(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    network = _opened(settings)
+    opened = settings.network.kind.open(settings.network.starting, settings.network.deadline)
+    network = cast(TorchNetwork, opened)  # what starts processes offers what it does
     mesh = settings.mesh()
     coordinates = mesh.coordinates(network.process)
     everyone = range(mesh.processes)
     stop = Stop(network.store, everyone, [network.process], launcher=os.getppid())
     with stopping_on_signals(stop):
         refuse_other_settings(network, settings)
-        own = Standing.of(folder, coordinates.replica, mesh.file_stem(coordinates), way)
+        own = beginning.Standing.of(folder, coordinates.replica, mesh.file_stem(coordinates), way)
         standings = [
-            Standing(**told)
+            beginning.Standing(**told)
             for told in all_gather_facts(network, vars(own), "standings", settings.network.deadline).values()
         ]
-        step = first_step(standings, folder)
-        if RESTARTED in {standing.way for standing in standings}:
+        step = beginning.first_step(standings, folder)
+        if beginning.RESTARTED in {standing.way for standing in standings}:
             _clear_machines(settings, folder, way, network)
         begun()
-        if way == RESUMED:
+        if way == beginning.RESUMED:
             write_settings(settings, folder)  # which may be other ones, in what may change
         coordination = Coordination(stop, Kept(network.store, lambda: everyone))
         device = pick_device(settings.run.device, local_rank)
@@ -199,7 +185,7 @@ def run_torch_replica(
         machines = {process: standing.machine for process, standing in enumerate(standings)}
         with closing(trainer.log.events):
             differ = other_data(network, trainer.workload.digest(), settings.network.deadline)
-            if differ and network.process in summary_writers(mesh, machines):
+            if differ and network.process in beginning.summary_writers(mesh, machines):
                 told = "machines hold other data than each other; validation losses are not of the same samples"
                 trainer.log.warn(told)
             trainer.train()
@@ -208,55 +194,49 @@ def run_torch_replica(
     return tells
 
 
-def _opened(settings: Settings) -> TorchNetwork:
-    """This process's network; where `farflung train` starts the processes, all offer what torch's does."""
-    network = settings.network
-    return cast(TorchNetwork, network.kind.open(network.starting, network.deadline))
-
-
 def _finish_with_those_left(trainer: Trainer, network: TorchNetwork, mesh: Mesh, machines: Mapping[int, str]) -> bool:
     """Ends a run of processes, of which some may be lost; whether this one has written the summary for its machine."""
     summary = finish(trainer, lambda ended: ended_together(ended, network, mesh, trainer.settings.network.deadline))
     missing = summary["missing"]
     machines = {process: name for process, name in machines.items() if mesh.coordinates(process).replica not in missing}
-    tells = network.process in summary_writers(mesh, machines)
+    tells = network.process in beginning.summary_writers(mesh, machines)
     if tells and missing:
         lost = ", ".join(map(str, missing))
         trainer.log.warn(f"replicas lost: {lost}; the averaged weights and the summary are of the others")
-    if mesh.coordinates(network.process).replica in writing_replicas(mesh, machines).values():
+    if mesh.coordinates(network.process).replica in beginning.writing_replicas(mesh, machines).values():
         write_results(trainer, summary, tells)
     return tells
 
 
 def _prepare_machine(settings: Settings, folder: Path, way: str) -> str:
     """What is to be done once on each machine before its processes join. Returns how it begins. Raises UserError."""
-    if way in (NEW, RESTARTED) and begun_by_this_launch(folder):
-        way = AGAIN
-    if way == NEW:
+    if way in (beginning.NEW, beginning.RESTARTED) and beginning.begun_by_this_launch(folder):
+        way = beginning.AGAIN
+    if way == beginning.NEW:
         prepare(settings, folder, resume=False)
-        note_launch(folder)
+        beginning.note_launch(folder)
     else:
         check_settings(settings)
-        if way == RESTARTED:
-            refuse_while_trained(folder)
+        if way == beginning.RESTARTED:
+            beginning.refuse_while_trained(folder)
         else:
-            refuse_other_replicas(settings, folder)
+            beginning.refuse_other_replicas(settings, folder)
     return way
 
 
 def _clear_machines(settings: Settings, folder: Path, way: str, network: TorchNetwork) -> None:
     """Removes the old runs, once all processes have come and agreed to begin anew. Raises UserError, on all alike."""
     fault = ""
-    if way == RESTARTED:
+    if way == beginning.RESTARTED:
         try:
-            clear(folder)
+            beginning.clear(folder)
             write_settings(settings, folder)
         except UserError as error:
             fault = str(error)
     if faults := list(filter(None, all_gather_facts(network, fault, "cleared", settings.network.deadline).values())):
         raise UserError(faults[0])
-    if way == RESTARTED:
-        note_launch(folder)
+    if way == beginning.RESTARTED:
+        beginning.note_launch(folder)
 
 
 def launch_torch(settings: Settings, folder: Path, resume: bool) -> None:
@@ -340,5 +320,5 @@ def use_cores_of(replicas: int) -> None:
 
 
 def launch_all(settings: Settings, folder: Path, resume: bool) -> None:
-    """All replicas, in this process or in processes that it starts. Raises what these raise."""
+    """All replicas, in this process or in others that it starts. Raises what these raise."""
     (run_simulated if settings.network.kind.simulate else launch_torch)(settings, folder, resume)

@@ -14,7 +14,7 @@ from farflung.networks import Network
 
 @torch.no_grad()
 def sampled(parameters: list[torch.nn.Parameter], most: int) -> torch.Tensor:
-    """Up to `most` of all values, evenly spread, as float64 on the CPU; no copy of them all is made."""
+    """Up to `most` of all values, evenly spread, as float64 on the CPU."""
     count = sum(parameter.numel() for parameter in parameters)
     positions = torch.linspace(0, count - 1, min(most, count), dtype=torch.float64).long()
     found, begin = [], 0

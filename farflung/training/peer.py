@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import shutil
-import sys
 import tempfile
 import threading
 import time
@@ -24,6 +23,7 @@ from farflung.training import checkpoint, launch
 from farflung.training.finish import finish, write_results
 from farflung.training.kept import Coordination, Kept
 from farflung.training.stopping import Stop
+from farflung.training.terminal import say
 from farflung.training.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -70,34 +70,28 @@ def run_peer(
     Raises StoppedError, UserError and whatever training raises. Where it does not come to train, the folder stays as
     it was.
     """
-    with _left_as_it_was(Path(settings.run.out)):
-        _run_peer(ticket, settings, local, first, joined)
-
-
-def _run_peer(
-    ticket: Ticket, settings: Settings, local: ListenAddress, first: bool, joined: Callable[[InternetNetwork], None]
-) -> None:
     parts = internet()
     folder = Path(settings.run.out)
-    resumed = _begun(folder)
-    check_for_internet(settings)
-    identical = settings.method().topology.identical
-    ticket = _with_newer_addresses(ticket, folder / "run.ticket")
-    identity = _own_identity(folder, resumed)
     told: list[Trainer] = []
 
     def tell(line: str) -> None:
-        told[0].log.warn(line) if told else _say(line)
+        told[0].log.warn(line) if told else say(line)
 
-    peers: Peers = parts.Peers(ticket, identity, local, parts.newcomer_info(ticket), tell, first)
-    network: InternetNetwork = parts.InternetNetwork(peers, deadline=settings.network.deadline)
-    joined(network)
-    try:
+    with _left_as_it_was(folder), contextlib.ExitStack() as leaving:
+        resumed = launch.is_begun(folder)
+        check_for_internet(settings)
+        method = settings.method()
+        ticket = _with_newer_addresses(ticket, folder / "run.ticket")
+        identity = _own_identity(folder, resumed)
+        peers: Peers = parts.Peers(ticket, identity, local, parts.newcomer_info(ticket), tell, first)
+        network: InternetNetwork = parts.InternetNetwork(peers, deadline=settings.network.deadline)
+        leaving.callback(network.close)
+        joined(network)
         step = max(checkpoint.steps_of(folder, identity.rank), default=0) if resumed else None
         behind = network.behind(step or 0)
-        away = bool(behind and (step is None or behind > (settings.method().schedule.every or 1)))
+        away = bool(behind and (step is None or behind > (method.schedule.every or 1)))
         if away:
-            network.prefetch(identical)  # while the rest is being prepared
+            network.prefetch(method.topology.identical)  # while the rest is being prepared
         launch.prepare(settings, folder, resumed)
         launch.use_cores_of(1)
         network.expect_model(*_shapes_of(settings))
@@ -110,8 +104,6 @@ def _run_peer(
             trainer.train(catch_up=away)
             summary = finish(trainer, lambda ended: ended(SimulatedNetwork.alone()))
             write_results(trainer, summary, tells=True)
-    finally:
-        network.close()
 
 
 def _own_identity(folder: Path, resumed: bool) -> Identity:
@@ -127,11 +119,6 @@ def _own_identity(folder: Path, resumed: bool) -> Identity:
     raise UserError(f"{folder} holds another peer's run; choose another folder with --out")
 
 
-def _begun(folder: Path) -> bool:
-    """Whether there is a run in a folder."""
-    return any(folder.glob("events/*.jsonl"))
-
-
 @contextlib.contextmanager
 def _left_as_it_was(folder: Path) -> Iterator[None]:
     """Removes what a peer that never came to train has put into its run folder, and the folder if it made that."""
@@ -139,7 +126,7 @@ def _left_as_it_was(folder: Path) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        if not _begun(folder):
+        if not launch.is_begun(folder):
             for path in set(folder.glob("*")) - before:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
             if folder.exists() and not there:
@@ -147,16 +134,24 @@ def _left_as_it_was(folder: Path) -> Iterator[None]:
         raise
 
 
-def look_on(ticket: Ticket, key: Path, local: ListenAddress, bootstrap: bool = False) -> InternetNetwork:
-    """A member that trains nothing; a `bootstrap` node starts the run and helps peers find each other.
+@contextlib.contextmanager
+def looking_on(
+    ticket: Ticket, local: ListenAddress, key: Path | None = None, bootstrap: bool = False
+) -> Iterator[InternetNetwork]:
+    """A member that trains nothing, with a new key unless given one. Raises UserError.
 
-    Raises UserError.
+    A `bootstrap` node starts the run and helps peers find each other; others are not listed.
     """
     parts = internet()
     info = parts.newcomer_info(ticket)
-    peers: Peers = parts.Peers(ticket, parts.Identity(key), local, info, _say, first=bootstrap, listed=bootstrap)
-    network: InternetNetwork = parts.InternetNetwork(peers, largest=1 << 20)
-    return network
+    with tempfile.TemporaryDirectory() as scratch:
+        identity = parts.Identity(key or Path(scratch) / "onlooker.key")
+        peers: Peers = parts.Peers(ticket, identity, local, info, say, first=bootstrap, listed=bootstrap)
+        network: InternetNetwork = parts.InternetNetwork(peers, largest=1 << 20)
+        try:
+            yield network
+        finally:
+            network.close()
 
 
 def seen(network: InternetNetwork) -> list[dict[str, Any]]:
@@ -184,13 +179,9 @@ def examined(path: Path, local: ListenAddress) -> Iterator[Finding]:
         ticket = parts.read_ticket(path)
         yield parts.Finding(True, f"{path} is a ticket to {ticket.name}, with {len(ticket.addresses)} addresses")
         ticket_settings(ticket)
-        with tempfile.TemporaryDirectory() as scratch:
-            network = look_on(ticket, Path(scratch) / "doctor.key", local)
-            try:
-                yield parts.Finding(True, "the run's peers accept the ticket; clocks and versions agree with theirs")
-                yield from parts.examine(network.peers)
-            finally:
-                network.close()
+        with looking_on(ticket, local) as network:
+            yield parts.Finding(True, "the run's peers accept the ticket; clocks and versions agree with theirs")
+            yield from parts.examine(network.peers)
     except UserError as error:
         yield parts.Finding(False, str(error))
 
@@ -235,10 +226,6 @@ def _ticket_kept(network: InternetNetwork, path: Path) -> Iterator[None]:
     finally:
         over.set()
         thread.join(5)
-
-
-def _say(line: str) -> None:
-    sys.stderr.write(f"farflung: {line}\n")
 
 
 def internet() -> Any:

@@ -42,10 +42,7 @@ def buffer_names(model: nn.Module) -> list[str]:
 
 def own_names(model: nn.Module, optimizer: Optimizer, fragments: int) -> Names:
     """What a checkpoint says of the tensors in it: their names, in the orders in which optimizers number them."""
-    return {
-        "names": names_of(optimizer),
-        "fragments": [fragment.names for fragment in split(model, fragments)],
-    }
+    return {"names": names_of(optimizer), "fragments": [fragment.names for fragment in split(model, fragments)]}
 
 
 def load_state(
@@ -88,8 +85,16 @@ def _reshaped(
     wanted: Names,
     groups: list[State],
 ) -> Checkpoint:
-    cut = _cutter(mesh, coordinates)
+    def cut(whole: Tensor) -> Tensor:
+        """What a shard has of a whole tensor: FSDP2 deals out rows as `chunk` does."""
+        if mesh.shards == 1 or not whole.dim():
+            return whole
+        chunks = whole.chunk(mesh.shards)
+        return chunks[coordinates.shard] if coordinates.shard < len(chunks) else whole[:0]
+
     first, speaks = parts[0], mesh.part(coordinates) == 0
+    means = merged((part["shard"], part["late"]["mean"]) for part in parts)
+    late = {name: cut(means[name]) for name in wanted["names"] if name in means}
     counters = list(vars(Traffic()))
 
     def traffic(kind: Literal["traffic", "boundary_traffic"]) -> dict[str, float]:
@@ -102,7 +107,7 @@ def _reshaped(
         "buffers": buffer_names(model),
         "optimizer": {"state": _optimizer_state(parts, wanted["names"], cut), "param_groups": groups},
         "outer": reshard([_outer_part(part) for part in parts], wanted["fragments"], cut),
-        "late": {"count": first["late"]["count"], "mean": _late_mean(parts, wanted["names"], cut)},
+        "late": {"count": first["late"]["count"], "mean": late},
         "traffic": traffic("traffic"),
         "bytes_told": int(traffic("traffic")["bytes_sent"]),
         "boundary_traffic": traffic("boundary_traffic"),
@@ -116,28 +121,11 @@ def _outer_part(part: Checkpoint) -> Part:
     return Part(part["outer"], part["shard"], part["fragments"], shapes)
 
 
-def _cutter(mesh: Mesh, coordinates: MeshCoordinates) -> Callable[[Tensor], Tensor]:
-    """What a shard has of a whole tensor: FSDP2 deals out rows as `chunk` does."""
-
-    def cut(whole: Tensor) -> Tensor:
-        if mesh.shards == 1 or not whole.dim():
-            return whole
-        chunks = whole.chunk(mesh.shards)
-        return chunks[coordinates.shard] if coordinates.shard < len(chunks) else whole[:0]
-
-    return cut
-
-
 def _model_state(model: nn.Module, whole: Named, cut: Callable[[Tensor], Tensor]) -> Named:
     """The entries of a model's state; those of a tied head are the embeddings'."""
     tied, buffers = getattr(model, "all_tied_weights_keys", {}), buffer_names(model)
     found = {name: whole[name if name in whole else tied[name]] for name in model.state_dict()}
     return {name: tensor if name in buffers else cut(tensor) for name, tensor in found.items()}
-
-
-def _late_mean(parts: list[Checkpoint], names: list[str], cut: Callable[[Tensor], Tensor]) -> Named:
-    whole = merged((part["shard"], part["late"]["mean"]) for part in parts)
-    return {name: cut(whole[name]) for name in names if name in whole}
 
 
 def _optimizer_state(parts: list[Checkpoint], names: list[str], cut: Callable[[Tensor], Tensor]) -> dict[int, Named]:

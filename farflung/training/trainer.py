@@ -32,11 +32,10 @@ class Trainer:
     Args:
         settings: the same for every replica.
         network: of all of the run's processes.
-        folder: the run folder; events and checkpoints go there.
+        folder: the run folder.
         coordination: asked after each step whether it was the last, and which checkpoints can go.
-        device: what the model trains on.
         resume_step: the checkpoint to go on from; 0 for the beginning of a run that has none, None for a new run.
-        workload: what is trained, where other replicas in this process have read its data already.
+        workload: if another replica in this process has read its data already.
 
     Raises:
         UserError: settings, data or folder cannot be used.
@@ -73,9 +72,8 @@ class Trainer:
         self._saved = self._load(resume_step)
         if self._saved and network.timed:
             network.timed.resume(self._saved["clock"])
-        self.log = RunLog(
-            settings, self.workload, self.island, self.network, self._event_log(network, resume_step), self.progress
-        )
+        events = self._event_log(network, resume_step)
+        self.log = RunLog(settings, self.workload, self.island, self.network, events, self.progress)
         self._resumed = resume_step is not None
 
     @property
@@ -128,7 +126,7 @@ class Trainer:
         self.island.after_step()
         progress.step = min(session.step, run.steps)  # others may have gone on
         progress.trained += 1
-        self.log.stepped()
+        self.log.rate.count(self.log.units_per_step)
 
         def comes(every: int) -> bool:
             """Whether a multiple was reached or passed."""
@@ -149,7 +147,7 @@ class Trainer:
 
     def save(self, session: Session) -> None:
         """Writes this process's part of a checkpoint, and removes those that nobody needs any more."""
-        with self.log.paused():
+        with self.log.rate.paused():
             began, state = self.network.now(), self._state(session)
             try:
                 checkpoint.save(self.folder, self.step, self.file_stem, state)

@@ -21,18 +21,18 @@ Reshape = Callable[[Any], None]
 
 
 class Workload(Protocol):
-    """What is trained: a model, its batches, its loss, what it is judged by, and something to look at.
+    """What is trained: a model, its batches, its loss, how it is judged, and a sample to look at.
 
-    It is made of its settings, an instance of its `Settings`, and of `shares`: stretches of one length that the data is
-    divided into, of which a replica sees one only. That reads no data; what needs data reads it once.
+    It is made from an instance of its `Settings`. With several `shares`, the data is cut into so many stretches of one
+    length, and a replica sees one of them. Making it reads no data; the first use of data reads it, once.
     """
 
     Settings: Any
-    """The dataclass of its own settings."""
+    """The dataclass of its settings."""
     units: str
-    """What is counted of the samples, such as tokens."""
+    """What samples consist of, such as tokens."""
     measure: str
-    """What `loss` and `evaluate` are measured in, such as nats a token."""
+    """The unit of `loss` and `evaluate`, such as nats a token."""
 
     def __init__(self, settings: Any, shares: int = 1) -> None: ...
 
@@ -43,11 +43,11 @@ class Workload(Protocol):
 
     @property
     def units_per_sample(self) -> int:
-        """How many there are in one sample."""
+        """Units in one sample."""
         ...
 
     def check(self) -> None:
-        """Raises UserError for settings that cannot work, as far as can be seen without reading all data."""
+        """Raises UserError for settings that cannot work, without reading all data."""
         ...
 
     def outline(self) -> nn.Module:
@@ -57,8 +57,8 @@ class Workload(Protocol):
     def build(self, seed: int, reshape: Reshape | None = None) -> Any:
         """The model on the CPU, from a seed or with its own weights.
 
-        `reshape` may change it while it has no memory yet. A weight is a function of the seed and its module's name,
-        whatever else there is of the model. Raises UserError.
+        `reshape` may change it while it has no memory yet. A weight depends only on the seed and its module's name.
+        Raises UserError.
         """
         ...
 
@@ -75,24 +75,21 @@ class Workload(Protocol):
         ...
 
     def evaluate(self, model: Any, size: int, device: torch.device) -> float:
-        """What a model in evaluation mode is judged by, on samples held out; less is better.
-
-        `size` is how many of them it may compute at a time.
-        """
+        """The score of a model in evaluation mode on held-out samples, `size` at a time; less is better."""
         ...
 
     def digest(self) -> str:
-        """What stands for the samples held out: equal for equal ones."""
+        """A hash of the held-out samples."""
         ...
 
     def sample(self, model: Any, seed: int, device: torch.device) -> str:
-        """Something to look at that a model in evaluation mode makes, as text."""
+        """Text to look at, made by a model in evaluation mode."""
         ...
 
     def export(self, weights: Mapping[str, Tensor], target: Path, seed: int, constrained_to: int = 0) -> None:
         """Writes a model with these weights to a folder, in the form that others load.
 
-        `seed` is the run's. Those of a divided model were `constrained_to` so many dimensions; 0 is for all others.
+        `seed` is the run's. `constrained_to` is the rank of the subspace that the weights were trained in; 0 for none.
         """
         ...
 
@@ -108,7 +105,7 @@ class Span:
 
 
 class Load(NamedTuple):
-    """What something takes: parameters, and those of them that are multiplied with for every unit."""
+    """The parameters of something, and how many of them each unit is multiplied with."""
 
     memory: float
     work: float
@@ -119,7 +116,7 @@ class Load(NamedTuple):
 
 
 class Coordinates(Protocol):
-    """A subspace that hidden states are constrained to, so that a few coordinates represent them exactly."""
+    """A subspace that hidden states lie in, so that a few coordinates represent them exactly."""
 
     rank: int
 
@@ -152,7 +149,7 @@ class Divisible(Workload, Protocol):
         ...
 
     def loads(self, model: Any) -> tuple[list[Load], Load, Load]:
-        """What each layer takes, what comes before them, and what comes after. Raises UserError."""
+        """The loads of the layers, of what comes before them, and of what comes after. Raises UserError."""
         ...
 
     def layers(self, model: Any) -> nn.ModuleList:
@@ -160,30 +157,30 @@ class Divisible(Workload, Protocol):
         ...
 
     def tied_weight(self, model: Any) -> nn.Parameter | None:
-        """The embeddings' weight where the head is it again."""
+        """The embeddings' weight, where the head shares it."""
         ...
 
     def subspace(self, rank: int, seed: int) -> Coordinates:
-        """What hidden states are to be constrained to. Raises UserError."""
+        """The subspace to constrain hidden states to. Raises UserError."""
         ...
 
     def keep(self, model: Any, span: Span, subspace: Coordinates | None = None, constrained: int = 0) -> None:
-        """Takes out of a model without memory what is not in a span.
+        """Removes from a model without memory all that is not in a span.
 
-        Its first `constrained` layers are constrained to a subspace. Raises UserError where they cannot be.
+        Constrains its first `constrained` layers to a subspace. Raises UserError where that cannot be.
         """
         ...
 
     def check_division(self, spans: list[Span], subspace: Coordinates | None, seed: int) -> None:
-        """Raises UserError for a model that would be another one in these spans."""
+        """Raises UserError for a model that would compute something else in these spans."""
         ...
 
     def piece(self, model: Any, span: Span, half: bool) -> Any:
-        """The module that a stage computes, of a model of which only the span is there; with `half`, in bfloat16.
+        """The module that a stage computes, of a model of which only the span is left; with `half`, in bfloat16.
 
         It takes a batch (first) or hidden states, and gives hidden states, or the model's output (last). Where layers
-        have a loss of their own, `sums` flat numbers of it come and go beside these in training. It has `model` and
-        `span`, and `loss(leaving, batch)`: what training minimises, or in evaluation mode what the model is judged by.
+        have a loss of their own, training hands `sums` flat numbers of it on beside these. The module has `model`,
+        `span` and `loss(leaving, batch)`: what training minimises, or in evaluation mode the model's score.
         """
         ...
 
@@ -196,12 +193,12 @@ class Divisible(Workload, Protocol):
         ...
 
     def sample_in_pieces(self, forward: Forward, seed: int) -> str:
-        """As `sample`, where several processes compute the model's output."""
+        """As `sample`, for a model that several processes compute."""
         ...
 
 
 Forward = Callable[[Tensor, Callable[[Tensor], Tensor], int], Tensor]
-"""Takes a batch, what to pick of the model's output for it, and how many numbers that is: flat float64, on the CPU."""
+"""Takes a batch, what picks numbers of the model's output for it, and how many: flat float64, on the CPU."""
 
 
 def to(batch: Batch, device: torch.device) -> Batch:
@@ -214,15 +211,10 @@ def to(batch: Batch, device: torch.device) -> Batch:
 
 
 def drawn_ids(seed: int, replica: int, step: int, size: int, available: int, shares: int = 1) -> Ids:
-    """Which of the samples a replica trains on in a step: drawn anew, with replacement.
+    """The samples that a replica trains on in a step: `size` of those `available`, drawn anew with replacement.
 
-    A pure function: replicas draw independently, so a replica that joins or leaves changes nobody else's data.
-
-    Args:
-        seed, replica, step: of what it is a function.
-        size: how many to draw.
-        available: how many samples there are, in all shares together.
-        shares: stretches of one length; a replica draws from one of them only.
+    A pure function: a replica that joins or leaves changes nobody else's data. With several `shares`, a replica draws
+    from one of so many stretches of one length.
     """
     each = available // shares
     return replica % shares * each + np.random.default_rng((seed, replica, step)).integers(each, size=size)

@@ -1,4 +1,4 @@
-"""Training data as a pure function of seed, replica and step: there is no iterator to save or to hand over."""
+"""Text as sequences of tokens, to train on and held out."""
 
 from __future__ import annotations
 
@@ -27,10 +27,9 @@ class Data:
         training, held_out: flat arrays of tokens.
         length: tokens in a sequence.
         name: what the user calls it.
-        shares: stretches of one length that the training part is divided into; a replica sees one of them only.
+        shares: stretches of one length that the training part is cut into; a replica sees one of them.
 
-    Raises:
-        UserError: either is shorter than one sequence.
+    Raises UserError where the held-out part, or a share, is shorter than one sequence.
     """
 
     def __init__(

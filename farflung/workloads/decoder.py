@@ -1,4 +1,4 @@
-"""Taking a transformers decoder apart: what lies before, in and after its layers, and a stage that has only some."""
+"""Takes a transformers decoder apart: what lies before, in and after its layers; and a stage with some of them."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from farflung.workloads.experts import active_shares
 from farflung.workloads.routers import router_loss_of
 
 POSITIONS = ("embed_positions", "wpe")
-"""What families call the learned positions that are added to the embeddings."""
+"""Names of learned positions that are added to the embeddings."""
 FINAL_NORMS = ("norm", "final_layer_norm", "final_layernorm", "ln_f")
-"""What they call the norm after the last layer."""
+"""Names of the norm after the last layer."""
 
 
 @dataclass(frozen=True)
 class Anatomy:
-    """The parts of a causal language model, by the names they have in their decoder."""
+    """The parts of a causal language model, by their names in its decoder."""
 
     decoder: Any
     layers: str
@@ -36,15 +36,15 @@ class Anatomy:
 
 
 class Absent(nn.Module):
-    """Stands where another stage has something, and hands on what it is given."""
+    """Stands in for what another stage has; returns its input."""
 
     def forward(self, hidden: Tensor, *_: Any, **__: Any) -> Tensor:
-        """What came in."""
+        """Its input."""
         return hidden
 
 
 class NoPositions(nn.Module):
-    """Positions where they have been added before."""
+    """Stands in for positions, which the first stage has added."""
 
     def forward(self, *_: Any, **__: Any) -> Tensor:
         """Nothing to add."""
@@ -54,12 +54,11 @@ class NoPositions(nn.Module):
 class Piece(nn.Module):
     """What a stage computes: token ids (first) or hidden states to hidden states, or to logits (last).
 
-    While it trains a mixture of experts whose routers have a loss of their own, their sums come and go beside these.
+    In training, the sums of a mixture's router loss come and go beside these.
 
     Args:
-        model: the causal language model, of which only the span is there.
-        span: which part it is.
-        half: whether matrix products are computed in bfloat16; what goes in and out is float32.
+        model: the causal language model, of which only the span is left.
+        half: whether matrix products are computed in bfloat16; inputs and outputs are float32.
     """
 
     def __init__(self, model: Any, span: Span, half: bool = False) -> None:
@@ -77,7 +76,7 @@ class Piece(nn.Module):
     def forward(self, entering: Tensor, sums: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         """(n, length) ids or (n, length, width) numbers to (n, length, width) numbers or (n, length, tokens) logits.
 
-        `sums` are those of the routers before, see RouterLoss; with routers in training, they come out, too.
+        `sums` are those of earlier stages' routers, see RouterLoss; in training, they come out with this stage's.
         """
         given: dict[str, Any] = {"input_ids" if self.span.first else "inputs_embeds": entering, "use_cache": False}
         if self.routers:
@@ -87,7 +86,7 @@ class Piece(nn.Module):
                 leaving: Tensor = self.model(**given).logits.float()
             else:
                 leaving = self.model.get_decoder()(**given).last_hidden_state.float()
-            # Schedules that compute weights' gradients later detach it in place, which views do not allow.
+            # Zero-bubble schedules detach it in place, which views do not allow.
             leaving = leaving.clone() if leaving._is_view() else leaving
             if not (self.routers and self.model.training):
                 return leaving
@@ -97,7 +96,7 @@ class Piece(nn.Module):
             return leaving, sums + self.routers.sums(logits).to(entering.device)
 
     def loss(self, leaving: Tensor | tuple[Tensor, Tensor], labels: Tensor) -> Tensor:
-        """What training minimises, of what leaves the last piece; in evaluation mode, the cross-entropy alone."""
+        """What training minimises, of the last piece's output; in evaluation mode, the cross-entropy alone."""
         logits, *sums = leaving if isinstance(leaving, tuple) else (leaving,)
         entropy = models.cross_entropy(self.model, logits, labels)
         return entropy + self.routers.loss(*sums) if self.routers and sums else entropy
@@ -116,7 +115,7 @@ def is_tied(model: Any) -> bool:
 
 
 def anatomy(model: Any) -> Anatomy:
-    """Takes note of a model's parts. Raises UserError, saying why, for one that cannot be split."""
+    """A model's parts. Raises UserError, saying why, for one that cannot be split."""
     decoder, embeddings, head = model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings()
     family = type(model).__name__
     lists = [name for name, child in decoder.named_children() if isinstance(child, nn.ModuleList)]
@@ -144,9 +143,9 @@ def anatomy(model: Any) -> Anatomy:
 
 
 def loads(model: Any) -> tuple[list[Load], Load, Load]:
-    """What each layer takes, what comes before them, and what comes after.
+    """The loads of the layers, of what comes before them, and of what comes after. Raises UserError.
 
-    Looking up embeddings counts as no work, and of experts only those that a token takes. Raises UserError.
+    Looking up embeddings is no work; of experts, only those that a token takes count.
     """
     parts, shares = anatomy(model), active_shares(model)
 
@@ -161,7 +160,7 @@ def loads(model: Any) -> tuple[list[Load], Load, Load]:
 
 
 def keep(model: Any, span: Span) -> None:
-    """Takes out of a model what is not in a span. A tied head keeps a copy of the embeddings beside it."""
+    """Removes from a model all that is not in a span. A tied head keeps a copy of the embeddings."""
     parts, tied = anatomy(model), is_tied(model)
     layers = parts[parts.layers]
     for number in range(len(layers)):
@@ -185,10 +184,10 @@ def keep(model: Any, span: Span) -> None:
 
 
 def check_passes_on(config: Any) -> None:
-    """Refuses a model of a transformers configuration that cannot be split. Raises UserError, saying why.
+    """Raises UserError, saying why, for a transformers configuration whose model cannot be split.
 
-    A stage without any layers must hand on, bit for bit, what it is given: else a model does more between its layers
-    than its stages would.
+    A stage without layers must return its input, bit for bit: else the model computes more between its layers than its
+    stages would.
     """
     model = models.outline(config)
     family = type(model).__name__

@@ -1,4 +1,4 @@
-"""Mixtures of experts: how much of them a token takes."""
+"""Mixtures of experts: how many of them a token takes."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 from torch import nn
 
 EXPERTS = "experts"
-"""What transformers calls a layer's experts: one module, whose parameters hold all of them, or a list of modules."""
+"""transformers' name of a layer's experts: one module whose parameters hold all of them, or a list of modules."""
 
 CHOSEN = ("num_experts_per_tok", "moe_topk", "top_k_experts")
-"""What their configurations call the number of experts that a token takes."""
+"""Names of the setting that says how many experts a token takes."""
 
 
 def chosen_experts(model: Any) -> int:

@@ -25,11 +25,11 @@ PROMPT_TOKENS = 16
 SAMPLE_TOKENS = 256
 
 TEMPERATURE = 0.7
-"""Of the text that a trained model writes."""
+"""Of the sample that a trained model writes."""
 
 
 class Language:
-    """A causal language model on sequences of tokens: a workload that can be divided; see Workload and Divisible."""
+    """A causal language model on sequences of tokens. A workload that can be divided: see Workload and Divisible."""
 
     Settings = LanguageSettings
     units = "tokens"
@@ -51,7 +51,7 @@ class Language:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """What makes tokens of text. Raises UserError."""
+        """Makes tokens of text. Raises UserError."""
         return tokenizers.load(self.settings.tokenizer)
 
     @cached_property
@@ -173,7 +173,7 @@ class Language:
         decoder.keep(model, span)
 
     def check_division(self, spans: list[Span], subspace: Coordinates | None, seed: int) -> None:
-        """See Divisible. Of the layers that are constrained, the first is tried; the others are made alike."""
+        """See Divisible. Tries the first constrained layer; the others are made alike."""
         decoder.check_passes_on(self.config)
         if subspace:
             assert isinstance(subspace, Subspace)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import zlib
-from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 import torch
@@ -31,10 +31,8 @@ PRESETS: dict[str, dict[str, int]] = {
 def build(settings: LanguageSettings, tokenizer: Tokenizer, seed: int, reshape: Reshape | None = None) -> Any:
     """The causal language model that the settings name, on the CPU, from a seed or with its own weights.
 
-    `reshape` may change the model while it has no memory yet; what it takes out is never made or read. Random weights
-    are a function of the seed and their module's name alone, whatever else there is of the model.
-
-    Raises UserError when it cannot be loaded, or the tokenizer or the sequences are too large for it.
+    What `reshape` takes out of the model, which has no memory yet, is never made or read. Random weights depend only on
+    the seed and their module's name. Raises UserError.
     """
     config = model_config(settings, tokenizer)
     reshape = reshape or (lambda model: None)
@@ -61,12 +59,12 @@ def outline(config: Any) -> Any:
 def materialise(model: Any, seed: int) -> None:
     """Gives a model without memory random weights, each module's from the seed and its name.
 
-    Modules with an `initialise` of their own use that, others what transformers has for them. Raises UserError for a
-    family that has nothing for some: what was in memory before would be their weights.
+    A module's own `initialise` comes before that of transformers. Raises UserError where a weight has neither.
     """
     model.to_empty(device="cpu")
     model.tie_weights()
-    numbers = {name: tensor for name, tensor in _tensors_of(model) if tensor.is_floating_point()}
+    tensors = chain(model.named_parameters(), model.named_buffers())
+    numbers = {name: tensor for name, tensor in tensors if tensor.is_floating_point()}
     for tensor in numbers.values():
         tensor.fill_(float("nan"))
     with torch.random.fork_rng(devices=[]):
@@ -82,17 +80,12 @@ def materialise(model: Any, seed: int) -> None:
             )
 
 
-def _tensors_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from model.named_parameters()
-    yield from model.named_buffers()
-
-
 def _pretrained(kind: type, name: str, reshape: Reshape) -> Any:
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         super(made, self).__init__(*args, **kwargs)
         reshape(self)
 
-    # transformers makes a model without memory and reads from the files what it then finds in it, no more.
+    # transformers makes a model without memory, and then reads only those weights that the model has.
     made: Any = type(kind.__name__, (kind,), {"__init__": init})
     return made.from_pretrained(name, dtype=torch.float32)
 
@@ -112,7 +105,7 @@ def model_config(settings: LanguageSettings, tokenizer: Tokenizer) -> Any:
             eos_token_id=tokenizer.end,
         )
     try:
-        with quiet("huggingface_hub", logging.ERROR):  # it would tell of each attempt at an absent name
+        with quiet("huggingface_hub", logging.ERROR):  # it would log each attempt to find a name
             config = AutoConfig.from_pretrained(settings.model)
     except (OSError, ValueError) as error:
         raise _cannot_load(settings.model, error) from error
@@ -133,7 +126,7 @@ def model_config(settings: LanguageSettings, tokenizer: Tokenizer) -> Any:
 def sequence_loss(model: nn.Module, sequences: torch.Tensor) -> torch.Tensor:
     """The mean cross-entropy, in nats a token, of predicting each token of (n, length) sequences from those before.
 
-    A model in training mode adds what else its family trains it by, such as the loss of a mixture's routers.
+    In training mode, a family's other losses are added, such as that of a mixture's routers.
     """
     if not model.training:
         return cross_entropy(model, model(input_ids=sequences, use_cache=False).logits, sequences)
@@ -149,10 +142,7 @@ def cross_entropy(model: Any, logits: torch.Tensor, sequences: torch.Tensor) -> 
 
 @torch.no_grad()
 def check_causal(model: Any) -> None:
-    """Refuses a model that sees the tokens that it is to predict, or whose loss has it repeat those that it sees.
-
-    Raises UserError.
-    """
+    """Raises UserError for a model that sees the tokens it is to predict, or whose loss rewards repeating tokens."""
     family, was_training = type(model).__name__, model.training
     device, seen = next(model.parameters()).device, 4
     tokens = torch.arange(2, 10, device=device).unsqueeze(0)

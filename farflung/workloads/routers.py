@@ -1,4 +1,4 @@
-"""The loss that has a mixture's routers use all experts alike, where the layers that it is taken over lie in stages."""
+"""The loss by which a mixture's routers learn to use all experts alike, where the layers lie in several stages."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ class RouterLoss:
 
         coefficient · E · Σ_e f_e · P_e
 
-    f_e is how many experts' places expert e got a token, P_e its mean probability, both over the tokens of all layers
-    together. So it is no sum over layers, but its means are: stages hand their sums on with the microbatch, the last
-    one makes the loss of them, and the gradient of the sums comes back the same way.
+    f_e is the share of tokens that expert e gets, P_e its mean probability, over the tokens of all layers together. The
+    loss is no sum over layers, but f and P are made of sums: stages hand these on with the microbatch, the last stage
+    makes the loss, and the gradient of the sums comes back the same way.
 
     Args:
         experts: E.
         chosen: experts that a token goes to.
-        coefficient: what the loss counts beside the cross-entropy.
+        coefficient: the weight of the loss beside the cross-entropy.
     """
 
     experts: int
@@ -39,7 +39,7 @@ class RouterLoss:
         return 2 * self.experts + 1
 
     def sums(self, logits: Sequence[Tensor]) -> Tensor:
-        """Of some layers' router logits (tokens, E): tokens sent to each expert, its probabilities, and tokens."""
+        """Sums over some layers' router logits (tokens, E): each expert's tokens, its probabilities, and all tokens."""
         total = torch.zeros(self.numbers)
         for layer in logits:
             probabilities = torch.softmax(layer, dim=-1).float()
@@ -57,10 +57,7 @@ class RouterLoss:
 
 
 def router_loss_of(model: Any) -> RouterLoss | None:
-    """The loss that a model's routers are trained by beside its own, if its configuration asks for one.
-
-    Raises UserError where the family's is another.
-    """
+    """The router loss of a model, if its configuration asks for one. Raises UserError where the family's is another."""
     theirs = next(filter(None, map(_balancing_of, type(model).__mro__)), None)
     if theirs is None or not getattr(model.config, "output_router_logits", False):
         return None
@@ -75,12 +72,12 @@ def router_loss_of(model: Any) -> RouterLoss | None:
 
 
 def _balancing_of(kind: type) -> Callable[..., Any] | None:
-    """The load-balancing loss beside a family's class."""
+    """The load-balancing loss in the module of a family's class."""
     return getattr(sys.modules[kind.__module__], "load_balancing_loss_func", None)
 
 
 def _is_alike(ours: RouterLoss, theirs: Callable[..., Any]) -> bool:
-    """Whether a family's loss comes to the same for three layers of random logits."""
+    """Whether a family's loss is the same for three layers of random logits."""
     generator = torch.Generator().manual_seed(0)
     layers = tuple(torch.randn(5, ours.experts, generator=generator) for _ in range(3))
     try:

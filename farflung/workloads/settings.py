@@ -9,7 +9,7 @@ from farflung.tables import BETWEEN_MACHINES, BETWEEN_PEERS, Checked, setting
 
 @dataclass(frozen=True)
 class LanguageSettings(Checked):
-    """Which language model is trained, and on what text."""
+    """The language model, and the text that it is trained on."""
 
     model: str = "tiny"
     """A preset (micro, tiny, small, llama-125m, llama-1.3b, llama-6.8b), or anything that AutoConfig loads."""

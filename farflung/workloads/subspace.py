@@ -1,9 +1,8 @@
-"""Hidden states that lie in a subspace, so that its few coordinates say them exactly (Protocol Models, 2506.01260).
+"""Hidden states in a subspace, which a few coordinates represent exactly (Protocol Models, arXiv 2506.01260).
 
-With an orthonormal basis U (width × rank) that every stage knows, each matrix that writes to the stream of hidden
-numbers is constrained to it, W = U·A, and the embeddings are T + S·Uᵀ with T random, frozen and known to all. Then
-X - T[tokens] lies in the span of U after every layer: (X - T[tokens])·U says X, and G·U all of its gradient G that
-matters to what is trained.
+Every stage knows an orthonormal basis U (width × rank). Each matrix that writes to the stream of hidden numbers is
+constrained to it, W = U·A, and the embeddings are T + S·Uᵀ, with T random, frozen and known to all. Then X - T[tokens]
+lies in the span of U after every layer: (X - T[tokens])·U represents X, and G·U all of its gradient G that matters.
 """
 
 from __future__ import annotations
@@ -17,18 +16,18 @@ from torch import Tensor, nn
 from farflung.errors import UserError
 
 WRITERS = ("o_proj", "down_proj", "out_proj", "c_proj", "fc2", "dense", "dense_4h_to_h")
-"""What families call the matrices that write to the stream: the ends of attention and of the feed-forward part."""
+"""Names of the matrices that write to the stream: the last ones of attention and of the feed-forward part."""
 
 STREAM_NOISE = 1e-4
-"""How far, of its own size, the stream may leave the subspace by rounding alone."""
+"""How far the stream may leave the subspace by rounding, relative to its norm."""
 
 
 class Subspace:
-    """The basis and the frozen embeddings: functions of a seed, made wherever they are needed and never sent.
+    """The basis and the frozen embeddings: functions of a seed, made where they are needed and never sent.
 
     Args:
         width: of the hidden states.
-        rank: coordinates that say them.
+        rank: coordinates of a hidden state.
         tokens: rows of the embeddings.
         scale: standard deviation of the frozen embeddings.
         seed: the same for all stages and replicas.
@@ -60,7 +59,7 @@ class Subspace:
         return self.basis.to(device)
 
     def coordinates(self, hidden: Tensor, tokens: Tensor) -> Tensor:
-        """(…, rank) numbers that say the hidden ones (…, width) of those tokens."""
+        """(…, rank) coordinates of the hidden states (…, width) of those tokens."""
         return (hidden - self._frozen_of(tokens, hidden.device)) @ self.basis_on(hidden.device)
 
     def hidden(self, coordinates: Tensor, tokens: Tensor) -> Tensor:
@@ -71,7 +70,7 @@ class Subspace:
         return self.frozen[tokens.to("cpu")].to(device)
 
     def plain(self, name: str, weight: Tensor, shape: torch.Size) -> Tensor:
-        """A trained weight as the one of a model without subspace, of a shape, that computes the same."""
+        """A trained weight as a plain model has it, in its shape there; it computes the same."""
         if weight.shape == shape:
             return weight
         if shape[0] == self.tokens and weight.shape[0] == self.tokens:
@@ -92,7 +91,7 @@ class ConfinedLinear(nn.Module):
         self.register_buffer("basis", torch.empty(subspace.width, subspace.rank, device=device), persistent=False)
 
     def initialise(self) -> None:
-        """Random, as the matrix it stands for would be after a projection."""
+        """Random, as its matrix would be after a projection."""
         nn.init.normal_(self.weight, std=self._scale)
         self.basis.copy_(self._subspace.basis)
 
@@ -134,7 +133,7 @@ def subspace_of(settings: Any, rank: int, seed: int) -> Subspace:
 
 
 def constrain(model: Any, layers: nn.ModuleList, subspace: Subspace, up_to: int) -> None:
-    """Confines a model's embeddings and its layers before `up_to`: those whose output crosses a boundary.
+    """Constrains a model's embeddings and its layers before `up_to`, whose output crosses a boundary.
 
     Raises UserError, naming the layer, for what would leave the subspace.
     """
@@ -158,10 +157,9 @@ def _constrain_one(layer: nn.Module, name: str, module: nn.Module, called: str, 
 
 @torch.no_grad()
 def check_constrained(model: Any, layers: nn.ModuleList, subspace: Subspace, up_to: int) -> None:
-    """Sees that the stream stays in the subspace through each constrained layer, whatever gains and biases become.
+    """Checks that the stream stays in the subspace through each constrained layer, whatever gains and biases become.
 
-    The model is only good for throwing away afterwards. Raises UserError, naming the layer: of a norm or a dropout
-    after a projection, say.
+    Spoils the model. Raises UserError, naming the layer: of a norm or a dropout after a projection, say.
     """
     generator = torch.Generator().manual_seed(subspace.seed)
     for parameter in model.parameters():

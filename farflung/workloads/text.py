@@ -1,4 +1,4 @@
-"""Where text comes from: documents of the standard library, of files, or of the hub."""
+"""Documents of text: of the standard library, of files, or of the hub."""
 
 from __future__ import annotations
 

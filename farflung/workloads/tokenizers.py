@@ -3,31 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from farflung.errors import UserError
-
-
-class Tokenizer(Protocol):
-    """What training needs of a tokenizer."""
-
-    size: int
-    end: int
-
-    def encode(self, text: str) -> NDArray[np.integer]:
-        """The tokens of a text, flat."""
-        ...
-
-    def decode(self, tokens: list[int]) -> str:
-        """The text of some tokens; never fails."""
-        ...
-
-    def save(self, folder: str) -> None:
-        """Writes what AutoTokenizer needs beside an exported model, where there is something to write."""
-        ...
 
 
 class Bytes:
@@ -37,15 +17,15 @@ class Bytes:
     end = 0
 
     def encode(self, text: str) -> NDArray[np.integer]:
-        """One token a byte."""
+        """The flat tokens of a text, one a byte."""
         return np.frombuffer(text.encode(), dtype=np.uint8)
 
     def decode(self, tokens: list[int]) -> str:
-        """What is no byte, or no UTF-8, becomes replacement characters."""
+        """The text of some tokens; what is no byte or no UTF-8 becomes replacement characters."""
         return bytes(token if token < self.size else 0xFF for token in tokens).decode(errors="replace")
 
     def save(self, folder: str) -> None:
-        """Nothing: a byte is its own token."""
+        """Writes nothing: a byte is its own token."""
 
 
 class Pretrained:
@@ -64,17 +44,20 @@ class Pretrained:
         self.end: int = 0 if end is None else end
 
     def encode(self, text: str) -> NDArray[np.integer]:
-        """Without special tokens."""
+        """The flat tokens of a text, without special ones."""
         ids = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         return np.asarray(ids, dtype=np.uint32)
 
     def decode(self, tokens: list[int]) -> str:
-        """Without special tokens."""
+        """The text of some tokens, without special ones."""
         return str(self._tokenizer.decode(tokens, skip_special_tokens=True))
 
     def save(self, folder: str) -> None:
-        """AutoTokenizer's own files."""
+        """Writes what AutoTokenizer loads beside an exported model."""
         self._tokenizer.save_pretrained(folder)
+
+
+Tokenizer = Bytes | Pretrained
 
 
 def load(name: str) -> Tokenizer:
