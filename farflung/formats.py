@@ -54,9 +54,9 @@ class Format:
         return found
 
 
-PROTOCOL = Format("internet protocol", 1)
+PROTOCOL = Format("internet protocol", 2)
 """What peers on the internet say to each other. All peers of a run speak the same version."""
-CHECKPOINT = Format("checkpoint", 1)
+CHECKPOINT = Format("checkpoint", 2)
 """What a file in `checkpoints/` holds; see training/checkpoint.py."""
 EVENTS = Format("events", 1)
 """The lines of `events/*.jsonl`; see events.py."""

@@ -80,8 +80,8 @@ def test_stages_have_what_training_gives_them(stages: int, tmp_path: Path) -> No
     model = known(FAMILIES_OF_EXPERTS["deepseek"], tmp_path)
     spans = model.spans(stages)
     assert [span.end for span in spans[:-1]] == [span.begin for span in spans[1:]]
-    split = model.stage_shapes(stages)
-    assert sum(map(len, split)) == len(model.shapes)
+    split = model.kept_cells(stages, 1)
+    assert sum(map(len, split)) == len(model.cells)
     whole = Span(0, 5, first=True, last=True)
     parts = [model.flops_per_token(span, 16) for span in spans]
     assert sum(parts) == pytest.approx(model.flops_per_token(whole, 16))

@@ -65,11 +65,11 @@ def trained(make: Callable[[], Method], replicas: int, seen: Callable[[Any], T])
 def expected_bytes(method: Method, replicas: int) -> float:
     """Of all replicas, in one round of each fragment."""
     total = 0.0
-    fragments = [[tuple(p.shape) for p in f.parameters] for f in split(parameters(), method.schedule.fragments)]
+    fragments = [fragment.cells for fragment in split(parameters(), method.schedule.fragments)]
     for members in map(len, method.topology.groups(tuple(range(replicas)), "any")):
         hops = sum(traffic_per_hop(method.codec, method.averaging, members))
         compared = sketch(torch.zeros(1), False).nbytes if method.outer and method.topology.identical else 0
-        each = (hops * message_bytes(method, shapes, members) + compared for shapes in fragments)
+        each = (hops * message_bytes(method, cells, members) + compared for cells in fragments)
         total += members * (members - 1) * sum(each)
     return total
 

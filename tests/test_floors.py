@@ -8,6 +8,7 @@ import farflung
 PACKAGE = Path(farflung.__file__).parent
 FLOORS = {
     "errors": 0,
+    "cells": 0,
     "renamed": 1,
     "tables": 2,
     "scoped": 1,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
@@ -10,18 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from problem import flat, loss_of, small_model, step_all
 from processes import run_replicas
 from torch import Tensor, nn
 
 from farflung import methods
-from farflung.codecs import Dense, ErrorFeedback, PacketError, Quantize, Threshold
+from farflung.codecs import ErrorFeedback, Quantize, Threshold
 from farflung.errors import UserError
 from farflung.networks import SimulatedNetwork, Simulation
 from farflung.outer import Method
-from farflung.outer.notes import Noted
 
 optim = torch.optim
 
@@ -261,27 +257,3 @@ def test_an_optimizer_that_trains_nothing_yet_steps_with_the_others() -> None:
 
     seen = Simulation(2).run(work)
     assert torch.equal(seen[0], seen[1]) and not torch.equal(seen[0], flat(Partial()))
-
-
-@given(
-    shapes=st.lists(st.sampled_from([(), (), (3,), (2, 5), (130,)]), min_size=1, max_size=8),
-    codec=st.sampled_from([Quantize(bits=2), ErrorFeedback(Quantize(bits=4)), Threshold(share=0.5), Dense()]),
-    seed=st.integers(0, 99),
-)
-@settings(max_examples=40, deadline=None)
-def test_notes_arrive_as_they_are_and_the_rest_as_its_codec_makes_it(shapes: Any, codec: Any, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    tensors = [torch.randn(shape, generator=generator) * 1e6 for shape in shapes]
-    noted, alone = Noted(copy.deepcopy(codec)), copy.deepcopy(codec)
-    packet = noted.encode(tensors)
-    decoded = noted.decode(packet, tensors)
-    others = [n for n, shape in enumerate(shapes) if shape]
-    assert all(torch.equal(decoded[n], tensors[n]) for n in range(len(shapes)) if n not in others)
-    if others:
-        plain = [tensors[n] for n in others]
-        known = alone.decode(alone.encode(plain), plain)
-        assert all(torch.equal(decoded[n], tensor) for n, tensor in zip(others, known, strict=True))
-    place = seed * packet.numel() // 100
-    packet[place] ^= 1
-    with pytest.raises(PacketError):
-        noted.decode(packet, tensors)

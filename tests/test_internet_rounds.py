@@ -285,7 +285,7 @@ def aggregated(
         if network.rank:
             network.exchange(packets[network.rank - 1], network.members(), "x, strip 0").wait(60)
             return [], []
-        averaging = Averaging(network, methods.noloco(), lambda flat: [flat], "test", aggregation=aggregation)
+        averaging = Averaging(network, methods.noloco(), lambda flat: {"cell": [flat]}, aggregation=aggregation)
         message, unusable = torch.tensor(own), []
         try:
             averaging.start(message, network.members(), "x", 0, weights)[0].wait(60)
@@ -341,11 +341,11 @@ def test_a_part_is_as_large_as_it_may_be_whatever_other_parts_are(fragments: int
         whole = split(model, fragments)
         method = methods.diloco(fragments=fragments)
         averagings = [
-            Averaging(network, method, part.views, "x", aggregation=rule(lambda rank, why: blamed.append((rank, why))))
+            Averaging(network, method, part.by_cell, aggregation=rule(lambda rank, why: blamed.append((rank, why))))
             for part in whole
         ]
         for number, (part, averaging) in itertools.product(range(4), zip(whole, averagings, strict=True)):
-            key = f"round {number} of {part.names}"
+            key = f"round {number} of {part.cells[0].name}"
             averaging.start(part.read(), network.members(), key, number)[0].wait(60)
 
     Simulation(members).run(work)

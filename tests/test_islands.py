@@ -231,9 +231,7 @@ def test_a_run_goes_on_with_other_stages_and_exports(tmp_path: Path) -> None:
         path.unlink()
     train_together(2, "--resume", folder, "--stages", "1", "--shard", "2")
     assert losses_of(folder) == pytest.approx(undisturbed, abs=1e-5)
-    assert [event.message for event in read_run(folder).of(0, WarningEvent)] == [
-        "resumed from another layout: pending rounds and the codecs' state are dropped"
-    ]
+    assert not list(read_run(folder).of(0, WarningEvent))
     again = json.loads((folder / "summary.json").read_text())
     assert again["validation_loss_averaged"] == pytest.approx(summary["validation_loss_averaged"], abs=1e-5)
 

@@ -34,7 +34,7 @@ def rounds_of(mbps: float, latency_ms: float, step_ms: float, **chosen: int) -> 
     cluster = Cluster((Machines(4, 80, 100, network_gbps=mbps / 1000),), link)
     conditions = Conditions(bandwidth_mbps=mbps, latency_ms=latency_ms, step_ms=step_ms, headers=HEADERS)
     blocked = blocked_seconds(method, exchange(MODEL, method, cluster, FOUR), step_ms / 1000)
-    timing = Timer(method, partial(message_bytes, method, MODEL.shapes), conditions, 4, 12, 1e9).run()
+    timing = Timer(method, partial(message_bytes, method, MODEL.cells), conditions, 4, 12, 1e9).run()
     landed = [times.landed for times in timing.rounds if times.fragment == 0]
     return chosen["every"] * step_ms / 1000 + blocked, (landed[-1] - landed[-5]) / 4
 

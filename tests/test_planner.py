@@ -19,6 +19,7 @@ from transformers import GPT2Config, LlamaConfig, LlamaForCausalLM
 
 from bench.models import throughput
 from farflung import Method, methods
+from farflung.cells import cells_among
 from farflung.codecs import Modulo, Quantize
 from farflung.errors import UserError
 from farflung.networks import Conditions, Simulation
@@ -192,10 +193,10 @@ def test_what_transformers_can_configure_is_counted_as_it_builds_it(tied: bool, 
         assert known.parameters == sum(p.numel() for p in model.parameters())
         assert len(known.layers) == 3 and known.hidden == config.hidden_size
         for stages in (1, 2, 3):
-            split = known.stage_shapes(stages)
-            assert len(split) == stages and sum(map(len, split)) == len(known.shapes)
+            split = known.kept_cells(stages, 1)
+            assert len(split) == stages and sum(map(len, split)) == len(known.cells)
     with pytest.raises(UserError, match="4 pieces of a model that has only 3 layers"):
-        known.stage_shapes(4)
+        known.kept_cells(4, 1)
 
 
 # Costs, by hand
@@ -237,7 +238,7 @@ def test_a_planned_round_takes_as_long_as_a_simulated_one(name: str) -> None:
     layout = Layout(4, 1, 1, tuple((n,) for n in range(4)))
     planned, every = exchange(model, method, cluster, layout), method.schedule.every or 1
     conditions = Conditions(bandwidth_mbps=100, latency_ms=0.1, step_ms=10, headers=66 / 1448)
-    timing = Timer(method, partial(message_bytes, method, model.shapes), conditions, 4, 6, 1e6).run()
+    timing = Timer(method, partial(message_bytes, method, model.cells), conditions, 4, 6, 1e6).run()
     landed = [times.landed for times in timing.rounds]
     blocked = blocked_seconds(method, planned, 0.01)
     assert landed[4] - landed[2] == pytest.approx(2 * (every * 0.01 + blocked), rel=1e-3)
@@ -280,7 +281,7 @@ def test_memory_counts_the_copies_that_the_outer_loop_really_holds() -> None:
 
     torch.manual_seed(0)
     for method in (methods.noloco(every=4, delay=2), methods.diloco(every=4, delay=4)):
-        assert held(method) == kept_bytes(method, [(300, 300)]) / 300**2
+        assert held(method) == kept_bytes(method, cells_among([[(300, 300)]])) / 300**2
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])

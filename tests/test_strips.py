@@ -10,21 +10,22 @@ from problem import replica
 from torch import Tensor
 
 from farflung import methods
-from farflung.codecs import Codec, Dense, ErrorFeedback, Modulo, Quantize, SplitCodec, TopK
-from farflung.networks import PeerLostError, SimulatedNetwork, Simulation
-from farflung.outer import Method, RandomGroups, Schedule, averaging
-from farflung.outer.averaging import Averaging, strips
+from farflung.codecs import Codec, Dense, ErrorFeedback, Modulo, Quantize, TopK
+from farflung.networks import PeerLostError, Pending, SimulatedNetwork, Simulation
+from farflung.outer import Method, RandomGroups, Schedule, bundles
+from farflung.outer.averaging import Averaging
+from farflung.outer.bundles import strips
 
 
 @given(st.lists(st.integers(0, 40), max_size=60), st.integers(1, 50))
-def test_strips_are_all_tensors_in_order_few_and_none_but_the_last_short(sizes: list[int], strip: int) -> None:
-    tensors = [torch.zeros(size) for size in sizes]
+def test_strips_are_all_cells_in_order_few_and_none_but_the_last_short(sizes: list[int], strip: int) -> None:
+    cells = {f"layer {number}": [torch.zeros(size)] for number, size in enumerate(sizes)}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(averaging, "STRIP", strip)
-        runs = strips(tensors)
-    assert [id(tensor) for run in runs for tensor in run] == [id(tensor) for tensor in tensors]
-    assert len(runs) <= averaging.MOST_STRIPS
-    assert all(sum(tensor.numel() for tensor in run) >= strip for run in runs[:-1])
+        patch.setattr(bundles, "STRIP", strip)
+        runs = strips(cells)
+    assert [cell for run in runs for cell in run.items()] == list(cells.items())
+    assert len(runs) <= bundles.MOST_STRIPS
+    assert all(sum(tensor.numel() for (tensor,) in run.values()) >= strip for run in runs[:-1])
 
 
 @pytest.mark.slow
@@ -37,7 +38,7 @@ def test_what_a_codec_makes_of_single_tensors_is_the_same_in_strips(
         return result.weights, network.traffic.packets_sent, [round.compression_error for round in result.rounds]
 
     whole = Simulation(2).run(work)
-    monkeypatch.setattr(averaging, "STRIP", 50)
+    monkeypatch.setattr(bundles, "STRIP", 50)
     cut = Simulation(2).run(work)
     for (weights, packets, errors), (expected, fewer, whole_errors) in zip(cut, whole, strict=True):
         assert torch.equal(weights, expected)
@@ -47,7 +48,7 @@ def test_what_a_codec_makes_of_single_tensors_is_the_same_in_strips(
 
 @pytest.mark.parametrize("codec", [Modulo(bits=8, block=8), ErrorFeedback(Quantize(bits=8, block=8))])
 def test_blocks_are_averaged_as_finely_in_strips(codec: Codec, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(averaging, "STRIP", 50)
+    monkeypatch.setattr(bundles, "STRIP", 50)
     messages = [torch.randn(300, generator=torch.Generator().manual_seed(1)) + 0.01 * rank for rank in range(2)]
 
     def work(network: SimulatedNetwork) -> Tensor:
@@ -71,27 +72,16 @@ def test_a_partner_who_never_comes_leaves_the_own_values() -> None:
         return message
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(averaging, "STRIP", 50)
+        patch.setattr(bundles, "STRIP", 50)
         for message in Simulation(2).run(work):
             assert torch.equal(message, torch.arange(300.0))
 
 
-def test_halves_that_are_coded_apart_stay_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(averaging, "STRIP", 50)
-
-    def work(network: SimulatedNetwork) -> int:
-        averaged(network, SplitCodec(Quantize(bits=8), Modulo(bits=8)))(torch.randn(300), "x").wait(5)
-        return network.traffic.packets_sent
-
-    assert Simulation(2).run(work) == [1, 1]
-
-
-def averaged(network: SimulatedNetwork, codec: Codec) -> Callable[[Tensor, str], averaging.Pending[Tensor]]:
+def averaged(network: SimulatedNetwork, codec: Codec) -> Callable[[Tensor, str], Pending[Tensor]]:
     """Averages messages of 300 values in six tensors among two."""
     split = Averaging(
         network,
         Method(Schedule(every=1), RandomGroups(), codec, averaging="whole"),
-        lambda message: list(message.split(50)),
-        "x",
+        lambda message: {f"cell {n}": [part] for n, part in enumerate(message.split(50))},
     )
     return lambda message, key: split.start(message, (0, 1), key, 0)[0]

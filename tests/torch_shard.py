@@ -107,11 +107,11 @@ def main() -> None:
             results["refusal"] = refusal(everyone, model)
         network = everyone.among([shard, shard + 2])
         states = trained(name, network, model, replica, lambda whole: whole.chunk(2)[shard])
-        streams = states[-1].get("streams", [])
+        cells = states[-1].get("cells", {})
         results[name] = {
             "weights": {key: p.full_tensor().detach() for key, p in model.named_parameters()},  # type: ignore[attr-defined]
             "own": sum(p.to_local().numel() for p in model.parameters()),  # type: ignore[attr-defined]
-            "anchors": sum(stream["anchor"].numel() for stream in streams),
+            "anchors": {name: kept["anchor"].numel() for name, kept in cells.items() if "anchor" in kept},
         }
     torch.save(results, Path(out) / f"{everyone.process}.pt")
 

@@ -158,8 +158,8 @@ def seconds_of(settings: Settings, rate: float) -> float:
     if not method.schedule.every:
         return config.run.steps * CONDITIONS.step_ms / 1000
     conditions = Conditions(latency_ms=CONDITIONS.latency_ms, step_ms=CONDITIONS.step_ms, bandwidth_mbps=rate)
-    shapes = architecture_of(config.workload.model, config.workload.sequence_length).shapes
-    sizes = cache(partial(message_bytes, method, shapes))
+    cells = architecture_of(config.workload.model, config.workload.sequence_length).cells
+    sizes = cache(partial(message_bytes, method, cells))
     rounds = max(1, config.run.steps // method.schedule.every)
     timing = Timer(method, sizes, conditions, config.run.replicas, rounds, math.inf).run()
     return timing.seconds * config.run.steps / timing.steps

@@ -24,7 +24,6 @@ class Traits:
         lossless: each float32 value comes back as it was sent; such messages may be averaged without a codec.
         needs_receiver: `decode` needs the receiver's own values, in `like`. Receivers then decode slightly different
             messages, so that a group cannot end a round with equal weights.
-        needs_whole: a message must be encoded whole; else some of its tensors may be a packet of their own.
         composable: it may be joined to others with `|`, and fed back.
         fixed_length: a packet's size follows from its tensors' shapes, and `nbytes` is exact; else it is about right.
         remembers: a packet depends on messages before it.
@@ -33,7 +32,6 @@ class Traits:
 
     lossless: bool = False
     needs_receiver: bool = False
-    needs_whole: bool = False
     composable: bool = True
     fixed_length: bool = True
     remembers: bool = False

@@ -92,6 +92,22 @@ def unpack(codecs: Sequence[object], packet: Packet, like: Sequence[Tensor]) -> 
     return parts, table
 
 
+def split_packets(packets: Packet, count: int) -> list[Packet]:
+    """So many packets that lie one behind the other. Raises PacketError."""
+    found: list[Packet] = []
+    begin = 0
+    for _ in range(count):
+        header = packets[begin : begin + _HEADER.size].cpu().numpy().tobytes()
+        if len(header) < _HEADER.size:
+            raise PacketError(f"{len(found)} packets came where {count} were expected")
+        length = _HEADER.size + _HEADER.unpack(header)[4]
+        found.append(packets[begin : begin + length])
+        begin += length
+    if begin != packets.numel():
+        raise PacketError(f"{packets.numel()} bytes came where {count} packets have {begin}")
+    return found
+
+
 def _read_table(payload: Tensor, steps: int) -> tuple[list[list[Tensor]], int]:
     """The parts of each transform as tensors without storage, and where the table ends."""
     words = _words(payload)

@@ -80,7 +80,7 @@ class SplitCodec(Divided):
     @property
     def traits(self) -> Traits:
         """See Codec."""
-        return replace(super().traits, needs_whole=True, composable=False)
+        return replace(super().traits, composable=False)
 
     def shares(self, tensors: Sequence[Tensor]) -> Shares:
         """The two halves."""

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from farflung.errors import UserError
 from farflung.hooks.digests import digest
+from farflung.hooks.layouts import layout_of
 from farflung.hooks.shards import own_of
 from farflung.networks import Network
 
@@ -34,7 +35,7 @@ class Trained:
     """
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer], network: Network) -> None:
-        self._model = model
+        self.model = model
         self._network = network
         self.optimizers = tuple(optimizers)
         self._names = {parameter: name for name, parameter in model.named_parameters()}
@@ -42,6 +43,8 @@ class Trained:
             self._check_owner(optimizer)
         held = {parameter for optimizer in self.optimizers for parameter in held_by(optimizer)}
         self.parameters = [parameter for parameter in self._names if parameter in held and parameter.requires_grad]
+        self.layout = layout_of(model, {self._names[parameter]: parameter for parameter in self.parameters})
+        """How the parameters lie in the replica."""
         self.restore: Callable[[], None] = lambda: None
         """Restores weights that are not finite, where a session has older ones."""
         self._left_alone: dict[nn.Parameter, Tensor] = {}

@@ -3,7 +3,7 @@
 from farflung.hooks.start import DisagreementError
 from farflung.outer.adaptation import Adapt
 from farflung.outer.averaging import Way
-from farflung.outer.counting import Shape, bytes_per_parameter, kept_bytes, message_bytes, traffic_per_hop
+from farflung.outer.counting import bytes_per_parameter, kept_bytes, message_bytes, traffic_per_hop
 from farflung.outer.elastic import ElasticLoop
 from farflung.outer.faults import DivergedError
 from farflung.outer.gradients import GradientLoop
@@ -49,7 +49,6 @@ __all__ = [
     "Round",
     "Schedule",
     "Session",
-    "Shape",
     "SplitGossip",
     "Topology",
     "Way",

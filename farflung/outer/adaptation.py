@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,15 +43,14 @@ class Adaptation:
         self._most = 0.0
         self._last: list[float] = []
 
-    def observe(self, mean: Sequence[Tensor]) -> tuple[float, float]:
-        """Records a round's mean message; returns its effective rank, and the new share."""
-        rank = effective_rank(mean)
+    def observe(self, rank: float) -> float:
+        """Records the effective rank of a round's mean message; returns the new share."""
         self._last = [*self._last, rank / self._share][-self.settings.window :]
         use = sum(self._last) / len(self._last)
         self._most = max(self._most, use)
         if self._most:
             self._share = max(self.settings.least, self._share * use / self._most)
-        return rank, self._share
+        return self._share
 
     def state_dict(self) -> dict[str, Any]:
         """The effective ranks that are still needed."""
@@ -62,10 +61,11 @@ class Adaptation:
         self._share, self._most, self._last = state["share"], state["most"], list(state["last"])
 
 
-def effective_rank(tensors: Sequence[Tensor]) -> float:
-    """exp(entropy of σ / sum σ) of the singular values σ (Roy and Vetterli 2007); over matrices, the mean by size.
+def effective_ranks(tensors: Iterable[Tensor]) -> tuple[float, int]:
+    """exp(entropy of σ / sum σ) of the singular values σ (Roy and Vetterli 2007); over matrices, the sum by size.
 
-    Tensors of more than two dimensions count as matrices of their first one; others do not count.
+    Returns the sum and the sizes', of which the quotient is the mean. Tensors of more than two dimensions count as
+    matrices of their first one; others do not count.
     """
     total, weight = 0.0, 0
     for tensor in tensors:
@@ -75,4 +75,4 @@ def effective_rank(tensors: Sequence[Tensor]) -> float:
             entropy = -float(torch.special.xlogy(shares, shares).sum())
             total += tensor.numel() * math.exp(entropy)
             weight += tensor.numel()
-    return total / weight if weight else 0.0
+    return total, weight

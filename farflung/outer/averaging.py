@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import copy
-import math
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from threading import Event
 from typing import TYPE_CHECKING, Any, Literal
@@ -13,12 +12,10 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from farflung.codecs import Codec, Packet, PacketError
+from farflung.codecs import Codec, Dense, Packet, PacketError
 from farflung.codecs.values import norm
 from farflung.networks import Group, Network, PeerLostError, Pending
-
-Views = Callable[[Tensor], list[Tensor]]
-"""A flat message as the tensors that it consists of."""
+from farflung.outer.bundles import Bundle, Cells, cut, joint_error, strips
 
 if TYPE_CHECKING:
     from farflung.outer.aggregation import Aggregation
@@ -27,13 +24,6 @@ if TYPE_CHECKING:
 Way = Literal["whole", "parts"]
 """How packets are averaged among more than two members. `whole` is an all-gather: n - 1 times a message's bytes,
 encoded once. `parts` is a reduce-scatter and an all-gather: 2 (n - 1) / n times the bytes, encoded twice."""
-
-
-STRIP = 1 << 19
-"""Values in a packet: a long message is several packets, so that some are encoded or decoded while others are sent."""
-
-MOST_STRIPS = 16
-"""The most packets of one message."""
 
 
 def uses_all_gather(codec: Codec, way: Way, members: int) -> bool:
@@ -69,29 +59,30 @@ class Averaging:
     Args:
         method: its codec, copied for each use, and its way of averaging. Where all members must get the same mean, each
             also decodes its own message; else it uses it as it is.
-        name: tells this fragment's random numbers from others'.
+        by_cell: a flat message as the tensors of its cells.
         exact: whether messages of float64 must stay float64 when the codec is lossless.
         aggregation: the rule for members that cannot all be trusted; it checks every message.
+        plain: the cells that are sent as they are.
     """
 
     def __init__(
         self,
         network: Network,
         method: Method,
-        views: Views,
-        name: str,
+        by_cell: Callable[[Tensor], Cells],
         exact: bool = False,
         aggregation: Aggregation | None = None,
+        plain: Collection[str] = (),
     ) -> None:
         self._network = network
         self._prototype = method.codec
-        self._views = views
+        self._by_cell = by_cell
         self._way = method.averaging
         self._identical = method.topology.identical
-        self._name = name
         self._exact = exact
         self._aggregation = aggregation
-        self._codecs: dict[str, Codec] = {}
+        self._plain = plain
+        self._codecs: dict[tuple[str, str], Codec] = {}
         self._round = 0
         self._weights: Mapping[int, float] = {}
         self.share = 1.0
@@ -130,24 +121,30 @@ class Averaging:
             codec.set_budget(share)
 
     def state_dict(self) -> dict[str, Any]:
-        """What the codecs remember."""
-        return {"share": self.share, "codecs": {use: codec.state_dict() for use, codec in self._codecs.items()}}
+        """What the codecs remember, by cell and use."""
+        codecs: dict[str, dict[str, Any]] = {}
+        for (cell, use), codec in self._codecs.items():
+            codecs.setdefault(cell, {})[use] = codec.state_dict()
+        return codecs
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on from a `state_dict`."""
-        self.share = state["share"]
         self._codecs = {}
-        for use, saved in state["codecs"].items():
-            self._codec(use).load_state_dict(saved)
+        for cell, uses in state.items():
+            for use, saved in uses.items():
+                self._codec(cell, use).load_state_dict(saved)
 
-    def _codec(self, use: str) -> Codec:
-        if use not in self._codecs:
-            codec = copy.deepcopy(self._prototype)
-            codec.seed(zlib.crc32(f"{self._network.rank} {self._name} {use}".encode()))
+    def _codec(self, cell: str, use: str) -> Codec:
+        if (cell, use) not in self._codecs:
+            codec = Dense() if cell in self._plain else copy.deepcopy(self._prototype)
+            codec.seed(zlib.crc32(f"{self._network.rank} {cell} {use}".encode()))
             codec.set_budget(self.share)
-            self._codecs[use] = codec
-        self._codecs[use].set_round(self._round)
-        return self._codecs[use]
+            self._codecs[cell, use] = codec
+        self._codecs[cell, use].set_round(self._round)
+        return self._codecs[cell, use]
+
+    def _bundle(self, cells: Cells, use: str) -> Bundle:
+        return Bundle([self._codec(cell, use) for cell in cells], [len(tensors) for tensors in cells.values()])
 
     def _all_gather(self, message: Tensor, group: Group, key: str) -> tuple[Pending[Tensor], float]:
         strips, packets, pendings = self._strips(message), [], []
@@ -159,20 +156,18 @@ class Averaging:
         errors = [codec.error_of(packet, strip) for (codec, strip), packet in zip(strips, packets, strict=True)]
         if len(strips) == 1:
             return pendings[0], errors[0]
-        norms = [norm(strip) for _, strip in strips]
-        error = math.hypot(*(e * size for e, size in zip(errors, norms, strict=True))) / max(math.hypot(*norms), 1e-30)
+        error = joint_error(errors, [norm(strip) for _, strip in strips])
         return _Strips(pendings, message, self._network.now), error
 
-    def _strips(self, message: Tensor) -> list[tuple[Codec, list[Tensor]]]:
-        """A message's tensors in runs of neighbours, each with its own codec; in one run where that is needed."""
-        tensors = self._views(message)
-        runs = [tensors] if self._prototype.traits.needs_whole or self._aggregation else strips(tensors)
-        if len(runs) == 1:
-            return [(self._codec("whole"), tensors)]
-        return [(self._codec(f"strip {number} of {len(runs)}"), run) for number, run in enumerate(runs)]
+    def _strips(self, message: Tensor) -> list[tuple[Bundle, list[Tensor]]]:
+        """A message's tensors in runs of neighbouring cells; in one run where messages are looked at as a whole."""
+        cells = self._by_cell(message)
+        return [
+            (self._bundle(run, "whole"), _tensors(run)) for run in ([cells] if self._aggregation else strips(cells))
+        ]
 
     def _average_strip(
-        self, codec: Codec, strip: list[Tensor], weights: Mapping[int, float], packets: dict[int, Packet]
+        self, codec: Bundle, strip: list[Tensor], weights: Mapping[int, float], packets: dict[int, Packet]
     ) -> dict[int, str]:
         own = None if self._identical else strip
         others = {rank: p for rank, p in packets.items() if self._identical or rank != self._network.rank}
@@ -182,7 +177,7 @@ class Averaging:
 
     def _mean(
         self,
-        codec: Codec,
+        codec: Bundle,
         packets: Mapping[int, Packet],
         like: Sequence[Tensor],
         own: Sequence[Tensor] | None,
@@ -201,7 +196,7 @@ class Averaging:
         return total.result(), unreadable
 
     def _decoded(
-        self, sender: int, codec: Codec, packet: Packet, like: Sequence[Tensor], own: Sequence[Tensor] | None
+        self, sender: int, codec: Bundle, packet: Packet, like: Sequence[Tensor], own: Sequence[Tensor] | None
     ) -> list[Tensor]:
         """A packet's message, checked. Raises PacketError."""
         try:
@@ -216,9 +211,12 @@ class Averaging:
         return message
 
     def _reduce_scatter(self, message: Tensor, group: Group, key: str) -> tuple[Pending[Tensor], float]:
-        tensors, own = self._views(message), self._network.rank
-        parts = dict(zip(group, cut(tensors, len(group)), strict=True))
-        senders = {rank: self._codec(f"part {number} of {len(group)}") for number, rank in enumerate(group)}
+        own = self._network.rank
+        cells = dict(zip(group, cut(self._by_cell(message), len(group)), strict=True))
+        parts = {rank: _tensors(part) for rank, part in cells.items()}
+        senders = {
+            rank: self._bundle(cells[rank], f"part {number} of {len(group)}") for number, rank in enumerate(group)
+        }
         packets = {rank: senders[rank].encode(parts[rank]) for rank in group if rank != own}
         unreadable: dict[int, str] = {}
         given_up = Event()
@@ -228,7 +226,7 @@ class Averaging:
         def combine(received: dict[int, Packet]) -> Packet:
             mean, bad = self._mean(senders[own], received, parts[own], parts[own], weights)
             unreadable.update(bad)
-            codec = self._codec(f"mean of {len(group)}")
+            codec = self._bundle(cells[own], f"mean of {len(group)}")
             # Others may still want it, but what is remembered must not depend on when that was.
             return (copy.deepcopy(codec) if given_up.is_set() else codec).encode(mean)
 
@@ -311,38 +309,10 @@ class _Strips:
         return self._message
 
 
-def strips(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Tensors in runs of neighbours of at least STRIP values (the last may have fewer), MOST_STRIPS at most."""
-    size = max(STRIP, -(-sum(tensor.numel() for tensor in tensors) // MOST_STRIPS))
-    runs: list[list[Tensor]] = [[]]
-    for tensor in tensors:
-        if sum(t.numel() for t in runs[-1]) >= size:
-            runs.append([])
-        runs[-1].append(tensor)
-    return runs
+def _tensors(cells: Cells) -> list[Tensor]:
+    return [tensor for tensors in cells.values() for tensor in tensors]
 
 
 def _copy(source: Iterable[Tensor], target: Iterable[Tensor]) -> None:
     for to, tensor in zip(target, source, strict=True):
         to.copy_(tensor)
-
-
-def cut(tensors: Sequence[Tensor], parts: int) -> list[list[Tensor]]:
-    """Tensors in `parts` lists of about equally many values, as views: whole ones, cut between rows where need be."""
-    total = sum(tensor.numel() for tensor in tensors)
-    lists: list[list[Tensor]] = [[] for _ in range(parts)]
-    position = 0
-    for tensor in tensors:
-        if tensor.dim() == 0 or tensor.numel() == 0:
-            lists[min(position * parts // max(total, 1), parts - 1)].append(tensor)
-            position += tensor.numel()
-            continue
-        begin, width = 0, tensor.numel() // len(tensor)
-        while begin < len(tensor):
-            number = min(position * parts // total, parts - 1)
-            boundary = -(-(number + 1) * total // parts)
-            end = min(len(tensor), begin + -(-(boundary - position) // width))
-            lists[number].append(tensor[begin:end])
-            position += (end - begin) * width
-            begin = end
-    return lists

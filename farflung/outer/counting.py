@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from farflung.codecs import Codec
-from farflung.outer.averaging import Way, cut, strips, uses_all_gather
-from farflung.outer.notes import NOTES, Noted
+from farflung.cells import Cell, cells_among
+from farflung.codecs import Codec, Dense
+from farflung.outer.averaging import Way, uses_all_gather
+from farflung.outer.bundles import cut
+from farflung.outer.mean_gradient import NOTES, OTHER_NOTES
 from farflung.outer.optimizers import after_a_step
 
 if TYPE_CHECKING:
     from farflung.outer.method import Method
-
-Shape = tuple[int, ...]
 
 _FLOAT = 4
 """Bytes of a float32."""
@@ -33,37 +33,35 @@ def traffic_per_hop(codec: Codec, way: Way, members: int) -> tuple[float, ...]:
     return (1 / members, 1 / members)
 
 
-def message_bytes(method: Method, shapes: Sequence[Shape], members: int) -> int:
+def message_bytes(method: Method, cells: Sequence[Cell], members: int) -> int:
     """All packets of one message, as a member of such a group encodes it; times `traffic_per_hop` is what travels.
 
     Exact where the codec's packets have a fixed length. 0 for a method without rounds.
     """
     if not method.exchanges:
         return 0
-    codec, tensors = _message(method, shapes)
+    message, codec = _message(method, cells), method.codec
     if codec.traits.lossless:
-        return _FLOAT * _count(tensors)
-    if not uses_all_gather(codec, method.averaging, members):
-        packets = cut(tensors, members)
-    else:
-        packets = [tensors] if codec.traits.needs_whole else strips(tensors)
-    return sum(codec.nbytes(packet) for packet in packets)
+        return _FLOAT * _count(message)
+    gathered = uses_all_gather(codec, method.averaging, members)
+    parts = [message] if gathered else cut(message, members)
+    return sum(_codec_of(cell, codec).nbytes(tensors) for part in parts for cell, tensors in part.items())
 
 
 def bytes_per_parameter(method: Method) -> float:
     """What a message takes for each parameter of a matrix of 2^20. 0 for a method without rounds."""
-    return message_bytes(method, [(_SIDE, _SIDE)], members=2) / _SIDE**2
+    return message_bytes(method, cells_among([[(_SIDE, _SIDE)]]), members=2) / _SIDE**2
 
 
-def kept_bytes(method: Method, shapes: Sequence[Shape]) -> float:
+def kept_bytes(method: Method, cells: Sequence[Cell]) -> float:
     """What rounds keep between steps: anchors, outer state, messages in flight, and what codecs remember."""
     if not method.exchanges:
         return 0.0
-    codec, tensors = _message(method, shapes)
-    remembered = codec.state_nbytes(tensors)
+    message = _message(method, cells)
+    remembered = sum(_codec_of(cell, method.codec).state_nbytes(tensors) for cell, tensors in message.items())
     if method.outer is None:
-        return _FLOAT * _count(tensors) + remembered
-    parameters = sum(map(math.prod, shapes))
+        return _FLOAT * _count(message) + remembered
+    parameters = sum(cell.numel for cell in cells)
     lengths, kept = after_a_step(method.outer)
     schedule = method.schedule
     assert schedule.every
@@ -72,14 +70,18 @@ def kept_bytes(method: Method, shapes: Sequence[Shape]) -> float:
     return _FLOAT * parameters * (1 + len(kept) + in_flight) + remembered
 
 
-def _message(method: Method, shapes: Sequence[Shape]) -> tuple[Codec, list[Tensor]]:
-    """What encodes a method's messages, and outlines of the tensors that one consists of."""
-    outlines = [torch.empty(shape, device="meta") for shape in shapes]
+def _message(method: Method, cells: Sequence[Cell]) -> dict[str, list[Tensor]]:
+    """Outlines of the tensors that a method's messages consist of, by cell."""
+    outlines = {cell.name: [torch.empty(piece.shape, device="meta") for piece in cell.pieces] for cell in cells}
     if method.outer is not None:
-        return method.codec, outlines * after_a_step(method.outer)[0]
-    notes = list(torch.empty(len(shapes) + NOTES, device="meta").unbind())
-    return method.codec if method.codec.traits.lossless else Noted(method.codec), outlines + notes
+        return {name: tensors * after_a_step(method.outer)[0] for name, tensors in outlines.items()}
+    parameters = {piece.parameter for cell in cells for piece in cell.pieces}
+    return outlines | {NOTES: list(torch.empty(len(parameters) + OTHER_NOTES, device="meta").unbind())}
 
 
-def _count(tensors: Sequence[Tensor]) -> int:
-    return sum(tensor.numel() for tensor in tensors)
+def _count(message: Mapping[str, Sequence[Tensor]]) -> int:
+    return sum(tensor.numel() for tensors in message.values() for tensor in tensors)
+
+
+def _codec_of(cell: str, codec: Codec) -> Codec:
+    return Dense() if cell == NOTES else codec

@@ -3,39 +3,53 @@
 from __future__ import annotations
 
 import functools
-import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from farflung.cells import Cell, dealt, layers_of
 from farflung.errors import UserError
+from farflung.hooks.layouts import Layout, layout_of
 from farflung.hooks.shards import own_of
+from farflung.outer.keepers import Keeper
 from farflung.outer.merges import Merge
-from farflung.outer.optimizers import OuterOptimizer, message_of, step_with
+from farflung.outer.optimizers import OuterOptimizer, message_of, state_by_anchor, step_with
 from farflung.outer.round import Offer
+
+OUTER = "outer "
+"""Begins the names of what the outer optimizer keeps."""
 
 LARGEST = torch.finfo(torch.float32).max
 
 
 class Fragment:
-    """Some parameters, read and written as one flat tensor of `numel` elements.
+    """The cells that this process keeps of a part of the model, read and written as one flat tensor of `numel` values.
 
     The flat tensor is float32, or float64 where a parameter is. Half-precision parameters round what is written to
     them; the remainder is kept and added again by `read`, so that small steps add up, and rounding does not look like
-    progress. `names` are the parameters' names in their model. Of parameters that FSDP2 has sharded, the tensor holds
-    this process's shards.
+    progress. Where the replica is sharded, all of its shards read and write together: each has rows of all cells.
+
+    Args:
+        cells: of the part, as far as this process has rows of them.
+        parameters: what this process trains, by name.
+        layout: how it lies in the replica.
+        keepers: which shard keeps each cell, by its name.
     """
 
-    def __init__(self, parameters: list[nn.Parameter], names: Sequence[str] = ()) -> None:
-        self.parameters = parameters
-        self.names = list(names)
-        self._shapes = [own_of(parameter).shape for parameter in parameters]
-        self.sizes = [shape.numel() for shape in self._shapes]
-        self.numel = sum(self.sizes)
-        dtypes = {parameter.dtype for parameter in parameters}
+    def __init__(
+        self, cells: Sequence[Cell], parameters: Mapping[str, nn.Parameter], layout: Layout, keepers: Mapping[str, int]
+    ) -> None:
+        self.cells = [cell for cell in cells if keepers[cell.name] == layout.shard]
+        self.numel = sum(cell.numel for cell in self.cells)
+        names = dict.fromkeys(piece.parameter for cell in cells for piece in cell.pieces)
+        self.named = {name: parameters[name] for name in names if name in parameters}
+        self.parameters = list(self.named.values())
+        dtypes = {parameter.dtype for parameter in self.parameters}
         self.dtype = functools.reduce(torch.promote_types, dtypes, torch.float32)
+        self._keeper = Keeper(cells, keepers, layout)
         self._inexact = any(torch.finfo(dtype).eps > torch.finfo(torch.float32).eps for dtype in dtypes)
         self.rounded_off: Tensor | None = None
         """What the parameters could not hold when they were last written; bfloat16, None where nothing is lost."""
@@ -46,27 +60,64 @@ class Fragment:
         if out is None:
             device = device or (self.parameters[0].device if self.parameters else None)
             out = torch.empty(self.numel, dtype=self.dtype, device=device)
-        for parameter, part in zip(self.parameters, torch.split(out, self.sizes), strict=True):
-            own = own_of(parameter)
-            part.view(own.shape).copy_(own)
+        self.gather({name: own_of(parameter) for name, parameter in self.named.items()}, out)
         return out if self.rounded_off is None else out.add_(self.rounded_off)
-
-    def views(self, message: Tensor) -> list[Tensor]:
-        """A flat message as tensors of the parameters' shapes; one twice as long holds two of each."""
-        copies = message.numel() // max(self.numel, 1)
-        parts = torch.split(message, self.sizes * copies)
-        return [part.view(shape) for part, shape in zip(parts, self._shapes * copies, strict=True)]
 
     @torch.no_grad()
     def write(self, flat: Tensor) -> None:
         """Gives the parameters the values of `flat`, rounded to their own dtypes."""
-        for parameter, part in zip(self.parameters, torch.split(flat, self.sizes), strict=True):
-            own = own_of(parameter)
-            own.copy_(part.view(own.shape))
+        self.scatter(flat, {name: own_of(parameter) for name, parameter in self.named.items()})
         if self._inexact:
             self.rounded_off = None
             written = self.read(flat.device)
             self.rounded_off = torch.sub(flat, written, out=written).bfloat16()
+
+    def gather(self, local: Mapping[str, Tensor], out: Tensor) -> None:
+        """Fills a flat tensor with what tensors like the parameters, by name, hold of these cells."""
+        self._keeper.gather(local, out)
+
+    def scatter(self, flat: Tensor, local: Mapping[str, Tensor]) -> None:
+        """Writes what a flat tensor says of these cells into tensors like the parameters, by name."""
+        self._keeper.scatter(flat, local)
+
+    def by_cell(self, message: Tensor) -> dict[str, list[Tensor]]:
+        """A flat message as the tensors of each cell, by its name; one twice as long holds two of each."""
+        found: dict[str, list[Tensor]] = {cell.name: [] for cell in self.cells}
+        for values in torch.split(message, max(self.numel, 1)):
+            parts = iter(torch.split(values, [piece.numel for cell in self.cells for piece in cell.pieces]))
+            for cell in self.cells:
+                found[cell.name] += [next(parts).view(piece.shape) for piece in cell.pieces]
+        return found
+
+    def apart(self, kept: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+        """Flat tensors as those of each cell, by its name; other values are every cell's."""
+        cells: dict[str, dict[str, Any]] = {cell.name: dict(kept) for cell in self.cells}
+        for name, value in kept.items():
+            if isinstance(value, Tensor) and value.dim() and cells:
+                parts = torch.split(value.view(-1, max(self.numel, 1)), [cell.numel for cell in self.cells], dim=1)
+                for cell, part in zip(self.cells, parts, strict=True):
+                    cells[cell.name][name] = part.flatten()
+        return cells
+
+    def together(self, cells: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+        """What `apart` took apart, perhaps for other fragments; `cells` may be more than this process keeps.
+
+        What only some of them have, because of rounds that others have not had yet, is noughts for these.
+        """
+        own = [cells[cell.name] for cell in self.cells]
+        kept: dict[str, Any] = {}
+        for name in dict.fromkeys(name for one in own for name in one):
+            first = next(one[name] for one in own if name in one)
+            if isinstance(first, Tensor) and first.dim():
+                copies = first.numel() // next(cell.numel for cell in self.cells if name in cells[cell.name])
+                parts = [
+                    one[name].view(copies, -1) if name in one else first.new_zeros(copies, cell.numel)
+                    for cell, one in zip(self.cells, own, strict=True)
+                ]
+                kept[name] = torch.cat(parts, dim=1).flatten()
+            else:
+                kept[name] = first
+        return kept
 
     def sound(self) -> bool:
         """Whether all values can be sent."""
@@ -139,6 +190,22 @@ class Weights:
         self.write(merged)
         return usable
 
+    def kept(self) -> dict[str, Any]:
+        """What is kept between rounds: the anchor, and what the outer optimizer keeps of it."""
+        own = state_by_anchor(self._outer).get(self.anchor, {})
+        state = {f"{OUTER}{name}": value for name, value in sorted(own.items())}
+        rounded_off = self.fragment.rounded_off
+        return {"anchor": self.anchor, **({} if rounded_off is None else {"rounded off": rounded_off}), **state}
+
+    def take(self, kept: Mapping[str, Any]) -> None:
+        """Goes on from what another was `kept`."""
+        if self.fragment.numel:
+            self.anchor.copy_(kept["anchor"])
+        self.fragment.rounded_off = kept.get("rounded off")
+        state = {name.removeprefix(OUTER): value for name, value in kept.items() if name.startswith(OUTER)}
+        if state:
+            state_by_anchor(self._outer)[self.anchor] = state
+
     def write(self, weights: Tensor) -> None:
         """Gives the parameters these values."""
         with self._writing():
@@ -170,29 +237,21 @@ def sendable(tensor: Tensor) -> bool:
 def split(model: nn.Module, fragments: int, among: Collection[nn.Parameter] | None = None) -> list[Fragment]:
     """The trainable parameters in fragments of whole layers, strided so that each mixes early and late layers.
 
-    With `among`, only those of these parameters.
-
-    A layer is what one number in a parameter's name counts (`model.layers.3.…`); what lies outside of layers
-    (embeddings, norms, head) counts as one each. Tied parameters appear once, frozen ones not at all, nor those of
-    which this process has no rows.
+    With `among`, only those of these parameters. Tied parameters appear once, frozen ones not at all.
 
     Raises UserError when there are fewer layers than fragments.
     """
-    layers: dict[str, list[tuple[str, nn.Parameter]]] = {}
     wanted = None if among is None else set(among)
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad and (wanted is None or parameter in wanted):
-            layers.setdefault(_layer_of(name), []).append((name, parameter))
+    known = dict(model.named_parameters())
+    named = {n: p for n, p in known.items() if p.requires_grad and (wanted is None or p in wanted)}
+    layout = layout_of(model, named)
+    outline = {name: shape for name, shape in layout.outline.items() if name in named or name not in known}
+    layers = list(layers_of(outline).values())
     if fragments > max(len(layers), 1):
         raise UserError(
             f"fragments is {fragments}, but the model has only {len(layers)} layers to divide; choose at most that"
         )
-    groups = list(layers.values())
-    chosen = [[named for layer in groups[p::fragments] for named in layer] for p in range(fragments)]
-    parts = [[(name, parameter) for name, parameter in part if own_of(parameter).numel()] for part in chosen]
-    return [Fragment([parameter for _, parameter in part], [name for name, _ in part]) for part in parts]
-
-
-def _layer_of(name: str) -> str:
-    numbered = re.match(r".*?\.?\d+(?=\.)", name)
-    return numbered.group() if numbered else name.rpartition(".")[0] or name
+    here = [cell for layer in layers for cell in layer if cell.pieces[0].parameter in layout.here]
+    keepers = dealt(here, layout.shards)
+    chosen = [[cell for layer in layers[place::fragments] for cell in layer] for place in range(fragments)]
+    return [Fragment([cell for cell in cells if cell.name in keepers], named, layout, keepers) for cells in chosen]

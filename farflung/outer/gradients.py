@@ -63,12 +63,14 @@ class GradientLoop(Session):
 
     def state_dict(self) -> dict[str, Any]:
         """What each optimizer's codec remembers, besides."""
-        return {**super().state_dict(), "optimizers": [mean.state_dict() for mean in self._means]}
+        optimizers = [mean.state_dict() for mean in self._means]
+        cells = {name: kept for mean in self._means for name, kept in mean.cells().items()}
+        return {**super().state_dict(), "optimizers": optimizers, "cells": cells}
 
     def _load(self, state: dict[str, Any]) -> None:
         super()._load(state)
         for mean, saved in zip(self._means, state["optimizers"], strict=True):
-            mean.load_state_dict(saved)
+            mean.load_state_dict(saved, state["cells"])
 
 
 def _refuse_sparse_gradients(model: nn.Module, held: set[nn.Parameter]) -> None:

@@ -7,9 +7,11 @@ anchor φ ──┴─▶ message ─▶ average with the group ─▶ outer opt
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,9 +23,9 @@ from farflung.hooks.scaling import unscaled_steps
 from farflung.hooks.steps import hook_steps
 from farflung.networks import Finished, Group, PeerLostError, Pending
 from farflung.networks.torchrun import log
-from farflung.outer.adaptation import Adaptation
+from farflung.outer.adaptation import Adaptation, effective_ranks
 from farflung.outer.averaging import Averaging
-from farflung.outer.fragments import Fragment, Weights, split
+from farflung.outer.fragments import Weights, split
 from farflung.outer.healing import differ, draw_together, sketch, stay_away
 from farflung.outer.optimizers import gradient_of, kept_of, load_into, refuse_rounded_weights, sends_weights
 from farflung.outer.outcomes import Outcome, Result, Round
@@ -64,9 +66,7 @@ class OuterLoop(Session):
         method, network, optimizers = setup.method, setup.network, setup.optimizers
         schedule = method.schedule
         device = torch.device(given) if (given := setup.options["outer_device"]) else None
-        fragments = (
-            split(setup.model, schedule.fragments, self.trained.parameters) if schedule.every else [Fragment([])]
-        )
+        fragments = split(setup.model, schedule.fragments, self.trained.parameters if schedule.every else ())
         self.anchors = [fragment.read(device) for fragment in fragments]
         self.outer: torch.optim.Optimizer = self._make_outer()
         parameters = [fragment.parameters for fragment in fragments]
@@ -77,8 +77,7 @@ class OuterLoop(Session):
         ]
         exact = sends_weights(self.outer)
         self._averagings = [
-            Averaging(network, method, fragment.views, f"fragment {index}", exact, self._aggregation())
-            for index, fragment in enumerate(fragments)
+            Averaging(network, method, fragment.by_cell, exact, self._aggregation()) for fragment in fragments
         ]
         self._adaptations = [Adaptation(method.adapt) if method.adapt else None for _ in fragments]
         self._replica = Replica(self._weights, self.trained, self.untrained, copies, self._faults)
@@ -245,10 +244,12 @@ class OuterLoop(Session):
         adaptation, weights = self._adaptations[sync.index], self._weights[sync.index]
         if adaptation is None or not result.group:
             return None, None
-        if adaptation.settings.steps and (result.outcome == Outcome.PEER_LOST or result.group != self._everyone):
+        cells = weights.fragment.by_cell(gradient_of(self.outer, weights.anchor, result.mean))
+        own = (*effective_ranks(chain.from_iterable(cells.values())), result.outcome == Outcome.PEER_LOST)
+        total, size, lost = self.trained.layout.total(torch.tensor(own, dtype=torch.float64)).tolist()
+        if adaptation.settings.steps and (lost or result.group != self._everyone):
             return None, None
-        gradient = gradient_of(self.outer, weights.anchor, result.mean)
-        rank, share = adaptation.observe(weights.fragment.views(gradient))
+        share = adaptation.observe(rank := total / size if size else 0.0)
         self._averagings[sync.index].set_budget(share)
         if adaptation.settings.steps:
             sync.every_steps, sync.delay_steps = self.method.schedule.shortened(share)
@@ -290,57 +291,73 @@ class OuterLoop(Session):
 
     def state_dict(self) -> dict[str, Any]:
         """Anchors, outer optimizer, the codecs' state, and pending rounds; their means are waited for, not applied."""
+        pending = [self._packed(pending) for pending in self._rounds.pending]
         return {
             **super().state_dict(),
             **self._replica.state_dict(),
-            "outer": self.outer.state_dict(),
-            "flights": [self._packed(pending) for pending in self._rounds.pending],
-            "streams": [self._fragment_state(sync) for sync in self._rounds.syncs],
+            "groups": self.outer.state_dict()["param_groups"],
+            "fragments": [self._pace(sync) | {"sync": sync.state_dict()} for sync in self._rounds.syncs],
+            "pending": [told for told, _ in pending],
+            "cells": dict(self._cells([tensors for _, tensors in pending])),
         }
 
-    def _fragment_state(self, sync: Sync[Tensor]) -> dict[str, Any]:
-        adaptation = self._adaptations[sync.index]
-        return {
-            **sync.state_dict(),
-            "anchor": self.anchors[sync.index],
-            "rounded_off": self._weights[sync.index].fragment.rounded_off,
-            "averaging": self._averagings[sync.index].state_dict(),
-            "adaptation": adaptation.state_dict() if adaptation else None,
-        }
+    def _cells(self, pending: list[dict[str, Tensor]]) -> Iterator[tuple[str, dict[str, Any]]]:
+        """What is kept of each cell, also in pending rounds, by its name."""
+        for sync, weights, averaging in zip(self._rounds.syncs, self._weights, self._averagings, strict=True):
+            kept, codecs = weights.kept(), averaging.state_dict()
+            for place, tensors in enumerate(pending):
+                if self._rounds.pending[place].fragment == sync.index:
+                    kept |= {_of_pending(place, name): tensor for name, tensor in tensors.items()}
+            for cell, values in weights.fragment.apart(kept).items():
+                yield cell, values | {"codecs": codecs.get(cell, {})}
 
-    def _packed(self, pending: PendingRound[Tensor, Exchange]) -> dict[str, Any]:
-        """As plain values, once the mean is there; times as ages, since each process's clock starts at its own zero."""
+    def _packed(self, pending: PendingRound[Tensor, Exchange]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """As plain values and tensors, once the mean is there; times as ages, since clocks start at their own zeros."""
         exchange, result = pending.exchange, self._result(pending)
         now = self.network.now()
         exchange.result = Finished(result, exchange.result.finished_at)
         times = {"started": exchange.started_s - now, "finished": exchange.result.finished_at - now}
         offer = {**vars(pending.offer), "message": result.mean.clone()}
+        tensors = {name: value for name, value in offer.items() if isinstance(value, Tensor)}
         became = {**vars(result), "mean": None, "outcome": result.outcome.value}
-        return {**vars(pending), **times, "offer": offer, "exchange": became}
+        offer = {name: value for name, value in offer.items() if name not in tensors}
+        told = {**vars(pending), **times, "offer": offer, "exchange": became, "tensors": list(tensors)}
+        return told, tensors
 
-    def _unpacked(self, saved: dict[str, Any]) -> PendingRound[Tensor, Exchange]:
+    def _unpacked(self, saved: dict[str, Any], tensors: dict[str, Tensor]) -> PendingRound[Tensor, Exchange]:
         now = self.network.now()
-        values = copied(saved, self.anchors[saved["fragment"]].device)
+        values = {name: value for name, value in saved.items() if name != "tensors"}
         started_s, finished = values.pop("started") + now, values.pop("finished") + now
-        offer = Offer(**values["offer"])
-        result = Result(**{**values["exchange"], "mean": offer.message})
+        offer = Offer(**values.pop("offer") | tensors)
+        result = Result(**values.pop("exchange") | {"mean": offer.message})
         result.outcome = Outcome(result.outcome)
-        return PendingRound(**{**values, "offer": offer, "exchange": Exchange(started_s, Finished(result, finished))})
+        return PendingRound(**values, offer=offer, exchange=Exchange(started_s, Finished(result, finished)))
 
     @torch.no_grad()
     def _load(self, state: dict[str, Any]) -> None:
         super()._load(state)
-        load_into(self.outer, copied(state["outer"], self.anchors[0].device))
         self._replica.load_state_dict(state)
-        for sync, saved in zip(self._rounds.syncs, state["streams"], strict=True):
-            anchor, adaptation = self.anchors[sync.index], self._adaptations[sync.index]
-            anchor.copy_(saved["anchor"])
-            self._weights[sync.index].fragment.rounded_off = copied(saved["rounded_off"], anchor.device)
-            self._averagings[sync.index].load_state_dict(copied(saved["averaging"], anchor.device))
-            if adaptation:
-                adaptation.load_state_dict(saved["adaptation"])
-            sync.load_state_dict(saved)
-        self._rounds.pending = [self._unpacked(saved) for saved in state["flights"]]
+        load_into(self.outer, {"state": {}, "param_groups": state["groups"]})
+        pending: dict[int, dict[str, Tensor]] = {}
+        for sync, saved, weights in zip(self._rounds.syncs, state["fragments"], self._weights, strict=True):
+            cells = {cell.name: state["cells"][cell.name] for cell in weights.fragment.cells}
+            cells = copied(cells, weights.anchor.device)
+            codecs = {name: kept.pop("codecs") for name, kept in cells.items()}
+            kept = weights.fragment.together(cells)
+            weights.take(kept)
+            for place, told in enumerate(state["pending"]):
+                if told["fragment"] == sync.index:
+                    none = weights.anchor[:0]  # where no cell of the fragment is kept
+                    pending[place] = {name: kept.get(_of_pending(place, name), none) for name in told["tensors"]}
+            self._averagings[sync.index].load_state_dict(codecs)
+            self._keep_pace(sync, saved)
+            sync.load_state_dict(saved["sync"])
+        self._rounds.pending = [self._unpacked(told, pending[place]) for place, told in enumerate(state["pending"])]
+
+
+def _of_pending(place: int, name: str) -> str:
+    """What a pending round's tensor is called among those of its cells."""
+    return f"pending {place} {name}"
 
 
 class _Compared:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from farflung.codecs import finite
 from farflung.errors import UserError
@@ -16,12 +15,17 @@ from farflung.hooks.shards import own_of
 from farflung.hooks.steps import Arguments, hook_steps
 from farflung.hooks.trained import held_by
 from farflung.outer.averaging import Averaging
+from farflung.outer.bundles import Cells
 from farflung.outer.faults import Faults
-from farflung.outer.fragments import Fragment
-from farflung.outer.notes import NOTES, Noted
+from farflung.outer.fragments import split
 from farflung.outer.outcomes import Outcome, Round
 from farflung.outer.session import Session, copied
 from farflung.outer.topologies import group_of
+
+NOTES = "notes"
+"""The cell of a message's notes, which arrive as they are."""
+OTHER_NOTES = 3
+"""Notes beside that of each parameter: the loss, whether it counts, an overflow."""
 
 SPARSE = "{} has sparse gradients, which cannot be averaged; make the embedding with sparse=False, or use diloco"
 
@@ -42,14 +46,12 @@ class MeanGradient:
         self._network = network = session.network
         self._optimizer = optimizer
         self._index = index
-        self._parameters = [p for p in session.trained.parameters if p in held]
-        self._fragment = Fragment(self._parameters)
+        (self._fragment,) = split(session.trained.model, 1, held & set(session.trained.parameters))
+        self._parameters = self._fragment.parameters
         method = session.method
         self._topology = method.topology
         self._feeds_back = method.codec.traits.feeds_back
-        codec = method.codec if method.codec.traits.lossless else Noted(method.codec)
-        name = f"gradients of optimizer {index}"
-        self._averaging = Averaging(network, replace(method, codec=codec), self._tensors, name)
+        self._averaging = Averaging(network, method, self._cells, plain={NOTES})
         self._exchanges = 0
         self._exchanges_before_step = 0
         self._ever_present = [False] * len(self._parameters)
@@ -131,13 +133,12 @@ class MeanGradient:
         """The message, and why it holds no gradients, or ""."""
         device = self._parameters[0].device if self._parameters else None
         numel = self._fragment.numel
-        message = torch.zeros(numel + len(self._parameters) + NOTES, dtype=torch.float32, device=device)
+        message = torch.zeros(numel + len(self._parameters) + OTHER_NOTES, dtype=torch.float32, device=device)
         present = [parameter.grad is not None for parameter in self._parameters]
-        for parameter, part in zip(self._parameters, self._fragment.views(message[:numel]), strict=True):
-            if parameter.grad is not None:
-                if parameter.grad.layout != torch.strided:
-                    raise UserError(SPARSE.format(f"a parameter of {self._name}"))
-                part.copy_(own_of(parameter.grad))
+        if any(p.grad is not None and p.grad.layout != torch.strided for p in self._parameters):
+            raise UserError(SPARSE.format(f"a parameter of {self._name}"))
+        grads = {name: _gradient_of(parameter) for name, parameter in self._fragment.named.items()}
+        self._fragment.gather(grads, message[:numel])
         if not overflow and not finite(message):
             self.faults.spoil("the gradient is not finite")
         fault = self.faults.judge(self._exchanges, self.step)
@@ -158,20 +159,21 @@ class MeanGradient:
 
         A residual of a parameter, from steps in which it had a gradient, is a gradient, too.
         """
-        gradients = self._fragment.views(mean[: self._fragment.numel])
-        self._ever_present = [bool(now) or before for now, before in zip(present, self._ever_present, strict=True)]
-        residuals = [self._feeds_back and ever for ever in self._ever_present]
-        for parameter, gradient, has_one, has_more in zip(self._parameters, gradients, present, residuals, strict=True):
-            if not has_one and not (has_more and bool(gradient.any())):
-                parameter.grad = None
-                continue
+        for parameter in self._parameters:
             if parameter.grad is None:
                 parameter.grad = torch.empty_like(parameter)
-            own_of(parameter.grad).copy_(gradient)
+        grads = {name: _gradient_of(parameter) for name, parameter in self._fragment.named.items()}
+        self._fragment.scatter(mean[: self._fragment.numel], grads)
+        self._ever_present = [bool(now) or before for now, before in zip(present, self._ever_present, strict=True)]
+        residuals = [self._feeds_back and ever for ever in self._ever_present]
+        for (name, parameter), has_one, has_more in zip(self._fragment.named.items(), present, residuals, strict=True):
+            if not has_one and not (has_more and bool(grads[name].any())):
+                parameter.grad = None
 
-    def _tensors(self, message: Tensor) -> list[Tensor]:
+    def _cells(self, message: Tensor) -> Cells:
         """A message as the gradients and single notes that it consists of."""
-        return [*self._fragment.views(message[: self._fragment.numel]), *message[self._fragment.numel :].unbind()]
+        numel = self._fragment.numel
+        return self._fragment.by_cell(message[:numel]) | {NOTES: list(message[numel:].unbind())}
 
     @property
     def _name(self) -> str:
@@ -183,17 +185,30 @@ class MeanGradient:
             "step": self.step,
             "faults": self.faults.state_dict(),
             "exchanges": self._exchanges,
-            "ever_present": self._ever_present,
-            "averaging": self._averaging.state_dict(),
+            "ever_present": dict(zip(self._fragment.named, self._ever_present, strict=True)),
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from a `state_dict`."""
+    def cells(self) -> dict[str, dict[str, Any]]:
+        """What codecs remember of each cell, by its name."""
+        codecs = self._averaging.state_dict()
+        return {cell.name: {"codecs": codecs.get(cell.name, {})} for cell in self._fragment.cells}
+
+    def load_state_dict(self, state: dict[str, Any], cells: Mapping[str, dict[str, Any]]) -> None:
+        """Goes on from a `state_dict` and `cells`, which may be more than this process keeps."""
         self.step, self._exchanges = state["step"], state["exchanges"]
-        self._ever_present = list(state["ever_present"])
+        self._ever_present = [state["ever_present"][name] for name in self._fragment.named]
         self.faults.load_state_dict(state["faults"])
         device = self._parameters[0].device if self._parameters else torch.device("cpu")
-        self._averaging.load_state_dict(copied(state["averaging"], device))
+        own = {cell.name: cells[cell.name]["codecs"] for cell in self._fragment.cells}
+        self._averaging.load_state_dict(copied(own, device))
+
+
+def _gradient_of(parameter: nn.Parameter) -> Tensor:
+    """What this process has of it; noughts where there is none."""
+    if parameter.grad is None:
+        own = own_of(parameter)
+        return own.new_zeros(1).expand_as(own)
+    return own_of(parameter.grad)
 
 
 def _like(loss: Any, value: float) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from farflung.hooks.copies import Copies
@@ -80,7 +81,10 @@ class Replica:
                 parameter.grad.zero_()  # or a step that is still to come would spoil all again
 
     def _unsound(self) -> str:
-        return "" if all(w.fragment.sound() for w in self._weights) else "the weights are not finite"
+        """The same in all of a replica's processes, which go back together."""
+        spoilt = not all(w.fragment.sound() for w in self._weights)
+        found = self._trained.layout.total(torch.tensor([spoilt], dtype=torch.float64))
+        return "the weights are not finite" if found else ""
 
     def state_dict(self) -> dict[str, Any]:
         """What is known of copies, and the last round that was spoilt."""

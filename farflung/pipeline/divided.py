@@ -25,6 +25,7 @@ from farflung.networks import Traffic
 from farflung.pipeline.boundaries import Boundary
 from farflung.pipeline.division import Division
 from farflung.pipeline.groups import ProcessGroups
+from farflung.pipeline.layout import IslandLayout
 from farflung.pipeline.local_model import LocalModel, own_of, persistent_buffers
 from farflung.pipeline.routes import Routes, fixed_routes, random_routes
 from farflung.pipeline.settings import IslandSettings
@@ -65,7 +66,7 @@ class DividedIsland:
         self._is_first, self._is_last = self.coordinates.stage == 0, self.coordinates.stage == settings.stages - 1
         self._tied = self._embeddings() if division.tied and self._count > 1 else None
         buffers = {name: buffer for piece in pieces for name, buffer in persistent_buffers(piece.model).items()}
-        self._part = LocalModel(self._owned(), buffers)
+        self._part = LocalModel(self._owned(), buffers, self._layout())
         self.model: nn.Module = self._part
         self._stages = [self._stage(piece, number) for number, piece in enumerate(pieces)]
         self._schedule: Any = SCHEDULES[settings.pipeline_schedule](
@@ -161,13 +162,27 @@ class DividedIsland:
             return None
         return self.workload.tied_weight(self.pieces[0 if self._is_first else -1].model)
 
+    def _layout(self) -> IslandLayout:
+        """How this process's parameters lie in the replica: those of its pieces, among all pieces in their order."""
+        own, shapes = self._owned(), {}
+        for number, piece in enumerate(self.pieces):
+            names = [name for name, _ in piece.model.named_parameters() if name in own]
+            shapes[self._index(number)] = {name: tuple(own[name].shape) for name in names}
+        with self.groups.naming_the_lost():
+            pieces = sorted((index, named) for told in self.groups.told(shapes) for index, named in told.items())
+        return IslandLayout(self.groups, {name: s for _, named in pieces for name, s in named.items()}, own.keys())
+
     def _owned(self) -> dict[str, nn.Parameter]:
         """This process's parameters by their names in the whole model."""
         named = {name: p for piece in self.pieces for name, p in piece.model.named_parameters()}
         return {name: p for name, p in named.items() if self._is_first or p is not self._tied}
 
+    def _index(self, number: int) -> int:
+        """The place of one of this process's pieces among all."""
+        return self.coordinates.stage + number * self.settings.stages
+
     def _stage(self, piece: Any, number: int) -> RoutedStage:
-        index = self.coordinates.stage + number * self.settings.stages
+        index = self._index(number)
         batch = self.workload.example(self._samples // self._microbatches)
         hidden, output = (torch.empty(shape, device="meta") for shape in self.workload.shapes(piece.model, batch))
         sums = [torch.empty(piece.sums, device="meta", requires_grad=True)] if piece.sums else []

@@ -6,14 +6,18 @@ import contextlib
 import time
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from farflung.hooks.layouts import swapped
 from farflung.networks import PeerLostError, TorchNetwork
 from farflung.pipeline.mesh import Mesh
+
+T = TypeVar("T")
 
 DEADLINES_OF_A_STAGE = 2
 """A stage may wait this many deadlines for another, which itself may wait for a round."""
@@ -41,15 +45,26 @@ class ProcessGroups:
         self.pipeline_group = self._group(mesh.pipeline_group(self.coordinates))
         self._near = range(mesh.processes) if roaming else mesh.island_group(self.coordinates)
         self.everyone = self._group(self._near)
+        shards = self.mesh.shard_group(self.coordinates)
+        self._shards = {"cpu": self._group(shards)}
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # FSDP works on the current one
+            self._shards["cuda"] = self._group(shards, "nccl")
         self._device = device
 
     def shard_mesh(self) -> DeviceMesh:
         """The processes that hold this stage together, for FSDP."""
-        backend = "gloo"
-        if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)  # FSDP works on the current one
-            backend = "nccl"
-        return DeviceMesh.from_group(self._group(self.mesh.shard_group(self.coordinates), backend), self._device.type)
+        return DeviceMesh.from_group(self._shards[self._device.type], self._device.type)
+
+    def swap(self, outgoing: Sequence[Tensor], lengths: Sequence[int]) -> list[Tensor]:
+        """Sends each shard of this stage a flat tensor, and receives one of so many values from each."""
+        return swapped(outgoing, lengths, self._shards[outgoing[0].device.type])
+
+    def told(self, fact: T) -> list[T]:
+        """What each of the island's processes tells, in their order."""
+        facts: list[Any] = [None] * self.mesh.island
+        dist.all_gather_object(facts, fact, group=self.island)
+        return facts
 
     def total(self, values: Tensor) -> Tensor:
         """The sum over the island of flat float64 values."""

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from farflung.hooks.layouts import Layout
+
 
 class LocalModel(nn.Module):
     """The parameters that one process's optimizers and rounds see, and the buffers that its checkpoints hold.
@@ -18,10 +20,12 @@ class LocalModel(nn.Module):
 
     Args:
         parameters: whole or sharded, by their names in the whole model.
+        layout: how the parameters lie in the replica.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, Tensor]) -> None:
+    def __init__(self, parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, Tensor], layout: Layout) -> None:
         super().__init__()
+        self.layout = layout
         self._origins = dict(parameters)
         local = {name: own_of(parameter) for name, parameter in parameters.items()}
         self._own = {

@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import nn
 
+from farflung.cells import Cell, Shape, cells_among, dealt
 from farflung.errors import UserError
-from farflung.outer import Shape
 from farflung.pipeline.balance import spans
 from farflung.pipeline.boundaries import boundary_named
 from farflung.workloads import Language, models
@@ -76,12 +76,12 @@ class Architecture:
     @cached_property
     def parameters(self) -> int:
         """All of them, tied ones once."""
-        return sum(map(math.prod, self.shapes))
+        return sum(part.parameters for part in (self.first, *self.layers, self.last))
 
     @cached_property
-    def shapes(self) -> tuple[Shape, ...]:
+    def cells(self) -> list[Cell]:
         """Of all parameters, tied ones once."""
-        return tuple(shape for part in (self.first, *self.layers, self.last) for shape in part.shapes)
+        return cells_among([part.shapes for part in (self.first, *self.layers, self.last)])
 
     def spans(self, stages: int) -> list[Span]:
         """The layers of each of so many pipeline stages, dealt out as training does. Raises UserError."""
@@ -110,9 +110,17 @@ class Architecture:
         ends = [self.first] * span.first, [self.last] * span.last
         return [*ends[0], *self.layers[span.begin : span.end], *ends[1]]
 
-    def stage_shapes(self, stages: int) -> list[tuple[Shape, ...]]:
-        """The parameters that each of so many pipeline stages trains. Raises UserError."""
-        return [tuple(s for part in self.parts(span) for s in part.shapes) for span in self.spans(stages)]
+    def stage_cells(self, span: Span) -> list[Cell]:
+        """The cells that a stage trains."""
+        return cells_among([part.shapes for part in self.parts(span)])
+
+    def kept_cells(self, stages: int, shards: int) -> list[list[Cell]]:
+        """The cells that each process of a replica keeps, stage by stage. Raises UserError."""
+        kept: list[list[Cell]] = []
+        for cells in map(self.stage_cells, self.spans(stages)):
+            keepers = dealt(cells, shards)
+            kept += [[cell for cell in cells if keepers[cell.name] == shard] for shard in range(shards)]
+        return kept
 
     def flops_per_token(self, span: Span, sequence_length: int, recompute: bool = False) -> float:
         """A stage's operations for one token, forward and backward: 6 for each number of `work` and of attention.

@@ -14,7 +14,6 @@ from farflung.outer import Everyone, Method, message_bytes, traffic_per_hop
 from farflung.planner.architecture import Architecture
 from farflung.planner.layout import Layout, UnderWay, latency
 from farflung.planner.machines import Cluster
-from farflung.planner.sizes import shard_shapes
 from farflung.planner.timing import Timer
 
 SAMPLES = 3
@@ -47,17 +46,13 @@ def exchange(model: Architecture, method: Method, cluster: Cluster, layout: Layo
     """What a round costs. Each stage and shard exchanges with the same one of other replicas, all at the same time."""
     if method.schedule.every is None or layout.replicas == 1:
         return Exchange()
-    places = [
-        shard_shapes(shapes, layout.shards, shard)
-        for shapes in model.stage_shapes(layout.stages)
-        for shard in range(layout.shards)
-    ]
+    places = model.kept_cells(layout.stages, layout.shards)
     sizes: dict[int, list[float]] = {}
     samples = []
     for number in range(SAMPLES if not method.topology.identical else 1):
         groups = method.topology.groups(tuple(range(layout.replicas)), f"plan {number}")
         for members in set(map(len, groups)) - set(sizes):
-            whole = (message_bytes(method, shapes, members) for shapes in places)
+            whole = (message_bytes(method, cells, members) for cells in places)
             sizes[members] = [nbytes / method.schedule.fragments for nbytes in whole]
         samples.append(_exchange(method, cluster, layout, sizes, groups))
     return Exchange(

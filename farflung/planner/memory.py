@@ -39,8 +39,7 @@ def _stage_bytes(
 ) -> float:
     parameters = sum(part.parameters for part in model.parts(span))
     copied = math.prod(model.tied) if model.tied and span.last and not span.first else 0
-    shapes = [shape for part in model.parts(span) for shape in part.shapes]
-    kept = parameters * TRAINED + kept_bytes(method, shapes) + copied * 2 * COPY
+    kept = parameters * TRAINED + kept_bytes(method, model.stage_cells(span)) + copied * 2 * COPY
     whole = 0.0
     if island.shard > 1 or island.offload:
         # FSDP keeps a stage's weights and summed gradients whole until the last microbatch is through.

@@ -16,7 +16,6 @@ from farflung.planner.machines import Cluster, read_cluster
 from farflung.planner.memory import memory_bytes
 from farflung.planner.options import PlanOptions
 from farflung.planner.placement import Problem, chains, search
-from farflung.planner.sizes import shard_shapes
 from farflung.planner.step import boundary_bytes, island_bytes, step_seconds
 
 PLACED = 3
@@ -119,12 +118,12 @@ def optimise_placement(plan: Plan, model: Architecture, cluster: Cluster, option
     # Shards stay together on one machine; a unit is their first.
     units = [layout.islands[r][s * layout.shards] for r in range(layout.replicas) for s in range(layout.stages)]
     machines = [cluster.workers[unit] for unit in units]
-    stages = (shard_shapes(shapes, layout.shards, 0) for shapes in trained.stage_shapes(layout.stages))
+    kept = trained.kept_cells(layout.stages, layout.shards)
     problem = Problem(
         latency=cluster.latency[np.ix_(machines, machines)],
         bandwidth=cluster.bandwidth[np.ix_(machines, machines)],
         groups=layout.stages,
-        dp_bytes=max(message_bytes(choice.method, shapes, layout.replicas) for shapes in stages),
+        dp_bytes=max(message_bytes(choice.method, cells, layout.replicas) for cells in kept),
         pp_bytes=float(boundary_bytes(model, island, length) * island.parts),
         every=schedule.every or 1,
         delay_seconds=schedule.delay * plan.step,

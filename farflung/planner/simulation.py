@@ -90,12 +90,12 @@ def simulate(options: SimulateOptions) -> list[Simulated]:
     given = {"step_ms": options.step_ms, "seed": options.seed}
     changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     conditions = replace(conditions_named(options.conditions), **changes)
-    shapes = architecture_of(options.model).shapes if options.model else square_model(options.params or 0.0)
+    cells = architecture_of(options.model).cells if options.model else square_model(options.params or 0.0)
     methods = {name: _method_named(name, options.every) for name in method_names(options.methods)}
     deadline, work = options.deadline or math.inf, options.work_ms / 1000
     results = []
     for name, method in methods.items():
-        sizes = cache(partial(message_bytes, method, shapes))
+        sizes = cache(partial(message_bytes, method, cells))
         timer = Timer(method, sizes, conditions, options.replicas, options.rounds, deadline, work)
         results.append(Simulated(name, method, options.replicas, timer.run()))
     return results

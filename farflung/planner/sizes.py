@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from farflung.outer import Shape
+from farflung.cells import Cell, Shape, cells_among
 
 
-def square_model(parameters: float) -> list[Shape]:
+def square_model(parameters: float) -> list[Cell]:
     """Square matrices of about so many parameters in all, as large as those of a language model of that size."""
     side = max(round((8 * parameters) ** (1 / 3)), 1)
-    return [(side, side)] * max(round(parameters / side**2), 1)
+    return cells_among([[(side, side)]] * max(round(parameters / side**2), 1))
 
 
 def shard_shapes(shapes: Sequence[Shape], shards: int, shard: int) -> list[Shape]:

@@ -10,7 +10,7 @@ from itertools import pairwise
 
 import torch
 
-from farflung.outer import Shape
+from farflung.cells import Shape
 from farflung.pipeline.boundaries import Boundary, boundary_named
 from farflung.pipeline.settings import IslandSettings
 from farflung.planner.architecture import Architecture

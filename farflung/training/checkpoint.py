@@ -40,22 +40,15 @@ class Weights(TypedDict):
     """The names of the buffers in it, which every shard has whole."""
 
 
-class Names(TypedDict):
-    """The names of the parameters that optimizers number."""
-
-    names: list[str]
-    """The parameters' names, in the order in which the inner optimizer numbers them."""
-    fragments: list[list[str]]
-    """The names in each fragment, in the order in which the rounds' flat tensors hold them."""
-
-
-class Checkpoint(Weights, Names):
+class Checkpoint(Weights):
     """The state that one process resumes from. Its tensors are on the CPU when it is read."""
 
+    names: list[str]
+    """The names of its parameters, in the order in which the inner optimizer numbers them."""
     optimizer: dict[str, Any]
     """The inner optimizer's state_dict."""
     outer: dict[str, Any]
-    """The state_dict of the rounds: anchors, outer optimizers, codecs' states, pending rounds."""
+    """The state_dict of the rounds; in `cells` are anchors, outer state and codecs' memory of the cells kept here."""
     random: Tensor
     """The state of torch's random numbers on the CPU."""
     random_cuda: Tensor | None
@@ -78,8 +71,6 @@ class Checkpoint(Weights, Names):
     """Seconds since the run began, on the network's clock."""
     events_size: int
     """Bytes of the process's file of events then."""
-    reshaped: NotRequired[bool]
-    """In memory only: whether it was made of another layout's parts."""
 
 
 def save(folder: Path, step: int, stem: str, state: Checkpoint) -> None:

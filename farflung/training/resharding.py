@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,12 +14,10 @@ from farflung.errors import UserError
 from farflung.hooks.shards import merged
 from farflung.inner import names_of
 from farflung.networks import Traffic
-from farflung.outer.fragments import split
-from farflung.outer.resharding import Part, reshard
 from farflung.pipeline import Mesh, MeshCoordinates
 from farflung.pipeline.local_model import persistent_buffers
 from farflung.training import checkpoint
-from farflung.training.checkpoint import Checkpoint, Names
+from farflung.training.checkpoint import Checkpoint
 
 Named = dict[str, Tensor]
 State = dict[str, Any]
@@ -40,11 +38,6 @@ def buffer_names(model: nn.Module) -> list[str]:
     return sorted(persistent_buffers(model))
 
 
-def own_names(model: nn.Module, optimizer: Optimizer, fragments: int) -> Names:
-    """What a checkpoint says of the tensors in it: their names, in the orders in which optimizers number them."""
-    return {"names": names_of(optimizer), "fragments": [fragment.names for fragment in split(model, fragments)]}
-
-
 def load_state(
     folder: Path,
     step: int,
@@ -52,21 +45,19 @@ def load_state(
     coordinates: MeshCoordinates,
     model: nn.Module,
     optimizer: Optimizer,
-    fragments: int,
 ) -> Checkpoint:
     """What a process goes on from.
 
-    Its own file, if it was saved by one that trained the same; else made of all of the replica's parts. Then what
-    codecs remembered and rounds in flight are left out, and the state is marked as `reshaped`. Raises UserError where
-    parts of another layout lie elsewhere.
+    Its own file, if it was saved by one that trained the same; else made of all of the replica's parts. Raises
+    UserError where parts of another layout lie elsewhere.
     """
     paths = checkpoint.parts_of(folder, step, coordinates.replica)
     own = checkpoint.path_of(folder, step, mesh.file_stem(coordinates))
-    wanted = own_names(model, optimizer, fragments)
+    names = names_of(optimizer)
     if own in paths:
         state = checkpoint.read(own)
-        unchanged = state["names"] == wanted["names"] and state["fragments"] == wanted["fragments"]
-        if unchanged and all(state["model"][name].shape == one.shape for name, one in model.named_parameters()):
+        alike = (state["model"][name].shape == one.shape for name, one in model.named_parameters())
+        if state["names"] == names and all(alike):
             return state
     if not checkpoint.complete(folder, step, coordinates.replica):
         raise UserError(
@@ -74,7 +65,7 @@ def load_state(
             "another schedule; copy the folders of all machines together, or go on as these were saved"
         )
     groups = optimizer.state_dict()["param_groups"]
-    return _reshaped([checkpoint.read(path) for path in paths], mesh, coordinates, model, wanted, groups)
+    return _reshaped([checkpoint.read(path) for path in paths], mesh, coordinates, model, names, groups)
 
 
 def _reshaped(
@@ -82,7 +73,7 @@ def _reshaped(
     mesh: Mesh,
     coordinates: MeshCoordinates,
     model: nn.Module,
-    wanted: Names,
+    names: list[str],
     groups: list[State],
 ) -> Checkpoint:
     def cut(whole: Tensor) -> Tensor:
@@ -94,7 +85,7 @@ def _reshaped(
 
     first, speaks = parts[0], mesh.part(coordinates) == 0
     means = merged((part["shard"], part["late"]["mean"]) for part in parts)
-    late = {name: cut(means[name]) for name in wanted["names"] if name in means}
+    late = {name: cut(means[name]) for name in names if name in means}
     counters = list(vars(Traffic()))
 
     def traffic(kind: Literal["traffic", "boundary_traffic"]) -> dict[str, float]:
@@ -102,23 +93,30 @@ def _reshaped(
 
     return {
         **first,
-        **wanted,
+        "names": names,
         "model": _model_state(model, _whole_model(parts), cut),
         "buffers": buffer_names(model),
-        "optimizer": {"state": _optimizer_state(parts, wanted["names"], cut), "param_groups": groups},
-        "outer": reshard([_outer_part(part) for part in parts], wanted["fragments"], cut),
+        "optimizer": {"state": _optimizer_state(parts, names, cut), "param_groups": groups},
+        "outer": _rounds_state([part["outer"] for part in parts]),
         "late": {"count": first["late"]["count"], "mean": late},
         "traffic": traffic("traffic"),
         "bytes_told": int(traffic("traffic")["bytes_sent"]),
         "boundary_traffic": traffic("boundary_traffic"),
         "events_size": first["events_size"] if speaks else 0,
-        "reshaped": True,
     }
 
 
-def _outer_part(part: Checkpoint) -> Part:
-    shapes = {name: tensor.shape for name, tensor in part["model"].items()}
-    return Part(part["outer"], part["shard"], part["fragments"], shapes)
+def _rounds_state(parts: list[State]) -> State:
+    """The state of a replica's rounds, with the cells of all of its keepers."""
+    state = {**parts[0], "cells": _union(part.get("cells", {}) for part in parts)}
+    if optimizers := parts[0].get("optimizers"):  # whose gradients are averaged
+        ever = [_union(part["optimizers"][place]["ever_present"] for part in parts) for place in range(len(optimizers))]
+        state["optimizers"] = [{**one, "ever_present": names} for one, names in zip(optimizers, ever, strict=True)]
+    return state
+
+
+def _union(tables: Iterable[State]) -> State:
+    return {name: value for table in tables for name, value in table.items()}
 
 
 def _model_state(model: nn.Module, whole: Named, cut: Callable[[Tensor], Tensor]) -> Named:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from farflung.inner import names_of
 from farflung.networks import Network
 from farflung.outer import Round, Session
 from farflung.pipeline import assemble
@@ -16,7 +17,7 @@ from farflung.training.checkpoint import Checkpoint
 from farflung.training.events import EventLog
 from farflung.training.kept import Coordination
 from farflung.training.learning_rate import lr_scale
-from farflung.training.resharding import buffer_names, load_state, own_names
+from farflung.training.resharding import buffer_names, load_state
 from farflung.training.run_log import Progress, RunLog
 from farflung.training.stopping import StoppedError
 from farflung.training.tail import TailAverage
@@ -179,10 +180,10 @@ class Trainer:
 
     def _load(self, resume_step: int | None) -> Checkpoint | None:
         """The checkpoint that the run resumes from; tells the others which ones are there."""
-        mesh, coordinates, fragments = self.island.mesh, self.island.coordinates, self.method.schedule.fragments
+        mesh, coordinates = self.island.mesh, self.island.coordinates
         state = None
         if resume_step:
-            state = load_state(self.folder, resume_step, mesh, coordinates, self.model, self.optimizer, fragments)
+            state = load_state(self.folder, resume_step, mesh, coordinates, self.model, self.optimizer)
         there = checkpoint.steps_of(self.folder, coordinates.replica)
         self.kept.tell(self.process, (step for step in there if step <= self.step))
         return state
@@ -196,11 +197,9 @@ class Trainer:
         checkpoint.forget_after(self.folder, replica, self.step)
 
     def _state(self, session: Session) -> Checkpoint:
-        names = own_names(self.model, self.optimizer, self.method.schedule.fragments)
         return {
             "shard": self.island.coordinates.shard,
-            "names": names["names"],
-            "fragments": names["fragments"],
+            "names": names_of(self.optimizer),
             "model": self.model.state_dict(),
             "buffers": buffer_names(self.model),
             "optimizer": self.optimizer.state_dict(),
@@ -225,8 +224,6 @@ class Trainer:
         torch.set_rng_state(state["random"])
         if state["random_cuda"] is not None:
             torch.cuda.set_rng_state(state["random_cuda"], self.device)
-        if "reshaped" in state:
-            self.log.warn("resumed from another layout: pending rounds and the codecs' state are dropped")
         progress = self.progress
         progress.trained, progress.rounds, progress.bytes_told = state["trained"], state["rounds"], state["bytes_told"]
         self.tail.load_state_dict(state["late"])

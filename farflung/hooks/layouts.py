@@ -1,0 +1,116 @@
+"""How what a process trains lies in its replica: all of it, some of its layers, or rows of these."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from farflung.cells import Shape
+from farflung.errors import UserError
+
+
+@runtime_checkable
+class Layout(Protocol):
+    """How a replica is divided. Where it is, all of its processes call the methods alike.
+
+    `outline` has the whole shapes of all that the replica trains, by name and in order; `here` are the names of what
+    this process has, whose rows are divided among so many `shards` as `torch.chunk` does. It is number `shard`.
+    """
+
+    @property
+    def outline(self) -> Mapping[str, Shape]: ...  # noqa: D102
+
+    @property
+    def here(self) -> Collection[str]: ...  # noqa: D102
+
+    @property
+    def shards(self) -> int: ...  # noqa: D102
+
+    @property
+    def shard(self) -> int: ...  # noqa: D102
+
+    def swap(self, outgoing: Sequence[Tensor], lengths: Sequence[int]) -> list[Tensor]:
+        """Sends each shard a flat tensor, and receives one of so many values from each. Raises PeerLostError."""
+        ...
+
+    def total(self, values: Tensor) -> Tensor:
+        """The sum over the replica's processes of flat float64 values. Raises PeerLostError."""
+        ...
+
+
+class Undivided:
+    """The layout of a replica that this process has all of.
+
+    Args:
+        parameters: what is trained, by name.
+    """
+
+    shards, shard = 1, 0
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        self.outline: Mapping[str, Shape] = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
+        self.here: Collection[str] = self.outline.keys()
+
+    def swap(self, outgoing: Sequence[Tensor], lengths: Sequence[int]) -> list[Tensor]:
+        """See Layout."""
+        return list(outgoing)
+
+    def total(self, values: Tensor) -> Tensor:
+        """See Layout."""
+        return values
+
+
+class FullySharded(Undivided):
+    """The layout of a model that its user has sharded with FSDP2.
+
+    Args:
+        parameters: what is trained, by name: DTensors, all of one mesh.
+
+    Raises UserError where some are divided in another way.
+    """
+
+    def __init__(self, parameters: Mapping[str, Any]) -> None:
+        super().__init__(parameters)
+        ways = {(p.device_mesh, p.placements) if is_sharded(p) else None for p in parameters.values()}
+        way = ways.pop()
+        dims = [place for place, kind in enumerate(way[1]) if kind.is_shard()] if way else []
+        if ways or way is None or len(dims) != 1 or way[1][dims[0]].dim:
+            raise UserError(
+                "the model's parameters are divided in several ways, or not by their rows; "
+                "shard them all with fully_shard over one mesh"
+            )
+        self._group = way[0].get_group(dims[0])
+        self.shards, self.shard = dist.get_world_size(self._group), dist.get_rank(self._group)
+
+    def swap(self, outgoing: Sequence[Tensor], lengths: Sequence[int]) -> list[Tensor]:
+        """See Layout."""
+        return swapped(outgoing, lengths, self._group)
+
+    def total(self, values: Tensor) -> Tensor:
+        """See Layout."""
+        dist.all_reduce(values, group=self._group)
+        return values
+
+
+def layout_of(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> Layout:
+    """How some of a model's parameters lie: as the model itself says, or as they show. Raises UserError."""
+    if isinstance(told := getattr(model, "layout", None), Layout):
+        return told
+    return FullySharded(parameters) if any(map(is_sharded, parameters.values())) else Undivided(parameters)
+
+
+def is_sharded(parameter: Any) -> bool:
+    """Whether it is a DTensor; that class is slow to import."""
+    return hasattr(parameter, "placements")
+
+
+def swapped(outgoing: Sequence[Tensor], lengths: Sequence[int], group: dist.ProcessGroup) -> list[Tensor]:
+    """An all-to-all of flat tensors of any lengths."""
+    own = torch.cat(list(outgoing))
+    others = own.new_empty(sum(lengths))
+    dist.all_to_all_single(others, own, list(lengths), [len(one) for one in outgoing], group=group)
+    return list(torch.split(others, list(lengths)))
