@@ -10,6 +10,7 @@ from torch import Tensor
 
 from farflung.codecs.packets import Packet
 from farflung.codecs.values import norm
+from farflung.renamed import Formerly, refuse_old_names
 
 
 class NotFiniteError(ValueError):
@@ -47,6 +48,17 @@ class Codec:
     without state do not override the last methods.
     """
 
+    lossless, needs_receiver = Formerly("traits.lossless"), Formerly("traits.needs_receiver")
+    needs_whole = Formerly("traits.needs_whole")
+    shrink_to, turn_to = Formerly("set_budget"), Formerly("set_round")
+    wants_expectation, expect = Formerly("wants_reference"), Formerly("set_reference")
+    expect_change = Formerly("set_change")
+
+    def __init_subclass__(cls) -> None:
+        """Raises UserError for a class written for the version before."""
+        super().__init_subclass__()
+        refuse_old_names(cls)
+
     @property
     def traits(self) -> Traits:
         """Its capabilities, for all messages."""
@@ -54,15 +66,15 @@ class Codec:
 
     def encode(self, tensors: Sequence[Tensor]) -> Packet:
         """The tensors as one packet, on their device. Raises NotFiniteError."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no encode; define it")
 
     def decode(self, packet: Packet, like: Sequence[Tensor]) -> list[Tensor]:
         """New tensors of the shapes and dtypes of `like`, which may also be the receiver's own. Raises PacketError."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no decode; define it")
 
     def nbytes(self, like: Sequence[Tensor]) -> int:
         """The bytes of a packet of such tensors, which need no memory (`device="meta"`); see Traits.fixed_length."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no nbytes; define it")
 
     def state_nbytes(self, like: Sequence[Tensor]) -> int:
         """The bytes of its state between messages of such tensors."""

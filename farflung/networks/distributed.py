@@ -20,6 +20,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from farflung.networks.base import Combine, Finished, Group, Packets, Pending, Traffic, mean_in_order
 from farflung.networks.torchrun import join
 from farflung.networks.transfer import Transfer
+from farflung.renamed import Formerly
 
 T = TypeVar("T")
 
@@ -46,6 +47,7 @@ class TorchNetwork:
         processes: the ranks in the process group of the replicas, in order; all of them by default.
     """
 
+    relay, computed = Formerly("scatter_combine_gather"), Formerly("advance")
     elastic = timed = None
 
     def __init__(

@@ -27,6 +27,7 @@ from farflung.outer.optimizers import OuterFactory
 from farflung.outer.schedules import Schedule
 from farflung.outer.session import Options, Session, Setup, completed
 from farflung.outer.topologies import Everyone, Topology
+from farflung.renamed import Formerly
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,7 @@ class Method:
     averaging: Way = "parts"
     inner: Inner = MUON
     needs_inner: type[torch.optim.Optimizer] | None = None
+    check_open = Formerly("check_elastic")
 
     def __post_init__(self) -> None:
         """Refuses choices that do not go together. Raises UserError."""

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from farflung.errors import UserError
 from farflung.networks import Group
+from farflung.renamed import Formerly
 
 
 class Topology(Protocol):
@@ -32,6 +33,8 @@ def group_of(rank: int, groups: list[Group]) -> Group:
 class Everyone:
     """All members in one group (DiLoCo, synchronous training)."""
 
+    alike = Formerly("identical")
+
     @property
     def identical(self) -> bool:
         """True: they are one model."""
@@ -55,6 +58,7 @@ class RandomGroups:
 
     size: int = 2
     seed: int = 0
+    alike = Formerly("identical")
 
     @property
     def identical(self) -> bool:

@@ -39,6 +39,7 @@ from farflung.networks.internet.ticket import Ticket, read_ticket
 from farflung.networks.internet.transport import PacketTransport
 from farflung.networks.listening import ListenAddress
 from farflung.networks.transfer import IN_BACKGROUND, Transfer
+from farflung.renamed import Formerly
 
 T = TypeVar("T")
 
@@ -61,6 +62,7 @@ class InternetNetwork:
     Raises UserError when there is nobody to join, or they do not want this peer.
     """
 
+    relay, computed = Formerly("scatter_combine_gather"), Formerly("advance")
     timed = None
     processes: tuple[int, ...] = ()
 

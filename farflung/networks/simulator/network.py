@@ -33,6 +33,7 @@ from farflung.networks.simulator.cluster import CUT_OFF, Hops, SimulatedCluster,
 from farflung.networks.simulator.conditions import Conditions
 from farflung.networks.simulator.fabric import Demand
 from farflung.networks.simulator.step_times import StepTimes
+from farflung.renamed import Formerly
 
 T = TypeVar("T")
 
@@ -147,6 +148,7 @@ class _Baton:
 class SimulatedNetwork:
     """One simulated replica's seat. Made by `Simulation`, or alone by `alone()`."""
 
+    relay, computed = Formerly("scatter_combine_gather"), Formerly("advance")
     elastic = None
     processes: tuple[int, ...] = ()
 
