@@ -249,11 +249,11 @@ def noloco(
     """
     codec = _codec(codec, Dense())
     # Rounding must be in proportion to what is new, and whole anchors are not: modulo sends what differs of them.
-    together = codec.traits.lossless or codec.traits.needs_receiver
+    together = codec.traits.keeps_weights
     return Method(
         schedule=Schedule(every, fragments, delay),
         topology=RandomGroups(group_size, seed),
-        codec=codec if together else SplitCodec(codec, Modulo(bits=4, round_robin=2)),
+        codec=codec if together or codec.traits.halves else SplitCodec(codec, Modulo(bits=4, round_robin=2)),
         outer=partial(GossipNesterov if together else SplitGossip, lr=outer_lr, momentum=outer_momentum, gamma=gamma),
         merge=merge_named(merge),
         averaging="whole",

@@ -6,7 +6,7 @@ import copy
 import io
 import itertools
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from farflung.codecs import (
     SplitCodec,
     Threshold,
     TopK,
+    Transform,
     codec_named,
 )
 from farflung.codecs.packets import _HEADER, MAGIC, VERSION
@@ -74,6 +75,23 @@ def tensors_in(state: Any) -> int:
         return state.nbytes
     inside = state.values() if isinstance(state, dict) else state if isinstance(state, list | tuple) else ()
     return sum(map(tensors_in, inside))
+
+
+class Unnamed(Transform):
+    """One of a user's own, which does not say what it is."""
+
+    def forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        return [tensor.reshape(-1).bfloat16() for tensor in tensors]
+
+    def inverse(self, parts: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
+        return [part.float() for part in parts]
+
+
+@pytest.mark.parametrize("make", [Unnamed, lambda: ErrorFeedback(Unnamed()), lambda: Unnamed() | Quantize(bits=4)])
+def test_where_a_codec_lies_in_memory_is_no_part_of_what_it_is(make: Callable[[], Codec]) -> None:
+    one, other = make(), make()
+    decoded = other.decode(one.encode(message(0)), message(0))
+    assert torch.equal(decoded[0], one.decode(other.encode(message(0)), message(0))[0])
 
 
 @every_codec

@@ -30,6 +30,7 @@ class Traits:
         fixed_length: a packet's size follows from its tensors' shapes, and `nbytes` is exact; else it is about right.
         remembers: a packet depends on messages before it.
         feeds_back: what a packet leaves out is added to the next message.
+        halves: of the codecs of a message's two halves, where each has one of its own.
     """
 
     lossless: bool = False
@@ -39,6 +40,13 @@ class Traits:
     fixed_length: bool = True
     remembers: bool = False
     feeds_back: bool = False
+    halves: tuple[Traits, Traits] | None = None
+
+    @property
+    def keeps_weights(self) -> bool:
+        """Whether a message may be whole weights: no small step beside large values is rounded away."""
+        parts = self.halves or (self,)
+        return all(part.lossless or part.needs_receiver for part in parts)
 
 
 class Codec:

@@ -88,8 +88,8 @@ class LowRank(Transform):
         rank = self.rank_now
         factors, whole = _outline(like, rank)
         return [
-            *(torch.empty(size, device="meta") for size in totals(factors)),
-            torch.empty(sum(whole), device="meta"),
+            *(torch.empty(size, dtype=torch.float32, device="meta") for size in totals(factors)),
+            torch.empty(sum(whole), dtype=torch.float32, device="meta"),
             torch.empty(_RANK_BYTES, dtype=torch.uint8, device="meta"),
         ]
 

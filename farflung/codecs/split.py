@@ -22,6 +22,8 @@ class SplitCodec(Compound):
         first, second: the codecs of the halves.
     """
 
+    parts: tuple[Codec, Codec]
+
     def __init__(self, first: Codec, second: Codec) -> None:
         self.parts = first, second
 
@@ -34,7 +36,8 @@ class SplitCodec(Compound):
     @property
     def traits(self) -> Traits:
         """See Codec."""
-        return replace(super().traits, needs_whole=True, composable=False)
+        halves = self.parts[0].traits, self.parts[1].traits
+        return replace(super().traits, needs_whole=True, composable=False, halves=halves)
 
     def nbytes(self, like: Sequence[Tensor]) -> int:
         """See Codec."""

@@ -77,18 +77,18 @@ def kept_bytes(method: Method, shapes: Sequence[Shape]) -> float:
 
 def _message(method: Method, shapes: Sequence[Shape]) -> tuple[Codec, list[Tensor]]:
     """What encodes a method's messages, and outlines of the tensors that one consists of."""
-    outlines = [torch.empty(shape, device="meta") for shape in shapes]
+    outlines = [torch.empty(shape, dtype=torch.float32, device="meta") for shape in shapes]
     if method.outer is not None:
         return method.codec, outlines * _outer(method.outer)[0]
-    notes = list(torch.empty(len(shapes) + NOTES, device="meta").unbind())
+    notes = list(torch.empty(len(shapes) + NOTES, dtype=torch.float32, device="meta").unbind())
     return method.codec if method.codec.traits.lossless else Noted(method.codec), outlines + notes
 
 
 def _outer(make: OuterFactory) -> tuple[int, int]:
     """How many times an anchor's length an outer optimizer's message has; and what it keeps of the anchor, too."""
-    anchor = torch.zeros(1)
+    anchor = torch.zeros(1, dtype=torch.float32, device="cpu")
     outer = make([anchor])
-    message = message_of(outer, anchor, torch.ones(1))
+    message = message_of(outer, anchor, torch.ones_like(anchor))
     lengths = message.numel()
     step_with(outer, anchor, message)
     kept = outer.state.get(anchor, {}).values()

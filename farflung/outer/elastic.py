@@ -160,9 +160,9 @@ def state_tensors(anchors: list[Tensor], outer: torch.optim.Optimizer) -> Iterat
 
 def kept_names(make: OuterFactory) -> set[str]:
     """The names of the tensors of an anchor's length that an outer optimizer keeps after a first step."""
-    anchor = torch.zeros(2)
+    anchor = torch.zeros(2, dtype=torch.float32, device="cpu")
     outer = make([anchor])
-    step_with(outer, anchor, message_of(outer, anchor, torch.ones(2)))
+    step_with(outer, anchor, message_of(outer, anchor, torch.ones_like(anchor)))
     return {name.rpartition(" ")[0] for name, _ in state_tensors([anchor], outer)} - {"anchor"}
 
 

@@ -26,6 +26,8 @@ class OuterOptimizer(torch.optim.Optimizer):
 
     sends_weights = False
     """Whether messages are as large as the weights. Rounding them would lose the small steps between rounds."""
+    in_second_half = False
+    """Whether only the second half of a message is, so that the first may be rounded."""
 
     def message(self, anchor: Tensor, weights: Tensor) -> Tensor:
         """What this replica puts on the wire, for the anchor φ and the weights θ, both flat: by default Δ = φ - θ.
@@ -91,9 +93,11 @@ def refuse_rounded_weights(outer: torch.optim.Optimizer, codec: Codec, encoded: 
 
     Raises UserError.
     """
-    if not sends_weights(outer):
+    if not (isinstance(outer, OuterOptimizer) and outer.sends_weights):
         return
-    if not (codec.traits.lossless or codec.traits.needs_receiver):
+    traits = codec.traits
+    carried = traits.halves[1] if outer.in_second_half and traits.halves else traits
+    if not carried.keeps_weights:
         raise UserError(
             f"the outer optimizer {type(outer).__name__} sends whole weights, in which {codec!r} would round "
             "small steps away; use methods.noloco, or an outer optimizer of pseudo-gradients, such as torch's SGD"
@@ -159,7 +163,7 @@ class SplitGossip(GossipNesterov):
     message has twice the numbers, so it is for codecs that compress much.
     """
 
-    sends_weights = False
+    in_second_half = True
 
     def message(self, anchor: Tensor, weights: Tensor) -> Tensor:
         """β·(φ - θ), then -γ·φ: twice the anchor's length."""

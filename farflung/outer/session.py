@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from farflung.codecs.packets import described
 from farflung.errors import UserError, suggestion
 from farflung.hooks.buffers import average
 from farflung.hooks.digests import digest
@@ -288,8 +288,7 @@ class Session:
             "way of averaging": method.averaging,
             "outer optimizer": f"{type(self.outer).__name__} {settings}" if self.outer else "none",
         }
-        # Where an object lies in memory is not a setting.
-        return [Fact(what, (re.sub(r" at 0x[0-9a-f]+", "", str(part)),), SETTING) for what, part in parts.items()]
+        return [Fact(what, (described(part),), SETTING) for what, part in parts.items()]
 
     def _look(self) -> None:
         """Finds frozen weights that the loop moves itself. Raises UserError where they cannot go along."""

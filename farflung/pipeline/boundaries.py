@@ -27,7 +27,7 @@ class Boundary:
     ) -> None:
         self._subspace = subspace
         self._device = torch.device(device)
-        self._like = torch.empty(*shape[:-1], subspace.rank if subspace else shape[-1])
+        self._like = torch.empty(*shape[:-1], subspace.rank if subspace else shape[-1], dtype=torch.float32)
         self._codec = None if codec.traits.lossless else codec
         self._room = self._like
         if self._codec:
