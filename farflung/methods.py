@@ -87,7 +87,8 @@ class RoundSettings(Checked):
 
     def __post_init__(self) -> None:
         """Takes a method's present name for an old one. Raises UserError for values out of their limits."""
-        object.__setattr__(self, "method", RECIPES.current(self.method))
+        if isinstance(self.method, str):
+            object.__setattr__(self, "method", RECIPES.current(self.method))
         super().__post_init__()
 
     def given(self) -> dict[str, Any]:

@@ -27,8 +27,9 @@ def attached(method: Method, kind: type[torch.optim.Optimizer] = torch.optim.Ada
 
 
 def test_old_names_of_options_work_and_warn() -> None:
-    with pytest.warns(DeprecationWarning, match="attach's deadline is called deadline_s now"):
+    with pytest.warns(DeprecationWarning, match="attach's deadline is called deadline_s now") as told:
         assert attached(methods.noloco(every=1), deadline=7).deadline_s == 7
+    assert told[0].filename == __file__
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,7 @@ def completed(given: Mapping[str, Any]) -> Options:
     for name, value in given.items():
         if name in _FORMERLY:
             told = f"attach's {name} is called {_FORMERLY[name]} now; the old name goes with the next version"
-            warnings.warn(told, DeprecationWarning, stacklevel=4)
+            warnings.warn(told, DeprecationWarning, stacklevel=3)
             name = _FORMERLY[name]
         if name not in USUAL:
             raise UserError(f"attach has no option {name!r}{suggestion(name, list(USUAL))}")
