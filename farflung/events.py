@@ -129,7 +129,7 @@ class RoundEvent(Event):
     bytes_sent: int
     """Bytes that this process has sent since its round before."""
     compression_error: float = 0.0
-    """The share, 0 to 1, of the message's norm that its packet left out."""
+    """The norm of what its packet left out, as a part of the message's; it can be more than 1."""
     effective_rank: float | None = None
     """Of an adapting run: the effective rank of the averaged message."""
     share: float | None = None

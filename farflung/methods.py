@@ -27,6 +27,7 @@ from farflung.codecs import (
     SplitCodec,
     Threshold,
     TopK,
+    as_codec,
     codec_named,
 )
 from farflung.errors import UserError
@@ -282,7 +283,7 @@ def nolocox(
 
 def _codec(given: Codec | str | None, usual: Codec) -> Codec:
     """A codec, or the one of a name; the usual one where none is given. Raises UserError."""
-    return codec_named(given) if isinstance(given, str) else given or usual
+    return usual if given is None else as_codec(given)
 
 
 def _nesterov(lr: float, momentum: float) -> OuterFactory:

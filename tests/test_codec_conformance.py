@@ -95,6 +95,24 @@ def test_where_a_codec_lies_in_memory_is_no_part_of_what_it_is(make: Callable[[]
 
 
 @every_codec
+@pytest.mark.parametrize(
+    "seen", [lambda x: x[:, ::2], lambda x: x[0, ::2], lambda x: x.t(), lambda x: x[:1, :1].expand(9, 5)]
+)
+def test_how_tensors_lie_in_memory_does_not_matter(name: str, seen: Callable[[Tensor], Tensor]) -> None:
+    tensors = [seen(tensor) for tensor in message(0)[::2] * 2]
+    for codec in (CASES[name](), CASES[name]()):
+        packets = [codec.encode(tensors), CASES[name]().encode([tensor.clone().contiguous() for tensor in tensors])]
+        assert torch.equal(*packets)
+
+
+@every_codec
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.bool, torch.complex64, torch.float8_e4m3fn])
+def test_what_is_no_usual_float_is_refused_in_one_line(name: str, dtype: torch.dtype) -> None:
+    with pytest.raises(UserError, match=f"holds a tensor of {dtype}; codecs carry torch.float32"):
+        CASES[name]().encode([torch.ones(8, 8).to(dtype)] * 2)
+
+
+@every_codec
 def test_what_is_lost_is_what_traits_and_error_say(name: str) -> None:
     codec, sent = CASES[name](), message(0)
     packet = codec.encode(sent)
@@ -190,6 +208,13 @@ def test_any_two_work_together_or_are_refused_in_one_line(one: str) -> None:
 def test_what_only_works_alone_is_refused_where_it_is_joined(make: Callable[[], Codec]) -> None:
     with pytest.raises(UserError, match=r"only works alone; [^\n]*$"):
         make()
+
+
+@pytest.mark.parametrize("other", ["int4", 4, None, Quantize])
+def test_only_codecs_are_joined(other: Any) -> None:
+    for join in (lambda: Quantize(bits=4) | other, lambda: ErrorFeedback(other)):
+        with pytest.raises(UserError, match=r"is no codec; give one, as farflung.codec_named makes it"):
+            join()
 
 
 def test_what_needs_whole_tensors_must_come_first() -> None:

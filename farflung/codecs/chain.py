@@ -13,7 +13,7 @@ from torch import Tensor
 
 from farflung.codecs.base import Codec, Compound, NotFiniteError
 from farflung.codecs.packets import Packet, PacketError, pack, packed_nbytes, unpack
-from farflung.codecs.values import finite, fit
+from farflung.codecs.values import check_floating, finite, fit
 from farflung.errors import UserError
 from farflung.renamed import Formerly
 
@@ -87,6 +87,7 @@ class Chain(Compound):
 
     def encode(self, tensors: Sequence[Tensor]) -> Packet:
         """See Codec."""
+        check_floating(tensors)
         if not all(finite(tensor) for tensor in tensors):
             raise NotFiniteError("the message holds NaN or infinity; it was not sent")
         table: list[list[Tensor]] = []
@@ -169,5 +170,7 @@ def _transforms(codec: Codec) -> tuple[Transform, ...]:
 
 def check_composable(codec: Codec) -> None:
     """Refuses to join a codec to others, or to feed it back, where that cannot be. Raises UserError."""
+    if not isinstance(codec, Codec):
+        raise UserError(f"{codec!r} is no codec; give one, as farflung.codec_named makes it of a name")
     if not codec.traits.composable:
         raise UserError(f"{codec!r} only works alone; leave out what it is joined to")

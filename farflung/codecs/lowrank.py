@@ -19,6 +19,8 @@ from farflung.errors import UserError
 
 _RANK_BYTES = 4
 """Bytes of the rank, an int32."""
+_MOST = 1 << 20
+"""The highest rank: more than matrices have."""
 
 
 @dataclass
@@ -42,8 +44,8 @@ class LowRank(Transform):
     _bases: list[Tensor] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if self.rank < 1:
-            raise UserError(f"LowRank has rank={self.rank}; choose at least 1")
+        if not 1 <= self.rank <= _MOST:
+            raise UserError(f"LowRank has rank={self.rank}; choose 1 to {_MOST}")
 
     @property
     def traits(self) -> Traits:

@@ -50,7 +50,7 @@ def pack(codecs: Sequence[object], tensors: Sequence[Tensor], table: Sequence[Se
     pieces = [_bytes(struct.pack(f"<{len(words)}Q", *words)).to(device)]
     for part in table[-1]:
         rest = torch.zeros(-part.nbytes % _WORD, dtype=torch.uint8, device=device)
-        pieces += [part.reshape(-1).view(torch.uint8), rest]
+        pieces += [part.reshape(-1).contiguous().view(torch.uint8), rest]
     packet = torch.cat([torch.empty(_HEADER.size, dtype=torch.uint8, device=device), *pieces])
     payload = packet[_HEADER.size :]
     fields = MAGIC, VERSION, codec_id(codecs), shapes_hash(tensors), payload.numel(), _checksum(payload)

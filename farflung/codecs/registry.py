@@ -38,8 +38,15 @@ CODECS: Registry[Name] = Registry(
 """All codecs that settings can name."""
 
 
+def as_codec(given: Codec | str) -> Codec:
+    """A codec, or the one of a name. Raises UserError."""
+    return given if isinstance(given, Codec) else codec_named(given)
+
+
 def codec_named(name: str) -> Codec:
     """The codec of a name such as `ef-lowrank64-int4`. Raises UserError."""
+    if not isinstance(name, str):
+        raise UserError(f"{name!r} is no codec; give one, or a name such as int4")
     name = re.sub("(?<![^-])frequency(?![^-])", lambda found: CODECS.current(found[0]), name)
     return _codec(name, name)
 

@@ -80,7 +80,8 @@ def _message(method: Method, shapes: Sequence[Shape]) -> tuple[Codec, list[Tenso
     outlines = [torch.empty(shape, dtype=torch.float32, device="meta") for shape in shapes]
     if method.outer is not None:
         return method.codec, outlines * _outer(method.outer)[0]
-    notes = list(torch.empty(len(shapes) + NOTES, dtype=torch.float32, device="meta").unbind())
+    told = sum(map(bool, map(math.prod, shapes)))  # of a parameter without values there is nothing to say
+    notes = list(torch.empty(told + NOTES, dtype=torch.float32, device="meta").unbind())
     return method.codec if method.codec.traits.lossless else Noted(method.codec), outlines + notes
 
 

@@ -33,7 +33,7 @@ class Result:
         group: who took part; empty when the replica sat out.
         outcome: how it ended.
         reason: why it did not end as averaged.
-        compression_error: the part of the message, 0 to 1, that its packet left out.
+        compression_error: what its packet left out of the message, see Round.
         apart: whether anchors differ that should be equal.
     """
 
@@ -61,9 +61,10 @@ class Round:
     """What happened in one round of one replica. Times are seconds on the network's clock.
 
     The exchange ran from `started` to `finished`; the replica stood waiting from `waited_from` to `landed`.
-    `group` is empty when the replica sat out. `compression_error` is the part of the message, 0 to 1, that its packet
-    left out. An adapting loop tells the averaged message's `effective_rank`, and what it has decided for the next
-    round: which `share` of its first rank the codec may have, and `every`, the steps until then.
+    `group` is empty when the replica sat out. `compression_error` is the size of what its packet left out, as a part of
+    the message's: 0 where nothing is lost, and more than 1 where a coarse grid errs by more than the values amount to.
+    An adapting loop tells the averaged message's `effective_rank`, and what it has decided for the next round: which
+    `share` of its first rank the codec may have, and `every`, the steps until then.
     """
 
     round: int

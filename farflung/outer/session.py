@@ -71,12 +71,30 @@ def completed(given: Mapping[str, Any]) -> Options:
             told = f"attach's {name} is called {_FORMERLY[name]} now; the old name goes with the next version"
             warnings.warn(told, DeprecationWarning, stacklevel=3)
             name = _FORMERLY[name]
+            if name in given:
+                raise UserError(f"{name} is given twice, once by its old name; remove one of them")
         if name not in USUAL:
             raise UserError(f"attach has no option {name!r}{suggestion(name, list(USUAL))}")
         options[name] = value
     if options["buffers"] not in ("end", "round"):
         raise UserError(f"buffers is {options['buffers']!r}; choose 'end' or 'round'")
+    for name in ("deadline_s", "starting_s"):
+        if not (isinstance(options[name], int | float) and options[name] > 0):
+            raise UserError(f"{name} is {options[name]!r}; give seconds, more than 0")
+    if not (options["on_round"] is None or callable(options["on_round"])):
+        raise UserError(f"on_round is {options['on_round']!r}; give a function, which is told of every round")
+    _check_device(options["outer_device"])
     return options  # type: ignore[return-value]
+
+
+def _check_device(given: Any) -> None:
+    try:
+        device = torch.device(given or "cpu")
+        usable = torch.empty(0, device=device).device.type != "meta"
+    except (RuntimeError, AssertionError, TypeError, NotImplementedError):
+        usable = False
+    if not usable:
+        raise UserError(f"outer_device is {given!r}, which this machine does not have; give another, such as 'cpu'")
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from typing import Any, Generic, NoReturn, TypeVar
 import torch
 from torch import Tensor
 
+from farflung.errors import UserError
 from farflung.networks.base import (
     Combine,
     Finished,
@@ -43,9 +44,11 @@ class ReplicaDiedError(BaseException):
 
 
 class Simulation:
-    """The simulated replicas, and who of them runs now."""
+    """The simulated replicas, and who of them runs now. Raises UserError for a number of them that is none."""
 
     def __init__(self, replicas: int, conditions: Conditions | None = None) -> None:
+        if not isinstance(replicas, int) or replicas < 1:
+            raise UserError(f"replicas is {replicas!r}; give a whole number, at least 1")
         self.conditions = conditions or Conditions()
         self.cluster = SimulatedCluster(replicas, self.conditions)
         self.cluster.when_dead = self._stop
