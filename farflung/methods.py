@@ -304,9 +304,17 @@ _ALL = (
     local,
 )
 
+
+def _check(recipe: Callable[..., Method]) -> None:
+    if not isinstance(made := recipe(), Method):
+        raise TypeError(f"it makes {made!r}, which is no farflung.Method")
+    inspect.signature(recipe, eval_str=True)
+
+
 RECIPES: Registry[Callable[..., Method]] = Registry(
     "method",
     {recipe.__name__.replace("_", "-"): recipe for recipe in _ALL},
+    _check,
     renamed={"dct": "dynamic-threshold"},
 )
 """The methods that the command line offers, by name."""
@@ -320,7 +328,7 @@ __getattr__ = renamed(__name__, {"dct": "dynamic_threshold", "settings_of": "def
 def defaults_of(name: str) -> dict[str, Any]:
     """A method's settings and their defaults. Raises UserError for a name that is none."""
     parameters = inspect.signature(RECIPES[name]).parameters
-    return {key: parameter.default for key, parameter in parameters.items()}
+    return {key: one.default for key, one in parameters.items() if one.default is not one.empty}
 
 
 def chosen(rounds: RoundSettings, seed: int = 0, steps: int = 0) -> Method:

@@ -95,10 +95,13 @@ class Settings:
     network: NetworkSettings = field(default_factory=NetworkSettings)
 
     def __post_init__(self) -> None:
-        """Raises UserError for a workload that calls a setting as another room does."""
+        """Raises UserError for a workload, or a package's method, that calls a setting as another room does."""
         names = Counter(one.name for one in _fields(self))
         if twice := [name for name, count in names.items() if count > 1]:
-            raise UserError(f"workload {self.run.workload} has a setting {twice[0]}, which every run has; rename it")
+            rounds = {one.name for one in dataclasses.fields(RoundSettings)}
+            of_method = twice[0] in vars(self.rounds) and twice[0] not in rounds
+            kinds, name = (methods.RECIPES, self.rounds.method) if of_method else (WORKLOADS, self.run.workload)
+            raise UserError(f"{kinds.described(name)} has a setting {twice[0]}, which every run has; rename it")
 
     @classmethod
     def of(cls, **values: Any) -> Settings:

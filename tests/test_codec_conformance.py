@@ -36,7 +36,6 @@ from farflung.codecs import (
 )
 from farflung.codecs.packets import _HEADER, MAGIC, VERSION
 from farflung.errors import UserError
-from farflung.registry import Registry
 
 EXAMPLES = [example for row in CODECS.values() for example in row.examples]
 
@@ -329,28 +328,3 @@ def test_the_readme_lists_every_codec() -> None:
     readme = (Path(__file__).parents[1] / "README.md").read_text()
     rows = [f"| {', '.join(f'`{name}`' for name in row.examples)} | {row.travels} |" for row in CODECS.values()]
     assert "\n".join(["| name | what is sent |", "| --- | --- |", *rows, ""]) in readme
-
-
-PLUGIN = """
-from farflung.codecs import Name, Quantize
-NAME = Name(pattern=r"whole(\\d)", make=lambda bits: Quantize(bits=int(bits)), examples=("whole8",), travels="whole")
-"""
-
-
-def test_an_installed_package_adds_a_codec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "their_codecs.py").write_text(PLUGIN)
-    folder = tmp_path / "their_codecs-1.dist-info"
-    folder.mkdir()
-    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: their-codecs\nVersion: 1\n")
-    entry = "[farflung.codecs]\n{} = their_codecs:{}\n"
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr("farflung.codecs.registry.CODECS", Registry("codec", dict(CODECS)))
-    (folder / "entry_points.txt").write_text(entry.format("whole", "NAME"))
-    assert codec_named("ef-topk5-whole4") == ErrorFeedback(TopK(share=0.05) | Quantize(bits=4))
-    with pytest.raises(UserError, match="whole8"):
-        codec_named("zip")
-    monkeypatch.setattr("farflung.codecs.registry.CODECS", Registry("codec", dict(CODECS)))
-    (folder / "entry_points.txt").write_text(entry.format("whole", "ROW"))
-    assert codec_named("int8") == Quantize(bits=8)
-    with pytest.raises(UserError, match=r"the codec 'whole' of the package their-codecs cannot be loaded .* repair"):
-        codec_named("whole8")

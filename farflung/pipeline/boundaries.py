@@ -98,7 +98,7 @@ def boundary_named(name: str) -> tuple[int, Codec]:
 
 def boundary_names() -> str:
     """What can be written, in one line."""
-    examples = (example for row in CODECS.values() for example in row.examples)
+    examples = (example for _, row in CODECS.usable() for example in row.examples)
     plain = [example for example in examples if _is_plain(codec_named(example))]
     return f"{', '.join(plain)}, subspace32 (numbers a token); joined with -, as in topk10-int8 or subspace32-int8"
 

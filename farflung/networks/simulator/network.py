@@ -44,7 +44,10 @@ class ReplicaDiedError(BaseException):
 
 
 class Simulation:
-    """The simulated replicas, and who of them runs now. Raises UserError for a number of them that is none."""
+    """The simulated replicas, and who of them runs now.
+
+    Raises UserError for a number of replicas that is none.
+    """
 
     def __init__(self, replicas: int, conditions: Conditions | None = None) -> None:
         if not isinstance(replicas, int) or replicas < 1:
