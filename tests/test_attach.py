@@ -48,7 +48,6 @@ def test_old_names_of_options_work_and_warn() -> None:
         ({"starting_s": "5"}, "starting_s is '5'; give seconds, more than 0"),
         ({"on_round": 5}, "on_round is 5; give a function"),
         ({"outer_device": "nonsense"}, "outer_device is 'nonsense', which this machine does not have"),
-        ({"outer_device": "meta"}, "outer_device is 'meta', which this machine does not have"),
         ({"outer_device": [5]}, "outer_device is [5], which this machine does not have"),
         ({"robust": "median"}, "only peers on the internet need it; leave it out"),
     ],

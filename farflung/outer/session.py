@@ -89,12 +89,10 @@ def completed(given: Mapping[str, Any]) -> Options:
 
 def _check_device(given: Any) -> None:
     try:
-        device = torch.device(given or "cpu")
-        usable = torch.empty(0, device=device).device.type != "meta"
-    except (RuntimeError, AssertionError, TypeError, NotImplementedError):
-        usable = False
-    if not usable:
-        raise UserError(f"outer_device is {given!r}, which this machine does not have; give another, such as 'cpu'")
+        torch.empty(0, device=torch.device(given or "cpu"))
+    except (RuntimeError, AssertionError, TypeError, NotImplementedError) as error:
+        told = f"outer_device is {given!r}, which this machine does not have; give another, such as 'cpu'"
+        raise UserError(told) from error
 
 
 @dataclass(frozen=True)
