@@ -2,14 +2,18 @@
 
 A process of a replica writes them (training/events.py); live view and report read them. A line has its kind as `event`,
 and the fields of that kind. Fields that are None are left out, and numbers that are not finite are written as null.
-A reader leaves out kinds and fields that it does not know, so that newer releases may add some.
+A reader takes null for NaN where a number must be. It leaves out kinds and fields that it does not know, so that newer
+releases may add some; and lines with values of other types, which it counts.
 """
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import json
 import math
+import types
+import typing
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -129,7 +133,7 @@ class RoundEvent(Event):
     bytes_sent: int
     """Bytes that this process has sent since its round before."""
     compression_error: float = 0.0
-    """The share, 0 to 1, of the message's norm that its packet left out."""
+    """The norm of what its packet left out, as a part of the message's; it can be more than 1."""
     effective_rank: float | None = None
     """Of an adapting run: the effective rank of the averaged message."""
     share: float | None = None
@@ -147,6 +151,16 @@ class EvaluationEvent(ProgressEvent):
     """Mean loss of the held-out sequences, in nats a token; None when it is not finite."""
     sample: str
     """Some of the replica's weights, always the same ones: float32, little-endian, base64."""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for a sample that is none."""
+        if len(self.weights) % 4:
+            raise ValueError("the sample is no float32 numbers")
+
+    @property
+    def weights(self) -> bytes:
+        """The sample's bytes."""
+        return base64.b64decode(self.sample, validate=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,6 +208,13 @@ _KINDS: dict[str, type[Event]] = {
 }
 
 
+_TYPES: dict[type[Event], dict[str, Any]] = {
+    kind: {field.name: typing.get_type_hints(kind)[field.name] for field in dataclasses.fields(kind)}
+    for kind in _KINDS.values()
+}
+"""Of each kind's fields, by name."""
+
+
 def line_of(event: Event) -> bytes:
     """An event as a line, without its end."""
     table: dict[str, Any] = {"event": event.kind}
@@ -227,16 +248,32 @@ def _table_in(line: bytes) -> dict[str, Any]:
     """What a line holds; empty where it is no event."""
     try:
         table = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     sound = isinstance(table, dict) and isinstance(table.get("event"), str) and isinstance(table.get("step"), int)
     return table if sound else {}
 
 
 def _event_of(kind: type[Event], table: dict[str, Any]) -> Event | None:
-    """None when a field is missing."""
-    known = {field.name for field in dataclasses.fields(kind)}
-    try:
-        return kind(**{name: value for name, value in table.items() if name in known})
-    except TypeError:
+    """None when a field is missing, or is of another type."""
+    hints = _TYPES[kind]
+    known = {name: value for name, value in table.items() if name in hints}
+    known |= {name: math.nan for name, value in known.items() if value is None and hints[name] is float}
+    if not all(_fits(value, hints[name]) for name, value in known.items()):
         return None
+    try:
+        return kind(**known)
+    except (TypeError, ValueError):
+        return None
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether what JSON gives is of a field's type."""
+    kind, inside = typing.get_origin(hint) or hint, typing.get_args(hint)
+    if kind is types.UnionType:
+        return any(_fits(value, one) for one in inside)
+    if kind is Sequence:
+        return isinstance(value, list) and all(_fits(one, *inside) for one in value)
+    if kind is dict:
+        return isinstance(value, dict) and all(_fits(one, inside[1]) for one in value.values())
+    return type(value) in ((int, float) if kind is float else (kind,))

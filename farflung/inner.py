@@ -73,9 +73,12 @@ class MuonAdamW(torch.optim.Optimizer):
         for part, group in zip(self._parts, self.param_groups, strict=True):
             part.param_groups, part.state = [group], self.state
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes on from a `state_dict`."""
-        super().load_state_dict(state_dict)
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_parts": self._parts}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """For copies and pickles; `load_state_dict` calls it, too."""
+        super().__setstate__(state)
         self._share()
 
     def step(self, closure: Any = None) -> Any:

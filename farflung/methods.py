@@ -27,6 +27,7 @@ from farflung.codecs import (
     SplitCodec,
     Threshold,
     TopK,
+    as_codec,
     codec_named,
 )
 from farflung.errors import UserError
@@ -87,7 +88,8 @@ class RoundSettings(Checked):
 
     def __post_init__(self) -> None:
         """Takes a method's present name for an old one. Raises UserError for values out of their limits."""
-        object.__setattr__(self, "method", RECIPES.current(self.method))
+        if isinstance(self.method, str):
+            object.__setattr__(self, "method", RECIPES.current(self.method))
         super().__post_init__()
 
     def given(self) -> dict[str, Any]:
@@ -249,11 +251,11 @@ def noloco(
     """
     codec = _codec(codec, Dense())
     # Rounding must be in proportion to what is new, and whole anchors are not: modulo sends what differs of them.
-    together = codec.traits.lossless or codec.traits.needs_receiver
+    together = codec.traits.keeps_weights
     return Method(
         schedule=Schedule(every, fragments, delay),
         topology=RandomGroups(group_size, seed),
-        codec=codec if together else SplitCodec(codec, Modulo(bits=4, round_robin=2)),
+        codec=codec if together or codec.traits.halves else SplitCodec(codec, Modulo(bits=4, round_robin=2)),
         outer=partial(GossipNesterov if together else SplitGossip, lr=outer_lr, momentum=outer_momentum, gamma=gamma),
         merge=merge_named(merge),
         averaging="whole",
@@ -281,7 +283,7 @@ def nolocox(
 
 def _codec(given: Codec | str | None, usual: Codec) -> Codec:
     """A codec, or the one of a name; the usual one where none is given. Raises UserError."""
-    return codec_named(given) if isinstance(given, str) else given or usual
+    return usual if given is None else as_codec(given)
 
 
 def _nesterov(lr: float, momentum: float) -> OuterFactory:
@@ -302,9 +304,17 @@ _ALL = (
     local,
 )
 
+
+def _check(recipe: Callable[..., Method]) -> None:
+    if not isinstance(made := recipe(), Method):
+        raise TypeError(f"it makes {made!r}, which is no farflung.Method")
+    inspect.signature(recipe, eval_str=True)
+
+
 RECIPES: Registry[Callable[..., Method]] = Registry(
     "method",
     {recipe.__name__.replace("_", "-"): recipe for recipe in _ALL},
+    _check,
     renamed={"dct": "dynamic-threshold"},
 )
 """The methods that the command line offers, by name."""
@@ -318,7 +328,7 @@ __getattr__ = renamed(__name__, {"dct": "dynamic_threshold", "settings_of": "def
 def defaults_of(name: str) -> dict[str, Any]:
     """A method's settings and their defaults. Raises UserError for a name that is none."""
     parameters = inspect.signature(RECIPES[name]).parameters
-    return {key: parameter.default for key, parameter in parameters.items()}
+    return {key: one.default for key, one in parameters.items() if one.default is not one.empty}
 
 
 def chosen(rounds: RoundSettings, seed: int = 0, steps: int = 0) -> Method:

@@ -3,40 +3,74 @@
 from __future__ import annotations
 
 import functools
+import logging
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import EntryPoint, entry_points
 from typing import TypeVar
 
 from farflung.errors import UserError, suggestion
 
 T = TypeVar("T")
+log = logging.getLogger("farflung")
 
 
 class Registry(Mapping[str, T]):
     """Things of one kind, such as "method", by name. A package adds some by an entry point of group `farflung.KINDs`.
 
-    Renamed ones work under their old names for one version more, with a warning.
+    Renamed ones work under their old names for one version more, with a warning. `check` raises an error for what a
+    package adds and is nothing of the kind.
     """
 
-    def __init__(self, kind: str, rows: Mapping[str, T], renamed: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, kind: str, rows: Mapping[str, T], check: Callable[[T], None], renamed: Mapping[str, str] | None = None
+    ) -> None:
         self.kind = kind
         self._rows = dict(rows)
+        self._check = check
         self._renamed = renamed or {}
+        self._left_out: set[str] = set()
 
     @functools.cached_property
     def _added(self) -> dict[str, EntryPoint]:
-        found = entry_points(group=f"farflung.{self.kind}s")
-        return {entry.name: entry for entry in found if entry.name not in self._rows}
+        found: dict[str, EntryPoint] = {}
+        for entry in entry_points(group=f"farflung.{self.kind}s"):
+            if entry.name in found:
+                log.warning(
+                    "%s is left out: %s has that name; rename it", _named(self.kind, entry), _package(found[entry.name])
+                )
+            elif entry.name in self._rows or entry.name in self._renamed:
+                log.warning(
+                    "%s is left out: farflung has, or had, one of that name; rename it", _named(self.kind, entry)
+                )
+            else:
+                found[entry.name] = entry
+        return found
 
     def __getitem__(self, name: str) -> T:
-        """Raises UserError for a name that there is not, and for a package that cannot be imported."""
+        """Raises UserError for a name that there is not, and for what a package adds and cannot be used."""
         name = self.current(name)
         if name not in self:
             raise UserError(f"there is no {self.kind} {name!r}{suggestion(name, list(self))}")
         if name not in self._rows:
             self._rows[name] = self._loaded(self._added[name])
         return self._rows[name]
+
+    def usable(self) -> Iterator[tuple[str, T]]:
+        """All, farflung's own first, but for those of packages that cannot be used; each of these is told of once."""
+        for name in self:
+            try:
+                row = self[name]
+            except UserError as error:
+                if name not in self._left_out:
+                    log.warning("%s", error)
+                self._left_out.add(name)
+            else:
+                yield name, row
+
+    def described(self, name: str) -> str:
+        """What to call one in a message, with its package."""
+        return _named(self.kind, self._added[name]) if name in self._added else f"the {self.kind} {name!r}"
 
     def current(self, name: str) -> str:
         """What a name is now; warns of an old one."""
@@ -62,10 +96,17 @@ class Registry(Mapping[str, T]):
     def _loaded(self, entry: EntryPoint) -> T:
         try:
             loaded: T = entry.load()
-        except Exception as error:
-            package = entry.dist.name if entry.dist else entry.value
-            raise UserError(
-                f"the {self.kind} {entry.name!r} of the package {package} cannot be loaded "
-                f"({type(error).__name__}: {error}); repair or remove that package"
-            ) from error
+            self._check(loaded)
+        except (Exception, SystemExit) as error:
+            why = " ".join(f"{type(error).__name__}: {error}".split())
+            told = f"{_named(self.kind, entry)} cannot be loaded ({why}); repair or remove that package"
+            raise UserError(told) from error
         return loaded
+
+
+def _package(entry: EntryPoint) -> str:
+    return f"the package {entry.dist.name if entry.dist else entry.value}"
+
+
+def _named(kind: str, entry: EntryPoint) -> str:
+    return f"the {kind} {entry.name!r} of {_package(entry)}"

@@ -95,10 +95,13 @@ class Settings:
     network: NetworkSettings = field(default_factory=NetworkSettings)
 
     def __post_init__(self) -> None:
-        """Raises UserError for a workload that calls a setting as another room does."""
+        """Raises UserError for a workload, or a package's method, that calls a setting as another room does."""
         names = Counter(one.name for one in _fields(self))
         if twice := [name for name, count in names.items() if count > 1]:
-            raise UserError(f"workload {self.run.workload} has a setting {twice[0]}, which every run has; rename it")
+            rounds = {one.name for one in dataclasses.fields(RoundSettings)}
+            of_method = twice[0] in vars(self.rounds) and twice[0] not in rounds
+            kinds, name = (methods.RECIPES, self.rounds.method) if of_method else (WORKLOADS, self.run.workload)
+            raise UserError(f"{kinds.described(name)} has a setting {twice[0]}, which every run has; rename it")
 
     @classmethod
     def of(cls, **values: Any) -> Settings:
@@ -112,7 +115,7 @@ class Settings:
         if workload != self.run.workload and isinstance(workload, str):
             tables["workload"] = WORKLOADS[workload].Settings()
         method = values.get("method", self.rounds.method)
-        if method != self.rounds.method and method in methods.RECIPES:
+        if method != self.rounds.method and isinstance(method, str) and method in methods.RECIPES:
             tables["rounds"] = self.rounds.of_method(method)
         values = _under_new_names(values, replace(self, **tables))
         for name, table in (vars(self) | tables).items():
@@ -151,7 +154,7 @@ class Settings:
     def settled(self) -> Settings:
         """With the inner optimizer and the learning rate that a run takes where they do not say. Raises UserError."""
         inner = self.method().inner
-        name = next(name for name, known in INNER.items() if known is inner)
+        name = next((name for name, known in INNER.items() if known is inner), None)  # None: a method's very own
         return self.changed(inner=name, lr=self.inner.lr or inner.lr)
 
 
@@ -167,6 +170,8 @@ def _fields(settings: Settings) -> list[dataclasses.Field[Any]]:
 def _under_new_names(values: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
     renamed = new_names(map(type, vars(settings).values()))
     for old in renamed.keys() & values.keys():
+        if renamed[old] in values:
+            raise UserError(f"{renamed[old]} is given twice, once by its old name {old}; remove one of them")
         tell_renamed(old, renamed[old])
     return {renamed.get(name, name): value for name, value in values.items()}
 

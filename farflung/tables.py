@@ -7,7 +7,6 @@ import dataclasses
 import enum
 import inspect
 import json
-import math
 import operator
 import sys
 import textwrap
@@ -162,10 +161,13 @@ def _field_of(hint: Any, key: str, value: Any, where: str) -> Any:
 
 
 def flattened(table: Mapping[str, Any]) -> dict[str, Any]:
-    """What a table and the tables in it hold, by key."""
+    """What a table and the tables in it hold, by key. Raises UserError for what is there twice."""
     found: dict[str, Any] = {}
     for key, value in table.items():
-        found |= value if isinstance(value, dict) else {key: value}
+        more = value if isinstance(value, dict) else {key: value}
+        if twice := sorted(found.keys() & more.keys()):
+            raise UserError(f"{twice[0]} is given twice; remove one of them")
+        found |= more
     return found
 
 
@@ -195,5 +197,5 @@ def _check_type(name: str, value: object, kind: Any) -> None:
     if type(value) not in accepted and not (isinstance(value, Path) and Path in kinds):
         wanted = " or ".join(k.__name__ for k in kinds if k is not types.NoneType)
         raise UserError(f"{name} is {value!r}; it must be of type {wanted}")
-    if isinstance(value, float) and not math.isfinite(value):
+    if float in kinds and isinstance(value, float | int) and not abs(value) <= sys.float_info.max:
         raise UserError(f"{name} is {value}; it must be a finite number")

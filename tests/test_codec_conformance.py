@@ -6,7 +6,7 @@ import copy
 import io
 import itertools
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +31,11 @@ from farflung.codecs import (
     SplitCodec,
     Threshold,
     TopK,
+    Transform,
     codec_named,
 )
 from farflung.codecs.packets import _HEADER, MAGIC, VERSION
 from farflung.errors import UserError
-from farflung.registry import Registry
 
 EXAMPLES = [example for row in CODECS.values() for example in row.examples]
 
@@ -74,6 +74,41 @@ def tensors_in(state: Any) -> int:
         return state.nbytes
     inside = state.values() if isinstance(state, dict) else state if isinstance(state, list | tuple) else ()
     return sum(map(tensors_in, inside))
+
+
+class Unnamed(Transform):
+    """One of a user's own, which does not say what it is."""
+
+    def forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        return [tensor.reshape(-1).bfloat16() for tensor in tensors]
+
+    def inverse(self, parts: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
+        return [part.float() for part in parts]
+
+
+@pytest.mark.parametrize("make", [Unnamed, lambda: ErrorFeedback(Unnamed()), lambda: Unnamed() | Quantize(bits=4)])
+def test_where_a_codec_lies_in_memory_is_no_part_of_what_it_is(make: Callable[[], Codec]) -> None:
+    one, other = make(), make()
+    decoded = other.decode(one.encode(message(0)), message(0))
+    assert torch.equal(decoded[0], one.decode(other.encode(message(0)), message(0))[0])
+
+
+@every_codec
+@pytest.mark.parametrize(
+    "seen", [lambda x: x[:, ::2], lambda x: x[0, ::2], lambda x: x.t(), lambda x: x[:1, :1].expand(9, 5)]
+)
+def test_how_tensors_lie_in_memory_does_not_matter(name: str, seen: Callable[[Tensor], Tensor]) -> None:
+    tensors = [seen(tensor) for tensor in message(0)[::2] * 2]
+    for codec in (CASES[name](), CASES[name]()):
+        packets = [codec.encode(tensors), CASES[name]().encode([tensor.clone().contiguous() for tensor in tensors])]
+        assert torch.equal(*packets)
+
+
+@every_codec
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.bool, torch.complex64, torch.float8_e4m3fn])
+def test_what_is_no_usual_float_is_refused_in_one_line(name: str, dtype: torch.dtype) -> None:
+    with pytest.raises(UserError, match=f"holds a tensor of {dtype}; codecs carry torch.float32"):
+        CASES[name]().encode([torch.ones(8, 8).to(dtype)] * 2)
 
 
 @every_codec
@@ -172,6 +207,13 @@ def test_any_two_work_together_or_are_refused_in_one_line(one: str) -> None:
 def test_what_only_works_alone_is_refused_where_it_is_joined(make: Callable[[], Codec]) -> None:
     with pytest.raises(UserError, match=r"only works alone; [^\n]*$"):
         make()
+
+
+@pytest.mark.parametrize("other", ["int4", 4, None, Quantize])
+def test_only_codecs_are_joined(other: Any) -> None:
+    for join in (lambda: Quantize(bits=4) | other, lambda: ErrorFeedback(other)):
+        with pytest.raises(UserError, match=r"is no codec; give one, as farflung.codec_named makes it"):
+            join()
 
 
 def test_what_needs_whole_tensors_must_come_first() -> None:
@@ -286,28 +328,3 @@ def test_the_readme_lists_every_codec() -> None:
     readme = (Path(__file__).parents[1] / "README.md").read_text()
     rows = [f"| {', '.join(f'`{name}`' for name in row.examples)} | {row.travels} |" for row in CODECS.values()]
     assert "\n".join(["| name | what is sent |", "| --- | --- |", *rows, ""]) in readme
-
-
-PLUGIN = """
-from farflung.codecs import Name, Quantize
-NAME = Name(pattern=r"whole(\\d)", make=lambda bits: Quantize(bits=int(bits)), examples=("whole8",), travels="whole")
-"""
-
-
-def test_an_installed_package_adds_a_codec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "their_codecs.py").write_text(PLUGIN)
-    folder = tmp_path / "their_codecs-1.dist-info"
-    folder.mkdir()
-    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: their-codecs\nVersion: 1\n")
-    entry = "[farflung.codecs]\n{} = their_codecs:{}\n"
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr("farflung.codecs.registry.CODECS", Registry("codec", dict(CODECS)))
-    (folder / "entry_points.txt").write_text(entry.format("whole", "NAME"))
-    assert codec_named("ef-topk5-whole4") == ErrorFeedback(TopK(share=0.05) | Quantize(bits=4))
-    with pytest.raises(UserError, match="whole8"):
-        codec_named("zip")
-    monkeypatch.setattr("farflung.codecs.registry.CODECS", Registry("codec", dict(CODECS)))
-    (folder / "entry_points.txt").write_text(entry.format("whole", "ROW"))
-    assert codec_named("int8") == Quantize(bits=8)
-    with pytest.raises(UserError, match=r"the codec 'whole' of the package their-codecs cannot be loaded .* repair"):
-        codec_named("whole8")

@@ -3,6 +3,7 @@
 import struct
 import zlib
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -440,11 +441,18 @@ def test_names_make_the_codecs_that_they_say() -> None:
         ("ef-modulo4", "modulo"),
         ("topk0", "share=0.0; choose more than 0"),
         ("topk1.2.3", "topk1.2.3"),
-        ("lowrank0", "rank=0; choose at least 1"),
+        ("lowrank0", "rank=0; choose 1 to"),
+        ("lowrank99999999999999999999", "rank=99999999999999999999; choose 1 to"),
         ("modulo9", "bits=9; choose 2 to 8"),
         ("modulo1", "bits=1; choose 2 to 8"),
     ],
 )
 def test_names_that_are_none_are_told(name: str, complaint: str) -> None:
     with pytest.raises(UserError, match=complaint):
+        codec_named(name)
+
+
+@pytest.mark.parametrize("name", [None, 5, ["int4"], b"int4", Quantize])
+def test_what_is_no_name_is_told(name: Any) -> None:
+    with pytest.raises(UserError, match="is no codec; give one, or a name such as int4"):
         codec_named(name)

@@ -473,3 +473,14 @@ def test_a_folder_is_no_file_of_conditions(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match="no conditions 'hme'; did you mean 'home'"):
         conditions_named("hme")
+
+
+@pytest.mark.parametrize("replicas", [0, -1, 1.5, "2", None])
+def test_a_simulation_of_no_replicas_is_refused(replicas: Any) -> None:
+    with pytest.raises(UserError, match=r"replicas is .*; give a whole number, at least 1"):
+        Simulation(replicas)
+
+
+def test_conditions_are_numbers() -> None:
+    with pytest.raises(UserError, match="latency_ms is '5'; it must be a number"):
+        Conditions(latency_ms="5")  # type: ignore[arg-type]

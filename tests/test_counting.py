@@ -12,7 +12,7 @@ from torch import nn
 from farflung import methods
 from farflung.methods import RECIPES, Method
 from farflung.networks import Network, Simulation
-from farflung.outer import message_bytes, traffic_per_hop
+from farflung.outer import bytes_per_parameter, kept_bytes, message_bytes, traffic_per_hop
 from farflung.outer.fragments import split
 from farflung.outer.healing import sketch
 
@@ -87,3 +87,20 @@ def test_what_a_round_sends_is_told_to_the_byte_where_packets_are_of_one_length(
         assert sent == pytest.approx(expected_bytes(method, replicas), rel=0.1)
     else:  # what a threshold lets through of a residual is half to twice what it is set for
         assert 0.5 < sent / expected_bytes(method, replicas) < 2
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_torchs_default_dtype_and_device_do_not_matter(name: str) -> None:
+    def told() -> tuple[float, ...]:
+        method = CASES[name]()
+        return message_bytes(method, SHAPES, 3), kept_bytes(method, SHAPES), bytes_per_parameter(method)
+
+    usual = told()
+    try:
+        torch.set_default_dtype(torch.float64)
+        torch.set_default_device("meta")
+        other = told()
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.set_default_device(None)
+    assert other == usual

@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import dataclasses
 import json
+import re
 import shutil
 import tomllib
 from pathlib import Path
@@ -125,6 +126,41 @@ def test_unknown_kinds_and_fields_are_left_out_and_spoilt_lines_counted() -> Non
     ]
     text = "\n".join([*map(json.dumps, lines), '{"event": "warn'])
     assert events_in(text.encode(), "") == ([WarningEvent(replica=0, at=1.0, step=3, message="odd")], 4)
+
+
+@pytest.mark.parametrize("kind", kinds(), ids=lambda kind: kind.kind)
+def test_a_line_whose_value_is_of_another_type_is_left_out_and_counted(kind: type[Event]) -> None:
+    lines = {str(line["event"]): line for line in lines_of(f"events-{EVENTS.version}.jsonl")}
+    line = lines[kind.kind]
+    assert events_in(json.dumps(line).encode(), "")[1] == 0
+    for field in dataclasses.fields(kind):
+        told = str(field.type)
+        wrong = [["a"], {"a": "b"}, 5 if "str" in told else "x", 1 if "bool" in told else True]
+        for value in [*wrong, *([] if "None" in told or told == "float" else [None])]:
+            assert events_in(json.dumps(line | {field.name: value}).encode(), "") == ([], 1), (field.name, value)
+
+
+@pytest.mark.parametrize("sample", ["###", "AAA=", "AAAA", "é"])
+def test_a_sample_that_is_no_numbers_is_left_out_and_counted(sample: str) -> None:
+    lines = {str(line["event"]): line for line in lines_of(f"events-{EVENTS.version}.jsonl")}
+    assert events_in(json.dumps(lines["evaluation"] | {"sample": sample}).encode(), "") == ([], 1)
+
+
+@pytest.mark.parametrize("spoilt", ["evaluation", "summary", "deep", "nulls"])
+def test_a_run_that_a_disk_has_spoilt_is_reported(spoilt: str, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(RUNS[0], run)
+    events = run / "events/replica-0.jsonl"
+    lines = events.read_text().splitlines()
+    if spoilt == "evaluation":  # as of another model
+        lines = [line.replace('"sample": "', '"sample": "AAAAAAAAAAAAAAAA') for line in lines]
+    if spoilt == "nulls":
+        lines = [re.sub(r": -?\d+\.[\d.e-]+", ": null", line) for line in lines]
+    if spoilt == "deep":
+        lines.append("[" * 100_000)
+    events.write_text("\n".join(lines) + "\n")
+    (run / "summary.json").write_text("[]" if spoilt == "summary" else "{")
+    assert len(write_report([run], tmp_path / "report.html")) == (spoilt == "deep")
 
 
 def test_numbers_that_are_not_finite_are_null_and_what_is_not_known_is_not_there() -> None:

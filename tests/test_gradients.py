@@ -14,10 +14,10 @@ from processes import run_replicas
 from torch import Tensor, nn
 
 from farflung import methods
-from farflung.codecs import ErrorFeedback, Quantize, Threshold
+from farflung.codecs import Codec, Dense, ErrorFeedback, Quantize, Threshold
 from farflung.errors import UserError
-from farflung.networks import SimulatedNetwork, Simulation
-from farflung.outer import Method
+from farflung.networks import Network, SimulatedNetwork, Simulation
+from farflung.outer import Method, RandomGroups, Round, Schedule
 
 optim = torch.optim
 
@@ -257,3 +257,41 @@ def test_an_optimizer_that_trains_nothing_yet_steps_with_the_others() -> None:
 
     seen = Simulation(2).run(work)
     assert torch.equal(seen[0], seen[1]) and not torch.equal(seen[0], flat(Partial()))
+
+
+@pytest.mark.parametrize("codec", [Dense(), Quantize(bits=8), ErrorFeedback(Quantize(bits=2))])
+def test_who_sits_out_keeps_its_own_gradient(codec: Codec) -> None:
+    def work(network: Network) -> tuple[Tensor, list[Round]]:
+        rounds: list[Round] = []
+        model = nn.Linear(6, 1, bias=False)
+        nn.init.ones_(model.weight)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        with Method(Schedule(every=1), topology=RandomGroups(), codec=codec).attach(
+            model, optimizer, network, on_round=rounds.append
+        ):
+            (model.weight * (network.rank + 1)).sum().backward()
+            optimizer.step()
+        return 1 - model.weight.detach(), rounds
+
+    met = dict(enumerate(Simulation(3).run(work)))
+    (alone,) = (rank for rank, (_, rounds) in met.items() if not rounds[0].group)
+    pair = [rank + 1 for rank in met if rank != alone]
+    assert met[alone][1][0].outcome == "sat out"
+    torch.testing.assert_close(met[alone][0], torch.full((1, 6), alone + 1.0))
+    for rank in met.keys() - {alone}:
+        torch.testing.assert_close(met[rank][0], torch.full((1, 6), sum(pair) / 2))
+
+
+@pytest.mark.parametrize("codec", [Dense(), ErrorFeedback(Quantize(bits=4))])
+def test_an_optimizer_of_nothing_but_empty_parameters_steps_with_the_others(codec: Codec) -> None:
+    def work(network: Network) -> Tensor:
+        model = nn.ParameterDict({"empty": torch.zeros(0, 4), "one": torch.zeros(3)})
+        optimizers = [torch.optim.SGD([model[name]], lr=1.0) for name in ("empty", "one")]
+        with methods.ddp(codec=codec).attach(model, optimizers, network):
+            (model["one"].sum() * network.rank + model["empty"].sum()).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+        return model["one"].detach()
+
+    for weights in Simulation(2).run(work):
+        torch.testing.assert_close(weights, torch.full((3,), -0.5))

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +89,18 @@ def test_muon_goes_on_from_its_state_bit_for_bit(tmp_path: Path) -> None:
     of_model, of_optimizer = torch.load(tmp_path / "state")
     again.load_state_dict(of_model)
     other.load_state_dict(of_optimizer)
+    trained(again, [other], range(4, 8))
+    assert torch.equal(weights(model), weights(again))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))])
+def test_a_copy_of_muon_trains_the_copy(copied: Callable[[Any], Any]) -> None:
+    model = Small()
+    optimizer = MuonAdamW(model.named_parameters(), lr=0.01)
+    trained(model, [optimizer], range(4))
+    again, other = copied((model, optimizer))
+    trained(model, [optimizer], range(4, 8))
+    assert not torch.equal(weights(model), weights(again))
     trained(again, [other], range(4, 8))
     assert torch.equal(weights(model), weights(again))
 

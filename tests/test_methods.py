@@ -32,13 +32,16 @@ from farflung.outer import (
     Drop,
     Eager,
     Everyone,
+    GossipNesterov,
     Keep,
     Merge,
     Method,
     Mix,
     OuterLoop,
+    RandomGroups,
     Round,
     Schedule,
+    SplitGossip,
     bytes_per_parameter,
 )
 from farflung.outer.adaptation import Adaptation, effective_ranks
@@ -331,6 +334,46 @@ def test_who_must_end_alike_cannot_take_what_depends_on_the_receiver(codec: Code
     assert methods.diloco(codec=codec, group_size=2).codec == codec
     with pytest.raises(UserError, match="Modulo"):
         Settings.of(method="diloco", codec="modulo4").method()
+
+
+@pytest.mark.parametrize(
+    ("outer", "codec"),
+    [
+        (GossipNesterov, SplitCodec(Quantize(bits=2), Modulo(bits=4))),
+        (GossipNesterov, SplitCodec(Modulo(bits=4), Quantize(bits=2))),
+        (Average, SplitCodec(Quantize(bits=2), Modulo(bits=4))),
+        (Average, ErrorFeedback(Quantize(bits=8))),
+        (SplitGossip, Quantize(bits=2)),
+        (SplitGossip, SplitCodec(Modulo(bits=4), Quantize(bits=2))),
+    ],
+)
+def test_whole_weights_are_never_rounded(outer: Any, codec: Codec) -> None:
+    model = torch.nn.Linear(3, 1)
+    method = Method(Schedule(every=2), topology=RandomGroups(), codec=codec, outer=outer, averaging="whole")
+    with pytest.raises(UserError, match=r"sends whole weights, in which .* would round small steps away"):
+        method.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), SimulatedNetwork.alone())
+
+
+@pytest.mark.parametrize(
+    ("outer", "codec"),
+    [
+        (GossipNesterov, SplitCodec(Dense(), Modulo(bits=4))),
+        (Average, Modulo(bits=4)),
+        (SplitGossip, Dense()),
+        (SplitGossip, Modulo(bits=4)),
+        (SplitGossip, SplitCodec(Quantize(bits=2), Modulo(bits=4))),
+    ],
+)
+def test_what_keeps_weights_is_taken(outer: Any, codec: Codec) -> None:
+    model = torch.nn.Linear(3, 1)
+    method = Method(Schedule(every=2), topology=RandomGroups(), codec=codec, outer=outer, averaging="whole")
+    method.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), SimulatedNetwork.alone())
+
+
+def test_noloco_takes_a_codec_of_halves_as_it_is() -> None:
+    codec = SplitCodec(Quantize(bits=8), Modulo(bits=4))
+    assert methods.noloco(codec=codec).codec == codec
+    assert methods.noloco(codec=codec).outer.func is SplitGossip  # type: ignore[union-attr]
 
 
 def test_eager_needs_a_delay_of_a_whole_round() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import operator
 import warnings
 from collections.abc import Callable
 
@@ -10,8 +11,10 @@ import pytest
 import torch
 
 from farflung import methods
-from farflung.codecs import codec_named
+from farflung.codecs import Codec, Dense, Modulo, Quantize, Transform, codec_named
+from farflung.errors import UserError
 from farflung.networks import SimulatedNetwork
+from farflung.outer import Everyone, RandomGroups
 
 
 @pytest.mark.parametrize(
@@ -35,6 +38,7 @@ from farflung.networks import SimulatedNetwork
         ("farflung.outer", "GossipApart", "farflung.outer.SplitGossip"),
         ("farflung.outer", "Anchored", "farflung.outer.ParameterAveraging"),
         ("farflung.outer", "SignSGD", "farflung.inner.SignSGD"),
+        ("farflung.outer", "names_of", "farflung.inner.names_of"),
         ("farflung.outer", "Disagreement", "farflung.outer.DisagreementError"),
         ("farflung.outer", "Diverged", "farflung.outer.DivergedError"),
     ],
@@ -74,3 +78,71 @@ def test_the_old_name_of_a_method_still_works() -> None:
     outer = methods.diloco().attach(model, torch.optim.SGD(model.parameters(), lr=0.1), SimulatedNetwork.alone())
     with pytest.warns(DeprecationWarning, match="land is called apply_pending now"):
         outer.land()
+
+
+@pytest.mark.parametrize(
+    ("thing", "old", "new"),
+    [
+        (Dense(), "lossless", "traits.lossless"),
+        (Modulo(), "needs_receiver", "traits.needs_receiver"),
+        (Dense(), "shrink_to", "set_budget"),
+        (Dense(), "turn_to", "set_round"),
+        (Modulo(), "wants_expectation", "wants_reference"),
+        (Modulo(), "expect", "set_reference"),
+        (Modulo(), "expect_change", "set_change"),
+        (Dense(), "shrink", "forward"),
+        (Dense(), "restore", "inverse"),
+        (Dense() | Quantize(), "stages", "transforms"),
+        (Modulo(round_robin=3), "turns", "round_robin"),
+        (Everyone(), "alike", "identical"),
+        (RandomGroups(), "alike", "identical"),
+        (SimulatedNetwork.alone(), "relay", "scatter_combine_gather"),
+        (SimulatedNetwork.alone(), "computed", "advance"),
+        (methods.diloco(), "check_open", "check_elastic"),
+    ],
+)
+def test_old_names_of_attributes_still_work(thing: object, old: str, new: str) -> None:
+    with pytest.warns(DeprecationWarning, match=f"{old} is called .*{new} now") as told:
+        found = getattr(thing, old)
+    assert found == operator.attrgetter(new)(thing)
+    assert told[0].filename == __file__
+
+
+def test_old_names_of_arguments_still_work() -> None:
+    with pytest.warns(DeprecationWarning, match=r"Modulo\(turns=\) is called Modulo\(round_robin=\) now") as told:
+        assert Modulo(bits=4, turns=2) == Modulo(bits=4, round_robin=2)
+    assert told[0].filename == __file__
+
+
+def test_an_import_by_an_old_name_warns_once_where_it_stands() -> None:
+    with pytest.warns(DeprecationWarning) as told:
+        exec(compile("from farflung.codecs import Stage", "theirs.py", "exec"), {})
+    assert [one.filename for one in told] == ["theirs.py"]
+
+
+@pytest.mark.parametrize(
+    ("base", "old", "new"),
+    [
+        (Codec, "lossless", "traits"),
+        (Codec, "needs_receiver", "traits"),
+        (Codec, "shrink_to", "set_budget"),
+        (Codec, "turn_to", "set_round"),
+        (Codec, "expect", "set_reference"),
+        (Transform, "expect_change", "set_change"),
+        (Transform, "shrink", "forward"),
+        (Transform, "restore", "inverse"),
+    ],
+)
+def test_a_codec_written_for_the_version_before_is_told_what_its_names_are_now(base: type, old: str, new: str) -> None:
+    with pytest.raises(UserError, match=rf"Theirs says {old}, which is called {new}.* now.*define {new}"):
+        type("Theirs", (base,), {old: True})
+    type("ForBoth", (base,), {old: True, new: True})
+    with pytest.raises(UserError, match=rf"says {old}"):
+        setattr(base(), old, True)
+
+
+@pytest.mark.parametrize("ask", [lambda codec: codec.encode([torch.zeros(3)]), lambda codec: codec.nbytes([])])
+@pytest.mark.parametrize("base", [Codec, Transform])
+def test_what_a_codec_lacks_is_named(base: type, ask: Callable[[Codec], object]) -> None:
+    with pytest.raises(NotImplementedError, match=r"Theirs has no (encode|nbytes|forward); define it"):
+        ask(type("Theirs", (base,), {})())

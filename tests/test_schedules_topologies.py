@@ -1,3 +1,5 @@
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -40,6 +42,13 @@ def test_rounds_grow_rarer_by_equal_factors() -> None:
 def test_impossible_schedules_are_refused(settings: tuple[int, ...]) -> None:
     with pytest.raises(UserError):
         Schedule(*settings)
+
+
+@pytest.mark.parametrize("name", ["every", "fragments", "delay", "final", "steps"])
+@pytest.mark.parametrize("value", ["3", 2.5, True])
+def test_schedules_are_of_whole_numbers(name: str, value: Any) -> None:
+    with pytest.raises(UserError, match=f"{name} is {value!r}; it must be a whole number"):
+        Schedule(**{"every": 5, name: value})
 
 
 @given(replicas=st.integers(1, 40), size=st.integers(2, 9), seed=st.integers(0, 9), round=st.integers(0, 50))

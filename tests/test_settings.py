@@ -3,12 +3,14 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from farflung.codecs import Codec
 from farflung.errors import UserError
-from farflung.methods import RECIPES, noloco
+from farflung.inner import INNER, Inner
+from farflung.methods import RECIPES, diloco, noloco
 from farflung.outer import GossipNesterov, Method, RandomGroups, Schedule
 from farflung.settings import Settings, names_that_may_differ, read_settings, settings_toml
 from farflung.tables import (
@@ -55,6 +57,14 @@ def test_every_setting_has_help_text() -> None:
         ("gamma = nan", ["gamma is nan", "finite"]),
         ("network = 'pigeon'", ["network", "pigeon", "torch, simulated"]),
         ("every = ", ["not valid TOML"]),
+        ("[run]\nsteps = 3\n[rounds]\nsteps = 9", ["steps is given twice; remove one"]),
+        ("steps = 3\n[run]\nsteps = 9", ["steps is given twice; remove one"]),
+        ("tail_average = 0.5\nlate_average = 0.2", ["tail_average is given twice, once by its old name late_average"]),
+        ("method = ['diloco']", ["method is ['diloco']", "type str"]),
+        ("workload = ['language']", ["workload is ['language']", "type str"]),
+        ("workload = 5", ["workload is 5", "type str"]),
+        ("inner = ['muon']", ["inner is ['muon']", "one of adamw, muon, sign"]),
+        (f"lr = 1{'0' * 400}", ["lr is 1000000000", "finite"]),
     ],
 )
 def test_a_wrong_file_is_named_with_what_is_wrong(tmp_path: Path, toml: str, words: list[str]) -> None:
@@ -159,3 +169,15 @@ def test_a_method_of_another_package_may_take_settings_of_its_own(monkeypatch: p
         settings.changed(pull="much")
     with pytest.raises(UserError, match="there is no setting 'pull'"):
         settings.changed(method="diloco").changed(pull=0.5)
+
+
+def test_a_method_with_an_inner_optimizer_of_its_own_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = Inner(torch.optim.SGD, lr=0.25)
+
+    def theirs(every: int = 3) -> Method:
+        return dataclasses.replace(diloco(every), inner=own)
+
+    monkeypatch.setitem(RECIPES._rows, "theirs", theirs)
+    settled = Settings.of(method="theirs").settled()
+    assert settled.inner.inner is None and settled.inner.lr == 0.25 and settled.method().inner is own
+    assert Settings.of(method="theirs", inner="adamw").settled().method().inner is INNER["adamw"]

@@ -93,7 +93,9 @@ def join(arguments: list[str]) -> None:
     """Join a run on the internet as one more peer; Ctrl-C leaves, the same command with --out rejoins."""
     from farflung.training import peer
 
-    own = unset((*map(type, vars(Settings()).values()), *(kind.Settings for kind in WORKLOADS.values())), BETWEEN_PEERS)
+    own = unset(
+        (*map(type, vars(Settings()).values()), *(kind.Settings for _, kind in WORKLOADS.usable())), BETWEEN_PEERS
+    )
     options: Any = parse(with_field(_Join, "own", own), arguments, "join", join.__doc__)
     ticket = peer.internet().read_ticket(options.ticket)
     folder = Path(options.own.out) if options.own.out else free_folder(ticket.name)

@@ -48,7 +48,7 @@ def methods(arguments: list[str]) -> None:
     from farflung.outer import bytes_per_parameter
 
     parse(_NoArguments, arguments, "methods", methods.__doc__)
-    for name, recipe in RECIPES.items():
+    for name, recipe in RECIPES.usable():
         what, _, paper = (recipe.__doc__ or "").partition("\n")
         method = recipe()
         shown = {key: value for key, value in defaults_of(name).items() if key != "seed" and value is not None}
@@ -57,7 +57,7 @@ def methods(arguments: list[str]) -> None:
         lines = [what, paper.strip(), size, f"settings: {settings or 'none'}"]
         print(f"{name:16} " + f"\n{'':17}".join(lines) + "\n")
     print("--codec takes one of these, or several joined with - (lowrank64-int4):")
-    for row in CODECS.values():
+    for _, row in CODECS.usable():
         print(f"{', '.join(row.examples):26} {row.travels}")
 
 

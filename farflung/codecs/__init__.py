@@ -10,7 +10,7 @@ from farflung.codecs.lowrank import LowRank
 from farflung.codecs.modulo import Modulo
 from farflung.codecs.packets import Packet, PacketError
 from farflung.codecs.quantize import Quantize
-from farflung.codecs.registry import CODECS, codec_named
+from farflung.codecs.registry import CODECS, as_codec, codec_named
 from farflung.codecs.split import SplitCodec
 from farflung.codecs.threshold import Threshold
 from farflung.codecs.topk import TopK
@@ -38,6 +38,7 @@ __all__ = [
     "TopK",
     "Traits",
     "Transform",
+    "as_codec",
     "codec_named",
     "finite",
 ]

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from farflung.codecs.packets import Packet
 from farflung.codecs.values import norm
+from farflung.renamed import Formerly, refuse_old_names
 
 
 class NotFiniteError(ValueError):
@@ -28,6 +29,7 @@ class Traits:
         fixed_length: a packet's size follows from its tensors' shapes, and `nbytes` is exact; else it is about right.
         remembers: a packet depends on messages before it.
         feeds_back: what a packet leaves out is added to the next message.
+        halves: of the codecs of a message's two halves, where each has one of its own.
     """
 
     lossless: bool = False
@@ -36,6 +38,13 @@ class Traits:
     fixed_length: bool = True
     remembers: bool = False
     feeds_back: bool = False
+    halves: tuple[Traits, Traits] | None = None
+
+    @property
+    def keeps_weights(self) -> bool:
+        """Whether a message may be whole weights: no small step beside large values is rounded away."""
+        parts = self.halves or (self,)
+        return all(part.lossless or part.needs_receiver for part in parts)
 
 
 class Codec:
@@ -45,6 +54,16 @@ class Codec:
     without state do not override the last methods.
     """
 
+    lossless, needs_receiver = Formerly("traits.lossless"), Formerly("traits.needs_receiver")
+    shrink_to, turn_to = Formerly("set_budget"), Formerly("set_round")
+    wants_expectation, expect = Formerly("wants_reference"), Formerly("set_reference")
+    expect_change = Formerly("set_change")
+
+    def __init_subclass__(cls) -> None:
+        """Raises UserError for a class written for the version before."""
+        super().__init_subclass__()
+        refuse_old_names(cls)
+
     @property
     def traits(self) -> Traits:
         """Its capabilities, for all messages."""
@@ -52,15 +71,15 @@ class Codec:
 
     def encode(self, tensors: Sequence[Tensor]) -> Packet:
         """The tensors as one packet, on their device. Raises NotFiniteError."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no encode; define it")
 
     def decode(self, packet: Packet, like: Sequence[Tensor]) -> list[Tensor]:
         """New tensors of the shapes and dtypes of `like`, which may also be the receiver's own. Raises PacketError."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no decode; define it")
 
     def nbytes(self, like: Sequence[Tensor]) -> int:
         """The bytes of a packet of such tensors, which need no memory (`device="meta"`); see Traits.fixed_length."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no nbytes; define it")
 
     def state_nbytes(self, like: Sequence[Tensor]) -> int:
         """The bytes of its state between messages of such tensors."""
@@ -110,8 +129,9 @@ class Compound(Codec):
     def traits(self) -> Traits:
         """Those of all parts together."""
         each = [vars(part.traits) for part in self.parts]
-        of_all = "lossless", "composable", "fixed_length"
-        return Traits(**{name: (all if name in of_all else any)(one[name] for one in each) for name in each[0]})
+        found = {name: all(one[name] for one in each) for name in ("lossless", "composable", "fixed_length")}
+        names = ("needs_receiver", "remembers", "feeds_back")
+        return Traits(**found, **{name: any(one[name] for one in each) for name in names})
 
     def state_dict(self) -> dict[str, Any]:
         """Each part's."""

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from farflung.codecs.base import Codec, Compound, NotFiniteError
 from farflung.codecs.packets import Packet, PacketError, pack, packed_nbytes, unpack
-from farflung.codecs.values import finite, fit
+from farflung.codecs.values import check_floating, finite, fit
 from farflung.errors import UserError
+from farflung.renamed import Formerly
 
 _EXCESS = 16, 1 << 16
 """No transform makes more of a message than so many times its values, and so many; who says so lies."""
@@ -22,6 +23,8 @@ _EXCESS = 16, 1 << 16
 
 class Transform(Codec):
     """One step of compression: a codec by itself, or joined to another with `|`."""
+
+    shrink, restore = Formerly("forward"), Formerly("inverse")
 
     @property
     def sees_shapes(self) -> bool:
@@ -33,11 +36,11 @@ class Transform(Codec):
 
         Flat ones; or contiguous matrices, of floating numbers with a chunk in each row, which later ones keep apart.
         """
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no forward; define it")
 
     def inverse(self, parts: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
         """What `forward` was given, as far as it can be had back. Raises PacketError."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no inverse; define it")
 
     def outline(self, like: Sequence[Tensor]) -> list[Tensor]:
         """What `forward` makes of such tensors, without memory: its shapes and dtypes, at least about.
@@ -65,6 +68,8 @@ class Transform(Codec):
 class Chain(Compound):
     """Transforms one after the other: `LowRank(rank=64) | Quantize(bits=4)`. Raises UserError."""
 
+    stages = Formerly("transforms")
+
     def __init__(self, transforms: Sequence[Transform]) -> None:
         self.parts = self.transforms = tuple(transforms)
         for place, transform in enumerate(self.transforms):
@@ -82,6 +87,7 @@ class Chain(Compound):
 
     def encode(self, tensors: Sequence[Tensor]) -> Packet:
         """See Codec."""
+        check_floating(tensors)
         if not all(finite(tensor) for tensor in tensors):
             raise NotFiniteError("the message holds NaN or infinity; it was not sent")
         table: list[list[Tensor]] = []
@@ -164,5 +170,7 @@ def _transforms(codec: Codec) -> tuple[Transform, ...]:
 
 def check_composable(codec: Codec) -> None:
     """Refuses to join a codec to others, or to feed it back, where that cannot be. Raises UserError."""
+    if not isinstance(codec, Codec):
+        raise UserError(f"{codec!r} is no codec; give one, as farflung.codec_named makes it of a name")
     if not codec.traits.composable:
         raise UserError(f"{codec!r} only works alone; leave out what it is joined to")

@@ -12,7 +12,7 @@ from torch import Tensor
 from farflung.codecs.base import Codec, Compound, Name, Traits
 from farflung.codecs.chain import check_composable
 from farflung.codecs.packets import Packet
-from farflung.codecs.values import norm
+from farflung.codecs.values import check_floating, norm
 
 
 class ErrorFeedback(Compound):
@@ -60,6 +60,7 @@ class ErrorFeedback(Compound):
 
     def encode(self, tensors: Sequence[Tensor]) -> Packet:
         """See Codec."""
+        check_floating(tensors)
         residual = self._residual
         if [e.shape for e in residual] != [t.shape for t in tensors]:
             residual = [torch.zeros_like(t, dtype=_kept_as(t)) for t in tensors]

@@ -19,6 +19,8 @@ from farflung.errors import UserError
 
 _RANK_BYTES = 4
 """Bytes of the rank, an int32."""
+_MOST = 1 << 20
+"""The highest rank: more than matrices have."""
 
 
 @dataclass
@@ -44,8 +46,8 @@ class LowRank(Transform):
     _bases: list[Tensor] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if self.rank < 1:
-            raise UserError(f"LowRank has rank={self.rank}; choose at least 1")
+        if not 1 <= self.rank <= _MOST:
+            raise UserError(f"LowRank has rank={self.rank}; choose 1 to {_MOST}")
 
     @property
     def rank_now(self) -> int:
@@ -80,8 +82,8 @@ class LowRank(Transform):
         rank = self.rank_now
         factors, whole = _outline(like, rank)
         return [
-            *(torch.empty(size, device="meta") for size in totals(factors)),
-            torch.empty(sum(whole), device="meta"),
+            *(torch.empty(size, dtype=torch.float32, device="meta") for size in totals(factors)),
+            torch.empty(sum(whole), dtype=torch.float32, device="meta"),
             torch.empty(_RANK_BYTES, dtype=torch.uint8, device="meta"),
         ]
 

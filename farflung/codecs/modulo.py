@@ -20,11 +20,13 @@ from farflung.codecs.packets import Packet, PacketError
 from farflung.codecs.ranges import RangeTracker
 from farflung.codecs.values import norm
 from farflung.errors import UserError
+from farflung.renamed import Formerly, renamed_argument
 
 _NUMBERS_BYTES = 32
 """What four int64 take."""
 
 
+@renamed_argument("turns", "round_robin")
 @dataclass
 class Modulo(Transform):
     """Sends round(u / s) mod 2^bits; the receiver takes the value congruent to it that is nearest its own.
@@ -54,6 +56,7 @@ class Modulo(Transform):
     block: int = 256
     margin: float = 2.0
     round_robin: int = 1
+    turns = Formerly("round_robin")
     _tracker: RangeTracker = field(init=False, repr=False, compare=False)
     _every: int = field(init=False, repr=False, compare=False)
     _round: int = field(default=0, init=False, repr=False, compare=False)

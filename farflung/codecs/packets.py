@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import struct
 import zlib
 from collections.abc import Iterator, Sequence
@@ -32,7 +33,12 @@ def shapes_hash(tensors: Sequence[Tensor]) -> int:
 
 def codec_id(codecs: Sequence[object]) -> int:
     """16 bits that stand for a codec and its settings."""
-    return zlib.crc32(" | ".join(map(repr, codecs)).encode()) & 0xFFFF
+    return zlib.crc32(" | ".join(map(described, codecs)).encode()) & 0xFFFF
+
+
+def described(thing: object) -> str:
+    """What a codec, or another choice of a method, is: equal in all processes. Where it lies in memory is no part."""
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(thing))
 
 
 def pack(codecs: Sequence[object], tensors: Sequence[Tensor], table: Sequence[Sequence[Tensor]]) -> Packet:
@@ -44,7 +50,7 @@ def pack(codecs: Sequence[object], tensors: Sequence[Tensor], table: Sequence[Se
     pieces = [_bytes(struct.pack(f"<{len(words)}Q", *words)).to(device)]
     for part in table[-1]:
         rest = torch.zeros(-part.nbytes % _WORD, dtype=torch.uint8, device=device)
-        pieces += [part.reshape(-1).view(torch.uint8), rest]
+        pieces += [part.reshape(-1).contiguous().view(torch.uint8), rest]
     packet = torch.cat([torch.empty(_HEADER.size, dtype=torch.uint8, device=device), *pieces])
     payload = packet[_HEADER.size :]
     fields = MAGIC, VERSION, codec_id(codecs), shapes_hash(tensors), payload.numel(), _checksum(payload)

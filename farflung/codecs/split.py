@@ -68,6 +68,8 @@ class SplitCodec(Divided):
         first, second: the codecs of the halves.
     """
 
+    parts: tuple[Codec, Codec]
+
     def __init__(self, first: Codec, second: Codec) -> None:
         self.parts = first, second
 
@@ -80,7 +82,8 @@ class SplitCodec(Divided):
     @property
     def traits(self) -> Traits:
         """See Codec."""
-        return replace(super().traits, composable=False)
+        halves = self.parts[0].traits, self.parts[1].traits
+        return replace(super().traits, composable=False, halves=halves)
 
     def shares(self, tensors: Sequence[Tensor]) -> Shares:
         """The two halves."""

@@ -67,7 +67,7 @@ class Threshold(Transform):
         counts = _COUNT_BYTES * -(-count_of(floating) // _CHUNK)
         sizes = packed_size(kept, _CHUNK), counts
         packed = [torch.empty(size, dtype=torch.uint8, device="meta") for size in sizes]
-        return [torch.empty(kept, device="meta"), *packed, *finished]
+        return [torch.empty(kept, dtype=torch.float32, device="meta"), *packed, *finished]
 
     def _wanted(self, numel: int) -> int:
         """How many values of a tensor its threshold is set for."""

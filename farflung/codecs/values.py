@@ -8,6 +8,17 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from farflung.errors import UserError
+
+FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def check_floating(tensors: Sequence[Tensor]) -> None:
+    """Raises UserError for tensors that no codec can carry."""
+    for tensor in tensors:
+        if tensor.dtype not in FLOATING:
+            raise UserError(f"a message holds a tensor of {tensor.dtype}; codecs carry {', '.join(map(str, FLOATING))}")
+
 
 def norm(tensors: Sequence[Tensor]) -> float:
     """The Euclidean norm of all values together."""

@@ -84,7 +84,7 @@ def all_there(network: Network, pending: Pending[T], seconds: float) -> T:
                 raise PeerLostError(
                     lost.ranks,
                     f"replica {missing} has not started within {seconds:g} s; see whether it is running and can be "
-                    "reached, or give it longer with starting=",
+                    "reached, or give it longer with starting_s= of attach, or --starting",
                 ) from None
             log.warning(
                 "replica %d waits for replica %s to start: %.0f of %g s", network.rank, missing, waited, seconds

@@ -65,6 +65,12 @@ class Trained:
                 )
             if parameter.is_complex():
                 raise UserError(f"{self._names[parameter]} is complex, which no round can carry; use two real ones")
+            if parameter.layout != torch.strided or (parameter.is_floating_point() and parameter.dtype.itemsize < 2):
+                kind = parameter.dtype if parameter.layout == torch.strided else parameter.layout
+                raise UserError(
+                    f"{self._names[parameter]} is of {kind}, which no round can carry; train a dense one of float32, "
+                    "float64, bfloat16 or float16"
+                )
 
     def others(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The model's parameters that these optimizers do not train, by name."""

@@ -86,6 +86,11 @@ def _peer(starting: float, deadline: float) -> Network:
     return InternetNetwork.from_env(deadline)
 
 
+def _check(kind: NetworkKind) -> None:
+    if not isinstance(kind, NetworkKind):
+        raise TypeError(f"it is {kind!r}, which is no farflung.networks.NetworkKind")
+
+
 NETWORKS: Registry[NetworkKind] = Registry(
     "network",
     {
@@ -93,6 +98,7 @@ NETWORKS: Registry[NetworkKind] = Registry(
         "simulated": NetworkKind(lambda starting, deadline: SimulatedNetwork.alone(), simulate=Simulation),
         "internet": NetworkKind(_peer, elastic=True),
     },
+    _check,
 )
 """All kinds by name. A package adds its own with an entry point in the group farflung.networks: a NetworkKind."""
 

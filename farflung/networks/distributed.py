@@ -19,6 +19,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from farflung.networks.base import Combine, Finished, Group, Packets, Pending, mean_in_order
 from farflung.networks.torchrun import join
 from farflung.networks.transfer import RealNetwork, Transfer
+from farflung.renamed import Formerly
 
 T = TypeVar("T")
 
@@ -45,6 +46,7 @@ class TorchNetwork(RealNetwork):
         processes: the replicas' ranks in the process group, in order; by default all.
     """
 
+    relay, computed = Formerly("scatter_combine_gather"), Formerly("advance")
     elastic = None
 
     def __init__(

@@ -70,6 +70,7 @@ __getattr__ = renamed(
         "Disagreement": "DisagreementError",
         "Diverged": "DivergedError",
         "GossipApart": "SplitGossip",
+        "names_of": "farflung.inner.names_of",
         "parts_sent": "traffic_per_hop",
         **{name: f"farflung.inner.{name}" for name in _OF_INNER},
     },

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from farflung.cells import Cell, cells_among
+from farflung.cells import Cell, Shape, cells_among
 from farflung.codecs import Codec, Dense
 from farflung.outer.averaging import Way, uses_all_gather
 from farflung.outer.bundles import cut
@@ -72,11 +72,16 @@ def kept_bytes(method: Method, cells: Sequence[Cell]) -> float:
 
 def _message(method: Method, cells: Sequence[Cell]) -> dict[str, list[Tensor]]:
     """Outlines of the tensors that a method's messages consist of, by cell."""
-    outlines = {cell.name: [torch.empty(piece.shape, device="meta") for piece in cell.pieces] for cell in cells}
+    outlines = {cell.name: [_outline(piece.shape) for piece in cell.pieces] for cell in cells}
     if method.outer is not None:
         return {name: tensors * after_a_step(method.outer)[0] for name, tensors in outlines.items()}
-    parameters = {piece.parameter for cell in cells for piece in cell.pieces}
-    return outlines | {NOTES: list(torch.empty(len(parameters) + OTHER_NOTES, device="meta").unbind())}
+    # Of a parameter without values there is nothing to say.
+    told = {piece.parameter for cell in cells for piece in cell.pieces if piece.numel}
+    return outlines | {NOTES: list(_outline((len(told) + OTHER_NOTES,)).unbind())}
+
+
+def _outline(shape: Shape) -> Tensor:
+    return torch.empty(shape, dtype=torch.float32, device="meta")
 
 
 def _count(message: Mapping[str, Sequence[Tensor]]) -> int:

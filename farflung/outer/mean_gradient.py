@@ -14,6 +14,7 @@ from farflung.hooks.scaling import is_scaled, step_always, take_gradients, unsca
 from farflung.hooks.shards import own_of
 from farflung.hooks.steps import Arguments, hook_steps
 from farflung.hooks.trained import held_by
+from farflung.networks import Finished, Group, Pending
 from farflung.outer.averaging import Averaging
 from farflung.outer.bundles import Cells
 from farflung.outer.faults import Faults
@@ -46,7 +47,8 @@ class MeanGradient:
         self._network = network = session.network
         self._optimizer = optimizer
         self._index = index
-        (self._fragment,) = split(session.trained.model, 1, held & set(session.trained.parameters))
+        trained = {parameter for parameter in session.trained.parameters if parameter.numel()}
+        (self._fragment,) = split(session.trained.model, 1, held & trained)
         self._parameters = self._fragment.parameters
         method = session.method
         self._topology = method.topology
@@ -102,7 +104,7 @@ class MeanGradient:
         group = group_of(network.rank, self._topology.groups(network.members(), str(number)))
         started = network.now()
         key = self._session.key(f"gradient {number} of optimizer {self._index}")
-        pending, error = self._averaging.start(message, group, key, number)
+        pending, error = self._start(message, group, key)
         mean = pending.wait(self._session.deadline_s)
         *present, total_loss, counted, overflowed = mean[self._fragment.numel :].tolist()
         if overflowed:
@@ -122,12 +124,18 @@ class MeanGradient:
                 finished=pending.finished_at,
                 waited_from=started,
                 landed=network.now(),
-                outcome=Outcome.NO_PROGRESS if fault else Outcome.AVERAGED,
+                outcome=Outcome.NO_PROGRESS if fault else Outcome.AVERAGED if group else Outcome.SAT_OUT,
                 reason=fault,
                 compression_error=error,
             )
         )
         return _like(loss, total_loss / counted if counted else float("nan"))
+
+    def _start(self, message: Tensor, group: Group, key: str) -> tuple[Pending[Tensor], float]:
+        """Starts averaging a message; who sits out keeps its own."""
+        if not group:
+            return Finished(message, self._network.now()), 0.0
+        return self._averaging.start(message, group, key, self._exchanges)
 
     def _message(self, loss: Any, overflow: bool) -> tuple[Tensor, str]:
         """The message, and why it holds no gradients, or ""."""

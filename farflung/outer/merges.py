@@ -87,8 +87,13 @@ _MERGES: dict[str, Merge] = {"kept": Keep(), "dropped": Drop(), "mixed": Mix(), 
 """By the names that settings use for what was trained meanwhile."""
 
 
+def as_merge(given: Merge | str) -> Merge:
+    """A merge, or the one of a name. Raises UserError."""
+    return merge_named(given) if isinstance(given, str) else given
+
+
 def merge_named(name: str) -> Merge:
     """The merge of a name. Raises UserError."""
-    if name not in _MERGES:
+    if not isinstance(name, str) or name not in _MERGES:
         raise UserError(f"there is no merge {name!r}; there are: {', '.join(_MERGES)}")
     return _MERGES[name]

@@ -6,12 +6,13 @@ import warnings
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Unpack
+from typing import Any, Unpack, get_args
 
 import torch
 from torch import nn
+from typing_extensions import get_protocol_members
 
-from farflung.codecs import Codec, Dense
+from farflung.codecs import Codec, Dense, as_codec
 from farflung.errors import UserError
 from farflung.hooks.shards import check_shards
 from farflung.inner import MUON, Inner
@@ -22,11 +23,12 @@ from farflung.outer.averaging import Way
 from farflung.outer.elastic import ElasticLoop
 from farflung.outer.gradients import GradientLoop
 from farflung.outer.loop import OuterLoop
-from farflung.outer.merges import Keep, Merge
+from farflung.outer.merges import Keep, Merge, as_merge
 from farflung.outer.optimizers import OuterFactory
 from farflung.outer.schedules import Schedule
 from farflung.outer.session import Options, Session, Setup, completed
 from farflung.outer.topologies import Everyone, Topology
+from farflung.renamed import Formerly
 
 
 @dataclass(frozen=True)
@@ -36,10 +38,10 @@ class Method:
     Args:
         schedule: when rounds start, and when their results are applied.
         topology: who averages with whom.
-        codec: how a message becomes bytes.
+        codec: how a message becomes bytes; a name will do, such as int4.
         outer: makes the outer optimizer of the anchors; None keeps no anchors and averages gradients before each
             inner step instead.
-        merge: what becomes of the steps that are trained during a round.
+        merge: what becomes of the steps that are trained during a round; a name will do, such as kept.
         adapt: whether the codec's rank and the steps between rounds follow the messages' effective rank.
         averaging: how groups of more than two average packets: "whole" by all-gather, or in "parts" by reduce-scatter
             and all-gather, encoded twice, so that bytes do not grow with the group.
@@ -56,9 +58,19 @@ class Method:
     averaging: Way = "parts"
     inner: Inner = MUON
     needs_inner: type[torch.optim.Optimizer] | None = None
+    check_open = Formerly("check_elastic")
 
     def __post_init__(self) -> None:
-        """Refuses choices that do not go together. Raises UserError."""
+        """Refuses choices that are none, or do not go together. Raises UserError."""
+        object.__setattr__(self, "codec", as_codec(self.codec))
+        object.__setattr__(self, "merge", as_merge(self.merge))
+        self._check_kinds()
+        if self.outer is None and (self.schedule, self.merge, self.adapt) != (Schedule(every=1), Keep(), None):
+            raise UserError(
+                f"a method without `outer` averages gradients at every step, and yet it is given {self.schedule}, "
+                f"{self.merge} and adapt={self.adapt}; give it an outer optimizer, such as partial(torch.optim.SGD, "
+                "lr=0.7), or Schedule(every=1) alone"
+            )
         if self.schedule.final is not None and self.adapt and self.adapt.steps:
             raise UserError(
                 "adapt changes the steps between rounds itself; leave out every_final, or add --adapt False"
@@ -70,6 +82,18 @@ class Method:
                 f"codec {self.codec!r} reads messages by the receiver's own values, so that replicas which must end "
                 "alike would drift apart; use it with noloco or in groups, or choose another codec, such as int4"
             )
+
+    def _check_kinds(self) -> None:
+        """Raises UserError for a choice that is nothing of its kind."""
+        for name, kind in (("schedule", Schedule), ("adapt", Adapt | None)):
+            if not isinstance(value := getattr(self, name), kind):
+                raise UserError(f"{name} is {value!r}; give a farflung.outer.{name.capitalize()}")
+        _check_role("topology", self.topology, Topology)
+        _check_role("merge", self.merge, Merge)
+        if self.averaging not in get_args(Way):
+            raise UserError(f"averaging is {self.averaging!r}; choose one of {', '.join(get_args(Way))}")
+        if not (self.outer is None or callable(self.outer)):
+            raise UserError(f"outer is {self.outer!r}; give what makes an optimizer, such as torch.optim.SGD")
 
     @property
     def exchanges(self) -> bool:
@@ -119,6 +143,7 @@ class Method:
         optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
         chosen = completed(options)
         _check_given(model, optimizers)
+        _check_role("the network given to attach", network, Network)
         self._check_network(network, chosen["robust"])
         self._look_at_inner(optimizers)
         check_shards(model, network)
@@ -158,3 +183,13 @@ def _check_given(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) 
             raise UserError(f"attach was given a {type(optimizer).__name__} for an optimizer; give one of torch's kind")
     if not optimizers:
         raise UserError("attach was given no optimizer; give the model's")
+    if len(set(map(id, optimizers))) < len(optimizers):
+        raise UserError("attach was given an optimizer twice, so that its gradients would count twice; give each once")
+
+
+def _check_role(what: str, given: Any, role: type) -> None:
+    """Raises UserError for what lacks members of a protocol."""
+    lacks = ", ".join(name for name in sorted(get_protocol_members(role)) if not hasattr(given, name))
+    if lacks or isinstance(given, type):
+        why = "it is a class; make one of it" if isinstance(given, type) else f"it lacks {lacks}"
+        raise UserError(f"{what} is {given!r}, which is no farflung {role.__name__}: {why}")

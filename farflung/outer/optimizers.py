@@ -26,6 +26,8 @@ class OuterOptimizer(torch.optim.Optimizer):
 
     sends_weights = False
     """Whether messages are as large as the weights. Rounding them would lose the small steps between rounds."""
+    in_second_half = False
+    """Whether only the second half of a message is, so that the first may be rounded."""
 
     def message(self, anchor: Tensor, weights: Tensor) -> Tensor:
         """What this replica puts on the wire, for the anchor φ and the weights θ, both flat: by default Δ = φ - θ.
@@ -88,9 +90,11 @@ def sends_weights(outer: torch.optim.Optimizer) -> bool:
 
 def refuse_rounded_weights(outer: torch.optim.Optimizer, codec: Codec, encoded: Sequence[Tensor]) -> None:
     """Refuses a codec, or float32 where all is encoded, that would round whole weights. Raises UserError."""
-    if not sends_weights(outer):
+    if not (isinstance(outer, OuterOptimizer) and outer.sends_weights):
         return
-    if not (codec.traits.lossless or codec.traits.needs_receiver):
+    traits = codec.traits
+    carried = traits.halves[1] if outer.in_second_half and traits.halves else traits
+    if not carried.keeps_weights:
         raise UserError(
             f"the outer optimizer {type(outer).__name__} sends whole weights, in which {codec!r} would round "
             "small steps away; use methods.noloco, or an outer optimizer of pseudo-gradients, such as torch's SGD"
@@ -151,7 +155,7 @@ class SplitGossip(GossipNesterov):
     message has twice the numbers, so it is for codecs that compress much.
     """
 
-    sends_weights = False
+    in_second_half = True
 
     def message(self, anchor: Tensor, weights: Tensor) -> Tensor:
         """β·(φ - θ), then -γ·φ: twice the anchor's length."""
@@ -229,9 +233,9 @@ def kept_of(outer: torch.optim.Optimizer, anchor: Tensor) -> dict[str, Tensor]:
 
 def after_a_step(make: OuterFactory) -> tuple[int, set[str]]:
     """How many times an anchor's length an outer optimizer's message has, and the names of what it keeps."""
-    anchor = torch.zeros(2)
+    anchor = torch.zeros(2, dtype=torch.float32, device="cpu")
     outer = make([anchor])
-    message = message_of(outer, anchor, torch.ones(2))
+    message = message_of(outer, anchor, torch.ones_like(anchor))
     lengths = message.numel() // 2
     step_with(outer, anchor, message)
     return lengths, set(kept_of(outer, anchor))

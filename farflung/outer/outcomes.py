@@ -54,9 +54,10 @@ class Round:
     """What happened in one round of one replica. Times are seconds on the network's clock.
 
     The exchange ran from `started` to `finished`; the replica stood waiting from `waited_from` to `landed`.
-    `group` is empty when the replica sat out. `compression_error` is the part of the message, 0 to 1, that its packet
-    left out. An adapting loop tells the averaged message's `effective_rank`, and what it has decided for the next
-    round: which `share` of its first rank the codec may have, and `every`, the steps until then.
+    `group` is empty when the replica sat out. `compression_error` is the size of what its packet left out, as a part of
+    the message's: 0 where nothing is lost, and more than 1 where a coarse grid errs by more than the values amount to.
+    An adapting loop tells the averaged message's `effective_rank`, and what it has decided for the next round: which
+    `share` of its first rank the codec may have, and `every`, the steps until then.
     """
 
     round: int

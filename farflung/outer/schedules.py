@@ -32,12 +32,12 @@ class Schedule:
     steps: int = 0
 
     def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            unset = value is None and name in ("every", "final")
+            if not unset and (not isinstance(value, int) or isinstance(value, bool)):
+                raise UserError(f"{name} is {value!r}; it must be a whole number")
         if self.every is None:
             return
-        numbers = {"every": self.every, "fragments": self.fragments, "delay": self.delay}
-        for name, value in numbers.items():
-            if not isinstance(value, int):
-                raise UserError(f"{name} is {value!r}; it must be a whole number")
         if self.every < 1 or self.fragments < 1 or self.delay < 0:
             raise UserError(f"{self} is not possible: every and fragments must be at least 1, delay at least 0")
         if self.delay > self.every:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from farflung.codecs.packets import described
 from farflung.errors import UserError, suggestion
 from farflung.hooks.buffers import average
 from farflung.hooks.digests import digest
@@ -68,14 +68,30 @@ def completed(given: Mapping[str, Any]) -> Options:
     for name, value in given.items():
         if name in _FORMERLY:
             told = f"attach's {name} is called {_FORMERLY[name]} now; the old name goes with the next version"
-            warnings.warn(told, DeprecationWarning, stacklevel=4)
+            warnings.warn(told, DeprecationWarning, stacklevel=3)
             name = _FORMERLY[name]
+            if name in given:
+                raise UserError(f"{name} is given twice, once by its old name; remove one of them")
         if name not in USUAL:
             raise UserError(f"attach has no option {name!r}{suggestion(name, list(USUAL))}")
         options[name] = value
     if options["buffers"] not in ("end", "round"):
         raise UserError(f"buffers is {options['buffers']!r}; choose 'end' or 'round'")
+    for name in ("deadline_s", "starting_s"):
+        if not (isinstance(options[name], int | float) and options[name] > 0):
+            raise UserError(f"{name} is {options[name]!r}; give seconds, more than 0")
+    if not (options["on_round"] is None or callable(options["on_round"])):
+        raise UserError(f"on_round is {options['on_round']!r}; give a function, which is told of every round")
+    _check_device(options["outer_device"])
     return options  # type: ignore[return-value]
+
+
+def _check_device(given: Any) -> None:
+    try:
+        torch.empty(0, device=torch.device(given or "cpu"))
+    except (RuntimeError, AssertionError, TypeError, NotImplementedError) as error:
+        told = f"outer_device is {given!r}, which this machine does not have; give another, such as 'cpu'"
+        raise UserError(told) from error
 
 
 @dataclass(frozen=True)
@@ -274,8 +290,7 @@ class Session:
             "way of averaging": method.averaging,
             "outer optimizer": f"{type(self.outer).__name__} {settings}" if self.outer else "none",
         }
-        # Where an object lies in memory is not a setting.
-        return [Fact(what, (re.sub(r" at 0x[0-9a-f]+", "", str(part)),), SETTING) for what, part in parts.items()]
+        return [Fact(what, (described(part),), SETTING) for what, part in parts.items()]
 
     def _look(self) -> None:
         """Finds frozen weights that the loop moves itself. Raises UserError where they cannot go along."""

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from farflung.errors import UserError
 from farflung.networks import Group
+from farflung.renamed import Formerly
 
 
 class Topology(Protocol):
@@ -30,6 +31,7 @@ def group_of(rank: int, groups: list[Group]) -> Group:
 class Everyone:
     """All members in one group (DiLoCo, synchronous training)."""
 
+    alike = Formerly("identical")
     identical = True
 
     def groups(self, members: Group, round: str) -> list[Group]:
@@ -46,6 +48,7 @@ class RandomGroups:
 
     size: int = 2
     seed: int = 0
+    alike = Formerly("identical")
     identical = False
 
     def __post_init__(self) -> None:

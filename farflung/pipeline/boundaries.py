@@ -27,7 +27,7 @@ class Boundary:
     ) -> None:
         self._subspace = subspace
         self._device = torch.device(device)
-        self._like = torch.empty(*shape[:-1], subspace.rank if subspace else shape[-1])
+        self._like = torch.empty(*shape[:-1], subspace.rank if subspace else shape[-1], dtype=torch.float32)
         self._codec = None if codec.traits.lossless else codec
         self._room = self._like
         if self._codec:
@@ -98,7 +98,7 @@ def boundary_named(name: str) -> tuple[int, Codec]:
 
 def boundary_names() -> str:
     """What can be written, in one line."""
-    examples = (example for row in CODECS.values() for example in row.examples)
+    examples = (example for _, row in CODECS.usable() for example in row.examples)
     plain = [example for example in examples if _is_plain(codec_named(example))]
     return f"{', '.join(plain)}, subspace32 (numbers a token); joined with -, as in topk10-int8 or subspace32-int8"
 

@@ -237,7 +237,7 @@ class DividedIsland:
 
     def _received(self, shape: torch.Size, piece: int) -> Tensor:
         """Float32 values from the process that has a piece, on the CPU."""
-        room = torch.empty(shape)
+        room = torch.empty(shape, dtype=torch.float32)
         dist.recv(room, self._process_of(piece), group=self.groups.pipeline_group)
         return room
 

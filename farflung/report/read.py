@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import json
 import re
@@ -116,7 +115,7 @@ class Run:
                 if name == "config.toml":
                     self.settings = flattened(read)
                 else:
-                    self.summary = read
+                    self.summary = read if isinstance(read, dict) else None
         RUN_FOLDER.check(self.settings, str(self.folder))
         self.settings.pop(formats.KEY, None)
         for path in sorted(self.folder.glob("events/replica-*.jsonl")):
@@ -185,7 +184,8 @@ class Run:
         for step, evaluations in list(self.by_step(EvaluationEvent).items())[-1:]:
             losses = [event.validation_loss for event in evaluations]
             results |= {"validation_loss": mean(losses), "validation_loss_per_replica": losses}
-            results["weight_spread"] = self.consensus_distance()[step]
+            if (spread := self.consensus_distance().get(step)) is not None:
+                results["weight_spread"] = spread
         return results
 
     def consensus_distance(self) -> dict[int, float]:
@@ -195,7 +195,9 @@ class Run:
         """
         distances = {}
         for step, events in self.by_step(EvaluationEvent).items():
-            samples = np.stack([np.frombuffer(base64.b64decode(event.sample), dtype="<f4") for event in events])
+            if len({len(event.weights) for event in events}) > 1:
+                continue  # of other models, which have no distance
+            samples = np.stack([np.frombuffer(event.weights, dtype="<f4") for event in events])
             distances[step] = float(np.sqrt(np.square(samples - samples.mean(0, dtype=np.float64)).mean()))
         return distances
 

@@ -36,6 +36,7 @@ from farflung.networks.internet.ticket import Ticket, read_ticket
 from farflung.networks.internet.transport import PacketTransport
 from farflung.networks.listening import ListenAddress
 from farflung.networks.transfer import IN_BACKGROUND, RealNetwork, Transfer
+from farflung.renamed import Formerly
 
 T = TypeVar("T")
 
@@ -55,6 +56,7 @@ class InternetNetwork(RealNetwork):
     Raises UserError when there is nobody to join, or they do not want this peer.
     """
 
+    relay, computed = Formerly("scatter_combine_gather"), Formerly("advance")
     processes: tuple[int, ...] = ()
 
     def __init__(self, peers: Peers, largest: int = LARGEST, deadline: float = 120.0) -> None:

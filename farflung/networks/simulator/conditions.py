@@ -29,6 +29,8 @@ WIDEST = 10.0
 
 def check_number(name: str, value: float, least: float = 0.0, most: float = LARGEST) -> None:
     """Refuses values out of range, or not finite. Raises UserError."""
+    if not isinstance(value, int | float):
+        raise UserError(f"{name} is {value!r}; it must be a number")
     if not least <= value <= most:
         raise UserError(f"{name} is {value}; it must be at least {least:g} and at most {most:g}")
 

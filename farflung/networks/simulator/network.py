@@ -19,6 +19,7 @@ from typing import Any, Generic, NoReturn, TypeVar
 import torch
 from torch import Tensor
 
+from farflung.errors import UserError
 from farflung.networks.base import (
     Combine,
     Finished,
@@ -34,6 +35,7 @@ from farflung.networks.simulator.cluster import CUT_OFF, Hops, SimulatedCluster,
 from farflung.networks.simulator.conditions import Conditions
 from farflung.networks.simulator.fabric import Demand
 from farflung.networks.simulator.step_times import StepTimes
+from farflung.renamed import Formerly
 
 T = TypeVar("T")
 
@@ -43,9 +45,14 @@ class ReplicaDiedError(BaseException):
 
 
 class Simulation:
-    """The simulated replicas, and who of them runs now."""
+    """The simulated replicas, and who of them runs now.
+
+    Raises UserError for a number of replicas that is none.
+    """
 
     def __init__(self, replicas: int, conditions: Conditions | None = None) -> None:
+        if not isinstance(replicas, int) or replicas < 1:
+            raise UserError(f"replicas is {replicas!r}; give a whole number, at least 1")
         self.conditions = conditions or Conditions()
         self.cluster = SimulatedCluster(replicas, self.conditions)
         self.cluster.when_dead = self._stop
@@ -148,6 +155,7 @@ class _Baton:
 class SimulatedNetwork:
     """One simulated replica's seat. Made by `Simulation`, or alone by `alone()`."""
 
+    relay, computed = Formerly("scatter_combine_gather"), Formerly("advance")
     elastic = None
     processes: tuple[int, ...] = ()
 
