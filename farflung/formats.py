@@ -58,9 +58,11 @@ PROTOCOL = Format("internet protocol", 2)
 """What peers on the internet say to each other. All peers of a run speak the same version."""
 CHECKPOINT = Format("checkpoint", 2)
 """What a file in `checkpoints/` holds; see training/checkpoint.py."""
+ROUNDS = Format("rounds' state", 2, {0: "0.1.0", 1: "0.1.0"})
+"""What a session's `state_dict` returns, for checkpoints of one's own; in those of the trainer, it is migrated."""
 EVENTS = Format("events", 1)
 """The lines of `events/*.jsonl`; see events.py."""
 RUN_FOLDER = Format("run folder", 1)
 """Which files a run folder has and what they are called, the settings in `config.toml`, and `summary.json`."""
 
-FORMATS = (PROTOCOL, CHECKPOINT, EVENTS, RUN_FOLDER)
+FORMATS = (PROTOCOL, CHECKPOINT, ROUNDS, EVENTS, RUN_FOLDER)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from problem import inner_steps, small_model
+from problem import flat, inner_steps, small_model
 
 from farflung import methods
 from farflung.codecs import Quantize
@@ -140,3 +140,42 @@ def test_a_method_that_is_another_one_with_another_inner_optimizer_says_so() -> 
         made_by_a_function = Inner(lambda named, **settings: torch.optim.SGD(named, **settings), lr=0.1)
         attached(replace(methods.diloco(every=1), inner=made_by_a_function))
         attached(methods.diloco(every=1))
+
+
+def trained_a_little(method: Method, model: torch.nn.Module, steps: int = 4, state: Any = None) -> dict[str, Any]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with method.attach(model, optimizer, SimulatedNetwork.alone()) as session:
+        if state:
+            session.load_state_dict(state)
+        inner_steps(model, optimizer, 0, range(steps))
+        return session.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("saved", "words"),
+    [
+        (lambda: trained_a_little(methods.diloco(every=3), torch.nn.Linear(6, 1)), "another model: it has no 0.weight"),
+        (
+            lambda: trained_a_little(methods.diloco(every=10), small_model()),
+            "another schedule: Schedule(every=10",
+        ),
+        (lambda: trained_a_little(methods.diloco(every=3, codec="int8"), small_model()), "another codec: Quantize"),
+        (lambda: trained_a_little(methods.ddp(), small_model()), "another schedule"),
+        (lambda: {"step": 4, "rounds": 1}, "farflung 0.1.0 is the last that does"),
+        (lambda: trained_a_little(methods.diloco(every=3), small_model()) | {"format": 99}, "is newer than farflung"),
+    ],
+)
+def test_a_state_that_is_refused_changes_nothing(saved: Any, words: str) -> None:
+    model, other = small_model(), small_model()
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, other)]
+    state = saved()
+    with (
+        methods.diloco(every=3).attach(model, optimizers[0], SimulatedNetwork.alone()) as session,
+        methods.diloco(every=3).attach(other, optimizers[1], SimulatedNetwork.alone()),
+    ):
+        with pytest.raises(UserError, match=re.escape(words)):
+            session.load_state_dict(state)
+        assert session.step == session.rounds == 0
+        for one, optimizer in zip((model, other), optimizers, strict=True):
+            inner_steps(one, optimizer, 0, range(7))
+    assert torch.equal(flat(model), flat(other))

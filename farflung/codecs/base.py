@@ -129,9 +129,9 @@ class Compound(Codec):
     def traits(self) -> Traits:
         """Those of all parts together."""
         each = [vars(part.traits) for part in self.parts]
-        found = {name: all(one[name] for one in each) for name in ("lossless", "composable", "fixed_length")}
-        names = ("needs_receiver", "remembers", "feeds_back")
-        return Traits(**found, **{name: any(one[name] for one in each) for name in names})
+        of_all, of_any = ("lossless", "composable", "fixed_length"), ("needs_receiver", "remembers", "feeds_back")
+        found: dict[str, Any] = {name: all(one[name] for one in each) for name in of_all}
+        return Traits(**found | {name: any(one[name] for one in each) for name in of_any})
 
     def state_dict(self) -> dict[str, Any]:
         """Each part's."""

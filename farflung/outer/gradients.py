@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from farflung.cells import Cell
 from farflung.errors import UserError
 from farflung.hooks.digests import digest
 from farflung.hooks.shards import own_of
@@ -66,6 +67,9 @@ class GradientLoop(Session):
         optimizers = [mean.state_dict() for mean in self._means]
         cells = {name: kept for mean in self._means for name, kept in mean.cells().items()}
         return {**super().state_dict(), "optimizers": optimizers, "cells": cells}
+
+    def _cells_here(self) -> list[Cell]:
+        return [cell for mean in self._means for cell in mean.cells_here]
 
     def _load(self, state: dict[str, Any]) -> None:
         super()._load(state)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from farflung.cells import Cell
 from farflung.hooks.buffers import average
 from farflung.hooks.copies import Copies
 from farflung.hooks.scaling import unscaled_steps
@@ -301,6 +302,9 @@ class OuterLoop(Session):
             "cells": dict(self._cells([tensors for _, tensors in pending])),
         }
 
+    def _cells_here(self) -> list[Cell]:
+        return [cell for weights in self._weights for cell in weights.fragment.cells]
+
     def _cells(self, pending: list[dict[str, Tensor]]) -> Iterator[tuple[str, dict[str, Any]]]:
         """What is kept of each cell, also in pending rounds, by its name."""
         for sync, weights, averaging in zip(self._rounds.syncs, self._weights, self._averagings, strict=True):
@@ -308,8 +312,8 @@ class OuterLoop(Session):
             for place, tensors in enumerate(pending):
                 if self._rounds.pending[place].fragment == sync.index:
                     kept |= {_of_pending(place, name): tensor for name, tensor in tensors.items()}
-            for cell, values in weights.fragment.apart(kept).items():
-                yield cell, values | {"codecs": codecs.get(cell, {})}
+            for cell, values in zip(weights.fragment.cells, weights.fragment.apart(kept).values(), strict=True):
+                yield cell.name, values | {"codecs": codecs.get(cell.name, {}), "values": cell.numel}
 
     def _packed(self, pending: PendingRound[Tensor, Exchange]) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """As plain values and tensors, once the mean is there; times as ages, since clocks start at their own zeros."""

@@ -49,6 +49,7 @@ class MeanGradient:
         self._index = index
         trained = {parameter for parameter in session.trained.parameters if parameter.numel()}
         (self._fragment,) = split(session.trained.model, 1, held & trained)
+        self.cells_here = self._fragment.cells
         self._parameters = self._fragment.parameters
         method = session.method
         self._topology = method.topology
@@ -199,7 +200,7 @@ class MeanGradient:
     def cells(self) -> dict[str, dict[str, Any]]:
         """What codecs remember of each cell, by its name."""
         codecs = self._averaging.state_dict()
-        return {cell.name: {"codecs": codecs.get(cell.name, {})} for cell in self._fragment.cells}
+        return {c.name: {"codecs": codecs.get(c.name, {}), "values": c.numel} for c in self._fragment.cells}
 
     def load_state_dict(self, state: dict[str, Any], cells: Mapping[str, dict[str, Any]]) -> None:
         """Goes on from a `state_dict` and `cells`, which may be more than this process keeps."""

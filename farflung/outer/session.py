@@ -12,8 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from farflung import formats
+from farflung.cells import Cell
 from farflung.codecs.packets import described
 from farflung.errors import UserError, suggestion
+from farflung.formats import ROUNDS
 from farflung.hooks.buffers import average
 from farflung.hooks.digests import digest
 from farflung.hooks.shards import own_of
@@ -225,6 +228,8 @@ class Session:
     def state_dict(self) -> dict[str, Any]:
         """Everything that a later `load_state_dict` needs to go on bit for bit; not to be called in `on_round`."""
         return {
+            formats.KEY: ROUNDS.version,
+            "choices": self._choices(),
             "step": self.step,
             "rounds": self.rounds,
             "faults": self._faults.state_dict(),
@@ -234,14 +239,32 @@ class Session:
     @torch.inference_mode(False)
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from a `state_dict` of the same method, model and optimizers. Raises UserError for another's."""
+        """Goes on from a `state_dict` of the same method, model and optimizers.
+
+        Raises UserError for another's, and changes nothing then.
+        """
         try:
+            ROUNDS.check(state, "this state")
+            self._check_state(state)
             self._load(state)
         except (KeyError, ValueError, TypeError, AttributeError, RuntimeError) as error:
             reason = str(error).partition("\n")[0]
             raise UserError(
                 f"this state belongs to another method or model ({type(error).__name__}: {reason}); attach that one"
             ) from error
+
+    def _check_state(self, state: dict[str, Any]) -> None:
+        own, told = self._choices(), state.get("choices", {})  # migrated ones tell of none
+        for what, value in own.items():
+            if told.get(what, value) != value:
+                raise UserError(f"this state was saved with another {what}: {told[what]}, not {value}; attach that")
+        for cell in self._cells_here():
+            if state["cells"].get(cell.name, {}).get("values") != cell.numel:
+                raise UserError(f"this state belongs to another model: it has no {cell.name} of {cell.numel} values")
+
+    def _cells_here(self) -> list[Cell]:
+        """The cells that this process keeps."""
+        return []
 
     def _load(self, state: dict[str, Any]) -> None:
         self.step, self.rounds = state["step"], state["rounds"]
@@ -280,6 +303,13 @@ class Session:
         """What must be equal on all replicas, besides the weights."""
         group = self.outer.param_groups[0] if self.outer else {}
         settings = {name: value for name, value in group.items() if name != "params"}
+        choices = self._choices()
+        del choices["inner optimizers"]  # each may have its own
+        choices["outer optimizer"] += f" {described(settings)}"
+        return [Fact(what, (told,), SETTING) for what, told in choices.items()]
+
+    def _choices(self) -> dict[str, str]:
+        """What the rounds are made of, in words."""
         method = self.method
         parts: dict[str, object] = {
             "schedule": method.schedule,
@@ -288,9 +318,10 @@ class Session:
             "merge": method.merge,
             "adaptation": method.adapt,
             "way of averaging": method.averaging,
-            "outer optimizer": f"{type(self.outer).__name__} {settings}" if self.outer else "none",
+            "outer optimizer": type(self.outer).__name__,
+            "inner optimizers": [type(optimizer).__name__ for optimizer in self.trained.optimizers],
         }
-        return [Fact(what, (described(part),), SETTING) for what, part in parts.items()]
+        return {what: described(part) for what, part in parts.items()}
 
     def _look(self) -> None:
         """Finds frozen weights that the loop moves itself. Raises UserError where they cannot go along."""

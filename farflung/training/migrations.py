@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from farflung.cells import Shape, layers_of
-from farflung.formats import CHECKPOINT
+from farflung.formats import CHECKPOINT, KEY, ROUNDS
 
 State = dict[str, Any]
 
@@ -103,7 +103,7 @@ def _from_1(state: State) -> State:
         "pending": [_pending_from_1(flight) for flight in outer["flights"]],
         "cells": cells,
     }
-    return {**state, "outer": kept | rounds}
+    return {**state, "outer": kept | rounds | {KEY: ROUNDS.version}}
 
 
 def _gradients_from_1(outer: State, shapes: dict[str, Shape]) -> State:
@@ -111,7 +111,8 @@ def _gradients_from_1(outer: State, shapes: dict[str, Shape]) -> State:
     codecs = {use: codec["0"] for use, codec in one["averaging"]["codecs"].items() if "0" in codec}  # without notes
     ever = dict(zip(shapes, one["ever_present"], strict=True))
     optimizer = {**{name: one[name] for name in ("step", "faults", "exchanges")}, "ever_present": ever}
-    return {**outer, "optimizers": [optimizer], "cells": _cells_from_1({}, codecs, shapes)}
+    cells = _cells_from_1({}, codecs, shapes)
+    return {**outer, "optimizers": [optimizer], "cells": cells, KEY: ROUNDS.version}
 
 
 def _cells_from_1(kept: State, codecs: State, shapes: dict[str, Shape]) -> State:
@@ -122,7 +123,8 @@ def _cells_from_1(kept: State, codecs: State, shapes: dict[str, Shape]) -> State
     for cell in cells:
         own = [places[name] for name in dict.fromkeys(piece.parameter for piece in cell.pieces)]
         whole = {use: codec for use, codec in codecs.items() if use == "whole" and not _looks_at_all(codec)}
-        found[cell.name] = {**kept, "codecs": {use: _of_cell(codec, own, len(shapes)) for use, codec in whole.items()}}
+        remembered = {use: _of_cell(codec, own, len(shapes)) for use, codec in whole.items()}
+        found[cell.name] = {**kept, "codecs": remembered, "values": cell.numel}
     for name, value in kept.items():
         if isinstance(value, Tensor) and value.dim():
             parts = torch.split(value.view(-1, sum(cell.numel for cell in cells)), [c.numel for c in cells], dim=1)
