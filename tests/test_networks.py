@@ -17,7 +17,7 @@ from torch_replica import METHODS, SHORT, contract
 
 from farflung import methods
 from farflung.networks import NETWORKS, Conditions, NetworkKind, PeerLostError, SimulatedNetwork, Simulation
-from farflung.outer import averaging
+from farflung.outer import bundles
 
 
 def observe_simulated(network: SimulatedNetwork) -> Any:
@@ -85,7 +85,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
 def test_simulated_and_torch_give_the_same_weights_bit_for_bit(
     method: str, trained: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(averaging, "STRIP", SHORT)
+    monkeypatch.setattr(bundles, "STRIP", SHORT)
     simulated = [result.weights for result in Simulation(4).run(replica(METHODS[method], steps=12))]
     real = [weights[method] for weights in trained]
     for rank in range(4):

@@ -19,7 +19,7 @@ from problem import replica
 from farflung import methods
 from farflung.codecs import ErrorFeedback, LowRank, Quantize
 from farflung.networks import Network, PeerLostError, Pending, TorchNetwork
-from farflung.outer import averaging
+from farflung.outer import bundles
 
 RANDOM_DIGITS = ErrorFeedback(LowRank(2) | Quantize(4, stochastic=True))
 
@@ -35,7 +35,7 @@ SHORT = 50
 
 
 def train(network: TorchNetwork, names: str) -> Any:
-    averaging.STRIP = SHORT
+    bundles.STRIP = SHORT
     return {name: replica(METHODS[name], steps=12)(network).weights for name in names.split(",")}
 
 

@@ -20,6 +20,7 @@ from bench.lib.replica import all_ready, leave, model_of, shapes
 from bench.lib.store import Store
 from bench.lib.table import Cell, Part, Table
 from farflung import Method, methods
+from farflung.cells import cells_among
 from farflung.networks import Conditions, Network, Simulation, TorchNetwork
 from farflung.networks.simulator.conditions import HEADERS
 from farflung.outer import message_bytes
@@ -92,7 +93,7 @@ def predicted(name: str, options: Options, rate: float, work: float) -> float:
     conditions = Conditions(bandwidth_mbps=rate, latency_ms=0.1, step_ms=options.step_ms, headers=HEADERS)
 
     def seconds(rounds: int) -> float:
-        sizes = cache(partial(message_bytes, method, shapes(options.parameters)))
+        sizes = cache(partial(message_bytes, method, cells_among([[shape] for shape in shapes(options.parameters)])))
         return Timer(method, sizes, conditions, options.replicas, rounds, 120, work).run().seconds
 
     return (seconds(WARM_UP + options.rounds) - seconds(WARM_UP)) / options.rounds

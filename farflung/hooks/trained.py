@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from threading import Lock
 from weakref import WeakSet
 
@@ -12,7 +13,7 @@ from torch.optim import Optimizer
 
 from farflung.errors import UserError
 from farflung.hooks.digests import digest
-from farflung.hooks.layouts import layout_of
+from farflung.hooks.layouts import Layout, layout_of
 from farflung.hooks.shards import own_of
 from farflung.networks import Network
 
@@ -43,8 +44,6 @@ class Trained:
             self._check_owner(optimizer)
         held = {parameter for optimizer in self.optimizers for parameter in held_by(optimizer)}
         self.parameters = [parameter for parameter in self._names if parameter in held and parameter.requires_grad]
-        self.layout = layout_of(model, {self._names[parameter]: parameter for parameter in self.parameters})
-        """How the parameters lie in the replica."""
         self.restore: Callable[[], None] = lambda: None
         """Restores weights that are not finite, where a session has older ones."""
         self._left_alone: dict[nn.Parameter, Tensor] = {}
@@ -55,6 +54,11 @@ class Trained:
             )
         with _CHANGES:
             _ATTACHED.add(self)
+
+    @cached_property
+    def layout(self) -> Layout:
+        """How the parameters lie in the replica."""
+        return layout_of(self.model, {self._names[parameter]: parameter for parameter in self.parameters})
 
     def _check_owner(self, optimizer: Optimizer) -> None:
         for parameter in held_by(optimizer):
