@@ -19,7 +19,7 @@ from farflung.errors import UserError
 from farflung.methods import Method
 from farflung.networks import SharedState, SimulatedNetwork, Simulation
 from farflung.outer import ElasticLoop, OuterLoop
-from farflung.outer.elastic import state_tensors
+from farflung.outer.elastic import shared_tensors
 
 Make = Callable[[nn.Module], torch.optim.Optimizer]
 
@@ -476,7 +476,7 @@ def test_a_newcomers_masters_begin_where_the_others_stand(tmp_path: Path) -> Non
         for number in range(10):
             step_all([optimizer], partial(loss_of, model, 0, number))
         assert isinstance(outer, OuterLoop)
-        state, there = SharedState(dict(state_tensors(outer.anchors, outer.outer)), {"step": 10}), flat(model)
+        state, there = SharedState(dict(shared_tensors(outer._weights)), {"step": 10}), flat(model)
     newcomer, run = small_model(), Run(tmp_path)
     optimizer = FromTheStart(newcomer.parameters(), lr=0.0)
     try:

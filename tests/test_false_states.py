@@ -22,6 +22,7 @@ from farflung.errors import UserError
 from farflung.networks import SharedState
 from farflung.networks.internet import InternetNetwork
 from farflung.networks.internet.streams import PeerStream
+from farflung.outer.fragments import split
 from farflung.testing.liars import Liar
 
 pytestmark = pytest.mark.slow
@@ -105,18 +106,22 @@ def joins_after(liar: Liar, network: InternetNetwork, tensors: dict[str, int]) -
         return outer.catch_up(patience(60))
 
 
-ANCHOR = sum(parameter.numel() for parameter in small_model().parameters())
+CELLS = [cell for fragment in split(small_model(), 1) for cell in fragment.cells]
+ANCHORS = {f"anchor of {cell.name}": cell.numel for cell in CELLS}
 UNFIT = {
-    "another model's": {"anchor 0": ANCHOR + 1},
-    "a short momentum": {"anchor 0": ANCHOR, "momentum_buffer 0": 3},
-    "an unknown name": {"anchor 0": ANCHOR, "evil 0": ANCHOR},
+    "another model's": {**ANCHORS, "anchor of 0.weight": ANCHORS["anchor of 0.weight"] + 1},
+    "a cell less": {name: count for name, count in ANCHORS.items() if "4" not in name},
+    "a short momentum": {**ANCHORS, "momentum_buffer of 0.weight": 3},
+    "an unknown name": {**ANCHORS, "evil of 0.weight": ANCHORS["anchor of 0.weight"]},
+    "an unknown cell": {**ANCHORS, "anchor of 9.weight": 3},
 }
 
 
 @pytest.mark.parametrize("lie", UNFIT)
 def test_a_newcomer_takes_no_state_that_does_not_fit_but_another_peer_s(run: Run, liar: Liar, lie: str) -> None:
     one, newcomer = run.join(), run.join()
-    one.serve(lambda: SharedState({"anchor 0": torch.full((ANCHOR,), 2.0)}, {"step": 7, "until": 10**6}))
+    fits = {name: torch.full((count,), 2.0) for name, count in ANCHORS.items()}
+    one.serve(lambda: SharedState(fits, {"step": 7, "until": 10**6}))
     with training(one):
         assert joins_after(liar, newcomer, UNFIT[lie])
     assert newcomer.refused["bad state"] == 1
@@ -124,7 +129,7 @@ def test_a_newcomer_takes_no_state_that_does_not_fit_but_another_peer_s(run: Run
 
 def test_a_newcomer_to_whom_all_give_what_does_not_fit_is_told_so_in_one_line(run: Run, liar: Liar) -> None:
     with pytest.raises(UserError, match="other shapes") as error:
-        joins_after(liar, run.join(), {"anchor 0": 5})
+        joins_after(liar, run.join(), {"anchor of 0.weight": 5})
     assert "\n" not in str(error.value)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import statistics
 import threading
@@ -30,8 +31,9 @@ from farflung.networks.internet import InternetNetwork
 from farflung.outer import GossipNesterov, ParameterAveraging, Round, Session
 from farflung.outer.aggregation import LARGEST_RATIO, Aggregation, Blame, clipped, median
 from farflung.outer.averaging import Averaging
-from farflung.outer.elastic import state_tensors, take_state
-from farflung.outer.fragments import split
+from farflung.outer.elastic import shared_tensors, take_shared
+from farflung.outer.fragments import Weights, split
+from farflung.outer.merges import Keep
 from farflung.outer.optimizers import after_a_step, message_of, step_with
 
 STEP_SECONDS = 0.03
@@ -237,33 +239,45 @@ def sgd(anchors: list[torch.Tensor]) -> torch.optim.Optimizer:
     return torch.optim.SGD(anchors, lr=1.0, momentum=0.9)
 
 
+def weights_of(make: Any) -> tuple[list[Weights], torch.optim.Optimizer]:
+    """Two layers of 4 and 3 values in fragments of their own, all noughts."""
+    model = torch.nn.ParameterList([torch.nn.Parameter(torch.zeros(count)) for count in (4, 3)])
+    fragments = split(model, 2)
+    anchors = [fragment.read() for fragment in fragments]
+    outer = make(anchors)
+    pairs = zip(fragments, anchors, strict=True)
+    return [Weights(fragment, anchor, outer, Keep(), contextlib.nullcontext) for fragment, anchor in pairs], outer
+
+
 def test_a_state_is_taken_whole() -> None:
-    anchors = [torch.zeros(4)]
-    outer = sgd(anchors)
-    state = {"anchor 0": torch.ones(4), "momentum_buffer 0": torch.full((4,), 2.0)}
-    take_state(anchors, outer, state, after_a_step(sgd)[1])
-    assert dict(state_tensors(anchors, outer))["momentum_buffer 0"].tolist() == [2.0] * 4
-    assert anchors[0].tolist() == [1.0] * 4
+    weights, _ = weights_of(sgd)
+    anchors = {"anchor of 0": torch.ones(4), "anchor of 1": torch.ones(3)}
+    take_shared(weights, anchors | {"momentum_buffer of 0": torch.full((4,), 2.0)}, after_a_step(sgd)[1])
+    assert dict(shared_tensors(weights))["momentum_buffer of 0"].tolist() == [2.0] * 4
+    assert [one.anchor.tolist() for one in weights] == [[1.0] * 4, [1.0] * 3]
 
 
 @pytest.mark.parametrize("make", [sgd, partial(GossipNesterov, momentum=0.5)], ids=["sgd", "gossip"])
 @given(
     st.dictionaries(
         st.sampled_from(
-            ["anchor 0", "anchor 1", "anchor 2", "momentum_buffer 1", "velocity 0", "step 0", "evil 1", "0"]
+            [
+                *("anchor of 0", "anchor of 1", "anchor of 2", "momentum_buffer of 1", "velocity of 0"),
+                *("step of 0", "evil of 1", "0", "anchor of ", " of 1"),
+            ]
         ),
         st.builds(torch.full, st.tuples(st.integers(0, 5)), st.sampled_from([0.5, float("nan"), float("inf")])),
     )
 )
 def test_any_state_is_taken_so_that_training_goes_on_or_changes_nothing(make: Any, told: dict[str, Any]) -> None:
-    anchors = [torch.zeros(4), torch.zeros(3)]
-    outer = make(anchors)
+    weights, outer = weights_of(make)
+    anchors = [one.anchor for one in weights]
     try:
-        take_state(anchors, outer, told, after_a_step(make)[1])
+        take_shared(weights, told, after_a_step(make)[1])
     except UserError:
         assert not outer.state and not any(anchor.any() for anchor in anchors)
     else:
-        assert {"anchor 0", "anchor 1"} <= told.keys() <= set(dict(state_tensors(anchors, outer)))
+        assert {"anchor of 0", "anchor of 1"} <= told.keys() <= set(dict(shared_tensors(weights)))
         for anchor in anchors:
             step_with(outer, anchor, message_of(outer, anchor, anchor.clone()))
             assert torch.isfinite(anchor).all()

@@ -40,7 +40,7 @@ def test_all_four_train_together(package: Path, tmp_path: Path) -> None:
         groups = [tuple(round.group) for round in rounds]
         assert groups == [(0, 3), (0, 1), (0, 3), (0, 1), (0, 3), (0, 1)], groups
         assert all(round.outcome == "averaged" and 0 < round.compression_error < 0.01 for round in rounds)
-        # The net has 6 x 16 + 16 weights in one layer, and 17 in the other: two bytes each, and a header for each layer.
+        # The net has 6 x 16 + 16 weights in one layer, and 17 in the other: two bytes each, and each layer a header.
         assert all(258 <= round.bytes_sent < 258 + 150 for round in rounds[1:])
         losses = [event.validation_loss for event in run.of(0, EvaluationEvent)]
         assert losses[-1] < 0.6 * losses[0]

@@ -6,7 +6,7 @@ downloads the others' state.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -16,11 +16,17 @@ from farflung.errors import UserError
 from farflung.hooks.digests import digest
 from farflung.networks import Group, Party, PeerLostError, Pending, SharedState
 from farflung.outer.aggregation import Aggregation
+from farflung.outer.fragments import ANCHOR, Weights
 from farflung.outer.loop import Exchange, OuterLoop
-from farflung.outer.optimizers import OuterOptimizer, ParameterAveraging, after_a_step, kept_of, state_by_anchor
+from farflung.outer.optimizers import OuterOptimizer, ParameterAveraging, after_a_step
 from farflung.outer.outcomes import Outcome, Result
 from farflung.outer.round import Offer, PendingRound, Sync
 from farflung.outer.session import Setup
+
+OF = " of "
+"""Between what a tensor is and the name of its cell."""
+
+OTHER_SHAPES = "the run's anchors have other shapes than the model here; see that both use the same model"
 
 
 class ElasticLoop(OuterLoop):
@@ -78,7 +84,7 @@ class ElasticLoop(OuterLoop):
     def state(self) -> SharedState:
         """The state that a late replica downloads: anchors, outer state and step; valid until the next round starts."""
         facts = {"step": self.step, "until": min(sync.next_start for sync in self._rounds.syncs)}
-        return SharedState(dict(state_tensors(self.anchors, self.outer)), facts)
+        return SharedState(dict(shared_tensors(self._weights)), facts)
 
     @torch.no_grad()
     def take(self, state: SharedState) -> None:
@@ -86,7 +92,7 @@ class ElasticLoop(OuterLoop):
         if not self._begun:
             self._begin()
         assert self.method.outer is not None
-        take_state(self.anchors, self.outer, state.tensors, after_a_step(self.method.outer)[1])
+        take_shared(self._weights, state.tensors, after_a_step(self.method.outer)[1])
         self._rounds.pending.clear()
         self.step = max(self.step, int(state.facts["step"]))
         self._begun = True
@@ -135,32 +141,29 @@ class ElasticLoop(OuterLoop):
             return None
 
 
-def state_tensors(anchors: list[Tensor], outer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor]]:
-    """The anchors and what the outer optimizer keeps of each, by name."""
-    for index, anchor in enumerate(anchors):
-        yield f"anchor {index}", anchor
-        for name, value in sorted(kept_of(outer, anchor).items()):
-            yield f"{name} {index}", value
+def shared_tensors(all_weights: Iterable[Weights]) -> Iterator[tuple[str, Tensor]]:
+    """The anchors, and what the outer optimizer keeps of them, cell by cell, by name."""
+    for weights in all_weights:
+        for cell, kept in weights.fragment.apart(weights.shared()).items():
+            for kind, value in kept.items():
+                yield f"{kind}{OF}{cell}", value
 
 
-def take_state(
-    anchors: list[Tensor], outer: torch.optim.Optimizer, tensors: dict[str, Tensor], names: set[str]
-) -> None:
-    """Loads the `state_tensors` of another replica into anchors and outer optimizer.
+def take_shared(all_weights: Sequence[Weights], tensors: Mapping[str, Tensor], kinds: Collection[str]) -> None:
+    """Takes another replica's `shared_tensors`; besides anchors they may be of these kinds.
 
-    Raises UserError, and changes nothing, unless they are all anchors and tensors of the given names.
+    Raises UserError, and changes nothing, unless all fit.
     """
-    wanted = {f"anchor {index}": anchor for index, anchor in enumerate(anchors)}
-    known = wanted | {f"{name} {index}": anchor for index, anchor in enumerate(anchors) for name in names}
-    fits = all(name in known and value.numel() == known[name].numel() for name, value in tensors.items())
-    if not fits or not wanted.keys() <= tensors.keys():
-        raise UserError("the run's anchors have other shapes than the model here; see that both use the same model")
+    values = {cell.name: cell.numel for weights in all_weights for cell in weights.fragment.cells}
+    cells: dict[str, dict[str, Tensor]] = {name: {} for name in values}
+    for name, value in tensors.items():
+        kind, _, cell = name.partition(OF)
+        if value.numel() != values.get(cell) or kind not in (ANCHOR, *kinds):
+            raise UserError(OTHER_SHAPES)
+        cells[cell][kind] = value
+    if not all(ANCHOR in kept for kept in cells.values()):
+        raise UserError(OTHER_SHAPES)
     if not all(map(finite, tensors.values())):
         raise UserError("a peer gave a state that is not finite; join again, from other peers' RUN/run.ticket")
-    state = state_by_anchor(outer)
-    for name, value in tensors.items():
-        kind, anchor = name.rpartition(" ")[0], known[name]
-        if kind == "anchor":
-            anchor.copy_(value)
-        else:
-            state[anchor][kind] = value.to(anchor.device, copy=True)
+    for weights in all_weights:
+        weights.take_shared(weights.fragment.together(cells))

@@ -16,9 +16,11 @@ from farflung.hooks.layouts import Layout, layout_of
 from farflung.hooks.shards import own_of
 from farflung.outer.keepers import Keeper
 from farflung.outer.merges import Merge
-from farflung.outer.optimizers import OuterOptimizer, message_of, state_by_anchor, step_with
+from farflung.outer.optimizers import OuterOptimizer, kept_of, message_of, state_by_anchor, step_with
 from farflung.outer.round import Offer
 
+ANCHOR = "anchor"
+"""What an anchor is called among what is kept."""
 OUTER = "outer "
 """Begins the names of what the outer optimizer keeps."""
 
@@ -195,16 +197,29 @@ class Weights:
         own = state_by_anchor(self._outer).get(self.anchor, {})
         state = {f"{OUTER}{name}": value for name, value in sorted(own.items())}
         rounded_off = self.fragment.rounded_off
-        return {"anchor": self.anchor, **({} if rounded_off is None else {"rounded off": rounded_off}), **state}
+        return {ANCHOR: self.anchor, **({} if rounded_off is None else {"rounded off": rounded_off}), **state}
 
     def take(self, kept: Mapping[str, Any]) -> None:
         """Goes on from what another was `kept`."""
         if self.fragment.numel:
-            self.anchor.copy_(kept["anchor"])
+            self.anchor.copy_(kept[ANCHOR])
         self.fragment.rounded_off = kept.get("rounded off")
         state = {name.removeprefix(OUTER): value for name, value in kept.items() if name.startswith(OUTER)}
         if state:
             state_by_anchor(self._outer)[self.anchor] = state
+
+    def shared(self) -> dict[str, Tensor]:
+        """What late replicas take: the anchor, and the tensors that the outer optimizer keeps of it."""
+        return {ANCHOR: self.anchor, **dict(sorted(kept_of(self._outer, self.anchor).items()))}
+
+    def take_shared(self, shared: Mapping[str, Tensor]) -> None:
+        """Goes on from what another `shared`; numbers that the outer optimizer counts stay."""
+        state = state_by_anchor(self._outer)
+        for kind, value in shared.items():
+            if kind == ANCHOR:
+                self.anchor.copy_(value)
+            else:
+                state[self.anchor][kind] = value.to(self.anchor.device, copy=True)
 
     def write(self, weights: Tensor) -> None:
         """Gives the parameters these values."""
