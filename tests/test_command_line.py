@@ -1,13 +1,16 @@
 """The command line as a user meets it: real processes, real mistakes, real signals."""
 
 import contextlib
-import io
+import fcntl
 import json
 import os
+import pty
 import re
 import signal
+import struct
 import subprocess
 import sys
+import termios
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -38,7 +41,15 @@ QUICK = [
     [
         (["trian"], ["'trian'", "did you mean 'train'"]),
         (["train", "--evry", 3], ["--evry", "did you mean --every"]),
-        (["train", "--every", "x"], ["--every", "'x'"]),
+        (["train", "--every", "x"], ["--every is 'x'; it must be a whole number"]),
+        (["train", "--delay", "1.5"], ["--delay is '1.5'; it must be a whole number"]),
+        (["train", "--outer-lr=x"], ["--outer-lr is 'x'; it must be a number"]),
+        (["train", "--seed"], ["--seed is given without a value"]),
+        (["train", "--seed", "-1"], ["farflung: --seed is -1; it must be at least 0"]),
+        (["train", "--merge", "keept"], ["--merge is 'keept'; did you mean 'kept'?"]),
+        (["train", "--merge", "x"], ["--merge is 'x'; there are: dropped, eager, kept, mixed"]),
+        (["train", "--steps", 3, "a.toml"], ["a.toml comes too late", "one config file, before all flags"]),
+        (["join", "--first"], ["Missing from farflung join: PATH The ticket's file"]),
         (["train", "--network", "pigeon"], ["pigeon", "simulated"]),
         (["train", "--replicas", 0], ["replicas is 0", "at least 1"]),
         (["train", "--method", "nolco"], ["nolco", "did you mean 'noloco'"]),
@@ -122,21 +133,30 @@ def test_the_options_of_train_have_resume_and_restart(capsys: pytest.CaptureFixt
     assert {"--resume", "--restart", "--every-final"} <= set(re.findall(r"^\W*? (--[\w-]+)", plain, re.MULTILINE))
 
 
+@pytest.mark.parametrize("columns", [60, 80])
 @pytest.mark.parametrize(
-    "arguments", [["--steps", "x"], ["--evry", "3"], ["--network", "pigeon"], ["--seed"], ["--inner", "adam"]]
+    ("mistake", "said"),
+    [
+        (["--steps", "x"], "--steps is 'x'; it must be a whole number; see: farflung train --help"),
+        (["--modle", "x"], "Unrecognized options: --modle, x; did you mean --model? see: farflung train --help"),
+        ([long := "a-word-that-is-" * 9 + "long"], f"Unrecognized options: {long}; see: farflung train --help"),
+        (["--merge", "keept"], "--merge is 'keept'; did you mean 'kept'?"),
+        (["--replicas", "0"], "--replicas is 0; it must be at least 1"),
+    ],
 )
-def test_a_mistake_reads_the_same_on_a_terminal_without_boxes(
-    monkeypatch: pytest.MonkeyPatch, arguments: list[str]
+def test_a_mistake_reads_the_same_on_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, columns: int, mistake: list[str], said: str
 ) -> None:
-    """There tyro draws its boxes with hyphens."""
-    said = []
-    for encoding in ("utf-8", "ascii"):
-        monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding))
+    """There tyro draws boxes in colours, as wide as the terminal."""
+    leader, follower = pty.openpty()
+    fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    monkeypatch.setenv("TERM", "xterm")
+    with os.fdopen(leader, "rb"), os.fdopen(follower, "w", encoding="utf-8") as terminal:
+        for name in ("stdout", "stderr", "__stdout__"):
+            monkeypatch.setattr(sys, name, terminal)
         with pytest.raises(UserError) as error:
-            parse(Settings, arguments, "train", None)
-        said.append(str(error.value))
-    boxed, plain = said
-    assert plain == boxed and "--- " not in plain and "helptext" not in plain
+            parse(Settings, mistake, "train", None)
+    assert str(error.value) == said
 
 
 @pytest.mark.slow
