@@ -360,3 +360,14 @@ def test_what_receivers_read_by_their_own_values_is_never_averaged_in_parts() ->
     seen = [run(lambda way=way: replace(whole, averaging=way), 4, 16) for way in ("whole", "parts")]
     for one, other in zip(*seen, strict=True):
         assert torch.equal(one.weights, other.weights)
+
+
+@pytest.mark.parametrize(
+    "name", ["diloco", "streaming-diloco", "eager-diloco", "dilocox", "sparseloco", "noloco", "nolocox"]
+)
+def test_recipes_refuse_what_the_command_line_refuses(name: str) -> None:
+    mistakes = {"outer_lr": -1.0, "outer_momentum": 1.0, "gamma": -1.0, "group_size": 0}
+    for setting, value in mistakes.items():
+        if setting in methods.defaults_of(name):
+            with pytest.raises(UserError, match=f"^{setting} is {value}; "):
+                methods.RECIPES[name](**{setting: value})

@@ -64,12 +64,20 @@ def is_begun(folder: Path) -> bool:
 def check_settings(settings: Settings) -> None:
     """Refuses settings that cannot work, as far as can be seen before the start. Raises UserError."""
     settings.method()
+    _check_groups(settings)
     check_network(settings)
     workload = settings.made_workload()
     workload.check()
     _check_island(settings)
     check(settings.island, workload, settings.run.seed)
     pick_device(settings.run.device, 0)
+
+
+def _check_groups(settings: Settings) -> None:
+    """Refuses groups that there are too few replicas for, where their number is known. Raises UserError."""
+    size, replicas = settings.rounds.group_size, settings.run.replicas
+    if size is not None and size > replicas and not settings.network.kind.elastic:
+        raise UserError(f"group_size is {size}, but replicas is {replicas}; choose a group_size of at most {replicas}")
 
 
 def _check_island(settings: Settings) -> None:
