@@ -108,8 +108,9 @@ def refuse_other_replicas(settings: Settings, folder: Path) -> None:
 
 def refuse_while_trained(folder: Path) -> None:
     """Refuses to touch a run that another process trains. Raises UserError."""
-    for path in folder.glob("events/*.jsonl"):
-        events.locked(path).close()
+    with disk_errors(f"write to {folder}", "see to it, or begin a run in another folder with --out"):
+        for path in folder.glob("events/*.jsonl"):
+            events.locked(path).close()
 
 
 def clear(folder: Path) -> None:

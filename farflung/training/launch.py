@@ -42,6 +42,8 @@ def prepare(settings: Settings, folder: Path, resume: bool, restart: bool = Fals
 
     To `restart` removes the run that is in the folder; the settings are found to be good before that.
     """
+    if resume or restart:
+        beginning.refuse_while_trained(folder)
     check_settings(settings)
     if line := without_rounds(settings):
         say(line)
@@ -224,10 +226,10 @@ def _prepare_machine(settings: Settings, folder: Path, way: str) -> str:
         prepare(settings, folder, resume=False)
         beginning.note_launch(folder)
     else:
-        check_settings(settings)
-        if way == beginning.RESTARTED:
+        if way != beginning.AGAIN:
             beginning.refuse_while_trained(folder)
-        else:
+        check_settings(settings)
+        if way != beginning.RESTARTED:
             beginning.refuse_other_replicas(settings, folder)
     return way
 
