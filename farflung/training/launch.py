@@ -23,6 +23,7 @@ from farflung import formats, scoped
 from farflung.errors import UserError, disk_errors
 from farflung.files import write_text
 from farflung.formats import RUN_FOLDER
+from farflung.inner import INNER
 from farflung.networks import ReplicaDiedError, SimulatedNetwork, Simulation, TorchNetwork
 from farflung.pipeline import Mesh, check
 from farflung.settings import Settings, settings_toml
@@ -45,7 +46,7 @@ def prepare(settings: Settings, folder: Path, resume: bool, restart: bool = Fals
     if resume or restart:
         beginning.refuse_while_trained(folder)
     check_settings(settings)
-    if line := without_rounds(settings):
+    for line in filter(None, (without_rounds(settings), another_method(settings))):
         say(line)
     if restart:
         beginning.clear(folder)
@@ -101,6 +102,19 @@ def without_rounds(settings: Settings) -> str:
     if first <= settings.run.steps:
         return ""
     return f"no round will be held: the first comes after step {first} of {settings.run.steps}; give a smaller --every"
+
+
+def another_method(settings: Settings) -> str:
+    """A warning for an inner optimizer that makes the method another one than was published; "" for others."""
+    method = settings.method()
+    makes = {name: getattr(inner.make, "func", inner.make) for name, inner in INNER.items()}
+    if method.needs_inner is None or makes.get(settings.inner.inner or "", method.needs_inner) is method.needs_inner:
+        return ""
+    remedy = next((f"give --inner {name}" for name, made in makes.items() if made is method.needs_inner), "")
+    return (
+        f"{settings.rounds.method} is published with {method.needs_inner.__name__}, and is another method with inner "
+        f"{settings.inner.inner}; {remedy or 'leave out --inner'}"
+    )
 
 
 def write_settings(settings: Settings, folder: Path) -> None:
