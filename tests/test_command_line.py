@@ -164,6 +164,21 @@ def test_a_mistake_reads_the_same_on_a_terminal(
     assert str(error.value) == said
 
 
+@pytest.mark.parametrize("command", ["farflung methods", "farflung train --help", "farflung --help", "bench list"])
+def test_output_that_cannot_be_written_ends_without_a_traceback(command: str) -> None:
+    python = [sys.executable, "-m", *command.split()]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(python, stdout=full, stderr=subprocess.PIPE, text=True, timeout=patience(60))
+    assert done.returncode == 1
+    assert done.stderr.endswith(": cannot print: No space left on device; make room, or print somewhere else\n")
+    assert done.stderr.count("\n") == 1
+    read, write = os.pipe()
+    os.close(read)  # what head has done after a line
+    with os.fdopen(write, "w") as closed:
+        done = subprocess.run(python, stdout=closed, stderr=subprocess.PIPE, text=True, timeout=patience(60))
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 @pytest.mark.slow
 def test_methods_lists_each_with_paper_and_settings() -> None:
     """In a process as users start it, where others here are forks."""

@@ -14,6 +14,7 @@ from typing import Any
 from farflung.cli.arguments import INTERRUPTED, MISUSE
 from farflung.cli.peers import doctor, invite, join, status
 from farflung.cli.planning import plan, simulate
+from farflung.cli.printing import printing
 from farflung.cli.runs import export, methods, report
 from farflung.cli.training import train
 from farflung.errors import UserError, suggestion
@@ -32,7 +33,7 @@ COMMANDS: dict[str, Callable[[list[str]], None]] = {
 def main() -> None:
     """Runs the command that the arguments name; exits with 2 after a user's mistake, without a traceback."""
     # Messages and packets are new memory each time; torch then takes it in huge pages, which costs a tenth.
-    with _log_shown(), _warnings_told(), environment(THP_MEM_ALLOC_ENABLE="1"):
+    with _log_shown(), _warnings_told(), printing("farflung"), environment(THP_MEM_ALLOC_ENABLE="1"):
         _run()
 
 
@@ -48,9 +49,6 @@ def _run() -> None:
         if arguments[0] not in COMMANDS:
             raise UserError(f"there is no command {arguments[0]!r}{suggestion(arguments[0], list(COMMANDS))}")
         COMMANDS[arguments[0]](arguments[1:])
-        sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # a pager that was closed has seen enough
     except UserError as error:
         print(f"farflung: {error}", file=sys.stderr)
         sys.exit(MISUSE)
