@@ -53,6 +53,7 @@ def prepare(settings: Settings, folder: Path, resume: bool, restart: bool = Fals
     elif resume:
         beginning.refuse_other_replicas(settings, folder)
         if not settings.network.kind.elastic:
+            beginning.refuse_edited(settings, folder)
             beginning.local_step(settings, folder)
     elif is_begun(folder):
         raise holds_a_run(folder)
@@ -118,11 +119,12 @@ def another_method(settings: Settings) -> str:
 
 
 def write_settings(settings: Settings, folder: Path) -> None:
-    """Writes config.toml. Raises UserError."""
+    """Writes config.toml, and what tells when it was edited. Raises UserError."""
     with disk_errors(f"write to {folder}", "choose another folder with --out"):
         folder.mkdir(parents=True, exist_ok=True)
         version = f"{formats.KEY} = {RUN_FOLDER.version}\n"
-        write_text(folder / "config.toml", f"{version}\n{settings_toml(settings.settled())}")
+        for path in (folder / "config.toml", beginning.begun_with(folder)):
+            write_text(path, f"{version}\n{settings_toml(settings.settled())}")
 
 
 def check_network(settings: Settings) -> None:
@@ -245,6 +247,7 @@ def _prepare_machine(settings: Settings, folder: Path, way: str) -> str:
         check_settings(settings)
         if way != beginning.RESTARTED:
             beginning.refuse_other_replicas(settings, folder)
+            beginning.refuse_edited(settings, folder)
     return way
 
 
