@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from farflung.cli.arguments import free_folder, parse, under_new_names
-from farflung.errors import disk_errors
+from farflung.errors import UserError, disk_errors
 from farflung.tables import new_names
 
 
@@ -41,12 +43,21 @@ def simulate(arguments: list[str]) -> None:
     from farflung.planner.simulation import simulate as time_methods
 
     options = parse(SimulateOptions, arguments, "simulate", simulate.__doc__)
+    folder = options.out or free_folder("simulation", "simulation.html")
+    _refuse_taken(folder)
     results = time_methods(options)
     size = f"{options.params:.3g} parameters" if options.params else options.model
     described = f"{options.replicas} replicas of {size}, {options.rounds} rounds, conditions {options.conditions}"
     print(f"farflung: {described}\n\n{simulation_table(results).text()}\n")
-    folder = options.out or free_folder("simulation", "simulation.html")
     with disk_errors(f"write to {folder}", "give another folder with --out"):
         write_events(results, folder / "events")
         write_simulation(results, described, folder / "simulation.html")
     print(f"farflung: pictures in {folder / 'simulation.html'}, each round in {folder / 'events'}")
+
+
+def _refuse_taken(folder: Path) -> None:
+    """Refuses a folder with what another command has written, and may not be lost. Raises UserError."""
+    simulated = (folder / "simulation.html").exists()
+    if simulated or (folder / "config.toml").exists() or any(folder.glob("events/*.jsonl")):
+        what = "a simulation" if simulated else "a run"
+        raise UserError(f"{folder} already holds {what}; choose another folder with --out")
