@@ -60,7 +60,10 @@ QUICK = [
         (["train", "--group-size", 1], ["--group-size is 1; it must be at least 2"]),
         (["train", "--group-size", 100], ["group_size is 100, but replicas is 4; choose a group_size of at most 4"]),
         (["train", "--every", 5, "--delay", 6], ["delay is 6 but every is 5"]),
-        (["train", "--codec", "int5"], ["no codec 'int5'", "modulo4"]),
+        (["train", "--codec", "itn4"], ["no codec 'itn4'", "modulo4"]),
+        (["train", "--codec", "int5"], ["codec 'int5'", "bits=5", "choose 8, 4 or 2"]),
+        (["train", "--codec", "modulo99"], ["codec 'modulo99'", "bits=99", "choose 2 to 8"]),
+        (["train", "--codec", "topk200"], ["codec 'topk200': it would send 200% of the values", "at most 100"]),
         (["train", "--codec", "modulo4-int8"], ["modulo4-int8", "only works alone"]),
         (["train", "--codec", "topk0"], ["topk0", "more than 0"]),
         (["train", "--method", "demo", "--codec", "int8"], ["demo has no setting codec"]),
@@ -129,6 +132,23 @@ def test_a_simulations_folder_is_told_from_a_run(
     assert run_here(monkeypatch, tmp_path, *command) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "wan holds no run: farflung simulate has written it" in line and "simulation.html" in line
+
+
+def test_a_simulation_writes_over_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    simulated = ["simulate", "--model", "micro", "--replicas", "2", "--rounds", "2", "--methods", "noloco"]
+    for file, what in (
+        ("config.toml", "a run"),
+        ("events/replica-0.jsonl", "a run"),
+        ("simulation.html", "a simulation"),
+    ):
+        folder = tmp_path / what.replace(" ", "-") / file.partition("/")[0]
+        (folder / file).parent.mkdir(parents=True)
+        (folder / file).write_text("mine")
+        assert run_here(monkeypatch, tmp_path, *simulated, "--out", str(folder)) == 2
+        assert capsys.readouterr().err == f"farflung: {folder} already holds {what}; choose another folder with --out\n"
+        assert [path.read_text() for path in folder.rglob("*") if path.is_file()] == ["mine"]
 
 
 def test_the_options_of_train_have_resume_and_restart(capsys: pytest.CaptureFixture[str]) -> None:
