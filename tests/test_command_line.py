@@ -199,6 +199,28 @@ def test_output_that_cannot_be_written_ends_without_a_traceback(command: str) ->
     assert (done.returncode, done.stderr) == (0, "")
 
 
+def test_methods_lists_settings_that_have_no_default(capsys: pytest.CaptureFixture[str]) -> None:
+    runs.methods([])
+    lines = capsys.readouterr().out.splitlines()
+    (about_ddp,) = [number for number, line in enumerate(lines) if line.startswith("ddp ")]
+    assert lines[about_ddp + 3].strip() == "settings: codec"
+
+
+def test_a_simulated_run_tells_its_time_and_one_that_had_ended_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = ["--network", "simulated", "--step-ms", "1000", "--model", "micro", *map(str, QUICK), "--out", "run"]
+    assert run_here(monkeypatch, tmp_path, "train", *small, "--steps", "8", "--replicas", "1") == 0
+    said = capsys.readouterr().out
+    assert "farflung: 1 replica, noloco, 8 steps; run folder run" in said
+    assert "took 8.0 s of simulated time" in said
+    assert len(re.findall("^step 8/8 ", said, re.MULTILINE)) == 1
+    assert run_here(monkeypatch, tmp_path, "train", "--resume", "run") == 0
+    assert "farflung: this run had ended" in capsys.readouterr().out
+    assert run_here(monkeypatch, tmp_path, "report", "run") == 0
+    assert "farflung: report of 1 run in run/report.html" in capsys.readouterr().out
+
+
 @pytest.mark.slow
 def test_methods_lists_each_with_paper_and_settings() -> None:
     """In a process as users start it, where others here are forks."""
@@ -285,7 +307,7 @@ def test_a_signal_leaves_a_checkpoint_and_no_process(undisturbed: Path, tmp_path
     process.send_signal(number)
     _, complaint = process.communicate(timeout=patience(100))
     assert process.returncode == 130 and f"go on with: farflung train --resume {folder}" in complaint
-    assert "Traceback" not in complaint
+    assert "Traceback" not in complaint and "death signal" not in complaint
     until(lambda: gone(replicas))
     ends = [json.loads(f.read_text().splitlines()[-1]) for f in sorted(folder.glob("events/*.jsonl"))]
     assert {end["event"] for end in ends} == {"end"} and len({end["step"] for end in ends}) == 1

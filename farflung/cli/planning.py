@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from farflung.cli.arguments import free_folder, parse, under_new_names
-from farflung.errors import UserError, disk_errors
+from farflung.errors import UserError, counted, disk_errors
 from farflung.tables import new_names
 
 
@@ -20,7 +20,7 @@ def plan(arguments: list[str]) -> None:
     options = parse(PlanOptions, arguments, "plan", plan.__doc__)
     plans, failures, cluster = make_plans(options)
     listed = best_per_method(plans, options.show)
-    print(f"farflung: {options.model}, {options.tokens:.3g} tokens, {len(cluster.workers)} workers\n")
+    print(f"farflung: {options.model}, {options.tokens:.3g} tokens, {counted(len(cluster.workers), 'worker')}\n")
     print(plan_table(listed, cluster.currency).text())
     if plans[0].placed:
         print("\n* stages placed on the links that suit them; the best:")
@@ -47,7 +47,8 @@ def simulate(arguments: list[str]) -> None:
     _refuse_taken(folder)
     results = time_methods(options)
     size = f"{options.params:.3g} parameters" if options.params else options.model
-    described = f"{options.replicas} replicas of {size}, {options.rounds} rounds, conditions {options.conditions}"
+    replicas, rounds = counted(options.replicas, "replica"), counted(options.rounds, "round")
+    described = f"{replicas} of {size}, {rounds}, conditions {options.conditions}"
     print(f"farflung: {described}\n\n{simulation_table(results).text()}\n")
     with disk_errors(f"write to {folder}", "give another folder with --out"):
         write_events(results, folder / "events")
