@@ -43,9 +43,9 @@ class NobodyAnswersError(UserError):
 
     def __init__(self, addresses: Sequence[str]) -> None:
         super().__init__(
-            f"none of the ticket's {counted(len(addresses), 'address')} answers; ask a peer that is there for its "
-            "newer ticket (RUN/run.ticket), see that this machine reaches it, or begin the run again here with: "
-            "farflung join TICKET --first"
+            f"the ticket leads to {counted(len(addresses), 'address')}, where nobody answers; ask a peer that is "
+            "there for its newer ticket (RUN/run.ticket), see that this machine reaches it, or begin the run again "
+            "here with: farflung join TICKET --first"
         )
 
 
