@@ -17,6 +17,7 @@ from itertools import groupby
 from pathlib import Path
 
 from bench.lib.catalog import ROOT, Bench, benches, docstring_of
+from farflung.cli.printing import printing
 
 
 def main() -> None:
@@ -77,4 +78,5 @@ def run(bench: Bench, arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with printing("bench"):
+        main()

@@ -20,6 +20,11 @@ def disk_errors(what: str, remedy: str) -> Iterator[None]:
         raise UserError(f"cannot {what}: {error.strerror or error}; {remedy}") from error
 
 
+def counted(number: int, thing: str) -> str:
+    """So many things: 1 replica, 2 replicas."""
+    return f"{number} {thing}" if number == 1 else f"{number} {thing}{'es' if thing.endswith('s') else 's'}"
+
+
 def suggestion(word: str, known: list[str]) -> str:
     """The words nearest to a misspelt one, as the end of an error message."""
     close = difflib.get_close_matches(word, known, n=1)

@@ -47,7 +47,7 @@ from farflung.outer import (
 )
 from farflung.registry import Registry
 from farflung.renamed import renamed
-from farflung.tables import BETWEEN_MACHINES, Checked, setting
+from farflung.tables import BETWEEN_MACHINES, Checked, rule_of, setting
 
 
 @dataclass(frozen=True)
@@ -62,9 +62,9 @@ class RoundSettings(Checked):
     """Training steps between sending an update and applying the result."""
     fragments: int | None = setting(None, least=1)
     """Parts that the model is split into; each is exchanged in its own rounds."""
-    outer_lr: float | None = None
+    outer_lr: float | None = setting(None, above=0)
     """Learning rate of the outer optimizer."""
-    outer_momentum: float | None = setting(None, least=0)
+    outer_momentum: float | None = setting(None, least=0, below=1)
     """Momentum of the outer optimizer."""
     codec: str | None = None
     """How messages become bytes, such as bfloat16, int8, modulo4, topk2-int2 or ef-lowrank64-int4 (see the README)."""
@@ -72,9 +72,9 @@ class RoundSettings(Checked):
     """What becomes of the steps trained during a round."""
     adapt: bool | None = None
     """Adapt compression and the steps between rounds to the effective rank of the messages."""
-    gamma: float | None = None
+    gamma: float | None = setting(None, least=0)
     """How strongly the anchors of a group are pulled together (noloco)."""
-    group_size: int | None = setting(None, least=1)
+    group_size: int | None = setting(None, least=2)
     """Replicas that average with each other in a round (noloco, diloco)."""
     averaging: Literal["whole", "parts"] | None = None
     """How groups of more than two average (sparseloco, demo, dynamic-threshold): whole uses all-gather, as published;
@@ -145,8 +145,8 @@ def diloco(
     """
     return Method(
         schedule=Schedule(every, fragments, delay),
-        topology=RandomGroups(group_size, seed) if group_size else Everyone(),
-        averaging="whole" if group_size else "parts",
+        topology=Everyone() if group_size is None else RandomGroups(group_size, seed),
+        averaging="parts" if group_size is None else "whole",
         codec=_codec(codec, Dense()),
         outer=_nesterov(outer_lr, outer_momentum),
         merge=merge_named(merge),
@@ -250,6 +250,7 @@ def noloco(
     Paper: Kolehmainen and others 2025, arXiv 2506.10911
     """
     codec = _codec(codec, Dense())
+    _check_limits(outer_lr=outer_lr, outer_momentum=outer_momentum, gamma=gamma)
     # Rounding must be in proportion to what is new, and whole anchors are not: modulo sends what differs of them.
     together = codec.traits.keeps_weights
     return Method(
@@ -286,7 +287,14 @@ def _codec(given: Codec | str | None, usual: Codec) -> Codec:
     return usual if given is None else as_codec(given)
 
 
+def _check_limits(**chosen: float) -> None:
+    """Refuses settings of an outer optimizer that are out of the limits in RoundSettings. Raises UserError."""
+    for one in fields(RoundSettings):
+        rule_of(one).check(one.name, chosen.get(one.name))
+
+
 def _nesterov(lr: float, momentum: float) -> OuterFactory:
+    _check_limits(outer_lr=lr, outer_momentum=momentum)
     return partial(torch.optim.SGD, lr=lr, momentum=momentum, nesterov=momentum > 0, fused=True)
 
 
@@ -305,7 +313,7 @@ _ALL = (
 )
 
 
-def _check(recipe: Callable[..., Method]) -> None:
+def _check_recipe(recipe: Callable[..., Method]) -> None:
     if not isinstance(made := recipe(), Method):
         raise TypeError(f"it makes {made!r}, which is no farflung.Method")
     inspect.signature(recipe, eval_str=True)
@@ -314,7 +322,7 @@ def _check(recipe: Callable[..., Method]) -> None:
 RECIPES: Registry[Callable[..., Method]] = Registry(
     "method",
     {recipe.__name__.replace("_", "-"): recipe for recipe in _ALL},
-    _check,
+    _check_recipe,
     renamed={"dct": "dynamic-threshold"},
 )
 """The methods that the command line offers, by name."""

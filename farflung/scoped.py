@@ -16,20 +16,27 @@ _before: dict[str, int] = {}
 
 @contextlib.contextmanager
 def quiet(name: str, level: int = logging.CRITICAL) -> Iterator[None]:
-    """Keeps another library's logger at a level meanwhile; the last of several to leave puts back what was before."""
-    logger = logging.getLogger(name)
+    """Keeps another library's logger at a level meanwhile; the last of several to leave puts back what was before.
+
+    So too those below it that have levels of their own, which do not go by its.
+    """
+    known = [*logging.root.manager.loggerDict]
+    loggers = [logging.getLogger(name), *(logging.getLogger(one) for one in known if one.startswith(f"{name}."))]
+    held = [logger for logger in loggers if logger.name == name or logger.level]
     with _lock:
-        if not _holders[name]:
-            _before[name] = logger.level
-            logger.setLevel(level)
-        _holders[name] += 1
+        for logger in held:
+            if not _holders[logger.name]:
+                _before[logger.name] = logger.level
+                logger.setLevel(level)
+            _holders[logger.name] += 1
     try:
         yield
     finally:
         with _lock:
-            _holders[name] -= 1
-            if not _holders[name]:
-                logger.setLevel(_before.pop(name))
+            for logger in held:
+                _holders[logger.name] -= 1
+                if not _holders[logger.name]:
+                    logger.setLevel(_before.pop(logger.name))
 
 
 @contextlib.contextmanager

@@ -43,13 +43,15 @@ class Rule:
     least: float | None = None
     most: float | None = None
     above: float | None = None
+    below: float | None = None
     may_differ: MayDiffer = NOWHERE
     formerly: str = ""
 
     def check(self, name: str, value: Any) -> None:
         """Raises UserError for a value outside of the limits."""
         limits = (("at least", operator.ge, self.least), ("at most", operator.le, self.most))
-        for words, holds, limit in (*limits, ("more than", operator.gt, self.above)):
+        beyond = (("more than", operator.gt, self.above), ("less than", operator.lt, self.below))
+        for words, holds, limit in (*limits, *beyond):
             if value is not None and limit is not None and not holds(value, limit):
                 raise UserError(f"{name} is {value}; it must be {words} {limit:g}")
 
@@ -60,11 +62,12 @@ def setting(
     least: float | None = None,
     most: float | None = None,
     above: float | None = None,
+    below: float | None = None,
     may_differ: MayDiffer = NOWHERE,
     formerly: str = "",
 ) -> T:
     """A `Checked` dataclass's field: its default, limits, where it may differ, its name in the version before."""
-    rule = Rule(least, most, above, may_differ, formerly)
+    rule = Rule(least, most, above, below, may_differ, formerly)
     return dataclasses.field(default=default, metadata={"rule": rule})
 
 

@@ -49,8 +49,9 @@ def page() -> str:
         "# What programs can rely on",
         "",
         "`import farflung` gives the names below. They stay, or warn for one release before they go. So do the names",
-        "in the rooms' `__all__`, such as `farflung.codecs.Threshold`, and all of `farflung.methods`. All else may",
-        "change with any release. The docstrings say more: `help(farflung.Method)`.",
+        "in the rooms' `__all__`, such as `farflung.codecs.Threshold`, all of `farflung.methods`, and the optimizer",
+        "that `demo` is published with, `farflung.inner.SignSGD`. All else may change with any release. The docstrings",
+        "say more: `help(farflung.Method)`.",
     ]
     for kind, names in KINDS.items():
         lines += ["", f"## {kind}", "", "| name | what it is |", "| --- | --- |"]

@@ -107,7 +107,7 @@ class BeforeTopology:
         ({"adapt": True, "outer": THEIRS}, "adapt is True; give a farflung.outer.Adapt"),
         ({"codec": 5, "outer": THEIRS}, "5 is no codec; give one, or a name"),
         ({"codec": Quantize, "outer": THEIRS}, "is no codec; give one, or a name"),
-        ({"codec": "int5", "outer": THEIRS}, "there is no codec 'int5'"),
+        ({"codec": "inty5", "outer": THEIRS}, "there is no codec 'inty5'"),
         ({"merge": "keep", "outer": THEIRS}, "there is no merge 'keep'"),
         ({"merge": 3, "outer": THEIRS}, "merge is 3, which is no farflung Merge: it lacks eager"),
         ({"topology": BeforeTopology(), "outer": THEIRS}, "which is no farflung Topology: it lacks identical"),

@@ -433,13 +433,14 @@ def test_names_make_the_codecs_that_they_say() -> None:
 @pytest.mark.parametrize(
     ("name", "complaint"),
     [
-        ("int3", "no codec 'int3'; there are: float32"),
+        ("itn3", "no codec 'itn3'; there are: float32"),
+        ("int3", "bits=3; choose 8, 4 or 2"),
         ("int8-zip", "no codec 'zip'"),
         ("", "no codec"),
         ("ef", "no codec 'ef'"),
         ("modulo4-int8", "modulo"),
         ("ef-modulo4", "modulo"),
-        ("topk0", "share=0.0; choose more than 0"),
+        ("topk0", "0% of the values; choose more than 0"),
         ("topk1.2.3", "topk1.2.3"),
         ("lowrank0", "rank=0; choose 1 to"),
         ("lowrank99999999999999999999", "rank=99999999999999999999; choose 1 to"),

@@ -1,13 +1,16 @@
 """The command line as a user meets it: real processes, real mistakes, real signals."""
 
 import contextlib
-import io
+import fcntl
 import json
 import os
+import pty
 import re
 import signal
+import struct
 import subprocess
 import sys
+import termios
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -38,13 +41,29 @@ QUICK = [
     [
         (["trian"], ["'trian'", "did you mean 'train'"]),
         (["train", "--evry", 3], ["--evry", "did you mean --every"]),
-        (["train", "--every", "x"], ["--every", "'x'"]),
+        (["train", "--every", "x"], ["--every is 'x'; it must be a whole number"]),
+        (["train", "--delay", "1.5"], ["--delay is '1.5'; it must be a whole number"]),
+        (["train", "--outer-lr=x"], ["--outer-lr is 'x'; it must be a number"]),
+        (["train", "--seed"], ["--seed is given without a value"]),
+        (["train", "--seed", "-1"], ["farflung: --seed is -1; it must be at least 0"]),
+        (["train", "--merge", "keept"], ["--merge is 'keept'; did you mean 'kept'?"]),
+        (["train", "--merge", "x"], ["--merge is 'x'; there are: dropped, eager, kept, mixed"]),
+        (["train", "--steps", 3, "a.toml"], ["a.toml comes too late", "one config file, before all flags"]),
+        (["join", "--first"], ["Missing from farflung join: PATH The ticket's file"]),
         (["train", "--network", "pigeon"], ["pigeon", "simulated"]),
         (["train", "--replicas", 0], ["replicas is 0", "at least 1"]),
         (["train", "--method", "nolco"], ["nolco", "did you mean 'noloco'"]),
         (["train", "--method", "ddp", "--gamma", 1], ["ddp has no setting gamma"]),
+        (["train", "--outer-momentum", 1.5], ["--outer-momentum is 1.5; it must be less than 1"]),
+        (["train", "--outer-lr", 0], ["--outer-lr is 0.0; it must be more than 0"]),
+        (["train", "--gamma", -1], ["--gamma is -1.0; it must be at least 0"]),
+        (["train", "--group-size", 1], ["--group-size is 1; it must be at least 2"]),
+        (["train", "--group-size", 100], ["group_size is 100, but replicas is 4; choose a group_size of at most 4"]),
         (["train", "--every", 5, "--delay", 6], ["delay is 6 but every is 5"]),
-        (["train", "--codec", "int5"], ["no codec 'int5'", "modulo4"]),
+        (["train", "--codec", "itn4"], ["no codec 'itn4'", "modulo4"]),
+        (["train", "--codec", "int5"], ["codec 'int5'", "bits=5", "choose 8, 4 or 2"]),
+        (["train", "--codec", "modulo99"], ["codec 'modulo99'", "bits=99", "choose 2 to 8"]),
+        (["train", "--codec", "topk200"], ["codec 'topk200': it would send 200% of the values", "at most 100"]),
         (["train", "--codec", "modulo4-int8"], ["modulo4-int8", "only works alone"]),
         (["train", "--codec", "topk0"], ["topk0", "more than 0"]),
         (["train", "--method", "demo", "--codec", "int8"], ["demo has no setting codec"]),
@@ -115,6 +134,23 @@ def test_a_simulations_folder_is_told_from_a_run(
     assert "wan holds no run: farflung simulate has written it" in line and "simulation.html" in line
 
 
+def test_a_simulation_writes_over_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    simulated = ["simulate", "--model", "micro", "--replicas", "2", "--rounds", "2", "--methods", "noloco"]
+    for file, what in (
+        ("config.toml", "a run"),
+        ("events/replica-0.jsonl", "a run"),
+        ("simulation.html", "a simulation"),
+    ):
+        folder = tmp_path / what.replace(" ", "-") / file.partition("/")[0]
+        (folder / file).parent.mkdir(parents=True)
+        (folder / file).write_text("mine")
+        assert run_here(monkeypatch, tmp_path, *simulated, "--out", str(folder)) == 2
+        assert capsys.readouterr().err == f"farflung: {folder} already holds {what}; choose another folder with --out\n"
+        assert [path.read_text() for path in folder.rglob("*") if path.is_file()] == ["mine"]
+
+
 def test_the_options_of_train_have_resume_and_restart(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cli.training.train(["--help"])
@@ -122,21 +158,67 @@ def test_the_options_of_train_have_resume_and_restart(capsys: pytest.CaptureFixt
     assert {"--resume", "--restart", "--every-final"} <= set(re.findall(r"^\W*? (--[\w-]+)", plain, re.MULTILINE))
 
 
+@pytest.mark.parametrize("columns", [60, 80])
 @pytest.mark.parametrize(
-    "arguments", [["--steps", "x"], ["--evry", "3"], ["--network", "pigeon"], ["--seed"], ["--inner", "adam"]]
+    ("mistake", "said"),
+    [
+        (["--steps", "x"], "--steps is 'x'; it must be a whole number; see: farflung train --help"),
+        (["--modle", "x"], "Unrecognized options: --modle, x; did you mean --model? see: farflung train --help"),
+        ([long := "a-word-that-is-" * 9 + "long"], f"Unrecognized options: {long}; see: farflung train --help"),
+        (["--merge", "keept"], "--merge is 'keept'; did you mean 'kept'?"),
+        (["--replicas", "0"], "--replicas is 0; it must be at least 1"),
+    ],
 )
-def test_a_mistake_reads_the_same_on_a_terminal_without_boxes(
-    monkeypatch: pytest.MonkeyPatch, arguments: list[str]
+def test_a_mistake_reads_the_same_on_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, columns: int, mistake: list[str], said: str
 ) -> None:
-    """There tyro draws its boxes with hyphens."""
-    said = []
-    for encoding in ("utf-8", "ascii"):
-        monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding))
+    """There tyro draws boxes in colours, as wide as the terminal."""
+    leader, follower = pty.openpty()
+    fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    monkeypatch.setenv("TERM", "xterm")
+    with os.fdopen(leader, "rb"), os.fdopen(follower, "w", encoding="utf-8") as terminal:
+        for name in ("stdout", "stderr", "__stdout__"):
+            monkeypatch.setattr(sys, name, terminal)
         with pytest.raises(UserError) as error:
-            parse(Settings, arguments, "train", None)
-        said.append(str(error.value))
-    boxed, plain = said
-    assert plain == boxed and "--- " not in plain and "helptext" not in plain
+            parse(Settings, mistake, "train", None)
+    assert str(error.value) == said
+
+
+@pytest.mark.parametrize("command", ["farflung methods", "farflung train --help", "farflung --help", "bench list"])
+def test_output_that_cannot_be_written_ends_without_a_traceback(command: str) -> None:
+    python = [sys.executable, "-m", *command.split()]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(python, stdout=full, stderr=subprocess.PIPE, text=True, timeout=patience(60))
+    assert done.returncode == 1
+    assert done.stderr.endswith(": cannot print: No space left on device; make room, or print somewhere else\n")
+    assert done.stderr.count("\n") == 1
+    read, write = os.pipe()
+    os.close(read)  # what head has done after a line
+    with os.fdopen(write, "w") as closed:
+        done = subprocess.run(python, stdout=closed, stderr=subprocess.PIPE, text=True, timeout=patience(60))
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_methods_lists_settings_that_have_no_default(capsys: pytest.CaptureFixture[str]) -> None:
+    runs.methods([])
+    lines = capsys.readouterr().out.splitlines()
+    (about_ddp,) = [number for number, line in enumerate(lines) if line.startswith("ddp ")]
+    assert lines[about_ddp + 3].strip() == "settings: codec"
+
+
+def test_a_simulated_run_tells_its_time_and_one_that_had_ended_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = ["--network", "simulated", "--step-ms", "1000", "--model", "micro", *map(str, QUICK), "--out", "run"]
+    assert run_here(monkeypatch, tmp_path, "train", *small, "--steps", "8", "--replicas", "1") == 0
+    said = capsys.readouterr().out
+    assert "farflung: 1 replica, noloco, 8 steps; run folder run" in said
+    assert "took 8.0 s of simulated time" in said
+    assert len(re.findall("^step 8/8 ", said, re.MULTILINE)) == 1
+    assert run_here(monkeypatch, tmp_path, "train", "--resume", "run") == 0
+    assert "farflung: this run had ended" in capsys.readouterr().out
+    assert run_here(monkeypatch, tmp_path, "report", "run") == 0
+    assert "farflung: report of 1 run in run/report.html" in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -225,7 +307,7 @@ def test_a_signal_leaves_a_checkpoint_and_no_process(undisturbed: Path, tmp_path
     process.send_signal(number)
     _, complaint = process.communicate(timeout=patience(100))
     assert process.returncode == 130 and f"go on with: farflung train --resume {folder}" in complaint
-    assert "Traceback" not in complaint
+    assert "Traceback" not in complaint and "death signal" not in complaint
     until(lambda: gone(replicas))
     ends = [json.loads(f.read_text().splitlines()[-1]) for f in sorted(folder.glob("events/*.jsonl"))]
     assert {end["event"] for end in ends} == {"end"} and len({end["step"] for end in ends}) == 1

@@ -71,6 +71,14 @@ def test_a_level_is_put_back_when_the_last_of_several_has_left() -> None:
     assert logger.level == logging.INFO
 
 
+def test_loggers_below_with_levels_of_their_own_are_quiet_too() -> None:
+    below = logging.getLogger("somebody.elses.part")
+    below.setLevel(logging.WARNING)
+    with quiet("somebody.elses"):
+        assert not below.isEnabledFor(logging.ERROR)
+    assert below.level == logging.WARNING
+
+
 def test_the_environment_is_put_back_and_what_the_user_has_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FARFLUNG_HERE", "user's")
     with pytest.raises(ZeroDivisionError), environment(FARFLUNG_HERE="ours", FARFLUNG_THERE="ours"):

@@ -387,7 +387,7 @@ def test_settings_reach_their_method() -> None:
     assert Settings.of(method="dilocox", adapt=False).method().adapt is None
     for settings, complaint in [
         ({"method": "demo", "codec": "int8"}, "demo has no setting codec"),
-        ({"method": "noloco", "codec": "int5"}, "no codec 'int5'"),
+        ({"method": "noloco", "codec": "int5"}, "codec 'int5': .* choose 8, 4 or 2"),
         ({"method": "noloco", "merge": "thrown"}, "must be one of kept, dropped, mixed, eager"),
         ({"method": "diloc"}, "did you mean 'diloco'"),
     ]:
@@ -407,3 +407,14 @@ def test_what_receivers_read_by_their_own_values_is_never_averaged_in_parts() ->
     seen = [run(lambda way=way: replace(whole, averaging=way), 4, 16) for way in ("whole", "parts")]
     for one, other in zip(*seen, strict=True):
         assert torch.equal(one.weights, other.weights)
+
+
+@pytest.mark.parametrize(
+    "name", ["diloco", "streaming-diloco", "eager-diloco", "dilocox", "sparseloco", "noloco", "nolocox"]
+)
+def test_recipes_refuse_what_the_command_line_refuses(name: str) -> None:
+    mistakes = {"outer_lr": -1.0, "outer_momentum": 1.0, "gamma": -1.0, "group_size": 0}
+    for setting, value in mistakes.items():
+        if setting in methods.defaults_of(name):
+            with pytest.raises(UserError, match=f"^{setting} is {value}; "):
+                methods.RECIPES[name](**{setting: value})

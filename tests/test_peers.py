@@ -95,13 +95,13 @@ def test_a_bootstrap_invites_peers_meet_leave_and_come_back_and_onlookers_see_it
     one = swarm.join("one", ticket=ticket.name)
     until(lambda: swarm.step("one") > 5)
     status = ("status", ticket, "--once", "--listen", "127.0.0.1")
-    until(lambda: "1 peers train" in farflung(*status).stdout)
+    until(lambda: "1 peer in training" in farflung(*status).stdout)
     swarm.join("two", ticket=ticket.name)
     until(lambda: swarm.averaged("one") > 1 and swarm.averaged("two") > 1)
     assert swarm.events("two", JoinedEvent), "it has fetched the state of the other"
 
     seen = farflung("status", ticket, "--once", "--listen", "127.0.0.1", COLUMNS="160")
-    assert seen.returncode == 0 and "2 peers train" in seen.stdout and "bootstrap" in seen.stdout, seen
+    assert seen.returncode == 0 and "2 peers in training" in seen.stdout and "bootstrap" in seen.stdout, seen
     found = farflung("doctor", ticket, "--listen", "127.0.0.1")
     assert found.returncode == 0 and found.stdout.count("there and back") == 3, found
 

@@ -22,6 +22,7 @@ from farflung import Method, methods
 from farflung.cells import cells_among
 from farflung.codecs import Modulo, Quantize
 from farflung.errors import UserError
+from farflung.methods import RECIPES
 from farflung.networks import Conditions, Simulation
 from farflung.networks.simulator.conditions import HEADERS, Cut, Death, Link
 from farflung.outer import Round, Schedule, kept_bytes, message_bytes
@@ -106,6 +107,20 @@ def test_a_round_takes_its_steps_and_its_exchange() -> None:
     assert hidden.seconds == pytest.approx(6 * 2) and hidden.blocked == pytest.approx(0)
     gathered = Timer(methods.noloco(every=10, codec=Modulo(bits=4)), MEGABYTE, conditions, 2, 1, 120, work=0.5).run()
     assert gathered.computed == pytest.approx(2 * 1.5) and gathered.seconds == pytest.approx(1 + 1 + 0.05)
+
+
+@pytest.mark.parametrize("name", ["ddp", "diloco", "streaming-diloco", "eager-diloco", "dilocox", "nolocox"])
+@pytest.mark.parametrize("mbps", [4, 4000])
+def test_what_a_round_takes_does_not_depend_on_how_many_there_are(name: str, mbps: float) -> None:
+    """Whether or not what is trained meanwhile hides the exchange, and with a replica's own work."""
+    conditions = Conditions(bandwidth_mbps=mbps, latency_ms=50, step_ms=100)
+    one, two, many = (
+        Timer(RECIPES[name](), MEGABYTE, conditions, 4, rounds, 1e9, work=0.01).run() for rounds in (1, 2, 10)
+    )
+    assert many.seconds_per_round == pytest.approx(two.seconds_per_round) == pytest.approx(one.seconds_per_round)
+    shares = [timing.computed / (timing.computed + timing.blocked) for timing in (one, two, many)]
+    assert shares == [pytest.approx(shares[0])] * 3
+    assert many.uplink == pytest.approx(two.uplink) == pytest.approx(one.uplink)
 
 
 @pytest.mark.parametrize(

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import importlib
 import operator
+import re
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
+from processes import SMALL, farflung, run_here
 
 from farflung import methods
 from farflung.codecs import Codec, Dense, Modulo, Quantize, Transform, codec_named
@@ -146,3 +149,35 @@ def test_a_codec_written_for_the_version_before_is_told_what_its_names_are_now(b
 def test_what_a_codec_lacks_is_named(base: type, ask: Callable[[Codec], object]) -> None:
     with pytest.raises(NotImplementedError, match=r"Theirs has no (encode|nbytes|forward); define it"):
         ask(type("Theirs", (base,), {})())
+
+
+NOW, LATER = "is called", " now; the old name goes with the next version"
+
+
+def test_an_old_name_on_the_command_line_is_told_once_in_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    simulated = ["--model", "micro", "--replicas", "2", "--rounds", "2", "--out", "wan"]
+    assert run_here(monkeypatch, tmp_path, "simulate", "--methods", "dct,local-sgd", *simulated) == 2
+    capsys.readouterr()
+    assert run_here(monkeypatch, tmp_path, "simulate", "--methods", "dct", *simulated) == 0
+    said = capsys.readouterr()
+    assert said.err == f"farflung: the method dct {NOW} dynamic-threshold{LATER}\n"
+    assert re.search("^dynamic-threshold ", said.out, re.MULTILINE)
+    assert (tmp_path / "wan" / "events" / "dynamic-threshold.jsonl").exists()
+
+
+@pytest.mark.slow
+def test_warnings_of_replicas_that_are_processes_are_told_once(tmp_path: Path) -> None:
+    quickly = [*SMALL, "--replicas", "2", "--steps", "2"]
+    done = farflung("train", *quickly, "--method", "dct", "--codec", "frequency-topk5", "--out", tmp_path / "old")
+    assert done.returncode == 0
+    assert sorted(done.stderr.splitlines()) == [
+        f"farflung: the codec frequency {NOW} block-dct{LATER}",
+        f"farflung: the method dct {NOW} dynamic-threshold{LATER}",
+    ]
+    done = farflung("train", *quickly, "--method", "demo", "--inner", "adamw", "--out", tmp_path / "demo")
+    assert done.returncode == 0
+    assert done.stderr.splitlines() == [
+        "farflung: demo is published with SignSGD, and is another method with inner adamw; give --inner sign"
+    ]

@@ -19,8 +19,15 @@ from rich.console import Console
 
 from farflung.errors import UserError
 from farflung.events import EvaluationEvent
-from farflung.report import read_run, watch, write_report
-from farflung.report.figures import ROUNDS_SHOWN, adaptation_figure, compression_figure, loss_figure, timeline_figure
+from farflung.report import html, peers, read_run, watch, write_report
+from farflung.report.figures import (
+    ROUNDS_SHOWN,
+    adaptation_figure,
+    compression_figure,
+    consensus_figure,
+    loss_figure,
+    timeline_figure,
+)
 from farflung.report.live import nbytes, plain_line, table
 from farflung.report.read import EventReader
 
@@ -188,7 +195,8 @@ def test_the_plain_log_has_no_boxes_and_says_everything_once(run: Path) -> None:
         loss = mean(both(run, "evaluation", step), "validation_loss")
         assert (
             lines.count(
-                f"step {step} · validation loss {loss:.4f} · consensus distance {consensus_distance(run, step):.3g}"
+                f"step {step} · validation loss {loss:.4f} · consensus distance {consensus_distance(run, step):.3g} "
+                "(sampled)"
             )
             == 1
         )
@@ -197,8 +205,9 @@ def test_the_plain_log_has_no_boxes_and_says_everything_once(run: Path) -> None:
     assert lines[-1] == (
         f"step 20/20 · loss {mean(last, 'loss'):.4f} · {2 * mean(last, 'tokens_per_second'):,.0f} tokens/s · "
         f"sent {nbytes(2 * mean(last, 'bytes_sent'))} · blocked {mean(last, 'seconds_blocked'):.1f} s · "
-        f"consensus distance {consensus_distance(run, 20):.3g}"
+        f"consensus distance {consensus_distance(run, 20):.3g} (sampled)"
     )
+    assert sum(line.startswith("step 20/20 ") for line in lines) == 1
     assert lines[-1] == plain_line(read_run(run))
 
 
@@ -320,6 +329,38 @@ def test_the_report_is_one_whole_file_that_needs_no_network(run: Path, adapting:
     # Results, settings, losses, distance, compression, adaptation; timelines and samples of both; warnings of one.
     assert "Plotly.newPlot" in page and page.count("<section>") == 2 + 3 + 1 + 1 + 1 + 2 + 2 + 1
     assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["report.html"]
+
+
+def test_a_report_says_which_weights_and_which_defaults_and_shows_a_single_point(run: Path) -> None:
+    for replica in (0, 1):
+        first = [line for line in lines_of(run, replica) if line["step"] <= 10]
+        path_of(run, replica).write_text(text(*first))
+    settings = html._settings([read_run(run)])
+    (run / "config.toml").write_text('method = "noloco"\n')
+    other = read_run(run)
+    assert "method's default" not in settings
+    for figure in (loss_figure([other], "tokens"), consensus_figure([other])):
+        assert all("markers" in trace.mode for trace in figure.data if len(trace.x) == 1)
+    assert "(of all weights)" in html._results([other])
+    (run / "summary.json").unlink()
+    assert "(of sampled weights)" in html._results([read_run(run)])
+    assert (html._setting(other, "gamma"), html._setting(other, "adapt")) == ("method's default", "unset")
+
+
+def test_the_headings_of_status_are_readable_on_a_narrow_terminal() -> None:
+    row = {
+        "replica": 12345678,
+        "host": "a-machine-with-a-long-name",
+        "state": "bootstrap",
+        "step": 123456,
+        "behind": 0.0,
+    }
+    out = io.StringIO()
+    Console(file=out, width=80).print(peers.table([row | {"heard": 3.0}]))
+    headings = " ".join(out.getvalue().splitlines()[1:3])
+    assert "…" not in out.getvalue() and max(map(len, out.getvalue().splitlines())) <= 80
+    for heading in ("replica", "host", "state", "step", "behind", "loss", "tokens", "rounds", "refused", "heard,"):
+        assert heading in headings
 
 
 def test_a_run_under_way_has_a_report_too(run: Path) -> None:

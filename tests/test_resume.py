@@ -84,13 +84,45 @@ def test_without_a_common_checkpoint_only_a_restart_begins_anew(
 
 
 @pytest.mark.slow
-def test_a_restart_leaves_a_run_alone_that_is_being_trained(
-    undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ('inner = "muon"', 'inner = "adamw"', "inner is 'adamw', but this run was begun with 'muon'"),
+        ('model = "micro"', 'model = "tiny"', "model is 'tiny', but this run was begun with 'micro'"),
+        ('method = "noloco"', 'method = "noloco"\ngamma = 0.3', "gamma is 0.3, but this run was begun with unset"),
+    ],
+)
+def test_settings_that_were_edited_are_named(
+    undisturbed: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    old: str,
+    new: str,
+    said: str,
+) -> None:
+    folder = copy(undisturbed, tmp_path / "run", {0: {5}, 1: {5}})
+    config = (folder / "config.toml").read_text()
+    assert old in config
+    (folder / "config.toml").write_text(config.replace(old, new))
+    assert run_here(monkeypatch, tmp_path, "train", "--resume", "run") == 2
+    line = one_line(capsys)
+    assert f"run/config.toml has been edited: {said}; change it back, or begin anew with: " in line
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [["--restart"], [], ["--stages", "2"]])
+def test_a_run_that_is_being_trained_is_left_alone(
+    undisturbed: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    how: list[str],
 ) -> None:
     folder = copy(undisturbed, tmp_path / "run", {0: {5}, 1: {5}})
     log = EventLog(folder, 1, "replica-1", time.monotonic, keep=0)
     before = everything_in(folder)
-    assert run_here(monkeypatch, tmp_path, "train", "--resume", "run", "--restart") == 2
+    assert run_here(monkeypatch, tmp_path, "train", "--resume", "run", *how) == 2
     assert "being trained by another process" in one_line(capsys) and everything_in(folder) == before
     log.close()
 

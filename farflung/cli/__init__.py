@@ -6,16 +6,21 @@ import contextlib
 import logging
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 from farflung.cli.arguments import INTERRUPTED, MISUSE
 from farflung.cli.peers import doctor, invite, join, status
 from farflung.cli.planning import plan, simulate
+from farflung.cli.printing import printing
 from farflung.cli.runs import export, methods, report
 from farflung.cli.training import train
 from farflung.errors import UserError, suggestion
 from farflung.formats import FORMATS, package_version
 from farflung.scoped import environment
+from farflung.training.terminal import STARTED_HERE, say
 
 __all__ = ["main"]
 
@@ -28,7 +33,7 @@ COMMANDS: dict[str, Callable[[list[str]], None]] = {
 def main() -> None:
     """Runs the command that the arguments name; exits with 2 after a user's mistake, without a traceback."""
     # Messages and packets are new memory each time; torch then takes it in huge pages, which costs a tenth.
-    with _log_shown(), environment(THP_MEM_ALLOC_ENABLE="1"):
+    with _log_shown(), _warnings_told(), printing("farflung"), environment(THP_MEM_ALLOC_ENABLE="1"):
         _run()
 
 
@@ -44,9 +49,6 @@ def _run() -> None:
         if arguments[0] not in COMMANDS:
             raise UserError(f"there is no command {arguments[0]!r}{suggestion(arguments[0], list(COMMANDS))}")
         COMMANDS[arguments[0]](arguments[1:])
-        sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # a pager that was closed has seen enough
     except UserError as error:
         print(f"farflung: {error}", file=sys.stderr)
         sys.exit(MISUSE)
@@ -65,6 +67,28 @@ def _log_shown() -> Iterator[None]:
         yield
     finally:
         logger.removeHandler(handler)
+
+
+@contextlib.contextmanager
+def _warnings_told() -> Iterator[None]:
+    """Tells farflung's own warnings to the user, each once, by the first of a run's processes.
+
+    Of old names the launcher has told, which reads the same settings before that.
+    """
+    first = os.environ.get("RANK", "0") == "0"
+    told: set[str] = set()
+    with warnings.catch_warnings():
+        shown = warnings.showwarning
+
+        def show(message: Warning | str, category: type[Warning], filename: str, *rest: Any) -> None:
+            if not Path(filename).is_relative_to(Path(__file__).parents[1]):
+                shown(message, category, filename, *rest)
+            elif first and not (category is FutureWarning and STARTED_HERE in os.environ) and str(message) not in told:
+                told.add(str(message))
+                say(str(message))
+
+        warnings.showwarning = show  # type: ignore[assignment]
+        yield
 
 
 def _usage() -> str:

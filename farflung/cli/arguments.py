@@ -6,17 +6,16 @@ import contextlib
 import dataclasses
 import functools
 import io
-import itertools
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import tyro
 from typing_extensions import Doc
 
-from farflung.errors import UserError
+from farflung.errors import UserError, suggestion
 from farflung.tables import MayDiffer, help_of, hints_of, rule_of, tell_renamed
 
 T = TypeVar("T")
@@ -25,7 +24,6 @@ MISUSE, FAILURE, INTERRUPTED = 2, 1, 130
 
 def parse(kind: type[T], arguments: list[str], command: str, about: str | None, default: T | None = None) -> T:
     """Arguments as a dataclass, by tyro. Raises UserError, in one line, where tyro would print a box."""
-    printed = io.StringIO()
     run: Callable[..., T] = functools.partial(
         tyro.cli,
         kind,
@@ -34,13 +32,17 @@ def parse(kind: type[T], arguments: list[str], command: str, about: str | None, 
         description=about or "",
         config=(tyro.conf.FlagCreatePairsOff, tyro.conf.OmitArgPrefixes),
     )
+    if default is not None:
+        run = functools.partial(run, default=default)
     try:
-        with contextlib.redirect_stderr(printed):
-            return run() if default is None else run(default=default)
+        with _as_plain_text() as printed:
+            return run()
     except SystemExit as exit:
-        if not exit.code:
-            raise
-        raise UserError(_one_line(printed.getvalue(), command)) from None
+        if exit.code:
+            own = next((error for error in _causes(exit) if isinstance(error, UserError)), None)
+            line = _with_flag(str(own), arguments) if own else _one_line(printed.getvalue(), arguments, command)
+            raise UserError(line) from None
+    return run()  # help, which the terminal may well have in colours
 
 
 def flag(name: str) -> str:
@@ -106,22 +108,54 @@ def given(options: Any) -> dict[str, Any]:
     return {name: value for name, value in vars(options).items() if value is not None}
 
 
-def _one_line(box: str, command: str) -> str:
-    """What a printed box says between its title and its next rule, with the flag that it thinks was meant.
+@contextlib.contextmanager
+def _as_plain_text() -> Iterator[io.StringIO]:
+    """Yields where what is printed goes meanwhile: without colours and broken lines, whatever the terminal is."""
+    printed, columns = io.StringIO(), os.environ.get("COLUMNS")
+    os.environ["COLUMNS"] = "10000"
+    try:
+        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+            yield printed
+    finally:
+        os.environ.pop("COLUMNS")
+        if columns is not None:
+            os.environ["COLUMNS"] = columns
 
-    Where the terminal has no box-drawing characters, rules are of hyphens, and one is under the title.
-    """
-    lines = [re.sub(r"^│\s?|\s*│$", "", line).strip() for line in box.splitlines()[1:]]
-    lines = list(itertools.dropwhile(_is_rule, lines))
-    rule = next((number for number, line in enumerate(lines) if _is_rule(line)), len(lines))
-    text = " ".join(line for line in lines[:rule] if line).partition(" Got errors:")[0].rstrip(".")
-    text = re.sub(r"^Error parsing _?[A-Z]\w*: ", "", text)
-    meant = re.search(r"Perhaps you meant:\n\s*(--[\w-]+)", "\n".join(lines))
-    return f"{text}; {f'did you mean {meant[1]}?' if meant else ''} see: farflung {command} --help".replace(";  ", "; ")
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """What was being handled when an error came, from the last to the first."""
+    while error := error and error.__context__:
+        yield error
 
 
-def _is_rule(line: str) -> bool:
-    return bool(re.fullmatch("[─╰╯-]{3,}", line))
+def _with_flag(line: str, arguments: list[str]) -> str:
+    """A line about a setting that is given among the arguments, by its flag: --seed is -1."""
+    name = line.partition(" ")[0]
+    return flag(name) + line[len(name) :] if flag(name) in flags_among(arguments) else line
+
+
+WANTED = {"INT": "a whole number", "FLOAT": "a number"}
+"""What a flag's value must be, by what tyro calls it."""
+
+
+def _one_line(box: str, arguments: list[str], command: str) -> str:
+    """What tyro says in a box, in our words where it is about a value."""
+    lines = [line.strip() for line in box.splitlines()]
+    text = "\n".join("" if re.fullmatch("-{3,}", line) else line for line in lines[2:])
+    said = " ".join(text.partition("\n\n")[0].split()).rstrip(".")
+    if wrong := re.search(r"^Error parsing (--[\w-]+): ", said):
+        kind = re.search(rf"^{wrong[1]} (?:{{None}}\|)?(\w+)$", text, re.MULTILINE)
+        wanted = f"; it must be {WANTED[kind[1]]}" if kind and kind[1] in WANTED else ""
+        return f"{wrong[1]} is {value_among(arguments, wrong[1])!r}{wanted}; see: farflung {command} --help"
+    if wrong := re.search(r"^invalid choice '(.*)' for argument '(.*)'. Expected one of \((.*)\)", said):
+        choices = sorted(set(re.findall("'(.*?)'", wrong[3])) - {"None"})
+        return f"{wrong[2]} is {wrong[1]!r}{suggestion(wrong[1], choices)}"
+    if wrong := re.search(r"^Missing value for argument '(.*)'", said):
+        return f"{wrong[1]} is given without a value; see: farflung {command} --help"
+    if (wrong := re.search(r"^Unrecognized options: (\S+\.toml)\b", said)) and command == "train":
+        return f"{wrong[1]} comes too late: farflung train takes one config file, before all flags"
+    meant = re.search(r"^Perhaps you meant:\n+(--[\w-]+)", text, re.MULTILINE)
+    return f"{said}; {f'did you mean {meant[1]}?' if meant else ''} see: farflung {command} --help".replace(";  ", "; ")
 
 
 def free_folder(name: str, mark: str = "events/*") -> Path:

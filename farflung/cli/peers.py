@@ -17,6 +17,7 @@ import tyro
 
 from farflung.cli.arguments import FAILURE, free_folder, given, kinds_among, parse, unset, with_field
 from farflung.cli.training import tell_result, telling_how_to_go_on, watched
+from farflung.errors import counted
 from farflung.networks.listening import ListenAddress
 from farflung.settings import Settings
 from farflung.tables import BETWEEN_PEERS
@@ -86,7 +87,7 @@ def invite(arguments: list[str]) -> None:
         print(network.invitation().text(), flush=True)
         say(f"a bootstrap node of {options.name}, whose ticket it has printed; Ctrl-C ends it")
         while not stopped.wait(60):
-            say(f"{len(network.members()) - 1} peers train")
+            say(f"{counted(len(network.members()) - 1, 'peer')} in training")
 
 
 def join(arguments: list[str]) -> None:
@@ -138,7 +139,7 @@ def _train(
 
     folder = Path(settings.run.out)
     back = f"come back with: farflung join {quote(f'{folder}/run.ticket')} --out {quote(str(folder))}"
-    say(f"{ticket.name}: {settings.rounds.method}, {settings.run.steps} steps; run folder {folder}")
+    say(f"{ticket.name}: {settings.rounds.method}, {counted(settings.run.steps, 'step')}; run folder {folder}")
     with telling_how_to_go_on(lambda: back):
         with _on_signals(signal.default_int_handler), watched(folder, sys.stderr) as show:
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from farflung.cli.arguments import free_folder, parse, under_new_names
-from farflung.errors import disk_errors
+from farflung.errors import UserError, counted, disk_errors
 from farflung.tables import new_names
 
 
@@ -18,7 +20,7 @@ def plan(arguments: list[str]) -> None:
     options = parse(PlanOptions, arguments, "plan", plan.__doc__)
     plans, failures, cluster = make_plans(options)
     listed = best_per_method(plans, options.show)
-    print(f"farflung: {options.model}, {options.tokens:.3g} tokens, {len(cluster.workers)} workers\n")
+    print(f"farflung: {options.model}, {options.tokens:.3g} tokens, {counted(len(cluster.workers), 'worker')}\n")
     print(plan_table(listed, cluster.currency).text())
     if plans[0].placed:
         print("\n* stages placed on the links that suit them; the best:")
@@ -41,12 +43,22 @@ def simulate(arguments: list[str]) -> None:
     from farflung.planner.simulation import simulate as time_methods
 
     options = parse(SimulateOptions, arguments, "simulate", simulate.__doc__)
+    folder = options.out or free_folder("simulation", "simulation.html")
+    _refuse_taken(folder)
     results = time_methods(options)
     size = f"{options.params:.3g} parameters" if options.params else options.model
-    described = f"{options.replicas} replicas of {size}, {options.rounds} rounds, conditions {options.conditions}"
+    replicas, rounds = counted(options.replicas, "replica"), counted(options.rounds, "round")
+    described = f"{replicas} of {size}, {rounds}, conditions {options.conditions}"
     print(f"farflung: {described}\n\n{simulation_table(results).text()}\n")
-    folder = options.out or free_folder("simulation", "simulation.html")
     with disk_errors(f"write to {folder}", "give another folder with --out"):
         write_events(results, folder / "events")
         write_simulation(results, described, folder / "simulation.html")
     print(f"farflung: pictures in {folder / 'simulation.html'}, each round in {folder / 'events'}")
+
+
+def _refuse_taken(folder: Path) -> None:
+    """Refuses a folder with what another command has written, and may not be lost. Raises UserError."""
+    simulated = (folder / "simulation.html").exists()
+    if simulated or (folder / "config.toml").exists() or any(folder.glob("events/*.jsonl")):
+        what = "a simulation" if simulated else "a run"
+        raise UserError(f"{folder} already holds {what}; choose another folder with --out")

@@ -9,7 +9,7 @@ from pathlib import Path
 import tyro
 
 from farflung.cli.arguments import parse
-from farflung.errors import UserError, disk_errors
+from farflung.errors import UserError, counted, disk_errors
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,8 @@ def methods(arguments: list[str]) -> None:
     for name, recipe in RECIPES.usable():
         what, _, paper = (recipe.__doc__ or "").partition("\n")
         method = recipe()
-        shown = {key: value for key, value in defaults_of(name).items() if key != "seed" and value is not None}
-        settings = ", ".join(f"{key}={value}" for key, value in shown.items())
+        shown = {key: value for key, value in defaults_of(name).items() if key != "seed"}
+        settings = ", ".join(key if value is None else f"{key}={value}" for key, value in shown.items())
         size = f"{bytes_per_parameter(method):.3g} bytes a parameter and round: {method.codec!r}"
         lines = [what, paper.strip(), size, f"settings: {settings or 'none'}"]
         print(f"{name:16} " + f"\n{'':17}".join(lines) + "\n")
@@ -71,7 +71,7 @@ def report(arguments: list[str]) -> None:
         unread = write_report(list(options.runs), out)
     for line in unread:
         print(f"farflung: {line}", file=sys.stderr)
-    print(f"farflung: report of {len(options.runs)} run(s) in {out}")
+    print(f"farflung: report of {counted(len(options.runs), 'run')} in {out}")
 
 
 def export(arguments: list[str]) -> None:

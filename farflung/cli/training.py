@@ -30,7 +30,7 @@ from farflung.cli.arguments import (
     value_among,
     with_field,
 )
-from farflung.errors import UserError
+from farflung.errors import UserError, counted
 from farflung.files import holds_no_run
 from farflung.settings import Settings, names_that_may_differ, read_settings
 from farflung.tables import AFTER_RESUME, new_names
@@ -81,7 +81,7 @@ def train(arguments: list[str]) -> None:
         raise UserError(f"network is {network.network!r}, which one process does alone; start it without torchrun")
     with telling_how_to_go_on(lambda: how_to_go_on(asked.folder), 0 if under_torchrun else INTERRUPTED):
         if (_train_part if under_torchrun else _train_all)(asked):
-            tell_result(asked.folder)
+            tell_result(asked.folder, simulated=network.kind.simulate is not None)
 
 
 @contextlib.contextmanager
@@ -126,8 +126,10 @@ def _train_part(asked: Asked) -> bool:
 def _announce(asked: Asked) -> None:
     run, island = asked.settings.run, asked.settings.island
     divided = f" of {island.stages} stages × {island.shard} shards" if island.processes > 1 else ""
-    what = f"{run.replicas} replicas{divided}, {asked.settings.rounds.method}, {run.steps} steps"
-    print(f"farflung: {what}; run folder {asked.folder}")
+    replicas, steps = counted(run.replicas, "replica"), counted(run.steps, "step")
+    print(f"farflung: {replicas}{divided}, {asked.settings.rounds.method}, {steps}; run folder {asked.folder}")
+    if asked.resume and (asked.folder / "summary.json").exists():
+        print("farflung: this run had ended; its results are written again")
 
 
 def what_is_asked(arguments: list[str]) -> Asked:
@@ -201,7 +203,7 @@ def watched(folder: Path, to: TextIO | None = None) -> Iterator[Callable[[], Non
             view.join(timeout=10)
 
 
-def tell_result(folder: Path, to: TextIO | None = None) -> None:
+def tell_result(folder: Path, to: TextIO | None = None, simulated: bool = False) -> None:
     """What a finished run came to, and where to read more."""
     from farflung.report import missing_from
 
@@ -210,11 +212,12 @@ def tell_result(folder: Path, to: TextIO | None = None) -> None:
     summary = json.loads((folder / "summary.json").read_text("utf-8"))
     sent, ddp = summary["bytes_sent"], summary["ddp_bytes"]
     without = f"{told}\n" if (told := missing_from(summary)) else ""
+    took = f"took {summary['seconds']:,.1f} s of simulated time\n" if simulated else ""
     fewer = f", {ddp / sent:.0f} times fewer than ddp's {ddp / 1e6:,.1f} MB" if sent and ddp else ""
     print(
         f"\nvalidation loss {summary['validation_loss']:.4f} {summary['measure']} (mean of the replicas), "
         f"{summary['validation_loss_averaged']:.4f} with their weights averaged\n"
-        f"sent {sent / 1e6:,.1f} MB{fewer}\n{without}\n"
+        f"sent {sent / 1e6:,.1f} MB{fewer}\n{took}{without}\n"
         f"a sample from the trained model:\n{_indented(summary['sample'])}\n\n"
         f"run folder {folder}\nreport     {_report_of(folder)}",
         file=to,

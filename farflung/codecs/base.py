@@ -10,6 +10,7 @@ from torch import Tensor
 
 from farflung.codecs.packets import Packet
 from farflung.codecs.values import norm
+from farflung.errors import UserError
 from farflung.renamed import Formerly, refuse_old_names
 
 
@@ -175,3 +176,10 @@ class Name:
     examples: tuple[str, ...]
     travels: str
     wraps: bool = False
+
+
+def share_of(percent: str) -> float:
+    """The share that is written in per cent in a codec's name. Raises UserError."""
+    if not 0 < float(percent) <= 100:
+        raise UserError(f"it would send {percent}% of the values; choose more than 0 and at most 100")
+    return float(percent) / 100

@@ -234,7 +234,7 @@ class Modulo(Transform):
 
 
 NAME = Name(
-    pattern=r"modulo(\d)(?:x(\d))?",
+    pattern=r"modulo(\d+)(?:x(\d+))?",
     make=lambda bits, blocks: Modulo(bits=int(bits), round_robin=int(blocks or 1)),
     examples=("modulo4", "modulo4x2"),
     travels="for gossip: the low 4 bits; the partner, whose values are close, knows the rest; `x2` sends every second "

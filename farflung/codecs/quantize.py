@@ -100,7 +100,7 @@ class Quantize(BlockTransform):
 
 
 NAME = Name(
-    pattern="int([842])",
+    pattern=r"int(\d+)",
     make=lambda bits: Quantize(bits=int(bits)),
     examples=("int8", "int4", "int2"),
     travels="whole numbers of so many bits, with a step for each block of 128",

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from farflung.codecs.base import Name, Traits
+from farflung.codecs.base import Name, Traits, share_of
 from farflung.codecs.chain import Transform
 from farflung.codecs.flat import by_kind, count_of, expected, flatten, in_order
 from farflung.codecs.packets import PacketError
@@ -139,8 +139,8 @@ class Threshold(Transform):
 
 
 NAME = Name(
-    pattern=r"threshold([\d.]+)",
-    make=lambda percent: Threshold(share=float(percent) / 100),
+    pattern=r"threshold(\d+(?:\.\d+)?)",
+    make=lambda percent: Threshold(share=share_of(percent)),
     examples=("threshold1",),
     travels="the values above each tensor's threshold, here about 1%, and their places",
 )

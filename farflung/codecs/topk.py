@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from farflung.codecs.base import Name
+from farflung.codecs.base import Name, share_of
 from farflung.codecs.bits import pack_bits, unpack_bits
 from farflung.codecs.chain import Transform
 from farflung.codecs.chunks import chunks_of, cut, separate, together, totals
@@ -85,8 +85,8 @@ class TopK(Transform):
 
 
 NAME = Name(
-    pattern=r"topk([\d.]+)",
-    make=lambda percent: TopK(share=float(percent) / 100),
+    pattern=r"topk(\d+(?:\.\d+)?)",
+    make=lambda percent: TopK(share=share_of(percent)),
     examples=("topk2",),
     travels="the largest values of each 4096 of a tensor, here 2% (as many of a shorter rest), and their places",
 )

@@ -102,11 +102,11 @@ def simulate(options: SimulateOptions) -> list[Simulated]:
 
 
 def method_names(listed: str) -> list[str]:
-    """The names in a list with commas between. Raises UserError for none."""
+    """The names in a list with commas between, as they are now. Raises UserError for none."""
     names = [name.strip() for name in listed.split(",") if name.strip()]
     if not names:
         raise UserError(f"methods is {listed!r}; give names with commas between: {', '.join(RECIPES)}")
-    return list(dict.fromkeys(names))
+    return list(dict.fromkeys(map(RECIPES.current, names)))
 
 
 def _method_named(name: str, every: int | None = None) -> Method:

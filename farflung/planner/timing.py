@@ -46,14 +46,17 @@ class Timing:
 
     Args:
         seconds: until the last replica had applied its last round.
+        lasted: how long that took without the steps trained during the last round alone: so many rounds more take as
+            long again, however many there are.
         steps: inner steps of each replica.
-        computed, blocked: seconds of all replicas together.
+        computed, blocked: seconds of all replicas together, without these steps, too.
         bytes_sent: payload of all replicas together.
         uplink: the share of what the replicas' uplinks could carry that they carried.
         rounds: each round, in order.
     """
 
     seconds: float = 0.0
+    lasted: float = 0.0
     steps: int = 0
     computed: float = 0.0
     blocked: float = 0.0
@@ -64,7 +67,7 @@ class Timing:
     @property
     def seconds_per_round(self) -> float:
         """The mean; the rounds of all fragments together count as one."""
-        return self.seconds / self.rounds_each
+        return self.lasted / self.rounds_each
 
     @property
     def rounds_each(self) -> int:
@@ -141,7 +144,8 @@ class Timer:
         result.seconds = max(times.landed for times in result.rounds)
         capacity = sum(cluster.fabric.links.capacities[2 * rank] for rank in range(self.replicas))
         carried = sum(cluster.fabric.bytes_sent(rank) for rank in range(self.replicas))
-        result.uplink = carried / capacity / result.seconds if result.seconds else 0.0
+        result.lasted = result.lasted or result.seconds  # where all have died
+        result.uplink = carried / capacity / result.lasted if result.lasted else 0.0
         return result
 
     def _resume(self, rank: int) -> None:
@@ -183,10 +187,12 @@ class Timer:
         sizes = [Size(1 / schedule.fragments)] * schedule.fragments
         rounds = Rounds[float, SimulatedCollective | None](schedule, sizes)
         last = [sync.rounds + self.rounds - 1 for sync in rounds.syncs]
-        step = 0
+        step, trailing = 0, 0.0
         while following := rounds.next_step():
             if following > step:
-                yield computation.seconds(following - step)
+                seconds = computation.seconds(following - step)
+                trailing += 0.0 if any(sync.next_start for sync in rounds.syncs) else seconds
+                yield seconds
                 step = following
             for due in rounds.after(step):
                 if isinstance(due, PendingRound):
@@ -200,7 +206,10 @@ class Timer:
                 rounds.pending.append(self._start(rank, due, step))
                 if due.rounds > last[due.index]:
                     due.stop()
-        self._result.steps = max(self._result.steps, step)
+        result = self._result
+        result.steps = max(result.steps, step)
+        result.computed -= trailing
+        result.lasted = max(result.lasted, self._cluster.clock.now - trailing)
 
     def _start(self, rank: int, sync: Sync[float], step: int) -> PendingRound[float, SimulatedCollective | None]:
         label, times = sync.label, self._times.get((sync.index, sync.rounds))

@@ -46,7 +46,7 @@ def loss_figure(runs: list[Run], axis: str) -> go.Figure:
 
 def consensus_figure(runs: list[Run]) -> go.Figure:
     """The consensus distance of the replicas, against steps."""
-    figure = _figure("inner steps", "consensus distance (rms of a weight)")
+    figure = _figure("inner steps", "consensus distance (rms of sampled weights)")
     for colour, run in zip(_colours(runs), runs, strict=True):
         distances = run.consensus_distance()
         _draw(figure, (list(distances), list(distances.values())), run.name, colour)
@@ -151,7 +151,8 @@ def _draw(
 ) -> None:
     """Adds a line; `line` is its x and y."""
     style = {"color": colour, "width": width, "dash": dash}
-    figure.add_scatter(x=line[0], y=line[1], name=name, line=style, **{"mode": "lines+markers", **how})
+    mode = "lines+markers" if len(line[0]) < 2 else how.get("mode", "lines+markers")  # one point is no line
+    figure.add_scatter(x=line[0], y=line[1], name=name, line=style, **{**how, "mode": mode})
 
 
 def _mean_line(run: Run, kind: type[P], value: Callable[[P], float | None], axis: str) -> Line:

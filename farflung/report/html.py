@@ -13,6 +13,7 @@ from plotly.offline import get_plotlyjs
 
 from farflung.events import RoundEvent, WarningEvent
 from farflung.files import write_text
+from farflung.methods import RECIPES, defaults_of
 from farflung.report import figures
 from farflung.report.islands import islands_table, wide_table
 from farflung.report.live import nbytes, number
@@ -85,7 +86,10 @@ def _results(runs: list[Run]) -> str:
         ("rounds of a replica", lambda s: str(s["rounds"])),
         ("time", lambda s: f"{s['seconds']:.1f} s"),
         ("of it blocked", lambda s: f"{s['seconds_blocked']:.1f} s{_share(s)}"),
-        ("consensus distance", lambda s: f"{s['weight_spread']:.3g}"),
+        (
+            "consensus distance",
+            lambda s: f"{s['weight_spread']:.3g} (of {'all' if 'sample' in s else 'sampled'} weights)",
+        ),
     ]
     results = [run.results() for run in runs]
     cells = [[escape(label), *(escape(_known(text, result)) for result in results)] for label, text in rows]
@@ -116,10 +120,14 @@ def _settings(runs: list[Run]) -> str:
         intro = "<p>Only settings in which the runs differ.</p>"
     else:
         intro = ""
-    cells = [
-        [escape(name), *(escape(str(run.settings.get(name, "method's default"))) for run in runs)] for name in names
-    ]
+    cells = [[escape(name), *(escape(_setting(run, name)) for run in runs)] for name in names]
     return intro + _table(runs, cells)
+
+
+def _setting(run: Run, name: str) -> str:
+    method = str(run.settings.get("method"))
+    unset = "method's default" if method in RECIPES and name in defaults_of(method) else "unset"
+    return str(run.settings.get(name, unset))
 
 
 def _table(runs: list[Run], cells: list[list[str]]) -> str:

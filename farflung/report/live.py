@@ -58,7 +58,7 @@ def _watch_on_terminal(run: Run, finished: threading.Event, console: Console, re
 
 def _watch_plainly(run: Run, finished: threading.Event, console: Console, refresh_seconds: float) -> None:
     told_steps: set[int] = set()
-    told_warnings, told_step, told_line, told_at = 0, 0, "", time.monotonic()
+    told_warnings, told_step, told_at = 0, 0, time.monotonic()
     done = False
     while not done:
         done = finished.wait(refresh_seconds)
@@ -67,7 +67,10 @@ def _watch_plainly(run: Run, finished: threading.Event, console: Console, refres
         distances = run.consensus_distance() if evaluations.keys() - told_steps else {}
         for step in sorted(evaluations.keys() - told_steps):
             loss = mean([event.validation_loss for event in evaluations[step]])
-            _print(console, f"step {step} · validation loss {number(loss)} · consensus distance {distances[step]:.3g}")
+            _print(
+                console,
+                f"step {step} · validation loss {number(loss)} · consensus distance {distances[step]:.3g} (sampled)",
+            )
             told_steps.add(step)
         warnings = run.all_of(WarningEvent)
         for warning in warnings[told_warnings:]:
@@ -76,9 +79,9 @@ def _watch_plainly(run: Run, finished: threading.Event, console: Console, refres
         if not (step := _slowest_step(run)):
             continue
         due = time.monotonic() - told_at >= PLAIN_SECONDS or step - told_step >= PLAIN_SHARE * _steps(run)
-        if (done or due) and (line := plain_line(run)) != told_line:
-            _print(console, line)
-            told_step, told_line, told_at = step, line, time.monotonic()
+        if (done or due) and step != told_step:
+            _print(console, plain_line(run))
+            told_step, told_at = step, time.monotonic()
 
 
 def table(run: Run) -> Table:
@@ -116,7 +119,7 @@ def plain_line(run: Run) -> str:
         f"{sum(event.tokens_per_second for event in last):,.0f} {run.units}/s",
         f"sent {nbytes(sent)}",
         f"blocked {number(mean([event.seconds_blocked for event in last]), 1)} s",
-        *(f"consensus distance {last:.3g}" for last in list(run.consensus_distance().values())[-1:]),
+        *(f"consensus distance {last:.3g} (sampled)" for last in list(run.consensus_distance().values())[-1:]),
     ]
     return " · ".join(parts)
 
@@ -138,7 +141,7 @@ def nbytes(count: float) -> str:
 def _notes(run: Run) -> list[Text]:
     notes = []
     for step, distance in list(run.consensus_distance().items())[-1:]:
-        notes.append(Text(f"consensus distance {distance:.3g} (at step {step})"))
+        notes.append(Text(f"consensus distance {distance:.3g} (sampled, at step {step})"))
     for warning in run.all_of(WarningEvent)[-WARNINGS_SHOWN:]:
         notes.append(Text(f"replica {warning.replica}: {warning.message}", style="yellow"))
     return notes

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from farflung.errors import counted
 from farflung.report.live import number
 
 Row = dict[str, Any]
@@ -33,9 +34,23 @@ def table(rows: list[Row]) -> Table:
     """One row a peer: its host, state, loss and speed, and how long ago it was heard."""
     trains = sum(row["state"] == "trains" for row in rows)
     speed = sum(row.get("tokens_per_second", 0.0) for row in rows if row["state"] == "trains")
-    shown = Table(title=f"{trains} peers train · {speed:,.0f} tokens/s")
-    for heading in ("replica", "host", "state", "step", "behind", "loss", "tokens/s", "rounds", "refused", "heard, s"):
-        shown.add_column(heading, justify="left" if heading in ("host", "state") else "right")
+    title = f"{counted(trains, 'peer')} in training · {speed:,.0f} tokens/s"
+    shown = Table(title=title, box=None, padding=(0, 1, 0, 0))
+    for heading in (
+        "replica",
+        "host",
+        "state",
+        "step",
+        "behind",
+        "loss",
+        "tokens\n/s",
+        "rounds",
+        "refused",
+        "heard,\ns ago",
+    ):
+        side: Literal["left", "right"] = "left" if heading in ("host", "state") else "right"
+        # Where a terminal is too narrow for all, only hosts' names go over several lines.
+        shown.add_column(heading, justify=side, no_wrap=heading != "host", overflow="fold")
     for row in rows:
         trains_or_did = row["state"] != "bootstrap"
         shown.add_row(

@@ -14,7 +14,8 @@ from pathlib import Path
 from farflung.errors import UserError, disk_errors
 from farflung.files import write_text
 from farflung.pipeline import Mesh, MeshCoordinates
-from farflung.settings import Settings, read_settings
+from farflung.settings import Settings, names_that_may_differ, read_settings
+from farflung.tables import MayDiffer
 from farflung.training import checkpoint, events
 
 NEW, RESTARTED, RESUMED, AGAIN = "new", "restarted", "resumed", "again"
@@ -106,10 +107,34 @@ def refuse_other_replicas(settings: Settings, folder: Path) -> None:
         )
 
 
+def begun_with(folder: Path) -> Path:
+    """The file with the settings that a run was begun with, or goes on with: what config.toml held then."""
+    return folder / "logs" / "config.toml"
+
+
+def refuse_edited(settings: Settings, folder: Path) -> None:
+    """Refuses to go on with settings that somebody has edited since, where a run keeps them. Raises UserError."""
+    if not (path := begun_with(folder)).exists():
+        return  # by a release that kept no second file of them
+    before, now = read_settings(path).flat(), settings.settled().flat()
+    free = {name for where in MayDiffer for name in names_that_may_differ(where, settings)} | {*vars(settings.network)}
+    for name in sorted((before.keys() | now.keys()) - free):
+        if before.get(name) != now.get(name):
+            raise UserError(
+                f"{folder / 'config.toml'} has been edited: {name} is {_told(now.get(name))}, but this run was begun "
+                f"with {_told(before.get(name))}; change it back, or begin anew with: {restart_command(folder)}"
+            )
+
+
+def _told(value: object) -> str:
+    return "unset" if value is None else repr(value)
+
+
 def refuse_while_trained(folder: Path) -> None:
     """Refuses to touch a run that another process trains. Raises UserError."""
-    for path in folder.glob("events/*.jsonl"):
-        events.locked(path).close()
+    with disk_errors(f"write to {folder}", "see to it, or begin a run in another folder with --out"):
+        for path in folder.glob("events/*.jsonl"):
+            events.locked(path).close()
 
 
 def clear(folder: Path) -> None:

@@ -23,6 +23,7 @@ from farflung import formats, scoped
 from farflung.errors import UserError, disk_errors
 from farflung.files import write_text
 from farflung.formats import RUN_FOLDER
+from farflung.inner import INNER
 from farflung.networks import ReplicaDiedError, SimulatedNetwork, Simulation, TorchNetwork
 from farflung.pipeline import Mesh, check
 from farflung.settings import Settings, settings_toml
@@ -42,14 +43,17 @@ def prepare(settings: Settings, folder: Path, resume: bool, restart: bool = Fals
 
     To `restart` removes the run that is in the folder; the settings are found to be good before that.
     """
+    if resume or restart:
+        beginning.refuse_while_trained(folder)
     check_settings(settings)
-    if line := without_rounds(settings):
+    for line in filter(None, (without_rounds(settings), another_method(settings))):
         say(line)
     if restart:
         beginning.clear(folder)
     elif resume:
         beginning.refuse_other_replicas(settings, folder)
         if not settings.network.kind.elastic:
+            beginning.refuse_edited(settings, folder)
             beginning.local_step(settings, folder)
     elif is_begun(folder):
         raise holds_a_run(folder)
@@ -64,12 +68,20 @@ def is_begun(folder: Path) -> bool:
 def check_settings(settings: Settings) -> None:
     """Refuses settings that cannot work, as far as can be seen before the start. Raises UserError."""
     settings.method()
+    _check_groups(settings)
     check_network(settings)
     workload = settings.made_workload()
     workload.check()
     _check_island(settings)
     check(settings.island, workload, settings.run.seed)
     pick_device(settings.run.device, 0)
+
+
+def _check_groups(settings: Settings) -> None:
+    """Refuses groups that there are too few replicas for, where their number is known. Raises UserError."""
+    size, replicas = settings.rounds.group_size, settings.run.replicas
+    if size is not None and size > replicas and not settings.network.kind.elastic:
+        raise UserError(f"group_size is {size}, but replicas is {replicas}; choose a group_size of at most {replicas}")
 
 
 def _check_island(settings: Settings) -> None:
@@ -93,12 +105,26 @@ def without_rounds(settings: Settings) -> str:
     return f"no round will be held: the first comes after step {first} of {settings.run.steps}; give a smaller --every"
 
 
+def another_method(settings: Settings) -> str:
+    """A warning for an inner optimizer that makes the method another one than was published; "" for others."""
+    method = settings.method()
+    makes = {name: getattr(inner.make, "func", inner.make) for name, inner in INNER.items()}
+    if method.needs_inner is None or makes.get(settings.inner.inner or "", method.needs_inner) is method.needs_inner:
+        return ""
+    remedy = next((f"give --inner {name}" for name, made in makes.items() if made is method.needs_inner), "")
+    return (
+        f"{settings.rounds.method} is published with {method.needs_inner.__name__}, and is another method with inner "
+        f"{settings.inner.inner}; {remedy or 'leave out --inner'}"
+    )
+
+
 def write_settings(settings: Settings, folder: Path) -> None:
-    """Writes config.toml. Raises UserError."""
+    """Writes config.toml, and what tells when it was edited. Raises UserError."""
     with disk_errors(f"write to {folder}", "choose another folder with --out"):
         folder.mkdir(parents=True, exist_ok=True)
         version = f"{formats.KEY} = {RUN_FOLDER.version}\n"
-        write_text(folder / "config.toml", f"{version}\n{settings_toml(settings.settled())}")
+        for path in (folder / "config.toml", beginning.begun_with(folder)):
+            write_text(path, f"{version}\n{settings_toml(settings.settled())}")
 
 
 def check_network(settings: Settings) -> None:
@@ -216,11 +242,12 @@ def _prepare_machine(settings: Settings, folder: Path, way: str) -> str:
         prepare(settings, folder, resume=False)
         beginning.note_launch(folder)
     else:
-        check_settings(settings)
-        if way == beginning.RESTARTED:
+        if way != beginning.AGAIN:
             beginning.refuse_while_trained(folder)
-        else:
+        check_settings(settings)
+        if way != beginning.RESTARTED:
             beginning.refuse_other_replicas(settings, folder)
+            beginning.refuse_edited(settings, folder)
     return way
 
 

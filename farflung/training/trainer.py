@@ -63,7 +63,7 @@ class Trainer:
         mesh, coordinates = self.island.mesh, self.island.coordinates
         self.process = mesh.process(coordinates.replica, coordinates.stage, coordinates.shard)
         self.file_stem = mesh.file_stem(coordinates)
-        self.method = settings.method()
+        self.method = dataclasses.replace(settings.method(), needs_inner=None)  # of which launch.prepare has told
         self.lr = settings.inner.lr or self.method.inner.lr
         named = self.model.named_parameters()
         self.optimizer = self.method.inner.make(named, lr=self.lr, weight_decay=settings.inner.weight_decay)

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from farflung.errors import UserError
+from farflung.errors import UserError, counted
 from farflung.networks.internet.frames import Frame, FrameError, entry, read_payload, write_payload
 from farflung.networks.internet.host import UNREACHABLE
 from farflung.networks.internet.members import Member
@@ -32,7 +32,7 @@ def examine(peers: Peers) -> Iterator[Finding]:
     """The checks of a peer that has just joined."""
     yield Finding(True, _reachability(peers))
     training = peers.members.training()
-    yield Finding(True, f"{len(training)} peers train; {len(peers.members.by_rank)} were heard of")
+    yield Finding(True, f"{counted(len(training), 'peer')} in training; {len(peers.members.by_rank)} were heard of")
     for member in peers.members.all():
         yield peers.background.run(_link(peers, member), 10 * PROMPT_SECONDS)
 

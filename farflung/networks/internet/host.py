@@ -16,7 +16,7 @@ from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure
 from hivemind.utils.multiaddr import Multiaddr
 
 from farflung import scoped
-from farflung.errors import UserError
+from farflung.errors import UserError, counted
 from farflung.networks.internet.identity import Identity
 from farflung.networks.listening import ListenAddress
 
@@ -43,8 +43,9 @@ class NobodyAnswersError(UserError):
 
     def __init__(self, addresses: Sequence[str]) -> None:
         super().__init__(
-            f"none of the ticket's {len(addresses)} addresses answers; ask a peer that is there for its newer ticket "
-            "(RUN/run.ticket), see that this machine reaches it, or begin the run again here with --first"
+            f"the ticket leads to {counted(len(addresses), 'address')}, where nobody answers; ask a peer that is "
+            "there for its newer ticket (RUN/run.ticket), see that this machine reaches it, or begin the run again "
+            "here with: farflung join TICKET --first"
         )
 
 
