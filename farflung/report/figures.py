@@ -46,7 +46,7 @@ def loss_figure(runs: list[Run], axis: str) -> go.Figure:
 
 def consensus_figure(runs: list[Run]) -> go.Figure:
     """The consensus distance of the replicas, against steps."""
-    figure = _figure("inner steps", "consensus distance (rms of sampled weights)")
+    figure = _figure("inner steps", "rms of sampled weights")
     for colour, run in zip(_colours(runs), runs, strict=True):
         distances = run.consensus_distance()
         _draw(figure, (list(distances), list(distances.values())), run.name, colour)
