@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from farflung import methods
+from farflung.cells import cells_among
 from farflung.methods import RECIPES, Method
 from farflung.networks import Network, Simulation
 from farflung.outer import bytes_per_parameter, kept_bytes, message_bytes, traffic_per_hop
@@ -93,7 +94,8 @@ def test_what_a_round_sends_is_told_to_the_byte_where_packets_are_of_one_length(
 def test_torchs_default_dtype_and_device_do_not_matter(name: str) -> None:
     def told() -> tuple[float, ...]:
         method = CASES[name]()
-        return message_bytes(method, SHAPES, 3), kept_bytes(method, SHAPES), bytes_per_parameter(method)
+        cells = cells_among([[shape] for shape in SHAPES])
+        return message_bytes(method, cells, 3), kept_bytes(method, cells), bytes_per_parameter(method)
 
     usual = told()
     try:
