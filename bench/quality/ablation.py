@@ -25,7 +25,7 @@ class Options:
     """Copies of the model, unless a row is about them."""
 
 
-SMOKE = Options(steps=2, seeds=(0,), questions=("How many average in a round (n)?",), replicas=2)
+SMOKE = Options(steps=2, seeds=(0,), questions=("How many average in a round (n)?",), replicas=8)
 
 
 BASE = "noloco, every 20"
