@@ -20,7 +20,7 @@ LONGEST_SECONDS = 1e6
 class Column:
     """The seat of a process among those of other replicas that are at the same place there."""
 
-    elastic = timed = None
+    elastic = timed = islands = None
     processes: tuple[int, ...] = ()
 
     def __init__(self, network: SimulatedNetwork, mesh: Mesh) -> None:

@@ -30,7 +30,8 @@ from farflung.networks import PeerLostError, SimulatedNetwork, Simulation
 from farflung.networks.internet import InternetNetwork
 from farflung.outer import GossipNesterov, ParameterAveraging, Round, Session
 from farflung.outer.aggregation import LARGEST_RATIO, Aggregation, Blame, clipped, median
-from farflung.outer.averaging import Averaging
+from farflung.outer.averaging import Averaging, Meeting
+from farflung.outer.columns import Message
 from farflung.outer.elastic import shared_tensors, take_shared
 from farflung.outer.fragments import Weights, split
 from farflung.outer.merges import Keep
@@ -302,10 +303,11 @@ def aggregated(
         if network.rank:
             network.exchange(packets[network.rank - 1], network.members(), "x, strip 0").wait(60)
             return [], []
-        averaging = Averaging(network, methods.noloco(), lambda flat: {"cell": [flat]}, aggregation=aggregation)
+        averaging = Averaging(network.rank, methods.noloco(), aggregation=aggregation)
         message, unusable = torch.tensor(own), []
         try:
-            averaging.start(message, network.members(), "x", 0, weights)[0].wait(60)
+            meeting = Meeting(network, network.members(), "x", weights=weights)
+            averaging.start(Message(message, {"cell": [message]}), meeting)[0].wait(60)
         except PeerLostError as lost:
             unusable = list(lost.ranks)
         return message.tolist(), unusable
@@ -358,12 +360,12 @@ def test_a_part_is_as_large_as_it_may_be_whatever_other_parts_are(fragments: int
         whole = split(model, fragments)
         method = methods.diloco(fragments=fragments)
         averagings = [
-            Averaging(network, method, part.by_cell, aggregation=rule(lambda rank, why: blamed.append((rank, why))))
-            for part in whole
+            Averaging(network.rank, method, aggregation=rule(lambda rank, why: blamed.append((rank, why))))
+            for _ in whole
         ]
         for number, (part, averaging) in itertools.product(range(4), zip(whole, averagings, strict=True)):
             key = f"round {number} of {part.cells[0].name}"
-            averaging.start(part.read(), network.members(), key, number)[0].wait(60)
+            averaging.start(part.message(part.read()), Meeting(network, network.members(), key, number))[0].wait(60)
 
     Simulation(members).run(work)
     assert not blamed

@@ -13,8 +13,9 @@ from farflung import methods
 from farflung.codecs import Codec, Dense, ErrorFeedback, Modulo, Quantize, TopK
 from farflung.networks import PeerLostError, Pending, SimulatedNetwork, Simulation
 from farflung.outer import Method, RandomGroups, Schedule, bundles
-from farflung.outer.averaging import Averaging
+from farflung.outer.averaging import Averaging, Meeting
 from farflung.outer.bundles import strips
+from farflung.outer.columns import Message
 
 
 @given(st.lists(st.integers(0, 40), max_size=60), st.integers(1, 50))
@@ -79,9 +80,10 @@ def test_a_partner_who_never_comes_leaves_the_own_values() -> None:
 
 def averaged(network: SimulatedNetwork, codec: Codec) -> Callable[[Tensor, str], Pending[Tensor]]:
     """Averages messages of 300 values in six tensors among two."""
-    split = Averaging(
-        network,
-        Method(Schedule(every=1), RandomGroups(), codec, averaging="whole"),
-        lambda message: {f"cell {n}": [part] for n, part in enumerate(message.split(50))},
-    )
-    return lambda message, key: split.start(message, (0, 1), key, 0)[0]
+    averaging = Averaging(network.rank, Method(Schedule(every=1), RandomGroups(), codec, averaging="whole"))
+
+    def start(flat: Tensor, key: str) -> Pending[Tensor]:
+        message = Message(flat, {f"cell {n}": [part] for n, part in enumerate(flat.split(50))})
+        return averaging.start(message, Meeting(network, (0, 1), key))[0]
+
+    return start

@@ -83,6 +83,7 @@ class FullySharded(Undivided):
                 "the model's parameters are divided in several ways, or not by their rows; "
                 "shard them all with fully_shard over one mesh"
             )
+        self._device = way[0].device_type
         self._group = way[0].get_group(dims[0])
         self.shards, self.shard = dist.get_world_size(self._group), dist.get_rank(self._group)
 
@@ -92,8 +93,9 @@ class FullySharded(Undivided):
 
     def total(self, values: Tensor) -> Tensor:
         """See Layout."""
-        dist.all_reduce(values, group=self._group)
-        return values
+        there = values.to(self._device)  # a group may have no other
+        dist.all_reduce(there, group=self._group)
+        return values.copy_(there)
 
 
 def layout_of(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> Layout:

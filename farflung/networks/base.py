@@ -115,6 +115,7 @@ class Network(Protocol):
         timed: itself, where its clock belongs to the run, and stops while the run does.
         processes: the ranks of the replicas in torch.distributed's process group, in order, where they are such
             processes; then `among` some of them there is a network, too.
+        islands: itself, where replicas are several processes each.
     """
 
     rank: int
@@ -128,6 +129,9 @@ class Network(Protocol):
 
     @property
     def processes(self) -> tuple[int, ...]: ...  # noqa: D102
+
+    @property
+    def islands(self) -> IslandNetwork | None: ...  # noqa: D102
 
     def members(self) -> Group:
         """The replicas believed alive, sorted, this one among them."""
@@ -167,6 +171,23 @@ class TimedNetwork(Network, Protocol):
 
     def resume(self, clock: Mapping[str, float]) -> None:
         """Waits until a time that `clock` gave; called once, before anything else."""
+
+
+class IslandNetwork(Network, Protocol):
+    """A network of processes, of which each island of several is a replica.
+
+    Its exchanges are between the processes at the same place in each island: islands are alike, or do not use them.
+    """
+
+    @property
+    def island_processes(self) -> Sequence[Group]:
+        """The processes of each replica."""
+
+    def between(self, processes: Sequence[int]) -> Network:
+        """The network of one process of each island, this one among them; its traffic counts here."""
+
+    def everyone(self) -> Network:
+        """The network of all processes, in which each is a replica."""
 
 
 class ElasticNetwork(Network, Protocol):

@@ -62,6 +62,7 @@ class TorchNetwork(RealNetwork):
         self.device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
         self._members = tuple(range(len(self.processes)))
         self._addresses = addresses or {}
+        self.island_processes: Sequence[Group] = ()
         self.store = store or _get_default_store()
 
     @classmethod
@@ -77,6 +78,28 @@ class TorchNetwork(RealNetwork):
         network = TorchNetwork(self._addresses, self.store, processes)
         network._attachments = self._attachments  # both send under the same process group's keys
         return network
+
+    def of_islands(self, islands: Sequence[Group]) -> TorchNetwork:
+        """The network of replicas that are several processes each; these may have unlike layouts."""
+        own = next(island for island in islands if self.process in island)
+        network = self.among([island[own.index(self.process) % len(island)] for island in islands])
+        network.island_processes = tuple(islands)
+        return network
+
+    @property
+    def islands(self) -> TorchNetwork | None:
+        """See Network."""
+        return self if self.island_processes else None
+
+    def between(self, processes: Sequence[int]) -> TorchNetwork:
+        """See IslandNetwork."""
+        network = self.among(processes)
+        network.traffic = self.traffic
+        return network
+
+    def everyone(self) -> TorchNetwork:
+        """See IslandNetwork."""
+        return self.among([process for island in self.island_processes for process in island])
 
     def members(self) -> Group:
         """Every rank, dead or alive: all must agree on the groups, and a dead partner fails at once."""

@@ -18,9 +18,10 @@ from farflung.outer.optimizers import (
     ParameterAveraging,
     SplitGossip,
 )
+from farflung.outer.options import Options
 from farflung.outer.outcomes import Outcome, Round
 from farflung.outer.schedules import Schedule
-from farflung.outer.session import Options, Session
+from farflung.outer.session import Session
 from farflung.outer.topologies import Everyone, RandomGroups, Topology, group_of
 from farflung.renamed import renamed
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import copy
 import zlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from threading import Event
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,10 +17,14 @@ from farflung.codecs import Codec, Dense, Packet, PacketError
 from farflung.codecs.values import norm
 from farflung.networks import Group, Network, PeerLostError, Pending
 from farflung.outer.bundles import Bundle, Cells, cut, joint_error, strips
+from farflung.outer.columns import Message
 
 if TYPE_CHECKING:
     from farflung.outer.aggregation import Aggregation
     from farflung.outer.method import Method
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 Way = Literal["whole", "parts"]
 """How packets are averaged among more than two members. `whole` is an all-gather: n - 1 times a message's bytes,
@@ -53,13 +58,27 @@ class Mean:
         return [tensor.div_(self._weight) for tensor in self._sum] if self._weight else list(self._like)
 
 
+@dataclass(frozen=True)
+class Meeting:
+    """Who averages a message: a group of a network. The key and the round's number are the same for all of it.
+
+    By default all messages weigh the same.
+    """
+
+    network: Network
+    group: Group
+    key: str
+    round: int = 0
+    weights: Mapping[int, float] = field(default_factory=dict)
+
+
 class Averaging:
     """Averages one fragment's messages, round after round, and keeps what its codecs remember between them.
 
     Args:
+        rank: this replica's.
         method: its codec, copied for each use, and its way of averaging. Where all members must get the same mean, each
             also decodes its own message; else it uses it as it is.
-        by_cell: a flat message as the tensors of its cells.
         exact: whether messages of float64 must stay float64 when the codec is lossless.
         aggregation: the rule for members that cannot all be trusted; it checks every message.
         plain: the cells that are sent as they are.
@@ -67,16 +86,14 @@ class Averaging:
 
     def __init__(
         self,
-        network: Network,
+        rank: int,
         method: Method,
-        by_cell: Callable[[Tensor], Cells],
         exact: bool = False,
         aggregation: Aggregation | None = None,
         plain: Collection[str] = (),
     ) -> None:
-        self._network = network
+        self._rank = rank
         self._prototype = method.codec
-        self._by_cell = by_cell
         self._way = method.averaging
         self._identical = method.topology.identical
         self._exact = exact
@@ -84,30 +101,26 @@ class Averaging:
         self._plain = plain
         self._codecs: dict[tuple[str, str], Codec] = {}
         self._round = 0
-        self._weights: Mapping[int, float] = {}
         self.share = 1.0
 
-    def start(
-        self, message: Tensor, group: Group, key: str, round: int, weights: Mapping[int, float] | None = None
-    ) -> tuple[Pending[Tensor], float]:
-        """Starts averaging a flat message, whose memory it takes; returns the pending mean and the compression error.
+    def start(self, message: Message, meeting: Meeting) -> tuple[Pending[Tensor], float]:
+        """Starts averaging a message, whose memory it takes; returns the pending mean and the compression error.
 
-        `key` and the round's number are the same for the whole group. By default, all messages weigh the same. `wait`
-        of the result raises PeerLostError when a part is missing or unreadable. The message then holds the mean of the
-        others, or this replica's own values.
+        `wait` of the result raises PeerLostError when a part is missing or unreadable. The message then holds the mean
+        of the others, or this replica's own values.
         """
-        lossless = self._prototype.traits.lossless and (self._exact or message.dtype == torch.float32)
+        lossless = self._prototype.traits.lossless and (self._exact or message.flat.dtype == torch.float32)
         if lossless and self._aggregation is None:
-            return self._network.all_reduce(message, group, key), 0.0
-        self._round, self._weights = round, weights or {}
+            return meeting.network.all_reduce(message.flat, meeting.group, meeting.key), 0.0
+        self._round = meeting.round
         whole = self._aggregation is not None and self._aggregation.whole
-        if whole or uses_all_gather(self._prototype, self._way, len(group)):
-            return self._all_gather(message, group, key)
-        return self._reduce_scatter(message, group, key)
+        if whole or uses_all_gather(self._prototype, self._way, len(meeting.group)):
+            return self._all_gather(message, meeting)
+        return self._reduce_scatter(message, meeting)
 
-    def set_reference(self, message: Tensor) -> None:
+    def set_reference(self, message: Message) -> None:
         """See Codec."""
-        for codec, strip in self._strips(message):
+        for codec, strip in self._strips(message.cells):
             codec.set_reference(strip)
 
     def wants_reference(self) -> bool:
@@ -137,7 +150,7 @@ class Averaging:
     def _codec(self, cell: str, use: str) -> Codec:
         if (cell, use) not in self._codecs:
             codec = Dense() if cell in self._plain else copy.deepcopy(self._prototype)
-            codec.seed(zlib.crc32(f"{self._network.rank} {cell} {use}".encode()))
+            codec.seed(zlib.crc32(f"{self._rank} {cell} {use}".encode()))
             codec.set_budget(self.share)
             self._codecs[cell, use] = codec
         self._codecs[cell, use].set_round(self._round)
@@ -146,31 +159,30 @@ class Averaging:
     def _bundle(self, cells: Cells, use: str) -> Bundle:
         return Bundle([self._codec(cell, use) for cell in cells], [len(tensors) for tensors in cells.values()])
 
-    def _all_gather(self, message: Tensor, group: Group, key: str) -> tuple[Pending[Tensor], float]:
-        strips, packets, pendings = self._strips(message), [], []
+    def _all_gather(self, message: Message, meeting: Meeting) -> tuple[Pending[Tensor], float]:
+        strips, packets, pendings = self._strips(message.cells), [], []
         for number, (codec, strip) in enumerate(strips):
             packets.append(codec.encode(strip))
-            pending = self._network.exchange(packets[-1], group, f"{key}, strip {number}")
-            pendings.append(_Averaged(pending, message, partial(self._average_strip, codec, strip, self._weights)))
+            pending = meeting.network.exchange(packets[-1], meeting.group, f"{meeting.key}, strip {number}")
+            average = partial(self._average_strip, codec, strip, meeting.weights)
+            pendings.append(_Averaged(pending, message.flat, average))
         # What follows is computed while the packets are on the wire.
         errors = [codec.error_of(packet, strip) for (codec, strip), packet in zip(strips, packets, strict=True)]
         if len(strips) == 1:
             return pendings[0], errors[0]
         error = joint_error(errors, [norm(strip) for _, strip in strips])
-        return _Strips(pendings, message, self._network.now), error
+        return Together(pendings, meeting.network.now, lambda _: message.flat), error
 
-    def _strips(self, message: Tensor) -> list[tuple[Bundle, list[Tensor]]]:
+    def _strips(self, cells: Cells) -> list[tuple[Bundle, list[Tensor]]]:
         """A message's tensors in runs of neighbouring cells; in one run where messages are looked at as a whole."""
-        cells = self._by_cell(message)
-        return [
-            (self._bundle(run, "whole"), _tensors(run)) for run in ([cells] if self._aggregation else strips(cells))
-        ]
+        runs = [cells] if self._aggregation else strips(cells)
+        return [(self._bundle(run, "whole"), _tensors(run)) for run in runs]
 
     def _average_strip(
         self, codec: Bundle, strip: list[Tensor], weights: Mapping[int, float], packets: dict[int, Packet]
     ) -> dict[int, str]:
         own = None if self._identical else strip
-        others = {rank: p for rank, p in packets.items() if self._identical or rank != self._network.rank}
+        others = {rank: p for rank, p in packets.items() if self._identical or rank != self._rank}
         mean, unreadable = self._mean(codec, others, strip, own, weights)
         _copy(mean, strip)
         return unreadable
@@ -192,7 +204,7 @@ class Averaging:
             except PacketError as error:
                 unreadable[sender] = str(error)
         if own is not None:
-            total.add(own, weights.get(self._network.rank, 1.0))
+            total.add(own, weights.get(self._rank, 1.0))
         return total.result(), unreadable
 
     def _decoded(
@@ -202,7 +214,7 @@ class Averaging:
         try:
             # What came over the internet lies in the host's memory.
             message = codec.decode(packet.to(like[0].device) if like else packet, like)
-            if self._aggregation and (own is None or sender != self._network.rank):
+            if self._aggregation and (own is None or sender != self._rank):
                 self._aggregation.check(message, own)
         except PacketError as error:
             if self._aggregation:
@@ -210,9 +222,9 @@ class Averaging:
             raise
         return message
 
-    def _reduce_scatter(self, message: Tensor, group: Group, key: str) -> tuple[Pending[Tensor], float]:
-        own = self._network.rank
-        cells = dict(zip(group, cut(self._by_cell(message), len(group)), strict=True))
+    def _reduce_scatter(self, message: Message, meeting: Meeting) -> tuple[Pending[Tensor], float]:
+        own, group = self._rank, meeting.group
+        cells = dict(zip(group, cut(message.cells, len(group)), strict=True))
         parts = {rank: _tensors(part) for rank, part in cells.items()}
         senders = {
             rank: self._bundle(cells[rank], f"part {number} of {len(group)}") for number, rank in enumerate(group)
@@ -221,10 +233,8 @@ class Averaging:
         unreadable: dict[int, str] = {}
         given_up = Event()
 
-        weights = self._weights
-
         def combine(received: dict[int, Packet]) -> Packet:
-            mean, bad = self._mean(senders[own], received, parts[own], parts[own], weights)
+            mean, bad = self._mean(senders[own], received, parts[own], parts[own], meeting.weights)
             unreadable.update(bad)
             codec = self._bundle(cells[own], f"mean of {len(group)}")
             # Others may still want it, but what is remembered must not depend on when that was.
@@ -238,9 +248,9 @@ class Averaging:
                     unreadable[rank] = str(error)
             return unreadable
 
-        pending = self._network.scatter_combine_gather(packets, group, key, combine)
+        pending = meeting.network.scatter_combine_gather(packets, group, meeting.key, combine)
         errors = [senders[rank].error_of(packet, parts[rank]) for rank, packet in packets.items()]
-        return _Averaged(pending, message, finish, given_up), sum(errors) / len(errors)
+        return _Averaged(pending, message.flat, finish, given_up), sum(errors) / len(errors)
 
 
 class _Averaged:
@@ -279,34 +289,44 @@ class _Averaged:
         return self._message
 
 
-class _Strips:
-    """A message whose strips are pending; each is decoded while later ones are on the wire."""
+class Together(Generic[T, R]):
+    """Several exchanges as one, whose result is made of theirs; each is ended while later ones are on the wire.
 
-    def __init__(self, strips: Sequence[Pending[Tensor]], message: Tensor, now: Callable[[], float]) -> None:
-        self._strips = strips
-        self._pending = list(strips)
-        self._message = message
+    Where some are lost, the result is made of the others first.
+    """
+
+    def __init__(
+        self, exchanges: Sequence[Pending[T]], now: Callable[[], float], result: Callable[[list[T]], R]
+    ) -> None:
+        self._exchanges = exchanges
+        self._pending = list(exchanges)
+        self._ended: list[T] = []
         self._now = now
+        self._result = result
 
     def done(self) -> bool:
-        return all(strip.done() for strip in self._pending)
+        """See Pending."""
+        return all(exchange.done() for exchange in self._pending)
 
     @property
     def finished_at(self) -> float:
-        return max(strip.finished_at for strip in self._strips)
+        """See Pending."""
+        return max(exchange.finished_at for exchange in self._exchanges)
 
-    def wait(self, timeout: float) -> Tensor:
+    def wait(self, timeout: float) -> R:
+        """See Pending."""
         ends, late, lost = self._now() + timeout, [], []
-        for strip in self._pending:
+        for exchange in self._pending:
             try:
-                strip.wait(max(0.0, ends - self._now()))
+                self._ended.append(exchange.wait(max(0.0, ends - self._now())))
             except PeerLostError as error:
-                late.append(strip)
+                late.append(exchange)
                 lost.append(error)
-        self._pending = late  # what has been averaged must not be again, if this is called again
+        self._pending = late  # what has ended must not be waited for again, if this is called again
+        result = self._result(self._ended)
         if lost:
             raise PeerLostError(sorted({rank for error in lost for rank in error.ranks}), str(lost[0]))
-        return self._message
+        return result
 
 
 def _tensors(cells: Cells) -> list[Tensor]:

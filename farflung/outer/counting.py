@@ -76,7 +76,7 @@ def _message(method: Method, cells: Sequence[Cell]) -> dict[str, list[Tensor]]:
     if method.outer is not None:
         return {name: tensors * after_a_step(method.outer)[0] for name, tensors in outlines.items()}
     # Of a parameter without values there is nothing to say.
-    told = {piece.parameter for cell in cells for piece in cell.pieces if piece.numel}
+    told = [piece for cell in cells for piece in cell.pieces if piece.numel]
     return outlines | {NOTES: list(_outline((len(told) + OTHER_NOTES,)).unbind())}
 
 

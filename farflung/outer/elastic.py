@@ -16,8 +16,10 @@ from farflung.errors import UserError
 from farflung.hooks.digests import digest
 from farflung.networks import Group, Party, PeerLostError, Pending, SharedState
 from farflung.outer.aggregation import Aggregation
+from farflung.outer.averaging import Meeting
+from farflung.outer.exchange import Exchange
 from farflung.outer.fragments import ANCHOR, Weights
-from farflung.outer.loop import Exchange, OuterLoop
+from farflung.outer.loop import OuterLoop
 from farflung.outer.optimizers import OuterOptimizer, ParameterAveraging, after_a_step
 from farflung.outer.outcomes import Outcome, Result
 from farflung.outer.round import Offer, PendingRound, Sync
@@ -58,6 +60,7 @@ class ElasticLoop(OuterLoop):
     def _exchange(self, sync: Sync[Tensor], offer: Offer[Tensor], group: Group) -> Exchange:
         """Starts a round with the members of the group that come, or with others left without partners."""
         message, number, averaging = offer.message, sync.rounds, self._averagings[sync.index]
+        cells = self._weights[sync.index].fragment.message(message)
         key = self._round_key(sync.index, number)
 
         @torch.no_grad()
@@ -66,7 +69,7 @@ class ElasticLoop(OuterLoop):
                 return Result(message, (), Outcome.BEHIND, "its anchors are not the others'; it fetches theirs")
             if len(party.group) < 2:
                 return Result(message, (), Outcome.SAT_OUT)
-            pending, error = averaging.start(message, party.group, key, number, party.weights)
+            pending, error = averaging.start(cells, Meeting(self.network, party.group, key, number, party.weights))
             try:
                 return Result(pending.wait(self.deadline_s), party.group, compression_error=error)
             except PeerLostError as lost:

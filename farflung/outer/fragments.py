@@ -14,6 +14,7 @@ from farflung.cells import Cell, dealt, layers_of
 from farflung.errors import UserError
 from farflung.hooks.layouts import Layout, layout_of
 from farflung.hooks.shards import own_of
+from farflung.outer.columns import Message
 from farflung.outer.keepers import Keeper
 from farflung.outer.merges import Merge
 from farflung.outer.optimizers import OuterOptimizer, kept_of, message_of, state_by_anchor, step_with
@@ -51,7 +52,7 @@ class Fragment:
         self.parameters = list(self.named.values())
         dtypes = {parameter.dtype for parameter in self.parameters}
         self.dtype = functools.reduce(torch.promote_types, dtypes, torch.float32)
-        self._keeper = Keeper(cells, keepers, layout)
+        self.keeper = Keeper(cells, keepers, layout)
         self._inexact = any(torch.finfo(dtype).eps > torch.finfo(torch.float32).eps for dtype in dtypes)
         self.rounded_off: Tensor | None = None
         """What the parameters could not hold when they were last written; bfloat16, None where nothing is lost."""
@@ -62,34 +63,26 @@ class Fragment:
         if out is None:
             device = device or (self.parameters[0].device if self.parameters else None)
             out = torch.empty(self.numel, dtype=self.dtype, device=device)
-        self.gather({name: own_of(parameter) for name, parameter in self.named.items()}, out)
+        self.keeper.gather({name: own_of(parameter) for name, parameter in self.named.items()}, out)
         return out if self.rounded_off is None else out.add_(self.rounded_off)
 
     @torch.no_grad()
     def write(self, flat: Tensor) -> None:
         """Gives the parameters the values of `flat`, rounded to their own dtypes."""
-        self.scatter(flat, {name: own_of(parameter) for name, parameter in self.named.items()})
+        self.keeper.scatter(flat, {name: own_of(parameter) for name, parameter in self.named.items()})
         if self._inexact:
             self.rounded_off = None
             written = self.read(flat.device)
             self.rounded_off = torch.sub(flat, written, out=written).bfloat16()
 
-    def gather(self, local: Mapping[str, Tensor], out: Tensor) -> None:
-        """Fills a flat tensor with what tensors like the parameters, by name, hold of these cells."""
-        self._keeper.gather(local, out)
-
-    def scatter(self, flat: Tensor, local: Mapping[str, Tensor]) -> None:
-        """Writes what a flat tensor says of these cells into tensors like the parameters, by name."""
-        self._keeper.scatter(flat, local)
-
-    def by_cell(self, message: Tensor) -> dict[str, list[Tensor]]:
-        """A flat message as the tensors of each cell, by its name; one twice as long holds two of each."""
+    def message(self, flat: Tensor) -> Message:
+        """A flat tensor as that of these cells; one twice as long holds two tensors of each."""
         found: dict[str, list[Tensor]] = {cell.name: [] for cell in self.cells}
-        for values in torch.split(message, max(self.numel, 1)):
+        for values in torch.split(flat, max(self.numel, 1)):
             parts = iter(torch.split(values, [piece.numel for cell in self.cells for piece in cell.pieces]))
             for cell in self.cells:
                 found[cell.name] += [next(parts).view(piece.shape) for piece in cell.pieces]
-        return found
+        return Message(flat, found)
 
     def apart(self, kept: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         """Flat tensors as those of each cell, by its name; other values are every cell's."""

@@ -42,9 +42,9 @@ def differ(packets: Mapping[int, Tensor]) -> bool:
 
 
 def draw_together(
-    anchor: Tensor, kept: Mapping[str, Tensor], facts: Any, network: Network, group: Group, key: str, seconds: float
+    kept: Mapping[str, Tensor], facts: Any, network: Network, group: Group, key: str, seconds: float
 ) -> Any:
-    """Gives all members the mean of their anchors and of what their outer optimizers keep.
+    """Gives all members the mean of the equally long tensors, by name, that they all have: of anchors, and more.
 
     Returns the facts (any JSON) of the member with the lowest rank, for all to use. Raises PeerLostError, also when a
     member says that it stays away.
@@ -56,9 +56,9 @@ def draw_together(
             away, f"anchors differ, but replica {away[0]} has lost this round; the next one tries again"
         )
     common = sorted(set.intersection(*(set(names) for names, _ in told.values())))
-    flat = [anchor, *(kept[name] for name in common)]
+    flat = [kept[name] for name in common]
     means = network.all_reduce(torch.cat(flat), group, f"{key}, healed").wait(seconds)
-    for tensor, mean in zip(flat, torch.split(means, anchor.numel()), strict=True):
+    for tensor, mean in zip(flat, torch.split(means, flat[0].numel()), strict=True):
         tensor.copy_(mean)
     return told[min(group)][1]
 

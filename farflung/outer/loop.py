@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor
 
 from farflung.cells import Cell
+from farflung.codecs.values import norm
 from farflung.hooks.buffers import average
 from farflung.hooks.copies import Copies
 from farflung.hooks.scaling import unscaled_steps
@@ -25,10 +25,13 @@ from farflung.hooks.steps import hook_steps
 from farflung.networks import Finished, Group, PeerLostError, Pending
 from farflung.networks.torchrun import log
 from farflung.outer.adaptation import Adaptation, effective_ranks
-from farflung.outer.averaging import Averaging
+from farflung.outer.averaging import Averaging, Meeting
+from farflung.outer.bundles import Cells, joint_error
+from farflung.outer.columns import Column
+from farflung.outer.exchange import ColumnExchange, Exchange, of_columns
 from farflung.outer.fragments import Weights, split
-from farflung.outer.healing import differ, draw_together, sketch, stay_away
-from farflung.outer.optimizers import gradient_of, kept_of, load_into, refuse_rounded_weights, sends_weights
+from farflung.outer.healing import draw_together, sketch, stay_away
+from farflung.outer.optimizers import gradient_of, load_into, refuse_rounded_weights, sends_weights
 from farflung.outer.outcomes import Outcome, Result, Round
 from farflung.outer.replica import Replica
 from farflung.outer.round import Offer, PendingRound, Rounds, Sync
@@ -36,15 +39,6 @@ from farflung.outer.session import Session, Setup, copied
 
 if TYPE_CHECKING:
     from farflung.outer.aggregation import Aggregation
-
-
-@dataclass
-class Exchange:
-    """A round's exchange under way; its start is in seconds of the network's clock."""
-
-    started_s: float
-    result: Pending[Result]
-    compression_error: float = 0.0
 
 
 class OuterLoop(Session):
@@ -77,9 +71,7 @@ class OuterLoop(Session):
             for index, (fragment, anchor) in enumerate(zip(fragments, self.anchors, strict=True))
         ]
         exact = sends_weights(self.outer)
-        self._averagings = [
-            Averaging(network, method, fragment.by_cell, exact, self._aggregation()) for fragment in fragments
-        ]
+        self._averagings = [Averaging(network.rank, method, exact, self._aggregation()) for _ in fragments]
         self._adaptations = [Adaptation(method.adapt) if method.adapt else None for _ in fragments]
         self._replica = Replica(self._weights, self.trained, self.untrained, copies, self._faults)
         self._rounds = Rounds[Tensor, Exchange](schedule, self._weights)
@@ -127,7 +119,8 @@ class OuterLoop(Session):
         group = sync.group(self.network.rank, self.network.members(), self.method.topology)
         averaging = self._averagings[sync.index]
         if group and not self.network.elastic and averaging.wants_reference():  # elsewhere members are not known yet
-            averaging.set_reference(self._weights[sync.index].nothing())
+            weights = self._weights[sync.index]
+            averaging.set_reference(weights.fragment.message(weights.nothing()))
         offer = sync.offer(partial(self._fault, sync), len(group))
         exchange = self._exchange(sync, offer, group)
         self._rounds.pending.append(sync.start(self.step, group, offer, exchange))
@@ -140,14 +133,29 @@ class OuterLoop(Session):
         began = self.network.now()
         if not group:
             return Exchange(began, Finished(Result(offer.message, (), Outcome.SAT_OUT), began))
-        key, sketches = self._round_key(sync.index, sync.rounds), None
-        if self._compares(group):
-            # In an eager merge each anchor has the own last part in it; then only rounds that were lost count.
-            anchor = self.anchors[sync.index]
-            own = sketch(anchor[:0] if self.method.merge.eager else anchor, sync.lost or sync.met not in ((), group))
-            sketches = self.network.exchange(own, group, f"{key}, anchors")
-        mean, error = self._averagings[sync.index].start(offer.message, group, key, sync.rounds)
-        return Exchange(began, _Compared(mean, sketches, group), error)
+        message = self._weights[sync.index].fragment.message(offer.message)
+        columns = self.columns.of(group, list(message.cells))
+        parts = [message.part(column.cells) for column in columns]
+        sizes = [norm([part.flat]) for part in parts] if len(parts) > 1 else [1.0]
+        started, errors = [], []
+        for column, part in zip(columns, parts, strict=True):
+            meeting = Meeting(column.network, group, column.key(self._round_key(sync.index, sync.rounds)), sync.rounds)
+            sketches = self._compare(sync, column, meeting) if self._compares(group) else None
+            mean, error = self._averagings[sync.index].start(part, meeting)
+            started.append(ColumnExchange(column, part, mean, sketches, group))
+            errors.append(error)
+        return Exchange(
+            began, of_columns(message, started, self.network.now), joint_error(errors, sizes[: len(errors)])
+        )
+
+    def _compare(self, sync: Sync[Tensor], column: Column, meeting: Meeting) -> Pending[dict[int, Tensor]]:
+        """Starts comparing the anchors of a column with the group's."""
+        anchor = self._weights[sync.index].fragment.message(self.anchors[sync.index]).part(column.cells).flat
+        # In an eager merge each anchor has the own last part in it; then only rounds that were lost count.
+        own = sketch(
+            anchor[:0] if self.method.merge.eager else anchor, sync.lost or sync.met not in ((), meeting.group)
+        )
+        return column.network.exchange(own, meeting.group, f"{meeting.key}, anchors")
 
     def _compares(self, group: Group) -> bool:
         return self.method.topology.identical and len(group) > 1
@@ -205,15 +213,23 @@ class OuterLoop(Session):
 
     def _settle(self, sync: Sync[Tensor], pending: PendingRound[Tensor, Exchange], result: Result) -> None:
         """Makes anchors, outer momentum and schedule equal again in a group that was found to hold different ones."""
-        key = self._round_key(pending.fragment, pending.round)
+        group, key = pending.group, self._round_key(pending.fragment, pending.round)
+        fragment, pace = self._weights[sync.index].fragment, self._pace(sync)
+        columns = self.columns.of(group, [cell.name for cell in fragment.cells])
         if not result.apart:
-            if result.outcome == Outcome.PEER_LOST and self._compares(pending.group):
-                stay_away(self.network, pending.group, key)
+            if result.outcome == Outcome.PEER_LOST and self._compares(group):
+                for column in columns:
+                    stay_away(column.network, group, column.key(key))
             return
-        anchor, pace = self.anchors[sync.index], self._pace(sync)
-        kept = kept_of(self.outer, anchor)
+        kept = {name: fragment.message(values) for name, values in self._weights[sync.index].shared().items()}
         try:
-            pace = draw_together(anchor, kept, pace, self.network, pending.group, key, self.deadline_s)
+            for column in columns:
+                if column.name in result.apart:
+                    parts = {name: message.part(column.cells) for name, message in kept.items()}
+                    own = {name: part.flat for name, part in parts.items()}
+                    pace = draw_together(own, pace, column.network, group, column.key(key), self.deadline_s)
+                    for name, part in parts.items():
+                        kept[name].put(part)
         except PeerLostError as lost:
             result.note(Outcome.PEER_LOST, str(lost))  # the next round tries again
             return
@@ -245,7 +261,7 @@ class OuterLoop(Session):
         adaptation, weights = self._adaptations[sync.index], self._weights[sync.index]
         if adaptation is None or not result.group:
             return None, None
-        cells = weights.fragment.by_cell(gradient_of(self.outer, weights.anchor, result.mean))
+        cells = weights.fragment.message(gradient_of(self.outer, weights.anchor, result.mean)).cells
         own = (*effective_ranks(chain.from_iterable(cells.values())), result.outcome == Outcome.PEER_LOST)
         total, size, lost = self.trained.layout.total(torch.tensor(own, dtype=torch.float64)).tolist()
         if adaptation.settings.steps and (lost or result.group != self._everyone):
@@ -275,6 +291,10 @@ class OuterLoop(Session):
 
     def _begin(self) -> None:
         self._replica.begin()
+
+    def _starts_from(self) -> Cells:
+        kept = (weights.fragment.message(weights.anchor).cells for weights in self._weights)
+        return {cell: tensors for cells in kept for cell, tensors in cells.items()}
 
     def _writing_weights(self) -> AbstractContextManager[None]:
         return self._replica.copies.following()
@@ -362,24 +382,3 @@ class OuterLoop(Session):
 def _of_pending(place: int, name: str) -> str:
     """What a pending round's tensor is called among those of its cells."""
     return f"pending {place} {name}"
-
-
-class _Compared:
-    """A pending mean, with the sketches by which the group's anchors are compared."""
-
-    def __init__(self, mean: Pending[Tensor], sketches: Pending[dict[int, Tensor]] | None, group: Group) -> None:
-        self._mean = mean
-        self._sketches = sketches
-        self._group = group
-
-    def done(self) -> bool:
-        return self._mean.done() and (self._sketches is None or self._sketches.done())
-
-    @property
-    def finished_at(self) -> float:
-        return self._mean.finished_at
-
-    def wait(self, timeout: float) -> Result:
-        result = Result(self._mean.wait(timeout), self._group)
-        result.apart = self._sketches is not None and differ(self._sketches.wait(timeout))
-        return result

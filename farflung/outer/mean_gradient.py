@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from farflung.codecs import finite
+from farflung.codecs.values import norm
 from farflung.errors import UserError
 from farflung.hooks.scaling import is_scaled, step_always, take_gradients, unscale
 from farflung.hooks.shards import own_of
 from farflung.hooks.steps import Arguments, hook_steps
 from farflung.hooks.trained import held_by
 from farflung.networks import Finished, Group, Pending
-from farflung.outer.averaging import Averaging
-from farflung.outer.bundles import Cells
+from farflung.outer.averaging import Averaging, Meeting, Together
+from farflung.outer.bundles import joint_error
+from farflung.outer.columns import Column, Message, views_like
 from farflung.outer.faults import Faults
 from farflung.outer.fragments import split
 from farflung.outer.outcomes import Outcome, Round
@@ -25,18 +27,37 @@ from farflung.outer.topologies import group_of
 
 NOTES = "notes"
 """The cell of a message's notes, which arrive as they are."""
-OTHER_NOTES = 3
-"""Notes beside that of each parameter: the loss, whether it counts, an overflow."""
 
 SPARSE = "{} has sparse gradients, which cannot be averaged; make the embedding with sparse=False, or use diloco"
+
+
+class Notes(NamedTuple):
+    """What travels beside gradients; of a group, the sums or means of what its members say.
+
+    Args:
+        present: whether each parameter has a gradient, by name.
+        loss: of a closure.
+        counted: whether it counts.
+        overflowed: whether a gradient overflowed.
+    """
+
+    present: Mapping[str, float]
+    loss: float
+    counted: float
+    overflowed: float
+
+
+OTHER_NOTES = len(Notes._fields) - 1
+"""Notes beside those of the pieces."""
 
 
 class MeanGradient:
     """Averages one optimizer's gradients before its steps, or whenever it calls its closure. See GradientLoop.
 
-    A message is all gradients as one flat float32 tensor, zeros where there is none, and then notes, a number each:
-    for each parameter whether it has a gradient; the loss, whether it counts, and whether a gradient overflowed. The
-    index is the optimizer's place among the session's, until whose end its steps are hooked.
+    A message is the gradients of a column's cells as one flat float32 tensor, zeros where there is none, and then
+    notes, a number each: for each piece of these cells whether its parameter has a gradient; the loss, whether it
+    counts, and whether a gradient overflowed. The index is the optimizer's place among the session's, until whose end
+    its steps are hooked.
     """
 
     def __init__(self, session: Session, optimizer: torch.optim.Optimizer, index: int) -> None:
@@ -48,16 +69,16 @@ class MeanGradient:
         self._optimizer = optimizer
         self._index = index
         trained = {parameter for parameter in session.trained.parameters if parameter.numel()}
-        (self._fragment,) = split(session.trained.model, 1, held & trained)
-        self.cells_here = self._fragment.cells
-        self._parameters = self._fragment.parameters
+        (self.fragment,) = split(session.trained.model, 1, held & trained)
+        self._parameters = self.fragment.parameters
+        self._names = [cell.name for cell in self.fragment.cells]
         method = session.method
         self._topology = method.topology
         self._feeds_back = method.codec.traits.feeds_back
-        self._averaging = Averaging(network, method, self._cells, plain={NOTES})
+        self._averaging = Averaging(network.rank, method, plain={NOTES})
         self._exchanges = 0
         self._exchanges_before_step = 0
-        self._ever_present = [False] * len(self._parameters)
+        self._ever_present = dict.fromkeys(self.fragment.named, False)
         session.undo.callback(step_always(optimizer))
         session.undo.callback(hook_steps(optimizer, self._before_step, self._after_step))
 
@@ -100,20 +121,18 @@ class MeanGradient:
 
         remembered = self._averaging.state_dict() if is_scaled(self._optimizer) else None
         overflow = unscale(self._optimizer)
-        message, fault = self._message(loss, overflow)
+        gradients, notes, fault = self._message(loss, overflow)
         number = self._exchanges
         group = group_of(network.rank, self._topology.groups(network.members(), str(number)))
         started = network.now()
-        key = self._session.key(f"gradient {number} of optimizer {self._index}")
-        pending, error = self._start(message, group, key)
-        mean = pending.wait(self._session.deadline_s)
-        *present, total_loss, counted, overflowed = mean[self._fragment.numel :].tolist()
-        if overflowed:
+        pending, error = self._start(gradients, notes, group)
+        found = self._found(pending.wait(self._session.deadline_s), gradients)
+        if found.overflowed:
             take_gradients(self._optimizer)
             if remembered is not None:
                 self._averaging.load_state_dict(remembered)  # what was sent in vain is still to be sent
         else:
-            self._scatter(mean, present)
+            self._scatter(gradients[: self.fragment.numel], found.present)
         self._session.report(
             Round(
                 round=number,
@@ -130,40 +149,80 @@ class MeanGradient:
                 compression_error=error,
             )
         )
-        return _like(loss, total_loss / counted if counted else float("nan"))
+        return _like(loss, found.loss / found.counted if found.counted else float("nan"))
 
-    def _start(self, message: Tensor, group: Group, key: str) -> tuple[Pending[Tensor], float]:
-        """Starts averaging a message; who sits out keeps its own."""
+    def _start(self, gradients: Tensor, notes: Notes, group: Group) -> tuple[Pending[list[Message]], float]:
+        """Starts averaging flat gradients, column by column, each with its notes; who sits out keeps its own."""
+        network, key = self._network, self._session.key(f"gradient {self._exchanges} of optimizer {self._index}")
+        columns = self._session.columns.of(group or (network.rank,), self._names)
+        messages = [self._with_notes(gradients, notes, column) for column in columns]
         if not group:
-            return Finished(message, self._network.now()), 0.0
-        return self._averaging.start(message, group, key, self._exchanges)
+            return Finished(messages, network.now()), 0.0
+        sizes = [norm([message.flat]) for message in messages] if len(messages) > 1 else [1.0]
+        started, errors = [], []
+        for column, message in zip(columns, messages, strict=True):
+            meeting = Meeting(column.network, group, column.key(key), self._exchanges)
+            pending, error = self._averaging.start(message, meeting)
+            started.append(pending)
+            errors.append(error)
+        together = Together(started, network.now, lambda _: messages)
+        return together, joint_error(errors, sizes[: len(errors)])
 
-    def _message(self, loss: Any, overflow: bool) -> tuple[Tensor, str]:
-        """The message, and why it holds no gradients, or ""."""
+    def _with_notes(self, gradients: Tensor, notes: Notes, column: Column) -> Message:
+        """A column's part of flat gradients, and the notes behind it."""
+        message = self.fragment.message(gradients[: self.fragment.numel])
+        part = message.part(column.cells)
+        told = torch.tensor([*(notes.present[name] for name in self._told_of(column.cells)), *notes[1:]])
+        flat = gradients if part is message else torch.cat([part.flat, part.flat.new_empty(len(told))])
+        room = flat[-len(told) :].copy_(told)
+        return Message(flat, {**views_like(part.cells, flat[: -len(told)]), NOTES: room.unbind()})
+
+    def _told_of(self, cells: Collection[str]) -> list[str]:
+        """The parameter of each piece of some cells."""
+        wanted = set(cells)
+        return [piece.parameter for cell in self.fragment.cells if cell.name in wanted for piece in cell.pieces]
+
+    def _message(self, loss: Any, overflow: bool) -> tuple[Tensor, Notes, str]:
+        """Flat gradients, with room for notes; these; and why there are no gradients, or ""."""
         device = self._parameters[0].device if self._parameters else None
-        numel = self._fragment.numel
-        message = torch.zeros(numel + len(self._parameters) + OTHER_NOTES, dtype=torch.float32, device=device)
-        present = [parameter.grad is not None for parameter in self._parameters]
+        numel, room = self.fragment.numel, len(self._told_of(self._names)) + OTHER_NOTES
+        flat = torch.zeros(numel + room, dtype=torch.float32, device=device)
         if any(p.grad is not None and p.grad.layout != torch.strided for p in self._parameters):
             raise UserError(SPARSE.format(f"a parameter of {self._name}"))
-        grads = {name: _gradient_of(parameter) for name, parameter in self._fragment.named.items()}
-        self._fragment.gather(grads, message[:numel])
-        if not overflow and not finite(message):
+        present = {name: float(parameter.grad is not None) for name, parameter in self.fragment.named.items()}
+        grads = {name: _gradient_of(parameter) for name, parameter in self.fragment.named.items()}
+        self.fragment.keeper.gather(grads, flat[:numel])
+        if not overflow and not finite(flat):
             self.faults.spoil("the gradient is not finite")
         fault = self.faults.judge(self._exchanges, self.step)
         self._session.untrained.restore() if fault else self._session.untrained.keep()
         if overflow:
             fault = fault or "a gradient overflowed at the GradScaler's scale"
         if fault:
-            message.zero_()
-            present = [False] * len(present)
+            flat.zero_()
+            present = dict.fromkeys(present, 0.0)
         own_loss = 0.0 if loss is None else float(loss)
-        counts = not fault and abs(own_loss) <= torch.finfo(message.dtype).max
-        notes = [*present, own_loss if counts else 0.0, counts, overflow]
-        message[numel:] = torch.tensor(notes, dtype=message.dtype)
-        return message, fault
+        counts = not fault and abs(own_loss) <= torch.finfo(flat.dtype).max
+        return flat, Notes(present, own_loss if counts else 0.0, float(counts), float(overflow)), fault
 
-    def _scatter(self, mean: Tensor, present: Sequence[float]) -> None:
+    def _found(self, messages: Sequence[Message], gradients: Tensor) -> Notes:
+        """The notes of the group; the mean gradients replace this replica's.
+
+        A process learns what the keepers of its cells were told, whichever processes of its replica these are.
+        """
+        whole = self.fragment.message(gradients[: self.fragment.numel])
+        layout, rest = self._session.trained.layout, [0.0] * OTHER_NOTES
+        present = dict.fromkeys(layout.outline, 0.0)
+        for message in messages:
+            whole.put(message)
+            *told, loss, counted, overflowed = torch.stack(tuple(message.cells[NOTES])).tolist()
+            rest = [loss, counted, overflowed]
+            for name, has_one in zip(self._told_of(message.cells), told, strict=True):
+                present[name] += has_one
+        sums = layout.total(torch.tensor([*present.values(), *rest], dtype=torch.float64)).tolist()
+        return Notes(dict(zip(present, sums[:-OTHER_NOTES], strict=True)), *sums[-OTHER_NOTES:])
+
+    def _scatter(self, mean: Tensor, present: Mapping[str, float]) -> None:
         """Gives each parameter its mean gradient, and none where no replica has one.
 
         A residual of a parameter, from steps in which it had a gradient, is a gradient, too.
@@ -171,18 +230,13 @@ class MeanGradient:
         for parameter in self._parameters:
             if parameter.grad is None:
                 parameter.grad = torch.empty_like(parameter)
-        grads = {name: _gradient_of(parameter) for name, parameter in self._fragment.named.items()}
-        self._fragment.scatter(mean[: self._fragment.numel], grads)
-        self._ever_present = [bool(now) or before for now, before in zip(present, self._ever_present, strict=True)]
-        residuals = [self._feeds_back and ever for ever in self._ever_present]
-        for (name, parameter), has_one, has_more in zip(self._fragment.named.items(), present, residuals, strict=True):
-            if not has_one and not (has_more and bool(grads[name].any())):
+        grads = {name: _gradient_of(parameter) for name, parameter in self.fragment.named.items()}
+        self.fragment.keeper.scatter(mean, grads)
+        for name, parameter in self.fragment.named.items():
+            self._ever_present[name] = self._ever_present[name] or bool(present[name])
+            residual = self._feeds_back and self._ever_present[name] and bool(grads[name].any())
+            if not present[name] and not residual:
                 parameter.grad = None
-
-    def _cells(self, message: Tensor) -> Cells:
-        """A message as the gradients and single notes that it consists of."""
-        numel = self._fragment.numel
-        return self._fragment.by_cell(message[:numel]) | {NOTES: list(message[numel:].unbind())}
 
     @property
     def _name(self) -> str:
@@ -194,21 +248,21 @@ class MeanGradient:
             "step": self.step,
             "faults": self.faults.state_dict(),
             "exchanges": self._exchanges,
-            "ever_present": dict(zip(self._fragment.named, self._ever_present, strict=True)),
+            "ever_present": dict(self._ever_present),
         }
 
     def cells(self) -> dict[str, dict[str, Any]]:
         """What codecs remember of each cell, by its name."""
         codecs = self._averaging.state_dict()
-        return {c.name: {"codecs": codecs.get(c.name, {}), "values": c.numel} for c in self._fragment.cells}
+        return {c.name: {"codecs": codecs.get(c.name, {}), "values": c.numel} for c in self.fragment.cells}
 
     def load_state_dict(self, state: dict[str, Any], cells: Mapping[str, dict[str, Any]]) -> None:
         """Goes on from a `state_dict` and `cells`, which may be more than this process keeps."""
         self.step, self._exchanges = state["step"], state["exchanges"]
-        self._ever_present = [state["ever_present"][name] for name in self._fragment.named]
+        self._ever_present = {name: state["ever_present"][name] for name in self.fragment.named}
         self.faults.load_state_dict(state["faults"])
         device = self._parameters[0].device if self._parameters else torch.device("cpu")
-        own = {cell.name: cells[cell.name]["codecs"] for cell in self._fragment.cells}
+        own = {cell.name: cells[cell.name]["codecs"] for cell in self.fragment.cells}
         self._averaging.load_state_dict(copied(own, device))
 
 

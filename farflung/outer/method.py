@@ -25,8 +25,9 @@ from farflung.outer.gradients import GradientLoop
 from farflung.outer.loop import OuterLoop
 from farflung.outer.merges import Keep, Merge, as_merge
 from farflung.outer.optimizers import OuterFactory
+from farflung.outer.options import Options, completed
 from farflung.outer.schedules import Schedule
-from farflung.outer.session import Options, Session, Setup, completed
+from farflung.outer.session import Session, Setup
 from farflung.outer.topologies import Everyone, Topology
 from farflung.renamed import Formerly
 

@@ -34,8 +34,8 @@ class Result:
     outcome: Outcome = Outcome.AVERAGED
     reason: str = ""
     compression_error: float = 0.0
-    apart: bool = False
-    """Whether anchors differ that should be equal."""
+    apart: tuple[str, ...] = ()
+    """The names of the columns in which anchors differ that should be equal."""
 
     def note(self, outcome: Outcome, reason: str) -> None:
         """Sets another outcome; earlier reasons are kept."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Self, TypedDict
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -15,17 +15,20 @@ from torch.optim import Optimizer
 from farflung import formats
 from farflung.cells import Cell
 from farflung.codecs.packets import described
-from farflung.errors import UserError, suggestion
+from farflung.errors import UserError
 from farflung.formats import ROUNDS
 from farflung.hooks.buffers import average
 from farflung.hooks.digests import digest
-from farflung.hooks.shards import own_of
 from farflung.hooks.start import SETTING, Fact, agree_on_start
 from farflung.hooks.steps import hook_steps
 from farflung.hooks.trained import Trained
 from farflung.hooks.untrained import Untrained
 from farflung.networks import Group, Network, among_members
+from farflung.outer.bundles import Cells
+from farflung.outer.columns import Column, Columns
 from farflung.outer.faults import Faults
+from farflung.outer.fragments import split
+from farflung.outer.options import Options
 from farflung.outer.outcomes import Round
 
 if TYPE_CHECKING:
@@ -42,59 +45,6 @@ ENDED = (
 
 END_DEADLINES = 10
 """The end waits this many times the deadline: replicas that never met may be far apart in time."""
-
-
-class Options(TypedDict, total=False):
-    """How a method is attached. Durations are in seconds."""
-
-    outer_device: torch.device | str | None
-    """Where the outer state lives; by default, with the model."""
-    deadline_s: float
-    """The longest that a round is waited for: 120."""
-    starting_s: float
-    """The longest that the others are waited for before the first step: 600."""
-    robust: str
-    """How messages become one on an elastic network: mean, median or clipped; see Aggregation."""
-    buffers: Literal["end", "round"]
-    """Whether buffers are averaged in every "round", or only at the "end" and by `average_buffers`."""
-    on_round: Callable[[Round], None] | None
-    """Told of every round when it was applied."""
-
-
-USUAL = Options(outer_device=None, deadline_s=120.0, starting_s=600.0, robust="mean", buffers="end", on_round=None)
-_FORMERLY = {"deadline": "deadline_s", "starting": "starting_s"}
-
-
-def completed(given: Mapping[str, Any]) -> Options:
-    """All options, the usual ones where none were given. Raises UserError for one that there is not, or cannot be."""
-    options: dict[str, Any] = {**USUAL}
-    for name, value in given.items():
-        if name in _FORMERLY:
-            told = f"attach's {name} is called {_FORMERLY[name]} now; the old name goes with the next version"
-            warnings.warn(told, DeprecationWarning, stacklevel=3)
-            name = _FORMERLY[name]
-            if name in given:
-                raise UserError(f"{name} is given twice, once by its old name; remove one of them")
-        if name not in USUAL:
-            raise UserError(f"attach has no option {name!r}{suggestion(name, list(USUAL))}")
-        options[name] = value
-    if options["buffers"] not in ("end", "round"):
-        raise UserError(f"buffers is {options['buffers']!r}; choose 'end' or 'round'")
-    for name in ("deadline_s", "starting_s"):
-        if not (isinstance(options[name], int | float) and options[name] > 0):
-            raise UserError(f"{name} is {options[name]!r}; give seconds, more than 0")
-    if not (options["on_round"] is None or callable(options["on_round"])):
-        raise UserError(f"on_round is {options['on_round']!r}; give a function, which is told of every round")
-    _check_device(options["outer_device"])
-    return options  # type: ignore[return-value]
-
-
-def _check_device(given: Any) -> None:
-    try:
-        torch.empty(0, device=torch.device(given or "cpu"))
-    except (RuntimeError, AssertionError, TypeError, NotImplementedError) as error:
-        told = f"outer_device is {given!r}, which this machine does not have; give another, such as 'cpu'"
-        raise UserError(told) from error
 
 
 @dataclass(frozen=True)
@@ -130,6 +80,7 @@ class Session:
         undo.callback(self.trained.end)
         number = network.attachment()
         self._name = f"attachment {number}"
+        self.columns = Columns(network)
         self._options = setup.options
         self._begun = False
         self._noted = False
@@ -181,9 +132,8 @@ class Session:
         if not self._ended:
             self._end()
         if average_weights:
-            weights = {str(number): p.detach() for number, p in enumerate(self.trained.parameters)}
             with self._writing_weights():
-                self._average_among_all("weights", weights, directions=False)
+                self._average_weights()
 
     def _end(self) -> None:
         self._ended = True
@@ -215,7 +165,8 @@ class Session:
         whole numbers their largest, and unit vectors, such as spectral norm's, are taken from the lowest rank.
         Raises PeerLostError, and UserError where sizes differ.
         """
-        self._average_among_all("buffers", self.untrained.named(), directions=True)
+        if not self.network.elastic:
+            self._average(self.untrained.named(), Column(self.network, ()), self._next_key("buffers"), directions=True)
 
     def catch_up(self, wait: float) -> bool:
         """Takes the state of others before training, where it can be had within `wait` seconds; whether it was."""
@@ -266,6 +217,10 @@ class Session:
         """The cells that this process keeps."""
         return []
 
+    def _starts_from(self) -> Cells:
+        """The weights of these cells when training begins."""
+        return {}
+
     def _load(self, state: dict[str, Any]) -> None:
         self.step, self.rounds = state["step"], state["rounds"]
         self._faults.load_state_dict(state["faults"])
@@ -284,20 +239,28 @@ class Session:
         self._noted = True
         self.trained.begin()
         untrained = self.untrained.begin()
+        agrees = self.method.exchanges and not self.network.elastic
+        if agrees:
+            cells, rest = [cell.name for cell in self._cells_here()], [fact.what for fact in untrained]
+            self.columns.meet(cells, rest, self.key("islands"), self._options["starting_s"])
         if self._begun:
             return
         self._begun = True
         self._begin()
-        if self.method.exchanges and not self.network.elastic:
-            weights = [own_of(parameter) for parameter in self.trained.parameters]
-            shapes = [tuple(tensor.shape) for tensor in (*weights, *self.untrained.named().values())]
+        if agrees:
+            self._agree_on_start(untrained)
+
+    def _agree_on_start(self, untrained: list[Fact]) -> None:
+        cells, rest = self._starts_from(), [tuple(tensor.shape) for tensor in self.untrained.named().values()]
+        for column in self.columns.of(self.network.members(), list(cells)):
+            weights = [tensor for cell in column.cells for tensor in cells[cell]]
             facts = [
                 *self._facts(),
-                Fact("shapes", (str(shapes),)),
+                Fact("shapes", (str([*(tuple(tensor.shape) for tensor in weights), *rest]),)),
                 Fact("weights", (str(digest(weights).tolist()),)),
                 *untrained,
             ]
-            agree_on_start(self.network, self.key("start"), facts, self._options["starting_s"])
+            agree_on_start(column.network, column.key(self.key("start")), facts, self._options["starting_s"])
 
     def _facts(self) -> list[Fact]:
         """What must be equal on all replicas, besides the weights."""
@@ -341,16 +304,29 @@ class Session:
         if on_round := self._options["on_round"]:
             on_round(round)
 
-    def _average_among_all(self, what: str, tensors: Mapping[str, Tensor], directions: bool) -> None:
+    def _average_weights(self) -> None:
+        """Gives all replicas the mean of their weights; who comes and goes has nobody to end with."""
         if self.network.elastic:
-            return  # who comes and goes has nobody to end with
+            return
+        key = self._next_key("weights")
+        (fragment,) = split(self.trained.model, 1, self.trained.parameters)
+        message = fragment.message(fragment.read())
+        for column in self.columns.of(self.network.members(), list(message.cells)):
+            named = {f"{cell} {n}": one for cell in column.cells for n, one in enumerate(message.cells[cell])}
+            self._average(named, column, key, directions=False)
+        fragment.write(message.flat)
+
+    def _next_key(self, what: str) -> str:
         self._exchanges += 1
-        key = self.key(f"{what} {self._exchanges}")
+        return self.key(f"{what} {self._exchanges}")
+
+    def _average(self, tensors: Mapping[str, Tensor], column: Column, key: str, directions: bool) -> None:
+        network, seconds = column.network, END_DEADLINES * self.deadline_s
 
         def exchange(group: Group) -> None:
-            average(tensors, self.network, group, f"{key} of {group}", END_DEADLINES * self.deadline_s, directions)
+            average(tensors, network, group, f"{column.key(key)} of {group}", seconds, directions)
 
-        among_members(self.network, exchange)
+        among_members(network, exchange)
 
 
 def _check_elastic(number: int, untrained: Untrained, buffers: str) -> None:

@@ -57,6 +57,7 @@ class InternetNetwork(RealNetwork):
     """
 
     relay, computed = Formerly("scatter_combine_gather"), Formerly("advance")
+    islands = None
     processes: tuple[int, ...] = ()
 
     def __init__(self, peers: Peers, largest: int = LARGEST, deadline: float = 120.0) -> None:

@@ -1,0 +1,127 @@
+"""Columns: cells that the same processes keep, one of each replica, and in which these hold a round.
+
+Where replicas are single processes, or islands of equal layouts, all that a process keeps is one column. Islands of
+unlike layouts meet in several: the keepers of a cell in each of them exchange it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from farflung.errors import UserError
+from farflung.hooks.start import DisagreementError, all_there
+from farflung.networks import Group, IslandNetwork, Network
+from farflung.networks.base import packet_of, words_of
+from farflung.outer.bundles import Cells
+
+
+@dataclass(frozen=True)
+class Message:
+    """A flat tensor, and the tensors of the cells that it consists of: views of it."""
+
+    flat: Tensor
+    cells: Cells
+
+    def part(self, cells: Collection[str]) -> Message:
+        """A copy of some cells; the message itself where that is all of them."""
+        if len(cells) == len(self.cells):
+            return self
+        chosen = {cell: self.cells[cell] for cell in cells}
+        flat = torch.cat([tensor.reshape(-1) for tensors in chosen.values() for tensor in tensors])
+        return Message(flat, views_like(chosen, flat))
+
+    def put(self, part: Message) -> None:
+        """Writes the values of a part into this."""
+        for cell in self.cells.keys() & part.cells.keys():
+            for to, tensor in zip(self.cells[cell], part.cells[cell], strict=True):
+                if to.data_ptr() != tensor.data_ptr():
+                    to.copy_(tensor)
+
+
+def views_like(cells: Cells, flat: Tensor) -> Cells:
+    """A flat tensor as tensors of these cells."""
+    parts = iter(torch.split(flat, [tensor.numel() for tensors in cells.values() for tensor in tensors]))
+    return {cell: [next(parts).view_as(tensor) for tensor in tensors] for cell, tensors in cells.items()}
+
+
+@dataclass(frozen=True)
+class Column:
+    """Some cells, and the network of their keepers, in which ranks are replicas."""
+
+    network: Network
+    cells: tuple[str, ...]
+    name: str = ""
+    """What tells it from the others of a group, which some of the same processes share."""
+
+    def key(self, of: str) -> str:
+        """The key of an exchange in it, from that of all columns."""
+        return f"{of}, {self.name}" if self.name else of
+
+
+class Columns:
+    """Tells with whom a process exchanges the cells that it keeps.
+
+    Args:
+        network: of the replicas.
+    """
+
+    def __init__(self, network: Network) -> None:
+        self._network = network
+        self._keepers: list[dict[str, int]] | None = None
+
+    def meet(self, cells: Sequence[str], rest: Sequence[str], key: str, seconds: float) -> None:
+        """Tells the processes of all islands what this one keeps, and learns what they do.
+
+        Unlike islands can only have cells in common: not the `rest` of a model, such as buffers. Raises PeerLostError,
+        DisagreementError where islands train unlike parameters, and UserError where their models have a rest.
+        """
+        if (islands := self._network.islands) is None:
+            return
+        everyone = islands.everyone()
+        own = packet_of(json.dumps([cells, rest]).encode())
+        packets = all_there(everyone, everyone.exchange(own, everyone.members(), key), seconds)
+        told = [json.loads(words_of(packet)) for packet in packets.values()]
+        begins = [sum(map(len, islands.island_processes[:place])) for place in range(len(islands.island_processes))]
+        layouts = [told[b : b + len(i)] for b, i in zip(begins, islands.island_processes, strict=True)]
+        if all(layout == layouts[0] for layout in layouts):
+            return
+        if named := sorted(name for _, rest in told for name in rest):
+            raise UserError(
+                f"the model keeps {named[0]} besides its trained weights, which islands of unlike layouts cannot "
+                "average; give all islands the same stages and shards"
+            )
+        self._keepers = [
+            _keepers(layout, island) for layout, island in zip(layouts, islands.island_processes, strict=True)
+        ]
+        unlike = [place for place, kept in enumerate(self._keepers) if kept.keys() != self._keepers[0].keys()]
+        if unlike:
+            raise DisagreementError(
+                f"replica {unlike[0]} trains other parameters than replica 0; give all replicas the same model"
+            )
+
+    def of(self, group: Group, cells: Sequence[str]) -> list[Column]:
+        """The columns of some cells in a group, this replica's among them."""
+        if self._keepers is None:
+            return [Column(self._network, tuple(cells))]
+        islands = self._network.islands
+        assert islands
+        found: dict[tuple[int, ...], list[str]] = {}
+        for cell in cells:
+            found.setdefault(tuple(self._keepers[replica][cell] for replica in group), []).append(cell)
+        return [Column(_between(islands, group, keepers), tuple(kept), kept[0]) for keepers, kept in found.items()]
+
+
+def _keepers(layout: Sequence[tuple[list[str], list[str]]], island: Group) -> dict[str, int]:
+    """The process that keeps each cell in an island."""
+    return {cell: process for (cells, _), process in zip(layout, island, strict=True) for cell in cells}
+
+
+def _between(islands: IslandNetwork, group: Group, keepers: Sequence[int]) -> Network:
+    """The network of some processes of a group; of the other replicas, which stay out, it has the first process."""
+    processes: Mapping[int, int] = dict(zip(group, keepers, strict=True))
+    return islands.between([processes.get(place, island[0]) for place, island in enumerate(islands.island_processes)])

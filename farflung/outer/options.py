@@ -1,0 +1,65 @@
+"""What a user may choose when attaching, besides the method."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, TypedDict
+
+import torch
+
+from farflung.errors import UserError, suggestion
+from farflung.outer.outcomes import Round
+
+
+class Options(TypedDict, total=False):
+    """How a method is attached. Durations are in seconds."""
+
+    outer_device: torch.device | str | None
+    """Where the outer state lives; by default, with the model."""
+    deadline_s: float
+    """The longest that a round is waited for: 120."""
+    starting_s: float
+    """The longest that the others are waited for before the first step: 600."""
+    robust: str
+    """How messages become one on an elastic network: mean, median or clipped; see Aggregation."""
+    buffers: Literal["end", "round"]
+    """Whether buffers are averaged in every "round", or only at the "end" and by `average_buffers`."""
+    on_round: Callable[[Round], None] | None
+    """Told of every round when it was applied."""
+
+
+USUAL = Options(outer_device=None, deadline_s=120.0, starting_s=600.0, robust="mean", buffers="end", on_round=None)
+_FORMERLY = {"deadline": "deadline_s", "starting": "starting_s"}
+
+
+def completed(given: Mapping[str, Any]) -> Options:
+    """All options, the usual ones where none were given. Raises UserError for one that there is not, or cannot be."""
+    options: dict[str, Any] = {**USUAL}
+    for name, value in given.items():
+        if name in _FORMERLY:
+            told = f"attach's {name} is called {_FORMERLY[name]} now; the old name goes with the next version"
+            warnings.warn(told, DeprecationWarning, stacklevel=3)
+            name = _FORMERLY[name]
+            if name in given:
+                raise UserError(f"{name} is given twice, once by its old name; remove one of them")
+        if name not in USUAL:
+            raise UserError(f"attach has no option {name!r}{suggestion(name, list(USUAL))}")
+        options[name] = value
+    if options["buffers"] not in ("end", "round"):
+        raise UserError(f"buffers is {options['buffers']!r}; choose 'end' or 'round'")
+    for name in ("deadline_s", "starting_s"):
+        if not (isinstance(options[name], int | float) and options[name] > 0):
+            raise UserError(f"{name} is {options[name]!r}; give seconds, more than 0")
+    if not (options["on_round"] is None or callable(options["on_round"])):
+        raise UserError(f"on_round is {options['on_round']!r}; give a function, which is told of every round")
+    _check_device(options["outer_device"])
+    return options  # type: ignore[return-value]
+
+
+def _check_device(given: Any) -> None:
+    try:
+        torch.empty(0, device=torch.device(given or "cpu"))
+    except (RuntimeError, AssertionError, TypeError, NotImplementedError) as error:
+        told = f"outer_device is {given!r}, which this machine does not have; give another, such as 'cpu'"
+        raise UserError(told) from error
