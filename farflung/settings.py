@@ -138,13 +138,16 @@ class Settings:
     def method(self) -> Method:
         """The method, with the inner optimizer that goes with it. Raises UserError."""
         method = methods.chosen(self.rounds, self.run.seed, self.run.steps)
-        if self.inner.inner is None and method.inner is MUON and self.island.shard > 1:
+        if self.inner.inner is None and method.inner is MUON and self.island.sharded:
             return replace(method, inner=ADAMW)  # Muon needs whole matrices
         return replace(method, inner=INNER[self.inner.inner]) if self.inner.inner else method
 
     def mesh(self) -> Mesh:
-        """Which process is which part of which replica."""
-        return Mesh(self.run.replicas, self.island.stages, self.island.shard)
+        """Which process is which part of which replica. Raises UserError."""
+        shapes, replicas = self.island.shapes(), self.run.replicas
+        if self.island.islands and len(shapes) != replicas:
+            raise UserError(f"islands names {len(shapes)} replicas, and replicas is {replicas}; give the same number")
+        return Mesh(tuple(shapes) if self.island.islands else tuple(shapes * replicas))
 
     def made_workload(self) -> Workload:
         """What is trained. Raises UserError for a workload that there is not."""

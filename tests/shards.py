@@ -17,17 +17,16 @@ from farflung.pipeline import Mesh
 LONGEST_SECONDS = 1e6
 
 
-class Column:
-    """The seat of a process among those of other replicas that are at the same place there."""
+class Between:
+    """The seat of a process among some of other replicas, in the order of the replicas."""
 
     elastic = timed = islands = None
     processes: tuple[int, ...] = ()
 
-    def __init__(self, network: SimulatedNetwork, mesh: Mesh) -> None:
-        coordinates = mesh.coordinates(network.rank)
-        self.rank = coordinates.replica
+    def __init__(self, network: SimulatedNetwork, seats: Sequence[int]) -> None:
+        self.rank = list(seats).index(network.rank)
         self.traffic = network.traffic
-        self._seats = mesh.data_parallel_group(coordinates)
+        self._seats = seats
         self._network = network
         self._replica_of = {seat: replica for replica, seat in enumerate(self._seats)}
         self.attachment, self.advance, self.now = network.attachment, network.advance, network.now
@@ -52,6 +51,26 @@ class Column:
 
     def _replicas(self, packets: Packets) -> Packets:
         return {self._replica_of[seat]: packet for seat, packet in packets.items()}
+
+
+class Islands(Between):
+    """The seat of a process of an island; see farflung.networks.IslandNetwork."""
+
+    def __init__(self, network: SimulatedNetwork, mesh: Mesh) -> None:
+        coordinates = mesh.coordinates(network.rank)
+        part = mesh.part(coordinates)
+        super().__init__(network, [island[part % len(island)] for island in mesh.islands])
+        self.island_processes = mesh.islands
+
+    @property
+    def islands(self) -> Islands:  # type: ignore[override]
+        return self
+
+    def between(self, processes: Sequence[int]) -> Between:
+        return Between(self._network, processes)
+
+    def everyone(self) -> SimulatedNetwork:
+        return self._network
 
 
 class Renamed:
@@ -83,7 +102,7 @@ class SimulatedLayout:
     ) -> None:
         coordinates = mesh.coordinates(network.rank)
         self.outline, self.here = outline, here
-        self.shards, self.shard = mesh.shards, coordinates.shard
+        self.shards, self.shard = mesh.shapes[coordinates.replica].shards, coordinates.shard
         self._network = network
         self._near, self._island = mesh.shard_group(coordinates), mesh.island_group(coordinates)
         self._numbers = itertools.count()

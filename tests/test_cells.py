@@ -79,7 +79,7 @@ def test_keepers_see_whole_cells_and_shards_get_their_rows_back(shapes: Any, cou
         shard = network.rank
         local = {name: chunks[shard] for name, t in whole.items() if len(chunks := t.chunk(count)) > shard}
         chosen = dealt(found, count)
-        keeper = Keeper(found, chosen, SimulatedLayout(shapes, shapes, network, Mesh(1, 1, count)))
+        keeper = Keeper(found, chosen, SimulatedLayout(shapes, shapes, network, Mesh.alike(1, 1, count)))
         kept = [flats[cell.name] for cell in found if chosen[cell.name] == shard]
         flat = torch.full((sum(map(len, kept)),), torch.nan)
         keeper.gather(local, flat)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from shards import Column, SimulatedLayout
+from shards import Islands, SimulatedLayout
 from torch import Tensor, nn
 
 from farflung.codecs import codec_named
@@ -19,7 +19,7 @@ from farflung.errors import UserError
 from farflung.methods import Method
 from farflung.networks import SimulatedNetwork, Simulation
 from farflung.outer import Everyone, GossipNesterov, Schedule
-from farflung.pipeline import Mesh, MeshCoordinates
+from farflung.pipeline import IslandShape, Mesh, MeshCoordinates
 from farflung.pipeline.local_model import LocalModel
 from farflung.training import checkpoint
 from farflung.training.resharding import buffer_names, load_state, whole_weights
@@ -37,8 +37,8 @@ OUTLINE = {f"layers.{n}.{name}": shape for n in range(LAYERS) for name, shape in
 STEPS = 12
 
 
-def stage_of(name: str, mesh: Mesh) -> int:
-    return int(name.split(".")[1]) * mesh.stages // LAYERS
+def stage_of(name: str, shape: IslandShape) -> int:
+    return int(name.split(".")[1]) * shape.stages // LAYERS
 
 
 def part_of(mesh: Mesh, network: SimulatedNetwork) -> LocalModel:
@@ -47,12 +47,13 @@ def part_of(mesh: Mesh, network: SimulatedNetwork) -> LocalModel:
     Each layer has a buffer that all of its shards have whole.
     """
     coordinates = mesh.coordinates(network.rank)
+    shape = mesh.shapes[coordinates.replica]
     torch.manual_seed(0)
     whole = {name: torch.randn(shape) for name, shape in OUTLINE.items()}
-    here = [name for name in whole if stage_of(name, mesh) == coordinates.stage]
+    here = [name for name in whole if stage_of(name, shape) == coordinates.stage]
     own: dict[str, nn.Parameter] = {}
     for name in here:
-        rows = whole[name].chunk(mesh.shards)
+        rows = whole[name].chunk(shape.shards)
         own[name] = nn.Parameter(
             (rows[coordinates.shard] if coordinates.shard < len(rows) else whole[name][:0]).clone()
         )
@@ -69,7 +70,7 @@ def train(
     mesh: Mesh, method: Method, steps: range, folder: Path | None, process: SimulatedNetwork
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """A process's checkpoint after some steps of a gradient that differs between replicas, and its weights."""
-    coordinates, network = mesh.coordinates(process.rank), Column(process, mesh)
+    coordinates, network = mesh.coordinates(process.rank), Islands(process, mesh)
     model = part_of(mesh, process)
     optimizer = torch.optim.SGD(model.named_parameters(), lr=0.1, momentum=0.9)
     with method.attach(model, optimizer, network) as outer:
@@ -114,7 +115,7 @@ def trained(
     return [{name: torch.cat([rows for _, rows in sorted(one.items())]) for name, one in w.items()} for w in whole]
 
 
-LAYOUT = st.builds(Mesh, st.just(2), st.sampled_from([1, 2]), st.sampled_from([1, 2, 3]))
+LAYOUT = st.builds(Mesh.alike, st.just(2), st.sampled_from([1, 2]), st.sampled_from([1, 2, 3]))
 
 
 @pytest.mark.slow
@@ -143,14 +144,14 @@ def test_a_run_goes_on_in_another_layout_as_in_one_process(
                 assert all(torch.equal(whole[f"layers.{n}.mean"], buffer_of(f"layers.{n}.mean")) for n in range(LAYERS))
             return trained(then, method, range(steps, STEPS), resume=Path(name))
 
-    for one, other in zip(found(Mesh(2), Mesh(2)), found(old, new), strict=True):
+    for one, other in zip(found(Mesh.alike(2), Mesh.alike(2)), found(old, new), strict=True):
         for key, tensor in one.items():
             torch.testing.assert_close(other[key], tensor, atol=1e-6, rtol=1e-5)
 
 
 def test_what_lies_on_another_machine_is_asked_for(tmp_path: Path) -> None:
     """A machine has one of two stages, and another schedule deals out other layers to it."""
-    mesh, method = Mesh(1, 2), Method(Schedule(every=6), Everyone(), outer=OUTERS["sgd"])
+    mesh, method = Mesh.alike(1, 2), Method(Schedule(every=6), Everyone(), outer=OUTERS["sgd"])
     trained(mesh, method, range(3), save=tmp_path)
     checkpoint.path_of(tmp_path, 3, mesh.file_stem(MeshCoordinates(0, 1))).unlink()
     with pytest.raises(UserError, match=r"only parts of replica 0 .* copy the folders of all machines together"):

@@ -242,17 +242,17 @@ def test_only_what_everyone_has_counts_as_whole() -> None:
 
 def test_on_each_machine_one_replica_writes_and_one_process_tells() -> None:
     for layout, machines, replicas, processes in [
-        (Mesh(3, stages=2), "aaabbb", {"a": 0, "b": 2}, {0, 4}),
-        (Mesh(3, stages=4), "aaaaaabbbbbb", {"a": 0, "b": 2}, {0, 8}),
-        (Mesh(1, stages=4), "aabb", {"a": 0, "b": 0}, {0, 2}),
-        (Mesh(2, shards=2), "abbb", {"a": 0, "b": 1}, {0, 2}),
-        (Mesh(4), "abab", {"a": 0, "b": 1}, {0, 1}),
+        (Mesh.alike(3, stages=2), "aaabbb", {"a": 0, "b": 2}, {0, 4}),
+        (Mesh.alike(3, stages=4), "aaaaaabbbbbb", {"a": 0, "b": 2}, {0, 8}),
+        (Mesh.alike(1, stages=4), "aabb", {"a": 0, "b": 0}, {0, 2}),
+        (Mesh.alike(2, shards=2), "abbb", {"a": 0, "b": 1}, {0, 2}),
+        (Mesh.alike(4), "abab", {"a": 0, "b": 1}, {0, 1}),
     ]:
         on = dict(enumerate(machines))
         assert writing_replicas(layout, on) == replicas and summary_writers(layout, on) == processes
     without_replica_0 = {2: "a", 3: "a", 4: "b", 5: "b"}
-    assert writing_replicas(Mesh(3, stages=2), without_replica_0) == {"a": 1, "b": 2}
-    assert summary_writers(Mesh(3, stages=2), without_replica_0) == {2, 4}
+    assert writing_replicas(Mesh.alike(3, stages=2), without_replica_0) == {"a": 1, "b": 2}
+    assert summary_writers(Mesh.alike(3, stages=2), without_replica_0) == {2, 4}
 
 
 CONDITIONS = """

@@ -18,6 +18,7 @@ from farflung.pipeline.balance import spans
 from farflung.pipeline.check import refuse_other_weights
 from farflung.pipeline.mesh import whole_replicas
 from farflung.pipeline.routes import fixed_routes, random_routes
+from farflung.pipeline.settings import IslandShape
 from farflung.settings import Settings
 from farflung.workloads import models, tokenizers
 from farflung.workloads.base import Load
@@ -175,20 +176,18 @@ def test_routes_differ_by_step_microbatch_boundary_and_seed() -> None:
     assert fixed_routes(3).permutation(7, 1) == (0, 1, 2)
 
 
-@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 3))
+@given(st.lists(st.builds(IslandShape, st.integers(1, 4), st.integers(1, 3)), min_size=1, max_size=4))
 @settings(max_examples=40, deadline=None)
-def test_every_process_has_one_place(replicas: int, stages: int, shards: int) -> None:
-    mesh = Mesh(replicas, stages, shards)
+def test_every_process_has_one_place(shapes: list[IslandShape]) -> None:
+    mesh = Mesh(tuple(shapes))
     places = [mesh.coordinates(process) for process in range(mesh.processes)]
-    assert len({mesh.file_stem(place) for place in places}) == replicas * stages * shards
+    assert len({mesh.file_stem(place) for place in places}) == sum(shape.stages * shape.shards for shape in shapes)
+    assert [process for island in mesh.islands for process in island] == list(range(mesh.processes))
     for process, coordinates in enumerate(places):
         assert mesh.process(coordinates.replica, coordinates.stage, coordinates.shard) == process
-        assert process in mesh.island_group(coordinates) and len(mesh.island_group(coordinates)) == mesh.island
-        assert (
-            mesh.data_parallel_group(coordinates)[coordinates.replica]
-            == process
-            == mesh.pipeline_group(coordinates)[coordinates.stage]
-        )
+        assert mesh.islands[coordinates.replica] == mesh.island_group(coordinates)
+        assert mesh.island_group(coordinates)[mesh.part(coordinates)] == process
+        assert mesh.pipeline_group(coordinates)[coordinates.stage] == process
         assert mesh.shard_group(coordinates)[coordinates.shard] == process
 
 
@@ -214,6 +213,14 @@ BASE = Settings.of(model="tiny", replicas=2, stages=2, batch_size=8)
         ({"boundary": "subspace129"}, "more dimensions than the model's 128"),
         ({"pipeline_schedule": "zero-bubble", "shard": 2}, "would train shards wrongly"),
         ({"pipeline_schedule": "zero-bubble", "offload": True}, "would train shards wrongly"),
+        ({"islands": "1x1 2x1"}, "islands says the stages and shards of each replica; leave out --stages and --shard"),
+        ({"stages": 1, "islands": "1x1 2*1"}, "islands is '1x1 2.1'; give stages x shards of each replica, such as"),
+        ({"stages": 1, "islands": ""}, "islands is ''; give stages x shards of each replica"),
+        ({"stages": 1, "islands": "1x0 1x1"}, "give stages x shards of each replica"),
+        ({"stages": 1, "islands": "1x1 5x1"}, "batch_size is 8, which 1 shards × 10 microbatches do not divide"),
+        ({"stages": 1, "islands": "1x1 1x2", "boundary": "int8"}, "boundary is 'int8', but one stage has no boundary"),
+        ({"stages": 1, "islands": "1x1 2x1", "routes": "random"}, "'random', which needs islands of one shape"),
+        ({"stages": 1, "islands": "1x1 2x1", "boundary": "subspace8"}, "the stages decide which weights exist"),
     ],
 )
 def test_a_layout_that_cannot_work_is_refused(changes: dict[str, object], reason: str) -> None:
@@ -230,6 +237,18 @@ def test_a_run_may_go_on_with_other_stages_unless_they_decide_which_weights_ther
         refuse_other_weights(subspace.island, subspace.changed(stages=4).island)
     with pytest.raises(UserError, match="boundary subspace4 decides which weights"):
         refuse_other_weights(BASE.island, BASE.changed(boundary="subspace4").island)
+
+
+def test_islands_have_shapes_of_their_own() -> None:
+    settings = BASE.changed(stages=1, islands="1x1, 2x1", boundary="int8")
+    check(settings.island, settings.made_workload(), seed=0)
+    one, two = (settings.island.of(shape) for shape in settings.island.shapes())
+    assert (one.stages, one.boundary, two.stages, two.boundary) == (1, "float32", 2, "int8")
+    assert whole_replicas(3, settings.island) == 2
+    with pytest.raises(UserError, match="islands 1x1, 2x1 are 3 processes together, and 4 are started; start 3"):
+        whole_replicas(4, settings.island)
+    with pytest.raises(UserError, match="islands names 2 replicas, and replicas is 3"):
+        settings.changed(replicas=3).mesh()
 
 
 def test_processes_that_make_no_whole_replicas_are_refused() -> None:

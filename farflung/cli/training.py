@@ -32,7 +32,7 @@ from farflung.cli.arguments import (
 )
 from farflung.errors import UserError, counted
 from farflung.files import holds_no_run
-from farflung.settings import Settings, names_that_may_differ, read_settings
+from farflung.settings import RunSettings, Settings, names_that_may_differ, read_settings
 from farflung.tables import AFTER_RESUME, new_names
 
 
@@ -125,7 +125,9 @@ def _train_part(asked: Asked) -> bool:
 
 def _announce(asked: Asked) -> None:
     run, island = asked.settings.run, asked.settings.island
-    divided = f" of {island.stages} stages × {island.shard} shards" if island.processes > 1 else ""
+    divided = f" of {island.stages} stages × {island.shard} shards" if island.divided else ""
+    if island.islands:
+        divided = f" of {island.islands} stages x shards"
     replicas, steps = counted(run.replicas, "replica"), counted(run.steps, "step")
     print(f"farflung: {replicas}{divided}, {asked.settings.rounds.method}, {steps}; run folder {asked.folder}")
     if asked.resume and (asked.folder / "summary.json").exists():
@@ -180,11 +182,15 @@ def _refuse_what_is_settled(arguments: list[str], settings: Settings) -> None:
 
 
 def _with_replicas(settings: Settings) -> Settings:
-    """Under torchrun there are as many replicas as the processes that it has started make."""
-    if "WORLD_SIZE" not in os.environ:
-        return settings
+    """As many replicas as there are islands, or under torchrun, as the processes that it has started make."""
     from farflung.pipeline import whole_replicas
 
+    usual = settings.run.replicas == RunSettings.replicas
+    if settings.island.islands and usual:
+        settings = settings.changed(replicas=len(settings.island.shapes()))
+    settings.mesh()
+    if "WORLD_SIZE" not in os.environ:
+        return settings
     return settings.changed(replicas=whole_replicas(int(os.environ["WORLD_SIZE"]), settings.island))
 
 

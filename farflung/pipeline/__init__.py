@@ -4,5 +4,6 @@ from farflung.pipeline.assemble import assemble
 from farflung.pipeline.check import check
 from farflung.pipeline.island import Island
 from farflung.pipeline.mesh import Mesh, MeshCoordinates, whole_replicas
+from farflung.pipeline.settings import IslandShape
 
-__all__ = ["Island", "Mesh", "MeshCoordinates", "assemble", "check", "whole_replicas"]
+__all__ = ["Island", "IslandShape", "Mesh", "MeshCoordinates", "assemble", "check", "whole_replicas"]

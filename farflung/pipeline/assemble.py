@@ -27,24 +27,30 @@ def assemble(
 
     `network` is that of all processes of the run; `deadline` is the longest wait for a round, in seconds.
     """
-    if not network.processes or (mesh.island == 1 and not settings.offload):
+    replicas = network
+    if network.processes:
+        assert isinstance(network, TorchNetwork)  # what starts processes offers what it does
+        replicas = network.of_islands(mesh.islands) if settings.divided or settings.offload else network
+    shape = mesh.shapes[replicas.rank]
+    settings = settings.of(shape)
+    if not network.processes or (shape.processes == 1 and not settings.offload):
         model = training(workload.build(seed), settings).to(device)
-        return WholeIsland(settings, workload, model, mesh, MeshCoordinates(network.rank), seed, device), network
-    assert isinstance(network, TorchNetwork)  # what starts processes offers what it does
+        return WholeIsland(settings, workload, model, mesh, MeshCoordinates(replicas.rank), seed, device), replicas
     from farflung.pipeline.build import pieces_of, shard_pieces  # slow to import, and only islands need it
     from farflung.pipeline.divided import DividedIsland
     from farflung.pipeline.groups import ProcessGroups
 
     whole = divisible(workload)
+    assert isinstance(network, TorchNetwork)
     groups = ProcessGroups(network, mesh, deadline, settings.routes == "random", device)
     division = division_of(settings, whole, seed)
     pieces = [piece.to(device) for piece in pieces_of(settings, whole, division, groups.coordinates.stage, seed)]
     for piece in pieces:
         training(piece.model, settings)
-    if mesh.shards > 1 or settings.offload:
+    if settings.shard > 1 or settings.offload:
         shard_pieces(pieces, whole, groups.shard_mesh(), settings.offload)
     island = DividedIsland(settings, groups, pieces, division, whole, seed, device)
-    return island, network.among(mesh.data_parallel_group(groups.coordinates))
+    return island, replicas
 
 
 def training(model: Any, settings: IslandSettings) -> Any:

@@ -2,22 +2,45 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from farflung.errors import UserError
 from farflung.pipeline.boundaries import boundary_named
 from farflung.pipeline.division import divisible, division_of
-from farflung.pipeline.settings import IslandSettings
+from farflung.pipeline.settings import BETWEEN_STAGES, IslandSettings, IslandShape
 from farflung.workloads.base import Workload
 
 
 def check(settings: IslandSettings, workload: Workload, seed: int) -> None:
-    """Refuses a layout that cannot work. Raises UserError."""
+    """Refuses layouts that cannot work. Raises UserError."""
+    shapes = settings.shapes()
+    if settings.islands:
+        _check_unlike(settings, shapes)
+    for shape in dict.fromkeys(shapes):
+        _check_shape(settings.of(shape), workload, seed)
+
+
+def _check_unlike(settings: IslandSettings, shapes: Sequence[IslandShape]) -> None:
+    if settings.routes == "random":
+        raise UserError("routes is 'random', which needs islands of one shape; give --stages instead of --islands")
+    unlike = len({shape.stages for shape in shapes}) > 1
+    if unlike and boundary_named(settings.boundary)[0]:
+        raise UserError(
+            f"with boundary {settings.boundary} the stages decide which weights exist, and islands differ in them; "
+            "choose another --boundary, or the same stages in all"
+        )
+    if all(shape.stages == 1 for shape in shapes):
+        _check_one_stage(settings)
+
+
+def _check_shape(settings: IslandSettings, workload: Workload, seed: int) -> None:
     parts = settings.parts
     if settings.batch_size % (settings.shard * parts):
         raise UserError(
             f"batch_size is {settings.batch_size}, which {settings.shard} shards × {parts} microbatches do not divide; "
             f"choose a multiple of {settings.shard * parts}, or set --microbatches"
         )
-    if settings.processes > 1 or settings.offload:
+    if settings.divided or settings.offload:
         divisible(workload)
     if settings.stages == 1:
         _check_one_stage(settings)
@@ -29,7 +52,7 @@ def check(settings: IslandSettings, workload: Workload, seed: int) -> None:
 
 def refuse_other_weights(before: IslandSettings, after: IslandSettings) -> None:
     """Refuses to resume with other stages or boundaries where these decide which weights exist. Raises UserError."""
-    fixed = ("stages", "pipeline_schedule", "boundary")
+    fixed = ("islands", "stages", "pipeline_schedule", "boundary")
     if all(getattr(before, name) == getattr(after, name) for name in fixed):
         return
     for boundary in (before.boundary, after.boundary):
@@ -39,7 +62,7 @@ def refuse_other_weights(before: IslandSettings, after: IslandSettings) -> None:
 
 def _check_one_stage(settings: IslandSettings) -> None:
     usual = IslandSettings()
-    for name in ("pipeline_schedule", "routes", "boundary"):
+    for name in BETWEEN_STAGES:
         if getattr(settings, name) != getattr(usual, name):
             raise UserError(
                 f"{name} is {getattr(settings, name)!r}, but one stage has no boundary; add --stages 2 or more"

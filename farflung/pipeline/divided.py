@@ -122,7 +122,7 @@ class DividedIsland:
     def evaluate(self) -> float:
         """See Island. Each shard takes a part of the samples; the last ones may take one that does not count."""
         size, held_out = self._samples // self._microbatches, self.workload.held_out
-        shards, shard = self.mesh.shards, self.coordinates.shard
+        shards, shard = self.settings.shard, self.coordinates.shard
         numbers = [shard + shards * turn for turn in range(-(-held_out // shards))]
         facts = torch.zeros(2, dtype=torch.float64)
         with self.groups.naming_the_lost(), self._evaluating():
@@ -208,7 +208,7 @@ class DividedIsland:
     def _share_of(self, replica: int, step: int) -> tuple[Tensor, ...]:
         """This shard's part of a replica's batch, in microbatches."""
         ids = self.workload.sample_ids(self.seed, replica, step, self.settings.batch_size)
-        own = np.array_split(ids, self.mesh.shards)[self.coordinates.shard]
+        own = np.array_split(ids, self.settings.shard)[self.coordinates.shard]
         batch: Tensor = self.workload.batch(own)
         return batch.tensor_split(self._microbatches)
 
@@ -245,9 +245,9 @@ class DividedIsland:
         """Sends a batch through all pieces, uncompressed; its output, in the process of the last piece."""
         leaving: Tensor | None = None
         shape, _ = self.workload.shapes(self.pieces[0].model, batch)
-        for index in range(self.coordinates.stage, self._count, self.mesh.stages):
+        for index in range(self.coordinates.stage, self._count, self.settings.stages):
             entering = batch if index == 0 else self._received(shape, index - 1).to(self.device)
-            leaving = self.pieces[index // self.mesh.stages](entering)
+            leaving = self.pieces[index // self.settings.stages](entering)
             assert leaving is not None
             if index < self._count - 1:
                 self._send(leaving, index + 1)
@@ -268,4 +268,4 @@ class DividedIsland:
     def _process_of(self, piece: int, replica: int | None = None) -> int:
         """The process that has a piece, of this replica or of another."""
         replica = self.coordinates.replica if replica is None else replica
-        return self.mesh.process(replica, piece % self.mesh.stages, self.coordinates.shard)
+        return self.mesh.process(replica, piece % self.settings.stages, self.coordinates.shard)

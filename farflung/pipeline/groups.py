@@ -39,6 +39,7 @@ class ProcessGroups:
     def __init__(self, network: TorchNetwork, mesh: Mesh, deadline: float, roaming: bool, device: torch.device) -> None:
         self.mesh = mesh
         self.coordinates = mesh.coordinates(network.process)
+        self.shape = mesh.shapes[self.coordinates.replica]
         self._network = network
         self._limit = timedelta(seconds=DEADLINES_OF_A_STAGE * deadline)
         self.island = self._group(mesh.island_group(self.coordinates))
@@ -62,7 +63,7 @@ class ProcessGroups:
 
     def told(self, fact: T) -> list[T]:
         """What each of the island's processes tells, in their order."""
-        facts: list[Any] = [None] * self.mesh.island
+        facts: list[Any] = [None] * self.shape.processes
         dist.all_gather_object(facts, fact, group=self.island)
         return facts
 

@@ -21,9 +21,11 @@ from farflung.workloads.base import Ids, Workload, to
 class Island(Protocol):
     """A replica's training, in one process or in several, which all make the same calls.
 
-    `model` is what this process trains; `traffic` counts what it sends to other stages.
+    `settings` are those of the replica's shape, `model` is what this process trains; `traffic` counts what it sends to
+    other stages.
     """
 
+    settings: IslandSettings
     mesh: Mesh
     coordinates: MeshCoordinates
     model: nn.Module

@@ -22,7 +22,7 @@ class IslandLayout:
     def __init__(self, groups: ProcessGroups, outline: Mapping[str, Shape], here: Collection[str]) -> None:
         self.outline = outline
         self.here = here
-        self.shards, self.shard = groups.mesh.shards, groups.coordinates.shard
+        self.shards, self.shard = groups.shape.shards, groups.coordinates.shard
         self._groups = groups
 
     def swap(self, outgoing: Sequence[Tensor], lengths: Sequence[int]) -> list[Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from farflung.errors import UserError
-from farflung.pipeline.settings import IslandSettings
+from farflung.pipeline.settings import IslandSettings, IslandShape
 
 
 @dataclass(frozen=True)
@@ -21,72 +21,90 @@ class MeshCoordinates:
 class Mesh:
     """How a run's processes are numbered: replica by replica, in each stage by stage, in each stage shard by shard.
 
-    A replica's layers are divided among stages, each stage's parameters among shards.
+    A replica's layers are divided among stages, each stage's parameters among shards; replicas may have unlike shapes.
     """
 
-    replicas: int
-    stages: int = 1
-    shards: int = 1
+    shapes: tuple[IslandShape, ...]
+
+    @classmethod
+    def alike(cls, replicas: int, stages: int = 1, shards: int = 1) -> Mesh:
+        """Replicas of one shape."""
+        return cls((IslandShape(stages, shards),) * replicas)
 
     @property
-    def island(self) -> int:
-        """Processes of one replica."""
-        return self.stages * self.shards
+    def replicas(self) -> int:
+        """Copies of the model."""
+        return len(self.shapes)
 
     @property
     def processes(self) -> int:
         """Processes of the run."""
-        return self.replicas * self.island
+        return sum(shape.processes for shape in self.shapes)
+
+    @property
+    def islands(self) -> tuple[tuple[int, ...], ...]:
+        """The processes of each replica."""
+        return tuple(self.island_group(MeshCoordinates(replica)) for replica in range(self.replicas))
 
     def coordinates(self, process: int) -> MeshCoordinates:
         """Where a process is in the mesh."""
-        replica, part = divmod(process, self.island)
-        return MeshCoordinates(replica, *divmod(part, self.shards))
+        replica, part = 0, process
+        while part >= self.shapes[replica].processes:
+            part -= self.shapes[replica].processes
+            replica += 1
+        return MeshCoordinates(replica, *divmod(part, self.shapes[replica].shards))
 
     def process(self, replica: int, stage: int = 0, shard: int = 0) -> int:
         """The number of a process."""
-        return replica * self.island + stage * self.shards + shard
+        before = sum(shape.processes for shape in self.shapes[:replica])
+        return before + self.part(MeshCoordinates(replica, stage, shard))
 
     def part(self, coordinates: MeshCoordinates) -> int:
         """The number of a process within its island; 0 leads the replica."""
-        return coordinates.stage * self.shards + coordinates.shard
+        return coordinates.stage * self.shapes[coordinates.replica].shards + coordinates.shard
 
     def file_stem(self, coordinates: MeshCoordinates) -> str:
         """The name of a process's files, without their endings."""
-        if self.island == 1:
+        processes = self.shapes[coordinates.replica].processes
+        if processes == 1:
             return f"replica-{coordinates.replica}"
-        return f"replica-{coordinates.replica}-part-{self.part(coordinates)}-of-{self.island}"
+        return f"replica-{coordinates.replica}-part-{self.part(coordinates)}-of-{processes}"
 
     def describe(self, process: int) -> str:
         """The name of a process in messages."""
         coordinates = self.coordinates(process)
-        stage = f"stage {coordinates.stage} of " if self.stages > 1 else ""
-        shard = f"shard {coordinates.shard} of " if self.shards > 1 else ""
+        shape = self.shapes[coordinates.replica]
+        stage = f"stage {coordinates.stage} of " if shape.stages > 1 else ""
+        shard = f"shard {coordinates.shard} of " if shape.shards > 1 else ""
         return f"{shard}{stage}replica {coordinates.replica}"
-
-    def data_parallel_group(self, coordinates: MeshCoordinates) -> tuple[int, ...]:
-        """The processes that hold the same part of every replica, and hold rounds together."""
-        return tuple(self.process(replica, coordinates.stage, coordinates.shard) for replica in range(self.replicas))
 
     def island_group(self, coordinates: MeshCoordinates) -> tuple[int, ...]:
         """The processes of one replica."""
-        return tuple(range(self.process(coordinates.replica), self.process(coordinates.replica + 1)))
+        first = self.process(coordinates.replica)
+        return tuple(range(first, first + self.shapes[coordinates.replica].processes))
 
     def pipeline_group(self, coordinates: MeshCoordinates) -> tuple[int, ...]:
         """The processes of one replica's pipeline with the same shard, by stage."""
-        return tuple(self.process(coordinates.replica, stage, coordinates.shard) for stage in range(self.stages))
+        stages = range(self.shapes[coordinates.replica].stages)
+        return tuple(self.process(coordinates.replica, stage, coordinates.shard) for stage in stages)
 
     def shard_group(self, coordinates: MeshCoordinates) -> tuple[int, ...]:
         """The processes that hold one replica's stage together."""
-        return tuple(self.process(coordinates.replica, coordinates.stage, shard) for shard in range(self.shards))
+        shards = range(self.shapes[coordinates.replica].shards)
+        return tuple(self.process(coordinates.replica, coordinates.stage, shard) for shard in shards)
 
 
 def whole_replicas(processes: int, settings: IslandSettings) -> int:
     """How many replicas so many processes make. Raises UserError when they do not divide."""
-    island = settings.processes
-    if processes % island:
+    shapes = settings.shapes()
+    count = sum(shape.processes for shape in shapes)
+    if settings.islands and processes != count:
+        raise UserError(
+            f"islands {settings.islands} are {count} processes together, and {processes} are started; start {count}"
+        )
+    if processes % count:
         raise UserError(
             f"{processes} processes cannot be replicas of {settings.stages} stages × {settings.shard} shards; "
-            f"start a multiple of {island}, or choose other --stages and --shard"
+            f"start a multiple of {count}, or choose other --stages and --shard"
         )
-    return processes // island
+    return processes // count * len(shapes)

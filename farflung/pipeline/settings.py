@@ -2,13 +2,32 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, replace
 from typing import Literal
 
+from farflung.errors import UserError
 from farflung.tables import AFTER_RESUME, BETWEEN_MACHINES, Checked, setting
 
 PIECES_EACH = {"1f1b": 1, "gpipe": 1, "zero-bubble": 1, "interleaved": 2}
 """How many pieces of the model a process has, by the pipeline's schedule."""
+
+
+BETWEEN_STAGES = ("pipeline_schedule", "routes", "boundary")
+"""Settings that only an island of several stages has."""
+
+
+@dataclass(frozen=True)
+class IslandShape:
+    """The processes of one replica: stages, and shards of each."""
+
+    stages: int = 1
+    shards: int = 1
+
+    @property
+    def processes(self) -> int:
+        """All of them."""
+        return self.stages * self.shards
 
 
 @dataclass(frozen=True)
@@ -29,6 +48,9 @@ class IslandSettings(Checked):
     """Processes that the layers of one replica are divided among: a pipeline."""
     shard: int = setting(1, least=1, may_differ=AFTER_RESUME)
     """Processes that the parameters of each stage are divided among (FSDP); they share its batch."""
+    islands: str | None = setting(None, may_differ=AFTER_RESUME)
+    """Stages x shards of each replica, where these are not alike: "1x1 2x4" is one process, and two stages of four
+    shards. In place of --replicas, --stages and --shard."""
     pipeline_schedule: Literal["1f1b", "gpipe", "interleaved", "zero-bubble"] = setting(
         "1f1b", may_differ=AFTER_RESUME, formerly="schedule"
     )
@@ -41,10 +63,37 @@ class IslandSettings(Checked):
     offload: bool = setting(False, may_differ=BETWEEN_MACHINES)
     """Keep weights and the state of both optimizers on the CPU; the device holds only what it is computing with."""
 
+    def shapes(self) -> list[IslandShape]:
+        """The shapes of the replicas that `islands` names; where it names none, of any replica. Raises UserError."""
+        if self.islands is None:
+            return [IslandShape(self.stages, self.shard)]
+        if self.stages > 1 or self.shard > 1:
+            raise UserError("islands says the stages and shards of each replica; leave out --stages and --shard")
+        found = [re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", word) for word in re.split(r"[\s,]+", self.islands.strip())]
+        if not all(found):
+            raise UserError(f"islands is {self.islands!r}; give stages x shards of each replica, such as '1x1 2x4'")
+        return [IslandShape(*map(int, one.groups())) for one in found if one]
+
+    def of(self, shape: IslandShape) -> IslandSettings:
+        """The settings of an island of some shape; one stage has no boundary."""
+        usual = IslandSettings()
+        alone = {name: getattr(usual, name) for name in BETWEEN_STAGES} if self.islands and shape.stages == 1 else {}
+        return replace(self, islands=None, stages=shape.stages, shard=shape.shards, **alone)
+
     @property
     def processes(self) -> int:
-        """Processes of one replica."""
+        """Processes of one replica, where all are alike."""
         return self.stages * self.shard
+
+    @property
+    def sharded(self) -> bool:
+        """Whether some replica is sharded."""
+        return any(shape.shards > 1 for shape in self.shapes())
+
+    @property
+    def divided(self) -> bool:
+        """Whether some replica is several processes."""
+        return any(shape.processes > 1 for shape in self.shapes())
 
     @property
     def parts(self) -> int:

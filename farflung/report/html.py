@@ -78,7 +78,7 @@ def _results(runs: list[Run]) -> str:
         ("validation loss of their averaged weights", lambda s: number(s["validation_loss_averaged"])),
         ("validation loss, each replica", lambda s: ", ".join(map(number, s["validation_loss_per_replica"]))),
         ("replicas × steps", lambda s: f"{s['replicas']} × {s['steps']}"),
-        ("stages × shards of a replica", lambda s: f"{s['stages']} × {s['shards']}"),
+        ("stages × shards of a replica", lambda s: s.get("islands") or f"{s['stages']} × {s['shards']}"),
         ("parameters", lambda s: f"{s['parameters']:,}"),
         (figures.units_of(runs), lambda s: f"{s['tokens']:,}"),
         ("sent by the replicas", lambda s: nbytes(s["bytes_sent"])),

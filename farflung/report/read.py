@@ -78,9 +78,9 @@ class Run:
 
         Files of another layout, from before the run was resumed, are left out.
         """
-        starts = self.all_of(StartEvent)[-1:]
-        island = starts[0].stages * starts[0].shards if starts else 1
-        return {(replica, part): events for (replica, part, of), events in self._parts.items() if of == island}
+        starts = {replica: self.of(replica, StartEvent) for replica in self.replicas}
+        islands = {replica: told[-1].stages * told[-1].shards for replica, told in starts.items() if told}
+        return {(r, part): events for (r, part, of), events in self._parts.items() if of == islands.get(r, 1)}
 
     @property
     def replicas(self) -> list[int]:

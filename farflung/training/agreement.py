@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import accumulate
 from typing import Any
 
 from farflung.errors import UserError
@@ -19,6 +20,15 @@ def all_gather_facts(network: Network, value: Any, key: str, deadline_s: float) 
         network, lambda group: network.exchange(packet, group, f"{key} of {group}").wait(deadline_s)
     )
     return {rank: json.loads(words_of(packet)) for rank, packet in sorted(packets.items())}
+
+
+def facts_of_replicas(network: Network, value: Any, key: str, deadline_s: float) -> list[Any]:
+    """What each replica tells, in order: of an island, its first process. Raises PeerLostError."""
+    if (islands := network.islands) is None:
+        return list(all_gather_facts(network, value, key, deadline_s).values())
+    told = list(all_gather_facts(islands.everyone(), value, key, deadline_s).values())
+    firsts = accumulate((len(island) for island in islands.island_processes), initial=0)
+    return [told[first] for first in list(firsts)[:-1]]
 
 
 def refuse_other_settings(network: Network, settings: Settings) -> None:

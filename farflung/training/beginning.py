@@ -100,10 +100,11 @@ def refuse_other_replicas(settings: Settings, folder: Path) -> None:
     path = folder / "config.toml"
     before = read_settings(path).run.replicas if path.exists() else settings.run.replicas
     if before != settings.run.replicas:
-        processes, now = before * settings.island.processes, settings.run.replicas
+        island, now = settings.island, settings.run.replicas
+        remedy = "give so many islands" if island.islands else f"start {before * island.processes} processes"
         raise UserError(
-            f"{folder} is a run of {before} replicas, and {now} are started; start {processes} processes "
-            f"with these stages and shards, or begin anew with: {restart_command(folder)}"
+            f"{folder} is a run of {before} replicas, and {now} are started; {remedy} with these stages and shards, or "
+            f"begin anew with: {restart_command(folder)}"
         )
 
 
@@ -228,7 +229,7 @@ def writing_replicas(mesh: Mesh, machines: Mapping[int, str]) -> dict[str, int]:
     chosen = {}
     for machine in dict.fromkeys(machines.values()):
         here = Counter(mesh.coordinates(process).replica for process, other in machines.items() if other == machine)
-        chosen[machine] = min(here, key=lambda replica: (here[replica] < mesh.island, replica))
+        chosen[machine] = min(here, key=lambda replica: (here[replica] < mesh.shapes[replica].processes, replica))
     return chosen
 
 

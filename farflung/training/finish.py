@@ -12,11 +12,12 @@ from torch import Tensor
 
 from farflung.files import write_text
 from farflung.networks import Group, Network, PeerLostError, TorchNetwork, among_members, among_survivors
+from farflung.outer.columns import Column, Columns, Message, views_like
 from farflung.outer.fragments import split
 from farflung.pipeline import Mesh
 from farflung.settings import Settings
 from farflung.training import checkpoint
-from farflung.training.agreement import all_gather_facts
+from farflung.training.agreement import facts_of_replicas
 from farflung.training.resharding import buffer_names
 from farflung.training.terminal import say
 from farflung.training.trainer import Trainer
@@ -45,10 +46,10 @@ def finish(trainer: Trainer, together: Together) -> dict[str, Any]:
     """
     own = _own_facts(trainer)
     trainer.tail.apply()
-    (weights,) = split(trainer.model, 1)
-    flat = weights.read()
-    mean, facts = together(lambda network: _met(trainer, network, flat, own))
-    weights.write(mean)
+    (fragment,) = split(trainer.model, 1)
+    weights = fragment.message(fragment.read())
+    mean, facts = together(lambda network: _met(trainer, network, weights, own))
+    fragment.write(mean)
     trainer.island.after_step()
     trainer.prune()
     return _summary(trainer, facts)
@@ -66,26 +67,40 @@ def _own_facts(trainer: Trainer) -> dict[str, Any]:
         "loss": loss,
         "sent": round(sent),
         "boundary": round(boundary),
-        "blocked": blocked / island.mesh.island,
+        "blocked": blocked / island.settings.processes,
         "rounds": trainer.progress.rounds,
         "seconds": seconds,
     }
 
 
-def _met(trainer: Trainer, network: Network, own: Tensor, facts: dict[str, Any]) -> Ended:
+def _met(trainer: Trainer, network: Network, own: Message, facts: dict[str, Any]) -> Ended:
     """The mean of the weights of those on a network, and what they tell. Raises PeerLostError."""
     deadline = DEADLINES_AT_THE_END * trainer.settings.network.deadline
-    mean = among_members(
-        network, lambda group: network.all_reduce(own.clone(), group, f"average at the end of {group}").wait(deadline)
-    )
-    apart = torch.tensor([own.numel(), (own - mean).double().square().sum()], dtype=torch.float64)
+    mean = _mean(network, own, deadline)
+    apart = torch.tensor([own.flat.numel(), (own.flat - mean).double().square().sum()], dtype=torch.float64)
     numel, deviation = trainer.island.total(apart).tolist()
     facts = {**facts, "parameters": round(numel), "deviation": deviation / max(numel, 1)}
-    return mean, list(all_gather_facts(network, facts, "summary", deadline).values())
+    return mean, facts_of_replicas(network, facts, "summary", deadline)
+
+
+def _mean(network: Network, own: Message, deadline_s: float) -> Tensor:
+    """The mean of what a network's replicas hold of some cells."""
+    columns, cells = Columns(network), list(own.cells)
+    columns.meet(cells, [], "layouts at the end", deadline_s)
+    mean = Message(flat := own.flat.clone(), views_like(own.cells, flat))
+    for column in columns.of(network.members(), cells):
+        part, key = mean.part(column.cells), column.key("average at the end")
+
+        def average(group: Group, column: Column = column, part: Message = part, key: str = key) -> Tensor:
+            return column.network.all_reduce(part.flat.clone(), group, f"{key} of {group}").wait(deadline_s)
+
+        part.flat.copy_(among_members(column.network, average))
+        mean.put(part)
+    return flat
 
 
 def _summary(trainer: Trainer, facts: list[dict[str, Any]]) -> dict[str, Any]:
-    settings, mesh = trainer.settings, trainer.island.mesh
+    settings, island = trainer.settings, trainer.island.settings
     replicas, count, parameters = settings.run.replicas, len(facts), facts[0]["parameters"]
     # On the internet, replicas have other numbers.
     missing = set(range(replicas)) - {fact["replica"] for fact in facts} if count < replicas else set()
@@ -96,8 +111,9 @@ def _summary(trainer: Trainer, facts: list[dict[str, Any]]) -> dict[str, Any]:
         "replicas": replicas,
         "missing": sorted(missing),
         "steps": trainer.step,
-        "stages": mesh.stages,
-        "shards": mesh.shards,
+        "stages": island.stages,
+        "shards": island.shard,
+        "islands": settings.island.islands,
         "parameters": parameters,
         "tokens": sum(fact["tokens"] for fact in facts),
         "validation_loss": sum(fact["loss"] for fact in facts) / count,
@@ -138,17 +154,16 @@ def ended_together(ended: Callable[[Network], Ended], network: TorchNetwork, mes
     """The result of `ended` among the replicas that have all of their processes. Raises PeerLostError.
 
     Args:
-        ended: called by every process with the network of those that hold the same part of these replicas.
+        ended: called by every process with the network of these replicas.
         network: that of all processes.
         deadline_s: of the run, in seconds.
     """
-    own = mesh.coordinates(network.process)
 
     def whole(processes: Group) -> Group:
         return tuple(p for p in processes if set(mesh.island_group(mesh.coordinates(p))) <= set(processes))
 
     def work(processes: Group) -> Ended:
-        return ended(network.among([process for process in mesh.data_parallel_group(own) if process in processes]))
+        return ended(network.of_islands([island for island in mesh.islands if island[0] in processes]))
 
     return among_survivors(network, whole, work, DEADLINES_AT_THE_END * deadline_s)[1]
 

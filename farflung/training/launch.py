@@ -87,12 +87,12 @@ def _check_groups(settings: Settings) -> None:
 def _check_island(settings: Settings) -> None:
     """Refuses what the processes of an island cannot do with other settings. Raises UserError."""
     island = settings.island
-    if settings.inner.inner == "muon" and island.shard > 1:
+    if settings.inner.inner == "muon" and island.sharded:
         raise UserError(
             "inner muon needs whole matrices, of which a shard has only rows; choose --shard 1, or begin with adamw"
         )
-    if settings.network.kind.simulate and (island.processes > 1 or island.offload):
-        what = "stages and shards need" if island.processes > 1 else "offload needs"
+    if settings.network.kind.simulate and (island.divided or island.offload):
+        what = "stages and shards need" if island.divided else "offload needs"
         raise UserError(f"{what} real processes; leave out --network simulated")
 
 

@@ -3,26 +3,36 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import resource
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 
+from farflung.hooks.layouts import Layout
+from farflung.hooks.shards import own_of
 from farflung.networks import Network
 
 
 @torch.no_grad()
-def sampled(parameters: list[torch.nn.Parameter], most: int) -> torch.Tensor:
-    """Up to `most` of all values, evenly spread, as float64 on the CPU."""
-    count = sum(parameter.numel() for parameter in parameters)
+def sampled(named: Mapping[str, torch.nn.Parameter], layout: Layout, most: int) -> torch.Tensor:
+    """Up to `most` of a replica's values, evenly spread, as float64 on the CPU; noughts for what is not here.
+
+    They are the same values in every layout.
+    """
+    count = sum(map(math.prod, layout.outline.values()))
     positions = torch.linspace(0, count - 1, min(most, count), dtype=torch.float64).long()
-    found, begin = [], 0
-    for parameter in parameters:
-        inside = positions[(positions >= begin) & (positions < begin + parameter.numel())] - begin
-        found.append(parameter.flatten()[inside.to(parameter.device)].double().cpu())
-        begin += parameter.numel()
-    return torch.cat(found)
+    found, begin = torch.zeros(len(positions), dtype=torch.float64), 0
+    for name, shape in layout.outline.items():
+        if name in layout.here and (shape or not layout.shard):
+            own = own_of(named[name]).flatten()
+            rows = -(-shape[0] // layout.shards) if shape else 1
+            first = begin + rows * layout.shard * math.prod(shape[1:])
+            here = (positions >= first) & (positions < first + len(own))
+            found[here] = own[(positions[here] - first).to(own.device)].double().cpu()
+        begin += math.prod(shape)
+    return found
 
 
 def peak_memory(device: torch.device) -> int:

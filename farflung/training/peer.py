@@ -54,7 +54,7 @@ def ticket_settings(ticket: Ticket) -> Settings:
 
 def check_for_internet(settings: Settings) -> None:
     """Refuses what peers on the internet cannot do. Raises UserError."""
-    if settings.island.processes > 1 or settings.island.offload:
+    if settings.island.divided or settings.island.offload:
         raise UserError("a peer on the internet is one process; leave out --stages, --shard and --offload")
     if settings.network.conditions:
         raise UserError("conditions are for the simulated network; leave them out")

@@ -76,11 +76,13 @@ def _reshaped(
     names: list[str],
     groups: list[State],
 ) -> Checkpoint:
+    shards = mesh.shapes[coordinates.replica].shards
+
     def cut(whole: Tensor) -> Tensor:
         """What a shard has of a whole tensor: FSDP2 deals out rows as `chunk` does."""
-        if mesh.shards == 1 or not whole.dim():
+        if shards == 1 or not whole.dim():
             return whole
-        chunks = whole.chunk(mesh.shards)
+        chunks = whole.chunk(shards)
         return chunks[coordinates.shard] if coordinates.shard < len(chunks) else whole[:0]
 
     first, speaks = parts[0], mesh.part(coordinates) == 0

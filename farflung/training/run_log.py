@@ -21,6 +21,7 @@ from farflung.events import (
     StepEvent,
     WarningEvent,
 )
+from farflung.hooks.layouts import layout_of
 from farflung.networks import Network
 from farflung.outer import Round
 from farflung.pipeline import Island
@@ -87,9 +88,9 @@ class RunLog:
                 parameters=self._total(own),
                 own_parameters=own,
                 stage=island.coordinates.stage,
-                stages=island.mesh.stages,
+                stages=island.settings.stages,
                 shard=island.coordinates.shard,
-                shards=island.mesh.shards,
+                shards=island.settings.shard,
                 network=settings.network.network,
                 host=socket.gethostname(),
                 device=str(device),
@@ -122,7 +123,7 @@ class RunLog:
                 rounds=progress.rounds,
                 bytes_sent=round(sent),
                 boundary_bytes=round(boundary),
-                seconds_blocked=blocked / island.mesh.island,
+                seconds_blocked=blocked / island.settings.processes,
                 refused=refused or None,
                 # Replicas that are simulated share their process's memory, and what it is differs from run to run.
                 peak_memory=peak_memory(device) if self.settings.network.network == "torch" else None,
@@ -174,10 +175,6 @@ class RunLog:
         return round(float(self.island.total(torch.tensor([value], dtype=torch.float64))))
 
     def _sampled_weights(self) -> torch.Tensor:
-        """Some of the replica's weights, always the same ones: from each of its processes as many."""
-        mesh = self.island.mesh
-        room = max(1, SAMPLED_WEIGHTS // mesh.island)
-        own = sampled(list(self.island.model.parameters()), room)
-        samples = torch.zeros(mesh.island, room, dtype=torch.float64)
-        samples[mesh.part(self.island.coordinates), : len(own)] = own
-        return self.island.total(samples.flatten())[: len(own) if mesh.island == 1 else None]
+        """Some of the replica's weights, always the same ones."""
+        named = dict(self.island.model.named_parameters())
+        return self.island.total(sampled(named, layout_of(self.island.model, named), SAMPLED_WEIGHTS))
