@@ -105,7 +105,9 @@ class Columns:
             )
 
     def of(self, group: Group, cells: Sequence[str]) -> list[Column]:
-        """The columns of some cells in a group, this replica's among them."""
+        """The columns of some cells in a group, this replica's among them; none where it sits out."""
+        if not group:
+            return []
         if self._keepers is None:
             return [Column(self._network, tuple(cells))]
         islands = self._network.islands

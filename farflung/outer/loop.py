@@ -144,9 +144,8 @@ class OuterLoop(Session):
             mean, error = self._averagings[sync.index].start(part, meeting)
             started.append(ColumnExchange(column, part, mean, sketches, group))
             errors.append(error)
-        return Exchange(
-            began, of_columns(message, started, self.network.now), joint_error(errors, sizes[: len(errors)])
-        )
+        result = of_columns(message, group, started, self.network.now)
+        return Exchange(began, result, joint_error(errors, sizes[: len(errors)]))
 
     def _compare(self, sync: Sync[Tensor], column: Column, meeting: Meeting) -> Pending[dict[int, Tensor]]:
         """Starts comparing the anchors of a column with the group's."""

@@ -68,8 +68,7 @@ class MeanGradient:
         self._network = network = session.network
         self._optimizer = optimizer
         self._index = index
-        trained = {parameter for parameter in session.trained.parameters if parameter.numel()}
-        (self.fragment,) = split(session.trained.model, 1, held & trained)
+        (self.fragment,) = split(session.trained.model, 1, held & set(session.trained.parameters))
         self._parameters = self.fragment.parameters
         self._names = [cell.name for cell in self.fragment.cells]
         method = session.method
@@ -122,6 +121,8 @@ class MeanGradient:
         remembered = self._averaging.state_dict() if is_scaled(self._optimizer) else None
         overflow = unscale(self._optimizer)
         gradients, notes, fault = self._message(loss, overflow)
+        if self._session.trained.layout.shards > 1:
+            notes = notes._replace(present=self._in_replica(notes).present)
         number = self._exchanges
         group = group_of(network.rank, self._topology.groups(network.members(), str(number)))
         started = network.now()
@@ -156,7 +157,7 @@ class MeanGradient:
         network, key = self._network, self._session.key(f"gradient {self._exchanges} of optimizer {self._index}")
         columns = self._session.columns.of(group or (network.rank,), self._names)
         messages = [self._with_notes(gradients, notes, column) for column in columns]
-        if not group:
+        if not group or not columns:
             return Finished(messages, network.now()), 0.0
         sizes = [norm([message.flat]) for message in messages] if len(messages) > 1 else [1.0]
         started, errors = [], []
@@ -166,7 +167,7 @@ class MeanGradient:
             started.append(pending)
             errors.append(error)
         together = Together(started, network.now, lambda _: messages)
-        return together, joint_error(errors, sizes[: len(errors)])
+        return together, joint_error(errors, sizes)
 
     def _with_notes(self, gradients: Tensor, notes: Notes, column: Column) -> Message:
         """A column's part of flat gradients, and the notes behind it."""
@@ -211,16 +212,22 @@ class MeanGradient:
         A process learns what the keepers of its cells were told, whichever processes of its replica these are.
         """
         whole = self.fragment.message(gradients[: self.fragment.numel])
-        layout, rest = self._session.trained.layout, [0.0] * OTHER_NOTES
-        present = dict.fromkeys(layout.outline, 0.0)
+        present = dict.fromkeys(self._session.trained.layout.outline, 0.0)
+        rest = [0.0] * OTHER_NOTES
         for message in messages:
             whole.put(message)
             *told, loss, counted, overflowed = torch.stack(tuple(message.cells[NOTES])).tolist()
             rest = [loss, counted, overflowed]
             for name, has_one in zip(self._told_of(message.cells), told, strict=True):
                 present[name] += has_one
-        sums = layout.total(torch.tensor([*present.values(), *rest], dtype=torch.float64)).tolist()
-        return Notes(dict(zip(present, sums[:-OTHER_NOTES], strict=True)), *sums[-OTHER_NOTES:])
+        return self._in_replica(Notes(present, *rest))
+
+    def _in_replica(self, notes: Notes) -> Notes:
+        """The sum of what the replica's processes have to say; of a few rows, some shards have none."""
+        layout = self._session.trained.layout
+        present = [notes.present.get(name, 0.0) for name in layout.outline]
+        sums = layout.total(torch.tensor([*present, *notes[1:]], dtype=torch.float64)).tolist()
+        return Notes(dict(zip(layout.outline, sums, strict=False)), *sums[-OTHER_NOTES:])
 
     def _scatter(self, mean: Tensor, present: Mapping[str, float]) -> None:
         """Gives each parameter its mean gradient, and none where no replica has one.

@@ -241,7 +241,7 @@ class Session:
         untrained = self.untrained.begin()
         agrees = self.method.exchanges and not self.network.elastic
         if agrees:
-            cells, rest = [cell.name for cell in self._cells_here()], [fact.what for fact in untrained]
+            cells, rest = [cell.name for cell in self._cells_here()], self.untrained.compared()
             self.columns.meet(cells, rest, self.key("islands"), self._options["starting_s"])
         if self._begun:
             return
