@@ -121,7 +121,7 @@ class MeanGradient:
         remembered = self._averaging.state_dict() if is_scaled(self._optimizer) else None
         overflow = unscale(self._optimizer)
         gradients, notes, fault = self._message(loss, overflow)
-        if self._session.trained.layout.shards > 1:
+        if self._session.trained.layout.processes > 1:
             notes = notes._replace(present=self._in_replica(notes).present)
         number = self._exchanges
         group = group_of(network.rank, self._topology.groups(network.members(), str(number)))

@@ -169,8 +169,10 @@ class DividedIsland:
             names = [name for name, _ in piece.model.named_parameters() if name in own]
             shapes[self._index(number)] = {name: tuple(own[name].shape) for name in names}
         with self.groups.naming_the_lost():
-            pieces = sorted((index, named) for told in self.groups.told(shapes) for index, named in told.items())
-        return IslandLayout(self.groups, {name: s for _, named in pieces for name, s in named.items()}, own.keys())
+            told = self.groups.told(shapes)
+        pieces = sorted((index, named) for process in told for index, named in process.items())
+        owned = [{name for named in process.values() for name in named} for process in told]
+        return IslandLayout(self.groups, {name: s for _, named in pieces for name, s in named.items()}, owned)
 
     def _owned(self) -> dict[str, nn.Parameter]:
         """This process's parameters by their names in the whole model."""

@@ -34,10 +34,20 @@ class ProcessGroups:
         deadline: the longest wait for a round, in seconds.
         roaming: whether microbatches leave the island.
         device: what shards are gathered on.
+        gateway: whether only the island's first process meets other replicas.
     """
 
-    def __init__(self, network: TorchNetwork, mesh: Mesh, deadline: float, roaming: bool, device: torch.device) -> None:
+    def __init__(
+        self,
+        network: TorchNetwork,
+        mesh: Mesh,
+        deadline: float,
+        roaming: bool,
+        device: torch.device,
+        gateway: bool = False,
+    ) -> None:
         self.mesh = mesh
+        self.gateway = gateway
         self.coordinates = mesh.coordinates(network.process)
         self.shape = mesh.shapes[self.coordinates.replica]
         self._network = network
@@ -58,14 +68,26 @@ class ProcessGroups:
         return DeviceMesh.from_group(self._shards[self._device.type], self._device.type)
 
     def swap(self, outgoing: Sequence[Tensor], lengths: Sequence[int]) -> list[Tensor]:
-        """Sends each shard of this stage a flat tensor, and receives one of so many values from each."""
-        return swapped(outgoing, lengths, self._shards[outgoing[0].device.type])
+        """Sends each shard of this stage a flat tensor, and receives one of so many values from each.
+
+        With a gateway, so do all processes of the island, through the host's memory.
+        """
+        device = outgoing[0].device
+        if not self.gateway:
+            return swapped(outgoing, lengths, self._shards[device.type])
+        return [one.to(device) for one in swapped([one.cpu() for one in outgoing], lengths, self.island)]
 
     def told(self, fact: T) -> list[T]:
         """What each of the island's processes tells, in their order."""
         facts: list[Any] = [None] * self.shape.processes
         dist.all_gather_object(facts, fact, group=self.island)
         return facts
+
+    def lead(self, fact: T) -> T:
+        """What the island's first process tells."""
+        told = [fact]
+        dist.broadcast_object_list(told, group=self.island, group_src=0)
+        return told[0]
 
     def total(self, values: Tensor) -> Tensor:
         """The sum over the island of flat float64 values."""
