@@ -21,7 +21,7 @@ LONGEST_SECONDS = 1e6
 class Between:
     """The seat of a process among some of other replicas, in the order of the replicas."""
 
-    elastic = timed = islands = None
+    elastic = timed = islands = near = None
     processes: tuple[int, ...] = ()
 
     def __init__(self, network: SimulatedNetwork, seats: Sequence[int]) -> None:
@@ -103,7 +103,7 @@ class SimulatedLayout:
     ) -> None:
         coordinates = mesh.coordinates(network.rank)
         self.outline, self.here = outline, here
-        self.processes, self.process = mesh.shapes[coordinates.replica].shards, coordinates.shard
+        self.processes, self.process = mesh.shape(coordinates.replica).shards, coordinates.shard
         self._network = network
         self._near, self._island = mesh.shard_group(coordinates), mesh.island_group(coordinates)
         self._numbers = itertools.count()

@@ -48,7 +48,7 @@ def part_of(mesh: Mesh, network: SimulatedNetwork, buffers: bool = False) -> Loc
     With `buffers`, each layer has one that all of its shards have whole.
     """
     coordinates = mesh.coordinates(network.rank)
-    shape = mesh.shapes[coordinates.replica]
+    shape = mesh.shape(coordinates.replica)
     torch.manual_seed(0)
     whole = {name: torch.randn(shape) for name, shape in OUTLINE.items()}
     here = [name for name in whole if stage_of(name, shape) == coordinates.stage]

@@ -116,6 +116,8 @@ class Network(Protocol):
         processes: the ranks of the replicas in torch.distributed's process group, in order, where they are such
             processes; then `among` some of them there is a network, too.
         islands: itself, where replicas are several processes each.
+        near: the network of the processes that are this replica together, where this one alone, or one of the others
+            for it, is on this network.
     """
 
     rank: int
@@ -132,6 +134,9 @@ class Network(Protocol):
 
     @property
     def islands(self) -> IslandNetwork | None: ...  # noqa: D102
+
+    @property
+    def near(self) -> Network | None: ...  # noqa: D102
 
     def members(self) -> Group:
         """The replicas believed alive, sorted, this one among them."""
@@ -218,7 +223,7 @@ class ElasticNetwork(Network, Protocol):
     def serve(self, source: Callable[[], SharedState]) -> None:
         """Registers the function that gives this replica's state to late replicas; `paced` calls it when asked."""
 
-    def fetch(self, identical: bool) -> Pending[SharedState]:
+    def fetch(self, identical: bool) -> Pending[SharedState | None]:
         """The state of other replicas; where they are `identical`, of the same bits. `wait` raises PeerLostError."""
 
     def reject(self, state: SharedState, why: str) -> None:

@@ -31,7 +31,7 @@ class Keeper:
         self._home = [[self._rows(piece, number) for piece in self._kept] for number in everyone]
 
     def gather(self, local: Mapping[str, Tensor], out: Tensor) -> None:
-        """Fills a flat tensor with the cells that are kept here; `local` are the rows that this process has, by name."""
+        """Fills a flat tensor with the cells that are kept here; `local` are the rows that this process has."""
         views = self._views(out)
         if self._layout.processes == 1:
             for piece, whole in views:

@@ -116,7 +116,7 @@ class OuterLoop(Session):
         self.trained.check()
         self.trained.check_left_alone()
         self._look()
-        group = sync.group(self.network.rank, self.network.members(), self.method.topology)
+        group = self._group(sync)
         averaging = self._averagings[sync.index]
         if group and not self.network.elastic and averaging.wants_reference():  # elsewhere members are not known yet
             weights = self._weights[sync.index]
@@ -124,6 +124,10 @@ class OuterLoop(Session):
         offer = sync.offer(partial(self._fault, sync), len(group))
         exchange = self._exchange(sync, offer, group)
         self._rounds.pending.append(sync.start(self.step, group, offer, exchange))
+
+    def _group(self, sync: Sync[Tensor]) -> Group:
+        """With whom the next round is to be held."""
+        return sync.group(self.network.rank, self.network.members(), self.method.topology)
 
     def _fault(self, sync: Sync[Tensor]) -> str:
         return self._replica.fault(sync.rounds, self.step, self._rounds.pending)
@@ -275,10 +279,8 @@ class OuterLoop(Session):
         self, sync: Sync[Tensor], pending: PendingRound[Tensor, Exchange], result: Result, starts: bool
     ) -> None:
         """Makes new weights of a mean; an eager merge makes the next round's offer before that, if it `starts` now."""
-        if pending.offer.own is not None and starts:
-            group = sync.group(self.network.rank, self.network.members(), self.method.topology)
-            if group:
-                sync.offer_before_applying(self._fault(sync), len(group))
+        if pending.offer.own is not None and starts and (group := self._group(sync)):
+            sync.offer_before_applying(self._fault(sync), len(group))
         if not sync.absorb(pending, result.mean):
             result.note(Outcome.PEER_LOST, "the mean of the messages is not finite")
         if self._options["buffers"] == "round" and pending.fragment == 0:

@@ -49,7 +49,7 @@ class ProcessGroups:
         self.mesh = mesh
         self.gateway = gateway
         self.coordinates = mesh.coordinates(network.process)
-        self.shape = mesh.shapes[self.coordinates.replica]
+        self.shape = mesh.shape(self.coordinates.replica)
         self._network = network
         self._limit = timedelta(seconds=DEADLINES_OF_A_STAGE * deadline)
         self.island = self._group(mesh.island_group(self.coordinates))

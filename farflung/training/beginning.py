@@ -229,7 +229,7 @@ def writing_replicas(mesh: Mesh, machines: Mapping[int, str]) -> dict[str, int]:
     chosen = {}
     for machine in dict.fromkeys(machines.values()):
         here = Counter(mesh.coordinates(process).replica for process, other in machines.items() if other == machine)
-        chosen[machine] = min(here, key=lambda replica: (here[replica] < mesh.shapes[replica].processes, replica))
+        chosen[machine] = min(here, key=lambda replica: (here[replica] < mesh.shape(replica).processes, replica))
     return chosen
 
 

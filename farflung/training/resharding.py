@@ -76,7 +76,7 @@ def _reshaped(
     names: list[str],
     groups: list[State],
 ) -> Checkpoint:
-    shards = mesh.shapes[coordinates.replica].shards
+    shards = mesh.shape(coordinates.replica).shards
 
     def cut(whole: Tensor) -> Tensor:
         """What a shard has of a whole tensor: FSDP2 deals out rows as `chunk` does."""

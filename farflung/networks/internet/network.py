@@ -17,6 +17,7 @@ from farflung.networks.base import (
     ElasticNetwork,
     Finished,
     Group,
+    Network,
     Packets,
     Party,
     PeerLostError,
@@ -63,6 +64,7 @@ class InternetNetwork(RealNetwork):
     def __init__(self, peers: Peers, largest: int = LARGEST, deadline: float = 120.0) -> None:
         super().__init__()
         self.peers = peers
+        self.near: Network | None = None
         self.rank = peers.identity.rank
         stall_s = max(5.0, min(15.0, deadline / 4))
         self._transport = PacketTransport(peers, largest + ROOM, stall_s, self.traffic)
