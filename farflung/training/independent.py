@@ -24,7 +24,7 @@ from farflung.training.events import holds_a_run, tell_death
 from farflung.training.failures import RunFailedError, described_exit
 from farflung.training.finish import finish_apart
 from farflung.training.stopping import StoppedError
-from farflung.training.terminal import WATCHED_BY, say
+from farflung.training.terminal import BEGIN_WITH, WATCHED_BY, say
 
 JOIN = (sys.executable, "-m", "farflung", "join")
 """What starts a replica, before its arguments."""
@@ -78,7 +78,7 @@ class _Member:
     """One replica, from start to start, and what has come of it."""
 
     def __init__(self, run: Path, number: int, of: int) -> None:
-        self.number, self._of = number, of
+        self.number, self._of, self._begins = number, of, not launch.is_begun(run)
         self.folder = run / f"replica-{number}"
         self.ticket = self.folder / "run.ticket"
         self.log = run / "logs" / f"replica-{number}.log"
@@ -103,6 +103,7 @@ class _Member:
         self._ticket_before = _written(self.ticket)
         where = [str(ticket), "--out", str(self.folder), "--listen", LOOPBACK]
         own = {"OMP_NUM_THREADS": launch.cores_for(self._of), "LOCAL_RANK": self.number, WATCHED_BY: os.getpid()}
+        own |= {BEGIN_WITH: self._of} if self._begins and not self.deaths else {}
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 [*JOIN, *where, *(["--first"] if first else [])],

@@ -24,7 +24,7 @@ from farflung.training import checkpoint, launch
 from farflung.training.finish import finish, write_results
 from farflung.training.kept import Coordination, Kept
 from farflung.training.stopping import Stop
-from farflung.training.terminal import WATCHED_BY, say
+from farflung.training.terminal import BEGIN_WITH, WATCHED_BY, say
 from farflung.training.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -105,9 +105,19 @@ def run_peer(
             device = launch.pick_device(settings.run.device, int(os.environ.get("LOCAL_RANK", "0")))
             trainer = Trainer(settings, network, folder, Coordination(stop, kept), device, step)
             told.append(trainer)
+            _begin_together(network, int(os.environ.get(BEGIN_WITH, "1")), stop, settings.network.deadline)
             trainer.train(catch_up=away)
             summary = finish(trainer, lambda ended: ended(SimulatedNetwork.alone()))
             write_results(trainer, summary, tells=True)
+
+
+def _begin_together(network: InternetNetwork, replicas: int, stop: Stop, deadline_s: float) -> None:
+    """Waits until so many replicas are there, so that a short run is not over before the last has come."""
+    ends = time.monotonic() + deadline_s
+    while time.monotonic() < ends and not stop.requested:
+        if sum(member.alive for member in network.peers.members.all()) >= replicas - 1:
+            return
+        time.sleep(0.1)
 
 
 def _own_identity(folder: Path, resumed: bool) -> Identity:

@@ -13,6 +13,9 @@ STARTED_HERE = "FARFLUNG_STARTED_HERE"
 WATCHED_BY = "FARFLUNG_WATCHED_BY"
 """Set in the environment of independent replicas: the number of the process that watches over them."""
 
+BEGIN_WITH = "FARFLUNG_BEGIN_WITH"
+"""Set in the environment of independent replicas that begin a run: how many of them there are to be."""
+
 
 def say(line: str) -> None:
     """Writes a line to the user's terminal: the launcher's, where there is one and the system lets us."""
