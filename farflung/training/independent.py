@@ -40,7 +40,7 @@ def prepare(settings: Settings, folder: Path, resume: bool, restart: bool = Fals
 
     To `restart` removes the run that is in the folder; the settings are found to be good before that.
     """
-    shared = _shared(settings)
+    shared, parts = _shared(settings), peer.internet()
     if resume or restart:
         beginning.refuse_while_trained(folder)
     elif launch.is_begun(folder):
@@ -51,7 +51,7 @@ def prepare(settings: Settings, folder: Path, resume: bool, restart: bool = Fals
         beginning.refuse_other_replicas(settings, folder)
         beginning.refuse_edited(settings, folder)
     launch.write_settings(settings, folder)
-    path, parts = folder / "run.ticket", peer.internet()
+    path = folder / "run.ticket"
     ticket = parts.read_ticket(path) if path.exists() else parts.Ticket.new(folder.name, {})
     with disk_errors(f"write to {folder}", "choose another folder with --out"):
         dataclasses.replace(ticket, settings=shared).write(path)
@@ -83,10 +83,15 @@ class _Member:
         self.ticket = self.folder / "run.ticket"
         self.log = run / "logs" / f"replica-{number}.log"
         self.deaths = 0
-        self.finished = (self.folder / "summary.json").exists()
         self.given_up = False
         self.process: subprocess.Popen[bytes] | None = None
         self._ticket_before = 0
+
+    @property
+    def finished(self) -> bool:
+        """Whether it has come to the run's end, and its results are there."""
+        results_there = (self.folder / "summary.json").exists() and checkpoint.averages(self.folder)
+        return self.process is None and bool(results_there)
 
     @property
     def waits(self) -> bool:
@@ -159,8 +164,7 @@ def launch_all(settings: Settings, folder: Path, resume: bool) -> None:
 
 def _after_the_end(member: _Member, code: int, members: Sequence[_Member], restarts: int) -> None:
     """Takes note of a replica whose process has ended, and tells the user unless it has done its work."""
-    if code == 0:
-        member.finished = True
+    if member.finished:
         return
     member.deaths += 1
     if member.deaths > restarts:
