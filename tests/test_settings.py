@@ -120,7 +120,7 @@ def test_a_table_that_there_is_not_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("where", "free"),
     [
-        (AFTER_RESUME, "boundary deadline device islands microbatches pipeline_schedule shard stages"),
+        (AFTER_RESUME, "boundary deadline device islands microbatches pipeline_schedule restarts shard stages"),
         (
             BETWEEN_MACHINES,
             "data deadline device keep_checkpoints log_every offload out outer_device starting tokenizer",

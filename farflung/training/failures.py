@@ -53,4 +53,9 @@ def failure_of(error: ChildFailedError, folder: Path, mesh: Mesh) -> Exception:
 def _describe(message: Any, exitcode: int) -> str:
     if isinstance(message, dict):
         return str(message["message"])
-    return f"it died of signal {-exitcode}" if exitcode < 0 else f"it ended with code {exitcode}"
+    return described_exit(exitcode)
+
+
+def described_exit(code: int) -> str:
+    """How a process has ended that says no more of it."""
+    return f"it died of signal {-code}" if code < 0 else f"it ended with code {code}"

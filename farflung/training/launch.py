@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import cast
 
 import torch
@@ -21,7 +22,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from farflung import formats, scoped
 from farflung.errors import UserError, disk_errors
-from farflung.files import write_text
+from farflung.files import event_files, write_text
 from farflung.formats import RUN_FOLDER
 from farflung.inner import INNER
 from farflung.networks import ReplicaDiedError, SimulatedNetwork, Simulation, TorchNetwork
@@ -62,7 +63,7 @@ def prepare(settings: Settings, folder: Path, resume: bool, restart: bool = Fals
 
 def is_begun(folder: Path) -> bool:
     """Whether there is a run in a folder."""
-    return any(folder.glob("events/*.jsonl"))
+    return bool(event_files(folder))
 
 
 def check_settings(settings: Settings) -> None:
@@ -309,13 +310,19 @@ def stop_signals() -> list[signal.Signals]:
 @contextmanager
 def stopping_on_signals(stop: Stop) -> Iterator[None]:
     """Ctrl-C and similar signals ask for a stop; a second one while stopping changes nothing."""
-    before = {number: signal.signal(number, stop.request) for number in stop_signals()}
+    with stop.listening(), on_stop_signals(stop.request):
+        yield
+
+
+@contextmanager
+def on_stop_signals(handler: Callable[[int, FrameType | None], object]) -> Iterator[None]:
+    """Has a handler for the signals that ask for a stop."""
+    before = {number: signal.signal(number, handler) for number in stop_signals()}
     try:
-        with stop.listening():
-            yield
+        yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
 
 
 def pick_device(name: str, local_rank: int) -> torch.device:

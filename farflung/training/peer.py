@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
 import shutil
 import tempfile
 import threading
@@ -23,7 +24,7 @@ from farflung.training import checkpoint, launch
 from farflung.training.finish import finish, write_results
 from farflung.training.kept import Coordination, Kept
 from farflung.training.stopping import Stop
-from farflung.training.terminal import say
+from farflung.training.terminal import BEGIN_WITH, WATCHED_BY, say
 from farflung.training.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -40,6 +41,8 @@ def shared_settings(settings: Settings) -> dict[str, Any]:
         raise UserError(f"network is {name!r}, but peers meet on the internet; leave it out, or use farflung train")
     if settings.run.replicas != RunSettings.replicas:
         raise UserError(f"replicas is {settings.run.replicas}, but peers come and go; leave it out")
+    if settings.network.independent:
+        raise UserError("independent replicas are started by farflung train; leave out --independent")
     check_for_internet(settings)
     return settings.changed(out="", network=NetworkSettings.network).changes()
 
@@ -95,15 +98,26 @@ def run_peer(
         launch.prepare(settings, folder, resumed)
         launch.use_cores_of(1)
         network.expect_model(*_shapes_of(settings))
-        stop = Stop(HashStore(), [identity.rank], [identity.rank])
+        launcher = int(os.environ.get(WATCHED_BY, "0")) or None
+        stop = Stop(HashStore(), [identity.rank], [identity.rank], launcher)
         with launch.stopping_on_signals(stop), _ticket_kept(network, folder / "run.ticket"):
             kept = Kept(HashStore(), lambda: [identity.rank])
-            device = launch.pick_device(settings.run.device, 0)
+            device = launch.pick_device(settings.run.device, int(os.environ.get("LOCAL_RANK", "0")))
             trainer = Trainer(settings, network, folder, Coordination(stop, kept), device, step)
             told.append(trainer)
+            _begin_together(network, int(os.environ.get(BEGIN_WITH, "1")), stop, settings.network.deadline)
             trainer.train(catch_up=away)
             summary = finish(trainer, lambda ended: ended(SimulatedNetwork.alone()))
             write_results(trainer, summary, tells=True)
+
+
+def _begin_together(network: InternetNetwork, replicas: int, stop: Stop, deadline_s: float) -> None:
+    """Waits until so many replicas are there, so that a short run is not over before the last has come."""
+    ends = time.monotonic() + deadline_s
+    while time.monotonic() < ends and not stop.requested:
+        if sum(member.alive for member in network.peers.members.all()) >= replicas - 1:
+            return
+        time.sleep(0.1)
 
 
 def _own_identity(folder: Path, resumed: bool) -> Identity:
