@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -197,9 +197,9 @@ class DividedIsland:
         return RoutedStage(piece, index, self._count, (entering, leaving), group, transport, self.device)
 
     def _routes(self, step: int) -> Routes:
-        if self.settings.routes == "random":
-            return random_routes(self.mesh.replicas, self.seed, step)
-        return fixed_routes(self.mesh.replicas)
+        random, replicas = self.settings.routes == "random", self.mesh.replicas
+        routes = random_routes(replicas, self.seed, step) if random else fixed_routes(replicas)
+        return replace(routes, first=self.mesh.first)
 
     def _microbatches_at(self, boundaries: int, routes: Routes, step: int) -> list[Tensor]:
         """Each microbatch that comes to this replica's piece after so many boundaries."""

@@ -35,7 +35,8 @@ class OneLine(ErrorHandler):
             super().record_exception(e)
             return
         extra = {"py_callstack": f"none is needed: {e}", "timestamp": str(int(time.time()))}
-        kept = {"message": {"message": f"{type(e).__name__}: {e}", "extraInfo": extra}}
+        kind = UserError if isinstance(e, UserError) else type(e)  # of which there are kinds
+        kept = {"message": {"message": f"{kind.__name__}: {e}", "extraInfo": extra}}
         Path(path).write_text(json.dumps(kept), "utf-8")
 
 

@@ -8,7 +8,7 @@ import re
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from types import FrameType
@@ -179,9 +179,8 @@ def run_torch_replica(
 
     Tells when the run has `begun` in the folder. Returns whether it has written the summary for its machine.
     """
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     way = ""
-    if local_rank == 0:
+    if local_rank() == 0:
         way = beginning.RESUMED if resume else beginning.NEW
         if STARTED_HERE not in os.environ:
             # The others come no further meanwhile than joining.
@@ -207,7 +206,7 @@ def run_torch_replica(
         if way == beginning.RESUMED:
             write_settings(settings, folder)  # which may be other ones, in what may change
         coordination = Coordination(stop, Kept(network.store, lambda: everyone))
-        device = pick_device(settings.run.device, local_rank)
+        device = pick_device(settings.run.device, local_rank())
         trainer = Trainer(settings, network, folder, coordination, device, step)
         machines = {process: standing.machine for process, standing in enumerate(standings)}
         with closing(trainer.log.events):
@@ -268,7 +267,13 @@ def _clear_machines(settings: Settings, folder: Path, way: str, network: TorchNe
 
 
 def launch_torch(settings: Settings, folder: Path, resume: bool) -> None:
-    """All processes on this machine, with torch's elastic launcher.
+    """All of a run's processes on this machine. Raises as `run_processes`."""
+    arguments = ["--resume", str(folder)] if resume else [str(folder / "config.toml")]
+    run_processes(settings, folder, ["train", *arguments])
+
+
+def run_processes(settings: Settings, folder: Path, arguments: Sequence[str]) -> None:
+    """So many processes as settings have, with the same arguments of farflung, by torch's elastic launcher.
 
     Raises StoppedError, UserError or RunFailedError.
     """
@@ -291,14 +296,18 @@ def launch_torch(settings: Settings, folder: Path, resume: bool) -> None:
         shutdown_timeout=round(2 * settings.network.deadline),
         signals_to_handle=",".join(number.name for number in (*stop_signals(), signal.SIGQUIT)),
     )
-    arguments = ["--resume", str(folder)] if resume else [str(folder / "config.toml")]
     try:
         with scoped.quiet("torch.distributed.elastic"), scoped.environment(**environment):
-            elastic_launch(launcher, sys.executable)("-m", "farflung", "train", *arguments)
+            elastic_launch(launcher, sys.executable)("-m", "farflung", *arguments)
     except SignalException as error:
         raise StoppedError("stopped by a signal") from error
     except ChildFailedError as error:
         raise failure_of(error, folder, settings.mesh()) from error
+
+
+def local_rank() -> int:
+    """This process's number among those that were started together on this machine."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
 
 
 def stop_signals() -> list[signal.Signals]:
