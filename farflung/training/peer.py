@@ -84,7 +84,9 @@ def run_peer(
         ticket = _with_newer_addresses(ticket, folder / "run.ticket")
         identity = _own_identity(folder, resumed)
         peers: Peers = parts.Peers(ticket, identity, local, parts.newcomer_info(ticket), tell, first)
-        network: InternetNetwork = parts.InternetNetwork(peers, deadline=settings.network.deadline)
+        network: InternetNetwork = parts.InternetNetwork(
+            peers, deadline=settings.network.deadline, fetched=folder / "fetched"
+        )
         leaving.callback(network.close)
         joined(network)
         step = max(checkpoint.steps_of(folder, identity.rank), default=0) if resumed else None
