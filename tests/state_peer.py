@@ -1,7 +1,7 @@
 """A peer that serves a state, or fetches one: `python state_peer.py serve|fetch FOLDER NUMBER PORT`.
 
-What is done to it, it finds in the folder: `enough`, how many pieces it gives until that is gone; `killed`, when who has
-asked before has died; `moved`, when the state is another; `forgets`, when snapshots are kept no longer.
+What is done to it, it finds in the folder: `enough`, how many pieces it gives until that is gone; `killed`, when who
+has asked before has died; `moved`, when the state is another; `forgets`, when snapshots are kept no longer.
 """
 
 from __future__ import annotations
