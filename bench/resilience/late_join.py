@@ -92,7 +92,6 @@ def run(options: Options, store: Store) -> Iterator[Part]:
 def killed_half_way(peer: PeerProcess, peers: PeerProcesses, size: int) -> tuple[int, int, int]:
     """Bytes that came to a newcomer before it was killed, that it kept, and that came from then to its first step."""
 
-
     def kept() -> int:
         return sum(path.stat().st_size for path in peer.folder.glob("fetched/*") if len(path.name) == DIGEST)
 

@@ -33,7 +33,7 @@ class Signs:
 
     def __init__(self, seed: str, count: int) -> None:
         bits = torch.frombuffer(bytearray(hashlib.shake_256(seed.encode()).digest(count // 8 + 1)), dtype=torch.uint8)
-        self._signs = ((bits[:, None] >> torch.arange(8)) & 1).flatten().float().mul_(2).sub_(1)
+        self._signs = ((bits[:, None] >> torch.arange(8, dtype=torch.uint8)) & 1).flatten().float().mul_(2).sub_(1)
 
     def sketch(self, content: memoryview) -> Tensor:
         """The sketch of a piece's bytes."""

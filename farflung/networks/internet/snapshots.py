@@ -77,11 +77,10 @@ class Snapshots:
 
     def _held(self, names: object) -> Frame | None:
         """A snapshot that a peer has fetched a part of, if it is still kept."""
-        now = time.monotonic()
-        self._kept = {name: kept for name, kept in self._kept.items() if now - kept.used < KEPT_SECONDS}
+        self._forget()
         for name, kept in self._kept.items():
             if isinstance(names, list) and name in names:
-                kept.used = now
+                kept.used = time.monotonic()
                 return kept.manifest
         return None
 
@@ -128,6 +127,17 @@ class Snapshots:
         for made in wanted:
             if not made.done():
                 made.set_result(manifest)
+        self._peers.background.spawn(self._forget_in_time(name))
+
+    async def _forget_in_time(self, name: str) -> None:
+        while name in self._kept:
+            await asyncio.sleep(KEPT_SECONDS)
+            self._forget()
+
+    def _forget(self) -> None:
+        """Drops what nobody has asked for lately: it takes as much memory as the anchors, and more."""
+        now = time.monotonic()
+        self._kept = {name: kept for name, kept in self._kept.items() if now - kept.used < KEPT_SECONDS}
 
     async def _on_piece(self, stream: PeerStream, frame: Frame) -> None:
         pieces = self._asked(frame).pieces
