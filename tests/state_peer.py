@@ -1,7 +1,7 @@
 """A peer that serves a state, or fetches one: `python state_peer.py serve|fetch FOLDER NUMBER PORT`.
 
 What is done to it, it finds in the folder: `enough`, how many pieces it gives until that is gone; `killed`, when who
-has asked before has died; `moved`, when the state is another; `forgets`, when snapshots are kept no longer.
+has asked before has died; `moved`, when the state is another; `NUMBER.forgets`, that it is to drop its snapshots.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from patience import patience, until
 
 from farflung.networks import SharedState
-from farflung.networks.internet import InternetNetwork, snapshots
+from farflung.networks.internet import InternetNetwork
 from farflung.testing.peers import join_network
 
 CELLS, LENGTH, CHANGED = 40, 1 << 16, 5
@@ -47,8 +47,9 @@ def serve(network: InternetNetwork, folder: Path, number: int) -> None:
     network.peers.handlers["piece"] = counting
     network.serve(lambda: state((folder / "moved").exists()))
     while not (folder / "over").exists():
-        if (folder / "forgets").exists():
-            snapshots.KEPT_SECONDS = 0.0
+        if (forgets := folder / f"{number}.forgets").exists():
+            network._snapshots._kept.clear()
+            forgets.unlink()
         network.paced(20 if (folder / "moved").exists() else 8, 1000)
         time.sleep(0.02)
 

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import pytest
 import torch
 from hivemind.utils.multiaddr import Multiaddr
-from hypothesis import example, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from farflung.formats import PROTOCOL
@@ -24,6 +24,7 @@ from farflung.networks.internet.handshake import disagreement
 from farflung.networks.internet.manifests import Manifest, manifest_of
 from farflung.networks.internet.matchmaker import HEAVIEST, guest_of, party_of
 from farflung.networks.internet.members import Member, Members, member_of
+from farflung.networks.internet.packing import longest, packed, unpack
 from farflung.networks.internet.streams import RequestRefusedError, accepted
 
 T = TypeVar("T")
@@ -253,3 +254,29 @@ def test_a_refusal(told: Any) -> None:
     with pytest.raises(RequestRefusedError) as refused:
         accepted({"refused": told})
     assert str(refused.value).isprintable() and len(str(refused.value)) <= 300
+
+
+@given(st.lists(st.floats(width=32), min_size=1, max_size=300))
+@example([0.0] * 5000)
+def test_packed_values_are_the_same_to_the_bit(values: list[float]) -> None:
+    content = torch.tensor(values).view(torch.uint8).numpy().data
+    told, into = packed(content), memoryview(bytearray(len(content)))
+    assert len(told) <= longest(len(content))
+    unpack(bytearray(told), into)
+    assert into == content
+    assert read(lambda: unpack(bytearray(told[:-1]), into)) is None
+
+
+@given(st.binary(max_size=100), st.integers(1, 10))
+@example(packed(memoryview(bytearray(44))), 10)  # a value more
+@example(packed(memoryview(bytearray(4 << 20))), 10)
+def test_a_piece_that_is_none_is_refused(told: bytes, values: int) -> None:
+    into = memoryview(bytearray(4 * values))
+    assume(len(told) != len(packed(into)))
+    with pytest.raises(FrameError):
+        unpack(bytearray(told), into)
+
+
+def test_weights_are_packed_in_five_sixths_of_their_bytes() -> None:
+    content = (0.02 * torch.randn(100_000)).view(torch.uint8).numpy().data
+    assert len(packed(content)) < 0.85 * len(content)

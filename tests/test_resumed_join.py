@@ -18,7 +18,8 @@ from farflung.networks.internet.manifests import digest
 from farflung.testing.peers import write_ticket
 
 pytestmark = pytest.mark.slow
-DONORS = 3
+DONORS, EACH = 3, 6
+"""Pieces that each has given when the newcomer is killed."""
 
 
 class Join:
@@ -49,9 +50,9 @@ class Join:
 
     def started_and_killed_half_way(self) -> int:
         """How many pieces a newcomer had kept when it was killed."""
-        self.stop_donors_at(CELLS // 2 // DONORS)
+        self.stop_donors_at(EACH)
         newcomer = self.start("fetch", DONORS)
-        until(lambda: self.kept and self.kept == self.given)
+        until(lambda: self.kept == self.given == DONORS * EACH)
         newcomer.kill()
         (self.folder / "killed").touch()
         assert not (self.folder / "found.pt").exists()
@@ -85,7 +86,7 @@ def check(found: dict[str, torch.Tensor], moved: bool) -> None:
 @pytest.mark.parametrize("moved", [False, True])
 def test_the_second_start_fetches_only_what_is_missing_though_the_others_have_moved_on(join: Join, moved: bool) -> None:
     kept = join.started_and_killed_half_way()
-    assert CELLS // 4 < kept < 3 * CELLS // 4
+    assert kept == DONORS * EACH
     if moved:
         (join.folder / "moved").touch()
     before = join.given
@@ -98,7 +99,10 @@ def test_the_second_start_fetches_only_what_is_missing_though_the_others_have_mo
 def test_what_has_changed_is_fetched_again_where_donors_hold_the_old_state_no_longer(join: Join) -> None:
     kept = join.started_and_killed_half_way()
     (join.folder / "moved").touch()
-    (join.folder / "forgets").touch()
+    notes = [join.folder / f"{number}.forgets" for number in range(DONORS)]
+    for note in notes:
+        note.touch()
+    until(lambda: not any(note.exists() for note in notes))
     before = join.given
     found, step = join.fetched()
     check(found, moved=True)
@@ -106,9 +110,9 @@ def test_what_has_changed_is_fetched_again_where_donors_hold_the_old_state_no_lo
 
 
 def test_a_donor_that_dies_half_way_is_done_without(join: Join) -> None:
-    join.stop_donors_at(CELLS // 2 // DONORS)
+    join.stop_donors_at(EACH)
     newcomer = join.start("fetch", DONORS)
-    until(lambda: join.kept and join.kept == join.given)
+    until(lambda: join.kept == join.given == DONORS * EACH)
     join.donors[1].kill()
     (join.folder / "enough").unlink()
     _, errors = newcomer.communicate(timeout=patience(60))

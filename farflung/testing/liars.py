@@ -24,6 +24,7 @@ from farflung.networks.internet.believing import sketches_of
 from farflung.networks.internet.frames import encoded, read_frame, write_frame
 from farflung.networks.internet.host import UNREACHABLE
 from farflung.networks.internet.manifests import pieces_of
+from farflung.networks.internet.packing import packed
 from farflung.networks.internet.peers import Peers
 from farflung.networks.internet.streams import PeerStream, RequestRefusedError
 from farflung.networks.internet.transport import PacketTransport
@@ -172,7 +173,8 @@ class Liar:
             await answer(stream, {"size": len(told)}, told)
 
         async def on_piece(stream: PeerStream, frame: Any) -> None:
-            await answer(stream, {"go": True}, content[pieces[frame["number"]]])
+            told = packed(memoryview(bytearray(content))[pieces[frame["number"]]])
+            await answer(stream, {"size": len(told)}, told)
 
         async def on_sketch(stream: PeerStream, frame: Any) -> None:
             views = [memoryview(bytearray(sketched or content))[piece] for piece in pieces]

@@ -27,9 +27,10 @@ from farflung.networks.internet.frames import Frame, FrameError, parsed, read_pa
 from farflung.networks.internet.host import UNREACHABLE
 from farflung.networks.internet.manifests import LONGEST, Manifest, digest, manifest_of
 from farflung.networks.internet.members import Member
+from farflung.networks.internet.packing import longest, unpack
 from farflung.networks.internet.peers import Peers
 from farflung.networks.internet.snapshots import FRESH_SECONDS
-from farflung.networks.internet.streams import RequestRefusedError
+from farflung.networks.internet.streams import PROMPT_SECONDS, PeerStream, RequestRefusedError
 from farflung.networks.internet.transport import SLOWEST
 
 ASKED = 15
@@ -156,12 +157,16 @@ class Fetching:
         return None
 
     async def _asked(self, member: Member, request: Frame, largest: int) -> bytes:
-        """The answer to a request whose length comes first, of at most so many bytes."""
+        """The answer to a request, of at most so many bytes."""
         async with asyncio.timeout(FRESH_SECONDS), self._peers.stream(member) as stream:
             await stream.tell(request)
-            content = bytearray(whole((await stream.hear(FRESH_SECONDS)).get("size"), largest))
-            await read_payload(stream.reader, memoryview(content), self._stall_s, SLOWEST)
-            return bytes(content)
+            return bytes(await self._answer(stream, largest, FRESH_SECONDS))
+
+    async def _answer(self, stream: PeerStream, largest: int, prompt_s: float = PROMPT_SECONDS) -> bytearray:
+        """What comes after its length."""
+        content = bytearray(whole((await stream.hear(prompt_s)).get("size"), largest))
+        await read_payload(stream.reader, memoryview(content), self._stall_s, SLOWEST)
+        return content
 
     async def _fill(self, download: Download, believed: Believed, failures: Counter[str]) -> set[str]:
         """Fetches what is left, as far as the sources go on; those that delivered something."""
@@ -187,8 +192,12 @@ class Fetching:
     async def _fetch_piece(self, member: Member, manifest: Manifest, number: int, into: memoryview) -> None:
         async with self._peers.stream(member) as stream:
             await stream.tell({"kind": "piece", "id": manifest.id, "number": number})
-            await stream.hear()
-            await read_payload(stream.reader, into, self._stall_s, SLOWEST)
+            told = await self._answer(stream, longest(len(into)))
+        try:
+            await asyncio.to_thread(unpack, told, into)
+        except FrameError as error:
+            self.refuse(member, "bad piece", str(error))
+            raise
 
     async def _check_piece(self, source: Source, number: int, content: memoryview, believed: Believed) -> None:
         """Refuses a peer whose piece is none of a state. Raises FrameError."""

@@ -17,6 +17,7 @@ from farflung.networks.internet.believing import sketches_of
 from farflung.networks.internet.frames import Frame, entry, whole, write_payload
 from farflung.networks.internet.host import UNREACHABLE
 from farflung.networks.internet.manifests import digest, pieces_of
+from farflung.networks.internet.packing import packed
 from farflung.networks.internet.peers import Peers
 from farflung.networks.internet.streams import PeerStream, RequestRefusedError
 
@@ -142,7 +143,5 @@ class Snapshots:
     async def _on_piece(self, stream: PeerStream, frame: Frame) -> None:
         pieces = self._asked(frame).pieces
         piece = pieces[whole(frame.get("number"), len(pieces) - 1)]
-        await stream.tell({"go": True})
         with contextlib.suppress(*UNREACHABLE):
-            await write_payload(stream.writer, piece, self._stall_s)
-            await stream.hear_the_end(self._stall_s)
+            await self._answer(stream, await asyncio.to_thread(packed, piece))
