@@ -226,6 +226,9 @@ class ElasticNetwork(Network, Protocol):
     def fetch(self, identical: bool) -> Pending[SharedState | None]:
         """The state of other replicas; where they are `identical`, of the same bits. `wait` raises PeerLostError."""
 
+    def accept(self) -> None:
+        """Says that a downloaded state was loaded; what is kept of it is not needed again."""
+
     def reject(self, state: SharedState, why: str) -> None:
         """Says that a downloaded state does not fit this run; its givers are not asked again."""
 

@@ -81,6 +81,9 @@ class FollowingNetwork(RealNetwork):
     def reject(self, state: SharedState, why: str) -> None:
         """Nothing: the leader says so."""
 
+    def accept(self) -> None:
+        """Nothing: the leader has it."""
+
     def tell_others(self, **facts: float) -> None:
         """Nothing: the leader says so."""
 

@@ -7,6 +7,7 @@ downloads the others' state.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -49,6 +50,7 @@ class ElasticLoop(OuterLoop):
         assert setup.network.elastic
         self._elastic = setup.network.elastic
         self._fetching: Pending[SharedState | None] | None = None
+        self._history = ""
         super().__init__(setup)
         self._elastic.serve(self.state)
 
@@ -107,11 +109,28 @@ class ElasticLoop(OuterLoop):
     def _settle(self, sync: Sync[Tensor], pending: PendingRound[Tensor, Exchange], result: Result) -> None:
         if result.outcome == Outcome.BEHIND:
             self._fetch()
+        if result.group:  # else the anchor stays as it is
+            group = self.network.rank if result.outcome == Outcome.PEER_LOST else result.group
+            told = f"{self._history}, round {pending.round} of fragment {pending.fragment} of {group}"
+            self._history = hashlib.sha256(told.encode()).hexdigest()[:16]
 
     def state(self) -> SharedState:
-        """The state that a late replica downloads: anchors, outer state and step; valid until the next round starts."""
-        facts = {"step": self.step, "until": min(sync.next_start for sync in self._rounds.syncs)}
+        """The state that a late replica downloads: anchors, outer state and step; valid until the next round lands.
+
+        Its history is a digest of the rounds that it came of: replicas that have had them all together share it.
+        """
+        starts = [sync.next_start for sync in self._rounds.syncs]
+        until = min([*starts, *(pending.lands_at_step for pending in self._rounds.pending)])
+        facts = {"step": self.step, "until": until, "history": self._history}
         return SharedState(dict(shared_tensors(self._weights)), facts)
+
+    def state_dict(self) -> dict[str, Any]:
+        """See OuterLoop."""
+        return {**super().state_dict(), "history": self._history}
+
+    def _load(self, state: dict[str, Any]) -> None:
+        super()._load(state)
+        self._history = state.get("history", str(self.network.rank))
 
     @torch.no_grad()
     def take(self, state: SharedState) -> None:
@@ -121,6 +140,7 @@ class ElasticLoop(OuterLoop):
         self._take_shared(state)
         self._rounds.pending.clear()
         self.step = max(self.step, int(state.facts["step"]))
+        self._history = state.facts.get("history", "")
         self._begun = True
         for sync, weights in zip(self._rounds.syncs, self._weights, strict=True):
             weights.write(weights.anchor)
@@ -163,6 +183,7 @@ class ElasticLoop(OuterLoop):
                 self._elastic.reject(state, str(error))
                 self._fetch()
             else:
+                self._elastic.accept()
                 return True
         if wait and refusal:
             raise refusal

@@ -57,7 +57,7 @@ def table(rows: list[Row]) -> Table:
         shown.add_row(
             str(row["replica"]),
             row["host"],
-            str(row.get("processes", 1)) if trains_or_did else "",
+            f"{row.get('processes', 1):.0f}" if trains_or_did else "",
             row["state"],
             str(row["step"]) if trains_or_did else "",
             f"{row['behind']:.0f}" if row["state"] == "trains" else "",

@@ -138,7 +138,9 @@ def _joining(
     ticket = _with_newer_addresses(ticket, folder / "run.ticket")
     identity = _own_identity(folder, launch.is_begun(folder))
     peers: Peers = parts.Peers(ticket, identity, local, parts.newcomer_info(ticket), tell, first)
-    network: InternetNetwork = parts.InternetNetwork(peers, deadline=settings.network.deadline)
+    network: InternetNetwork = parts.InternetNetwork(
+        peers, deadline=settings.network.deadline, fetched=folder / "fetched"
+    )
     return network
 
 
