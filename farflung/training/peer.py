@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from farflung.errors import UserError
+from farflung.files import event_files
 from farflung.networks import SimulatedNetwork
 from farflung.networks.listening import ListenAddress
 from farflung.networks.settings import NetworkSettings
@@ -105,18 +106,16 @@ def run_peer(
             device = launch.pick_device(settings.run.device, int(os.environ.get("LOCAL_RANK", "0")))
             trainer = Trainer(settings, network, folder, Coordination(stop, kept), device, step)
             told.append(trainer)
-            _begin_together(network, int(os.environ.get(BEGIN_WITH, "1")), stop, settings.network.deadline)
+            _begin_together(folder.parent, int(os.environ.get(BEGIN_WITH, "0")), stop, settings.network.deadline)
             trainer.train(catch_up=away)
             summary = finish(trainer, lambda ended: ended(SimulatedNetwork.alone()))
             write_results(trainer, summary, tells=True)
 
 
-def _begin_together(network: InternetNetwork, replicas: int, stop: Stop, deadline_s: float) -> None:
-    """Waits until so many replicas are there, so that a short run is not over before the last has come."""
+def _begin_together(run: Path, replicas: int, stop: Stop, deadline_s: float) -> None:
+    """Waits until so many independent replicas are ready, so that a short run is not over before the last has come."""
     ends = time.monotonic() + deadline_s
-    while time.monotonic() < ends and not stop.requested:
-        if sum(member.alive for member in network.peers.members.all()) >= replicas - 1:
-            return
+    while len(event_files(run)) < replicas and time.monotonic() < ends and not stop.requested:
         time.sleep(0.1)
 
 
