@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from farflung.errors import UserError
+from farflung.files import event_files
 from farflung.networks.listening import ListenAddress
 from farflung.networks.settings import NetworkSettings
 from farflung.pipeline.boundaries import boundary_named
@@ -117,8 +118,8 @@ def run_peer(
             trainer = Trainer(settings, network, folder, coordination, device, step)
             told.append(trainer)
             if joining:
-                replicas = int(os.environ.get(BEGIN_WITH, "1"))
-                _begin_together(joining, replicas, coordination.stop, settings.network.deadline)
+                replicas = int(os.environ.get(BEGIN_WITH, "0"))
+                _begin_together(folder.parent, replicas, coordination.stop, settings.network.deadline)
             trainer.train(catch_up=away)
             summary = finish(trainer, lambda ended: ended(island.alone(near)))
             write_results(trainer, summary, tells=island.leads(near))
@@ -153,12 +154,10 @@ def _away(network: InternetNetwork, settings: Settings, step: int | None) -> boo
     return away
 
 
-def _begin_together(network: InternetNetwork, replicas: int, stop: Stop, deadline_s: float) -> None:
-    """Waits until so many replicas are there, so that a short run is not over before the last has come."""
+def _begin_together(run: Path, replicas: int, stop: Stop, deadline_s: float) -> None:
+    """Waits until so many independent replicas are ready, so that a short run is not over before the last has come."""
     ends = time.monotonic() + deadline_s
-    while time.monotonic() < ends and not stop.requested:
-        if sum(member.alive for member in network.peers.members.all()) >= replicas - 1:
-            return
+    while len(event_files(run)) < replicas and time.monotonic() < ends and not stop.requested:
         time.sleep(0.1)
 
 
