@@ -45,6 +45,8 @@ def shared_settings(settings: Settings) -> dict[str, Any]:
         raise UserError(f"replicas is {settings.run.replicas}, but peers come and go; leave it out")
     if settings.network.independent:
         raise UserError("independent replicas are started by farflung train; leave out --independent")
+    if settings.island.divided:
+        raise UserError("stages and shard are each peer's own; leave them out, and give them to farflung join")
     check_for_internet(settings)
     return settings.changed(out="", network=NetworkSettings.network).changes()
 
