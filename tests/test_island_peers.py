@@ -38,7 +38,7 @@ def weights(swarm: Swarm, name: str) -> dict[str, torch.Tensor]:
 
 @pytest.mark.slow
 def test_an_island_is_a_member_like_others_and_keeps_up_with_them(swarm: Swarm) -> None:
-    first = swarm.invite(*DILOCO, "--eval-every", 5000, "--checkpoint-every", 500, steps=3000)
+    first = swarm.invite(*DILOCO, "--eval-every", 5000, "--checkpoint-every", 500, steps=1500)
     island = swarm.join("island", "--stages", 2, "--shard", 2, "--batch-size", 8)
     until(lambda: swarm.averaged("island") > 1, 120)
     status = ("status", swarm.folder / "run.ticket", "--once", "--listen", "127.0.0.1")
