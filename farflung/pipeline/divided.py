@@ -106,6 +106,11 @@ class DividedIsland:
             nn.utils.clip_grads_with_norm_(self.model.parameters(), settings.clip, norm)
         return loss, fault
 
+    def slow_link(self) -> str:
+        """See Island."""
+        with self.groups.naming_the_lost():
+            return self.groups.slow_link()
+
     def after_step(self) -> None:
         """The last stage's copy of tied embeddings follows the first stage's."""
         if self._tied is not None:

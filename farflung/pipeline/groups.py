@@ -22,6 +22,12 @@ T = TypeVar("T")
 DEADLINES_OF_A_STAGE = 2
 """A stage may wait this many deadlines for another, which itself may wait for a round."""
 
+PROBE_BYTES, PROBES = 1 << 22, 3
+"""How much shards exchange to measure their link, and how often; the best counts."""
+
+SLOW_MBPS = 300.0
+"""The links of a machine, or of a rack, carry more."""
+
 NOTICE_SECONDS = 0.5
 """How long until connections show that a process on another machine has ended."""
 
@@ -76,6 +82,25 @@ class ProcessGroups:
         if not self.gateway:
             return swapped(outgoing, lengths, self._shards[device.type])
         return [one.to(device) for one in swapped([one.cpu() for one in outgoing], lengths, self.island)]
+
+    def slow_link(self) -> str:
+        """A warning where the shards of this stage are joined by a link that is measured to be slow; or ""."""
+        shards = self.shape.shards
+        if shards == 1:
+            return ""
+        values, seconds = torch.zeros(PROBE_BYTES // 4, device=self._device), []
+        for _ in range(PROBES):
+            began = time.monotonic()
+            dist.all_reduce(values, group=self._shards[self._device.type])
+            float(values[0])  # of a GPU, which would go on by itself
+            seconds.append(time.monotonic() - began)
+        mbps = 8e-6 * PROBE_BYTES * 2 * (shards - 1) / shards / min(seconds)
+        if mbps > SLOW_MBPS:
+            return ""
+        return (
+            f"the shards of stage {self.coordinates.stage} are joined by a slow link, {mbps:.0f} Mbit/s as measured, "
+            "and all their weights cross it in every step; put --shard within a machine, --stages between machines"
+        )
 
     def told(self, fact: T) -> list[T]:
         """What each of the island's processes tells, in their order."""

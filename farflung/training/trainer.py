@@ -89,6 +89,8 @@ class Trainer:
         """
         self._forget_the_rest()
         self.log.start(self.device, self._resumed)
+        if slow := self.island.slow_link():
+            self.log.warn(slow)
         rounds, network = self.settings.rounds, self.settings.network
         session = self.method.attach(
             self.model,
