@@ -12,9 +12,11 @@ import torch
 from patience import patience, until
 from processes import farflung, run_here
 from swarm import Swarm
+from warm import Python
 
 from farflung.events import JoinedEvent, StartEvent
 from farflung.networks.internet import Ticket
+from farflung.testing.hosts import torch_rendezvous
 from farflung.training import checkpoint
 from farflung.training.resharding import whole_weights
 
@@ -97,3 +99,18 @@ def test_layouts_that_cannot_work_are_refused_before_anything_starts(
     assert run_here(monkeypatch, tmp_path, "join", "run.ticket", "--out", "out", *map(str, arguments)) == 2
     told = capfd.readouterr().err
     assert not (tmp_path / "out").exists() and all(word in told for word in words), told
+
+
+@pytest.mark.slow
+def test_processes_that_disagree_about_the_ticket_are_told_how(tmp_path: Path) -> None:
+    tickets = [Ticket.new(name, {"model": "micro", "batch_size": 4, "inner": "adamw"}) for name in ("here", "there")]
+    common = {**torch_rendezvous(2), "GLOO_SOCKET_IFNAME": "lo"}
+    processes = []
+    for rank, ticket in enumerate(tickets):
+        ticket.write(tmp_path / f"{ticket.name}.ticket")
+        arguments = ("join", tmp_path / f"{ticket.name}.ticket", "--stages", 2, "--out", tmp_path / f"out-{rank}")
+        processes.append(Python("-m", "farflung", *arguments, **common, RANK=str(rank), LOCAL_RANK=str(rank)))
+    for process in processes:
+        _, errors = process.communicate(timeout=patience(60))
+        assert process.returncode == 2
+        assert "process 1 of the island has another ticket (of there) than process 0 (of here)" in errors

@@ -22,7 +22,7 @@ from farflung.errors import counted
 from farflung.networks.listening import ListenAddress
 from farflung.settings import Settings
 from farflung.tables import BETWEEN_PEERS
-from farflung.training.terminal import say
+from farflung.training.terminal import STARTED_HERE, say
 from farflung.workloads import WORKLOADS
 
 
@@ -140,9 +140,11 @@ def _train(
 ) -> None:
     """Trains as a peer; an island's processes are started with the arguments to do so `again`."""
     from farflung.training import island, peer
+    from farflung.training.launch import local_rank
 
     folder = Path(settings.run.out)
-    if settings.island.divided and "WORLD_SIZE" in os.environ:
+    part = settings.island.divided and "WORLD_SIZE" in os.environ
+    if part and (STARTED_HERE in os.environ or local_rank()):
         peer.run_part(ticket, settings, local, first)
         return
     back = f"come back with: farflung join {quote(f'{folder}/run.ticket')} --out {quote(str(folder))}"
@@ -154,7 +156,10 @@ def _train(
                 joined(network)
                 show()
 
-            if settings.island.divided:
+            if part:
+                show()
+                peer.run_part(ticket, settings, local, first)
+            elif settings.island.divided:
                 peer.check_for_internet(settings)
                 show()
                 island.launch_all(settings, folder, list(again))

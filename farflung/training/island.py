@@ -67,7 +67,7 @@ def opened(settings: Settings, ticket: Ticket) -> TorchNetwork:
             f"start {shape.processes}"
         )
     secret = hashlib.sha256(json.dumps([ticket.name, str(ticket.secret)]).encode()).hexdigest()
-    own = {"the ticket": f"of {ticket.name}", "its secret": secret[:8]}
+    own = {"ticket": f"of {ticket.name}", "secret": secret[:8]}
     free = {"device", "out", "data"}
     own |= {name: str(value) for name, value in sorted(settings.flat().items()) if name not in free}
     told = all_gather_facts(near, own, "tickets", settings.network.starting)
