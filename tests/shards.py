@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from farflung.cells import Cell, dealt
+from farflung.hooks.shared_memory import Parts
+from farflung.hooks.swaps import copied
 from farflung.networks import Group, PeerLostError, SimulatedNetwork
 from farflung.networks.base import Combine, Packets, Pending
 from farflung.pipeline import Mesh
@@ -108,11 +110,10 @@ class SimulatedLayout:
         self._near, self._island = mesh.shard_group(coordinates), mesh.island_group(coordinates)
         self._numbers = itertools.count()
 
-    def swap(self, outgoing: Sequence[Tensor], lengths: Sequence[int]) -> list[Tensor]:
-        told = self._told([one.clone() for one in outgoing], self._near, "swap")
-        received = [told[process][self.process] for process in self._near]
-        assert [len(one) for one in received] == list(lengths)
-        return received
+    def swap(self, outgoing: Parts, incoming: Parts, like: Tensor) -> None:
+        told = self._told([[part.to(like) for part in parts] for parts in outgoing], self._near, "swap")
+        for process, parts in zip(self._near, incoming, strict=True):
+            copied(told[process][self.process], parts)
 
     def holders(self, parameter: str) -> Sequence[int]:
         return range(self.processes)

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from farflung.cells import Cell, Shape, dealt
 from farflung.errors import UserError
+from farflung.hooks.shared_memory import Parts
+from farflung.hooks.swaps import Swaps, copied
 
 T = TypeVar("T")
 
@@ -44,8 +45,12 @@ class Layout(Protocol):
         """Which of those that swap keeps each of their cells, by its name."""
         ...
 
-    def swap(self, outgoing: Sequence[Tensor], lengths: Sequence[int]) -> list[Tensor]:
-        """Sends each of them a flat tensor, and receives one of so many values from each. Raises PeerLostError."""
+    def swap(self, outgoing: Parts, incoming: Parts, like: Tensor) -> None:
+        """Sends each of them some tensors, and fills some with those of each, in the same order, of the same sizes.
+
+        Values travel as `like` is: in its dtype, and where processes share no memory from its device.
+        Raises PeerLostError.
+        """
         ...
 
     def total(self, values: Tensor) -> Tensor:
@@ -78,9 +83,9 @@ class Undivided:
         """See Layout."""
         return dealt(cells, self.processes)
 
-    def swap(self, outgoing: Sequence[Tensor], lengths: Sequence[int]) -> list[Tensor]:
+    def swap(self, outgoing: Parts, incoming: Parts, like: Tensor) -> None:
         """See Layout."""
-        return list(outgoing)
+        copied(outgoing[0], incoming[0])
 
     def total(self, values: Tensor) -> Tensor:
         """See Layout."""
@@ -113,10 +118,11 @@ class FullySharded(Undivided):
         self._device = way[0].device_type
         self._group = way[0].get_group(dims[0])
         self.processes, self.process = dist.get_world_size(self._group), dist.get_rank(self._group)
+        self._swaps = Swaps(self._group)
 
-    def swap(self, outgoing: Sequence[Tensor], lengths: Sequence[int]) -> list[Tensor]:
+    def swap(self, outgoing: Parts, incoming: Parts, like: Tensor) -> None:
         """See Layout."""
-        return swapped(outgoing, lengths, self._group)
+        self._swaps(outgoing, incoming, like)
 
     def total(self, values: Tensor) -> Tensor:
         """See Layout."""
@@ -141,11 +147,3 @@ def layout_of(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> Layou
 def is_sharded(parameter: Any) -> bool:
     """Whether it is a DTensor; that class is slow to import."""
     return hasattr(parameter, "placements")
-
-
-def swapped(outgoing: Sequence[Tensor], lengths: Sequence[int], group: dist.ProcessGroup) -> list[Tensor]:
-    """An all-to-all of flat tensors of any lengths."""
-    own = torch.cat(list(outgoing))
-    others = own.new_empty(sum(lengths))
-    dist.all_to_all_single(others, own, list(lengths), [len(one) for one in outgoing], group=group)
-    return list(torch.split(others, list(lengths)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -26,67 +25,51 @@ class Keeper:
         everyone = range(layout.processes)
         pieces = [(keepers[cell.name], piece) for cell in cells for piece in cell.pieces]
         self._kept = [piece for keeper, piece in pieces if keeper == layout.process]
-        # Of each process the pieces that it keeps, with the rows that this one has of them; and the other way round.
-        self._away = [[(p, self._rows(p, layout.process)) for k, p in pieces if k == number] for number in everyone]
-        self._home = [[self._rows(piece, number) for piece in self._kept] for number in everyone]
+        # For each process: which of the own rows it keeps, by their parameter; its rows of what is kept here.
+        self._away = [
+            [(piece.parameter, rows) for k, piece in pieces if k == number for rows in self._own_rows(piece)]
+            for number in everyone
+        ]
+        self._home = [
+            [(place, rows) for place, piece in enumerate(self._kept) for rows in self._rows(piece, number)]
+            for number in everyone
+        ]
 
     def gather(self, local: Mapping[str, Tensor], out: Tensor) -> None:
         """Fills a flat tensor with the cells that are kept here; `local` are the rows that this process has."""
-        views = self._views(out)
-        if self._layout.processes == 1:
-            for piece, whole in views:
-                whole.copy_(self._of_local(local, piece))
-            return
-        outgoing = [_flat([self._of_local(local, piece) for piece, _ in theirs], out) for theirs in self._away]
-        for rows, values in zip(self._home, self._layout.swap(outgoing, self._lengths(self._home)), strict=True):
-            parts = torch.split(values, [_values(piece, some) for piece, some in zip(self._kept, rows, strict=True)])
-            for (piece, whole), some, part in zip(views, rows, parts, strict=True):
-                to = _some(whole, piece, some)
-                to.copy_(part.view_as(to))
+        self._layout.swap(self._of_local(local), self._of_flat(out), out)
 
     def scatter(self, flat: Tensor, local: Mapping[str, Tensor]) -> None:
         """Writes the rows that this process has of all cells; `flat` are those that are kept here."""
-        views = self._views(flat)
-        if self._layout.processes == 1:
-            for piece, whole in views:
-                self._of_local(local, piece).copy_(whole)
-            return
-        outgoing = [
-            _flat([_some(whole, piece, some) for (piece, whole), some in zip(views, rows, strict=True)], flat)
-            for rows in self._home
-        ]
-        lengths = [sum(_values(piece, some) for piece, some in theirs) for theirs in self._away]
-        for theirs, values in zip(self._away, self._layout.swap(outgoing, lengths), strict=True):
-            parts = torch.split(values, [_values(piece, some) for piece, some in theirs])
-            for (piece, _), part in zip(theirs, parts, strict=True):
-                if part.numel():
-                    to = self._of_local(local, piece)
-                    to.copy_(part.view_as(to))
+        self._layout.swap(self._of_flat(flat), self._of_local(local), flat)
 
-    def _lengths(self, home: Sequence[Sequence[slice]]) -> list[int]:
-        return [sum(_values(piece, some) for piece, some in zip(self._kept, rows, strict=True)) for rows in home]
-
-    def _views(self, flat: Tensor) -> list[tuple[Piece, Tensor]]:
+    def _of_flat(self, flat: Tensor) -> list[list[Tensor]]:
+        """What each process has rows of, in a flat tensor of the cells that are kept here."""
         parts = torch.split(flat, [piece.numel for piece in self._kept])
-        return [(piece, part.view(piece.shape)) for piece, part in zip(self._kept, parts, strict=True)]
+        wholes = [part.view(piece.shape) for piece, part in zip(self._kept, parts, strict=True)]
+        return [[_some(wholes[place], rows) for place, rows in theirs] for theirs in self._home]
 
-    def _rows(self, piece: Piece, process: int) -> slice:
-        """The rows of a piece that a process has, counted within it."""
+    def _of_local(self, local: Mapping[str, Tensor]) -> list[list[Tensor]]:
+        """What is kept at each process, of the rows that this one has."""
+        return [[_some(local[name], rows) for name, rows in theirs] for theirs in self._away]
+
+    def _rows(self, piece: Piece, process: int) -> list[slice]:
+        """The rows of a piece that a process has, counted within it; none, or one slice."""
         holders = self._layout.holders(piece.parameter)
         if process not in holders:
-            return slice(0, 0)
+            return []
         size, place = self._share(piece), holders.index(process)
         begin, end = (min(max(size * number - piece.begin, 0), _height(piece)) for number in (place, place + 1))
-        return slice(begin, end)
+        return [slice(begin, end)] if begin < end else []
 
-    def _of_local(self, local: Mapping[str, Tensor], piece: Piece) -> Tensor:
-        """What this process has of a piece, in its own rows."""
-        rows = self._rows(piece, self._layout.process)
-        if rows.start == rows.stop:
-            return torch.empty(0, *piece.shape[1:])
+    def _own_rows(self, piece: Piece) -> list[slice]:
+        """The rows of a piece that this process has, counted among all that it has of the parameter."""
+        found = self._rows(piece, self._layout.process)
+        if not found:
+            return []
         place = self._layout.holders(piece.parameter).index(self._layout.process)
         first = piece.begin - self._share(piece) * place
-        return _some(local[piece.parameter], piece, slice(first + rows.start, first + rows.stop))
+        return [slice(first + rows.start, first + rows.stop) for rows in found]
 
     def _share(self, piece: Piece) -> int:
         """The rows of its parameter that each holder has, but for the last ones."""
@@ -98,14 +81,6 @@ def _height(piece: Piece) -> int:
     return piece.shape[0] if piece.shape else 1
 
 
-def _values(piece: Piece, rows: slice) -> int:
-    return int(rows.stop - rows.start) * math.prod(piece.shape[1:])
-
-
-def _some(tensor: Tensor, piece: Piece, rows: slice) -> Tensor:
-    """Some rows of a piece; of a single number, one row."""
-    return tensor[rows] if piece.shape else tensor.reshape(1)[rows]
-
-
-def _flat(parts: Sequence[Tensor], like: Tensor) -> Tensor:
-    return torch.cat([like.new_empty(0), *(part.reshape(-1).to(like) for part in parts)])
+def _some(tensor: Tensor, rows: slice) -> Tensor:
+    """Some rows; of a single number, one row."""
+    return tensor[rows] if tensor.dim() else tensor.reshape(1)[rows]

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from farflung.hooks.layouts import swapped
+from farflung.hooks.shared_memory import Parts
+from farflung.hooks.swaps import Swaps
 from farflung.networks import PeerLostError, TorchNetwork
 from farflung.pipeline.mesh import Mesh
 
@@ -68,20 +69,20 @@ class ProcessGroups:
             torch.cuda.set_device(device)  # FSDP works on the current one
             self._shards["cuda"] = self._group(shards, "nccl")
         self._device = device
+        swapping = {"cpu": self.island} if gateway else self._shards
+        self._swaps = {kind: Swaps(group) for kind, group in swapping.items()}
 
     def shard_mesh(self) -> DeviceMesh:
         """The processes that hold this stage together, for FSDP."""
         return DeviceMesh.from_group(self._shards[self._device.type], self._device.type)
 
-    def swap(self, outgoing: Sequence[Tensor], lengths: Sequence[int]) -> list[Tensor]:
-        """Sends each shard of this stage a flat tensor, and receives one of so many values from each.
+    def swap(self, outgoing: Parts, incoming: Parts, like: Tensor) -> None:
+        """See Layout.swap: among the shards of this stage.
 
-        With a gateway, so do all processes of the island, through the host's memory.
+        With a gateway, among all processes of the island, through the host's memory.
         """
-        device = outgoing[0].device
-        if not self.gateway:
-            return swapped(outgoing, lengths, self._shards[device.type])
-        return [one.to(device) for one in swapped([one.cpu() for one in outgoing], lengths, self.island)]
+        like = like[:0].cpu() if self.gateway else like
+        self._swaps[like.device.type](outgoing, incoming, like)
 
     def slow_link(self) -> str:
         """A warning where the shards of this stage are joined by a link that is measured to be slow; or ""."""

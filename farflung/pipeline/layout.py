@@ -8,6 +8,7 @@ from typing import TypeVar
 from torch import Tensor
 
 from farflung.cells import Cell, Shape, dealt
+from farflung.hooks.shared_memory import Parts
 from farflung.pipeline.groups import ProcessGroups
 
 T = TypeVar("T")
@@ -43,10 +44,10 @@ class IslandLayout:
             return dict.fromkeys((cell.name for cell in cells), 0)
         return dealt([cell for cell in cells if cell.pieces[0].parameter in self.here], self.processes)
 
-    def swap(self, outgoing: Sequence[Tensor], lengths: Sequence[int]) -> list[Tensor]:
+    def swap(self, outgoing: Parts, incoming: Parts, like: Tensor) -> None:
         """See Layout."""
         with self._groups.naming_the_lost():
-            return self._groups.swap(outgoing, lengths)
+            self._groups.swap(outgoing, incoming, like)
 
     def total(self, values: Tensor) -> Tensor:
         """See Layout."""
