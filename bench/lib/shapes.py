@@ -27,7 +27,6 @@ from farflung.testing.waiting import until
 from farflung.training.terminal import BEGIN_WITH
 
 WHOLE = IslandShape()
-PAIRED = IslandShape(stages=2, shards=2)
 LONGEST_STEP_S = 120.0
 FIRST_STEPS = 5
 """They take twice as long, so that all hear before the first round that the others train."""

@@ -1,7 +1,9 @@
 """Do islands of unlike shapes train the same on the internet as peers of one process?
 Four peers in one run, of one process, two stages, two shards and both, beside four of one process with the same keys,
 and so the same numbers, data and pairs: the largest difference of their last weights, and of any step's loss. Members
-come and go there, so runs whose rounds had other members are told as such. Takes twelve minutes on two cores.
+come and go there, so runs whose rounds had other members are told as such. A codec that rounds makes a large difference
+of the smallest: beside it is what four simulated peers of one process come to when they sum microbatches in another
+order. Takes twenty minutes on two cores.
 """
 
 from __future__ import annotations
@@ -12,18 +14,19 @@ from typing import Any
 
 from torch import Tensor
 
-from bench.lib.shapes import PAIRED, WHOLE, ended, keys_in, shaped
+from bench.lib.shapes import WHOLE, ended, keys_in, shaped
 from bench.lib.store import Store
 from bench.lib.table import Cell, Part, Table
+from bench.lib.training import simulate
 from farflung.events import RoundEvent, StepEvent
 from farflung.pipeline import IslandShape
+from farflung.pipeline.settings import IslandSettings
+from farflung.report.read import Run, read_run
 from farflung.testing.hosts import LOOPBACK
-from farflung.testing.peers import PeerProcess
 from farflung.training import checkpoint
 from farflung.training.resharding import whole_weights
 
 EVERY = 5
-UNLIKE = (WHOLE, IslandShape(stages=2), IslandShape(shards=2), PAIRED)
 
 
 @dataclass(frozen=True)
@@ -39,9 +42,16 @@ class Options:
     """What one inner step takes; between rounds all peers are to hear from all, which they do each three seconds."""
     model: str = "micro"
     """What is trained."""
+    islands: str = "1x1 2x1 1x2 2x2"
+    """Stages x shards of each peer."""
+
+    @property
+    def shapes(self) -> tuple[IslandShape, ...]:
+        """The peers' shapes."""
+        return tuple(IslandSettings(islands=self.islands).shapes())
 
 
-SMOKE = Options(rounds=("noloco modulo4",), count=2)
+SMOKE = Options(rounds=("noloco modulo4",), count=1, islands="1x1 2x1")
 
 
 @dataclass(frozen=True)
@@ -55,27 +65,42 @@ class Replica:
     weights: Mapping[str, Tensor]
 
 
-def replica_of(peer: PeerProcess, steps: int) -> Replica:
-    """What a peer that has ended has come to."""
-    told, rounds = peer.events(StepEvent), peer.events(RoundEvent)
+def replica_of(run: Run, number: int, steps: int) -> Replica:
+    """What a replica that has ended has come to."""
     return Replica(
-        [(event.step, event.loss) for event in told],
-        [(event.round, tuple(event.group)) for event in rounds],
-        whole_weights(checkpoint.parts_of(peer.folder, steps, told[0].replica)),
+        [(event.step, event.loss) for event in run.of(number, StepEvent)],
+        [(event.round, tuple(event.group)) for event in run.of(number, RoundEvent)],
+        whole_weights(checkpoint.parts_of(run.folder, steps, number)),
     )
 
 
-def trained(options: Options, store: Store, rounds: str, shapes: tuple[IslandShape, ...]) -> list[Replica]:
-    """The replicas of one run, by number."""
+def settings_of(options: Options, rounds: str) -> dict[str, Any]:
+    """Of all runs with a method and its codec."""
     method, codec = rounds.split()
     steps = options.count * EVERY
-    settings: dict[str, Any] = {"model": options.model, "method": method, "codec": codec, "every": EVERY}
-    settings |= {"steps": steps, "batch_size": 8, "sequence_length": 32, "microbatches": 4, "inner": "adamw"}
-    settings |= {"log_every": 1, "eval_every": steps, "eval_sequences": 8, "checkpoint_every": 0}
-    folder = store.scratch / f"{method}-{codec}-{sum(shape.processes for shape in shapes)}"
+    settings = {"model": options.model, "method": method, "codec": codec, "every": EVERY, "steps": steps}
+    settings |= {"batch_size": 8, "sequence_length": 32, "microbatches": 4, "inner": "adamw", "log_every": 1}
+    return settings | {"eval_every": steps, "eval_sequences": 8, "checkpoint_every": 0}
+
+
+def trained(options: Options, store: Store, rounds: str, shapes: tuple[IslandShape, ...]) -> list[Replica]:
+    """The replicas of one run on the internet, by number."""
+    settings, steps = settings_of(options, rounds), options.count * EVERY
+    folder = store.scratch / f"{rounds.replace(' ', '-')}-{sum(shape.processes for shape in shapes)}"
     keys = keys_in(store.scratch / "keys", len(shapes))
     with shaped(folder, [LOOPBACK] * len(shapes), shapes, keys, options.step_ms, settings) as peers:
-        return [replica_of(ended(peer, 120 + steps * options.step_ms / 100), steps) for peer in peers]
+        runs = [read_run(ended(peer, 120 + steps * options.step_ms / 100).folder) for peer in peers]
+        return [replica_of(run, run.replicas[0], steps) for run in runs]
+
+
+def of_another_order(options: Options, store: Store, rounds: str) -> tuple[float, float]:
+    """The differences between simulated replicas of four and of two microbatches."""
+    settings, steps, found = settings_of(options, rounds), options.count * EVERY, []
+    for parts in (4, 2):
+        folder = store.scratch / f"{rounds.replace(' ', '-')}-in-{parts}"
+        run = simulate(folder, **settings | {"microbatches": parts, "replicas": len(options.shapes)}).run
+        found.append([replica_of(run, number, steps) for number in run.replicas])
+    return difference(*found)
 
 
 def other_members(unlike: list[Replica], alike: list[Replica], count: int, rounds: str) -> str:
@@ -105,16 +130,20 @@ def difference(unlike: list[Replica], alike: list[Replica]) -> tuple[float, floa
 
 
 def run(options: Options, store: Store) -> Iterator[Part]:
+    pair = options.shapes, (WHOLE,) * len(options.shapes)
+
     def rows() -> Iterator[tuple[Cell, ...]]:
         for rounds in options.rounds:
-            unlike, alike = (trained(options, store, rounds, shapes) for shapes in (UNLIKE, (WHOLE,) * len(UNLIKE)))
+            unlike, alike = (trained(options, store, rounds, shapes) for shapes in pair)
             if why := other_members(unlike, alike, options.count, rounds):
-                yield rounds, None, None, None, f"not compared: {why}"
+                yield rounds, None, None, None, None, None, f"not compared: {why}"
                 continue
-            loss, weight = difference(unlike, alike)
-            yield rounds, alike[0].losses[-1][1], loss, weight, "all members in all rounds"
+            differences = *difference(unlike, alike), *of_another_order(options, store, rounds)
+            yield rounds, alike[0].losses[-1][1], *differences, "all members in all rounds"
 
-    shapes = ", ".join(f"{shape.stages}x{shape.shards}" for shape in UNLIKE)
     columns = {"rounds": "", "last loss": ".4f", "largest difference of a loss": ".1e", "of a weight": ".1e"}
-    title = f"{options.model}: stages x shards {shapes} beside four 1x1, {options.count} rounds, every={EVERY}"
+    title = (
+        f"{options.model}: stages x shards {options.islands} beside as many 1x1, {options.count} rounds, every={EVERY}"
+    )
+    columns |= {"in another order: of a loss": ".1e", "of a weight by that": ".1e"}
     yield Table(columns | {"rounds had": ""}, rows(), title)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.lib.shapes import PAIRED, WHOLE, ended, keys_in, shaped
+from bench.lib.shapes import WHOLE, ended, keys_in, shaped
 from bench.lib.store import Store
 from bench.lib.table import Cell, Part, Table
 from bench.lib.training import save_llama
@@ -39,9 +39,11 @@ class Options:
     """Of the model, which has four layers."""
     methods: tuple[str, ...] = tuple(METHODS)
     """What to measure."""
+    stages: int = 2
+    """Of the island, each of two shards."""
 
 
-SMOKE = Options(rounds=3, hidden_size=32, methods=("nolocox",))
+SMOKE = Options(rounds=4, step_ms=300, hidden_size=32, methods=("nolocox",), stages=1)
 
 
 @dataclass(frozen=True)
@@ -106,8 +108,9 @@ def run(options: Options, store: Store) -> Iterator[Part]:
     def rows() -> Iterator[tuple[Cell, ...]]:
         for method in options.methods:
             alike = trained(options, store, method, (WHOLE, WHOLE))
-            unlike = trained(options, store, method, (WHOLE, PAIRED))
-            shapes = ("1x1 beside 1x1",) * 2, ("1x1 beside 2x2", "2x2 beside 1x1")
+            unlike = trained(options, store, method, (WHOLE, IslandShape(options.stages, 2)))
+            island = f"{options.stages}x2"
+            shapes = ("1x1 beside 1x1",) * 2, (f"1x1 beside {island}", f"{island} beside 1x1")
             for names, members in zip(shapes, (alike, unlike), strict=True):
                 for name, one, other in zip(names, members, alike, strict=True):
                     bytes_sent = (one.told / 1e6, one.told / other.told - 1, one.carried / other.carried - 1)
