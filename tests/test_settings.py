@@ -125,7 +125,11 @@ def test_a_table_that_there_is_not_is_named(tmp_path: Path) -> None:
             BETWEEN_MACHINES,
             "data deadline device keep_checkpoints log_every offload out outer_device starting tokenizer",
         ),
-        (BETWEEN_PEERS, "checkpoint_every data deadline device eval_every log_every max_tokens out text_column"),
+        (
+            BETWEEN_PEERS,
+            "batch_size boundary checkpoint_every data deadline device eval_every log_every max_tokens microbatches out "
+            "pipeline_schedule restarts shard stages text_column",
+        ),
     ],
 )
 def test_what_may_differ_where(where: MayDiffer, free: str) -> None:
