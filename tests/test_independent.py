@@ -125,6 +125,7 @@ def test_the_results_are_written_once_over_all_that_come_to_the_end(launched: La
     summary = json.loads((launched.run / "summary.json").read_text())
     parts = [json.loads((launched.run / f"replica-{number}" / "summary.json").read_text()) for number in (0, 1)]
     assert summary["missing"] == [] and summary["replicas"] == 2
+    assert all((launched.run / f"replica-{number}" / "config.toml").exists() for number in (0, 1))
     assert min(part["tokens"] for part in parts) > 200 * 64 / 4, "they begin together, however short the run is"
     assert summary["validation_loss_per_replica"] == [part["validation_loss"] for part in parts]
     assert summary["tokens"] == sum(part["tokens"] for part in parts) and summary["weight_spread"] > 0
@@ -170,6 +171,7 @@ def test_replicas_end_when_their_launcher_is_killed(launched: Launched) -> None:
         (["--network", "simulated"], ["network is 'simulated'", "leave out --independent"]),
         (["--stages", 2], ["one process", "leave out --stages"]),
         (["--shard", 2], ["one process", "leave out --stages, --shard"]),
+        (["--replicas", 2, "--islands", "1x1 2x1"], ["one process", "--islands"]),
         (["--replicas", 1], ["replicas is 1", "leave out --independent"]),
         (["--restarts", -1], ["--restarts is -1", "at least 0"]),
         (["--shares", "apart"], ["the number of replicas is not known"]),

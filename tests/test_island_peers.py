@@ -114,3 +114,22 @@ def test_processes_that_disagree_about_the_ticket_are_told_how(tmp_path: Path) -
         _, errors = process.communicate(timeout=patience(60))
         assert process.returncode == 2
         assert "process 1 of the island has another ticket (of there) than process 0 (of here)" in errors
+
+
+@pytest.mark.slow
+def test_processes_that_disagree_about_settings_are_told_which(tmp_path: Path) -> None:
+    Ticket.new("here", {"model": "micro", "batch_size": 4, "inner": "adamw"}).write(tmp_path / "run.ticket")
+    common = {**torch_rendezvous(2), "GLOO_SOCKET_IFNAME": "lo"}
+    processes = [
+        Python(
+            *("-m", "farflung", "join", tmp_path / "run.ticket", "--stages", 2, "--out", tmp_path / f"out-{rank}"),
+            *("--microbatches", microbatches),
+            **{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+        )
+        for rank, microbatches in enumerate((2, 4))
+    ]
+    for process in processes:
+        _, errors = process.communicate(timeout=patience(60))
+        assert process.returncode == 2
+        assert "--microbatches is 2 for process 0 and 4 for process 1" in errors
+    assert not (tmp_path / "out-0").exists()

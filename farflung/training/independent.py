@@ -64,8 +64,8 @@ def _shared(settings: Settings) -> dict[str, object]:
         raise UserError(f"network is {name!r}, but independent replicas are real processes; leave out --independent")
     if settings.run.replicas == 1:
         raise UserError("replicas is 1, but a replica alone has no others that go on; leave out --independent")
-    if settings.island.processes > 1 or settings.island.offload:
-        raise UserError("an independent replica is one process; leave out --stages, --shard and --offload")
+    if settings.island.divided or settings.island.offload:
+        raise UserError("an independent replica is one process; leave out --stages, --shard, --islands and --offload")
     usual = {"replicas": RunSettings.replicas, "restarts": NetworkSettings.restarts, "independent": False}
     shared = peer.shared_settings(settings.changed(**usual))
     launch.check_settings(settings.changed(network="internet"))

@@ -16,7 +16,7 @@ from farflung.networks.following import FollowingNetwork
 from farflung.pipeline import Mesh
 from farflung.settings import Settings
 from farflung.training import beginning, launch
-from farflung.training.agreement import all_gather_facts
+from farflung.training.agreement import all_gather_facts, refuse_other_settings
 from farflung.training.failures import RunFailedError
 from farflung.training.kept import Coordination, Kept
 from farflung.training.stopping import Stop
@@ -50,11 +50,10 @@ def launch_all(settings: Settings, folder: Path, arguments: list[str]) -> None:
 
 def _knows_others(folder: Path) -> bool:
     """Whether the ticket that is kept there leads to more peers than this one."""
-    try:
-        text = (folder / "run.ticket").read_text("utf-8")
-    except OSError:
-        return False
-    return len({line.rpartition("/p2p/")[2] for line in text.replace('"', "\n").splitlines() if "/p2p/" in line}) > 1
+    from farflung.networks.internet import peers_at, read_ticket  # an extra, which is there by now
+
+    path = folder / "run.ticket"
+    return path.exists() and len(peers_at(read_ticket(path).addresses)) > 1
 
 
 def opened(settings: Settings, ticket: Ticket) -> TorchNetwork:
@@ -67,17 +66,16 @@ def opened(settings: Settings, ticket: Ticket) -> TorchNetwork:
             f"start {shape.processes}"
         )
     secret = hashlib.sha256(json.dumps([ticket.name, str(ticket.secret)]).encode()).hexdigest()
-    own = {"ticket": f"of {ticket.name}", "secret": secret[:8]}
-    free = {"device", "out", "data"}
-    own |= {name: str(value) for name, value in sorted(settings.flat().items()) if name not in free}
-    told = all_gather_facts(near, own, "tickets", settings.network.starting)
-    for process, theirs in told.items():
-        for name in own:
-            if theirs.get(name) != told[0][name]:
-                raise UserError(
-                    f"process {process} of the island has another {name} ({theirs.get(name)}) than process 0 "
-                    f"({told[0][name]}); give all of them the same ticket and settings"
-                )
+    (_, (name, first)), *others = all_gather_facts(
+        near, (ticket.name, secret), "tickets", settings.network.starting
+    ).items()
+    for process, (other, theirs) in others:
+        if theirs != first:
+            raise UserError(
+                f"process {process} of the island has another ticket (of {other}) than process 0 (of {name}); "
+                "give all of them the same ticket"
+            )
+    refuse_other_settings(near, settings)
     return near
 
 

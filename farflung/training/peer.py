@@ -61,14 +61,14 @@ def ticket_settings(ticket: Ticket) -> Settings:
 
 def check_for_internet(settings: Settings) -> None:
     """Refuses what peers on the internet cannot do. Raises UserError."""
-    island = settings.island
-    if island.islands:
+    own = settings.island
+    if own.islands:
         raise UserError("islands is for farflung train; each peer says --stages and --shard when it joins")
-    if island.offload:
+    if own.offload:
         raise UserError("a peer on the internet computes where its weights are; leave out --offload")
-    if island.divided and boundary_named(island.boundary)[0]:
+    if own.divided and boundary_named(own.boundary)[0]:
         raise UserError(
-            f"with boundary {island.boundary} the stages decide which weights exist, and peers differ in them; choose "
+            f"with boundary {own.boundary} the stages decide which weights exist, and peers differ in them; choose "
             "another --boundary"
         )
     if settings.network.conditions:
@@ -91,12 +91,14 @@ def run_peer(
     def tell(line: str) -> None:
         told[0].log.warn(line) if told else say(line)
 
+    # Independent replicas on one machine have local ranks, too, but each has a folder of its own.
+    owns_folder = not settings.island.divided or launch.local_rank() == 0
     with contextlib.ExitStack() as leaving:
-        if launch.local_rank() == 0:
+        if owns_folder:
             leaving.enter_context(_left_as_it_was(folder))
-        resumed = launch.is_begun(folder)
         check_for_internet(settings)
         near = island.opened(settings, ticket) if settings.island.divided else None
+        resumed = island.led(near, settings, "begun", launch.is_begun(folder))
         joining: InternetNetwork | None = None
         if island.leads(near):
             joining = _joining(ticket, settings, local, first, tell)
@@ -107,8 +109,8 @@ def run_peer(
         network = joining or island.following(near, rank)
         step = island.step_of(near, settings, folder, rank) if resumed else None
         away = island.led(near, settings, "away", joining is not None and _away(joining, settings, step))
-        if launch.local_rank() == 0:
-            launch.prepare(settings, folder, resumed)
+        if owns_folder:
+            launch.prepare(settings, folder, launch.is_begun(folder))
         island.led(near, settings, "prepared", None)
         launch.use_cores_of(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
         if joining:
