@@ -312,7 +312,7 @@ def aggregated(
         message, unusable = torch.tensor(own), []
         try:
             meeting = Meeting(network, network.members(), "x", weights=weights)
-            averaging.start(Message(message, {"cell": [message]}), meeting)[0].wait(60)
+            averaging.start(Message(message, ["cell"], lambda flat: {"cell": [flat]}), meeting)[0].wait(60)
         except PeerLostError as lost:
             unusable = list(lost.ranks)
         return message.tolist(), unusable

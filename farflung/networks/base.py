@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
@@ -193,6 +194,12 @@ class IslandNetwork(Network, Protocol):
 
     def everyone(self) -> Network:
         """The network of all processes, in which each is a replica."""
+
+
+def by_island(islands: IslandNetwork, told: Iterable[T]) -> list[list[T]]:
+    """What all processes tell, in order, by the island that they are of."""
+    rest = iter(told)
+    return [list(islice(rest, len(island))) for island in islands.island_processes]
 
 
 class ElasticNetwork(Network, Protocol):

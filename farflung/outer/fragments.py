@@ -46,6 +46,7 @@ class Fragment:
         self, cells: Sequence[Cell], parameters: Mapping[str, nn.Parameter], layout: Layout, keepers: Mapping[str, int]
     ) -> None:
         self.cells = [cell for cell in cells if keepers[cell.name] == layout.process]
+        self.names = [cell.name for cell in self.cells]
         self.numel = sum(cell.numel for cell in self.cells)
         names = dict.fromkeys(piece.parameter for cell in cells for piece in cell.pieces)
         self.named = {name: parameters[name] for name in names if name in parameters}
@@ -77,12 +78,15 @@ class Fragment:
 
     def message(self, flat: Tensor) -> Message:
         """A flat tensor as that of these cells; one twice as long holds two tensors of each."""
+        return Message(flat, self.names, self._views)
+
+    def _views(self, flat: Tensor) -> dict[str, list[Tensor]]:
         found: dict[str, list[Tensor]] = {cell.name: [] for cell in self.cells}
         for values in torch.split(flat, max(self.numel, 1)):
             parts = iter(torch.split(values, [piece.numel for cell in self.cells for piece in cell.pieces]))
             for cell in self.cells:
                 found[cell.name] += [next(parts).view(piece.shape) for piece in cell.pieces]
-        return Message(flat, found)
+        return found
 
     def apart(self, kept: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         """Flat tensors as those of each cell, by its name; other values are every cell's."""

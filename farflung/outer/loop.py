@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from farflung.cells import Cell
-from farflung.codecs.values import norm
 from farflung.hooks.buffers import average
 from farflung.hooks.copies import Copies
 from farflung.hooks.scaling import unscaled_steps
@@ -26,8 +25,7 @@ from farflung.networks import Finished, Group, PeerLostError, Pending
 from farflung.networks.torchrun import log
 from farflung.outer.adaptation import Adaptation, effective_ranks
 from farflung.outer.averaging import Averaging, Meeting
-from farflung.outer.bundles import Cells, joint_error
-from farflung.outer.columns import Column
+from farflung.outer.columns import Column, Message
 from farflung.outer.exchange import ColumnExchange, Exchange, of_columns
 from farflung.outer.fragments import Weights, split
 from farflung.outer.healing import draw_together, sketch, stay_away
@@ -133,26 +131,23 @@ class OuterLoop(Session):
         return self._replica.fault(sync.rounds, self.step, self._rounds.pending)
 
     def _exchange(self, sync: Sync[Tensor], offer: Offer[Tensor], group: Group) -> Exchange:
-        """Starts averaging a message; where all anchors should be equal, also compares them."""
+        """Starts averaging a message, and comparing anchors."""
         began = self.network.now()
         if not group:
             return Exchange(began, Finished(Result(offer.message, (), Outcome.SAT_OUT), began))
         message = self._weights[sync.index].fragment.message(offer.message)
-        columns = self.columns.of(group, list(message.cells))
+        columns, key = self.columns.of(group, message.names), self._round_key(sync.index, sync.rounds)
         parts = [message.part(column.cells) for column in columns]
-        sizes = [norm([part.flat]) for part in parts] if len(parts) > 1 else [1.0]
-        started, errors = [], []
-        for column, part in zip(columns, parts, strict=True):
-            meeting = Meeting(column.network, group, column.key(self._round_key(sync.index, sync.rounds)), sync.rounds)
-            sketches = self._compare(sync, column, meeting) if self._compares(group) else None
-            mean, error = self._averagings[sync.index].start(part, meeting)
-            started.append(ColumnExchange(column, part, mean, sketches, group))
-            errors.append(error)
-        result = of_columns(message, group, started, self.network.now)
-        return Exchange(began, result, joint_error(errors, sizes[: len(errors)]))
+        meetings = [Meeting(column.network, group, column.key(key), sync.rounds) for column in columns]
+        sketches = [self._compare(sync, *meets) for meets in zip(columns, meetings, strict=True)]
+        means, error = self._averagings[sync.index].start_parts(parts, meetings)
+        started = [ColumnExchange(*one, group) for one in zip(columns, parts, means, sketches, strict=True)]
+        return Exchange(began, of_columns(message, group, started, self.network.now), error)
 
-    def _compare(self, sync: Sync[Tensor], column: Column, meeting: Meeting) -> Pending[dict[int, Tensor]]:
-        """Starts comparing the anchors of a column with the group's."""
+    def _compare(self, sync: Sync[Tensor], column: Column, meeting: Meeting) -> Pending[dict[int, Tensor]] | None:
+        """Starts comparing the anchors of a column with the group's, where they should be equal."""
+        if not self._compares(meeting.group):
+            return None
         anchor = self._weights[sync.index].fragment.message(self.anchors[sync.index]).part(column.cells).flat
         # In an eager merge each anchor has the own last part in it; then only rounds that were lost count.
         own = sketch(
@@ -218,7 +213,7 @@ class OuterLoop(Session):
         """Makes anchors, outer momentum and schedule equal again in a group that was found to hold different ones."""
         group, key = pending.group, self._round_key(pending.fragment, pending.round)
         fragment, pace = self._weights[sync.index].fragment, self._pace(sync)
-        columns = self.columns.of(group, [cell.name for cell in fragment.cells])
+        columns = self.columns.of(group, fragment.names)
         if not result.apart:
             if result.outcome == Outcome.PEER_LOST and self._compares(group):
                 for column in columns:
@@ -293,9 +288,8 @@ class OuterLoop(Session):
     def _begin(self) -> None:
         self._replica.begin()
 
-    def _starts_from(self) -> Cells:
-        kept = (weights.fragment.message(weights.anchor).cells for weights in self._weights)
-        return {cell: tensors for cells in kept for cell, tensors in cells.items()}
+    def _starts_from(self) -> list[Message]:
+        return [weights.fragment.message(weights.anchor) for weights in self._weights]
 
     def _writing_weights(self) -> AbstractContextManager[None]:
         return self._replica.copies.following()

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from farflung.codecs import finite
-from farflung.codecs.values import norm
 from farflung.errors import UserError
 from farflung.hooks.scaling import is_scaled, step_always, take_gradients, unscale
 from farflung.hooks.shards import own_of
@@ -17,8 +16,8 @@ from farflung.hooks.steps import Arguments, hook_steps
 from farflung.hooks.trained import held_by
 from farflung.networks import Finished, Group, Pending
 from farflung.outer.averaging import Averaging, Meeting, Together
-from farflung.outer.bundles import joint_error
-from farflung.outer.columns import Column, Message, views_like
+from farflung.outer.bundles import Cells
+from farflung.outer.columns import Column, Message
 from farflung.outer.faults import Faults
 from farflung.outer.fragments import split
 from farflung.outer.outcomes import Outcome, Round
@@ -70,7 +69,6 @@ class MeanGradient:
         self._index = index
         (self.fragment,) = split(session.trained.model, 1, held & set(session.trained.parameters))
         self._parameters = self.fragment.parameters
-        self._names = [cell.name for cell in self.fragment.cells]
         method = session.method
         self._topology = method.topology
         self._feeds_back = method.codec.traits.feeds_back
@@ -155,19 +153,13 @@ class MeanGradient:
     def _start(self, gradients: Tensor, notes: Notes, group: Group) -> tuple[Pending[list[Message]], float]:
         """Starts averaging flat gradients, column by column, each with its notes; who sits out keeps its own."""
         network, key = self._network, self._session.key(f"gradient {self._exchanges} of optimizer {self._index}")
-        columns = self._session.columns.of(group or (network.rank,), self._names)
+        columns = self._session.columns.of(group or (network.rank,), self.fragment.names)
         messages = [self._with_notes(gradients, notes, column) for column in columns]
         if not group or not columns:
             return Finished(messages, network.now()), 0.0
-        sizes = [norm([message.flat]) for message in messages] if len(messages) > 1 else [1.0]
-        started, errors = [], []
-        for column, message in zip(columns, messages, strict=True):
-            meeting = Meeting(column.network, group, column.key(key), self._exchanges)
-            pending, error = self._averaging.start(message, meeting)
-            started.append(pending)
-            errors.append(error)
-        together = Together(started, network.now, lambda _: messages)
-        return together, joint_error(errors, sizes)
+        meetings = [Meeting(column.network, group, column.key(key), self._exchanges) for column in columns]
+        started, error = self._averaging.start_parts(messages, meetings)
+        return Together(started, network.now, lambda _: messages), error
 
     def _with_notes(self, gradients: Tensor, notes: Notes, column: Column) -> Message:
         """A column's part of flat gradients, and the notes behind it."""
@@ -175,8 +167,12 @@ class MeanGradient:
         part = message.part(column.cells)
         told = torch.tensor([*(notes.present[name] for name in self._told_of(column.cells)), *notes[1:]])
         flat = gradients if part is message else torch.cat([part.flat, part.flat.new_empty(len(told))])
-        room = flat[-len(told) :].copy_(told)
-        return Message(flat, {**views_like(part.cells, flat[: -len(told)]), NOTES: room.unbind()})
+        flat[-len(told) :] = told
+
+        def views(flat: Tensor) -> Cells:
+            return {**part.views(flat[: -len(told)]), NOTES: flat[-len(told) :].unbind()}
+
+        return Message(flat, [*part.names, NOTES], views)
 
     def _told_of(self, cells: Collection[str]) -> list[str]:
         """The parameter of each piece of some cells."""
@@ -186,7 +182,7 @@ class MeanGradient:
     def _message(self, loss: Any, overflow: bool) -> tuple[Tensor, Notes, str]:
         """Flat gradients, with room for notes; these; and why there are no gradients, or ""."""
         device = self._parameters[0].device if self._parameters else None
-        numel, room = self.fragment.numel, len(self._told_of(self._names)) + OTHER_NOTES
+        numel, room = self.fragment.numel, len(self._told_of(self.fragment.names)) + OTHER_NOTES
         flat = torch.zeros(numel + room, dtype=torch.float32, device=device)
         if any(p.grad is not None and p.grad.layout != torch.strided for p in self._parameters):
             raise UserError(SPARSE.format(f"a parameter of {self._name}"))
@@ -216,9 +212,10 @@ class MeanGradient:
         rest = [0.0] * OTHER_NOTES
         for message in messages:
             whole.put(message)
-            *told, loss, counted, overflowed = torch.stack(tuple(message.cells[NOTES])).tolist()
+            names = self._told_of(message.names)
+            *told, loss, counted, overflowed = message.flat[-len(names) - OTHER_NOTES :].tolist()
             rest = [loss, counted, overflowed]
-            for name, has_one in zip(self._told_of(message.cells), told, strict=True):
+            for name, has_one in zip(names, told, strict=True):
                 present[name] += has_one
         return self._in_replica(Notes(present, *rest))
 

@@ -21,7 +21,7 @@ from farflung.networks import (
     among_members,
     among_survivors,
 )
-from farflung.outer.columns import Column, Columns, Message, views_like
+from farflung.outer.columns import Column, Columns, Message
 from farflung.outer.fragments import split
 from farflung.pipeline import Island, Mesh, assemble
 from farflung.settings import Settings
@@ -95,18 +95,21 @@ def _met(trainer: Trainer, network: Network, own: Message, facts: dict[str, Any]
 
 def _mean(network: Network, own: Message, deadline_s: float) -> Tensor:
     """The mean of what a network's replicas hold of some cells."""
-    columns, cells = Columns(network), list(own.cells)
-    columns.meet(cells, [], "layouts at the end", deadline_s)
-    mean = Message(flat := own.flat.clone(), views_like(own.cells, flat))
-    for column in columns.of(network.members(), cells):
-        part, key = mean.part(column.cells), column.key("average at the end")
+    columns, mean = Columns(network), own.like(torch.empty_like(own.flat))
+    columns.meet(own.names, [], "layouts at the end", deadline_s)
+    for column in columns.of(network.members(), own.names):
+        mean.put(_mean_of_column(column, own.part(column.cells), deadline_s))
+    return mean.flat
 
-        def average(group: Group, column: Column = column, part: Message = part, key: str = key) -> Tensor:
-            return column.network.all_reduce(part.flat.clone(), group, f"{key} of {group}").wait(deadline_s)
 
-        part.flat.copy_(among_members(column.network, average))
-        mean.put(part)
-    return flat
+def _mean_of_column(column: Column, part: Message, deadline_s: float) -> Message:
+    """The mean of what the replicas that can be reached hold of a column's cells."""
+    network, key = column.network, column.key("average at the end")
+
+    def average(group: Group) -> Tensor:
+        return network.all_reduce(part.flat.clone(), group, f"{key} of {group}").wait(deadline_s)
+
+    return part.like(among_members(network, average))
 
 
 def _summary(
@@ -172,10 +175,8 @@ def finish_apart(settings: Settings, folder: Path, ended: Mapping[int, Path], de
             }
         )
     summary = _summary(settings, island, workload, settings.run.steps, facts) | {"sample": island.sample()}
-    model = island.model
-    weights: checkpoint.Weights = {"shard": 0, "model": model.state_dict(), "buffers": buffer_names(model)}
     try:
-        checkpoint.write(checkpoint.average_of(folder), weights)
+        checkpoint.write(checkpoint.average_of(folder), _average(island))
         write_text(folder / "summary.json", json.dumps(summary, indent=2) + "\n")
     except OSError as error:
         raise NoRoomError(f"cannot write to {folder}: {error.strerror}; make room") from error
@@ -187,12 +188,7 @@ def write_results(trainer: Trainer, summary: dict[str, Any], tells: bool) -> Non
     Raises NoRoomError, when the disk stays full.
     """
     summary = {**summary, "sample": trainer.island.sample()}
-    model = trainer.model
-    average: checkpoint.Weights = {
-        "shard": trainer.island.coordinates.shard,
-        "model": model.state_dict(),
-        "buffers": buffer_names(model),
-    }
+    average = _average(trainer.island)
 
     def write() -> None:
         if tells:
@@ -200,6 +196,12 @@ def write_results(trainer: Trainer, summary: dict[str, Any], tells: bool) -> Non
         checkpoint.write(checkpoint.average_of(trainer.folder, trainer.file_stem), average)
 
     _keep_trying(write, trainer, summary)
+
+
+def _average(island: Island) -> checkpoint.Weights:
+    """The weights that an island ends with, as they are written."""
+    model = island.model
+    return {"shard": island.coordinates.shard, "model": model.state_dict(), "buffers": buffer_names(model)}
 
 
 def ended_together(ended: Callable[[Network], Ended], network: TorchNetwork, mesh: Mesh, deadline_s: float) -> Ended:
