@@ -121,8 +121,8 @@ class SimulatedLayout:
     def keepers(self, cells: Sequence[Cell]) -> Mapping[str, int]:
         return dealt([cell for cell in cells if cell.pieces[0].parameter in self.here], self.processes)
 
-    def lead(self, value: Any) -> Any:
-        return self._told(value, self._island, "lead")[self._island[0]]
+    def told(self, value: Any) -> list[Any]:
+        return list(self._told(value, self._island, "facts").values())
 
     def total(self, values: Tensor) -> Tensor:
         return values.copy_(torch.stack(list(self._told(values, self._island, "total").values())).sum(0))

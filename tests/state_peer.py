@@ -45,12 +45,13 @@ def serve(network: InternetNetwork, folder: Path, number: int) -> None:
 
     given.touch()
     network.peers.handlers["piece"] = counting
-    network.serve(lambda: state((folder / "moved").exists()))
     while not (folder / "over").exists():
         if (forgets := folder / f"{number}.forgets").exists():
             network._snapshots._kept.clear()
             forgets.unlink()
         network.paced(20 if (folder / "moved").exists() else 8, 1000)
+        if network.wanted:
+            network.give(state((folder / "moved").exists()))
         time.sleep(0.02)
 
 

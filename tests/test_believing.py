@@ -85,13 +85,11 @@ def fetched(
 ) -> tuple[InternetNetwork, SharedState]:
     """A newcomer, and what it has fetched once it knows the liars and members with these states."""
     members = [run.join() for _ in states]
-    for member, state, history in zip(members, states, histories, strict=False):
-        told = SharedState(state, {"step": 7, "until": 10**6, "history": history})
-        member.serve(lambda told=told: told)  # type: ignore[misc]
     newcomer = run.join(trains=False)
     with contextlib.ExitStack() as stack:
-        for member in members:
-            stack.enter_context(training(member))
+        for member, state, history in zip(members, states, histories, strict=False):
+            told = SharedState(state, {"step": 7, "until": 10**6, "history": history})
+            stack.enter_context(training(member, told))
         until(lambda: len(newcomer.peers.members.training()) == len(states) + liars)
         return newcomer, newcomer.fetch(identical).wait(patience(60))
 

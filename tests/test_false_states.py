@@ -61,8 +61,7 @@ def test_a_state_that_cannot_be_is_fetched_from_another(run: Run, liar: Liar, li
     described = {"id": "a", "digests": digests, "tensors": tensors, "facts": {"step": 30, "until": 40}}
     liar.serve(described, content)
     until(lambda: liar.peers.identity.rank in newcomer.members())
-    one.serve(lambda: SharedState({"anchor 0": torch.arange(4.0)}, {"step": 7, "until": 10**6}))
-    with training(one):
+    with training(one, SharedState({"anchor 0": torch.arange(4.0)}, {"step": 7, "until": 10**6})):
         state = newcomer.fetch(identical=True).wait(patience(60))
     assert state.tensors["anchor 0"].tolist() == [0.0, 1.0, 2.0, 3.0] and state.facts["step"] == 7
     assert newcomer.refused["bad state"] + newcomer.refused["bad piece"] > 0
@@ -94,8 +93,7 @@ UNFIT = {
 def test_a_newcomer_takes_no_state_that_does_not_fit_but_another_peer_s(run: Run, liar: Liar, lie: str) -> None:
     one, newcomer = run.join(), run.join()
     fits = {name: torch.full((count,), 2.0) for name, count in ANCHORS.items()}
-    one.serve(lambda: SharedState(fits, {"step": 7, "until": 10**6}))
-    with training(one):
+    with training(one, SharedState(fits, {"step": 7, "until": 10**6})):
         assert joins_after(liar, newcomer, UNFIT[lie])
     assert newcomer.refused["bad state"] == 1
 
@@ -107,13 +105,15 @@ def test_a_newcomer_to_whom_all_give_what_does_not_fit_is_told_so_in_one_line(ru
 
 
 @contextlib.contextmanager
-def training(peer: InternetNetwork) -> Iterator[None]:
+def training(peer: InternetNetwork, state: SharedState) -> Iterator[None]:
     """A peer that goes from step to step, so that it can be asked for its state."""
     stop = threading.Event()
 
     def steps() -> None:
         while not stop.wait(0.02):
             peer.paced(8, 10)
+            if peer.wanted:
+                peer.give(state)
 
     thread = threading.Thread(target=steps)
     thread.start()

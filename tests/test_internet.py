@@ -538,8 +538,6 @@ def test_a_state_comes_in_pieces_from_several_and_survives_one_that_sends_other_
         run.join()
     run.all_know_each_other()
     values = torch.randn(5000)
-    for peer in run.peers[:2]:
-        peer.serve(lambda: SharedState({"anchor 0": values}, {"step": 7, "until": 10}))
     bad = run.peers[0]._snapshots
     keep = bad._keep
 
@@ -555,6 +553,8 @@ def test_a_state_comes_in_pieces_from_several_and_survives_one_that_sends_other_
     def train(peer: InternetNetwork) -> None:
         while not stop.wait(0.02):
             peer.paced(peer.peers.info["step"] + 1, 10)
+            if peer.wanted:
+                peer.give(SharedState({"anchor 0": values}, {"step": 7, "until": 10}))
 
     threads = [threading.Thread(target=train, args=(peer,)) for peer in run.peers[:2]]
     for thread in threads:

@@ -32,7 +32,7 @@ from farflung.outer import GossipNesterov, ParameterAveraging, Round, Session
 from farflung.outer.aggregation import LARGEST_RATIO, Aggregation, Blame, clipped, median
 from farflung.outer.averaging import Averaging, Meeting
 from farflung.outer.columns import Message
-from farflung.outer.elastic import shared_tensors, take_shared
+from farflung.outer.elastic import check_shared, shared_tensors, take_shared
 from farflung.outer.fragments import Weights, split
 from farflung.outer.merges import Keep
 from farflung.outer.optimizers import after_a_step, message_of, step_with
@@ -261,7 +261,9 @@ def weights_of(make: Any) -> tuple[list[Weights], torch.optim.Optimizer]:
 def test_a_state_is_taken_whole() -> None:
     weights, _ = weights_of(sgd)
     anchors = {"anchor of 0": torch.ones(4), "anchor of 1": torch.ones(3)}
-    take_shared(weights, anchors | {"momentum_buffer of 0": torch.full((4,), 2.0)}, after_a_step(sgd)[1])
+    told = anchors | {"momentum_buffer of 0": torch.full((4,), 2.0)}
+    check_shared(told, {"0": 4, "1": 3}, after_a_step(sgd)[1])
+    take_shared(weights, told)
     assert dict(shared_tensors(weights))["momentum_buffer of 0"].tolist() == [2.0] * 4
     assert [one.anchor.tolist() for one in weights] == [[1.0] * 4, [1.0] * 3]
 
@@ -282,7 +284,8 @@ def test_any_state_is_taken_so_that_training_goes_on_or_changes_nothing(make: An
     weights, outer = weights_of(make)
     anchors = [one.anchor for one in weights]
     try:
-        take_shared(weights, told, after_a_step(make)[1])
+        check_shared(told, {"0": 4, "1": 3}, after_a_step(make)[1])
+        take_shared(weights, told)
     except UserError:
         assert not outer.state and not any(anchor.any() for anchor in anchors)
     else:

@@ -14,7 +14,7 @@ from processes import farflung, run_here
 from swarm import Swarm
 from warm import Python
 
-from farflung.events import JoinedEvent, StartEvent
+from farflung.events import JoinedEvent, RoundEvent, StartEvent
 from farflung.networks.internet import Ticket
 from farflung.testing.hosts import torch_rendezvous
 from farflung.training import checkpoint
@@ -39,9 +39,10 @@ def weights(swarm: Swarm, name: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.slow
-def test_an_island_is_a_member_like_others_and_keeps_up_with_them(swarm: Swarm) -> None:
-    first = swarm.invite(*DILOCO, "--eval-every", 5000, "--checkpoint-every", 500, steps=1500)
-    island = swarm.join("island", "--stages", 2, "--shard", 2, "--batch-size", 8)
+@pytest.mark.parametrize("gateway", [False, True], ids=["keeper to keeper", "gateway"])
+def test_an_island_is_a_member_like_others_and_keeps_up_with_them(swarm: Swarm, gateway: bool) -> None:
+    first = swarm.invite(*DILOCO, "--eval-every", 5000, "--checkpoint-every", 500, steps=3000)
+    island = swarm.join("island", "--stages", 2, "--shard", 2, "--batch-size", 8, *(["--gateway"] if gateway else []))
     until(lambda: swarm.averaged("island") > 1, 120)
     status = ("status", swarm.folder / "run.ticket", "--once", "--listen", "127.0.0.1")
     until(lambda: [line for line in farflung(*status, COLUMNS="160").stdout.splitlines() if " 4 trains" in line])
@@ -52,6 +53,11 @@ def test_an_island_is_a_member_like_others_and_keeps_up_with_them(swarm: Swarm) 
     flat = [torch.cat([one[name].flatten() for name in both[0]]) for one in both]
     apart = torch.linalg.vector_norm(flat[0] - flat[1]) / torch.linalg.vector_norm(flat[0])
     assert apart < 0.1, "no further than a few steps of their own, after the last round that they held together"
+    sent, own = (
+        max(e.bytes_sent for e in swarm.events(name, RoundEvent) if e.outcome == "averaged")
+        for name in ("first", "island")
+    )
+    assert sent == own if gateway else 0 < own < sent / 2, "what the first process keeps, or all that there is"
     report = (swarm.folder / "island" / "report.html").read_text()
     assert "stage 1" in report and "shard 1" in report
 
@@ -86,6 +92,11 @@ def children(process: int) -> list[int]:
         (["--stages", 40, "--batch-size", 80], ["40 pieces", "layers"]),
         (["--shard", 2, "--boundary", "int8"], ["one stage has no boundary"]),
         (["--stages", 2, "--batch-size", 4, "--boundary", "subspace4"], ["peers differ in them"]),
+        (["--gateway"], ["gateway is for a peer of several processes"]),
+        (
+            ["--shard", 2, "--announce", "/ip4/203.0.113.7/tcp/4001"],
+            ["each process of an island has its own", "--gateway"],
+        ),
     ],
 )
 def test_layouts_that_cannot_work_are_refused_before_anything_starts(

@@ -97,15 +97,17 @@ def unset(tables: Iterable[type], where: MayDiffer) -> Any:
     for table in tables:
         for one in dataclasses.fields(table):
             if where in rule_of(one).may_differ:
-                hint: Any = Annotated[hints_of(table)[one.name] | None, Doc(help_of(table)[one.name])]
-                found.setdefault(one.name, (one.name, hint, None))
-    doc = {"__doc__": "What may be otherwise; unset: as before."}
-    return dataclasses.make_dataclass("Unset", found.values(), frozen=True, namespace=doc)()
+                kind, doc = hints_of(table)[one.name], Doc(help_of(table)[one.name])
+                flag = kind is bool  # which takes no value
+                hint: Any = Annotated[kind if flag else kind | None, doc]
+                found.setdefault(one.name, (one.name, hint, False if flag else None))
+    about = {"__doc__": "What may be otherwise; unset: as before."}
+    return dataclasses.make_dataclass("Unset", found.values(), frozen=True, namespace=about)()
 
 
 def given(options: Any) -> dict[str, Any]:
-    """What was given of a dataclass of optional settings."""
-    return {name: value for name, value in vars(options).items() if value is not None}
+    """What was given of a dataclass of optional settings; a flag that was not is False."""
+    return {name: value for name, value in vars(options).items() if value is not None and value is not False}
 
 
 @contextlib.contextmanager

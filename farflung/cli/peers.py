@@ -160,7 +160,7 @@ def _train(
                 show()
                 peer.run_part(ticket, settings, local, first)
             elif settings.island.divided:
-                peer.check_for_internet(settings)
+                peer.check_for_internet(settings, local)
                 show()
                 island.launch_all(settings, folder, list(again))
             else:

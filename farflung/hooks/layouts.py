@@ -57,8 +57,8 @@ class Layout(Protocol):
         """The sum over the replica's processes of flat float64 values. Raises PeerLostError."""
         ...
 
-    def lead(self, value: T) -> T:
-        """What the replica's first process says, which may be anything that can be pickled. Raises PeerLostError."""
+    def told(self, value: T) -> list[T]:
+        """What each of the replica's processes says: anything that can be pickled. Raises PeerLostError."""
         ...
 
 
@@ -91,9 +91,9 @@ class Undivided:
         """See Layout."""
         return values
 
-    def lead(self, value: T) -> T:
+    def told(self, value: T) -> list[T]:
         """See Layout."""
-        return value
+        return [value]
 
 
 class FullySharded(Undivided):
@@ -130,11 +130,11 @@ class FullySharded(Undivided):
         dist.all_reduce(there, group=self._group)
         return values.copy_(there)
 
-    def lead(self, value: T) -> T:
+    def told(self, value: T) -> list[T]:
         """See Layout."""
-        told = [value]
-        dist.broadcast_object_list(told, group=self._group, group_src=0)
-        return told[0]
+        told = [value] * self.processes
+        dist.all_gather_object(told, value, group=self._group)
+        return told
 
 
 def layout_of(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> Layout:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -95,6 +95,8 @@ class Party:
     weights: dict[int, float]
     behind: bool = False
     """Whether this replica must catch up first, because its anchors are not the others'."""
+    seats: Mapping[int, Mapping[str, int]] = field(default_factory=dict)
+    """The seat of the process that keeps each cell, by the cell's name, of members that are islands with several."""
 
 
 @dataclass(frozen=True)
@@ -227,8 +229,18 @@ class ElasticNetwork(Network, Protocol):
         Slow replicas skip to the others' median step. Called at the end of each step.
         """
 
-    def serve(self, source: Callable[[], SharedState]) -> None:
-        """Registers the function that gives this replica's state to late replicas; `paced` calls it when asked."""
+    def keep(self, cells: Sequence[str], here: Collection[str]) -> None:
+        """Says which cells the model has, in order, and which of them this process keeps. Raises PeerLostError."""
+
+    def between(self, seats: Mapping[int, int]) -> Network:
+        """The network of those that keep a cell: the seat of each replica, this one's among them."""
+
+    @property
+    def wanted(self) -> bool:
+        """Whether a late replica asks for this one's state."""
+
+    def give(self, state: SharedState) -> None:
+        """Gives this replica's state to those who have asked."""
 
     def fetch(self, identical: bool) -> Pending[SharedState | None]:
         """The state of other replicas; where they are `identical`, of the same bits. `wait` raises PeerLostError."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TypeVar
 
 from torch import Tensor
@@ -45,6 +45,9 @@ class FollowingNetwork(RealNetwork):
         """See Network."""
         return self
 
+    def expect_model(self, shapes: str, values: int) -> None:
+        """Nothing: the leader announces it."""
+
     def members(self) -> Group:
         """See Network."""
         return (self.rank,)
@@ -71,8 +74,20 @@ class FollowingNetwork(RealNetwork):
         """See ElasticNetwork."""
         return step
 
-    def serve(self, source: Callable[[], SharedState]) -> None:
-        """Nothing: the leader has all that others can want."""
+    def keep(self, cells: Sequence[str], here: Collection[str]) -> None:
+        """Nothing: the leader keeps all."""
+
+    def between(self, seats: Mapping[int, int]) -> Network:
+        """See ElasticNetwork."""
+        return self
+
+    @property
+    def wanted(self) -> bool:
+        """See ElasticNetwork; the leader is asked."""
+        return False
+
+    def give(self, state: SharedState) -> None:
+        """Nothing: the leader gives it."""
 
     def fetch(self, identical: bool) -> Pending[SharedState | None]:
         """See ElasticNetwork; the leader fetches."""

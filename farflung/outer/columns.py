@@ -16,7 +16,7 @@ from torch import Tensor
 
 from farflung.errors import UserError
 from farflung.hooks.start import DisagreementError, all_there
-from farflung.networks import Group, IslandNetwork, Network
+from farflung.networks import ElasticNetwork, Group, IslandNetwork, Network, Party
 from farflung.networks.base import by_island, packet_of, words_of
 from farflung.outer.bundles import Cells
 
@@ -126,6 +126,18 @@ class Columns:
         for cell in cells:
             found.setdefault(tuple(self._keepers[replica][cell] for replica in group), []).append(cell)
         return [Column(_between(islands, group, keepers), tuple(kept), kept[0]) for keepers, kept in found.items()]
+
+
+def of_party(network: ElasticNetwork, party: Party, cells: Sequence[str]) -> list[Column]:
+    """The columns of some cells among those who have come to a round."""
+    found: dict[tuple[int, ...], list[str]] = {}
+    for cell in cells:
+        seats = (party.seats[rank][cell] if rank in party.seats else rank for rank in party.group)
+        found.setdefault(tuple(seats), []).append(cell)
+    return [
+        Column(network.between(dict(zip(party.group, seats, strict=True))), tuple(kept), kept[0])
+        for seats, kept in found.items()
+    ]
 
 
 def _keepers(layout: Sequence[tuple[list[str], list[str]]], island: Group) -> dict[str, int]:

@@ -20,18 +20,23 @@ from farflung.hooks.digests import digest
 from farflung.networks import Group, Party, PeerLostError, Pending, SharedState
 from farflung.outer.aggregation import Aggregation
 from farflung.outer.averaging import Meeting
-from farflung.outer.exchange import Exchange
+from farflung.outer.columns import of_party
+from farflung.outer.exchange import ColumnExchange, Exchange, of_columns
 from farflung.outer.fragments import ANCHOR, Weights
 from farflung.outer.loop import OuterLoop
 from farflung.outer.optimizers import OuterOptimizer, ParameterAveraging, after_a_step
 from farflung.outer.outcomes import Outcome, Result
 from farflung.outer.round import Offer, PendingRound, Sync
 from farflung.outer.session import Setup
+from farflung.outer.whole_state import NearProcesses
 
 T = TypeVar("T")
 
 OF = " of "
 """Between what a tensor is and the name of its cell."""
+
+LOW_BITS = (1 << 31) - 1
+"""Of a digest: a float64 holds sums of so many bits exactly."""
 
 IN_TOUCH_S = 5.0
 """How often a replica's processes say that they still wait."""
@@ -42,8 +47,9 @@ OTHER_SHAPES = "the run's anchors have other shapes than the model here; see tha
 class ElasticLoop(OuterLoop):
     """See OuterLoop; for an elastic network.
 
-    Of a replica that is several processes, only the first is on it. The others go by what it says: which step counts,
-    who came to a round and how it ended, when others' state is there.
+    Of a replica that is several processes, only the first is one of its members. The others go by what it says: which
+    step counts, who came to a round, when others' state is there. What each of them keeps, it exchanges by itself where
+    the network can do that; else the first process keeps all.
     """
 
     def __init__(self, setup: Setup) -> None:
@@ -52,7 +58,11 @@ class ElasticLoop(OuterLoop):
         self._fetching: Pending[SharedState | None] | None = None
         self._history = ""
         super().__init__(setup)
-        self._elastic.serve(self.state)
+        self._near = NearProcesses(self.network.near, self.deadline_s)
+        own = {cell.name: cell.numel for cell in self._cells_here()}
+        told = self.trained.layout.told(own)
+        self._values = dict(sorted(cell for kept in told for cell in kept.items()))
+        self._elastic.keep(list(self._values), own)
 
     def _make_outer(self) -> torch.optim.Optimizer:
         outer = super()._make_outer()
@@ -64,7 +74,10 @@ class ElasticLoop(OuterLoop):
 
     def _counted(self, step: int) -> int:
         """Counts a step as the others do; loads their state when a download has ended."""
-        self.step = self._lead(self._elastic.paced(step, self.method.schedule.every or 1))
+        told = self._elastic.paced(step, self.method.schedule.every or 1), self._elastic.wanted
+        self.step, wanted = self._lead(told)
+        if wanted:
+            self._elastic.give(self.state())
         self._take_fetched()
         for sync in self._rounds.syncs:
             sync.skip_to(self.step - sync.every_steps + 1)  # to the latest that has started, which it may yet come to
@@ -72,7 +85,7 @@ class ElasticLoop(OuterLoop):
 
     def _lead(self, value: T) -> T:
         """What the replica's first process says."""
-        return self.trained.layout.lead(value)
+        return self.trained.layout.told(value)[0]
 
     def _group(self, sync: Sync[Tensor]) -> Group:
         return self._lead(super()._group(sync))
@@ -80,7 +93,7 @@ class ElasticLoop(OuterLoop):
     def _exchange(self, sync: Sync[Tensor], offer: Offer[Tensor], group: Group) -> Exchange:
         """Starts a round with the members of the group that come, or with others left without partners."""
         message, number, averaging = offer.message, sync.rounds, self._averagings[sync.index]
-        cells = self._weights[sync.index].fragment.message(message)
+        whole = self._weights[sync.index].fragment.message(message)
         key = self._round_key(sync.index, number)
 
         @torch.no_grad()
@@ -89,21 +102,38 @@ class ElasticLoop(OuterLoop):
                 return Result(message, (), Outcome.BEHIND, "its anchors are not the others'; it fetches theirs")
             if len(party.group) < 2:
                 return Result(message, (), Outcome.SAT_OUT)
-            pending, error = averaging.start(cells, Meeting(self.network, party.group, key, number, party.weights))
+            columns = of_party(self._elastic, party, whole.names)
+            parts = [whole.part(column.cells) for column in columns]
+            meetings = [
+                Meeting(column.network, party.group, column.key(key), number, party.weights) for column in columns
+            ]
+            means, error = averaging.start_parts(parts, meetings)
+            started = [ColumnExchange(*one, None, party.group) for one in zip(columns, parts, means, strict=True)]
             try:
-                return Result(pending.wait(self.deadline_s), party.group, compression_error=error)
+                result = of_columns(whole, party.group, started, self.network.now).wait(self.deadline_s)
             except PeerLostError as lost:
-                return Result(message, party.group, Outcome.PEER_LOST, str(lost), error)
+                result = Result(message, party.group, Outcome.PEER_LOST, str(lost))
+            result.compression_error = error
+            return result
 
-        lineage = str(digest([self.anchors[sync.index]]).tolist()) if self.method.needs_equal_anchors else ""
+        lineage = self._lineage(sync.index) if self.method.needs_equal_anchors else ""
         weight = 0.0 if offer.fault else sync.trained * self._options["step_weight"]
         began = self.network.now()
         return Exchange(began, self._elastic.meet(group, key, self.step, weight, lineage, average))
 
+    def _lineage(self, fragment: int) -> str:
+        """A digest of all cells' anchors, the same for every layout."""
+        anchors = self._weights[fragment].fragment.message(self.anchors[fragment]).cells.values()
+        numbers = [digest(tensors) & LOW_BITS for tensors in anchors]
+        own = torch.stack(numbers).sum(0) if numbers else torch.zeros(2)
+        return str(self.trained.layout.total(own.to("cpu", torch.float64)).long().tolist())
+
     def _result(self, pending: PendingRound[Tensor, Exchange]) -> Result:
+        """See OuterLoop; what one of the replica's processes has lost, all of them have."""
         result = super()._result(pending)
-        told = self._lead((result.group, result.outcome, result.reason, result.compression_error))
-        result.group, result.outcome, result.reason, result.compression_error = told
+        told = self.trained.layout.told((result.group, result.outcome, result.reason, result.compression_error))
+        lost = (one for one in told if one[1] == Outcome.PEER_LOST)
+        result.group, result.outcome, result.reason, result.compression_error = next(lost, told[0])
         return result
 
     def _settle(self, sync: Sync[Tensor], pending: PendingRound[Tensor, Exchange], result: Result) -> None:
@@ -117,12 +147,14 @@ class ElasticLoop(OuterLoop):
     def state(self) -> SharedState:
         """The state that a late replica downloads: anchors, outer state and step; valid until the next round lands.
 
+        The replica's first process has all of it, the others what they keep.
+
         Its history is a digest of the rounds that it came of: replicas that have had them all together share it.
         """
         starts = [sync.next_start for sync in self._rounds.syncs]
         until = min([*starts, *(pending.lands_at_step for pending in self._rounds.pending)])
         facts = {"step": self.step, "until": until, "history": self._history}
-        return SharedState(dict(shared_tensors(self._weights)), facts)
+        return SharedState(self._near.gathered(dict(shared_tensors(self._weights))), facts)
 
     def state_dict(self) -> dict[str, Any]:
         """See OuterLoop."""
@@ -151,11 +183,13 @@ class ElasticLoop(OuterLoop):
         assert self.method.outer is not None
         fault = ""
         try:
-            take_shared(self._weights, state.tensors, after_a_step(self.method.outer)[1])
+            check_shared(state.tensors, self._values, after_a_step(self.method.outer)[1])
         except UserError as error:
             fault = str(error)
         if fault := self._lead(fault):
             raise UserError(fault)
+        own = {cell.name for cell in self._cells_here()}
+        take_shared(self._weights, self._near.dealt_out(state.tensors, lambda name: name.partition(OF)[2] in own))
 
     @torch.no_grad()
     def catch_up(self, wait: float) -> bool:
@@ -218,21 +252,29 @@ def shared_tensors(all_weights: Iterable[Weights]) -> Iterator[tuple[str, Tensor
                 yield f"{kind}{OF}{cell}", value
 
 
-def take_shared(all_weights: Sequence[Weights], tensors: Mapping[str, Tensor], kinds: Collection[str]) -> None:
-    """Takes another replica's `shared_tensors`; besides anchors they may be of these kinds.
+def check_shared(tensors: Mapping[str, Tensor], values: Mapping[str, int], kinds: Collection[str]) -> None:
+    """Checks another replica's `shared_tensors`.
 
-    Raises UserError, and changes nothing, unless all fit.
+    Each cell has so many values; besides anchors they may be of these kinds. Raises UserError unless all fit.
     """
-    values = {cell.name: cell.numel for weights in all_weights for cell in weights.fragment.cells}
-    cells: dict[str, dict[str, Tensor]] = {name: {} for name in values}
+    with_anchor = set()
     for name, value in tensors.items():
         kind, _, cell = name.partition(OF)
         if value.numel() != values.get(cell) or kind not in (ANCHOR, *kinds):
             raise UserError(OTHER_SHAPES)
-        cells[cell][kind] = value
-    if not all(ANCHOR in kept for kept in cells.values()):
+        if kind == ANCHOR:
+            with_anchor.add(cell)
+    if with_anchor != values.keys():
         raise UserError(OTHER_SHAPES)
     if not all(map(finite, tensors.values())):
         raise UserError("a peer gave a state that is not finite; join again, from other peers' RUN/run.ticket")
+
+
+def take_shared(all_weights: Sequence[Weights], tensors: Mapping[str, Tensor]) -> None:
+    """Takes another replica's `shared_tensors`, which have been checked, of these weights' cells."""
+    cells: dict[str, dict[str, Tensor]] = {}
+    for name, value in tensors.items():
+        kind, _, cell = name.partition(OF)
+        cells.setdefault(cell, {})[kind] = value
     for weights in all_weights:
         weights.take_shared(weights.fragment.together(cells))

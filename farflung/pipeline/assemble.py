@@ -43,7 +43,7 @@ def assemble(
 
     assert isinstance(processes, TorchNetwork)  # what starts processes offers what it does
     whole = divisible(workload)
-    roaming, gateway = settings.routes == "random", replicas.near is not None
+    roaming, gateway = settings.routes == "random", settings.gateway
     groups = ProcessGroups(processes, mesh, deadline, roaming, device, gateway)
     division = division_of(settings, whole, seed)
     pieces = [piece.to(device) for piece in pieces_of(settings, whole, division, groups.coordinates.stage, seed)]

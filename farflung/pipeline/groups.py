@@ -109,12 +109,6 @@ class ProcessGroups:
         dist.all_gather_object(facts, fact, group=self.island)
         return facts
 
-    def lead(self, fact: T) -> T:
-        """What the island's first process tells."""
-        told = [fact]
-        dist.broadcast_object_list(told, group=self.island, group_src=0)
-        return told[0]
-
     def total(self, values: Tensor) -> Tensor:
         """The sum over the island of flat float64 values."""
         dist.all_reduce(values, group=self.island)

@@ -54,7 +54,7 @@ class IslandLayout:
         with self._groups.naming_the_lost():
             return self._groups.total(values)
 
-    def lead(self, value: T) -> T:
+    def told(self, value: T) -> list[T]:
         """See Layout."""
         with self._groups.naming_the_lost():
-            return self._groups.lead(value)
+            return self._groups.told(value)

@@ -51,6 +51,9 @@ class IslandSettings(Checked):
     islands: str | None = setting(None, may_differ=AFTER_RESUME)
     """Stages x shards of each replica, where these are not alike: "1x1 2x4" is one process, and two stages of four
     shards. In place of --replicas, --stages and --shard."""
+    gateway: bool = setting(False, may_differ=BETWEEN_PEERS)
+    """On the internet: only the first process of the replica is there, by one port, and keeps all that others have none
+    of: anchors, outer state and the codecs' memory. Else each has a connection of its own for what it keeps."""
     pipeline_schedule: Literal["1f1b", "gpipe", "interleaved", "zero-bubble"] = setting(
         "1f1b", may_differ=AFTER_RESUME | BETWEEN_PEERS, formerly="schedule"
     )

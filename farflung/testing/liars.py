@@ -18,7 +18,7 @@ from hivemind.p2p import P2P, PeerID
 from hivemind.utils import get_dht_time
 
 from farflung.codecs import Dense
-from farflung.networks.base import Traffic, packet_of
+from farflung.networks.base import packet_of
 from farflung.networks.internet import Identity, ListenAddress, Ticket
 from farflung.networks.internet.believing import sketches_of
 from farflung.networks.internet.frames import encoded, read_frame, write_frame
@@ -125,7 +125,7 @@ class Liar:
         info = {"version": "0", "settings": settings, "shapes": "", "host": "liar", "trains": False}
         self.ticket = ticket
         self.peers = Peers(ticket, Identity(key), ListenAddress("127.0.0.1"), info, lambda _: None)
-        self.transport = PacketTransport(self.peers, 1 << 30, 5.0, Traffic())
+        self.transport = PacketTransport(self.peers, 1 << 30, 5.0)
         self.peers.start(20)
         peer = ticket.addresses[0].rpartition("/p2p/")[2]
         found = self.peers.members.of_peer(peer)

@@ -12,7 +12,6 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from farflung.errors import UserError
 from farflung.networks import Network, SimulatedNetwork, TorchNetwork
-from farflung.networks.following import FollowingNetwork
 from farflung.pipeline import Mesh
 from farflung.settings import Settings
 from farflung.training import beginning, launch
@@ -90,12 +89,6 @@ def led(near: TorchNetwork | None, settings: Settings, what: str, value: T) -> T
         return value
     found: T = all_gather_facts(near, value, what, settings.network.starting)[0]
     return found
-
-
-def following(near: TorchNetwork | None, rank: int) -> FollowingNetwork:
-    """The seat of a process that does not join."""
-    assert near is not None
-    return FollowingNetwork(rank, near)
 
 
 def step_of(near: TorchNetwork | None, settings: Settings, folder: Path, rank: int) -> int:

@@ -92,6 +92,8 @@ def _check_island(settings: Settings) -> None:
         raise UserError(
             "inner muon needs whole matrices, of which a shard has only rows; choose --shard 1, or begin with adamw"
         )
+    if island.gateway and not settings.network.kind.elastic:
+        raise UserError("gateway is for peers on the internet; leave it out")
     if settings.network.kind.simulate and (island.divided or island.offload):
         what = "stages and shards need" if island.divided else "offload needs"
         raise UserError(f"{what} real processes; leave out --network simulated")

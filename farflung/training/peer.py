@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import hashlib
 import os
@@ -18,6 +19,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from farflung.errors import UserError
 from farflung.files import event_files
+from farflung.networks.following import FollowingNetwork
 from farflung.networks.listening import ListenAddress
 from farflung.networks.settings import NetworkSettings
 from farflung.pipeline.boundaries import boundary_named
@@ -30,7 +32,8 @@ from farflung.training.terminal import BEGIN_WITH, say
 from farflung.training.trainer import Trainer
 
 if TYPE_CHECKING:
-    from farflung.networks.internet import Finding, Identity, InternetNetwork, Peers, Ticket
+    from farflung.networks import Network
+    from farflung.networks.internet import DoorNetwork, Finding, Identity, InternetNetwork, Peers, Ticket
 
 TICKET_SECONDS = 10.0
 """How often a peer brings the ticket in its run folder up to date."""
@@ -45,8 +48,8 @@ def shared_settings(settings: Settings) -> dict[str, Any]:
         raise UserError(f"replicas is {settings.run.replicas}, but peers come and go; leave it out")
     if settings.network.independent:
         raise UserError("independent replicas are started by farflung train; leave out --independent")
-    if settings.island.divided:
-        raise UserError("stages and shard are each peer's own; leave them out, and give them to farflung join")
+    if settings.island.divided or settings.island.gateway:
+        raise UserError("stages, shard and gateway are each peer's own; leave them out, and give them to farflung join")
     check_for_internet(settings)
     return settings.changed(out="", network=NetworkSettings.network).changes()
 
@@ -59,13 +62,17 @@ def ticket_settings(ticket: Ticket) -> Settings:
         raise UserError(f"ticket of {ticket.name}: {error}") from error
 
 
-def check_for_internet(settings: Settings) -> None:
-    """Refuses what peers on the internet cannot do. Raises UserError."""
+def check_for_internet(settings: Settings, local: ListenAddress | None = None) -> None:
+    """Refuses what peers on the internet cannot do, who listen there. Raises UserError."""
     own = settings.island
+    if own.divided and local and local.announce and not own.gateway:
+        raise UserError("announce leads to one port, and each process of an island has its own; add --gateway")
     if own.islands:
         raise UserError("islands is for farflung train; each peer says --stages and --shard when it joins")
     if own.offload:
         raise UserError("a peer on the internet computes where its weights are; leave out --offload")
+    if own.gateway and not own.divided:
+        raise UserError("gateway is for a peer of several processes, and this one is alone; leave it out")
     if own.divided and boundary_named(own.boundary)[0]:
         raise UserError(
             f"with boundary {own.boundary} the stages decide which weights exist, and peers differ in them; choose "
@@ -96,25 +103,28 @@ def run_peer(
     with contextlib.ExitStack() as leaving:
         if owns_folder:
             leaving.enter_context(_left_as_it_was(folder))
-        check_for_internet(settings)
+        check_for_internet(settings, local)
         near = island.opened(settings, ticket) if settings.island.divided else None
         resumed = island.led(near, settings, "begun", launch.is_begun(folder))
         joining: InternetNetwork | None = None
         if island.leads(near):
             joining = _joining(ticket, settings, local, first, tell)
             leaving.callback(joining.close)
-            joining.near = near
+            joining.near, joining.has_doors = near, near is not None and not settings.island.gateway
             joined(joining)
-        rank = island.led(near, settings, "rank", joining.rank if joining else 0)
-        network = joining or island.following(near, rank)
+        joined_as = (joining.rank, joining.invitation().addresses) if joining else (0, ())
+        rank, addresses = island.led(near, settings, "rank", joined_as)
+        network = joining or leaving.enter_context(
+            _following(near, settings, rank, ticket.at(tuple(addresses)), local, tell)
+        )
         step = island.step_of(near, settings, folder, rank) if resumed else None
         away = island.led(near, settings, "away", joining is not None and _away(joining, settings, step))
         if owns_folder:
             launch.prepare(settings, folder, launch.is_begun(folder))
         island.led(near, settings, "prepared", None)
         launch.use_cores_of(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        network.expect_model(*_shapes_of(settings))
         if joining:
-            joining.expect_model(*_shapes_of(settings))
             leaving.enter_context(_ticket_kept(joining, folder / "run.ticket"))
         coordination = island.coordination(near)
         with launch.stopping_on_signals(coordination.stop):
@@ -147,6 +157,33 @@ def _joining(
         peers, deadline=settings.network.deadline, fetched=folder / "fetched"
     )
     return network
+
+
+@contextlib.contextmanager
+def _following(
+    near: Network | None,
+    settings: Settings,
+    rank: int,
+    ticket: Ticket,
+    local: ListenAddress,
+    tell: Callable[[str], None],
+) -> Iterator[FollowingNetwork]:
+    """The network of a process of an island that does not join, with a door of its own unless there is a gateway."""
+    assert near is not None
+    if settings.island.gateway:
+        yield FollowingNetwork(rank, near)
+        return
+    parts = internet()
+    own_port = dataclasses.replace(local, port=local.port + near.rank if local.port else 0)
+    with tempfile.TemporaryDirectory() as scratch:
+        identity = parts.Identity(Path(scratch) / "door.key")
+        info = {**parts.newcomer_info(ticket), "door_of": rank}
+        peers: Peers = parts.Peers(ticket, identity, own_port, info, tell, listed=False)
+        network: DoorNetwork = parts.DoorNetwork(rank, near, peers, settings.network.deadline)
+        try:
+            yield network
+        finally:
+            network.close()
 
 
 def _away(network: InternetNetwork, settings: Settings, step: int | None) -> bool:

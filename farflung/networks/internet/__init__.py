@@ -1,5 +1,6 @@
 """Peers on the open internet: what `farflung[internet]` adds. Nothing else imports hivemind."""
 
+from farflung.networks.internet.doors import DoorNetwork
 from farflung.networks.internet.examination import Finding, examine
 from farflung.networks.internet.handshake import newcomer_info
 from farflung.networks.internet.host import peers_at
@@ -11,6 +12,7 @@ from farflung.networks.listening import ListenAddress
 from farflung.renamed import renamed
 
 __all__ = [
+    "DoorNetwork",
     "Finding",
     "Identity",
     "InternetNetwork",

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from farflung.networks.base import Group, Party
 from farflung.networks.internet.frames import Frame, FrameError, entry, number, reading, whole
 from farflung.networks.internet.host import UNREACHABLE
-from farflung.networks.internet.members import FURTHEST, arrives
+from farflung.networks.internet.members import FURTHEST, LAST_RANK, arrives
 from farflung.networks.internet.peers import Peers
 from farflung.networks.internet.streams import PROMPT_SECONDS, PeerStream, RequestRefusedError
 
@@ -30,7 +30,6 @@ HEAVIEST = 10.0
 """The largest weight in a group, in multiples of the least."""
 MOST = 4096
 """Peers of a round at most."""
-LAST_RANK = (1 << 31) - 1
 RENDEZVOUS_KEPT = 256
 HOSTS_TRIED = 3
 

@@ -30,6 +30,8 @@ LARGEST_FACT = 1e15
 FASTEST, FURTHEST = 1e6, 1 << 40
 """Steps a second, and steps, that nobody has."""
 LAST_BEAT = 1 << 53
+LAST_RANK = (1 << 31) - 1
+MOST_DOORS = 4096
 
 
 @dataclass
@@ -48,6 +50,10 @@ class Member:
     trains: bool = True
     shapes: str = ""
     facts: dict[str, Any] = field(default_factory=dict)
+    doors: int = 0
+    """Processes with connections of their own, of an island that has some."""
+    door_of: int | None = None
+    """The rank of the island whose process it is; it is none itself."""
     heard: float = field(default_factory=time.monotonic)
     failed: bool = False
 
@@ -104,6 +110,8 @@ def member_of(info: Frame, peer: str) -> Member:
         trains=entry(info, "trains", bool),
         shapes=entry(info, "shapes", str)[:64],
         facts=_facts_in(entry(info, "facts", dict)),
+        doors=whole(info.get("doors", 0), MOST_DOORS),
+        door_of=None if info.get("door_of") is None else whole(info["door_of"], LAST_RANK),
     )
 
 

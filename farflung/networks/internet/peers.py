@@ -18,7 +18,7 @@ from farflung.networks.internet.frames import Frame, FrameError, entry, read_fra
 from farflung.networks.internet.guard import Guard
 from farflung.networks.internet.handshake import HELLO, Handshake, StrangerError
 from farflung.networks.internet.host import UNREACHABLE, Host, NobodyAnswersError, Streams, peers_at
-from farflung.networks.internet.identity import Identity
+from farflung.networks.internet.identity import Identity, rank_of
 from farflung.networks.internet.members import Member, Members
 from farflung.networks.internet.streams import PROMPT_SECONDS, Handler, PeerStream, RequestRefusedError
 from farflung.networks.internet.ticket import Ticket
@@ -27,12 +27,15 @@ from farflung.scoped import quiet
 
 log = logging.getLogger(__name__)
 
+UNKNOWN_SECONDS = 5.0
+"""How long a peer is waited for that others of the group have heard of first."""
+
 TRIES = 2
 """How often a newcomer tries: a link may lose packets, and a busy peer be slow to answer."""
 
 
 class Peers:
-    """The known peers and how to reach them.
+    """The known peers and how to reach them; `doors` are other processes of peers that are islands.
 
     Args:
         info: what others must agree to (see `disagreement`), and facts for `farflung status`.
@@ -54,6 +57,7 @@ class Peers:
         self.ticket = ticket
         self.identity = identity
         self.members = Members()
+        self.doors: dict[int, Member] = {}
         self.guard = Guard(tell)
         self.handlers: dict[str, Handler] = {}
         self.info: Frame = {
@@ -66,6 +70,8 @@ class Peers:
             "step": 0,
             "rate": 0.0,
             "facts": {},
+            "doors": 0,
+            "door_of": None,
             **info,
         }
         self.background = Background(tell)
@@ -98,6 +104,14 @@ class Peers:
         """This peer's addresses, then the others', for tickets."""
         others = (address for member in self.members.all() if member.alive for address in member.addresses)
         return tuple(dict.fromkeys((*self.info["addresses"], *others)))
+
+    async def found(self, rank: int, seconds: float) -> Member | None:
+        """Who has a rank; one that others have heard of first is waited for, and so many seconds at most."""
+        for _ in range(int(min(UNKNOWN_SECONDS, seconds) * 10)):
+            if member := self.members.by_rank.get(rank) or self.doors.get(rank):
+                return member
+            await asyncio.sleep(0.1)
+        return None
 
     @contextlib.asynccontextmanager
     async def stream(self, member: Member) -> AsyncIterator[PeerStream]:
@@ -160,12 +174,13 @@ class Peers:
         raise NobodyAnswersError(self._bootstrap)
 
     def _open(self, peer: str) -> AbstractAsyncContextManager[Streams]:
-        member = self.members.of_peer(peer)
+        member = self.members.of_peer(peer) or self.doors.get(rank_of(peer))
         return self._host.stream(peer, member.addresses if member else self.ticket.addresses, PROMPT_SECONDS)
 
     def _admit(self, member: Member) -> Member:
         self._proven[member.peer] = member
-        self.members.hear(member)
+        if member.door_of is None:
+            self.members.hear(member)
         return member
 
     async def _on_stream(self, info: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,8 +32,12 @@ STRIPES = 4
 STRIPED = 1 << 20
 """Bytes from which a packet is large."""
 
-UNKNOWN_SECONDS = 5.0
-"""How long a peer is waited for that others of the group have heard of first."""
+LARGEST_MESSAGE = 1 << 33
+"""Bytes of the largest message, before the model is known."""
+BYTES_A_VALUE = 16
+"""The largest message of a model, for each of its values."""
+ROOM = 1 << 20
+"""Bytes that a packet may be larger than expected."""
 
 Address = tuple[int, str]
 """Whose packet, and which."""
@@ -60,11 +65,11 @@ class PacketTransport:
     No packet of more than `largest` bytes is taken; after `stall_s` seconds without a byte, a transfer is given up.
     """
 
-    def __init__(self, peers: Peers, largest: int, stall_s: float, traffic: Traffic) -> None:
-        self.largest = largest
+    def __init__(self, peers: Peers, largest: int, stall_s: float) -> None:
+        self.largest = largest + ROOM
+        self.traffic = Traffic()
         self._peers = peers
         self._stall_s = stall_s
-        self._traffic = traffic
         self._awaited: dict[Address, asyncio.Future[Tensor]] = {}
         self._early: dict[Address, asyncio.Event] = {}
         self._taken: OrderedDict[tuple[str, int, str], None] = OrderedDict()
@@ -72,9 +77,21 @@ class PacketTransport:
         peers.handlers["packet"] = self._on_packet
         peers.handlers["stripe"] = self._on_stripe
 
-    async def swap(self, packets: Packets, transfer: Transfer[Any], key: str, deadline: float) -> None:
-        """Sends each its packet and takes each one's: who fails in that is lost, the rest goes on."""
-        swaps = (self._swap_with(rank, packet, transfer, key, deadline) for rank, packet in packets.items())
+    def expect_values(self, values: int) -> None:
+        """Takes no larger messages than a model of so many values needs."""
+        self.largest = BYTES_A_VALUE * values + ROOM
+
+    async def swap(
+        self, packets: Packets, transfer: Transfer[Any], key: str, deadline: float, seats: Mapping[int, int]
+    ) -> None:
+        """Sends each its packet and takes each one's: who fails in that is lost, the rest goes on.
+
+        The `seats` are the ranks of the peers by which replicas do that, where these are others.
+        """
+        swaps = (
+            self._swap_with(rank, seats.get(rank, rank), packet, transfer, key, deadline)
+            for rank, packet in packets.items()
+        )
         await asyncio.gather(*swaps)
 
     def expect(self, sender: int, key: str) -> asyncio.Future[Tensor]:
@@ -99,11 +116,13 @@ class PacketTransport:
         except asyncio.CancelledError:
             delivery.cancel()
             raise
-        self._traffic.sent(packet.numel())
+        self.traffic.sent(packet.numel())
 
-    async def _swap_with(self, rank: int, packet: Tensor, transfer: Transfer[Any], key: str, deadline: float) -> None:
-        awaited = self.expect(rank, key)
-        member = await self._found(rank, deadline)
+    async def _swap_with(
+        self, rank: int, seat: int, packet: Tensor, transfer: Transfer[Any], key: str, deadline: float
+    ) -> None:
+        awaited = self.expect(seat, key)
+        member = await self._peers.found(seat, deadline)
         try:
             async with asyncio.timeout(deadline):
                 if member is None:
@@ -118,16 +137,9 @@ class PacketTransport:
         except (PacketLostError, TimeoutError) as error:
             transfer.lost[rank] = str(error) or f"it did not deliver within {deadline:g} s"
             if isinstance(error, PacketLostError) and error.gone:
-                self._peers.members.failed(rank)
+                self._peers.members.failed(seat)
         finally:
-            self.forget(rank, key)
-
-    async def _found(self, rank: int, deadline: float) -> Member | None:
-        for _ in range(int(min(UNKNOWN_SECONDS, deadline) * 10)):
-            if member := self._peers.members.by_rank.get(rank):
-                return member
-            await asyncio.sleep(0.1)
-        return None
+            self.forget(seat, key)
 
     async def _deliver(
         self, member: Member, key: str, packet: Tensor, deadline_s: float, underway: asyncio.Future[None]
@@ -253,7 +265,7 @@ class PacketTransport:
             del self._arriving[address]
         if await asyncio.to_thread(digest, content) != frame.get("digest"):
             raise FrameError("a packet's bytes are not those that were announced")
-        self._traffic.received(len(content))
+        self.traffic.received(len(content))
         if not packet.done():
             packet.set_result(buffer)
         await stream.tell({"taken": True})
@@ -268,6 +280,11 @@ class PacketTransport:
         await read_payload(stream.reader, stripe(arriving.content, number), self._stall_s, SLOWEST)
         arrival.set()
         await stream.tell({"taken": True})
+
+
+def stall_of(deadline_s: float) -> float:
+    """The seconds without a byte after which a transfer is given up."""
+    return max(5.0, min(15.0, deadline_s / 4))
 
 
 def stripes(size: int) -> int:
