@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import zlib
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from threading import Event
@@ -160,67 +160,78 @@ class Averaging:
         return Bundle([self._codec(cell, use) for cell in cells], [len(tensors) for tensors in cells.values()])
 
     def _all_gather(self, message: Message, meeting: Meeting) -> tuple[Pending[Tensor], float]:
-        strips, packets, pendings = self._strips(message.cells), [], []
+        strips, packets, exchanges = self._strips(message.cells, len(meeting.group)), [], []
         for number, (codec, strip) in enumerate(strips):
             packets.append(codec.encode(strip))
-            pending = meeting.network.exchange(packets[-1], meeting.group, f"{meeting.key}, strip {number}")
-            average = partial(self._average_strip, codec, strip, meeting.weights)
-            pendings.append(_Averaged(pending, message.flat, average))
+            exchanges.append(meeting.network.exchange(packets[-1], meeting.group, f"{meeting.key}, strip {number}"))
         # What follows is computed while the packets are on the wire.
         errors = [codec.error_of(packet, strip) for (codec, strip), packet in zip(strips, packets, strict=True)]
-        if len(strips) == 1:
-            return pendings[0], errors[0]
         error = joint_error(errors, [norm(strip) for _, strip in strips])
-        return Together(pendings, meeting.network.now, lambda _: message.flat), error
+        now, average = meeting.network.now, partial(self._average, meeting.weights)
+        if self._aggregation:
+            return _Averaged(exchanges, message.flat, partial(average, strips), now), error
+        averaged = [
+            _Averaged([exchange], message.flat, partial(average, [strip]), now)
+            for strip, exchange in zip(strips, exchanges, strict=True)
+        ]
+        return Together(averaged, now, lambda _: message.flat), error
 
-    def _strips(self, cells: Cells) -> list[tuple[Bundle, list[Tensor]]]:
-        """A message's tensors in runs of neighbouring cells; in one run where messages are looked at as a whole."""
-        runs = [cells] if self._aggregation else strips(cells)
+    def _strips(self, cells: Cells, members: int = 2) -> list[tuple[Bundle, list[Tensor]]]:
+        """A message's tensors in runs of neighbouring cells.
+
+        They are one run where messages are looked at as a whole, and those of many would lie in memory at once.
+        """
+        runs = [cells] if self._aggregation and members > 2 else strips(cells)
         return [(self._bundle(run, "whole"), _tensors(run)) for run in runs]
 
-    def _average_strip(
-        self, codec: Bundle, strip: list[Tensor], weights: Mapping[int, float], packets: dict[int, Packet]
+    def _average(
+        self,
+        weights: Mapping[int, float],
+        strips: Sequence[tuple[Bundle, list[Tensor]]],
+        arriving: Iterable[Mapping[int, Packet]],
     ) -> dict[int, str]:
-        own = None if self._identical else strip
-        others = {rank: p for rank, p in packets.items() if self._identical or rank != self._rank}
-        mean, unreadable = self._mean(codec, others, strip, own, weights)
-        _copy(mean, strip)
+        """Makes strips the mean of what arrives, decoded strip by strip; tells why some of it could not be used."""
+        messages: dict[int, _Message] = {}
+        for (codec, strip), packets in zip(strips, arriving, strict=True):
+            for sender, packet in packets.items():
+                if self._identical or sender != self._rank:
+                    messages.setdefault(sender, _Message(len(strips))).take(codec, packet, strip)
+        whole = {sender: message.whole for sender, message in messages.items() if not message.missing}
+        like = [tensor for _, strip in strips for tensor in strip]
+        mean, unreadable = self._mean(whole, like, None if self._identical else like, weights)
+        _copy(mean, like)
         return unreadable
 
     def _mean(
         self,
-        codec: Bundle,
-        packets: Mapping[int, Packet],
+        messages: Mapping[int, Callable[[], list[Tensor]]],
         like: Sequence[Tensor],
         own: Sequence[Tensor] | None,
         weights: Mapping[int, float],
     ) -> tuple[list[Tensor], dict[int, str]]:
-        """The mean of packets and of this replica's own message; and why some packets could not be used."""
+        """The mean of others' messages and of this replica's own; and why some could not be used."""
         total = self._aggregation.total(like) if self._aggregation else Mean(like)
         unreadable: dict[int, str] = {}
-        for sender, packet in packets.items():
+        for sender, message in messages.items():
             try:
-                total.add(self._decoded(sender, codec, packet, like, own), weights.get(sender, 1.0))
+                total.add(self._checked(sender, message, own), weights.get(sender, 1.0))
             except PacketError as error:
                 unreadable[sender] = str(error)
         if own is not None:
             total.add(own, weights.get(self._rank, 1.0))
         return total.result(), unreadable
 
-    def _decoded(
-        self, sender: int, codec: Bundle, packet: Packet, like: Sequence[Tensor], own: Sequence[Tensor] | None
-    ) -> list[Tensor]:
-        """A packet's message, checked. Raises PacketError."""
+    def _checked(self, sender: int, message: Callable[[], list[Tensor]], own: Sequence[Tensor] | None) -> list[Tensor]:
+        """A message that a packet is decoded to. Raises PacketError."""
         try:
-            # What came over the internet lies in the host's memory.
-            message = codec.decode(packet.to(like[0].device) if like else packet, like)
+            decoded = message()
             if self._aggregation and (own is None or sender != self._rank):
-                self._aggregation.check(message, own)
+                self._aggregation.check(decoded, own)
         except PacketError as error:
             if self._aggregation:
                 self._aggregation.blame(sender, str(error))
             raise
-        return message
+        return decoded
 
     def _reduce_scatter(self, message: Message, meeting: Meeting) -> tuple[Pending[Tensor], float]:
         own, group = self._rank, meeting.group
@@ -234,59 +245,101 @@ class Averaging:
         given_up = Event()
 
         def combine(received: dict[int, Packet]) -> Packet:
-            mean, bad = self._mean(senders[own], received, parts[own], parts[own], meeting.weights)
+            messages = {rank: partial(_decoded, senders[own], p, parts[own]) for rank, p in received.items()}
+            mean, bad = self._mean(messages, parts[own], parts[own], meeting.weights)
             unreadable.update(bad)
             codec = self._bundle(cells[own], f"mean of {len(group)}")
             # Others may still want it, but what is remembered must not depend on when that was.
             return (copy.deepcopy(codec) if given_up.is_set() else codec).encode(mean)
 
-        def finish(combined: dict[int, Packet]) -> dict[int, str]:
-            for rank, packet in combined.items():
+        def finish(arriving: Iterable[Mapping[int, Packet]]) -> dict[int, str]:
+            for rank, packet in next(iter(arriving)).items():
+                part = parts[rank]
                 try:
-                    _copy(self._decoded(rank, senders[rank], packet, parts[rank], parts[rank]), parts[rank])
+                    _copy(self._checked(rank, partial(_decoded, senders[rank], packet, part), part), part)
                 except PacketError as error:
                     unreadable[rank] = str(error)
             return unreadable
 
         pending = meeting.network.scatter_combine_gather(packets, group, meeting.key, combine)
         errors = [senders[rank].error_of(packet, parts[rank]) for rank, packet in packets.items()]
-        return _Averaged(pending, message.flat, finish, given_up), sum(errors) / len(errors)
+        averaged = _Averaged([pending], message.flat, finish, meeting.network.now, given_up)
+        return averaged, sum(errors) / len(errors)
+
+
+class _Message:
+    """A message whose packets come strip by strip.
+
+    The last is decoded when it is asked for: of the whole messages of many, one at a time shall lie in memory.
+    """
+
+    def __init__(self, strips: int) -> None:
+        self.missing = strips
+        self._tensors: list[Tensor] = []
+        self._error: PacketError | None = None
+
+    def take(self, codec: Bundle, packet: Packet, like: Sequence[Tensor]) -> None:
+        """Takes the next strip."""
+        self.missing -= 1
+        self._last = partial(_decoded, codec, packet, like)
+        if self.missing:
+            try:
+                self._tensors += self._last()
+            except PacketError as error:
+                self._error = self._error or error
+
+    def whole(self) -> list[Tensor]:
+        """All of it. Raises PacketError."""
+        if self._error:
+            raise self._error
+        return self._tensors + self._last()
 
 
 class _Averaged:
-    """A pending exchange of packets; its mean replaces the message."""
+    """Pending exchanges of the packets of strips; the strips' mean replaces the message, once all have come."""
 
     def __init__(
         self,
-        packets: Pending[dict[int, Packet]],
+        strips: Sequence[Pending[dict[int, Packet]]],
         message: Tensor,
-        finish: Callable[[dict[int, Packet]], dict[int, str]],
+        finish: Callable[[Iterable[Mapping[int, Packet]]], dict[int, str]],
+        now: Callable[[], float],
         given_up: Event | None = None,
     ) -> None:
-        self._packets = packets
+        self._strips = strips
         self._message = message
         self._finish = finish
+        self._now = now
         self._given_up = given_up
 
     def done(self) -> bool:
-        return self._packets.done()
+        return all(strip.done() for strip in self._strips)
 
     @property
     def finished_at(self) -> float:
-        return self._packets.finished_at
+        return max(strip.finished_at for strip in self._strips)
 
     def wait(self, timeout: float) -> Tensor:
-        try:
-            packets = self._packets.wait(timeout)
-        except PeerLostError as lost:
-            if self._given_up:
-                self._given_up.set()
-            self._finish(lost.delivered)
-            raise
-        if unreadable := self._finish(packets):
+        lost: list[PeerLostError] = []
+        unreadable = self._finish(self._arriving(timeout, lost))
+        if lost:
+            raise PeerLostError(sorted({rank for error in lost for rank in error.ranks}), str(lost[0]))
+        if unreadable:
             ranks = tuple(sorted(unreadable))
             raise PeerLostError(ranks, f"replica {ranks[0]} sent what cannot be read: {unreadable[ranks[0]]}")
         return self._message
+
+    def _arriving(self, timeout: float, lost: list[PeerLostError]) -> Iterator[Mapping[int, Packet]]:
+        """Each strip's packets when they have come; some are missing after an error, which `lost` then has."""
+        ends = self._now() + timeout
+        for strip in self._strips:
+            try:
+                yield strip.wait(max(0.0, ends - self._now()))
+            except PeerLostError as error:
+                lost.append(error)
+                if self._given_up:
+                    self._given_up.set()
+                yield error.delivered
 
 
 class Together(Generic[T, R]):
@@ -327,6 +380,12 @@ class Together(Generic[T, R]):
         if lost:
             raise PeerLostError(sorted({rank for error in lost for rank in error.ranks}), str(lost[0]))
         return result
+
+
+def _decoded(codec: Bundle, packet: Packet, like: Sequence[Tensor]) -> list[Tensor]:
+    """A packet's tensors. Raises PacketError."""
+    # What came over the internet lies in the host's memory.
+    return codec.decode(packet.to(like[0].device) if like else packet, like)
 
 
 def _tensors(cells: Cells) -> list[Tensor]:

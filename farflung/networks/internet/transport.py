@@ -28,8 +28,11 @@ SLOWEST = 2e4
 
 STRIPES = 4
 """Streams that a large packet travels on at a time: the window of one is soon full while data goes both ways."""
-STRIPED = 1 << 20
+STRIPED = 1 << 22
 """Bytes from which a packet is large."""
+UNASKED = 1 << 18
+"""Bytes that follow an announcement at once, as much as a stream holds unread: the answer may be long on its way,
+behind packets that come from there."""
 
 UNKNOWN_SECONDS = 5.0
 """How long a peer is waited for that others of the group have heard of first."""
@@ -159,13 +162,15 @@ class PacketTransport:
         }
         async with self._peers.stream(member) as stream:
             await stream.tell(self.announcement(header))
+            first = stripe(payload, 0)
+            await write_payload(stream.writer, first[:UNASKED], self._stall_s)
             await stream.hear(deadline_s)
             rest = [
                 asyncio.create_task(self._send_stripe(member, key, payload, number))
                 for number in range(1, stripes(len(payload)))
             ]
             try:
-                await write_payload(stream.writer, stripe(payload, 0), self._stall_s)
+                await write_payload(stream.writer, first[UNASKED:], self._stall_s)
                 await asyncio.gather(*rest)
                 if not underway.done():
                     underway.set_result(None)
