@@ -73,18 +73,20 @@ def peer(name: str, folder: Path, number: int, address: str, options: Options) -
                 optimizer.step()
                 ours.append(time.monotonic() - began if outcomes[-1] == "averaged" else math.inf)
                 sent = network.traffic.bytes_sent - before
-                theirs.append(averaged(mean, network, f"both have met {turn}"))
+                theirs.append(averaged(mean, network, folder / f"met {turn}"))
         print(json.dumps({"ours": ours[WARM_UP:], "theirs": theirs[WARM_UP:], "sent": sent}))
         all_ready(network, "the end", 60)
         mean.shutdown()
     network.close()
 
 
-def averaged(mean: Any, network: Network, key: str) -> float:
+def averaged(mean: Any, network: Network, met: Path) -> float:
     """The seconds of one of hivemind's averages, once its search for partners, with a clock of its own, has ended."""
     control = mean.step(wait=False, require_trigger=True, timeout=60)
     until(lambda: control.stage.name == "AWAITING_TRIGGER", 60, "hivemind's partner")
-    all_ready(network, key, 60)
+    Path(f"{met} {network.rank}").touch()
+    until(lambda: all(Path(f"{met} {rank}").exists() for rank in network.members()), 60, "the other's partner")
+    all_ready(network, met.name, 60)  # at the same moment
     began = time.monotonic()
     control.allow_allreduce()
     control.result(60)
