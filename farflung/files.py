@@ -1,4 +1,4 @@
-"""Files that are there as a whole or not at all, and folders without what is looked for."""
+"""Files that are there as a whole or not at all, where events lie, and folders without what is looked for."""
 
 from __future__ import annotations
 
@@ -13,6 +13,11 @@ from typing import BinaryIO
 def beside(path: Path) -> Path:
     """Where to write a file before it is renamed: no other process, on whatever machine, writes there."""
     return path.with_name(f"{path.name}.{socket.gethostname()}-{os.getpid()}.tmp")
+
+
+def event_files(folder: Path) -> list[Path]:
+    """The files of events in a run folder; those of independent replicas lie in run folders of their own below it."""
+    return sorted([*folder.glob("events/*.jsonl"), *folder.glob("replica-*/events/*.jsonl")])
 
 
 def holds_no_run(folder: Path, fault: str) -> str:

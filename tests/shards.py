@@ -10,6 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from farflung.cells import Cell, dealt
+from farflung.hooks.shared_memory import Parts
+from farflung.hooks.swaps import copied
 from farflung.networks import Group, PeerLostError, SimulatedNetwork
 from farflung.networks.base import Combine, Packets, Pending
 from farflung.pipeline import Mesh
@@ -20,7 +23,7 @@ LONGEST_SECONDS = 1e6
 class Between:
     """The seat of a process among some of other replicas, in the order of the replicas."""
 
-    elastic = timed = islands = None
+    elastic = timed = islands = near = None
     processes: tuple[int, ...] = ()
 
     def __init__(self, network: SimulatedNetwork, seats: Sequence[int]) -> None:
@@ -102,16 +105,24 @@ class SimulatedLayout:
     ) -> None:
         coordinates = mesh.coordinates(network.rank)
         self.outline, self.here = outline, here
-        self.shards, self.shard = mesh.shapes[coordinates.replica].shards, coordinates.shard
+        self.processes, self.process = mesh.shape(coordinates.replica).shards, coordinates.shard
         self._network = network
         self._near, self._island = mesh.shard_group(coordinates), mesh.island_group(coordinates)
         self._numbers = itertools.count()
 
-    def swap(self, outgoing: Sequence[Tensor], lengths: Sequence[int]) -> list[Tensor]:
-        told = self._told([one.clone() for one in outgoing], self._near, "swap")
-        received = [told[process][self.shard] for process in self._near]
-        assert [len(one) for one in received] == list(lengths)
-        return received
+    def swap(self, outgoing: Parts, incoming: Parts, like: Tensor) -> None:
+        told = self._told([[part.to(like) for part in parts] for parts in outgoing], self._near, "swap")
+        for process, parts in zip(self._near, incoming, strict=True):
+            copied(told[process][self.process], parts)
+
+    def holders(self, parameter: str) -> Sequence[int]:
+        return range(self.processes)
+
+    def keepers(self, cells: Sequence[Cell]) -> Mapping[str, int]:
+        return dealt([cell for cell in cells if cell.pieces[0].parameter in self.here], self.processes)
+
+    def lead(self, value: Any) -> Any:
+        return self._told(value, self._island, "lead")[self._island[0]]
 
     def total(self, values: Tensor) -> Tensor:
         return values.copy_(torch.stack(list(self._told(values, self._island, "total").values())).sum(0))

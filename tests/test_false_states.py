@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
-import struct
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -21,9 +18,8 @@ from farflung import methods
 from farflung.errors import UserError
 from farflung.networks import SharedState
 from farflung.networks.internet import InternetNetwork
-from farflung.networks.internet.streams import PeerStream
 from farflung.outer.fragments import split
-from farflung.testing.liars import Liar
+from farflung.testing.liars import Liar, manifest_of
 
 pytestmark = pytest.mark.slow
 
@@ -49,30 +45,6 @@ def liar(run: Run, tmp_path: Path) -> Iterator[Liar]:
     made.close()
 
 
-def serve(liar: Liar, manifest: dict[str, Any], content: bytes) -> None:
-    """Has a liar serve a state."""
-
-    async def on_state(stream: PeerStream, _: Any) -> None:
-        body = json.dumps(manifest).encode()
-        stream.writer.write(struct.pack(">I", len(body)) + body)
-        await stream.writer.drain()
-
-    async def on_piece(stream: PeerStream, _: Any) -> None:
-        body = b'{"go":true}'
-        stream.writer.write(struct.pack(">I", len(body)) + body + content)
-        await stream.writer.drain()
-        await stream.reader.read(1)
-
-    liar.peers.handlers.update(state=on_state, piece=on_piece)
-    liar.peers.info.update(trains=True, step=0)
-
-
-def manifest_of(content: bytes, tensors: Any, **changes: Any) -> dict[str, Any]:
-    digest = hashlib.sha256(content).hexdigest()
-    described = {"id": "a", "size": len(content), "piece": 1 << 22, "digests": [digest], "tensors": tensors}
-    return {**described, "facts": {"step": 30, "until": 40}, **changes}
-
-
 LIES = {
     "an infinite length": ([["anchor 0", float("inf")]], torch.ones(4)),
     "nothing at all": ([], torch.ones(0)),
@@ -86,7 +58,8 @@ def test_a_state_that_cannot_be_is_fetched_from_another(run: Run, liar: Liar, li
     tensors, values = LIES[lie]
     content = values.view(torch.uint8).numpy().tobytes()
     digests = [hashlib.sha256(content).hexdigest()] if content else []
-    serve(liar, manifest_of(content, tensors, digests=digests), content)
+    described = {"id": "a", "digests": digests, "tensors": tensors, "facts": {"step": 30, "until": 40}}
+    liar.serve(described, content)
     until(lambda: liar.peers.identity.rank in newcomer.members())
     one.serve(lambda: SharedState({"anchor 0": torch.arange(4.0)}, {"step": 7, "until": 10**6}))
     with training(one):
@@ -98,7 +71,7 @@ def test_a_state_that_cannot_be_is_fetched_from_another(run: Run, liar: Liar, li
 def joins_after(liar: Liar, network: InternetNetwork, tensors: dict[str, int]) -> bool:
     """Whether a newcomer has caught up where a liar says that it has gone furthest, and serves such tensors."""
     content = torch.full((sum(tensors.values()),), 0.01).view(torch.uint8).numpy().tobytes()
-    serve(liar, manifest_of(content, [list(tensor) for tensor in tensors.items()]), content)
+    liar.serve(manifest_of(content, list(tensors.items())), content)
     until(lambda: liar.peers.identity.rank in network.members())
     model = small_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

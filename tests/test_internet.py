@@ -558,7 +558,8 @@ def test_a_state_comes_in_pieces_from_several_and_survives_one_that_sends_other_
     async def spoilt(content: torch.Tensor, described: dict[str, Any]) -> None:
         await keep(content, described)
         for kept in bad._kept.values():
-            kept.content[:] = bytes(len(kept.content))
+            for piece in kept.pieces:
+                piece[:] = bytes(len(piece))
 
     monkeypatch.setattr(bad, "_keep", spoilt)
     stop = threading.Event()

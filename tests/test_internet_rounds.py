@@ -44,10 +44,11 @@ GoesOn = Callable[[Session, list[Round]], bool]
 
 @dataclass
 class Trained(Result):
-    """With how many steps a peer has computed itself, and its anchors after each round."""
+    """With how many steps a peer has computed itself, and its anchors and their history after each round."""
 
     trained: int = 0
     anchors: dict[int, torch.Tensor] = field(default_factory=dict)
+    histories: dict[int, str] = field(default_factory=dict)
 
 
 @pytest.fixture
@@ -64,10 +65,12 @@ def train(network: InternetNetwork, method: Method, goes_on: GoesOn, pace: float
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     rounds: list[Round] = []
     anchors: dict[int, torch.Tensor] = {}
+    histories: dict[int, str] = {}
 
     def landed(round: Round) -> None:
         rounds.append(round)
         anchors[round.round] = outer.anchors[0].clone()  # type: ignore[attr-defined]
+        histories[round.round] = outer.state().facts["history"]  # type: ignore[attr-defined]
 
     with method.attach(model, optimizer, network, deadline_s=patience(10), on_round=landed) as outer:
         if join:
@@ -78,7 +81,7 @@ def train(network: InternetNetwork, method: Method, goes_on: GoesOn, pace: float
             time.sleep(STEP_SECONDS * pace)
             inner_steps(model, optimizer, network.rank % 1000, range(trained, trained + 1))
             trained += 1
-    return Trained(flat(model), rounds, outer, trained, anchors)
+    return Trained(flat(model), rounds, outer, trained, anchors, histories)
 
 
 def together(run: Run, method: Method, steps: int, **paces: float) -> list[Trained]:
@@ -172,6 +175,8 @@ def test_one_that_comes_late_to_equal_anchors_gets_them_bit_for_bit(run: Run) ->
     assert met[0] & met[1]
     for number in met[0] & met[1]:
         assert torch.equal(result.anchors[number], other.anchors[number])
+        assert result.histories[number] == other.histories[number]
+    assert len({other.histories[number] for number in met[1]}) == len(met[1])
 
 
 @pytest.mark.slow
@@ -307,7 +312,7 @@ def aggregated(
         message, unusable = torch.tensor(own), []
         try:
             meeting = Meeting(network, network.members(), "x", weights=weights)
-            averaging.start(Message(message, {"cell": [message]}), meeting)[0].wait(60)
+            averaging.start(Message(message, ["cell"], lambda flat: {"cell": [flat]}), meeting)[0].wait(60)
         except PeerLostError as lost:
             unusable = list(lost.ranks)
         return message.tolist(), unusable

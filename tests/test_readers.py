@@ -12,18 +12,19 @@ from typing import Any, TypeVar
 import pytest
 import torch
 from hivemind.utils.multiaddr import Multiaddr
-from hypothesis import example, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from farflung.formats import PROTOCOL
 from farflung.networks.internet import Identity
 from farflung.networks.internet.directory import member_in
-from farflung.networks.internet.fetching import Download
+from farflung.networks.internet.downloads import Download
 from farflung.networks.internet.frames import FrameError, parsed
 from farflung.networks.internet.handshake import disagreement
-from farflung.networks.internet.manifests import Manifest, manifest_of, piece_of
+from farflung.networks.internet.manifests import Manifest, manifest_of
 from farflung.networks.internet.matchmaker import HEAVIEST, guest_of, party_of
 from farflung.networks.internet.members import Member, Members, member_of
+from farflung.networks.internet.packing import longest, packed, unpack
 from farflung.networks.internet.streams import RequestRefusedError, accepted
 
 T = TypeVar("T")
@@ -208,7 +209,12 @@ def test_a_request_to_meet(told: Any) -> None:
     asyncio.run(guest())
 
 
-STATE = {"id": "a", "digests": ["0"], "tensors": [["anchor 0", 3], ["velocity 0", 3]], "facts": {"step": 3}}
+STATE = {
+    "id": "a",
+    "digests": ["0" * 64, "1" * 64],
+    "tensors": [["anchor 0", 3], ["velocity 0", 3]],
+    "facts": {"step": 3, "history": "h"},
+}
 
 
 @given(anything | nearly(STATE))
@@ -216,19 +222,24 @@ STATE = {"id": "a", "digests": ["0"], "tensors": [["anchor 0", 3], ["velocity 0"
 @example({**STATE, "tensors": [["anchor 0", 1.5]]})
 @example({**STATE, "tensors": [], "digests": []})
 @example({**STATE, "facts": {"step": True}})
-def test_a_state_s_description(told: Any) -> None:
+@example({**STATE, "digests": ["0" * 64, "../" + "1" * 61]})
+@example({**STATE, "digests": ["0" * 64, 1]})
+def test_a_state_s_description(identity: Identity, told: Any) -> None:
     if manifest := read(lambda: manifest_of(told, largest=1000, furthest=math.inf)):
         assert 0 < manifest.size <= 1000 and type(manifest.step) is int
         download = Download(manifest)
         for number, _ in enumerate(manifest.digests):
-            piece_of(download.content.numpy().data, number)[:] = bytes(len(download.room(number)))
+            download.room(number)[:] = bytes(len(download.room(number)))
+        download.sources = [(member_of(info_of(identity), identity.peer), manifest)]
         state = download.state()
         assert torch.cat(list(state.tensors.values())).count_nonzero() == 0, "all pieces are the whole"
-        assert [(name, len(tensor)) for name, tensor in state.tensors.items()] == manifest.tensors
+        assert [(name, len(tensor)) for name, tensor in state.tensors.items()] == list(manifest.tensors)
 
 
 def test_a_state_as_it_is_described_is_taken() -> None:
-    assert manifest_of(STATE, 1000, 10) == Manifest("a", ["0"], [("anchor 0", 3), ("velocity 0", 3)], 3)
+    assert manifest_of(STATE, 1000, 10) == Manifest(
+        "a", ("0" * 64, "1" * 64), (("anchor 0", 3), ("velocity 0", 3)), 3, "h"
+    )
     with pytest.raises(FrameError, match="from 0 to 2"):
         manifest_of(STATE, 1000, 2)
 
@@ -243,3 +254,29 @@ def test_a_refusal(told: Any) -> None:
     with pytest.raises(RequestRefusedError) as refused:
         accepted({"refused": told})
     assert str(refused.value).isprintable() and len(str(refused.value)) <= 300
+
+
+@given(st.lists(st.floats(width=32), min_size=1, max_size=300))
+@example([0.0] * 5000)
+def test_packed_values_are_the_same_to_the_bit(values: list[float]) -> None:
+    content = torch.tensor(values).view(torch.uint8).numpy().data
+    told, into = packed(content), memoryview(bytearray(len(content)))
+    assert len(told) <= longest(len(content))
+    unpack(bytearray(told), into)
+    assert into == content
+    assert read(lambda: unpack(bytearray(told[:-1]), into)) is None
+
+
+@given(st.binary(max_size=100), st.integers(1, 10))
+@example(packed(memoryview(bytearray(44))), 10)  # a value more
+@example(packed(memoryview(bytearray(4 << 20))), 10)
+def test_a_piece_that_is_none_is_refused(told: bytes, values: int) -> None:
+    into = memoryview(bytearray(4 * values))
+    assume(len(told) != len(packed(into)))
+    with pytest.raises(FrameError):
+        unpack(bytearray(told), into)
+
+
+def test_weights_are_packed_in_five_sixths_of_their_bytes() -> None:
+    content = (0.02 * torch.randn(100_000)).view(torch.uint8).numpy().data
+    assert len(packed(content)) < 0.85 * len(content)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from shards import Islands, SimulatedLayout
 from torch import Tensor, nn
 
+from farflung import methods
 from farflung.codecs import codec_named
 from farflung.errors import UserError
 from farflung.methods import Method
@@ -41,13 +42,13 @@ def stage_of(name: str, shape: IslandShape) -> int:
     return int(name.split(".")[1]) * shape.stages // LAYERS
 
 
-def part_of(mesh: Mesh, network: SimulatedNetwork) -> LocalModel:
+def part_of(mesh: Mesh, network: SimulatedNetwork, buffers: bool = False) -> LocalModel:
     """The same made-up model in every layout: four layers of matrices of five rows, dealt out to stages and shards.
 
-    Each layer has a buffer that all of its shards have whole.
+    With `buffers`, each layer has one that all of its shards have whole.
     """
     coordinates = mesh.coordinates(network.rank)
-    shape = mesh.shapes[coordinates.replica]
+    shape = mesh.shape(coordinates.replica)
     torch.manual_seed(0)
     whole = {name: torch.randn(shape) for name, shape in OUTLINE.items()}
     here = [name for name in whole if stage_of(name, shape) == coordinates.stage]
@@ -57,8 +58,8 @@ def part_of(mesh: Mesh, network: SimulatedNetwork) -> LocalModel:
         own[name] = nn.Parameter(
             (rows[coordinates.shard] if coordinates.shard < len(rows) else whole[name][:0]).clone()
         )
-    buffers = {f"layers.{name.split('.')[1]}.mean": torch.zeros(3) for name in here}
-    return LocalModel(own, buffers, SimulatedLayout(OUTLINE, here, network, mesh))
+    means = {f"layers.{name.split('.')[1]}.mean": torch.zeros(3) for name in here if buffers}
+    return LocalModel(own, means, SimulatedLayout(OUTLINE, here, network, mesh))
 
 
 def buffer_of(name: str) -> Tensor:
@@ -67,11 +68,11 @@ def buffer_of(name: str) -> Tensor:
 
 
 def train(
-    mesh: Mesh, method: Method, steps: range, folder: Path | None, process: SimulatedNetwork
+    mesh: Mesh, method: Method, steps: range, folder: Path | None, buffers: bool, process: SimulatedNetwork
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """A process's checkpoint after some steps of a gradient that differs between replicas, and its weights."""
     coordinates, network = mesh.coordinates(process.rank), Islands(process, mesh)
-    model = part_of(mesh, process)
+    model = part_of(mesh, process, buffers)
     optimizer = torch.optim.SGD(model.named_parameters(), lr=0.1, momentum=0.9)
     with method.attach(model, optimizer, network) as outer:
         if folder:
@@ -101,11 +102,16 @@ def train(
 
 
 def trained(
-    mesh: Mesh, method: Method, steps: range, resume: Path | None = None, save: Path | None = None
+    mesh: Mesh,
+    method: Method,
+    steps: range,
+    resume: Path | None = None,
+    save: Path | None = None,
+    buffers: bool = False,
 ) -> list[dict[str, Tensor]]:
     """Each replica's whole weights after some steps; goes on from a folder's checkpoint, and leaves one, if given."""
     whole: list[dict[str, dict[int, Tensor]]] = [{} for _ in range(mesh.replicas)]
-    seen = Simulation(mesh.processes).run(partial(train, mesh, method, steps, resume))
+    seen = Simulation(mesh.processes).run(partial(train, mesh, method, steps, resume, buffers))
     for process, (state, weights) in enumerate(seen):
         coordinates = mesh.coordinates(process)
         if save:
@@ -115,7 +121,8 @@ def trained(
     return [{name: torch.cat([rows for _, rows in sorted(one.items())]) for name, one in w.items()} for w in whole]
 
 
-LAYOUT = st.builds(Mesh.alike, st.just(2), st.sampled_from([1, 2]), st.sampled_from([1, 2, 3]))
+SHAPE = st.builds(IslandShape, st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 3]))
+LAYOUT = st.builds(Mesh, st.tuples(SHAPE, SHAPE))
 
 
 @pytest.mark.slow
@@ -136,17 +143,68 @@ def test_a_run_goes_on_in_another_layout_as_in_one_process(
     schedule = Schedule(every=6, fragments=fragments, delay=delay)
     method = Method(schedule, Everyone(), codec_named(codec), OUTERS[outer])
 
+    alike = all(len(set(mesh.shapes)) == 1 for mesh in (old, new))
+
     def found(first: Mesh, then: Mesh) -> list[dict[str, Tensor]]:
         with tempfile.TemporaryDirectory() as name:
-            trained(first, method, range(steps), save=Path(name))
+            trained(first, method, range(steps), save=Path(name), buffers=alike)
             for replica in range(2):
                 whole = whole_weights(checkpoint.parts_of(Path(name), steps, replica))
-                assert all(torch.equal(whole[f"layers.{n}.mean"], buffer_of(f"layers.{n}.mean")) for n in range(LAYERS))
-            return trained(then, method, range(steps, STEPS), resume=Path(name))
+                means = [f"layers.{n}.mean" for n in range(LAYERS) if alike]
+                assert all(torch.equal(whole[name], buffer_of(name)) for name in means)
+            return trained(then, method, range(steps, STEPS), resume=Path(name), buffers=alike)
 
     for one, other in zip(found(Mesh.alike(2), Mesh.alike(2)), found(old, new), strict=True):
         for key, tensor in one.items():
             torch.testing.assert_close(other[key], tensor, atol=1e-6, rtol=1e-5)
+
+
+METHODS: dict[str, Method] = {
+    "noloco": methods.noloco(every=3),
+    "diloco, parts": methods.diloco(every=3, codec="int8"),
+    "diloco, delayed fragments": methods.diloco(every=4, delay=2, fragments=2),
+    "eager": methods.diloco(every=3, delay=3, merge="eager"),
+    "modulo": methods.noloco(every=3, codec="modulo8"),
+    "nolocox": methods.nolocox(every=3),
+    "sparseloco": methods.sparseloco(every=3),
+    "dilocox": methods.dilocox(every=3),
+    "demo": methods.demo(),
+    "ddp": methods.ddp(),
+    "ddp, encoded": methods.ddp(codec="ef-topk20"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", METHODS)
+@given(st.lists(SHAPE, min_size=2, max_size=4))
+@settings(max_examples=6, deadline=None)
+def test_islands_of_unlike_shapes_train_as_single_processes_do(name: str, shapes: list[IslandShape]) -> None:
+    """To the bit, since cells are averaged and encoded whole wherever they lie."""
+    alone = trained(Mesh.alike(len(shapes)), METHODS[name], range(STEPS))
+    for one, other in zip(alone, trained(Mesh(tuple(shapes)), METHODS[name], range(STEPS)), strict=True):
+        assert one.keys() == other.keys()
+        for key, tensor in one.items():
+            torch.testing.assert_close(other[key], tensor, atol=0, rtol=0)
+
+
+def test_unlike_islands_refuse_what_only_alike_ones_can_average() -> None:
+    mesh = Mesh((IslandShape(1, 1), IslandShape(2, 1)))
+
+    def work(process: SimulatedNetwork) -> str:
+        part = part_of(mesh, process)
+        model = LocalModel(dict(part.named_parameters()), {"layers.0.mean": torch.zeros(3)}, part.layout)
+        optimizer = torch.optim.SGD(model.named_parameters(), lr=0.1)
+        with methods.diloco(every=2).attach(model, optimizer, Islands(process, mesh)):
+            for parameter in model.parameters():
+                parameter.grad = torch.ones_like(parameter)
+            with pytest.raises(UserError) as error:
+                optimizer.step()
+        return str(error.value)
+
+    assert set(Simulation(3).run(work)) == {
+        "the model keeps layers.0.mean besides its trained weights, which islands of unlike layouts cannot average; "
+        "give all islands the same stages and shards"
+    }
 
 
 def test_what_lies_on_another_machine_is_asked_for(tmp_path: Path) -> None:

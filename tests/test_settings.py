@@ -120,12 +120,16 @@ def test_a_table_that_there_is_not_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("where", "free"),
     [
-        (AFTER_RESUME, "boundary deadline device microbatches pipeline_schedule shard stages"),
+        (AFTER_RESUME, "boundary deadline device islands microbatches pipeline_schedule restarts shard stages"),
         (
             BETWEEN_MACHINES,
             "data deadline device keep_checkpoints log_every offload out outer_device starting tokenizer",
         ),
-        (BETWEEN_PEERS, "checkpoint_every data deadline device eval_every log_every max_tokens out text_column"),
+        (
+            BETWEEN_PEERS,
+            "batch_size boundary checkpoint_every data deadline device eval_every log_every max_tokens microbatches "
+            "out pipeline_schedule restarts shard stages text_column",
+        ),
     ],
 )
 def test_what_may_differ_where(where: MayDiffer, free: str) -> None:

@@ -1,6 +1,7 @@
 """Messages that go as several packets, so that some are decoded while others are on the wire."""
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from farflung.outer import Method, RandomGroups, Schedule, bundles
 from farflung.outer.aggregation import Aggregation
 from farflung.outer.averaging import Averaging, Meeting
 from farflung.outer.bundles import strips
-from farflung.outer.columns import Message
+from farflung.outer.columns import Message, views_like
 
 
 @given(st.lists(st.integers(0, 40), max_size=60), st.integers(1, 50))
@@ -112,7 +113,8 @@ def averaged(
     averaging = Averaging(network.rank, method, aggregation=aggregation)
 
     def start(flat: Tensor, key: str) -> Pending[Tensor]:
-        message = Message(flat, {f"cell {n}": [part] for n, part in enumerate(flat.split(50))})
+        cells = {f"cell {n}": [part] for n, part in enumerate(flat.split(50))}
+        message = Message(flat, list(cells), partial(views_like, cells))
         return averaging.start(message, Meeting(network, (0, 1), key))[0]
 
     return start

@@ -1,7 +1,7 @@
 """Do all layouts of a replica train the same model, whatever its codec?
-Two replicas of one process each, of pipeline stages, of shards and of both, with the same seed: the largest difference
-of any step's loss, and of the final validation loss, from the replicas of one process. Real processes, as many as there
-are parts. Takes some ten minutes on two cores.
+Replicas of one process each, of pipeline stages, of shards, of both, and of all of these in one run, with the same
+seed: the largest difference of any step's loss, and of the final validation loss, from the replicas of one process.
+Real processes, as many as there are parts. Takes some twenty minutes on two cores.
 """
 
 from __future__ import annotations
@@ -19,10 +19,14 @@ from bench.lib.table import Cell, Part, Table
 from farflung.events import StepEvent
 from farflung.report.read import read_run
 
+Losses = dict[tuple[int, int], float]
+"""By replica and step."""
+
 LAYOUTS = {
     "4 stages": ("--stages", "4"),
     "4 shards": ("--shard", "4"),
     "2 stages x 2 shards": ("--stages", "2", "--shard", "2"),
+    "unlike islands": ("--islands", "1x1 2x1 1x2 2x2"),
 }
 
 
@@ -45,14 +49,19 @@ class Options:
     """What is beside one process."""
 
 
-SMOKE = Options(model="micro", steps=5, rounds=("diloco ef-topk5",), layouts=("2 stages x 2 shards",))
+SMOKE = Options(model="micro", steps=5, rounds=("diloco ef-topk5",), layouts=("unlike islands",))
 
 
-def losses(options: Options, rounds: str, layout: tuple[str, ...], folder: Path) -> tuple[list[float], float]:
-    """Each step's loss of replica 0, and the validation loss of the averaged weights."""
+def replicas_of(layout: tuple[str, ...]) -> int:
+    """How many replicas a layout is compared with, and has."""
+    return len(layout[1].split()) if "--islands" in layout else 2
+
+
+def losses(options: Options, rounds: str, replicas: int, layout: tuple[str, ...], folder: Path) -> tuple[Losses, float]:
+    """Each step's loss of each replica, and the validation loss of the averaged weights."""
     method, _, codec = rounds.partition(" ")
     common = {
-        "replicas": 2,
+        "replicas": replicas,
         "steps": options.steps,
         "model": options.model,
         "method": method,
@@ -72,20 +81,27 @@ def losses(options: Options, rounds: str, layout: tuple[str, ...], folder: Path)
     subprocess.run(
         [sys.executable, "-m", "farflung", "train", *words], check=True, capture_output=True, env=environment
     )
-    steps = [event.loss or 0.0 for event in read_run(folder).of(0, StepEvent)]
-    return steps, json.loads((folder / "summary.json").read_text())["validation_loss_averaged"]
+    told = read_run(folder)
+    found = {
+        (replica, event.step): event.loss or 0.0 for replica in told.replicas for event in told.of(replica, StepEvent)
+    }
+    return found, json.loads((folder / "summary.json").read_text())["validation_loss_averaged"]
 
 
 def run(options: Options, store: Store) -> Iterator[Part]:
     def rows() -> Iterator[tuple[Cell, ...]]:
         for rounds in options.rounds:
-            one, validation = losses(options, rounds, (), store.scratch / f"{rounds} one")
+            alone: dict[int, tuple[Losses, float]] = {}
             for layout in options.layouts:
-                steps, ended = losses(options, rounds, LAYOUTS[layout], store.scratch / f"{rounds} {layout}")
-                apart = max(abs(a - b) for a, b in zip(one, steps, strict=True))
+                replicas = replicas_of(LAYOUTS[layout])
+                if replicas not in alone:
+                    alone[replicas] = losses(options, rounds, replicas, (), store.scratch / f"{rounds} {replicas}")
+                one, validation = alone[replicas]
+                steps, ended = losses(options, rounds, replicas, LAYOUTS[layout], store.scratch / f"{rounds} {layout}")
+                apart = max(abs(one[step] - steps[step]) for step in one)
                 yield rounds, layout, validation, apart, abs(ended - validation)
 
-    yield f"{options.model}, 2 replicas, {options.steps} steps, every=5"
+    yield f"{options.model}, 2 replicas (of unlike islands 4), {options.steps} steps, every=5"
     columns = {
         "rounds": "",
         "layout": "",

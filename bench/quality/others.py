@@ -7,26 +7,18 @@ their own, which needs the internet once. Takes about half an hour on two cores,
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import tempfile
-import venv
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib.metadata import version
 
 from bench.lib.contenders import CONTENDERS, REPLICAS
+from bench.lib.environments import LIBRARIES, python_of
 from bench.lib.runs import around
 from bench.lib.store import ROOT, Result, Settings, Store
 from bench.lib.table import Cell, Part, Table
 from farflung.testing.hosts import NetLab, run_everywhere, torch_rendezvous, unavailable
 
 needs = unavailable
-
-NEEDED = ("torch", "transformers", "numpy", "safetensors", "tyro", "rich")
-"""What a replica of ours needs, in the versions that are installed here."""
-
-LIBRARIES = {"farflung": "", "torchft": "torchft==0.2.0", "hivemind": "hivemind==1.1.12"}
 
 
 @dataclass(frozen=True)
@@ -99,23 +91,6 @@ def measured(settings: Settings, seed: int) -> Result:
         "bytes_sent": sum(each["bytes_sent"] for each in found),
         "seconds": max(each["seconds"] for each in found),
     }
-
-
-def python_of(library: str) -> str:
-    """The interpreter of an environment that has a library; makes it if need be."""
-    if not LIBRARIES[library]:
-        return sys.executable
-    folder = ROOT / "runs" / "others" / library
-    python = folder / "bin" / "python"
-    if not (folder / "ready").exists():
-        print(f"making an environment for {library} in {folder}", flush=True)
-        venv.create(folder, with_pip=True, clear=True)
-        pins = [f"{name}=={version(name).partition('+')[0]}" for name in NEEDED]
-        install = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-        subprocess.run([*install, *pins, LIBRARIES[library]], check=True)
-        subprocess.run([*install, "--no-deps", "-e", str(ROOT)], check=True)
-        (folder / "ready").touch()
-    return str(python)
 
 
 def tables(store: Store, options: Options) -> dict[str, list[Part]]:

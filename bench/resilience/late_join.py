@@ -1,11 +1,12 @@
 """How soon does a peer train that comes late to a model of 100 million parameters?
 On the internet network, in namespaces: it fetches weights and outer momentum from the others; the physical limit is
 line rate for these bytes, of which 1.2 times are to be reached, and 90 % of their speed for those that serve it.
-Takes five minutes, as root.
+Then another one is killed half way and started again. Takes ten minutes, as root.
 """
 
 from __future__ import annotations
 
+import subprocess
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,11 +15,17 @@ from bench.lib.hardship import Hardship, check, checks, rate, running
 from bench.lib.store import Store
 from bench.lib.table import Part
 from bench.lib.training import save_llama
-from farflung.events import RoundEvent, StartEvent
+from farflung.events import RoundEvent, StartEvent, StepEvent
 from farflung.testing.hosts import unavailable
+from farflung.testing.peers import PeerProcess, PeerProcesses
 from farflung.testing.waiting import until
 
 needs = unavailable
+
+DIGEST = 64
+"""Letters in the name of a file with a piece."""
+NOISE = 3e6
+"""Bytes that peers tell each other besides."""
 
 MODELS = {
     "100m": {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 14, "num_attention_heads": 12},
@@ -29,7 +36,7 @@ MODELS = {
 @dataclass(frozen=True)
 class Options(Hardship):
     peers: int = 3
-    """Peers, the newcomer among them."""
+    """Peers, the newcomer among them; later there is one more."""
     step_ms: float = 1500.0
     """What one inner step takes."""
     every: int = 60
@@ -47,19 +54,21 @@ def run(options: Options, store: Store) -> Iterator[Part]:
     model = save_llama(store.scratch / f"model-{options.model}", **shape, **common)
     settings = {"model": model, "batch_size": 1, "sequence_length": 16, "eval_sequences": 1, "eval_every": 100_000}
     settings |= {"checkpoint_every": 0, "every": options.every, "deadline": 120.0, "method": "noloco"}
-    with running(options, store, "join", **settings) as (_, peers):
-        *others, newcomer = peers
+    with running(options, store, "join", peers=options.peers + 1, **settings) as (_, peers):
+        *others, newcomer, unlucky = peers
         peers.start(len(others))
-        peers.wait_for_steps(others, 40, timeout_s=300)
-        calm = rate(others, time.time() - 30, time.time())
+        calm_from = time.time()
         # Only then is there an outer momentum to fetch.
-        until(lambda: all(peer.events(RoundEvent) for peer in others), 300, "the first round")
+        until(lambda: all(peer.events(RoundEvent) for peer in others), 1200, "the first round")
         began = time.time()
+        calm = rate(others, calm_from, began)
         newcomer.start()
         peers.wait_for_steps([newcomer], 1, timeout_s=400)
         took = time.time() - began
         serving = rate(others, began, time.time())
         values = newcomer.events(StartEvent)[0].parameters
+        newcomer.kill()
+        first, kept, second = killed_half_way(unlucky, peers, 8 * values)
     limit = values * 8 * 8e-6 / options.rate_mbit
     yield checks(
         [
@@ -70,5 +79,34 @@ def run(options: Options, store: Store) -> Iterator[Part]:
                 took / limit <= 1.2,
             ),
             check("speed of those that serve it", f"{serving / calm:.1%}", "90 %", serving / calm >= 0.9),
+            check(
+                "killed half way: received, kept, received by the second start",
+                f"{first / 1e6:.2f}, {kept / 1e6:.2f}, {second / 1e6:.2f} MB",
+                f"1.1 x the missing {(8 * values - kept) / 1e6:.2f} MB",
+                second <= 1.1 * (8 * values - kept) + NOISE,
+            ),
         ]
     )
+
+
+def killed_half_way(peer: PeerProcess, peers: PeerProcesses, size: int) -> tuple[int, int, int]:
+    """Bytes that came to a newcomer before it was killed, that it kept, and that came from then to its first step."""
+
+    def kept() -> int:
+        return sum(path.stat().st_size for path in peer.folder.glob("fetched/*") if len(path.name) == DIGEST)
+
+    before = received(peer)
+    peer.start()
+    until(lambda: kept() >= size / 2 or peer.events(StepEvent), 400, "half of the state")
+    peer.kill()
+    halfway, left = received(peer), kept()
+    peer.start()
+    peers.wait_for_steps([peer], 1, timeout_s=400)
+    return halfway - before, left, received(peer) - halfway
+
+
+def received(peer: PeerProcess) -> int:
+    """Bytes that have come to a peer's host."""
+    path = f"/sys/class/net/{peer.host.interface}/statistics/rx_bytes"
+    told, _ = peer.host.popen(["cat", path], stdout=subprocess.PIPE).communicate(timeout=60)
+    return int(told)

@@ -158,7 +158,7 @@ def _one_line(box: str, arguments: list[str], command: str) -> str:
     return f"{said}; {f'did you mean {meant[1]}?' if meant else ''} see: farflung {command} --help".replace(";  ", "; ")
 
 
-def free_folder(name: str, mark: str = "events/*") -> Path:
+def free_folder(name: str, mark: str = "**/events/*") -> Path:
     """The first runs/NAME-N that does not hold what a run leaves."""
     if "WORLD_SIZE" in os.environ:
         raise UserError("under torchrun every machine needs to know the run folder; give --out runs/NAME")

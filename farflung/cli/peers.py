@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +22,7 @@ from farflung.errors import counted
 from farflung.networks.listening import ListenAddress
 from farflung.settings import Settings
 from farflung.tables import BETWEEN_PEERS
-from farflung.training.terminal import say
+from farflung.training.terminal import STARTED_HERE, say
 from farflung.workloads import WORKLOADS
 
 
@@ -101,7 +102,8 @@ def join(arguments: list[str]) -> None:
     ticket = peer.internet().read_ticket(options.ticket)
     folder = Path(options.own.out) if options.own.out else free_folder(ticket.name)
     settings = peer.ticket_settings(ticket).changed(**given(options.own) | {"out": str(folder)})
-    _train(ticket, settings, options.local, options.first)
+    again = ["join", *arguments, *([] if options.own.out else ["--out", str(folder)])]
+    _train(ticket, settings, options.local, options.first, again=again)
 
 
 def status(arguments: list[str]) -> None:
@@ -134,10 +136,17 @@ def _train(
     local: ListenAddress,
     first: bool,
     joined: Callable[[Any], None] = lambda network: None,
+    again: Sequence[str] = (),
 ) -> None:
-    from farflung.training import peer
+    """Trains as a peer; an island's processes are started with the arguments to do so `again`."""
+    from farflung.training import island, peer
+    from farflung.training.launch import local_rank
 
     folder = Path(settings.run.out)
+    part = settings.island.divided and "WORLD_SIZE" in os.environ
+    if part and (STARTED_HERE in os.environ or local_rank()):
+        peer.run_part(ticket, settings, local, first)
+        return
     back = f"come back with: farflung join {quote(f'{folder}/run.ticket')} --out {quote(str(folder))}"
     say(f"{ticket.name}: {settings.rounds.method}, {counted(settings.run.steps, 'step')}; run folder {folder}")
     with telling_how_to_go_on(lambda: back):
@@ -147,7 +156,15 @@ def _train(
                 joined(network)
                 show()
 
-            peer.run_peer(ticket, settings, local, first, tell)
+            if part:
+                show()
+                peer.run_part(ticket, settings, local, first)
+            elif settings.island.divided:
+                peer.check_for_internet(settings)
+                show()
+                island.launch_all(settings, folder, list(again))
+            else:
+                peer.run_peer(ticket, settings, local, first, tell)
         tell_result(folder, sys.stderr)
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from farflung.cli.arguments import free_folder, parse, under_new_names
 from farflung.errors import UserError, counted, disk_errors
+from farflung.files import event_files
 from farflung.tables import new_names
 
 
@@ -59,6 +60,6 @@ def simulate(arguments: list[str]) -> None:
 def _refuse_taken(folder: Path) -> None:
     """Refuses a folder with what another command has written, and may not be lost. Raises UserError."""
     simulated = (folder / "simulation.html").exists()
-    if simulated or (folder / "config.toml").exists() or any(folder.glob("events/*.jsonl")):
+    if simulated or (folder / "config.toml").exists() or event_files(folder):
         what = "a simulation" if simulated else "a run"
         raise UserError(f"{folder} already holds {what}; choose another folder with --out")

@@ -31,7 +31,7 @@ from farflung.cli.arguments import (
     with_field,
 )
 from farflung.errors import UserError, counted
-from farflung.files import holds_no_run
+from farflung.files import event_files, holds_no_run
 from farflung.settings import RunSettings, Settings, names_that_may_differ, read_settings
 from farflung.tables import AFTER_RESUME, new_names
 
@@ -73,7 +73,9 @@ def train(arguments: list[str]) -> None:
     asked = what_is_asked(arguments)
     under_torchrun = "WORLD_SIZE" in os.environ
     network = asked.settings.network
-    if network.kind.elastic:
+    if network.independent and under_torchrun:
+        raise UserError("independent replicas are started by farflung train itself; start it without torchrun")
+    if network.kind.elastic and not network.independent:
         raise UserError(
             "a run on the internet begins with farflung invite; peers join, and come back, with farflung join"
         )
@@ -99,8 +101,12 @@ def telling_how_to_go_on(how: Callable[[], str], stopped: int = INTERRUPTED) -> 
 
 def _train_all(asked: Asked) -> bool:
     """Starts all replicas from here. Returns whether to tell what has come of them."""
-    from farflung.training.launch import launch_all, prepare
+    from farflung.training import independent, launch
 
+    apart = asked.settings.network.independent
+    prepare, launch_all = (
+        (independent.prepare, independent.launch_all) if apart else (launch.prepare, launch.launch_all)
+    )
     prepare(asked.settings, asked.folder, asked.resume, asked.restart)
     _announce(asked)
     with watched(asked.folder) as show:
@@ -128,7 +134,8 @@ def _announce(asked: Asked) -> None:
     divided = f" of {island.stages} stages × {island.shard} shards" if island.divided else ""
     if island.islands:
         divided = f" of {island.islands} stages x shards"
-    replicas, steps = counted(run.replicas, "replica"), counted(run.steps, "step")
+    kind = "independent replica" if asked.settings.network.independent else "replica"
+    replicas, steps = counted(run.replicas, kind), counted(run.steps, "step")
     print(f"farflung: {replicas}{divided}, {asked.settings.rounds.method}, {steps}; run folder {asked.folder}")
     if asked.resume and (asked.folder / "summary.json").exists():
         print("farflung: this run had ended; its results are written again")
@@ -234,7 +241,7 @@ def _report_of(folder: Path) -> str:
     """Where a finished run's report is, or why there is none."""
     from farflung.report import write_report
 
-    if not any(re.fullmatch(r"replica-\d+", path.stem) for path in folder.glob("events/*.jsonl")):
+    if not any(re.fullmatch(r"replica-\d+", path.stem) for path in event_files(folder)):
         return "of the folders of all machines, copied together; here are only parts of replicas"
     try:
         write_report([folder], folder / "report.html")
@@ -251,7 +258,7 @@ def _indented(text: str) -> str:
 HELP = f"{train.__doc__}" + (
     "\n\nfarflung train [CONFIG.toml] [flags] starts a run: every flag is also a key of the file, and flags win. "
     "farflung train --resume RUN goes on with one from its last whole checkpoint, if need be with other --stages, "
-    "--shard, --pipeline-schedule, --microbatches, --boundary, --device and --deadline. It is refused where replicas "
-    "have no checkpoint in common; with --restart, the run begins anew from its settings, and what is in the folder is "
-    "lost. Under torchrun, this process becomes one of the replicas, or a part of one."
+    "--shard, --pipeline-schedule, --microbatches, --boundary, --device, --deadline and --restarts. It is "
+    "refused where replicas have no checkpoint in common; with --restart, the run begins anew from its settings, and "
+    "what is in the folder is lost. Under torchrun, this process becomes one of the replicas, or a part of one."
 )

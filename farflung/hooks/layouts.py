@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from farflung.cells import Shape
+from farflung.cells import Cell, Shape, dealt
 from farflung.errors import UserError
+from farflung.hooks.shared_memory import Parts
+from farflung.hooks.swaps import Swaps, copied
+
+T = TypeVar("T")
 
 
 @runtime_checkable
@@ -18,7 +21,8 @@ class Layout(Protocol):
     """How a replica is divided. Where it is, all of its processes call the methods alike.
 
     `outline` has the whole shapes of all that the replica trains, by name and in order; `here` are the names of what
-    this process has, whose rows are divided among so many `shards` as `torch.chunk` does. It is number `shard`.
+    this process has. `processes` of the replica swap with each other, of which it is number `process`; each of a
+    parameter's holders has some of its rows, as `torch.chunk` deals them out.
     """
 
     @property
@@ -28,17 +32,33 @@ class Layout(Protocol):
     def here(self) -> Collection[str]: ...  # noqa: D102
 
     @property
-    def shards(self) -> int: ...  # noqa: D102
+    def processes(self) -> int: ...  # noqa: D102
 
     @property
-    def shard(self) -> int: ...  # noqa: D102
+    def process(self) -> int: ...  # noqa: D102
 
-    def swap(self, outgoing: Sequence[Tensor], lengths: Sequence[int]) -> list[Tensor]:
-        """Sends each shard a flat tensor, and receives one of so many values from each. Raises PeerLostError."""
+    def holders(self, parameter: str) -> Sequence[int]:
+        """Which of those that swap have rows of a parameter, in the rows' order."""
+        ...
+
+    def keepers(self, cells: Sequence[Cell]) -> Mapping[str, int]:
+        """Which of those that swap keeps each of their cells, by its name."""
+        ...
+
+    def swap(self, outgoing: Parts, incoming: Parts, like: Tensor) -> None:
+        """Sends each of them some tensors, and fills some with those of each, in the same order, of the same sizes.
+
+        Values travel as `like` is: in its dtype, and where processes share no memory from its device.
+        Raises PeerLostError.
+        """
         ...
 
     def total(self, values: Tensor) -> Tensor:
         """The sum over the replica's processes of flat float64 values. Raises PeerLostError."""
+        ...
+
+    def lead(self, value: T) -> T:
+        """What the replica's first process says, which may be anything that can be pickled. Raises PeerLostError."""
         ...
 
 
@@ -49,19 +69,31 @@ class Undivided:
         parameters: what is trained, by name.
     """
 
-    shards, shard = 1, 0
+    processes, process = 1, 0
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
         self.outline: Mapping[str, Shape] = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
         self.here: Collection[str] = self.outline.keys()
 
-    def swap(self, outgoing: Sequence[Tensor], lengths: Sequence[int]) -> list[Tensor]:
+    def holders(self, parameter: str) -> Sequence[int]:
         """See Layout."""
-        return list(outgoing)
+        return range(self.processes)
+
+    def keepers(self, cells: Sequence[Cell]) -> Mapping[str, int]:
+        """See Layout."""
+        return dealt(cells, self.processes)
+
+    def swap(self, outgoing: Parts, incoming: Parts, like: Tensor) -> None:
+        """See Layout."""
+        copied(outgoing[0], incoming[0])
 
     def total(self, values: Tensor) -> Tensor:
         """See Layout."""
         return values
+
+    def lead(self, value: T) -> T:
+        """See Layout."""
+        return value
 
 
 class FullySharded(Undivided):
@@ -85,17 +117,24 @@ class FullySharded(Undivided):
             )
         self._device = way[0].device_type
         self._group = way[0].get_group(dims[0])
-        self.shards, self.shard = dist.get_world_size(self._group), dist.get_rank(self._group)
+        self.processes, self.process = dist.get_world_size(self._group), dist.get_rank(self._group)
+        self._swaps = Swaps(self._group)
 
-    def swap(self, outgoing: Sequence[Tensor], lengths: Sequence[int]) -> list[Tensor]:
+    def swap(self, outgoing: Parts, incoming: Parts, like: Tensor) -> None:
         """See Layout."""
-        return swapped(outgoing, lengths, self._group)
+        self._swaps(outgoing, incoming, like)
 
     def total(self, values: Tensor) -> Tensor:
         """See Layout."""
         there = values.to(self._device)  # a group may have no other
         dist.all_reduce(there, group=self._group)
         return values.copy_(there)
+
+    def lead(self, value: T) -> T:
+        """See Layout."""
+        told = [value]
+        dist.broadcast_object_list(told, group=self._group, group_src=0)
+        return told[0]
 
 
 def layout_of(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> Layout:
@@ -108,11 +147,3 @@ def layout_of(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> Layou
 def is_sharded(parameter: Any) -> bool:
     """Whether it is a DTensor; that class is slow to import."""
     return hasattr(parameter, "placements")
-
-
-def swapped(outgoing: Sequence[Tensor], lengths: Sequence[int], group: dist.ProcessGroup) -> list[Tensor]:
-    """An all-to-all of flat tensors of any lengths."""
-    own = torch.cat(list(outgoing))
-    others = own.new_empty(sum(lengths))
-    dist.all_to_all_single(others, own, list(lengths), [len(one) for one in outgoing], group=group)
-    return list(torch.split(others, list(lengths)))

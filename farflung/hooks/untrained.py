@@ -64,6 +64,10 @@ class Untrained:
         """What must be equal at the start: these, and parameters that others train."""
         return self.named() | dict(self._trained.others())
 
+    def compared(self) -> list[str]:
+        """The names of what must be equal at the start."""
+        return list(self._compared())
+
     def floating(self) -> list[str]:
         """The names of the buffers that training may change by less than one."""
         return [name for name, buffer in self.buffers().items() if buffer.is_floating_point()]

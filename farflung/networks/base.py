@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
@@ -116,6 +117,8 @@ class Network(Protocol):
         processes: the ranks of the replicas in torch.distributed's process group, in order, where they are such
             processes; then `among` some of them there is a network, too.
         islands: itself, where replicas are several processes each.
+        near: the network of the processes that are this replica together, where this one alone, or one of the others
+            for it, is on this network.
     """
 
     rank: int
@@ -132,6 +135,9 @@ class Network(Protocol):
 
     @property
     def islands(self) -> IslandNetwork | None: ...  # noqa: D102
+
+    @property
+    def near(self) -> Network | None: ...  # noqa: D102
 
     def members(self) -> Group:
         """The replicas believed alive, sorted, this one among them."""
@@ -190,6 +196,12 @@ class IslandNetwork(Network, Protocol):
         """The network of all processes, in which each is a replica."""
 
 
+def by_island(islands: IslandNetwork, told: Iterable[T]) -> list[list[T]]:
+    """What all processes tell, in order, by the island that they are of."""
+    rest = iter(told)
+    return [list(islice(rest, len(island))) for island in islands.island_processes]
+
+
 class ElasticNetwork(Network, Protocol):
     """A network whose replicas come and go, train at speeds of their own, and cannot all be trusted."""
 
@@ -218,8 +230,11 @@ class ElasticNetwork(Network, Protocol):
     def serve(self, source: Callable[[], SharedState]) -> None:
         """Registers the function that gives this replica's state to late replicas; `paced` calls it when asked."""
 
-    def fetch(self, identical: bool) -> Pending[SharedState]:
+    def fetch(self, identical: bool) -> Pending[SharedState | None]:
         """The state of other replicas; where they are `identical`, of the same bits. `wait` raises PeerLostError."""
+
+    def accept(self) -> None:
+        """Says that a downloaded state was loaded; what is kept of it is not needed again."""
 
     def reject(self, state: SharedState, why: str) -> None:
         """Says that a downloaded state does not fit this run; its givers are not asked again."""

@@ -47,7 +47,7 @@ class TorchNetwork(RealNetwork):
     """
 
     relay, computed = Formerly("scatter_combine_gather"), Formerly("advance")
-    elastic = None
+    elastic = near = None
 
     def __init__(
         self,

@@ -19,6 +19,10 @@ class NetworkSettings(Checked):
     """torch: real processes over torch.distributed; simulated: one process, a virtual clock; internet: see invite."""
     starting: float = setting(600.0, above=0, may_differ=BETWEEN_MACHINES)
     """Longest wait for the other replicas to start, in seconds."""
+    independent: bool = False
+    """Each replica is a member of its own on this machine, as on the internet: a death costs only that replica."""
+    restarts: int = setting(3, least=0, may_differ=AFTER_RESUME | BETWEEN_PEERS)
+    """How often an independent replica that dies, or a peer that is several processes, is started again."""
     deadline: float = setting(120.0, above=0, may_differ=AFTER_RESUME | BETWEEN_MACHINES | BETWEEN_PEERS)
     """Longest wait for other replicas, in seconds."""
     conditions: str = ""
@@ -34,6 +38,10 @@ class NetworkSettings(Checked):
         """Raises UserError."""
         super().__post_init__()
         _ = self.kind
+        if not (self.independent or self.kind.elastic) and self.restarts != NetworkSettings.restarts:
+            raise UserError(
+                f"restarts is {self.restarts}, but only independent replicas are started again; add --independent"
+            )
 
     @property
     def kind(self) -> NetworkKind:

@@ -118,6 +118,12 @@ class Averaging:
             return self._all_gather(message, meeting)
         return self._reduce_scatter(message, meeting)
 
+    def start_parts(self, parts: Sequence[Message], meetings: Sequence[Meeting]) -> tuple[list[Pending[Tensor]], float]:
+        """Starts averaging the parts of a message, each in its meeting; returns one compression error for all."""
+        sizes = [norm([part.flat]) if len(parts) > 1 else 1.0 for part in parts]  # while the values are its own
+        started = [self.start(part, meeting) for part, meeting in zip(parts, meetings, strict=True)]
+        return [pending for pending, _ in started], joint_error([error for _, error in started], sizes)
+
     def set_reference(self, message: Message) -> None:
         """See Codec."""
         for codec, strip in self._strips(message.cells):

@@ -7,8 +7,9 @@ unlike layouts meet in several: the keepers of a cell in each of them exchange i
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -16,31 +17,42 @@ from torch import Tensor
 from farflung.errors import UserError
 from farflung.hooks.start import DisagreementError, all_there
 from farflung.networks import Group, IslandNetwork, Network
-from farflung.networks.base import packet_of, words_of
+from farflung.networks.base import by_island, packet_of, words_of
 from farflung.outer.bundles import Cells
 
 
 @dataclass(frozen=True)
 class Message:
-    """A flat tensor, and the tensors of the cells that it consists of: views of it."""
+    """A flat tensor that consists of some cells; `views` makes their tensors of it."""
 
     flat: Tensor
-    cells: Cells
+    names: Sequence[str]
+    views: Callable[[Tensor], Cells]
 
-    def part(self, cells: Collection[str]) -> Message:
+    @cached_property
+    def cells(self) -> Cells:
+        """The tensors of each cell; only made where they are wanted, since that takes time."""
+        return self.views(self.flat)
+
+    def like(self, flat: Tensor) -> Message:
+        """Other values of the same cells."""
+        return Message(flat, self.names, self.views)
+
+    def part(self, cells: Sequence[str]) -> Message:
         """A copy of some cells; the message itself where that is all of them."""
-        if len(cells) == len(self.cells):
+        if len(cells) == len(self.names):
             return self
         chosen = {cell: self.cells[cell] for cell in cells}
         flat = torch.cat([tensor.reshape(-1) for tensors in chosen.values() for tensor in tensors])
-        return Message(flat, views_like(chosen, flat))
+        return Message(flat, cells, partial(views_like, chosen))
 
     def put(self, part: Message) -> None:
-        """Writes the values of a part into this."""
+        """Writes the values of a part into this, unless they lie there already."""
+        if part.flat.data_ptr() == self.flat.data_ptr():
+            return
         for cell in self.cells.keys() & part.cells.keys():
             for to, tensor in zip(self.cells[cell], part.cells[cell], strict=True):
-                if to.data_ptr() != tensor.data_ptr():
-                    to.copy_(tensor)
+                to.copy_(tensor)
 
 
 def views_like(cells: Cells, flat: Tensor) -> Cells:
@@ -85,12 +97,10 @@ class Columns:
         everyone = islands.everyone()
         own = packet_of(json.dumps([cells, rest]).encode())
         packets = all_there(everyone, everyone.exchange(own, everyone.members(), key), seconds)
-        told = [json.loads(words_of(packet)) for packet in packets.values()]
-        begins = [sum(map(len, islands.island_processes[:place])) for place in range(len(islands.island_processes))]
-        layouts = [told[b : b + len(i)] for b, i in zip(begins, islands.island_processes, strict=True)]
+        layouts = by_island(islands, (json.loads(words_of(packet)) for packet in packets.values()))
         if all(layout == layouts[0] for layout in layouts):
             return
-        if named := sorted(name for _, rest in told for name in rest):
+        if named := sorted(name for layout in layouts for _, rest in layout for name in rest):
             raise UserError(
                 f"the model keeps {named[0]} besides its trained weights, which islands of unlike layouts cannot "
                 "average; give all islands the same stages and shards"
@@ -105,7 +115,9 @@ class Columns:
             )
 
     def of(self, group: Group, cells: Sequence[str]) -> list[Column]:
-        """The columns of some cells in a group, this replica's among them."""
+        """The columns of some cells in a group, this replica's among them; none where it sits out."""
+        if not group:
+            return []
         if self._keepers is None:
             return [Column(self._network, tuple(cells))]
         islands = self._network.islands

@@ -75,8 +75,7 @@ def _message(method: Method, cells: Sequence[Cell]) -> dict[str, list[Tensor]]:
     outlines = {cell.name: [_outline(piece.shape) for piece in cell.pieces] for cell in cells}
     if method.outer is not None:
         return {name: tensors * after_a_step(method.outer)[0] for name, tensors in outlines.items()}
-    # Of a parameter without values there is nothing to say.
-    told = [piece for cell in cells for piece in cell.pieces if piece.numel]
+    told = [piece for cell in cells for piece in cell.pieces]
     return outlines | {NOTES: list(_outline((len(told) + OTHER_NOTES,)).unbind())}
 
 

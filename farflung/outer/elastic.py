@@ -6,7 +6,10 @@ downloads the others' state.
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,19 +28,29 @@ from farflung.outer.outcomes import Outcome, Result
 from farflung.outer.round import Offer, PendingRound, Sync
 from farflung.outer.session import Setup
 
+T = TypeVar("T")
+
 OF = " of "
 """Between what a tensor is and the name of its cell."""
+
+IN_TOUCH_S = 5.0
+"""How often a replica's processes say that they still wait."""
 
 OTHER_SHAPES = "the run's anchors have other shapes than the model here; see that both use the same model"
 
 
 class ElasticLoop(OuterLoop):
-    """See OuterLoop; for an elastic network."""
+    """See OuterLoop; for an elastic network.
+
+    Of a replica that is several processes, only the first is on it. The others go by what it says: which step counts,
+    who came to a round and how it ended, when others' state is there.
+    """
 
     def __init__(self, setup: Setup) -> None:
         assert setup.network.elastic
         self._elastic = setup.network.elastic
-        self._fetching: Pending[SharedState] | None = None
+        self._fetching: Pending[SharedState | None] | None = None
+        self._history = ""
         super().__init__(setup)
         self._elastic.serve(self.state)
 
@@ -51,11 +64,18 @@ class ElasticLoop(OuterLoop):
 
     def _counted(self, step: int) -> int:
         """Counts a step as the others do; loads their state when a download has ended."""
-        self.step = self._elastic.paced(step, self.method.schedule.every or 1)
+        self.step = self._lead(self._elastic.paced(step, self.method.schedule.every or 1))
         self._take_fetched()
         for sync in self._rounds.syncs:
             sync.skip_to(self.step - sync.every_steps + 1)  # to the latest that has started, which it may yet come to
         return self.step
+
+    def _lead(self, value: T) -> T:
+        """What the replica's first process says."""
+        return self.trained.layout.lead(value)
+
+    def _group(self, sync: Sync[Tensor]) -> Group:
+        return self._lead(super()._group(sync))
 
     def _exchange(self, sync: Sync[Tensor], offer: Offer[Tensor], group: Group) -> Exchange:
         """Starts a round with the members of the group that come, or with others left without partners."""
@@ -76,32 +96,66 @@ class ElasticLoop(OuterLoop):
                 return Result(message, party.group, Outcome.PEER_LOST, str(lost), error)
 
         lineage = str(digest([self.anchors[sync.index]]).tolist()) if self.method.needs_equal_anchors else ""
-        weight = 0.0 if offer.fault else float(sync.trained)
+        weight = 0.0 if offer.fault else sync.trained * self._options["step_weight"]
         began = self.network.now()
         return Exchange(began, self._elastic.meet(group, key, self.step, weight, lineage, average))
+
+    def _result(self, pending: PendingRound[Tensor, Exchange]) -> Result:
+        result = super()._result(pending)
+        told = self._lead((result.group, result.outcome, result.reason, result.compression_error))
+        result.group, result.outcome, result.reason, result.compression_error = told
+        return result
 
     def _settle(self, sync: Sync[Tensor], pending: PendingRound[Tensor, Exchange], result: Result) -> None:
         if result.outcome == Outcome.BEHIND:
             self._fetch()
+        if result.group:  # else the anchor stays as it is
+            group = self.network.rank if result.outcome == Outcome.PEER_LOST else result.group
+            told = f"{self._history}, round {pending.round} of fragment {pending.fragment} of {group}"
+            self._history = hashlib.sha256(told.encode()).hexdigest()[:16]
 
     def state(self) -> SharedState:
-        """The state that a late replica downloads: anchors, outer state and step; valid until the next round starts."""
-        facts = {"step": self.step, "until": min(sync.next_start for sync in self._rounds.syncs)}
+        """The state that a late replica downloads: anchors, outer state and step; valid until the next round lands.
+
+        Its history is a digest of the rounds that it came of: replicas that have had them all together share it.
+        """
+        starts = [sync.next_start for sync in self._rounds.syncs]
+        until = min([*starts, *(pending.lands_at_step for pending in self._rounds.pending)])
+        facts = {"step": self.step, "until": until, "history": self._history}
         return SharedState(dict(shared_tensors(self._weights)), facts)
+
+    def state_dict(self) -> dict[str, Any]:
+        """See OuterLoop."""
+        return {**super().state_dict(), "history": self._history}
+
+    def _load(self, state: dict[str, Any]) -> None:
+        super()._load(state)
+        self._history = state.get("history", str(self.network.rank))
 
     @torch.no_grad()
     def take(self, state: SharedState) -> None:
         """Loads other replicas' state; pending rounds here are dropped. Raises UserError."""
         if not self._begun:
             self._begin()
-        assert self.method.outer is not None
-        take_shared(self._weights, state.tensors, after_a_step(self.method.outer)[1])
+        self._take_shared(state)
         self._rounds.pending.clear()
         self.step = max(self.step, int(state.facts["step"]))
+        self._history = state.facts.get("history", "")
         self._begun = True
         for sync, weights in zip(self._rounds.syncs, self._weights, strict=True):
             weights.write(weights.anchor)
             sync.skip_to(self.step + 1)
+
+    def _take_shared(self, state: SharedState) -> None:
+        """Raises UserError in all of a replica's processes, where it does not fit in the first."""
+        assert self.method.outer is not None
+        fault = ""
+        try:
+            take_shared(self._weights, state.tensors, after_a_step(self.method.outer)[1])
+        except UserError as error:
+            fault = str(error)
+        if fault := self._lead(fault):
+            raise UserError(fault)
 
     @torch.no_grad()
     def catch_up(self, wait: float) -> bool:
@@ -129,19 +183,31 @@ class ElasticLoop(OuterLoop):
                 self._elastic.reject(state, str(error))
                 self._fetch()
             else:
+                self._elastic.accept()
                 return True
         if wait and refusal:
             raise refusal
         return False
 
     def _fetched(self, wait: float) -> SharedState | None:
-        if self._fetching is None or not (wait or self._fetching.done()):
+        if self._fetching is None or not self._has_come(self._fetching, wait):
             return None
         fetching, self._fetching = self._fetching, None
-        try:
-            return fetching.wait(wait)
-        except PeerLostError:
-            return None
+        state = None
+        with contextlib.suppress(PeerLostError):
+            state = fetching.wait(0.0)
+        facts: dict[str, Any] | None = self._lead(state.facts if state else None)
+        return None if facts is None else state or SharedState({}, facts)
+
+    def _has_come(self, fetching: Pending[SharedState | None], wait: float) -> bool:
+        """Whether a download has ended, after at most `wait` seconds, in which a replica's processes keep in touch."""
+        ends = self.network.now() + wait
+        while not self._lead(fetching.done()):
+            if not self._lead((left := ends - self.network.now()) > 0):
+                return bool(wait)
+            with contextlib.suppress(PeerLostError):
+                fetching.wait(min(left, IN_TOUCH_S))
+        return True
 
 
 def shared_tensors(all_weights: Iterable[Weights]) -> Iterator[tuple[str, Tensor]]:

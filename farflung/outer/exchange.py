@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 from torch import Tensor
 
@@ -51,17 +50,18 @@ class ColumnExchange:
         return result
 
 
-def of_columns(message: Message, columns: Sequence[ColumnExchange], now: Callable[[], float]) -> Pending[Result]:
-    """The exchange of a whole message, from those of its columns; a process may have none."""
+def of_columns(
+    message: Message, group: Group, columns: Sequence[ColumnExchange], now: Callable[[], float]
+) -> Pending[Result]:
+    """The exchange of a message in a group, from those of its columns; a process that keeps no cells has none."""
     if len(columns) == 1:
         return columns[0]
     if not columns:
-        return Finished(Result(message.flat, ()), now())
-    return Together(columns, now, partial(_joined, message, columns))
+        return Finished(Result(message.flat, group), now())
 
+    def joined(results: list[Result]) -> Result:
+        for column in columns:
+            message.put(column.part)
+        return Result(message.flat, group, apart=tuple(name for result in results for name in result.apart))
 
-def _joined(message: Message, columns: Sequence[ColumnExchange], results: list[Result]) -> Result:
-    for column in columns:
-        message.put(column.part)
-    apart = tuple(name for result in results for name in result.apart)
-    return Result(message.flat, columns[0].group, apart=apart)
+    return Together(columns, now, joined)

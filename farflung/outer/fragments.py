@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from farflung.cells import Cell, dealt, layers_of
+from farflung.cells import Cell, layers_of
 from farflung.errors import UserError
 from farflung.hooks.layouts import Layout, layout_of
 from farflung.hooks.shards import own_of
@@ -36,16 +36,17 @@ class Fragment:
     progress. Where the replica is sharded, all of its shards read and write together: each has rows of all cells.
 
     Args:
-        cells: of the part, as far as this process has rows of them.
+        cells: of the part, as far as this process, or one that it swaps with, keeps them.
         parameters: what this process trains, by name.
         layout: how it lies in the replica.
-        keepers: which shard keeps each cell, by its name.
+        keepers: which of these processes keeps each cell, by its name.
     """
 
     def __init__(
         self, cells: Sequence[Cell], parameters: Mapping[str, nn.Parameter], layout: Layout, keepers: Mapping[str, int]
     ) -> None:
-        self.cells = [cell for cell in cells if keepers[cell.name] == layout.shard]
+        self.cells = [cell for cell in cells if keepers[cell.name] == layout.process]
+        self.names = [cell.name for cell in self.cells]
         self.numel = sum(cell.numel for cell in self.cells)
         names = dict.fromkeys(piece.parameter for cell in cells for piece in cell.pieces)
         self.named = {name: parameters[name] for name in names if name in parameters}
@@ -77,12 +78,15 @@ class Fragment:
 
     def message(self, flat: Tensor) -> Message:
         """A flat tensor as that of these cells; one twice as long holds two tensors of each."""
+        return Message(flat, self.names, self._views)
+
+    def _views(self, flat: Tensor) -> dict[str, list[Tensor]]:
         found: dict[str, list[Tensor]] = {cell.name: [] for cell in self.cells}
         for values in torch.split(flat, max(self.numel, 1)):
             parts = iter(torch.split(values, [piece.numel for cell in self.cells for piece in cell.pieces]))
             for cell in self.cells:
                 found[cell.name] += [next(parts).view(piece.shape) for piece in cell.pieces]
-        return Message(flat, found)
+        return found
 
     def apart(self, kept: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         """Flat tensors as those of each cell, by its name; other values are every cell's."""
@@ -259,7 +263,6 @@ def split(model: nn.Module, fragments: int, among: Collection[nn.Parameter] | No
         raise UserError(
             f"fragments is {fragments}, but the model has only {len(layers)} layers to divide; choose at most that"
         )
-    here = [cell for layer in layers for cell in layer if cell.pieces[0].parameter in layout.here]
-    keepers = dealt(here, layout.shards)
+    keepers = layout.keepers([cell for layer in layers for cell in layer])
     chosen = [[cell for layer in layers[place::fragments] for cell in layer] for place in range(fragments)]
     return [Fragment([cell for cell in cells if cell.name in keepers], named, layout, keepers) for cells in chosen]

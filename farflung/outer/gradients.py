@@ -12,7 +12,7 @@ from farflung.errors import UserError
 from farflung.hooks.digests import digest
 from farflung.hooks.shards import own_of
 from farflung.hooks.steps import hook_steps
-from farflung.outer.bundles import Cells
+from farflung.outer.columns import Message
 from farflung.outer.mean_gradient import SPARSE, MeanGradient
 from farflung.outer.session import Session, Setup
 
@@ -72,9 +72,8 @@ class GradientLoop(Session):
     def _cells_here(self) -> list[Cell]:
         return [cell for mean in self._means for cell in mean.fragment.cells]
 
-    def _starts_from(self) -> Cells:
-        kept = (mean.fragment.message(mean.fragment.read()).cells for mean in self._means)
-        return {cell: tensors for cells in kept for cell, tensors in cells.items()}
+    def _starts_from(self) -> list[Message]:
+        return [mean.fragment.message(mean.fragment.read()) for mean in self._means]
 
     def _load(self, state: dict[str, Any]) -> None:
         super()._load(state)

@@ -1,8 +1,7 @@
-"""Whole cells at their keepers: gathered from the shards of a replica, and scattered to them again."""
+"""Whole cells at their keepers: gathered from the processes of a replica that have their rows, and scattered again."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -13,80 +12,75 @@ from farflung.hooks.layouts import Layout
 
 
 class Keeper:
-    """One shard's part in keeping some cells, of whose rows all shards have some; one process keeps them all.
+    """One process's part in keeping some cells, of which those that it swaps with have rows, too.
 
     Args:
-        cells: the same for all shards.
-        keepers: which shard keeps each, by its name.
+        cells: the same for all of these processes.
+        keepers: which of them keeps each, by its name.
         layout: how the rows lie.
     """
 
     def __init__(self, cells: Sequence[Cell], keepers: Mapping[str, int], layout: Layout) -> None:
         self._layout = layout
-        self._shards = range(layout.shards)
-        self._of = [[p for cell in cells if keepers[cell.name] == shard for p in cell.pieces] for shard in self._shards]
-        self._kept = self._of[layout.shard]
+        everyone = range(layout.processes)
+        pieces = [(keepers[cell.name], piece) for cell in cells for piece in cell.pieces]
+        self._kept = [piece for keeper, piece in pieces if keeper == layout.process]
+        # For each process: which of the own rows it keeps, by their parameter; its rows of what is kept here.
+        self._away = [
+            [(piece.parameter, rows) for k, piece in pieces if k == number for rows in self._own_rows(piece)]
+            for number in everyone
+        ]
+        self._home = [
+            [(place, rows) for place, piece in enumerate(self._kept) for rows in self._rows(piece, number)]
+            for number in everyone
+        ]
 
     def gather(self, local: Mapping[str, Tensor], out: Tensor) -> None:
-        """Fills a flat tensor with the cells that are kept here; `local` are the rows that this shard has, by name."""
-        views = self._views(out)
-        if self._layout.shards == 1:
-            for piece, whole in views:
-                whole.copy_(self._of_local(local, piece))
-            return
-        outgoing = [_flat([self._of_local(local, piece) for piece in pieces], out) for pieces in self._of]
-        lengths = [sum(self._count(piece, shard) for piece in self._kept) for shard in self._shards]
-        for shard, values in enumerate(self._layout.swap(outgoing, lengths)):
-            parts = torch.split(values, [self._count(piece, shard) for piece in self._kept])
-            for (piece, whole), part in zip(views, parts, strict=True):
-                rows = whole[self._rows(piece, shard)]
-                rows.copy_(part.view_as(rows))
+        """Fills a flat tensor with the cells that are kept here; `local` are the rows that this process has."""
+        self._layout.swap(self._of_local(local), self._of_flat(out), out)
 
     def scatter(self, flat: Tensor, local: Mapping[str, Tensor]) -> None:
-        """Writes the rows that this shard has of all cells; `flat` are those that are kept here."""
-        views, own = self._views(flat), self._layout.shard
-        if self._layout.shards == 1:
-            for piece, whole in views:
-                self._of_local(local, piece).copy_(whole)
-            return
-        outgoing = [_flat([whole[self._rows(piece, shard)] for piece, whole in views], flat) for shard in self._shards]
-        lengths = [sum(self._count(piece, own) for piece in pieces) for pieces in self._of]
-        for pieces, values in zip(self._of, self._layout.swap(outgoing, lengths), strict=True):
-            parts = torch.split(values, [self._count(piece, own) for piece in pieces])
-            for piece, part in zip(pieces, parts, strict=True):
-                if part.numel():
-                    rows = self._of_local(local, piece)
-                    rows.copy_(part.view_as(rows))
+        """Writes the rows that this process has of all cells; `flat` are those that are kept here."""
+        self._layout.swap(self._of_flat(flat), self._of_local(local), flat)
 
-    def _views(self, flat: Tensor) -> list[tuple[Piece, Tensor]]:
+    def _of_flat(self, flat: Tensor) -> list[list[Tensor]]:
+        """What each process has rows of, in a flat tensor of the cells that are kept here."""
         parts = torch.split(flat, [piece.numel for piece in self._kept])
-        return [(piece, part.view(piece.shape)) for piece, part in zip(self._kept, parts, strict=True)]
+        wholes = [part.view(piece.shape) for piece, part in zip(self._kept, parts, strict=True)]
+        return [[_some(wholes[place], rows) for place, rows in theirs] for theirs in self._home]
 
-    def _rows(self, piece: Piece, shard: int) -> slice:
-        """The rows of a piece that a shard has, counted within it."""
-        size = self._share(piece)
-        begin, end = (min(max(size * number - piece.begin, 0), piece.shape[0]) for number in (shard, shard + 1))
-        return slice(begin, end)
+    def _of_local(self, local: Mapping[str, Tensor]) -> list[list[Tensor]]:
+        """What is kept at each process, of the rows that this one has."""
+        return [[_some(local[name], rows) for name, rows in theirs] for theirs in self._away]
 
-    def _count(self, piece: Piece, shard: int) -> int:
-        rows = self._rows(piece, shard)
-        return int(rows.stop - rows.start) * int(math.prod(piece.shape[1:]))
+    def _rows(self, piece: Piece, process: int) -> list[slice]:
+        """The rows of a piece that a process has, counted within it; none, or one slice."""
+        holders = self._layout.holders(piece.parameter)
+        if process not in holders:
+            return []
+        size, place = self._share(piece), holders.index(process)
+        begin, end = (min(max(size * number - piece.begin, 0), _height(piece)) for number in (place, place + 1))
+        return [slice(begin, end)] if begin < end else []
 
-    def _of_local(self, local: Mapping[str, Tensor], piece: Piece) -> Tensor:
-        """What this shard has of a piece, in its own rows."""
-        if not piece.shape:
-            return local[piece.parameter]
-        rows = self._rows(piece, self._layout.shard)
-        if rows.start == rows.stop:
-            return torch.empty(0, *piece.shape[1:])
-        first = piece.begin - self._share(piece) * self._layout.shard
-        return local[piece.parameter][first + rows.start : first + rows.stop]
+    def _own_rows(self, piece: Piece) -> list[slice]:
+        """The rows of a piece that this process has, counted among all that it has of the parameter."""
+        found = self._rows(piece, self._layout.process)
+        if not found:
+            return []
+        place = self._layout.holders(piece.parameter).index(self._layout.process)
+        first = piece.begin - self._share(piece) * place
+        return [slice(first + rows.start, first + rows.stop) for rows in found]
 
     def _share(self, piece: Piece) -> int:
-        """The rows of its parameter that each shard has, but for the last ones."""
-        rows: int = self._layout.outline[piece.parameter][0]
-        return -(-rows // self._layout.shards)
+        """The rows of its parameter that each holder has, but for the last ones."""
+        shape = self._layout.outline[piece.parameter]
+        return -(-(shape[0] if shape else 1) // len(self._layout.holders(piece.parameter)))
 
 
-def _flat(parts: Sequence[Tensor], like: Tensor) -> Tensor:
-    return torch.cat([like.new_empty(0), *(part.reshape(-1).to(like) for part in parts)])
+def _height(piece: Piece) -> int:
+    return piece.shape[0] if piece.shape else 1
+
+
+def _some(tensor: Tensor, rows: slice) -> Tensor:
+    """Some rows; of a single number, one row."""
+    return tensor[rows] if tensor.dim() else tensor.reshape(1)[rows]

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from farflung.cells import Cell
-from farflung.codecs.values import norm
 from farflung.hooks.buffers import average
 from farflung.hooks.copies import Copies
 from farflung.hooks.scaling import unscaled_steps
@@ -26,8 +25,7 @@ from farflung.networks import Finished, Group, PeerLostError, Pending
 from farflung.networks.torchrun import log
 from farflung.outer.adaptation import Adaptation, effective_ranks
 from farflung.outer.averaging import Averaging, Meeting
-from farflung.outer.bundles import Cells, joint_error
-from farflung.outer.columns import Column
+from farflung.outer.columns import Column, Message
 from farflung.outer.exchange import ColumnExchange, Exchange, of_columns
 from farflung.outer.fragments import Weights, split
 from farflung.outer.healing import draw_together, sketch, stay_away
@@ -116,7 +114,7 @@ class OuterLoop(Session):
         self.trained.check()
         self.trained.check_left_alone()
         self._look()
-        group = sync.group(self.network.rank, self.network.members(), self.method.topology)
+        group = self._group(sync)
         averaging = self._averagings[sync.index]
         if group and not self.network.elastic and averaging.wants_reference():  # elsewhere members are not known yet
             weights = self._weights[sync.index]
@@ -125,31 +123,31 @@ class OuterLoop(Session):
         exchange = self._exchange(sync, offer, group)
         self._rounds.pending.append(sync.start(self.step, group, offer, exchange))
 
+    def _group(self, sync: Sync[Tensor]) -> Group:
+        """With whom the next round is to be held."""
+        return sync.group(self.network.rank, self.network.members(), self.method.topology)
+
     def _fault(self, sync: Sync[Tensor]) -> str:
         return self._replica.fault(sync.rounds, self.step, self._rounds.pending)
 
     def _exchange(self, sync: Sync[Tensor], offer: Offer[Tensor], group: Group) -> Exchange:
-        """Starts averaging a message; where all anchors should be equal, also compares them."""
+        """Starts averaging a message, and comparing anchors."""
         began = self.network.now()
         if not group:
             return Exchange(began, Finished(Result(offer.message, (), Outcome.SAT_OUT), began))
         message = self._weights[sync.index].fragment.message(offer.message)
-        columns = self.columns.of(group, list(message.cells))
+        columns, key = self.columns.of(group, message.names), self._round_key(sync.index, sync.rounds)
         parts = [message.part(column.cells) for column in columns]
-        sizes = [norm([part.flat]) for part in parts] if len(parts) > 1 else [1.0]
-        started, errors = [], []
-        for column, part in zip(columns, parts, strict=True):
-            meeting = Meeting(column.network, group, column.key(self._round_key(sync.index, sync.rounds)), sync.rounds)
-            sketches = self._compare(sync, column, meeting) if self._compares(group) else None
-            mean, error = self._averagings[sync.index].start(part, meeting)
-            started.append(ColumnExchange(column, part, mean, sketches, group))
-            errors.append(error)
-        return Exchange(
-            began, of_columns(message, started, self.network.now), joint_error(errors, sizes[: len(errors)])
-        )
+        meetings = [Meeting(column.network, group, column.key(key), sync.rounds) for column in columns]
+        sketches = [self._compare(sync, *meets) for meets in zip(columns, meetings, strict=True)]
+        means, error = self._averagings[sync.index].start_parts(parts, meetings)
+        started = [ColumnExchange(*one, group) for one in zip(columns, parts, means, sketches, strict=True)]
+        return Exchange(began, of_columns(message, group, started, self.network.now), error)
 
-    def _compare(self, sync: Sync[Tensor], column: Column, meeting: Meeting) -> Pending[dict[int, Tensor]]:
-        """Starts comparing the anchors of a column with the group's."""
+    def _compare(self, sync: Sync[Tensor], column: Column, meeting: Meeting) -> Pending[dict[int, Tensor]] | None:
+        """Starts comparing the anchors of a column with the group's, where they should be equal."""
+        if not self._compares(meeting.group):
+            return None
         anchor = self._weights[sync.index].fragment.message(self.anchors[sync.index]).part(column.cells).flat
         # In an eager merge each anchor has the own last part in it; then only rounds that were lost count.
         own = sketch(
@@ -215,7 +213,7 @@ class OuterLoop(Session):
         """Makes anchors, outer momentum and schedule equal again in a group that was found to hold different ones."""
         group, key = pending.group, self._round_key(pending.fragment, pending.round)
         fragment, pace = self._weights[sync.index].fragment, self._pace(sync)
-        columns = self.columns.of(group, [cell.name for cell in fragment.cells])
+        columns = self.columns.of(group, fragment.names)
         if not result.apart:
             if result.outcome == Outcome.PEER_LOST and self._compares(group):
                 for column in columns:
@@ -276,10 +274,8 @@ class OuterLoop(Session):
         self, sync: Sync[Tensor], pending: PendingRound[Tensor, Exchange], result: Result, starts: bool
     ) -> None:
         """Makes new weights of a mean; an eager merge makes the next round's offer before that, if it `starts` now."""
-        if pending.offer.own is not None and starts:
-            group = sync.group(self.network.rank, self.network.members(), self.method.topology)
-            if group:
-                sync.offer_before_applying(self._fault(sync), len(group))
+        if pending.offer.own is not None and starts and (group := self._group(sync)):
+            sync.offer_before_applying(self._fault(sync), len(group))
         if not sync.absorb(pending, result.mean):
             result.note(Outcome.PEER_LOST, "the mean of the messages is not finite")
         if self._options["buffers"] == "round" and pending.fragment == 0:
@@ -292,9 +288,8 @@ class OuterLoop(Session):
     def _begin(self) -> None:
         self._replica.begin()
 
-    def _starts_from(self) -> Cells:
-        kept = (weights.fragment.message(weights.anchor).cells for weights in self._weights)
-        return {cell: tensors for cells in kept for cell, tensors in cells.items()}
+    def _starts_from(self) -> list[Message]:
+        return [weights.fragment.message(weights.anchor) for weights in self._weights]
 
     def _writing_weights(self) -> AbstractContextManager[None]:
         return self._replica.copies.following()

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from farflung.codecs import finite
-from farflung.codecs.values import norm
 from farflung.errors import UserError
 from farflung.hooks.scaling import is_scaled, step_always, take_gradients, unscale
 from farflung.hooks.shards import own_of
@@ -17,8 +16,8 @@ from farflung.hooks.steps import Arguments, hook_steps
 from farflung.hooks.trained import held_by
 from farflung.networks import Finished, Group, Pending
 from farflung.outer.averaging import Averaging, Meeting, Together
-from farflung.outer.bundles import joint_error
-from farflung.outer.columns import Column, Message, views_like
+from farflung.outer.bundles import Cells
+from farflung.outer.columns import Column, Message
 from farflung.outer.faults import Faults
 from farflung.outer.fragments import split
 from farflung.outer.outcomes import Outcome, Round
@@ -68,10 +67,8 @@ class MeanGradient:
         self._network = network = session.network
         self._optimizer = optimizer
         self._index = index
-        trained = {parameter for parameter in session.trained.parameters if parameter.numel()}
-        (self.fragment,) = split(session.trained.model, 1, held & trained)
+        (self.fragment,) = split(session.trained.model, 1, held & set(session.trained.parameters))
         self._parameters = self.fragment.parameters
-        self._names = [cell.name for cell in self.fragment.cells]
         method = session.method
         self._topology = method.topology
         self._feeds_back = method.codec.traits.feeds_back
@@ -122,6 +119,8 @@ class MeanGradient:
         remembered = self._averaging.state_dict() if is_scaled(self._optimizer) else None
         overflow = unscale(self._optimizer)
         gradients, notes, fault = self._message(loss, overflow)
+        if self._session.trained.layout.processes > 1:
+            notes = notes._replace(present=self._in_replica(notes).present)
         number = self._exchanges
         group = group_of(network.rank, self._topology.groups(network.members(), str(number)))
         started = network.now()
@@ -154,19 +153,13 @@ class MeanGradient:
     def _start(self, gradients: Tensor, notes: Notes, group: Group) -> tuple[Pending[list[Message]], float]:
         """Starts averaging flat gradients, column by column, each with its notes; who sits out keeps its own."""
         network, key = self._network, self._session.key(f"gradient {self._exchanges} of optimizer {self._index}")
-        columns = self._session.columns.of(group or (network.rank,), self._names)
+        columns = self._session.columns.of(group or (network.rank,), self.fragment.names)
         messages = [self._with_notes(gradients, notes, column) for column in columns]
-        if not group:
+        if not group or not columns:
             return Finished(messages, network.now()), 0.0
-        sizes = [norm([message.flat]) for message in messages] if len(messages) > 1 else [1.0]
-        started, errors = [], []
-        for column, message in zip(columns, messages, strict=True):
-            meeting = Meeting(column.network, group, column.key(key), self._exchanges)
-            pending, error = self._averaging.start(message, meeting)
-            started.append(pending)
-            errors.append(error)
-        together = Together(started, network.now, lambda _: messages)
-        return together, joint_error(errors, sizes[: len(errors)])
+        meetings = [Meeting(column.network, group, column.key(key), self._exchanges) for column in columns]
+        started, error = self._averaging.start_parts(messages, meetings)
+        return Together(started, network.now, lambda _: messages), error
 
     def _with_notes(self, gradients: Tensor, notes: Notes, column: Column) -> Message:
         """A column's part of flat gradients, and the notes behind it."""
@@ -174,8 +167,12 @@ class MeanGradient:
         part = message.part(column.cells)
         told = torch.tensor([*(notes.present[name] for name in self._told_of(column.cells)), *notes[1:]])
         flat = gradients if part is message else torch.cat([part.flat, part.flat.new_empty(len(told))])
-        room = flat[-len(told) :].copy_(told)
-        return Message(flat, {**views_like(part.cells, flat[: -len(told)]), NOTES: room.unbind()})
+        flat[-len(told) :] = told
+
+        def views(flat: Tensor) -> Cells:
+            return {**part.views(flat[: -len(told)]), NOTES: flat[-len(told) :].unbind()}
+
+        return Message(flat, [*part.names, NOTES], views)
 
     def _told_of(self, cells: Collection[str]) -> list[str]:
         """The parameter of each piece of some cells."""
@@ -185,7 +182,7 @@ class MeanGradient:
     def _message(self, loss: Any, overflow: bool) -> tuple[Tensor, Notes, str]:
         """Flat gradients, with room for notes; these; and why there are no gradients, or ""."""
         device = self._parameters[0].device if self._parameters else None
-        numel, room = self.fragment.numel, len(self._told_of(self._names)) + OTHER_NOTES
+        numel, room = self.fragment.numel, len(self._told_of(self.fragment.names)) + OTHER_NOTES
         flat = torch.zeros(numel + room, dtype=torch.float32, device=device)
         if any(p.grad is not None and p.grad.layout != torch.strided for p in self._parameters):
             raise UserError(SPARSE.format(f"a parameter of {self._name}"))
@@ -211,16 +208,23 @@ class MeanGradient:
         A process learns what the keepers of its cells were told, whichever processes of its replica these are.
         """
         whole = self.fragment.message(gradients[: self.fragment.numel])
-        layout, rest = self._session.trained.layout, [0.0] * OTHER_NOTES
-        present = dict.fromkeys(layout.outline, 0.0)
+        present = dict.fromkeys(self._session.trained.layout.outline, 0.0)
+        rest = [0.0] * OTHER_NOTES
         for message in messages:
             whole.put(message)
-            *told, loss, counted, overflowed = torch.stack(tuple(message.cells[NOTES])).tolist()
+            names = self._told_of(message.names)
+            *told, loss, counted, overflowed = message.flat[-len(names) - OTHER_NOTES :].tolist()
             rest = [loss, counted, overflowed]
-            for name, has_one in zip(self._told_of(message.cells), told, strict=True):
+            for name, has_one in zip(names, told, strict=True):
                 present[name] += has_one
-        sums = layout.total(torch.tensor([*present.values(), *rest], dtype=torch.float64)).tolist()
-        return Notes(dict(zip(present, sums[:-OTHER_NOTES], strict=True)), *sums[-OTHER_NOTES:])
+        return self._in_replica(Notes(present, *rest))
+
+    def _in_replica(self, notes: Notes) -> Notes:
+        """The sum of what the replica's processes have to say; of a few rows, some shards have none."""
+        layout = self._session.trained.layout
+        present = [notes.present.get(name, 0.0) for name in layout.outline]
+        sums = layout.total(torch.tensor([*present, *notes[1:]], dtype=torch.float64)).tolist()
+        return Notes(dict(zip(layout.outline, sums, strict=False)), *sums[-OTHER_NOTES:])
 
     def _scatter(self, mean: Tensor, present: Mapping[str, float]) -> None:
         """Gives each parameter its mean gradient, and none where no replica has one.

@@ -23,13 +23,17 @@ class Options(TypedDict, total=False):
     """The longest that the others are waited for before the first step: 600."""
     robust: str
     """How messages become one on an elastic network: mean, median or clipped; see Aggregation."""
+    step_weight: float
+    """What an inner step weighs in the mean on an elastic network, such as its tokens: 1."""
     buffers: Literal["end", "round"]
     """Whether buffers are averaged in every "round", or only at the "end" and by `average_buffers`."""
     on_round: Callable[[Round], None] | None
     """Told of every round when it was applied."""
 
 
-USUAL = Options(outer_device=None, deadline_s=120.0, starting_s=600.0, robust="mean", buffers="end", on_round=None)
+USUAL = Options(
+    outer_device=None, deadline_s=120.0, starting_s=600.0, robust="mean", step_weight=1.0, buffers="end", on_round=None
+)
 _FORMERLY = {"deadline": "deadline_s", "starting": "starting_s"}
 
 
@@ -48,9 +52,9 @@ def completed(given: Mapping[str, Any]) -> Options:
         options[name] = value
     if options["buffers"] not in ("end", "round"):
         raise UserError(f"buffers is {options['buffers']!r}; choose 'end' or 'round'")
-    for name in ("deadline_s", "starting_s"):
+    for name, unit in (("deadline_s", "seconds"), ("starting_s", "seconds"), ("step_weight", "a number")):
         if not (isinstance(options[name], int | float) and options[name] > 0):
-            raise UserError(f"{name} is {options[name]!r}; give seconds, more than 0")
+            raise UserError(f"{name} is {options[name]!r}; give {unit}, more than 0")
     if not (options["on_round"] is None or callable(options["on_round"])):
         raise UserError(f"on_round is {options['on_round']!r}; give a function, which is told of every round")
     _check_device(options["outer_device"])

@@ -24,8 +24,7 @@ from farflung.hooks.steps import hook_steps
 from farflung.hooks.trained import Trained
 from farflung.hooks.untrained import Untrained
 from farflung.networks import Group, Network, among_members
-from farflung.outer.bundles import Cells
-from farflung.outer.columns import Column, Columns
+from farflung.outer.columns import Column, Columns, Message
 from farflung.outer.faults import Faults
 from farflung.outer.fragments import split
 from farflung.outer.options import Options
@@ -217,9 +216,9 @@ class Session:
         """The cells that this process keeps."""
         return []
 
-    def _starts_from(self) -> Cells:
+    def _starts_from(self) -> list[Message]:
         """The weights of these cells when training begins."""
-        return {}
+        return []
 
     def _load(self, state: dict[str, Any]) -> None:
         self.step, self.rounds = state["step"], state["rounds"]
@@ -241,7 +240,7 @@ class Session:
         untrained = self.untrained.begin()
         agrees = self.method.exchanges and not self.network.elastic
         if agrees:
-            cells, rest = [cell.name for cell in self._cells_here()], [fact.what for fact in untrained]
+            cells, rest = [cell.name for cell in self._cells_here()], self.untrained.compared()
             self.columns.meet(cells, rest, self.key("islands"), self._options["starting_s"])
         if self._begun:
             return
@@ -251,7 +250,8 @@ class Session:
             self._agree_on_start(untrained)
 
     def _agree_on_start(self, untrained: list[Fact]) -> None:
-        cells, rest = self._starts_from(), [tuple(tensor.shape) for tensor in self.untrained.named().values()]
+        cells = {cell: tensors for kept in self._starts_from() for cell, tensors in kept.cells.items()}
+        rest = [tuple(tensor.shape) for tensor in self.untrained.named().values()]
         for column in self.columns.of(self.network.members(), list(cells)):
             weights = [tensor for cell in column.cells for tensor in cells[cell]]
             facts = [
@@ -311,7 +311,7 @@ class Session:
         key = self._next_key("weights")
         (fragment,) = split(self.trained.model, 1, self.trained.parameters)
         message = fragment.message(fragment.read())
-        for column in self.columns.of(self.network.members(), list(message.cells)):
+        for column in self.columns.of(self.network.members(), message.names):
             named = {f"{cell} {n}": one for cell in column.cells for n, one in enumerate(message.cells[cell])}
             self._average(named, column, key, directions=False)
         fragment.write(message.flat)

@@ -25,24 +25,26 @@ def assemble(
 ) -> tuple[Island, Network]:
     """This process's part of its replica, and the network on which it holds rounds. Raises UserError.
 
-    `network` is that of all processes of the run; `deadline` is the longest wait for a round, in seconds.
+    `network` is that of all processes of the run, or an elastic one; `deadline` is the longest wait for a round, in
+    seconds.
     """
-    replicas = network
-    if network.processes:
-        assert isinstance(network, TorchNetwork)  # what starts processes offers what it does
-        replicas = network.of_islands(mesh.islands) if settings.divided or settings.offload else network
-    shape = mesh.shapes[replicas.rank]
-    settings = settings.of(shape)
-    if not network.processes or (shape.processes == 1 and not settings.offload):
+    processes, replicas = network.near or network, network
+    if network.elastic:
+        mesh = Mesh(mesh.shapes, first=network.rank)
+    elif isinstance(network, TorchNetwork) and (settings.divided or settings.offload):
+        replicas = network.of_islands(mesh.islands)
+    settings = settings.of(mesh.shape(replicas.rank))
+    if settings.processes == 1 and not settings.offload:
         model = training(workload.build(seed), settings).to(device)
         return WholeIsland(settings, workload, model, mesh, MeshCoordinates(replicas.rank), seed, device), replicas
     from farflung.pipeline.build import pieces_of, shard_pieces  # slow to import, and only islands need it
     from farflung.pipeline.divided import DividedIsland
     from farflung.pipeline.groups import ProcessGroups
 
+    assert isinstance(processes, TorchNetwork)  # what starts processes offers what it does
     whole = divisible(workload)
-    assert isinstance(network, TorchNetwork)
-    groups = ProcessGroups(network, mesh, deadline, settings.routes == "random", device)
+    roaming, gateway = settings.routes == "random", replicas.near is not None
+    groups = ProcessGroups(processes, mesh, deadline, roaming, device, gateway)
     division = division_of(settings, whole, seed)
     pieces = [piece.to(device) for piece in pieces_of(settings, whole, division, groups.coordinates.stage, seed)]
     for piece in pieces:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -106,6 +106,11 @@ class DividedIsland:
             nn.utils.clip_grads_with_norm_(self.model.parameters(), settings.clip, norm)
         return loss, fault
 
+    def slow_link(self) -> str:
+        """See Island."""
+        with self.groups.naming_the_lost():
+            return self.groups.slow_link()
+
     def after_step(self) -> None:
         """The last stage's copy of tied embeddings follows the first stage's."""
         if self._tied is not None:
@@ -169,8 +174,10 @@ class DividedIsland:
             names = [name for name, _ in piece.model.named_parameters() if name in own]
             shapes[self._index(number)] = {name: tuple(own[name].shape) for name in names}
         with self.groups.naming_the_lost():
-            pieces = sorted((index, named) for told in self.groups.told(shapes) for index, named in told.items())
-        return IslandLayout(self.groups, {name: s for _, named in pieces for name, s in named.items()}, own.keys())
+            told = self.groups.told(shapes)
+        pieces = sorted((index, named) for process in told for index, named in process.items())
+        owned = [{name for named in process.values() for name in named} for process in told]
+        return IslandLayout(self.groups, {name: s for _, named in pieces for name, s in named.items()}, owned)
 
     def _owned(self) -> dict[str, nn.Parameter]:
         """This process's parameters by their names in the whole model."""
@@ -195,9 +202,9 @@ class DividedIsland:
         return RoutedStage(piece, index, self._count, (entering, leaving), group, transport, self.device)
 
     def _routes(self, step: int) -> Routes:
-        if self.settings.routes == "random":
-            return random_routes(self.mesh.replicas, self.seed, step)
-        return fixed_routes(self.mesh.replicas)
+        random, replicas = self.settings.routes == "random", self.mesh.replicas
+        routes = random_routes(replicas, self.seed, step) if random else fixed_routes(replicas)
+        return replace(routes, first=self.mesh.first)
 
     def _microbatches_at(self, boundaries: int, routes: Routes, step: int) -> list[Tensor]:
         """Each microbatch that comes to this replica's piece after so many boundaries."""

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from farflung.hooks.layouts import swapped
+from farflung.hooks.shared_memory import Parts
+from farflung.hooks.swaps import Swaps
 from farflung.networks import PeerLostError, TorchNetwork
 from farflung.pipeline.mesh import Mesh
 
@@ -21,6 +22,12 @@ T = TypeVar("T")
 
 DEADLINES_OF_A_STAGE = 2
 """A stage may wait this many deadlines for another, which itself may wait for a round."""
+
+PROBE_BYTES, PROBES = 1 << 22, 3
+"""How much shards exchange to measure their link, and how often; the best counts."""
+
+SLOW_MBPS = 300.0
+"""The links of a machine, or of a rack, carry more."""
 
 NOTICE_SECONDS = 0.5
 """How long until connections show that a process on another machine has ended."""
@@ -34,12 +41,22 @@ class ProcessGroups:
         deadline: the longest wait for a round, in seconds.
         roaming: whether microbatches leave the island.
         device: what shards are gathered on.
+        gateway: whether only the island's first process meets other replicas.
     """
 
-    def __init__(self, network: TorchNetwork, mesh: Mesh, deadline: float, roaming: bool, device: torch.device) -> None:
+    def __init__(
+        self,
+        network: TorchNetwork,
+        mesh: Mesh,
+        deadline: float,
+        roaming: bool,
+        device: torch.device,
+        gateway: bool = False,
+    ) -> None:
         self.mesh = mesh
+        self.gateway = gateway
         self.coordinates = mesh.coordinates(network.process)
-        self.shape = mesh.shapes[self.coordinates.replica]
+        self.shape = mesh.shape(self.coordinates.replica)
         self._network = network
         self._limit = timedelta(seconds=DEADLINES_OF_A_STAGE * deadline)
         self.island = self._group(mesh.island_group(self.coordinates))
@@ -52,20 +69,51 @@ class ProcessGroups:
             torch.cuda.set_device(device)  # FSDP works on the current one
             self._shards["cuda"] = self._group(shards, "nccl")
         self._device = device
+        swapping = {"cpu": self.island} if gateway else self._shards
+        self._swaps = {kind: Swaps(group) for kind, group in swapping.items()}
 
     def shard_mesh(self) -> DeviceMesh:
         """The processes that hold this stage together, for FSDP."""
         return DeviceMesh.from_group(self._shards[self._device.type], self._device.type)
 
-    def swap(self, outgoing: Sequence[Tensor], lengths: Sequence[int]) -> list[Tensor]:
-        """Sends each shard of this stage a flat tensor, and receives one of so many values from each."""
-        return swapped(outgoing, lengths, self._shards[outgoing[0].device.type])
+    def swap(self, outgoing: Parts, incoming: Parts, like: Tensor) -> None:
+        """See Layout.swap: among the shards of this stage.
+
+        With a gateway, among all processes of the island, through the host's memory.
+        """
+        like = like[:0].cpu() if self.gateway else like
+        self._swaps[like.device.type](outgoing, incoming, like)
+
+    def slow_link(self) -> str:
+        """A warning where the shards of this stage are joined by a link that is measured to be slow; or ""."""
+        shards = self.shape.shards
+        if shards == 1:
+            return ""
+        values, seconds = torch.zeros(PROBE_BYTES // 4, device=self._device), []
+        for _ in range(PROBES):
+            began = time.monotonic()
+            dist.all_reduce(values, group=self._shards[self._device.type])
+            float(values[0])  # of a GPU, which would go on by itself
+            seconds.append(time.monotonic() - began)
+        mbps = 8e-6 * PROBE_BYTES * 2 * (shards - 1) / shards / min(seconds)
+        if mbps > SLOW_MBPS:
+            return ""
+        return (
+            f"the shards of stage {self.coordinates.stage} are joined by a slow link, {mbps:.0f} Mbit/s as measured, "
+            "and all their weights cross it in every step; put --shard within a machine, --stages between machines"
+        )
 
     def told(self, fact: T) -> list[T]:
         """What each of the island's processes tells, in their order."""
         facts: list[Any] = [None] * self.shape.processes
         dist.all_gather_object(facts, fact, group=self.island)
         return facts
+
+    def lead(self, fact: T) -> T:
+        """What the island's first process tells."""
+        told = [fact]
+        dist.broadcast_object_list(told, group=self.island, group_src=0)
+        return told[0]
 
     def total(self, values: Tensor) -> Tensor:
         """The sum over the island of flat float64 values."""

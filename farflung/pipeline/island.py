@@ -38,6 +38,10 @@ class Island(Protocol):
         """
         ...
 
+    def slow_link(self) -> str:
+        """A warning where the replica's processes are joined by too slow a link; or "". Raises PeerLostError."""
+        ...
+
     def after_step(self) -> None:
         """Is called when the weights have changed. Raises PeerLostError."""
         ...
@@ -85,6 +89,10 @@ class WholeIsland:
         if settings.clip:
             nn.utils.clip_grad_norm_(self.model.parameters(), settings.clip)
         return total, ""
+
+    def slow_link(self) -> str:
+        """See Island."""
+        return ""
 
     def after_step(self) -> None:
         """See Island."""

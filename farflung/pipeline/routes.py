@@ -16,17 +16,19 @@ class Routes:
 
     Args:
         permutation: of a microbatch and a boundary (0 lies between the first two pieces of the model).
+        first: the number of the first of these replicas.
     """
 
     permutation: Callable[[int, int], Permutation]
+    first: int = 0
 
     def onward(self, replica: int, microbatch: int, boundary: int) -> int:
         """The replica to whose next piece a microbatch goes, and from which its gradient comes back."""
-        return self.permutation(microbatch, boundary)[replica]
+        return self.permutation(microbatch, boundary)[replica - self.first] + self.first
 
     def back(self, replica: int, microbatch: int, boundary: int) -> int:
         """The replica from whose piece before a boundary a microbatch comes, and to which its gradient goes."""
-        return self.permutation(microbatch, boundary).index(replica)
+        return self.permutation(microbatch, boundary).index(replica - self.first) + self.first
 
     def origin(self, replica: int, microbatch: int, boundaries: int) -> int:
         """The replica whose data a microbatch holds, after so many boundaries."""

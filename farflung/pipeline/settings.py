@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from farflung.errors import UserError
-from farflung.tables import AFTER_RESUME, BETWEEN_MACHINES, Checked, setting
+from farflung.tables import AFTER_RESUME, BETWEEN_MACHINES, BETWEEN_PEERS, Checked, setting
 
 PIECES_EACH = {"1f1b": 1, "gpipe": 1, "zero-bubble": 1, "interleaved": 2}
 """How many pieces of the model a process has, by the pipeline's schedule."""
@@ -34,9 +34,9 @@ class IslandShape:
 class IslandSettings(Checked):
     """How one replica computes its gradients, and the processes that it is divided among."""
 
-    batch_size: int = setting(8, least=1)
+    batch_size: int = setting(8, least=1, may_differ=BETWEEN_PEERS)
     """Samples (sequences, for language) in one inner step of one replica."""
-    microbatches: int | None = setting(None, least=1, may_differ=AFTER_RESUME)
+    microbatches: int | None = setting(None, least=1, may_differ=AFTER_RESUME | BETWEEN_PEERS)
     """Parts that a batch is computed in, one after the other; unset: twice the stages, or one for a single stage."""
     clip: float = setting(1.0, least=0)
     """Largest norm of a replica's gradient; 0 does not clip."""
@@ -44,20 +44,20 @@ class IslandSettings(Checked):
     """Number format that the model computes in; weights stay float32."""
     recompute: bool = False
     """Keep no layer's inner activations; compute them again in the backward pass."""
-    stages: int = setting(1, least=1, may_differ=AFTER_RESUME)
+    stages: int = setting(1, least=1, may_differ=AFTER_RESUME | BETWEEN_PEERS)
     """Processes that the layers of one replica are divided among: a pipeline."""
-    shard: int = setting(1, least=1, may_differ=AFTER_RESUME)
+    shard: int = setting(1, least=1, may_differ=AFTER_RESUME | BETWEEN_PEERS)
     """Processes that the parameters of each stage are divided among (FSDP); they share its batch."""
     islands: str | None = setting(None, may_differ=AFTER_RESUME)
     """Stages x shards of each replica, where these are not alike: "1x1 2x4" is one process, and two stages of four
     shards. In place of --replicas, --stages and --shard."""
     pipeline_schedule: Literal["1f1b", "gpipe", "interleaved", "zero-bubble"] = setting(
-        "1f1b", may_differ=AFTER_RESUME, formerly="schedule"
+        "1f1b", may_differ=AFTER_RESUME | BETWEEN_PEERS, formerly="schedule"
     )
     """The order in which stages compute microbatches."""
     routes: Literal["fixed", "random"] = "fixed"
     """Whether a microbatch stays in its replica, or goes to a random replica's next stage each time."""
-    boundary: str = setting("float32", may_differ=AFTER_RESUME)
+    boundary: str = setting("float32", may_differ=AFTER_RESUME | BETWEEN_PEERS)
     """How hidden states are sent between stages: float32, bfloat16, int8, int4, topk10, subspace32 ... (see the
     README)."""
     offload: bool = setting(False, may_differ=BETWEEN_MACHINES)

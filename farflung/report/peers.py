@@ -39,6 +39,7 @@ def table(rows: list[Row]) -> Table:
     for heading in (
         "replica",
         "host",
+        "processes",
         "state",
         "step",
         "behind",
@@ -56,6 +57,7 @@ def table(rows: list[Row]) -> Table:
         shown.add_row(
             str(row["replica"]),
             row["host"],
+            f"{row.get('processes', 1):.0f}" if trains_or_did else "",
             row["state"],
             str(row["step"]) if trains_or_did else "",
             f"{row['behind']:.0f}" if row["state"] == "trains" else "",

@@ -8,7 +8,7 @@ import re
 import tomllib
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,7 +17,7 @@ import numpy as np
 from farflung import formats
 from farflung.errors import UserError, disk_errors
 from farflung.events import EndEvent, EvaluationEvent, Event, ProgressEvent, StartEvent, StepEvent, events_in
-from farflung.files import holds_no_run
+from farflung.files import event_files, holds_no_run
 from farflung.formats import RUN_FOLDER
 from farflung.tables import flattened
 
@@ -65,7 +65,7 @@ class Run:
     events: dict[int, list[Event]] = field(default_factory=lambda: defaultdict(list))
     summary: dict[str, Any] | None = None
     _parts: dict[tuple[int, int, int], list[Event]] = field(default_factory=lambda: defaultdict(list))
-    _readers: dict[str, EventReader] = field(default_factory=dict)
+    _readers: dict[Path, EventReader] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -118,13 +118,17 @@ class Run:
                     self.summary = read if isinstance(read, dict) else None
         RUN_FOLDER.check(self.settings, str(self.folder))
         self.settings.pop(formats.KEY, None)
-        for path in sorted(self.folder.glob("events/replica-*.jsonl")):
+        for path in event_files(self.folder):
             found = _EVENTS_OF.fullmatch(path.stem)
             if found is None:
                 continue
             replica, part, island = (int(number or 0) for number in found.groups())
-            reader = self._readers.setdefault(path.stem, EventReader(path))
+            reader = self._readers.setdefault(path, EventReader(path))
             restarted, new = reader.restarted(), reader.read()
+            if independent := _EVENTS_OF.fullmatch(path.relative_to(self.folder).parts[0]):
+                # On the internet network replicas have long numbers; here they are counted, as their folders are.
+                replica = int(independent[1])
+                new = [replace(event, replica=replica) for event in new]
             events = self._parts[replica, part, island] if part else self.events[replica]
             events[:] = [*([] if restarted else events), *new]
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import json
 import random
 import zlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,13 @@ from hivemind.utils import get_dht_time
 from farflung.codecs import Dense
 from farflung.networks.base import Traffic, packet_of
 from farflung.networks.internet import Identity, ListenAddress, Ticket
+from farflung.networks.internet.believing import sketches_of
 from farflung.networks.internet.frames import encoded, read_frame, write_frame
 from farflung.networks.internet.host import UNREACHABLE
+from farflung.networks.internet.manifests import pieces_of
+from farflung.networks.internet.packing import packed
 from farflung.networks.internet.peers import Peers
-from farflung.networks.internet.streams import RequestRefusedError
+from farflung.networks.internet.streams import PeerStream, RequestRefusedError
 from farflung.networks.internet.transport import PacketTransport
 
 AT_A_TIME = 32
@@ -154,9 +158,41 @@ class Liar:
         except (*UNREACHABLE, RequestRefusedError) as error:
             return {"refused": str(error) or "the stream was closed"}
 
+    def serve(self, manifest: dict[str, Any], content: bytes, sketched: bytes = b"") -> None:
+        """Offers a state: these bytes, whatever it says of them; its sketches are those of other bytes, if given."""
+        pieces = pieces_of([length for _, length in manifest["tensors"] if type(length) is int])
+
+        async def answer(stream: PeerStream, head: dict[str, Any], rest: bytes) -> None:
+            await write_frame(stream.writer, head)
+            stream.writer.write(rest)
+            await stream.writer.drain()
+            await stream.reader.read(1)
+
+        async def on_state(stream: PeerStream, _: Any) -> None:
+            told = json.dumps(manifest).encode()
+            await answer(stream, {"size": len(told)}, told)
+
+        async def on_piece(stream: PeerStream, frame: Any) -> None:
+            told = packed(memoryview(bytearray(content))[pieces[frame["number"]]])
+            await answer(stream, {"size": len(told)}, told)
+
+        async def on_sketch(stream: PeerStream, frame: Any) -> None:
+            views = [memoryview(bytearray(sketched or content))[piece] for piece in pieces]
+            told = sketches_of(views, frame["seed"]).numpy().tobytes()
+            await answer(stream, {"size": len(told)}, told)
+
+        self.peers.handlers.update(state=on_state, piece=on_piece, sketch=on_sketch)
+        self.peers.info.update(trains=True, step=0)
+
     def close(self) -> None:
         """Leaves the run."""
         self.peers.close()
+
+
+def manifest_of(content: bytes, tensors: Sequence[tuple[str, int]], **facts: Any) -> dict[str, Any]:
+    """What a peer says of a state of these bytes and tensors."""
+    digests = [hashlib.sha256(content[piece]).hexdigest() for piece in pieces_of([length for _, length in tensors])]
+    return {"id": "a", "digests": digests, "tensors": tensors, "facts": {"step": 30, "until": 40, **facts}}
 
 
 def poisoned(values: int, value: float) -> torch.Tensor:

@@ -24,10 +24,13 @@ def write_ticket(path: Path, key: Path, address: str, port: int, name: str = "te
     return ticket
 
 
-def join_network(folder: Path, number: int, address: str, port: int, deadline_s: float) -> InternetNetwork:
+def join_network(
+    folder: Path, number: int, address: str, port: int, deadline_s: float, fetched: Path | None = None
+) -> InternetNetwork:
     """Joins the run whose ticket is FOLDER/run.ticket, as a member that trains; the first has its key in FOLDER/0.key.
 
-    All but the first, which listens at `port`, wait until it is there. Raises TimeoutError.
+    All but the first, which listens at `port`, wait until it is there. Raises TimeoutError. For `fetched`, see
+    InternetNetwork.
     """
     opened = folder / "opened"
     if number:
@@ -39,7 +42,7 @@ def join_network(folder: Path, number: int, address: str, port: int, deadline_s:
         {"version": "1", "settings": "", "shapes": "", "host": f"host-{number}", "trains": True},
         first=not number,
     )
-    network = InternetNetwork(peers, largest=1 << 27, deadline=deadline_s)
+    network = InternetNetwork(peers, largest=1 << 27, deadline=deadline_s, fetched=fetched)
     opened.touch()
     return network
 

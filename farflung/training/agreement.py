@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from itertools import accumulate
 from typing import Any
 
 from farflung.errors import UserError
 from farflung.networks import Network, among_members
-from farflung.networks.base import packet_of, words_of
+from farflung.networks.base import by_island, packet_of, words_of
 from farflung.settings import Settings, names_that_may_differ
 from farflung.tables import BETWEEN_MACHINES
 
@@ -26,9 +25,8 @@ def facts_of_replicas(network: Network, value: Any, key: str, deadline_s: float)
     """What each replica tells, in order: of an island, its first process. Raises PeerLostError."""
     if (islands := network.islands) is None:
         return list(all_gather_facts(network, value, key, deadline_s).values())
-    told = list(all_gather_facts(islands.everyone(), value, key, deadline_s).values())
-    firsts = accumulate((len(island) for island in islands.island_processes), initial=0)
-    return [told[first] for first in list(firsts)[:-1]]
+    told = all_gather_facts(islands.everyone(), value, key, deadline_s).values()
+    return [island[0] for island in by_island(islands, told)]
 
 
 def refuse_other_settings(network: Network, settings: Settings) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from farflung.errors import UserError, disk_errors
-from farflung.files import write_text
+from farflung.files import event_files, write_text
 from farflung.pipeline import Mesh, MeshCoordinates
 from farflung.settings import Settings, names_that_may_differ, read_settings
 from farflung.tables import MayDiffer
@@ -134,7 +134,7 @@ def _told(value: object) -> str:
 def refuse_while_trained(folder: Path) -> None:
     """Refuses to touch a run that another process trains. Raises UserError."""
     with disk_errors(f"write to {folder}", "see to it, or begin a run in another folder with --out"):
-        for path in folder.glob("events/*.jsonl"):
+        for path in event_files(folder):
             events.locked(path).close()
 
 
@@ -144,10 +144,11 @@ def clear(folder: Path) -> None:
         refuse_while_trained(folder)
         for name in ("summary.json", "report.html"):
             (folder / name).unlink(missing_ok=True)
-        for name in ("checkpoints", "events"):  # what is left of a run is known by its events
-            while (folder / name).exists():
+        # What is left of a run is known by its events.
+        for path in (folder / "checkpoints", *folder.glob("replica-*"), folder / "events"):
+            while path.exists():
                 with contextlib.suppress(FileNotFoundError):  # another machine shares the folder, and was quicker
-                    shutil.rmtree(folder / name)
+                    shutil.rmtree(path)
 
 
 def how_to_go_on(folder: Path) -> str:
@@ -229,7 +230,7 @@ def writing_replicas(mesh: Mesh, machines: Mapping[int, str]) -> dict[str, int]:
     chosen = {}
     for machine in dict.fromkeys(machines.values()):
         here = Counter(mesh.coordinates(process).replica for process, other in machines.items() if other == machine)
-        chosen[machine] = min(here, key=lambda replica: (here[replica] < mesh.shapes[replica].processes, replica))
+        chosen[machine] = min(here, key=lambda replica: (here[replica] < mesh.shape(replica).processes, replica))
     return chosen
 
 

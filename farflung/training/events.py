@@ -120,5 +120,13 @@ def died(folder: Path) -> set[int]:
     return {event.replica for event in ends if isinstance(event, EndEvent) and event.reason == "died"}
 
 
+def tell_death(path: Path) -> None:
+    """Adds to the events of a process that was killed that it will not come back."""
+    if last := _whole_lines(path)[-1:]:
+        end = EndEvent(replica=last[0].replica, at=last[0].at, step=last[0].step, reason="died")
+        with locked(path) as file:
+            file.write(b"\n" + line_of(end) + b"\n")  # its last line may not be whole
+
+
 def _whole_lines(path: Path) -> list[Event]:
     return events_in(path.read_bytes().rpartition(b"\n")[0], str(path))[0]

@@ -12,7 +12,7 @@ from farflung.files import holds_no_run
 from farflung.pipeline.boundaries import boundary_named
 from farflung.settings import Settings, read_settings
 from farflung.training import checkpoint
-from farflung.training.resharding import whole_weights
+from farflung.training.resharding import mean_weights, whole_weights
 
 
 def export(folder: Path, target: Path) -> str:
@@ -58,10 +58,5 @@ def _averaged(folder: Path, settings: Settings) -> tuple[dict[str, Any], str]:
         raise UserError(
             f"{folder} has only parts of replicas; copy the folders of all machines together, and export that"
         )
-    mean: dict[str, Any] = {}
-    for paths in complete:
-        for name, value in whole_weights(paths).items():
-            share = value.double() / len(complete) if value.is_floating_point() else value
-            mean[name] = mean[name] + share if name in mean and value.is_floating_point() else share
     of = f" of {settings.run.replicas}" if len(complete) < settings.run.replicas else ""
-    return mean, f"the mean of {len(complete)}{of} replicas' checkpoints at step {steps[0]}{but}"
+    return mean_weights(complete), f"the mean of {len(complete)}{of} replicas' checkpoints at step {steps[0]}{but}"

@@ -35,7 +35,8 @@ class OneLine(ErrorHandler):
             super().record_exception(e)
             return
         extra = {"py_callstack": f"none is needed: {e}", "timestamp": str(int(time.time()))}
-        kept = {"message": {"message": f"{type(e).__name__}: {e}", "extraInfo": extra}}
+        kind = UserError if isinstance(e, UserError) else type(e)  # of which there are kinds
+        kept = {"message": {"message": f"{kind.__name__}: {e}", "extraInfo": extra}}
         Path(path).write_text(json.dumps(kept), "utf-8")
 
 
@@ -53,4 +54,9 @@ def failure_of(error: ChildFailedError, folder: Path, mesh: Mesh) -> Exception:
 def _describe(message: Any, exitcode: int) -> str:
     if isinstance(message, dict):
         return str(message["message"])
-    return f"it died of signal {-exitcode}" if exitcode < 0 else f"it ended with code {exitcode}"
+    return described_exit(exitcode)
+
+
+def described_exit(code: int) -> str:
+    """How a process has ended that says no more of it."""
+    return f"it died of signal {-code}" if code < 0 else f"it ended with code {code}"

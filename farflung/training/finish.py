@@ -4,23 +4,33 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from farflung.files import write_text
-from farflung.networks import Group, Network, PeerLostError, TorchNetwork, among_members, among_survivors
-from farflung.outer.columns import Column, Columns, Message, views_like
+from farflung.networks import (
+    Group,
+    Network,
+    PeerLostError,
+    SimulatedNetwork,
+    TorchNetwork,
+    among_members,
+    among_survivors,
+)
+from farflung.outer.columns import Column, Columns, Message
 from farflung.outer.fragments import split
-from farflung.pipeline import Mesh
+from farflung.pipeline import Island, Mesh, assemble
 from farflung.settings import Settings
 from farflung.training import checkpoint
 from farflung.training.agreement import facts_of_replicas
-from farflung.training.resharding import buffer_names
+from farflung.training.resharding import buffer_names, mean_weights, whole_weights
 from farflung.training.terminal import say
 from farflung.training.trainer import Trainer
+from farflung.workloads import Workload
 
 
 class NoRoomError(RuntimeError):
@@ -52,7 +62,7 @@ def finish(trainer: Trainer, together: Together) -> dict[str, Any]:
     fragment.write(mean)
     trainer.island.after_step()
     trainer.prune()
-    return _summary(trainer, facts)
+    return _summary(trainer.settings, trainer.island, trainer.workload, trainer.step, facts)
 
 
 def _own_facts(trainer: Trainer) -> dict[str, Any]:
@@ -85,40 +95,44 @@ def _met(trainer: Trainer, network: Network, own: Message, facts: dict[str, Any]
 
 def _mean(network: Network, own: Message, deadline_s: float) -> Tensor:
     """The mean of what a network's replicas hold of some cells."""
-    columns, cells = Columns(network), list(own.cells)
-    columns.meet(cells, [], "layouts at the end", deadline_s)
-    mean = Message(flat := own.flat.clone(), views_like(own.cells, flat))
-    for column in columns.of(network.members(), cells):
-        part, key = mean.part(column.cells), column.key("average at the end")
-
-        def average(group: Group, column: Column = column, part: Message = part, key: str = key) -> Tensor:
-            return column.network.all_reduce(part.flat.clone(), group, f"{key} of {group}").wait(deadline_s)
-
-        part.flat.copy_(among_members(column.network, average))
-        mean.put(part)
-    return flat
+    columns, mean = Columns(network), own.like(torch.empty_like(own.flat))
+    columns.meet(own.names, [], "layouts at the end", deadline_s)
+    for column in columns.of(network.members(), own.names):
+        mean.put(_mean_of_column(column, own.part(column.cells), deadline_s))
+    return mean.flat
 
 
-def _summary(trainer: Trainer, facts: list[dict[str, Any]]) -> dict[str, Any]:
-    settings, island = trainer.settings, trainer.island.settings
+def _mean_of_column(column: Column, part: Message, deadline_s: float) -> Message:
+    """The mean of what the replicas that can be reached hold of a column's cells."""
+    network, key = column.network, column.key("average at the end")
+
+    def average(group: Group) -> Tensor:
+        return network.all_reduce(part.flat.clone(), group, f"{key} of {group}").wait(deadline_s)
+
+    return part.like(among_members(network, average))
+
+
+def _summary(
+    settings: Settings, island: Island, workload: Workload, step: int, facts: list[dict[str, Any]]
+) -> dict[str, Any]:
     replicas, count, parameters = settings.run.replicas, len(facts), facts[0]["parameters"]
     # On the internet, replicas have other numbers.
     missing = set(range(replicas)) - {fact["replica"] for fact in facts} if count < replicas else set()
     return {
         "method": settings.rounds.method,
-        "units": trainer.workload.units,
-        "measure": trainer.workload.measure,
+        "units": workload.units,
+        "measure": workload.measure,
         "replicas": replicas,
         "missing": sorted(missing),
-        "steps": trainer.step,
-        "stages": island.stages,
-        "shards": island.shard,
+        "steps": step,
+        "stages": island.settings.stages,
+        "shards": island.settings.shard,
         "islands": settings.island.islands,
         "parameters": parameters,
         "tokens": sum(fact["tokens"] for fact in facts),
         "validation_loss": sum(fact["loss"] for fact in facts) / count,
         "validation_loss_per_replica": [fact["loss"] for fact in facts],
-        "validation_loss_averaged": trainer.island.evaluate(),
+        "validation_loss_averaged": island.evaluate(),
         "bytes_sent": sum(fact["sent"] for fact in facts),
         "boundary_bytes": sum(fact["boundary"] for fact in facts),
         "ddp_bytes": ddp_bytes(parameters, settings, count),
@@ -129,18 +143,52 @@ def _summary(trainer: Trainer, facts: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+def finish_apart(settings: Settings, folder: Path, ended: Mapping[int, Path], device: torch.device) -> None:
+    """Writes the results of independent replicas, by their numbers and the run folders in which they have ended.
+
+    Raises NoRoomError, and UserError where their files are damaged.
+    """
+    workload, alone = settings.made_workload(), SimulatedNetwork.alone()
+    seed, deadline = settings.run.seed, settings.network.deadline
+    island, _ = assemble(settings.island, workload, alone, settings.mesh(), seed, deadline, device)
+    files = {replica: checkpoint.averages(path) for replica, path in ended.items()}
+    mean = mean_weights(list(files.values()))
+    island.model.load_state_dict(mean)
+    names = [name for name, _ in island.model.named_parameters()]
+    numel = sum(mean[name].numel() for name in names)
+    facts = []
+    for replica, path in ended.items():
+        own, told = whole_weights(files[replica]), json.loads((path / "summary.json").read_text("utf-8"))
+        apart = sum(float((own[name] - mean[name]).square().sum()) for name in names)
+        facts.append(
+            {
+                "replica": replica,
+                "tokens": told["tokens"],
+                "loss": told["validation_loss"],
+                "sent": told["bytes_sent"],
+                "boundary": told["boundary_bytes"],
+                "blocked": told["seconds_blocked"],
+                "rounds": told["rounds"],
+                "seconds": told["seconds"],
+                "parameters": told["parameters"],
+                "deviation": apart / max(numel, 1),
+            }
+        )
+    summary = _summary(settings, island, workload, settings.run.steps, facts) | {"sample": island.sample()}
+    try:
+        checkpoint.write(checkpoint.average_of(folder), _average(island))
+        write_text(folder / "summary.json", json.dumps(summary, indent=2) + "\n")
+    except OSError as error:
+        raise NoRoomError(f"cannot write to {folder}: {error.strerror}; make room") from error
+
+
 def write_results(trainer: Trainer, summary: dict[str, Any], tells: bool) -> None:
     """Writes the averaged weights, and with `tells` the summary; all processes of a replica call it alike.
 
     Raises NoRoomError, when the disk stays full.
     """
     summary = {**summary, "sample": trainer.island.sample()}
-    model = trainer.model
-    average: checkpoint.Weights = {
-        "shard": trainer.island.coordinates.shard,
-        "model": model.state_dict(),
-        "buffers": buffer_names(model),
-    }
+    average = _average(trainer.island)
 
     def write() -> None:
         if tells:
@@ -148,6 +196,12 @@ def write_results(trainer: Trainer, summary: dict[str, Any], tells: bool) -> Non
         checkpoint.write(checkpoint.average_of(trainer.folder, trainer.file_stem), average)
 
     _keep_trying(write, trainer, summary)
+
+
+def _average(island: Island) -> checkpoint.Weights:
+    """The weights that an island ends with, as they are written."""
+    model = island.model
+    return {"shard": island.coordinates.shard, "model": model.state_dict(), "buffers": buffer_names(model)}
 
 
 def ended_together(ended: Callable[[Network], Ended], network: TorchNetwork, mesh: Mesh, deadline_s: float) -> Ended:

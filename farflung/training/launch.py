@@ -8,9 +8,10 @@ import re
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import cast
 
 import torch
@@ -21,7 +22,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from farflung import formats, scoped
 from farflung.errors import UserError, disk_errors
-from farflung.files import write_text
+from farflung.files import event_files, write_text
 from farflung.formats import RUN_FOLDER
 from farflung.inner import INNER
 from farflung.networks import ReplicaDiedError, SimulatedNetwork, Simulation, TorchNetwork
@@ -62,7 +63,7 @@ def prepare(settings: Settings, folder: Path, resume: bool, restart: bool = Fals
 
 def is_begun(folder: Path) -> bool:
     """Whether there is a run in a folder."""
-    return any(folder.glob("events/*.jsonl"))
+    return bool(event_files(folder))
 
 
 def check_settings(settings: Settings) -> None:
@@ -178,9 +179,8 @@ def run_torch_replica(
 
     Tells when the run has `begun` in the folder. Returns whether it has written the summary for its machine.
     """
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     way = ""
-    if local_rank == 0:
+    if local_rank() == 0:
         way = beginning.RESUMED if resume else beginning.NEW
         if STARTED_HERE not in os.environ:
             # The others come no further meanwhile than joining.
@@ -206,7 +206,7 @@ def run_torch_replica(
         if way == beginning.RESUMED:
             write_settings(settings, folder)  # which may be other ones, in what may change
         coordination = Coordination(stop, Kept(network.store, lambda: everyone))
-        device = pick_device(settings.run.device, local_rank)
+        device = pick_device(settings.run.device, local_rank())
         trainer = Trainer(settings, network, folder, coordination, device, step)
         machines = {process: standing.machine for process, standing in enumerate(standings)}
         with closing(trainer.log.events):
@@ -267,7 +267,13 @@ def _clear_machines(settings: Settings, folder: Path, way: str, network: TorchNe
 
 
 def launch_torch(settings: Settings, folder: Path, resume: bool) -> None:
-    """All processes on this machine, with torch's elastic launcher.
+    """All of a run's processes on this machine. Raises as `run_processes`."""
+    arguments = ["--resume", str(folder)] if resume else [str(folder / "config.toml")]
+    run_processes(settings, folder, ["train", *arguments])
+
+
+def run_processes(settings: Settings, folder: Path, arguments: Sequence[str]) -> None:
+    """So many processes as settings have, with the same arguments of farflung, by torch's elastic launcher.
 
     Raises StoppedError, UserError or RunFailedError.
     """
@@ -290,14 +296,18 @@ def launch_torch(settings: Settings, folder: Path, resume: bool) -> None:
         shutdown_timeout=round(2 * settings.network.deadline),
         signals_to_handle=",".join(number.name for number in (*stop_signals(), signal.SIGQUIT)),
     )
-    arguments = ["--resume", str(folder)] if resume else [str(folder / "config.toml")]
     try:
         with scoped.quiet("torch.distributed.elastic"), scoped.environment(**environment):
-            elastic_launch(launcher, sys.executable)("-m", "farflung", "train", *arguments)
+            elastic_launch(launcher, sys.executable)("-m", "farflung", *arguments)
     except SignalException as error:
         raise StoppedError("stopped by a signal") from error
     except ChildFailedError as error:
         raise failure_of(error, folder, settings.mesh()) from error
+
+
+def local_rank() -> int:
+    """This process's number among those that were started together on this machine."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
 
 
 def stop_signals() -> list[signal.Signals]:
@@ -309,13 +319,19 @@ def stop_signals() -> list[signal.Signals]:
 @contextmanager
 def stopping_on_signals(stop: Stop) -> Iterator[None]:
     """Ctrl-C and similar signals ask for a stop; a second one while stopping changes nothing."""
-    before = {number: signal.signal(number, stop.request) for number in stop_signals()}
+    with stop.listening(), on_stop_signals(stop.request):
+        yield
+
+
+@contextmanager
+def on_stop_signals(handler: Callable[[int, FrameType | None], object]) -> Iterator[None]:
+    """Has a handler for the signals that ask for a stop."""
+    before = {number: signal.signal(number, handler) for number in stop_signals()}
     try:
-        with stop.listening():
-            yield
+        yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
 
 
 def pick_device(name: str, local_rank: int) -> torch.device:

@@ -25,10 +25,10 @@ def sampled(named: Mapping[str, torch.nn.Parameter], layout: Layout, most: int) 
     positions = torch.linspace(0, count - 1, min(most, count), dtype=torch.float64).long()
     found, begin = torch.zeros(len(positions), dtype=torch.float64), 0
     for name, shape in layout.outline.items():
-        if name in layout.here and (shape or not layout.shard):
-            own = own_of(named[name]).flatten()
-            rows = -(-shape[0] // layout.shards) if shape else 1
-            first = begin + rows * layout.shard * math.prod(shape[1:])
+        if name in layout.here:
+            own, holders = own_of(named[name]).flatten(), layout.holders(name)
+            rows = -(-(shape[0] if shape else 1) // len(holders))
+            first = begin + rows * holders.index(layout.process) * math.prod(shape[1:])
             here = (positions >= first) & (positions < first + len(own))
             found[here] = own[(positions[here] - first).to(own.device)].double().cpu()
         begin += math.prod(shape)

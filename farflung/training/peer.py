@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
+import os
 import shutil
 import tempfile
 import threading
@@ -12,18 +14,19 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch.distributed.elastic.multiprocessing.errors import record
 
 from farflung.errors import UserError
-from farflung.networks import SimulatedNetwork
+from farflung.files import event_files
 from farflung.networks.listening import ListenAddress
 from farflung.networks.settings import NetworkSettings
+from farflung.pipeline.boundaries import boundary_named
 from farflung.settings import RunSettings, Settings
-from farflung.training import checkpoint, launch
+from farflung.training import island, launch
+from farflung.training.failures import OneLine
 from farflung.training.finish import finish, write_results
-from farflung.training.kept import Coordination, Kept
 from farflung.training.stopping import Stop
-from farflung.training.terminal import say
+from farflung.training.terminal import BEGIN_WITH, say
 from farflung.training.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -40,6 +43,10 @@ def shared_settings(settings: Settings) -> dict[str, Any]:
         raise UserError(f"network is {name!r}, but peers meet on the internet; leave it out, or use farflung train")
     if settings.run.replicas != RunSettings.replicas:
         raise UserError(f"replicas is {settings.run.replicas}, but peers come and go; leave it out")
+    if settings.network.independent:
+        raise UserError("independent replicas are started by farflung train; leave out --independent")
+    if settings.island.divided:
+        raise UserError("stages and shard are each peer's own; leave them out, and give them to farflung join")
     check_for_internet(settings)
     return settings.changed(out="", network=NetworkSettings.network).changes()
 
@@ -54,8 +61,16 @@ def ticket_settings(ticket: Ticket) -> Settings:
 
 def check_for_internet(settings: Settings) -> None:
     """Refuses what peers on the internet cannot do. Raises UserError."""
-    if settings.island.divided or settings.island.offload:
-        raise UserError("a peer on the internet is one process; leave out --stages, --shard and --offload")
+    own = settings.island
+    if own.islands:
+        raise UserError("islands is for farflung train; each peer says --stages and --shard when it joins")
+    if own.offload:
+        raise UserError("a peer on the internet computes where its weights are; leave out --offload")
+    if own.divided and boundary_named(own.boundary)[0]:
+        raise UserError(
+            f"with boundary {own.boundary} the stages decide which weights exist, and peers differ in them; choose "
+            "another --boundary"
+        )
     if settings.network.conditions:
         raise UserError("conditions are for the simulated network; leave them out")
     launch.check_network(settings.changed(network="internet"))
@@ -67,43 +82,87 @@ def run_peer(
 ) -> None:
     """Trains as one peer until the run's last step, the `first` if need be; tells when it has `joined`.
 
-    Raises StoppedError, UserError and whatever training raises. Where it does not come to train, the folder stays as
-    it was.
+    Where the peer is an island, each of its processes calls this; the first of them joins. Raises StoppedError,
+    UserError and whatever training raises. Where it does not come to train, the folder stays as it was.
     """
-    parts = internet()
     folder = Path(settings.run.out)
     told: list[Trainer] = []
 
     def tell(line: str) -> None:
         told[0].log.warn(line) if told else say(line)
 
-    with _left_as_it_was(folder), contextlib.ExitStack() as leaving:
-        resumed = launch.is_begun(folder)
+    # Independent replicas on one machine have local ranks, too, but each has a folder of its own.
+    owns_folder = not settings.island.divided or launch.local_rank() == 0
+    with contextlib.ExitStack() as leaving:
+        if owns_folder:
+            leaving.enter_context(_left_as_it_was(folder))
         check_for_internet(settings)
-        method = settings.method()
-        ticket = _with_newer_addresses(ticket, folder / "run.ticket")
-        identity = _own_identity(folder, resumed)
-        peers: Peers = parts.Peers(ticket, identity, local, parts.newcomer_info(ticket), tell, first)
-        network: InternetNetwork = parts.InternetNetwork(peers, deadline=settings.network.deadline)
-        leaving.callback(network.close)
-        joined(network)
-        step = max(checkpoint.steps_of(folder, identity.rank), default=0) if resumed else None
-        behind = network.behind(step or 0)
-        away = bool(behind and (step is None or behind > (method.schedule.every or 1)))
-        if away:
-            network.prefetch(method.topology.identical)  # while the rest is being prepared
-        launch.prepare(settings, folder, resumed)
-        launch.use_cores_of(1)
-        network.expect_model(*_shapes_of(settings))
-        stop = Stop(HashStore(), [identity.rank], [identity.rank])
-        with launch.stopping_on_signals(stop), _ticket_kept(network, folder / "run.ticket"):
-            kept = Kept(HashStore(), lambda: [identity.rank])
-            device = launch.pick_device(settings.run.device, 0)
-            trainer = Trainer(settings, network, folder, Coordination(stop, kept), device, step)
+        near = island.opened(settings, ticket) if settings.island.divided else None
+        resumed = island.led(near, settings, "begun", launch.is_begun(folder))
+        joining: InternetNetwork | None = None
+        if island.leads(near):
+            joining = _joining(ticket, settings, local, first, tell)
+            leaving.callback(joining.close)
+            joining.near = near
+            joined(joining)
+        rank = island.led(near, settings, "rank", joining.rank if joining else 0)
+        network = joining or island.following(near, rank)
+        step = island.step_of(near, settings, folder, rank) if resumed else None
+        away = island.led(near, settings, "away", joining is not None and _away(joining, settings, step))
+        if owns_folder:
+            launch.prepare(settings, folder, launch.is_begun(folder))
+        island.led(near, settings, "prepared", None)
+        launch.use_cores_of(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        if joining:
+            joining.expect_model(*_shapes_of(settings))
+            leaving.enter_context(_ticket_kept(joining, folder / "run.ticket"))
+        coordination = island.coordination(near)
+        with launch.stopping_on_signals(coordination.stop):
+            device = launch.pick_device(settings.run.device, launch.local_rank())
+            trainer = Trainer(settings, network, folder, coordination, device, step)
             told.append(trainer)
+            if joining:
+                replicas = int(os.environ.get(BEGIN_WITH, "0"))
+                _begin_together(folder.parent, replicas, coordination.stop, settings.network.deadline)
             trainer.train(catch_up=away)
-            summary = finish(trainer, lambda ended: ended(SimulatedNetwork.alone()))
-            write_results(trainer, summary, tells=True)
+            summary = finish(trainer, lambda ended: ended(island.alone(near)))
+            write_results(trainer, summary, tells=island.leads(near))
+
+
+@functools.partial(record, error_handler=OneLine())
+def run_part(ticket: Ticket, settings: Settings, local: ListenAddress, first: bool) -> None:
+    """One of the processes of an island; see `run_peer`. A launcher learns why it failed."""
+    run_peer(ticket, settings, local, first, lambda network: None)
+
+
+def _joining(
+    ticket: Ticket, settings: Settings, local: ListenAddress, first: bool, tell: Callable[[str], None]
+) -> InternetNetwork:
+    """Joins the run. Raises UserError."""
+    parts, folder = internet(), Path(settings.run.out)
+    ticket = _with_newer_addresses(ticket, folder / "run.ticket")
+    identity = _own_identity(folder, launch.is_begun(folder))
+    peers: Peers = parts.Peers(ticket, identity, local, parts.newcomer_info(ticket), tell, first)
+    network: InternetNetwork = parts.InternetNetwork(
+        peers, deadline=settings.network.deadline, fetched=folder / "fetched"
+    )
+    return network
+
+
+def _away(network: InternetNetwork, settings: Settings, step: int | None) -> bool:
+    """Whether this peer was away for so long that it needs the others' state; then it is on its way."""
+    method, behind = settings.method(), network.behind(step or 0)
+    away = bool(behind and (step is None or behind > (method.schedule.every or 1)))
+    if away:
+        network.prefetch(method.topology.identical)  # while the rest is being prepared
+    return away
+
+
+def _begin_together(run: Path, replicas: int, stop: Stop, deadline_s: float) -> None:
+    """Waits until so many independent replicas are ready, so that a short run is not over before the last has come."""
+    ends = time.monotonic() + deadline_s
+    while len(event_files(run)) < replicas and time.monotonic() < ends and not stop.requested:
+        time.sleep(0.1)
 
 
 def _own_identity(folder: Path, resumed: bool) -> Identity:

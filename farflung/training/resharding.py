@@ -28,6 +28,16 @@ def whole_weights(paths: Sequence[Path]) -> Named:
     return _whole_model([checkpoint.read(path) for path in paths])
 
 
+def mean_weights(replicas: Sequence[Sequence[Path]]) -> Named:
+    """The mean of some replicas' weights, from the files of the parts of each; only one of them is read at a time."""
+    mean: Named = {}
+    for paths in replicas:
+        for name, value in whole_weights(paths).items():
+            share = value.double() / len(replicas) if value.is_floating_point() else value
+            mean[name] = mean[name] + share if name in mean and value.is_floating_point() else share
+    return mean
+
+
 def _whole_model(parts: list[Checkpoint]) -> Named:
     buffers = {name for part in parts for name in part["buffers"]}
     return merged(((part["shard"], part["model"]) for part in parts), buffers)
@@ -76,7 +86,7 @@ def _reshaped(
     names: list[str],
     groups: list[State],
 ) -> Checkpoint:
-    shards = mesh.shapes[coordinates.replica].shards
+    shards = mesh.shape(coordinates.replica).shards
 
     def cut(whole: Tensor) -> Tensor:
         """What a shard has of a whole tensor: FSDP2 deals out rows as `chunk` does."""

@@ -109,6 +109,7 @@ class RunLog:
         if elastic := network.elastic:
             refused = dict(elastic.refused)
             told = {"loss": loss, "tokens_per_second": speed, "rounds": progress.rounds}
+            told |= {"processes": island.settings.processes} if island.settings.divided else {}
             elastic.tell_others(**told, refused=sum(refused.values()))
         traffic = network.traffic
         facts = torch.tensor([traffic.bytes_sent, island.traffic.bytes_sent, traffic.seconds_blocked]).double()

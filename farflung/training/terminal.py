@@ -10,6 +10,12 @@ from pathlib import Path
 STARTED_HERE = "FARFLUNG_STARTED_HERE"
 """Set in the environment of replicas that this machine's launcher watches itself."""
 
+WATCHED_BY = "FARFLUNG_WATCHED_BY"
+"""Set in the environment of independent replicas: the number of the process that watches over them."""
+
+BEGIN_WITH = "FARFLUNG_BEGIN_WITH"
+"""Set in the environment of independent replicas that begin a run: how many of them there are to be."""
+
 
 def say(line: str) -> None:
     """Writes a line to the user's terminal: the launcher's, where there is one and the system lets us."""

@@ -67,7 +67,7 @@ class Trainer:
         self.lr = settings.inner.lr or self.method.inner.lr
         named = self.model.named_parameters()
         self.optimizer = self.method.inner.make(named, lr=self.lr, weight_decay=settings.inner.weight_decay)
-        torch.manual_seed(seed * 1_000_003 + self.process)  # dropout differs between processes
+        torch.manual_seed(seed * 1_000_003 + mesh.first + self.process)  # dropout differs between processes
         self.progress = Progress(resume_step or 0, trained=resume_step or 0)
         self.tail = TailAverage(self.model)
         self._saved = self._load(resume_step)
@@ -89,6 +89,8 @@ class Trainer:
         """
         self._forget_the_rest()
         self.log.start(self.device, self._resumed)
+        if slow := self.island.slow_link():
+            self.log.warn(slow)
         rounds, network = self.settings.rounds, self.settings.network
         session = self.method.attach(
             self.model,
@@ -98,6 +100,7 @@ class Trainer:
             deadline_s=network.deadline,
             starting_s=network.starting,
             robust=rounds.robust,
+            step_weight=float(self.log.units_per_step),
             on_round=self._after_round,
         )
         with session:

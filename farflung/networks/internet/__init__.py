@@ -2,6 +2,7 @@
 
 from farflung.networks.internet.examination import Finding, examine
 from farflung.networks.internet.handshake import newcomer_info
+from farflung.networks.internet.host import peers_at
 from farflung.networks.internet.identity import Identity
 from farflung.networks.internet.network import InternetNetwork
 from farflung.networks.internet.peers import Peers
@@ -18,6 +19,7 @@ __all__ = [
     "Ticket",
     "examine",
     "newcomer_info",
+    "peers_at",
     "read_ticket",
 ]
 

@@ -3,108 +3,172 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import random
 import time
 from collections import Counter
+from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from farflung.networks.base import PeerLostError, SharedState
-from farflung.networks.internet.frames import FrameError, read_payload
+from farflung.networks.internet.believing import (
+    STRETCHES,
+    Believed,
+    Source,
+    by_majority,
+    by_spread,
+    largest_group,
+    signs_for,
+)
+from farflung.networks.internet.downloads import Download, Kept
+from farflung.networks.internet.frames import Frame, FrameError, parsed, read_payload, whole
 from farflung.networks.internet.host import UNREACHABLE
-from farflung.networks.internet.manifests import Manifest, digest, manifest_of, piece_of
+from farflung.networks.internet.manifests import LONGEST, Manifest, digest, manifest_of
 from farflung.networks.internet.members import Member
+from farflung.networks.internet.packing import longest, unpack
 from farflung.networks.internet.peers import Peers
 from farflung.networks.internet.snapshots import FRESH_SECONDS
-from farflung.networks.internet.streams import RequestRefusedError
+from farflung.networks.internet.streams import PROMPT_SECONDS, PeerStream, RequestRefusedError
 from farflung.networks.internet.transport import SLOWEST
 
-SOURCES = 3
-"""Peers that a state is fetched from at a time, with two pieces from each under way."""
+ASKED = 15
+"""Peers that are asked of the state, drawn at random: each makes a copy of its own to answer."""
 AHEAD = 1000
 """Steps that a state may be ahead of the median step."""
 
-Source = tuple[Member, Manifest]
-
-
-class Download:
-    """A state whose pieces are being downloaded."""
-
-    def __init__(self, manifest: Manifest) -> None:
-        self.manifest = manifest
-        self.givers: set[int] = set()
-        self.content = torch.empty(manifest.size, dtype=torch.uint8)
-        self.left = list(range(len(manifest.digests)))[::-1]
-
-    def room(self, number: int) -> memoryview:
-        """Where a piece goes."""
-        return piece_of(self.content.numpy().data, number)
-
-    def state(self) -> SharedState:
-        """The whole."""
-        names, lengths = zip(*self.manifest.tensors, strict=True)
-        parts = torch.split(self.content.view(torch.float32), list(lengths))
-        tensors = dict(zip(names, parts, strict=True))
-        return SharedState(tensors, {"step": self.manifest.step}, tuple(sorted(self.givers)))
-
 
 class Fetching:
-    """Downloads others' states; all methods but `refuse` run in the peers' thread.
+    """Downloads others' states; all methods but `refuse` and `accept` run in the peers' thread.
 
-    No state of more than `largest` bytes is taken; after `stall_s` seconds without a byte, a piece is given up.
+    No state of more than `largest` bytes is taken; after `stall_s` seconds without a byte, a piece is given up. What
+    has come is kept in a folder, if one is given, until the state was taken.
     """
 
-    def __init__(self, peers: Peers, largest: int, stall_s: float) -> None:
+    def __init__(self, peers: Peers, largest: int, stall_s: float, folder: Path | None) -> None:
         self.largest = largest
         self._peers = peers
         self._stall_s = stall_s
+        self._kept = Kept(folder)
         self._told = time.monotonic()
         self._refused: set[str] = set()
 
     async def fetch(self, identical: bool) -> SharedState:
-        """The state of a live peer; pieces come from several, and from others when some fail. Raises PeerLostError.
+        """The state of live peers; pieces come from several, and from others when some fail. Raises PeerLostError.
 
         Where peers are `identical`, only from those with the same bits; else pieces may come from different peers.
         """
         download, failures, silent = None, Counter[str](), set[str]()
         while True:
-            sources = await self._sources(identical, failures, silent)
-            if download is None or not download.manifest.like(sources[0][1], identical):
-                download = Download(sources[0][1])
-            delivered = await self._fill(download, sources, failures)
+            believed = await self._believed(identical, silent)
+            believed.sources.sort(key=lambda source: failures[source[0].peer])
+            first = believed.sources[0][1]
+            if download is None or download.manifest.tensors != first.tensors:
+                download = Download(first)
+            await asyncio.to_thread(download.go_on, believed.sources, self._kept, believed.holds_piece)
+            delivered = await self._fill(download, believed, failures)
             if not download.left:
                 return download.state()
-            silent |= {source.peer for source, _ in sources} - delivered
+            silent |= {source.peer for source, _ in download.sources} - delivered
+
+    def accept(self) -> None:
+        """Forgets what has come of a state that was taken."""
+        self._kept.clear()
 
     def refuse(self, member: Member, kind: str, why: str) -> None:
         """Excludes a peer that gave a false state; it is not asked again."""
         self._refused.add(member.peer)
         self._peers.guard.strike(member.peer, kind, f"{member.described}: {why}")
 
-    async def _sources(self, identical: bool, failures: Counter[str], silent: set[str]) -> list[Source]:
-        """Live peers with the same state, those that failed least first, then the furthest. Raises PeerLostError."""
+    async def _believed(self, identical: bool, silent: set[str]) -> Believed:
+        """Live peers whose states can be taken, best first; who tells what cannot be is refused. Raises PeerLostError.
+
+        Of three or more that answer, none is believed alone; of two or one, who has gone furthest.
+        """
+        heard = await self._heard(silent)
+        like = largest_group(heard, lambda manifest: manifest.tensors)
+        if len(heard) < 3:
+            believed = Believed([source for source in heard if source[1].like(heard[0][1], identical)])
+            if identical and len(believed.sources) < len(heard):
+                self._tell_of_two(*heard)
+            return believed
+        if len(like) == 1:
+            raise PeerLostError([member.rank for member, _ in heard], "no two peers say the same of the run's state")
+        believed = (by_majority(like) if identical else None) or await self._near(like)
+        for member in believed.false:
+            self.refuse(member, "bad state", "its state is not that of the others")
+        if identical:
+            believed.sources = largest_group(believed.sources, lambda manifest: manifest.digests)
+        return believed
+
+    def _tell_of_two(self, one: Source, other: Source) -> None:
+        self._peers.tell(
+            f"{one[0].described} and {other[0].described} have different states of the run; the first one's is taken: "
+            "join again when a third peer trains to know whom to believe"
+        )
+
+    async def _heard(self, silent: set[str]) -> list[Source]:
+        """Live peers and what they say of their states: what is kept of first, then the furthest."""
         passed_over = self._refused | silent
         members = [member for member in self._peers.members.training() if member.peer not in passed_over]
-        for begin in range(0, len(members), 2 * SOURCES):
-            asked = members[begin : begin + 2 * SOURCES]
-            answers = await asyncio.gather(*(self._described(member) for member in asked))
-            found = [(member, answer) for member, answer in zip(asked, answers, strict=True) if answer]
-            if found:
-                found.sort(key=lambda source: (failures[source[0].peer], -source[1].step))
-                return [source for source in found if source[1].like(found[0][1], identical)][:SOURCES]
+        random.SystemRandom().shuffle(members)
+        held = self._kept.snapshots()
+        for begin in range(0, len(members), ASKED):
+            asked = members[begin : begin + ASKED]
+            answers = await asyncio.gather(*(self._described(member, held) for member in asked))
+            if found := [(member, answer) for member, answer in zip(asked, answers, strict=True) if answer]:
+                return sorted(found, key=lambda source: (source[1].id not in held, -source[1].step))
         ranks = [member.rank for member in self._peers.members.training()]
         raise PeerLostError(ranks, f"no peer has the run's state {'that can be used' if passed_over else 'to give'}")
 
-    async def _described(self, member: Member) -> Manifest | None:
+    async def _near(self, sources: list[Source]) -> Believed:
+        """Those of some with the same tensors who lie near each other, by sketches."""
+        if len(sources) < 3:
+            return Believed(sources)
+        seed, lengths = os.urandom(16).hex(), [one.stop - one.start for one in sources[0][1].pieces]
+        answers = await asyncio.gather(*(self._sketched(member, theirs, seed) for member, theirs in sources))
+        told = [(source, answer) for source, answer in zip(sources, answers, strict=True) if answer is not None]
+        signs = await asyncio.to_thread(signs_for, seed, lengths)
+        return by_spread([source for source, _ in told], [answer for _, answer in told], signs)
+
+    async def _described(self, member: Member, held: list[str]) -> Manifest | None:
+        """What a peer says of its state, as it was when it was `held` for this peer before, or is now."""
         try:
-            told = await self._peers.ask(member, {"kind": "state"}, FRESH_SECONDS)
-            return manifest_of(told, self.largest, self._peers.members.median_step_at_most() + AHEAD)
+            told = await self._asked(member, {"kind": "state", "held": held}, LONGEST)
+            return manifest_of(parsed(told), self.largest, self._peers.members.median_step_at_most() + AHEAD)
         except FrameError as error:
             self.refuse(member, "bad state", str(error))
         except (*UNREACHABLE, RequestRefusedError):
             pass
         return None
 
-    async def _fill(self, download: Download, sources: list[Source], failures: Counter[str]) -> set[str]:
+    async def _sketched(self, member: Member, theirs: Manifest, seed: str) -> Tensor | None:
+        """The sketches of a peer's pieces; None when there are none."""
+        size = 8 * STRETCHES * len(theirs.pieces)
+        try:
+            told = await self._asked(member, {"kind": "sketch", "id": theirs.id, "seed": seed}, size)
+            sketches = torch.frombuffer(bytearray(told), dtype=torch.float64).view(-1, STRETCHES)
+            if len(told) == size and sketches.isfinite().all():
+                return sketches
+            self.refuse(member, "bad state", "its sketches are none")
+        except (*UNREACHABLE, RequestRefusedError):
+            pass
+        return None
+
+    async def _asked(self, member: Member, request: Frame, largest: int) -> bytes:
+        """The answer to a request, of at most so many bytes."""
+        async with asyncio.timeout(FRESH_SECONDS), self._peers.stream(member) as stream:
+            await stream.tell(request)
+            return bytes(await self._answer(stream, largest, FRESH_SECONDS))
+
+    async def _answer(self, stream: PeerStream, largest: int, prompt_s: float = PROMPT_SECONDS) -> bytearray:
+        """What comes after its length."""
+        content = bytearray(whole((await stream.hear(prompt_s)).get("size"), largest))
+        await read_payload(stream.reader, memoryview(content), self._stall_s, SLOWEST)
+        return content
+
+    async def _fill(self, download: Download, believed: Believed, failures: Counter[str]) -> set[str]:
         """Fetches what is left, as far as the sources go on; those that delivered something."""
         delivered: set[str] = set()
 
@@ -113,26 +177,37 @@ class Fetching:
                 number = download.left.pop()
                 try:
                     await self._fetch_piece(source, theirs, number, download.room(number))
+                    await self._check_piece((source, theirs), number, download.room(number), believed)
                 except (*UNREACHABLE, RequestRefusedError, FrameError):
                     download.left.append(number)
                     failures[source.peer] += 1
                     return
+                await asyncio.to_thread(download.came, number, theirs.digests[number], self._kept)
                 delivered.add(source.peer)
                 self._tell_progress(download)
 
-        download.givers |= {member.rank for member, _ in sources}
-        await asyncio.gather(*(work(*source) for source in sources for _ in range(2)))
+        await asyncio.gather(*(work(*source) for source in download.sources for _ in range(2)))
         return delivered
 
     async def _fetch_piece(self, member: Member, manifest: Manifest, number: int, into: memoryview) -> None:
         async with self._peers.stream(member) as stream:
             await stream.tell({"kind": "piece", "id": manifest.id, "number": number})
-            await stream.hear()
-            await read_payload(stream.reader, into, self._stall_s, SLOWEST)
-        if await asyncio.to_thread(digest, into) != manifest.digests[number]:
+            told = await self._answer(stream, longest(len(into)))
+        try:
+            await asyncio.to_thread(unpack, told, into)
+        except FrameError as error:
+            self.refuse(member, "bad piece", str(error))
+            raise
+
+    async def _check_piece(self, source: Source, number: int, content: memoryview, believed: Believed) -> None:
+        """Refuses a peer whose piece is none of a state. Raises FrameError."""
+        member, manifest = source
+        if await asyncio.to_thread(digest, content) != manifest.digests[number]:
             fault = "a piece of its state is not what it announced"
-        elif not await asyncio.to_thread(_finite, into):
+        elif not await asyncio.to_thread(_finite, content):
             fault = "a piece of its state is not finite"
+        elif not await asyncio.to_thread(believed.holds_piece, number, content):
+            fault = "a piece of its state is not near the others'"
         else:
             return
         self.refuse(member, "bad piece", fault)
@@ -141,9 +216,8 @@ class Fetching:
     def _tell_progress(self, download: Download) -> None:
         if time.monotonic() - self._told > 5:
             self._told = time.monotonic()
-            total = len(download.manifest.digests)
-            share = 100 * (total - len(download.left)) // total
-            self._peers.tell(f"fetching the run's state: {share} % of {download.manifest.size / 1e6:.0f} MB")
+            size = download.manifest.size / 1e6
+            self._peers.tell(f"fetching the run's state: {download.share:.0f} % of {size:.0f} MB")
 
 
 def _finite(content: memoryview) -> bool:

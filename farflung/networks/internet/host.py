@@ -7,7 +7,7 @@ import contextlib
 import errno
 import os
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from typing import Any
 
 from hivemind.p2p import P2P, PeerID
@@ -36,6 +36,11 @@ def leads_to(address: str, peer: str) -> bool:
         return bool(place) and end == peer and len(address) <= LONGEST_ADDRESS and bool(Multiaddr(address))
     except ValueError:
         return False
+
+
+def peers_at(addresses: Iterable[str]) -> list[str]:
+    """The ids of the peers that addresses lead to, each once."""
+    return list(dict.fromkeys(address.rpartition("/p2p/")[2] for address in addresses))
 
 
 class NobodyAnswersError(UserError):

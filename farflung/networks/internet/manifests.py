@@ -3,29 +3,43 @@
 from __future__ import annotations
 
 import hashlib
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from farflung.networks.internet.frames import Frame, FrameError, entry, reading, whole
 from farflung.networks.internet.members import FURTHEST
 
 PIECE = 1 << 22
 PIECES = 512
-"""A piece has at least PIECE bytes, and there are at most so many pieces."""
+"""A piece has at most PIECE bytes, or more where that many would not do for the whole."""
+LONGEST = 1 << 20
+"""Bytes of the longest description."""
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """A peer's description of its state: what it calls it, its pieces' digests, its float32 tensors' lengths."""
+    """A peer's description of its state: what it calls it, its pieces' digests, its float32 tensors' lengths.
+
+    The `history` is the same for peers whose states came of the same rounds.
+    """
 
     id: str
-    digests: list[str]
-    tensors: list[tuple[str, int]]
+    digests: tuple[str, ...]
+    tensors: tuple[tuple[str, int], ...]
     step: int
+    history: str
 
     @property
     def size(self) -> int:
         """Bytes."""
         return 4 * sum(length for _, length in self.tensors)
+
+    @cached_property
+    def pieces(self) -> list[slice]:
+        """Where its pieces lie."""
+        return pieces_of([length for _, length in self.tensors])
 
     def like(self, other: Manifest, identical: bool) -> bool:
         """Whether pieces of both make one state; where peers are `identical`, only those of the same bits."""
@@ -35,33 +49,35 @@ class Manifest:
 @reading("a state's description")
 def manifest_of(told: Frame, largest: int, furthest: float) -> Manifest:
     """The manifest in a peer's answer. Raises FrameError when it has too many bytes, or too late a step."""
-    tensors = [(name, whole(length, largest)) for name, length in entry(told, "tensors", list)]
-    step = whole(entry(told, "facts", dict).get("step"), min(FURTHEST, furthest))
-    manifest = Manifest(entry(told, "id", str), entry(told, "digests", list), tensors, step)
+    tensors = tuple((name, whole(length, largest)) for name, length in entry(told, "tensors", list))
+    facts = entry(told, "facts", dict)
+    step = whole(facts.get("step"), min(FURTHEST, furthest))
+    history = facts.get("history", "")
+    manifest = Manifest(entry(told, "id", str), tuple(entry(told, "digests", list)), tensors, step, history)
     if not all(type(name) is str for name, _ in tensors) or len(dict(tensors)) < len(tensors):
         raise FrameError("a state's tensors have no names of their own")
     if not 0 < manifest.size <= largest:
         raise FrameError(f"a state has {manifest.size} bytes; at most {largest} are taken, and at least one")
-    if len(manifest.digests) != count_of(manifest.size) or not all(type(one) is str for one in manifest.digests):
+    if len(manifest.digests) != len(manifest.pieces):
         raise FrameError("a state has other pieces than its size asks for")
+    if not all(re.fullmatch("[0-9a-f]{64}", one) for one in manifest.digests) or type(history) is not str:
+        raise FrameError("a state's digests or history are none")
     return manifest
 
 
-def piece_of(content: memoryview, number: int) -> memoryview:
-    """One piece of a state's bytes."""
-    size = _piece_size(len(content))
-    return content[number * size : (number + 1) * size]
-
-
-def count_of(size: int) -> int:
-    """The number of pieces of so many bytes."""
-    return -(-size // _piece_size(size))
+def pieces_of(lengths: Sequence[int]) -> list[slice]:
+    """Where the pieces of tensors of so many values lie among all their bytes; none lies in two tensors."""
+    most = max(PIECE, 4 * sum(lengths) // PIECES)
+    found, begin = [], 0
+    for length in lengths:
+        end = begin + 4 * length
+        parts = -(-4 * length // most)
+        step = 4 * -(-length // max(parts, 1))
+        found += [slice(place, min(place + step, end)) for place in range(begin, end, max(step, 1))]
+        begin = end
+    return found
 
 
 def digest(content: memoryview) -> str:
     """SHA-256, in hexadecimal."""
     return hashlib.sha256(content).hexdigest()
-
-
-def _piece_size(size: int) -> int:
-    return max(PIECE, -(-size // PIECES) + 3 & ~3)  # no value lies in two pieces

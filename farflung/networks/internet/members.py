@@ -24,7 +24,7 @@ CAUTION = 0.8
 """The part of a peer's expected steps since it was last heard that is counted on."""
 
 
-FACTS = ("loss", "tokens_per_second", "rounds", "refused")
+FACTS = ("loss", "tokens_per_second", "rounds", "refused", "processes")
 """The facts that a peer publishes, all numbers."""
 LARGEST_FACT = 1e15
 FASTEST, FURTHEST = 1e6, 1 << 40

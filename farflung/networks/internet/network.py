@@ -17,6 +17,7 @@ from farflung.networks.base import (
     ElasticNetwork,
     Finished,
     Group,
+    Network,
     Packets,
     Party,
     PeerLostError,
@@ -51,7 +52,8 @@ ROOM = 1 << 20
 class InternetNetwork(RealNetwork):
     """A peer's seat in a run on the internet. Its rank is a number made of its key.
 
-    No message of more than `largest` bytes is taken. Others are waited for at most `deadline` seconds.
+    No message of more than `largest` bytes is taken. Others are waited for at most `deadline` seconds. What has come of
+    the others' state is kept in the folder `fetched`, if given, until it was taken.
 
     Raises UserError when there is nobody to join, or they do not want this peer.
     """
@@ -60,9 +62,12 @@ class InternetNetwork(RealNetwork):
     islands = None
     processes: tuple[int, ...] = ()
 
-    def __init__(self, peers: Peers, largest: int = LARGEST, deadline: float = 120.0) -> None:
+    def __init__(
+        self, peers: Peers, largest: int = LARGEST, deadline: float = 120.0, fetched: Path | None = None
+    ) -> None:
         super().__init__()
         self.peers = peers
+        self.near: Network | None = None
         self.rank = peers.identity.rank
         stall_s = max(5.0, min(15.0, deadline / 4))
         self._transport = PacketTransport(peers, largest + ROOM, stall_s, self.traffic)
@@ -70,7 +75,7 @@ class InternetNetwork(RealNetwork):
         self._matchmaker = Matchmaker(peers, deadline / 2)
         answer_probes(peers)
         self._snapshots = Snapshots(peers, stall_s)
-        self._states = Fetching(peers, 4 * largest + ROOM, stall_s)
+        self._states = Fetching(peers, 4 * largest + ROOM, stall_s, fetched)
         self._source: Callable[[], SharedState] | None = None
         self._prefetched: Pending[SharedState] | None = None
         self._pace = Pace()
@@ -189,6 +194,10 @@ class InternetNetwork(RealNetwork):
         """See ElasticNetwork."""
         begun, self._prefetched = self._prefetched, None
         return begun or self._begin(self.members(), lambda _: self._states.fetch(identical))
+
+    def accept(self) -> None:
+        """See ElasticNetwork."""
+        self._states.accept()
 
     def reject(self, state: SharedState, why: str) -> None:
         """See ElasticNetwork."""

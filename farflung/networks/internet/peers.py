@@ -17,7 +17,7 @@ from farflung.networks.internet.directory import Directory
 from farflung.networks.internet.frames import LARGEST_FRAME, Frame, FrameError, entry, read_frame, write_frame
 from farflung.networks.internet.guard import Guard
 from farflung.networks.internet.handshake import HELLO, Handshake, StrangerError
-from farflung.networks.internet.host import UNREACHABLE, Host, NobodyAnswersError, Streams
+from farflung.networks.internet.host import UNREACHABLE, Host, NobodyAnswersError, Streams, peers_at
 from farflung.networks.internet.identity import Identity
 from farflung.networks.internet.members import Member, Members
 from farflung.networks.internet.streams import PROMPT_SECONDS, Handler, PeerStream, RequestRefusedError
@@ -141,7 +141,7 @@ class Peers:
 
     async def _find_members(self) -> None:
         """Calls the peers of the ticket; one that answers is enough. Raises UserError."""
-        peers = dict.fromkeys(address.rpartition("/p2p/")[2] for address in self._bootstrap)
+        peers = peers_at(self._bootstrap)
         answers = await asyncio.gather(
             *(self.handshake(peer) for peer in peers if peer != self.identity.peer), return_exceptions=True
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import json
 import time
 from dataclasses import dataclass
 
@@ -12,24 +13,28 @@ import torch
 from torch import Tensor
 
 from farflung.networks.base import SharedState
+from farflung.networks.internet.believing import sketches_of
 from farflung.networks.internet.frames import Frame, entry, whole, write_payload
 from farflung.networks.internet.host import UNREACHABLE
-from farflung.networks.internet.manifests import count_of, digest, piece_of
+from farflung.networks.internet.manifests import digest, pieces_of
+from farflung.networks.internet.packing import packed
 from farflung.networks.internet.peers import Peers
 from farflung.networks.internet.streams import PeerStream, RequestRefusedError
 
 KEPT_SECONDS = 120.0
 """How long a snapshot that nobody asks for is kept."""
+SNAPSHOTS = 2
+"""How many are kept at most; each is as large as the anchors and what the outer optimizer keeps."""
 FRESH_SECONDS = 60.0
 """Longest wait for a peer to end its step and make a snapshot."""
 
 
 @dataclass
 class Snapshot:
-    """A state as bytes; `manifest` says what they are."""
+    """A state as pieces of bytes; `manifest` says what they are."""
 
     manifest: Frame
-    content: memoryview
+    pieces: list[memoryview]
     used: float
 
 
@@ -43,6 +48,7 @@ class Snapshots:
         self._wanted: list[asyncio.Future[Frame]] = []
         peers.handlers["state"] = self._on_state
         peers.handlers["piece"] = self._on_piece
+        peers.handlers["sketch"] = self._on_sketch
 
     @property
     def due(self) -> bool:
@@ -56,18 +62,43 @@ class Snapshots:
         background = self._peers.background
         background.look_after(background.submit(self._keep(content.view(torch.uint8), described)))
 
-    async def _on_state(self, stream: PeerStream, _: Frame) -> None:
-        manifest = self._freshest() or await self._made()
-        await stream.tell(manifest)
+    async def _on_state(self, stream: PeerStream, frame: Frame) -> None:
+        manifest = self._held(frame.get("held")) or self._freshest() or await self._made()
+        await self._answer(stream, json.dumps(manifest, separators=(",", ":")).encode())
+
+    async def _on_sketch(self, stream: PeerStream, frame: Frame) -> None:
+        pieces, seed = self._asked(frame).pieces, entry(frame, "seed", str)
+        sketches = await asyncio.to_thread(sketches_of, pieces, seed)
+        await self._answer(stream, sketches.numpy().tobytes())
+
+    async def _answer(self, stream: PeerStream, content: bytes) -> None:
+        await stream.tell({"size": len(content)})
+        await write_payload(stream.writer, memoryview(content), self._stall_s)
+        await stream.hear_the_end(self._stall_s)
+
+    def _held(self, names: object) -> Frame | None:
+        """A snapshot that a peer has fetched a part of, if it is still kept."""
+        self._forget()
+        for name, kept in self._kept.items():
+            if isinstance(names, list) and name in names:
+                kept.used = time.monotonic()
+                return kept.manifest
+        return None
 
     def _freshest(self) -> Frame | None:
-        now = time.monotonic()
-        self._kept = {name: kept for name, kept in self._kept.items() if now - kept.used < KEPT_SECONDS}
         own = self._peers.info
         for kept in self._kept.values():
             if kept.manifest["facts"].get("until", 0) > own["step"]:
                 return kept.manifest
         return None
+
+    def _asked(self, frame: Frame) -> Snapshot:
+        """The snapshot of a request. Raises RequestRefusedError."""
+        kept = self._kept.get(entry(frame, "id", str))
+        if kept is None:
+            raise RequestRefusedError("this snapshot is kept no longer")
+        kept.used = time.monotonic()
+        return kept
 
     async def _made(self) -> Frame:
         if not self._peers.info["trains"]:
@@ -87,24 +118,30 @@ class Snapshots:
     async def _keep(self, content: Tensor, described: Frame) -> None:
         wanted, self._wanted = self._wanted, []
         view = content.numpy().data
-        numbers = range(count_of(len(view)))
-        digests = await asyncio.to_thread(lambda: [digest(piece_of(view, number)) for number in numbers])
+        pieces = [view[piece] for piece in pieces_of([length for _, length in described["tensors"]])]
+        digests = await asyncio.to_thread(lambda: [digest(piece) for piece in pieces])
         name = hashlib.sha256("".join(digests).encode()).hexdigest()[:32]
         manifest = {"id": name, "digests": digests, **described}
-        self._kept[name] = Snapshot(manifest, view, time.monotonic())
-        while len(self._kept) > 2:
-            del self._kept[next(iter(self._kept))]
+        self._kept[name] = Snapshot(manifest, pieces, time.monotonic())
+        while len(self._kept) > SNAPSHOTS:  # the one that a newcomer is in the midst of stays
+            del self._kept[min(self._kept, key=lambda name: self._kept[name].used)]
         for made in wanted:
             if not made.done():
                 made.set_result(manifest)
+        self._peers.background.spawn(self._forget_in_time(name))
+
+    async def _forget_in_time(self, name: str) -> None:
+        while name in self._kept:
+            await asyncio.sleep(KEPT_SECONDS)
+            self._forget()
+
+    def _forget(self) -> None:
+        """Drops what nobody has asked for lately: it takes as much memory as the anchors, and more."""
+        now = time.monotonic()
+        self._kept = {name: kept for name, kept in self._kept.items() if now - kept.used < KEPT_SECONDS}
 
     async def _on_piece(self, stream: PeerStream, frame: Frame) -> None:
-        kept = self._kept.get(entry(frame, "id", str))
-        if kept is None:
-            raise RequestRefusedError("this snapshot is kept no longer")
-        kept.used = time.monotonic()
-        piece = piece_of(kept.content, whole(frame.get("number"), len(kept.manifest["digests"]) - 1))
-        await stream.tell({"go": True})
+        pieces = self._asked(frame).pieces
+        piece = pieces[whole(frame.get("number"), len(pieces) - 1)]
         with contextlib.suppress(*UNREACHABLE):
-            await write_payload(stream.writer, piece, self._stall_s)
-            await stream.hear_the_end(self._stall_s)
+            await self._answer(stream, await asyncio.to_thread(packed, piece))

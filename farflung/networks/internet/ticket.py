@@ -69,7 +69,8 @@ class Ticket:
 
 
 def read_ticket(path: Path) -> Ticket:
-    """The ticket in a file. Raises UserError."""
+    """The ticket in a file, or the newest one of a run folder. Raises UserError."""
+    path = path / "run.ticket" if path.is_dir() else path
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

@@ -1,0 +1,91 @@
+"""A process of an island of which another is on an elastic network, and leads it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TypeVar
+
+from torch import Tensor
+
+from farflung.networks.base import (
+    Combine,
+    ElasticNetwork,
+    Finished,
+    Group,
+    Network,
+    Packets,
+    Party,
+    Pending,
+    SharedState,
+)
+from farflung.networks.transfer import RealNetwork
+
+T = TypeVar("T")
+
+
+class FollowingNetwork(RealNetwork):
+    """See Network and ElasticNetwork: here there is nobody else; what happens in rounds, the island's leader tells.
+
+    Args:
+        rank: the island's.
+        near: of its processes.
+    """
+
+    islands = None
+    processes: tuple[int, ...] = ()
+    refused: Mapping[str, int] = {}
+
+    def __init__(self, rank: int, near: Network) -> None:
+        super().__init__()
+        self.rank = rank
+        self.near = near
+
+    @property
+    def elastic(self) -> ElasticNetwork:
+        """See Network."""
+        return self
+
+    def members(self) -> Group:
+        """See Network."""
+        return (self.rank,)
+
+    def exchange(self, packet: Tensor, group: Group, key: str) -> Pending[Packets]:
+        """See Network."""
+        return Finished({self.rank: packet}, self.now())
+
+    def scatter_combine_gather(self, packets: Packets, group: Group, key: str, combine: Combine) -> Pending[Packets]:
+        """See Network."""
+        return Finished({self.rank: combine({})}, self.now())
+
+    def all_reduce(self, tensor: Tensor, group: Group, key: str) -> Pending[Tensor]:
+        """See Network."""
+        return Finished(tensor, self.now())
+
+    def meet(
+        self, wanted: Group, key: str, step: int, weight: float, lineage: str, then: Callable[[Party], T]
+    ) -> Pending[T]:
+        """See ElasticNetwork."""
+        return Finished(then(Party((self.rank,), {self.rank: weight})), self.now())
+
+    def paced(self, step: int, every: int) -> int:
+        """See ElasticNetwork."""
+        return step
+
+    def serve(self, source: Callable[[], SharedState]) -> None:
+        """Nothing: the leader has all that others can want."""
+
+    def fetch(self, identical: bool) -> Pending[SharedState | None]:
+        """See ElasticNetwork; the leader fetches."""
+        return Finished(None, self.now())
+
+    def reject(self, state: SharedState, why: str) -> None:
+        """Nothing: the leader says so."""
+
+    def accept(self) -> None:
+        """Nothing: the leader has it."""
+
+    def tell_others(self, **facts: float) -> None:
+        """Nothing: the leader says so."""
+
+    def blame(self, rank: int, why: str) -> None:
+        """Nothing: the leader says so."""
