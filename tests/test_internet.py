@@ -371,6 +371,18 @@ def test_a_silent_partner_costs_one_deadline_and_names_itself(pair: Run) -> None
     assert lost.value.ranks == (other.rank,)
 
 
+@pytest.mark.parametrize("size", [5, 3_000_000])
+def test_a_packet_that_nobody_waits_for_is_refused_in_words_whatever_has_come_of_it(
+    pair: Run, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = pair.peers
+    monkeypatch.setattr(other._transport, "_stall_s", 0.5)
+    pending = one.exchange(torch.ones(size, dtype=torch.uint8), tuple(sorted((one.rank, other.rank))), "unwanted")
+    with pytest.raises(PeerLostError, match="nobody waits for unwanted here"):
+        pending.wait(patience(20))
+    assert other.rank in one.members(), "it is there"
+
+
 # Meeting
 
 

@@ -14,6 +14,7 @@ from farflung import methods
 from farflung.codecs import Codec, Dense, ErrorFeedback, Modulo, Quantize, TopK
 from farflung.networks import PeerLostError, Pending, SimulatedNetwork, Simulation
 from farflung.outer import Method, RandomGroups, Schedule, bundles
+from farflung.outer.aggregation import Aggregation
 from farflung.outer.averaging import Averaging, Meeting
 from farflung.outer.bundles import strips
 from farflung.outer.columns import Message, views_like
@@ -79,9 +80,37 @@ def test_a_partner_who_never_comes_leaves_the_own_values() -> None:
             assert torch.equal(message, torch.arange(300.0))
 
 
-def averaged(network: SimulatedNetwork, codec: Codec) -> Callable[[Tensor, str], Pending[Tensor]]:
+@pytest.mark.parametrize(("lie", "taken"), [(1.0, True), (1e4, False)])
+def test_a_checked_message_comes_in_strips_and_counts_as_a_whole_or_not_at_all(lie: float, taken: bool) -> None:
+    blamed: list[int] = []
+
+    def work(network: SimulatedNetwork) -> tuple[Tensor, str, int]:
+        message = torch.ones(300)
+        if network.rank == 1:
+            message[250:] = lie  # the last of its strips
+        lost = ""
+        pending = averaged(network, Dense(), Aggregation("mean", lambda rank, _: blamed.append(rank)))(message, "x")
+        try:
+            pending.wait(5)
+        except PeerLostError as error:
+            lost = str(error)
+        return message, lost, network.traffic.packets_sent
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bundles, "STRIP", 50)
+        honest, _ = Simulation(2).run(work)
+    message, lost, packets = honest
+    assert packets == 6
+    assert torch.equal(message, torch.ones(300))
+    assert ("times as large as usual" in lost, 1 in blamed) == (not taken, not taken)
+
+
+def averaged(
+    network: SimulatedNetwork, codec: Codec, aggregation: Aggregation | None = None
+) -> Callable[[Tensor, str], Pending[Tensor]]:
     """Averages messages of 300 values in six tensors among two."""
-    averaging = Averaging(network.rank, Method(Schedule(every=1), RandomGroups(), codec, averaging="whole"))
+    method = Method(Schedule(every=1), RandomGroups(), codec, averaging="whole")
+    averaging = Averaging(network.rank, method, aggregation=aggregation)
 
     def start(flat: Tensor, key: str) -> Pending[Tensor]:
         cells = {f"cell {n}": [part] for n, part in enumerate(flat.split(50))}

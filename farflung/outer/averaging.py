@@ -8,23 +8,21 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from threading import Event
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
 from farflung.codecs import Codec, Dense, Packet, PacketError
 from farflung.codecs.values import norm
-from farflung.networks import Group, Network, PeerLostError, Pending
+from farflung.networks import Group, Network, Pending
 from farflung.outer.bundles import Bundle, Cells, cut, joint_error, strips
 from farflung.outer.columns import Message
+from farflung.outer.pending import Averaged, Together
 
 if TYPE_CHECKING:
     from farflung.outer.aggregation import Aggregation
     from farflung.outer.method import Method
-
-T = TypeVar("T")
-R = TypeVar("R")
 
 Way = Literal["whole", "parts"]
 """How packets are averaged among more than two members. `whole` is an all-gather: n - 1 times a message's bytes,
@@ -166,67 +164,78 @@ class Averaging:
         return Bundle([self._codec(cell, use) for cell in cells], [len(tensors) for tensors in cells.values()])
 
     def _all_gather(self, message: Message, meeting: Meeting) -> tuple[Pending[Tensor], float]:
-        strips, packets, pendings = self._strips(message.cells), [], []
+        strips, packets, exchanges = self._strips(message.cells, len(meeting.group)), [], []
         for number, (codec, strip) in enumerate(strips):
             packets.append(codec.encode(strip))
-            pending = meeting.network.exchange(packets[-1], meeting.group, f"{meeting.key}, strip {number}")
-            average = partial(self._average_strip, codec, strip, meeting.weights)
-            pendings.append(_Averaged(pending, message.flat, average))
+            exchanges.append(meeting.network.exchange(packets[-1], meeting.group, f"{meeting.key}, strip {number}"))
         # What follows is computed while the packets are on the wire.
         errors = [codec.error_of(packet, strip) for (codec, strip), packet in zip(strips, packets, strict=True)]
-        if len(strips) == 1:
-            return pendings[0], errors[0]
         error = joint_error(errors, [norm(strip) for _, strip in strips])
-        return Together(pendings, meeting.network.now, lambda _: message.flat), error
+        now, average = meeting.network.now, partial(self._average, meeting.weights)
+        if self._aggregation:
+            return Averaged(exchanges, message.flat, partial(average, strips), now), error
+        averaged = [
+            Averaged([exchange], message.flat, partial(average, [strip]), now)
+            for strip, exchange in zip(strips, exchanges, strict=True)
+        ]
+        return Together(averaged, now, lambda _: message.flat), error
 
-    def _strips(self, cells: Cells) -> list[tuple[Bundle, list[Tensor]]]:
-        """A message's tensors in runs of neighbouring cells; in one run where messages are looked at as a whole."""
-        runs = [cells] if self._aggregation else strips(cells)
+    def _strips(self, cells: Cells, members: int = 2) -> list[tuple[Bundle, list[Tensor]]]:
+        """A message's tensors in runs of neighbouring cells.
+
+        They are one run where messages are looked at as a whole, and those of many would lie in memory at once.
+        """
+        runs = [cells] if self._aggregation and members > 2 else strips(cells)
         return [(self._bundle(run, "whole"), _tensors(run)) for run in runs]
 
-    def _average_strip(
-        self, codec: Bundle, strip: list[Tensor], weights: Mapping[int, float], packets: dict[int, Packet]
+    def _average(
+        self,
+        weights: Mapping[int, float],
+        strips: Sequence[tuple[Bundle, list[Tensor]]],
+        arriving: Iterable[Mapping[int, Packet]],
     ) -> dict[int, str]:
-        own = None if self._identical else strip
-        others = {rank: p for rank, p in packets.items() if self._identical or rank != self._rank}
-        mean, unreadable = self._mean(codec, others, strip, own, weights)
-        _copy(mean, strip)
+        """Makes strips the mean of what arrives, decoded strip by strip; tells why some of it could not be used."""
+        messages: dict[int, _Message] = {}
+        for (codec, strip), packets in zip(strips, arriving, strict=True):
+            for sender, packet in packets.items():
+                if self._identical or sender != self._rank:
+                    messages.setdefault(sender, _Message(len(strips))).take(codec, packet, strip)
+        whole = {sender: message.whole for sender, message in messages.items() if not message.missing}
+        like = [tensor for _, strip in strips for tensor in strip]
+        mean, unreadable = self._mean(whole, like, None if self._identical else like, weights)
+        _copy(mean, like)
         return unreadable
 
     def _mean(
         self,
-        codec: Bundle,
-        packets: Mapping[int, Packet],
+        messages: Mapping[int, Callable[[], list[Tensor]]],
         like: Sequence[Tensor],
         own: Sequence[Tensor] | None,
         weights: Mapping[int, float],
     ) -> tuple[list[Tensor], dict[int, str]]:
-        """The mean of packets and of this replica's own message; and why some packets could not be used."""
+        """The mean of others' messages and of this replica's own; and why some could not be used."""
         total = self._aggregation.total(like) if self._aggregation else Mean(like)
         unreadable: dict[int, str] = {}
-        for sender, packet in packets.items():
+        for sender, message in messages.items():
             try:
-                total.add(self._decoded(sender, codec, packet, like, own), weights.get(sender, 1.0))
+                total.add(self._checked(sender, message, own), weights.get(sender, 1.0))
             except PacketError as error:
                 unreadable[sender] = str(error)
         if own is not None:
             total.add(own, weights.get(self._rank, 1.0))
         return total.result(), unreadable
 
-    def _decoded(
-        self, sender: int, codec: Bundle, packet: Packet, like: Sequence[Tensor], own: Sequence[Tensor] | None
-    ) -> list[Tensor]:
-        """A packet's message, checked. Raises PacketError."""
+    def _checked(self, sender: int, message: Callable[[], list[Tensor]], own: Sequence[Tensor] | None) -> list[Tensor]:
+        """A message that a packet is decoded to. Raises PacketError."""
         try:
-            # What came over the internet lies in the host's memory.
-            message = codec.decode(packet.to(like[0].device) if like else packet, like)
+            decoded = message()
             if self._aggregation and (own is None or sender != self._rank):
-                self._aggregation.check(message, own)
+                self._aggregation.check(decoded, own)
         except PacketError as error:
             if self._aggregation:
                 self._aggregation.blame(sender, str(error))
             raise
-        return message
+        return decoded
 
     def _reduce_scatter(self, message: Message, meeting: Meeting) -> tuple[Pending[Tensor], float]:
         own, group = self._rank, meeting.group
@@ -240,99 +249,60 @@ class Averaging:
         given_up = Event()
 
         def combine(received: dict[int, Packet]) -> Packet:
-            mean, bad = self._mean(senders[own], received, parts[own], parts[own], meeting.weights)
+            messages = {rank: partial(_decoded, senders[own], p, parts[own]) for rank, p in received.items()}
+            mean, bad = self._mean(messages, parts[own], parts[own], meeting.weights)
             unreadable.update(bad)
             codec = self._bundle(cells[own], f"mean of {len(group)}")
             # Others may still want it, but what is remembered must not depend on when that was.
             return (copy.deepcopy(codec) if given_up.is_set() else codec).encode(mean)
 
-        def finish(combined: dict[int, Packet]) -> dict[int, str]:
-            for rank, packet in combined.items():
+        def finish(arriving: Iterable[Mapping[int, Packet]]) -> dict[int, str]:
+            for rank, packet in next(iter(arriving)).items():
+                part = parts[rank]
                 try:
-                    _copy(self._decoded(rank, senders[rank], packet, parts[rank], parts[rank]), parts[rank])
+                    _copy(self._checked(rank, partial(_decoded, senders[rank], packet, part), part), part)
                 except PacketError as error:
                     unreadable[rank] = str(error)
             return unreadable
 
         pending = meeting.network.scatter_combine_gather(packets, group, meeting.key, combine)
         errors = [senders[rank].error_of(packet, parts[rank]) for rank, packet in packets.items()]
-        return _Averaged(pending, message.flat, finish, given_up), sum(errors) / len(errors)
+        averaged = Averaged([pending], message.flat, finish, meeting.network.now, given_up)
+        return averaged, sum(errors) / len(errors)
 
 
-class _Averaged:
-    """A pending exchange of packets; its mean replaces the message."""
+class _Message:
+    """A message whose packets come strip by strip.
 
-    def __init__(
-        self,
-        packets: Pending[dict[int, Packet]],
-        message: Tensor,
-        finish: Callable[[dict[int, Packet]], dict[int, str]],
-        given_up: Event | None = None,
-    ) -> None:
-        self._packets = packets
-        self._message = message
-        self._finish = finish
-        self._given_up = given_up
-
-    def done(self) -> bool:
-        return self._packets.done()
-
-    @property
-    def finished_at(self) -> float:
-        return self._packets.finished_at
-
-    def wait(self, timeout: float) -> Tensor:
-        try:
-            packets = self._packets.wait(timeout)
-        except PeerLostError as lost:
-            if self._given_up:
-                self._given_up.set()
-            self._finish(lost.delivered)
-            raise
-        if unreadable := self._finish(packets):
-            ranks = tuple(sorted(unreadable))
-            raise PeerLostError(ranks, f"replica {ranks[0]} sent what cannot be read: {unreadable[ranks[0]]}")
-        return self._message
-
-
-class Together(Generic[T, R]):
-    """Several exchanges as one, whose result is made of theirs; each is ended while later ones are on the wire.
-
-    Where some are lost, the result is made of the others first.
+    The last is decoded when it is asked for: of the whole messages of many, one at a time shall lie in memory.
     """
 
-    def __init__(
-        self, exchanges: Sequence[Pending[T]], now: Callable[[], float], result: Callable[[list[T]], R]
-    ) -> None:
-        self._exchanges = exchanges
-        self._pending = list(exchanges)
-        self._ended: list[T] = []
-        self._now = now
-        self._result = result
+    def __init__(self, strips: int) -> None:
+        self.missing = strips
+        self._tensors: list[Tensor] = []
+        self._error: PacketError | None = None
 
-    def done(self) -> bool:
-        """See Pending."""
-        return all(exchange.done() for exchange in self._pending)
-
-    @property
-    def finished_at(self) -> float:
-        """See Pending."""
-        return max(exchange.finished_at for exchange in self._exchanges)
-
-    def wait(self, timeout: float) -> R:
-        """See Pending."""
-        ends, late, lost = self._now() + timeout, [], []
-        for exchange in self._pending:
+    def take(self, codec: Bundle, packet: Packet, like: Sequence[Tensor]) -> None:
+        """Takes the next strip."""
+        self.missing -= 1
+        self._last = partial(_decoded, codec, packet, like)
+        if self.missing:
             try:
-                self._ended.append(exchange.wait(max(0.0, ends - self._now())))
-            except PeerLostError as error:
-                late.append(exchange)
-                lost.append(error)
-        self._pending = late  # what has ended must not be waited for again, if this is called again
-        result = self._result(self._ended)
-        if lost:
-            raise PeerLostError(sorted({rank for error in lost for rank in error.ranks}), str(lost[0]))
-        return result
+                self._tensors += self._last()
+            except PacketError as error:
+                self._error = self._error or error
+
+    def whole(self) -> list[Tensor]:
+        """All of it. Raises PacketError."""
+        if self._error:
+            raise self._error
+        return self._tensors + self._last()
+
+
+def _decoded(codec: Bundle, packet: Packet, like: Sequence[Tensor]) -> list[Tensor]:
+    """A packet's tensors. Raises PacketError."""
+    # What came over the internet lies in the host's memory.
+    return codec.decode(packet.to(like[0].device) if like else packet, like)
 
 
 def _tensors(cells: Cells) -> list[Tensor]:

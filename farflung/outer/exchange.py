@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from farflung.networks import Finished, Group, Pending
-from farflung.outer.averaging import Together
 from farflung.outer.columns import Column, Message
 from farflung.outer.healing import differ
 from farflung.outer.outcomes import Result
+from farflung.outer.pending import Together
 
 
 @dataclass

@@ -15,12 +15,13 @@ from farflung.hooks.shards import own_of
 from farflung.hooks.steps import Arguments, hook_steps
 from farflung.hooks.trained import held_by
 from farflung.networks import Finished, Group, Pending
-from farflung.outer.averaging import Averaging, Meeting, Together
+from farflung.outer.averaging import Averaging, Meeting
 from farflung.outer.bundles import Cells
 from farflung.outer.columns import Column, Message
 from farflung.outer.faults import Faults
 from farflung.outer.fragments import split
 from farflung.outer.outcomes import Outcome, Round
+from farflung.outer.pending import Together
 from farflung.outer.session import Session, copied
 from farflung.outer.topologies import group_of
 

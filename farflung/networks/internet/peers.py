@@ -14,7 +14,7 @@ from farflung.errors import UserError
 from farflung.formats import PROTOCOL
 from farflung.networks.internet.background import Background
 from farflung.networks.internet.directory import Directory
-from farflung.networks.internet.frames import Frame, FrameError, entry, read_frame, write_frame
+from farflung.networks.internet.frames import LARGEST_FRAME, Frame, FrameError, entry, read_frame, write_frame
 from farflung.networks.internet.guard import Guard
 from farflung.networks.internet.handshake import HELLO, Handshake, StrangerError
 from farflung.networks.internet.host import UNREACHABLE, Host, NobodyAnswersError, Streams, peers_at
@@ -193,6 +193,7 @@ class Peers:
             await self._answer(peer, member, (reader, writer))
         except RequestRefusedError as refusal:
             await _refuse(writer, refusal)
+            await _discard(reader)
         except TimeoutError:
             self.guard.refuse("too slow")
         except UNREACHABLE:
@@ -226,6 +227,14 @@ class Peers:
             with contextlib.suppress(Exception):
                 await self._directory.close()
         await self._host.stop()
+
+
+async def _discard(reader: asyncio.StreamReader) -> None:
+    """Lets a member's bytes run out until it has read its refusal, which closing earlier would cut off."""
+    with contextlib.suppress(*UNREACHABLE):
+        async with asyncio.timeout(PROMPT_SECONDS):
+            while await reader.read(LARGEST_FRAME):
+                pass
 
 
 async def _refuse(writer: asyncio.StreamWriter, why: Exception) -> None:

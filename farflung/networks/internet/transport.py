@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +31,11 @@ STRIPES = 4
 """Streams that a large packet travels on at a time: the window of one is soon full while data goes both ways."""
 STRIPED = 1 << 20
 """Bytes from which a packet is large."""
+AT_A_TIME = 2
+"""Packets that are on their way to a member at a time: the first shall have come while the last are on the wire."""
+UNASKED = 1 << 18
+"""Bytes that follow an announcement at once, as much as a stream holds unread: the answer may be long on its way,
+behind packets that come from there."""
 
 LARGEST_MESSAGE = 1 << 33
 """Bytes of the largest message, before the model is known."""
@@ -74,6 +79,7 @@ class PacketTransport:
         self._early: dict[Address, asyncio.Event] = {}
         self._taken: OrderedDict[tuple[str, int, str], None] = OrderedDict()
         self._arriving: dict[Address, Arriving] = {}
+        self._turns: defaultdict[int, asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(AT_A_TIME))
         peers.handlers["packet"] = self._on_packet
         peers.handlers["stripe"] = self._on_stripe
 
@@ -171,20 +177,26 @@ class PacketTransport:
         }
         async with self._peers.stream(member) as stream:
             await stream.tell(self.announcement(header))
+            await write_payload(stream.writer, stripe(payload, 0)[:UNASKED], self._stall_s)
             await stream.hear(deadline_s)
-            rest = [
-                asyncio.create_task(self._send_stripe(member, key, payload, number))
-                for number in range(1, stripes(len(payload)))
-            ]
-            try:
-                await write_payload(stream.writer, stripe(payload, 0), self._stall_s)
-                await asyncio.gather(*rest)
-                if not underway.done():
-                    underway.set_result(None)
-                await stream.hear(self._stall_s)
-            finally:
-                for task in rest:
-                    task.cancel()
+            async with self._turns[member.rank]:
+                await self._send_stripes(member, key, payload, stream)
+            if not underway.done():
+                underway.set_result(None)
+            await stream.hear(self._stall_s)
+
+    async def _send_stripes(self, member: Member, key: str, payload: memoryview, stream: PeerStream) -> None:
+        """Sends what is left of a packet that is taken."""
+        rest = [
+            asyncio.create_task(self._send_stripe(member, key, payload, number))
+            for number in range(1, stripes(len(payload)))
+        ]
+        try:
+            await write_payload(stream.writer, stripe(payload, 0)[UNASKED:], self._stall_s)
+            await asyncio.gather(*rest)
+        finally:
+            for task in rest:
+                task.cancel()
 
     async def _send_stripe(self, member: Member, key: str, payload: memoryview, number: int) -> None:
         async with self._peers.stream(member) as stream:
