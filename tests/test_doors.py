@@ -1,0 +1,148 @@
+"""Doors: where an island's processes are, as others learn it; and the state that its first process deals out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from patience import patience, until
+from test_internet import Run
+
+from farflung.networks import PeerLostError, Simulation
+from farflung.networks.internet.doors import Doorkeeper, Doors, doors_of
+from farflung.networks.internet.frames import FrameError, write_payload
+from farflung.networks.internet.identity import Identity
+from farflung.networks.internet.streams import PeerStream
+from farflung.outer.whole_state import NearProcesses
+from farflung.testing.liars import Liar
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(st.fixed_dictionaries({}, optional=dict.fromkeys(("peers", "addresses", "keepers"), json_values)))
+def test_whatever_an_island_tells_is_read_or_refused(told: dict[str, Any]) -> None:
+    try:
+        doors = doors_of(told)
+    except FrameError:
+        return
+    assert all(0 <= keeper < len(doors.peers) for keeper in doors.keepers)
+    assert len(doors.seats([str(cell) for cell in range(len(doors.keepers))])) == len(doors.keepers)
+
+
+def test_an_island_s_doors_are_read_as_they_were_told(tmp_path: Path) -> None:
+    peers = [Identity(tmp_path / name).peer for name in ("one", "other")]
+    doors = Doors(tuple(peers), tuple((f"/ip4/127.0.0.1/tcp/1/p2p/{peer}",) for peer in peers), (1, 0, 1))
+    assert doors_of(json.loads(json.dumps(doors.told()))) == doors
+    seats = doors.seats(["a", "b", "c"])
+    assert seats["a"] == seats["c"] != seats["b"]
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """These tests mostly wait for beats."""
+    monkeypatch.setattr("farflung.networks.internet.directory.BEAT_SECONDS", 0.5)
+
+
+@pytest.fixture
+def run(tmp_path: Path, quick: None) -> Iterator[Run]:
+    made = Run(tmp_path)
+    made.join()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def liar(run: Run, tmp_path: Path) -> Iterator[Liar]:
+    made = Liar(run.ticket, tmp_path / "liar.key", "s")
+    yield made
+    made.close()
+
+
+def told_by(liar: Liar, **changes: Any) -> bytes:
+    peer, addresses = liar.peers.identity.peer, liar.peers.info["addresses"]
+    return json.dumps({"peers": [peer], "addresses": [addresses], "keepers": [0, 0], **changes}).encode()
+
+
+LIES = {
+    "nothing": {"peers": [], "addresses": [], "keepers": []},
+    "another model's cells": {"keepers": [0]},
+    "a process that is not there": {"keepers": [0, 1]},
+    "an address of somebody else": {"addresses": [["/ip4/127.0.0.1/tcp/1/p2p/QmNobody"]]},
+    "a peer that is none": {"peers": [7], "addresses": [[]]},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lie", LIES)
+def test_an_island_that_lies_of_its_doors_is_lost_and_struck(run: Run, liar: Liar, lie: str) -> None:
+    keeper, rank = asking(run, liar, told_by(liar, **LIES[lie]))
+    found, lost = run.peers[0].peers.background.run(keeper.of([rank, run.peers[0].rank]), patience(30))
+    assert not found and lost
+    assert lost[0] == [rank] and "does not say where its processes are" in lost[1]
+    assert run.peers[0].refused["bad answer"] == 1
+
+
+@pytest.mark.slow
+def test_an_honest_island_is_asked_once(run: Run, liar: Liar) -> None:
+    keeper, rank = asking(run, liar, told_by(liar))
+    background = run.peers[0].peers.background
+    first, _ = background.run(keeper.of([rank]), patience(30))
+    del liar.peers.handlers["doors"]
+    again, lost = background.run(keeper.of([rank]), patience(30))
+    assert first == again and first[rank].keepers == (0, 0) and not lost
+
+
+def asking(run: Run, liar: Liar, told: bytes) -> tuple[Doorkeeper, int]:
+    """Who asks a liar, once it is known to have doors, and the liar's rank; it answers with these bytes."""
+
+    async def answer(stream: PeerStream, _: Any) -> None:
+        await stream.tell({"size": len(told)})
+        await write_payload(stream.writer, memoryview(told), patience(5))
+        await stream.reader.read(1)
+
+    liar.peers.handlers["doors"] = answer
+    liar.peers.info["doors"] = 1
+    network, rank = run.peers[0], liar.peers.identity.rank
+    until(lambda: rank in network.peers.members.by_rank and network.peers.members.by_rank[rank].doors == 1)
+    network.keep(["a", "b"], ["a", "b"])
+    return network._doorkeeper, rank
+
+
+@pytest.mark.slow
+def test_a_seat_where_nobody_is_loses_the_replica(run: Run) -> None:
+    network = run.peers[0]
+    replica, seat = network.rank + 1, network.rank + 2
+    between = network.between({network.rank: network.rank, replica: seat})
+    pending = between.exchange(torch.zeros(3, dtype=torch.uint8), (network.rank, replica), "a round")
+    with pytest.raises(PeerLostError, match="not there") as lost:
+        pending.wait(patience(30))
+    assert lost.value.ranks == (replica,)
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3])
+@given(values=st.lists(st.floats(-10, 10, width=32), min_size=1, max_size=6))
+def test_a_state_is_gathered_whole_and_dealt_out_to_its_keepers(processes: int, values: list[float]) -> None:
+    """Tensor n is kept by process n modulo the processes; the first gathers all, doubles them, and deals them out."""
+    whole = {f"cell {n}": torch.tensor([value, -value]) for n, value in enumerate(values)}
+
+    def work(network: Any) -> dict[str, torch.Tensor]:
+        near = NearProcesses(network, 10.0)
+        own = {name: whole[name] for n, name in enumerate(whole) if n % processes == network.rank}
+        found = near.gathered(own)
+        assert found.keys() == (own.keys() if network.rank else whole.keys())
+        doubled = {name: 2 * tensor for name, tensor in found.items()} if network.rank == 0 else {}
+        return near.dealt_out(doubled, own.__contains__)
+
+    kept = {name: tensor for told in Simulation(processes).run(work) for name, tensor in told.items()}
+    assert kept.keys() == whole.keys()
+    assert all(torch.equal(kept[name], 2 * tensor) for name, tensor in whole.items())
