@@ -424,6 +424,17 @@ def test_one_whose_partner_does_not_come_is_not_kept_waiting(pair: Run) -> None:
         assert party.wait(patience(60) / 3).group == (one.rank,)
 
 
+@pytest.mark.slow
+def test_rounds_that_wait_do_not_hold_up_each_other_however_many_they_are(run: Run) -> None:
+    one, together = run.join(), threading.Barrier(20)
+
+    def waits(party: Party) -> int:
+        return together.wait(patience(20))
+
+    rounds = [one.meet((one.rank,), f"round {n} of fragment {n}", 5, 1.0, "", waits) for n in range(20)]
+    assert sorted(round.wait(patience(30)) for round in rounds) == list(range(20))
+
+
 @pytest.mark.parametrize(
     ("answer", "says"),
     [

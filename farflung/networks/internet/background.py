@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import threading
 from collections.abc import Callable, Coroutine
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import uvloop
@@ -15,6 +16,9 @@ from farflung.networks.internet.frames import plain
 from farflung.networks.internet.host import UNREACHABLE
 
 T = TypeVar("T")
+
+MOST_WAITING = 256
+"""Threads that wait at a time; there are as many as are needed."""
 
 
 class Background:
@@ -26,6 +30,7 @@ class Background:
         self._tasks: set[asyncio.Task[None]] = set()
         self._loop = uvloop.new_event_loop()
         self._loop.set_exception_handler(self._unheard)
+        self._waiting = ThreadPoolExecutor(MOST_WAITING, "rounds")
         self._thread = threading.Thread(target=self._loop.run_forever, name="peers", daemon=True)
 
     def start(self) -> None:
@@ -39,6 +44,12 @@ class Background:
     def run(self, work: Coroutine[Any, Any, T], timeout: float) -> T:
         """Does work, and waits for it. Raises TimeoutError and what the work raises."""
         return self.submit(work).result(timeout)
+
+    async def waiting(self, work: Callable[..., T], *args: Any) -> T:
+        """Does what may wait long, apart from the loop's few threads: these are for what is done soon."""
+        context = contextvars.copy_context()
+        found: T = await self._loop.run_in_executor(self._waiting, context.run, work, *args)
+        return found
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Starts work from within, which nobody waits for."""

@@ -239,9 +239,9 @@ class DoorNetwork(FollowingNetwork):
             IN_BACKGROUND.set(True)
             blamed, self._blamed = self._blamed, []
             # The first process may wait for others for half a deadline before it tells.
-            told = await asyncio.to_thread(shared, self.near, {"blamed": blamed}, party_key(key), 2 * self._deadline)
-            party = seated(*party_in(told[0]), self._cells, self.peers)
-            return await asyncio.to_thread(then, party)
+            waiting = self.peers.background.waiting
+            told = await waiting(shared, self.near, {"blamed": blamed}, party_key(key), 2 * self._deadline)
+            return await waiting(then, seated(*party_in(told[0]), self._cells, self.peers))
 
         return self._exchanges.begin(wanted, meet)
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -103,7 +103,7 @@ class InternetNetwork(Exchanges):
         async def meet(_: object) -> T:
             IN_BACKGROUND.set(True)
             party = await self._matchmaker.meet(wanted, key, step, weight, anchor_digest, patience_s)
-            return await asyncio.to_thread(then, await self._seated(party, key))
+            return await self.peers.background.waiting(then, await self._seated(party, key))
 
         return self.begin(wanted, meet)
 
@@ -112,7 +112,8 @@ class InternetNetwork(Exchanges):
         doors, lost = await self._doorkeeper.of(party.group)
         if self.has_doors and self.near:
             told = party_frame(party, doors, lost)
-            _, *others = await asyncio.to_thread(shared, self.near, told, party_key(key), self._deadline)
+            share = partial(shared, self.near, told, party_key(key), self._deadline)
+            _, *others = await self.peers.background.waiting(share)
             for rank, why in (one for other in others for one in other["blamed"]):
                 self.blame(rank, why)
         if lost:
