@@ -23,7 +23,7 @@ from processes import free_port
 from farflung.errors import UserError
 from farflung.formats import PROTOCOL
 from farflung.networks import Party, PeerLostError, SharedState
-from farflung.networks.internet import Identity, InternetNetwork, ListenAddress, Peers, Ticket, read_ticket
+from farflung.networks.internet import Identity, InternetNetwork, ListenAddress, Peers, Ticket, read_ticket, transport
 from farflung.networks.internet.directory import member_in
 from farflung.networks.internet.frames import LARGEST_FRAME, FrameError, encoded, read_frame
 from farflung.networks.internet.guard import STREAMS_PER_PEER, STRIKES, Guard
@@ -422,6 +422,26 @@ def test_one_whose_partner_does_not_come_is_not_kept_waiting(pair: Run) -> None:
     for round in (20, 21):
         party = one.meet((one.rank, other.rank), f"round {round} of fragment 7", 5, 1.0, "", lambda party: party)
         assert party.wait(patience(60) / 3).group == (one.rank,)
+
+
+@pytest.mark.slow
+def test_packets_that_wait_for_others_on_a_slow_link_are_not_given_up(
+    pair: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eight packets of a second each, of which two travel at a time; a transfer without a byte for two is given up."""
+    real = transport.write_payload
+
+    async def slow(writer: Any, payload: memoryview, stall_s: float) -> None:
+        await asyncio.sleep(0.5)
+        await real(writer, payload, stall_s)
+
+    monkeypatch.setattr(transport, "write_payload", slow)
+    one, other = pair.peers
+    for peer in pair.peers:
+        monkeypatch.setattr(peer._transport, "_stall_s", patience(2))
+    group, packet = tuple(sorted((one.rank, other.rank))), torch.ones(1 << 19, dtype=torch.uint8)
+    pending = [peer.exchange(packet, group, f"packet {n}") for n in range(8) for peer in pair.peers]
+    assert all(len(packets.wait(patience(60))) == 2 for packets in pending)
 
 
 @pytest.mark.slow

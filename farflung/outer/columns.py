@@ -6,6 +6,7 @@ unlike layouts meet in several: the keepers of a cell in each of them exchange i
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -135,9 +136,14 @@ def of_party(network: ElasticNetwork, party: Party, cells: Sequence[str]) -> lis
         seats = (party.seats[rank][cell] if rank in party.seats else rank for rank in party.group)
         found.setdefault(tuple(seats), []).append(cell)
     return [
-        Column(network.between(dict(zip(party.group, seats, strict=True))), tuple(kept), kept[0])
+        Column(network.between(dict(zip(party.group, seats, strict=True))), tuple(kept), _name(kept))
         for seats, kept in found.items()
     ]
+
+
+def _name(cells: Sequence[str]) -> str:
+    """Tells a column from all others: who has heard otherwise of an island's layout must not take its packets."""
+    return f"cells {hashlib.sha256(json.dumps(cells).encode()).hexdigest()[:16]}"
 
 
 def _keepers(layout: Sequence[tuple[list[str], list[str]]], island: Group) -> dict[str, int]:

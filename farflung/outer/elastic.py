@@ -57,6 +57,7 @@ class ElasticLoop(OuterLoop):
         self._elastic = setup.network.elastic
         self._fetching: Pending[SharedState | None] | None = None
         self._history = ""
+        self._blamed: dict[int, str] = {}
         super().__init__(setup)
         self._near = NearProcesses(self.network.near, self.deadline_s)
         own = {cell.name: cell.numel for cell in self._cells_here()}
@@ -70,7 +71,10 @@ class ElasticLoop(OuterLoop):
         return ParameterAveraging(outer) if draws_together and not isinstance(outer, OuterOptimizer) else outer
 
     def _aggregation(self) -> Aggregation:
-        return Aggregation(self._options["robust"], self._elastic.blame)
+        return Aggregation(self._options["robust"], self._note_offence)
+
+    def _note_offence(self, rank: int, why: str) -> None:
+        self._blamed[rank] = why
 
     def _counted(self, step: int) -> int:
         """Counts a step as the others do; loads their state when a download has ended."""
@@ -129,11 +133,18 @@ class ElasticLoop(OuterLoop):
         return str(self.trained.layout.total(own.to("cpu", torch.float64)).long().tolist())
 
     def _result(self, pending: PendingRound[Tensor, Exchange]) -> Result:
-        """See OuterLoop; what one of the replica's processes has lost, all of them have."""
+        """See OuterLoop; what one of the replica's processes has lost, all of them have.
+
+        A bad message is one offence, in however many parts it came, and to however many processes.
+        """
         result = super()._result(pending)
-        told = self.trained.layout.told((result.group, result.outcome, result.reason, result.compression_error))
-        lost = (one for one in told if one[1] == Outcome.PEER_LOST)
-        result.group, result.outcome, result.reason, result.compression_error = next(lost, told[0])
+        blamed, self._blamed = dict(self._blamed), {}
+        came_to = result.group, result.outcome, result.reason, result.compression_error
+        told = self.trained.layout.told((came_to, blamed))
+        for rank, why in {rank: why for _, offences in told for rank, why in offences.items()}.items():
+            self._elastic.blame(rank, why)
+        lost = (one for one, _ in told if one[1] == Outcome.PEER_LOST)
+        result.group, result.outcome, result.reason, result.compression_error = next(lost, told[0][0])
         return result
 
     def _settle(self, sync: Sync[Tensor], pending: PendingRound[Tensor, Exchange], result: Result) -> None:
@@ -154,7 +165,8 @@ class ElasticLoop(OuterLoop):
         starts = [sync.next_start for sync in self._rounds.syncs]
         until = min([*starts, *(pending.lands_at_step for pending in self._rounds.pending)])
         facts = {"step": self.step, "until": until, "history": self._history}
-        return SharedState(self._near.gathered(dict(shared_tensors(self._weights))), facts)
+        whole = self._near.gathered(dict(shared_tensors(self._weights)))
+        return SharedState(dict(sorted(whole.items())), facts)  # in the same order in every layout
 
     def state_dict(self) -> dict[str, Any]:
         """See OuterLoop."""

@@ -67,5 +67,6 @@ class NearProcesses:
     def _heard(self, near: Network, process: int, packet: Tensor) -> Tensor:
         """The other's packet for this one's."""
         key = f"state of process {process}, {next(self._numbers[process])}"
-        packets = near.exchange(packet.view(torch.uint8), (0, process), key).wait(self._seconds)
+        patience_s = self._seconds * max(process, 1)  # those before it come first
+        packets = near.exchange(packet.view(torch.uint8), (0, process), key).wait(patience_s)
         return packets[0 if near.rank else process]

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+from farflung.errors import UserError
 from farflung.networks.base import Group, Network, Party, PeerLostError, Pending, packet_of, words_of
 from farflung.networks.following import FollowingNetwork
 from farflung.networks.internet.examination import answer_probes
@@ -35,14 +37,13 @@ from farflung.networks.transfer import IN_BACKGROUND
 
 T = TypeVar("T")
 
-Lost = tuple[list[int], str]
-"""Who could not be asked where its processes are, and why."""
-
 LARGEST = 1 << 24
 """Bytes that an island's doors and keepers are described in, at most."""
 SLOWEST = 2e4
 """The least bytes a second in which they come."""
-MOST_ADDRESSES = 32
+MOST_ADDRESSES = 16
+AGAIN_SECONDS = 60.0
+"""How long an island whose doors cannot be reached is not asked again."""
 
 
 @dataclass(frozen=True)
@@ -87,49 +88,64 @@ class Doorkeeper:
         self.cells: Sequence[str] = ()
         self._peers = peers
         self._known: dict[int, tuple[str, Doors]] = {}
+        self._failed: dict[int, float] = {}
         peers.handlers["doors"] = self._on_doors
 
-    async def of(self, ranks: Iterable[int]) -> tuple[dict[int, Doors], Lost | None]:
-        """The doors of those peers that have some, and who does not say."""
-        found, lost = {}, None
-        for rank, doors in await asyncio.gather(*(self._of(rank) for rank in ranks)):
-            if isinstance(doors, Doors):
-                found[rank] = doors
-            elif doors:
-                lost = ([rank], doors)
-        return found, lost
+    async def of(self, ranks: Iterable[int]) -> dict[int, Doors]:
+        """The doors of those peers that have some; who does not say where is taken to have none, and is lost then."""
+        found = await asyncio.gather(*(self._of(rank) for rank in ranks))
+        return {rank: doors for rank, doors in found if doors}
 
-    async def _of(self, rank: int) -> tuple[int, Doors | str | None]:
+    async def _of(self, rank: int) -> tuple[int, Doors | None]:
         if rank == self._peers.info["rank"]:
             return rank, self.own
         member = await self._peers.found(rank, PROMPT_SECONDS)
         if member is None or not member.doors:
             return rank, None
         session, doors = self._known.get(rank, ("", None))
-        if doors and session == member.session:
+        if session == member.session:
             return rank, doors
+        if time.monotonic() - self._failed.get(rank, -AGAIN_SECONDS) < AGAIN_SECONDS:
+            return rank, None
         try:
             doors = await self._asked(member)
+            self._known[rank] = member.session, doors
+            return rank, doors
         except FrameError as error:
             self._peers.guard.strike(member.peer, "bad answer", str(error))
             why = str(error)
         except (*UNREACHABLE, RequestRefusedError) as error:
-            why = str(error) or "it does not answer"
-        else:
-            self._known[rank] = member.session, doors
-            return rank, doors
-        return rank, f"{member.described} does not say where its processes are: {why}"
+            why = str(error) or "no answer"
+        self._failed[rank] = time.monotonic()
+        self._peers.tell(
+            f"the processes of {member.described} cannot be reached: {why}; see that the ports of all of them are open "
+            "there, or have it join with --gateway"
+        )
+        return rank, None
 
     async def _asked(self, member: Member) -> Doors:
-        """Raises FrameError, RequestRefusedError and UNREACHABLE."""
+        """An island's doors, once each has proven that it is one. Raises as `stream`, and FrameError."""
         async with asyncio.timeout(PROMPT_SECONDS), self._peers.stream(member) as stream:
             await stream.tell({"kind": "doors"})
             told = bytearray(whole((await stream.hear()).get("size"), LARGEST))
             await read_payload(stream.reader, memoryview(told), PROMPT_SECONDS, SLOWEST)
-        doors = doors_of(parsed(bytes(told)))
-        if len(doors.keepers) != len(self.cells):
-            raise FrameError("an island keeps another number of cells than the model has")
+        doors = await asyncio.to_thread(doors_of, parsed(bytes(told)))
+        if len(doors.keepers) != len(self.cells) or doors.peers[0] != member.peer:
+            raise FrameError("an island keeps another number of cells than the model has, or is somebody else")
+        async with asyncio.timeout(PROMPT_SECONDS):
+            proven = await asyncio.gather(
+                *(self._proven(*one) for one in zip(doors.peers[1:], doors.addresses[1:], strict=True))
+            )
+        if any(door.door_of != member.rank for door in proven):
+            raise FrameError("what an island says are its processes are not")
         return doors
+
+    async def _proven(self, peer: str, addresses: Sequence[str]) -> Member:
+        """Who is behind a door. Raises as `stream`."""
+        try:
+            return await self._peers.handshake(peer, addresses)
+        except UserError as error:
+            raise RequestRefusedError(str(error)) from error
 
     async def _on_doors(self, stream: PeerStream, frame: Frame) -> None:
         if self.own is None:
@@ -170,16 +186,14 @@ def party_key(key: str) -> str:
     return f"party of {key}"
 
 
-def party_frame(party: Party, doors: Mapping[int, Doors], lost: Lost | None) -> Frame:
+def party_frame(party: Party, doors: Mapping[int, Doors]) -> Frame:
     """A party and its members' doors, for the island's other processes."""
     told = [[rank, one.told()] for rank, one in doors.items()]
-    return {"weights": list(party.weights.items()), "behind": party.behind, "doors": told, "lost": lost}
+    return {"weights": list(party.weights.items()), "behind": party.behind, "doors": told}
 
 
 def party_in(told: Frame) -> tuple[Party, dict[int, Doors]]:
-    """See `party_frame`. Raises PeerLostError."""
-    if told["lost"]:
-        raise PeerLostError(*told["lost"])
+    """See `party_frame`."""
     weights = dict(told["weights"])
     doors = {rank: doors_of(one) for rank, one in told["doors"]}
     return Party(tuple(sorted(weights)), weights, told["behind"]), doors
@@ -187,8 +201,9 @@ def party_in(told: Frame) -> tuple[Party, dict[int, Doors]]:
 
 def seated(party: Party, doors: Mapping[int, Doors], cells: Sequence[str], peers: Peers) -> Party:
     """A party with the seats of its members' keepers; these can be reached from now on."""
+    peers.doors = {rank: door for rank, door in peers.doors.items() if door.door_of not in doors}
     for rank, one in doors.items():
-        for peer, addresses in zip(one.peers, one.addresses, strict=True):
+        for peer, addresses in zip(one.peers[1:], one.addresses[1:], strict=True):
             door = Member(peer, rank_of(peer), "", "", "", addresses, trains=False, door_of=rank)
             peers.doors[door.rank] = door
     return replace(party, seats={rank: one.seats(cells) for rank, one in doors.items()})
@@ -212,7 +227,6 @@ class DoorNetwork(FollowingNetwork):
         self._exchanges = Exchanges(rank, peers, self._transport, deadline, {})
         self.traffic = self._transport.traffic
         self._cells: Sequence[str] = ()
-        self._blamed: list[tuple[int, str]] = []
         answer_probes(peers)
         peers.start(deadline)
 
@@ -237,17 +251,12 @@ class DoorNetwork(FollowingNetwork):
 
         async def meet(_: object) -> T:
             IN_BACKGROUND.set(True)
-            blamed, self._blamed = self._blamed, []
             # The first process may wait for others for half a deadline before it tells.
             waiting = self.peers.background.waiting
-            told = await waiting(shared, self.near, {"blamed": blamed}, party_key(key), 2 * self._deadline)
+            told = await waiting(shared, self.near, {}, party_key(key), 2 * self._deadline)
             return await waiting(then, seated(*party_in(told[0]), self._cells, self.peers))
 
         return self._exchanges.begin(wanted, meet)
-
-    def blame(self, rank: int, why: str) -> None:
-        """See ElasticNetwork; the first process hears of it at the next round."""
-        self._blamed.append((rank, why))
 
     def close(self) -> None:
         """Closes the door."""

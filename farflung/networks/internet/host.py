@@ -127,3 +127,5 @@ def check_address(local: ListenAddress) -> None:
                 raise UserError(f"port {local.port} is in use on this machine; choose another with --port") from error
             reason = error.strerror or str(error)
             raise UserError(f"cannot listen at {local.listen}: {reason}; give an address of this machine") from error
+        except OverflowError as error:
+            raise UserError(f"port {local.port} is none; choose one below 65536 with --port") from error

@@ -31,7 +31,7 @@ FASTEST, FURTHEST = 1e6, 1 << 40
 """Steps a second, and steps, that nobody has."""
 LAST_BEAT = 1 << 53
 LAST_RANK = (1 << 31) - 1
-MOST_DOORS = 4096
+MOST_DOORS = 256
 
 
 @dataclass

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from farflung.errors import UserError
-from farflung.networks.base import ElasticNetwork, Group, Party, PeerLostError, Pending, SharedState
+from farflung.networks.base import ElasticNetwork, Group, Party, Pending, SharedState
 from farflung.networks.internet.doors import (
     Doorkeeper,
     door_frame,
@@ -109,15 +109,10 @@ class InternetNetwork(Exchanges):
 
     async def _seated(self, party: Party, key: str) -> Party:
         """A party, and who keeps what in it; tells that to the island's other processes. Raises PeerLostError."""
-        doors, lost = await self._doorkeeper.of(party.group)
+        doors = await self._doorkeeper.of(party.group)
         if self.has_doors and self.near:
-            told = party_frame(party, doors, lost)
-            share = partial(shared, self.near, told, party_key(key), self._deadline)
-            _, *others = await self.peers.background.waiting(share)
-            for rank, why in (one for other in others for one in other["blamed"]):
-                self.blame(rank, why)
-        if lost:
-            raise PeerLostError(*lost)
+            share = partial(shared, self.near, party_frame(party, doors), party_key(key), self._deadline)
+            await self.peers.background.waiting(share)
         return seated(party, doors, self._doorkeeper.cells, self.peers)
 
     def paced(self, step: int, every: int) -> int:

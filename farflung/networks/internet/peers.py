@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
@@ -133,9 +133,12 @@ class Peers:
             await stream.tell(request)
             return await stream.hear(deadline_s)
 
-    async def handshake(self, peer: str) -> Member:
-        """Proves membership to a peer, and has it prove its own. Raises as `stream`, and UserError."""
-        async with asyncio.timeout(PROMPT_SECONDS), self._open(peer) as streams:
+    async def handshake(self, peer: str, addresses: Sequence[str] = ()) -> Member:
+        """Proves membership to a peer, and has it prove its own; it may be at some addresses, if it is not known.
+
+        Raises as `stream`, and UserError.
+        """
+        async with asyncio.timeout(PROMPT_SECONDS), self._open(peer, addresses) as streams:
             return self._admit(await self._handshake.open(peer, streams))
 
     async def _start(self, deadline_s: float) -> None:
@@ -173,9 +176,10 @@ class Peers:
             )
         raise NobodyAnswersError(self._bootstrap)
 
-    def _open(self, peer: str) -> AbstractAsyncContextManager[Streams]:
+    def _open(self, peer: str, addresses: Sequence[str] = ()) -> AbstractAsyncContextManager[Streams]:
         member = self.members.of_peer(peer) or self.doors.get(rank_of(peer))
-        return self._host.stream(peer, member.addresses if member else self.ticket.addresses, PROMPT_SECONDS)
+        known = member.addresses if member else addresses or self.ticket.addresses
+        return self._host.stream(peer, known, PROMPT_SECONDS)
 
     def _admit(self, member: Member) -> Member:
         self._proven[member.peer] = member
@@ -185,10 +189,11 @@ class Peers:
 
     async def _on_stream(self, info: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         peer = str(info.peer_id)
-        if not self.guard.admit(peer):
+        member = self._proven.get(peer)
+        liable = self._liable(peer, member)
+        if self.guard.bans(liable) or not self.guard.admit(peer):
             writer.close()
             return
-        member = self._proven.get(peer)
         try:
             await self._answer(peer, member, (reader, writer))
         except RequestRefusedError as refusal:
@@ -202,11 +207,16 @@ class Peers:
             if member is None:
                 self.guard.refuse("stranger")
             else:
-                self.guard.strike(peer, "bad request", str(error))
+                self.guard.strike(liable, "bad request", str(error))
             await _refuse(writer, error)
         finally:
             self.guard.release(peer)
             writer.close()
+
+    def _liable(self, peer: str, member: Member | None) -> str:
+        """Who answers for what a peer does: for a door its island, if that is known."""
+        island = self.members.by_rank.get(member.door_of) if member and member.door_of is not None else None
+        return island.peer if island else peer
 
     async def _answer(self, peer: str, member: Member | None, streams: Streams) -> None:
         async with asyncio.timeout(PROMPT_SECONDS):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -79,7 +81,7 @@ class PacketTransport:
         self._early: dict[Address, asyncio.Event] = {}
         self._taken: OrderedDict[tuple[str, int, str], None] = OrderedDict()
         self._arriving: dict[Address, Arriving] = {}
-        self._turns: defaultdict[int, asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(AT_A_TIME))
+        self._turns = WeakValueDictionary[int, asyncio.Semaphore]()
         peers.handlers["packet"] = self._on_packet
         peers.handlers["stripe"] = self._on_stripe
 
@@ -175,11 +177,13 @@ class PacketTransport:
             "size": len(payload),
             "digest": await asyncio.to_thread(digest, payload),
         }
-        async with self._peers.stream(member) as stream:
-            await stream.tell(self.announcement(header))
-            await write_payload(stream.writer, stripe(payload, 0)[:UNASKED], self._stall_s)
-            await stream.hear(deadline_s)
-            async with self._turns[member.rank]:
+        turn = self._turns.setdefault(member.rank, asyncio.Semaphore(AT_A_TIME))
+        async with contextlib.AsyncExitStack() as stack:
+            async with turn:  # before it is announced: a receiver waits only so long for the next byte
+                stream = await stack.enter_async_context(self._peers.stream(member))
+                await stream.tell(self.announcement(header))
+                await write_payload(stream.writer, stripe(payload, 0)[:UNASKED], self._stall_s)
+                await stream.hear(deadline_s)
                 await self._send_stripes(member, key, payload, stream)
             if not underway.done():
                 underway.set_result(None)
