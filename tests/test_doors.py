@@ -12,14 +12,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from patience import patience, until
-from test_internet import Run
+from test_internet import INFO, Run
 
 from farflung import methods
 from farflung.networks import PeerLostError, Simulation
 from farflung.networks.internet.doors import Doorkeeper, Doors, doors_of
 from farflung.networks.internet.frames import FrameError, write_payload
+from farflung.networks.internet.guard import STRIKES
+from farflung.networks.internet.host import UNREACHABLE
 from farflung.networks.internet.identity import Identity
-from farflung.networks.internet.streams import PeerStream
+from farflung.networks.internet.peers import Peers
+from farflung.networks.internet.streams import PeerStream, RequestRefusedError
+from farflung.networks.listening import ListenAddress
 from farflung.outer.whole_state import NearProcesses
 from farflung.testing.liars import Liar
 
@@ -109,6 +113,25 @@ def test_an_island_that_calls_another_peer_its_process_is_found_out(run: Run, li
     keeper, rank = asking(run, liar, told_by(liar, **doors, keepers=[0, 1]))
     assert not run.peers[0].peers.background.run(keeper.of([rank]), patience(30))
     assert run.peers[0].refused["bad answer"] == 1 and not run.peers[0].peers.doors
+
+
+@pytest.mark.slow
+def test_an_island_answers_for_what_its_processes_do(run: Run, liar: Liar, tmp_path: Path) -> None:
+    network = run.peers[0]
+    info = {**INFO, "door_of": liar.peers.identity.rank}
+    door = Peers(run.ticket, Identity(tmp_path / "door.key"), ListenAddress("127.0.0.1"), info, listed=False)
+    door.start(patience(20))
+    try:
+        member = door.members.by_rank[network.rank]
+        for _ in range(STRIKES):
+            with pytest.raises(RequestRefusedError):
+                door.background.run(door.ask(member, {"kind": "nonsense"}), patience(20))
+        assert network.peers.guard.bans(liar.peers.identity.peer)
+        assert door.identity.rank not in network.peers.members.by_rank
+        with pytest.raises(UNREACHABLE):
+            door.background.run(door.ask(member, {"kind": "nonsense"}), patience(20))
+    finally:
+        door.close()
 
 
 def asking(run: Run, liar: Liar, told: bytes) -> tuple[Doorkeeper, int]:

@@ -108,9 +108,8 @@ def run_peer(
         resumed = island.led(near, settings, "begun", launch.is_begun(folder))
         joining: InternetNetwork | None = None
         if island.leads(near):
-            joining = _joining(ticket, settings, local, first, tell)
+            joining = _joining(ticket, settings, local, first, tell, near)
             leaving.callback(joining.close)
-            joining.near, joining.has_doors = near, near is not None and not settings.island.gateway
             joined(joining)
         joined_as = (joining.rank, joining.invitation().addresses) if joining else (0, ())
         rank, addresses = island.led(near, settings, "rank", joined_as)
@@ -146,7 +145,12 @@ def run_part(ticket: Ticket, settings: Settings, local: ListenAddress, first: bo
 
 
 def _joining(
-    ticket: Ticket, settings: Settings, local: ListenAddress, first: bool, tell: Callable[[str], None]
+    ticket: Ticket,
+    settings: Settings,
+    local: ListenAddress,
+    first: bool,
+    tell: Callable[[str], None],
+    near: Network | None,
 ) -> InternetNetwork:
     """Joins the run. Raises UserError."""
     parts, folder = internet(), Path(settings.run.out)
@@ -154,7 +158,11 @@ def _joining(
     identity = _own_identity(folder, launch.is_begun(folder))
     peers: Peers = parts.Peers(ticket, identity, local, parts.newcomer_info(ticket), tell, first)
     network: InternetNetwork = parts.InternetNetwork(
-        peers, deadline=settings.network.deadline, fetched=folder / "fetched"
+        peers,
+        deadline=settings.network.deadline,
+        fetched=folder / "fetched",
+        near=near,
+        gateway=settings.island.gateway,
     )
     return network
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from farflung.errors import UserError
-from farflung.networks.base import ElasticNetwork, Group, Party, Pending, SharedState
+from farflung.networks.base import ElasticNetwork, Group, Network, Party, Pending, SharedState
 from farflung.networks.internet.doors import (
     Doorkeeper,
     door_frame,
@@ -40,18 +40,25 @@ class InternetNetwork(Exchanges):
     """A peer's seat in a run on the internet. Its rank is a number made of its key.
 
     No message of more than `largest` bytes is taken. Others are waited for at most `deadline` seconds. What has come of
-    the others' state is kept in the folder `fetched`, if given, until it was taken.
+    the others' state is kept in the folder `fetched`, if given, until it was taken. Where this is the first process of
+    an island, `near` is the network of its processes; these have doors of their own, unless this is the `gateway`.
 
     Raises UserError when there is nobody to join, or they do not want this peer.
     """
 
     def __init__(
-        self, peers: Peers, largest: int = LARGEST_MESSAGE, deadline: float = 120.0, fetched: Path | None = None
+        self,
+        peers: Peers,
+        largest: int = LARGEST_MESSAGE,
+        deadline: float = 120.0,
+        fetched: Path | None = None,
+        near: Network | None = None,
+        gateway: bool = False,
     ) -> None:
         stall_s = stall_of(deadline)
         super().__init__(peers.identity.rank, peers, PacketTransport(peers, largest, stall_s), deadline, {})
-        self.has_doors = False
-        """Whether the other processes of this island, which are `near`, have connections of their own."""
+        self.near = near
+        self._beside = None if gateway else near
         self._matchmaker = Matchmaker(peers, deadline / 2)
         self._doorkeeper = Doorkeeper(peers)
         answer_probes(peers)
@@ -89,20 +96,20 @@ class InternetNetwork(Exchanges):
     def keep(self, cells: Sequence[str], here: Collection[str]) -> None:
         """See ElasticNetwork. The first process of an island learns it of the others, with where their doors are."""
         self._doorkeeper.cells = tuple(cells)
-        if self.has_doors and self.near:
-            told = shared(self.near, door_frame(self.peers, cells, here), "doors", self._deadline)
+        if self._beside:
+            told = shared(self._beside, door_frame(self.peers, cells, here), "doors", self._deadline)
             self._doorkeeper.own = doors_in(told, len(cells))
             self.peers.info["doors"] = len(told)
 
     def meet(
-        self, wanted: Group, key: str, step: int, weight: float, anchor_digest: str, then: Callable[[Party], T]
+        self, wanted: Group, key: str, step: int, weight: float, lineage: str, then: Callable[[Party], T]
     ) -> Pending[T]:
         """See ElasticNetwork. Who cannot come soon is not waited for."""
         patience_s = self._matchmaker.patience_s(key)
 
         async def meet(_: object) -> T:
             IN_BACKGROUND.set(True)
-            party = await self._matchmaker.meet(wanted, key, step, weight, anchor_digest, patience_s)
+            party = await self._matchmaker.meet(wanted, key, step, weight, lineage, patience_s)
             return await self.peers.background.waiting(then, await self._seated(party, key))
 
         return self.begin(wanted, meet)
@@ -110,8 +117,8 @@ class InternetNetwork(Exchanges):
     async def _seated(self, party: Party, key: str) -> Party:
         """A party, and who keeps what in it; tells that to the island's other processes. Raises PeerLostError."""
         doors = await self._doorkeeper.of(party.group)
-        if self.has_doors and self.near:
-            share = partial(shared, self.near, party_frame(party, doors), party_key(key), self._deadline)
+        if self._beside:
+            share = partial(shared, self._beside, party_frame(party, doors), party_key(key), self._deadline)
             await self.peers.background.waiting(share)
         return seated(party, doors, self._doorkeeper.cells, self.peers)
 
