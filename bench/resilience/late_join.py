@@ -45,7 +45,7 @@ class Options(Hardship):
     """A model of 100 million parameters, or a small one."""
 
 
-SMOKE = Options(peers=2, step_ms=20, every=5, model="small", pace=0.1)
+SMOKE = Options(peers=3, step_ms=20, every=5, model="small", pace=0.1)
 
 
 def run(options: Options, store: Store) -> Iterator[Part]:
