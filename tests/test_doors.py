@@ -15,8 +15,8 @@ from patience import patience, until
 from test_internet import INFO, Run
 
 from farflung import methods
-from farflung.networks import PeerLostError, Simulation
-from farflung.networks.internet.doors import Doorkeeper, Doors, doors_of
+from farflung.networks import Party, PeerLostError, Simulation
+from farflung.networks.internet.doors import Doorkeeper, Doors, doors_of, seated
 from farflung.networks.internet.frames import FrameError, write_payload
 from farflung.networks.internet.guard import STRIKES
 from farflung.networks.internet.host import UNREACHABLE
@@ -116,17 +116,25 @@ def test_an_island_that_calls_another_peer_its_process_is_found_out(run: Run, li
 
 
 @pytest.mark.slow
-def test_an_island_answers_for_what_its_processes_do(run: Run, liar: Liar, tmp_path: Path) -> None:
-    network = run.peers[0]
-    info = {**INFO, "door_of": liar.peers.identity.rank}
+@pytest.mark.parametrize("owned", [True, False], ids=["its own", "one that only says so"])
+def test_an_island_answers_for_its_own_processes_alone(run: Run, liar: Liar, tmp_path: Path, owned: bool) -> None:
+    network, island = run.peers[0], liar.peers.identity
+    info = {**INFO, "door_of": island.rank}
     door = Peers(run.ticket, Identity(tmp_path / "door.key"), ListenAddress("127.0.0.1"), info, listed=False)
     door.start(patience(20))
     try:
+        if owned:
+            doors = {"peers": [island.peer, door.identity.peer], "keepers": [0, 1]}
+            doors |= {"addresses": [liar.peers.info["addresses"], door.info["addresses"]]}
+            keeper, rank = asking(run, liar, told_by(liar, **doors))
+            found = network.peers.background.run(keeper.of([rank]), patience(30))
+            seated(Party((rank,), {rank: 1.0}), found, ["a", "b"], network.peers)
         member = door.members.by_rank[network.rank]
         for _ in range(STRIKES):
             with pytest.raises(RequestRefusedError):
                 door.background.run(door.ask(member, {"kind": "nonsense"}), patience(20))
-        assert network.peers.guard.bans(liar.peers.identity.peer)
+        assert network.peers.guard.bans(island.peer) == owned
+        assert network.peers.guard.bans(door.identity.peer) != owned
         assert door.identity.rank not in network.peers.members.by_rank
         with pytest.raises(UNREACHABLE):
             door.background.run(door.ask(member, {"kind": "nonsense"}), patience(20))

@@ -189,8 +189,7 @@ class Peers:
 
     async def _on_stream(self, info: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         peer = str(info.peer_id)
-        member = self._proven.get(peer)
-        liable = self._liable(peer, member)
+        member, liable = self._proven.get(peer), self._liable(peer)
         if self.guard.bans(liable) or not self.guard.admit(peer):
             writer.close()
             return
@@ -213,9 +212,12 @@ class Peers:
             self.guard.release(peer)
             writer.close()
 
-    def _liable(self, peer: str, member: Member | None) -> str:
-        """Who answers for what a peer does: for a door its island, if that is known."""
-        island = self.members.by_rank.get(member.door_of) if member and member.door_of is not None else None
+    def _liable(self, peer: str) -> str:
+        """Who answers for what a peer does: for a door the island that has named it, whatever it says itself."""
+        door = self.doors.get(rank_of(peer))
+        if door is None or door.peer != peer or door.door_of is None:
+            return peer
+        island = self.members.by_rank.get(door.door_of)
         return island.peer if island else peer
 
     async def _answer(self, peer: str, member: Member | None, streams: Streams) -> None:
