@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -266,6 +267,16 @@ def packet_of(words: bytes) -> Tensor:
 def words_of(packet: Tensor) -> bytes:
     """The bytes of a packet, on whatever device."""
     return packet.cpu().numpy().tobytes()
+
+
+def fact_packet(value: Any) -> Tensor:
+    """A packet of a value that JSON can hold."""
+    return packet_of(json.dumps(value).encode())
+
+
+def fact_in(packet: Tensor) -> Any:
+    """The value of a `fact_packet`."""
+    return json.loads(words_of(packet))
 
 
 def mean_in_order(tensors: Sequence[Tensor]) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor
 from farflung.errors import UserError
 from farflung.hooks.start import DisagreementError, all_there
 from farflung.networks import ElasticNetwork, Group, IslandNetwork, Network, Party
-from farflung.networks.base import by_island, packet_of, words_of
+from farflung.networks.base import by_island, fact_in, fact_packet
 from farflung.outer.bundles import Cells
 
 
@@ -96,9 +96,9 @@ class Columns:
         if (islands := self._network.islands) is None:
             return
         everyone = islands.everyone()
-        own = packet_of(json.dumps([cells, rest]).encode())
+        own = fact_packet([cells, rest])
         packets = all_there(everyone, everyone.exchange(own, everyone.members(), key), seconds)
-        layouts = by_island(islands, (json.loads(words_of(packet)) for packet in packets.values()))
+        layouts = by_island(islands, (fact_in(packet) for packet in packets.values()))
         if all(layout == layouts[0] for layout in layouts):
             return
         if named := sorted(name for layout in layouts for _, rest in layout for name in rest):

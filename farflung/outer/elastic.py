@@ -138,7 +138,7 @@ class ElasticLoop(OuterLoop):
         A bad message is one offence, in however many parts it came, and to however many processes.
         """
         result = super()._result(pending)
-        blamed, self._blamed = dict(self._blamed), {}
+        blamed, self._blamed = self._blamed, {}
         came_to = result.group, result.outcome, result.reason, result.compression_error
         told = self.trained.layout.told((came_to, blamed))
         for rank, why in {rank: why for _, offences in told for rank, why in offences.items()}.items():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -31,7 +31,7 @@ class ColumnExchange:
     part: Message
     mean: Pending[Tensor]
     sketches: Pending[dict[int, Tensor]] | None
-    group: Group = field(default=())
+    group: Group
 
     def done(self) -> bool:
         """See Pending."""

@@ -6,7 +6,6 @@ pseudo-gradients from different points.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 
 from farflung.networks import Group, Network, PeerLostError, Pending
-from farflung.networks.base import packet_of, words_of
+from farflung.networks.base import fact_in, fact_packet
 
 STRETCHES = 8
 """Parts of an anchor that have a sum each."""
@@ -50,7 +49,7 @@ def draw_together(
     member says that it stays away.
     """
     packets = _tell([sorted(kept), facts], network, group, key).wait(seconds)
-    told = {rank: json.loads(words_of(packet)) for rank, packet in packets.items()}
+    told = {rank: fact_in(packet) for rank, packet in packets.items()}
     if away := [rank for rank, facts in told.items() if facts is None]:
         raise PeerLostError(
             away, f"anchors differ, but replica {away[0]} has lost this round; the next one tries again"
@@ -69,4 +68,4 @@ def stay_away(network: Network, group: Group, key: str) -> None:
 
 
 def _tell(facts: Any, network: Network, group: Group, key: str) -> Pending[dict[int, Tensor]]:
-    return network.exchange(packet_of(json.dumps(facts).encode()), group, f"{key}, healed, facts")
+    return network.exchange(fact_packet(facts), group, f"{key}, healed, facts")

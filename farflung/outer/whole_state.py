@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import count
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor
 
 from farflung.networks import Network
-from farflung.networks.base import packet_of, words_of
+from farflung.networks.base import fact_in, fact_packet
 
 Tensors = Mapping[str, Tensor]
 
@@ -62,7 +61,7 @@ class NearProcesses:
 
     def _told(self, near: Network, process: int, value: Any) -> Any:
         """The other's value, which JSON can hold, for this one's."""
-        return json.loads(words_of(self._heard(near, process, packet_of(json.dumps(value).encode()))))
+        return fact_in(self._heard(near, process, fact_packet(value)))
 
     def _heard(self, near: Network, process: int, packet: Tensor) -> Tensor:
         """The other's packet for this one's."""

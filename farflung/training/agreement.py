@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from farflung.errors import UserError
 from farflung.networks import Network, among_members
-from farflung.networks.base import by_island, packet_of, words_of
+from farflung.networks.base import by_island, fact_in, fact_packet
 from farflung.settings import Settings, names_that_may_differ
 from farflung.tables import BETWEEN_MACHINES
 
 
 def all_gather_facts(network: Network, value: Any, key: str, deadline_s: float) -> dict[int, Any]:
     """The value (anything that JSON holds) of every replica that can be reached, by rank. Raises PeerLostError."""
-    packet = packet_of(json.dumps(value).encode())
+    packet = fact_packet(value)
     packets = among_members(
         network, lambda group: network.exchange(packet, group, f"{key} of {group}").wait(deadline_s)
     )
-    return {rank: json.loads(words_of(packet)) for rank, packet in sorted(packets.items())}
+    return {rank: fact_in(packet) for rank, packet in sorted(packets.items())}
 
 
 def facts_of_replicas(network: Network, value: Any, key: str, deadline_s: float) -> list[Any]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from farflung.errors import UserError
-from farflung.networks.base import Group, Network, Party, PeerLostError, Pending, packet_of, words_of
+from farflung.networks.base import Group, Network, Party, PeerLostError, Pending, fact_in, fact_packet
 from farflung.networks.following import FollowingNetwork
 from farflung.networks.internet.examination import answer_probes
 from farflung.networks.internet.exchanges import Exchanges
@@ -158,12 +158,12 @@ class Doorkeeper:
 
 def shared(near: Network, told: Frame, key: str, seconds: float) -> list[Frame]:
     """What each process of an island tells the others. Raises PeerLostError."""
-    packet = packet_of(json.dumps(told).encode())
+    packet = fact_packet(told)
     try:
         packets = near.exchange(packet, near.members(), key).wait(seconds)
     except PeerLostError as lost:
         raise PeerLostError((), f"the island's processes have lost touch: {lost}") from lost
-    return [parsed(words_of(packets[process])) for process in near.members()]
+    return [fact_in(packets[process]) for process in near.members()]
 
 
 def door_frame(peers: Peers, cells: Sequence[str], here: Collection[str]) -> Frame:
