@@ -1,4 +1,9 @@
+from __future__ import annotations
+
 import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 # Hubs are not for tests; and one thread gives the same bits as the processes that tests start.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -8,6 +13,11 @@ import patience
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+
+if TYPE_CHECKING:
+    from test_internet import Run
+
+    from farflung.testing.liars import Liar
 
 torch.set_num_threads(1)
 patience.measure()
@@ -26,3 +36,19 @@ def pytest_runtest_setup() -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_call() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests on the internet network, which mostly wait for beats."""
+    monkeypatch.setattr("farflung.networks.internet.contact.directory.BEAT_SECONDS", 0.5)
+
+
+@pytest.fixture
+def liar(run: Run, tmp_path: Path) -> Iterator[Liar]:
+    """One that knows a run's secret, and means it ill."""
+    from farflung.testing.liars import Liar  # libp2p takes seconds, and most tests need none
+
+    made = Liar(run.ticket, tmp_path / "liar.key", "s")
+    yield made
+    made.close()

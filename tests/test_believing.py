@@ -13,16 +13,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from patience import patience, until
-from test_false_states import quick as quick
 from test_false_states import training
 from test_internet import Run
 from torch import Tensor
 
 from farflung.networks import SharedState
 from farflung.networks.internet import InternetNetwork
-from farflung.networks.internet.believing import STRETCHES, by_spread, signs_for
-from farflung.networks.internet.manifests import Manifest
-from farflung.networks.internet.members import Member
+from farflung.networks.internet.contact.members import Member
+from farflung.networks.internet.states.believing import STRETCHES, by_spread, signs_for
+from farflung.networks.internet.states.manifests import Manifest
 from farflung.testing.liars import Liar, manifest_of
 
 slow = pytest.mark.slow
@@ -69,13 +68,6 @@ def offer(liar: Liar, state: State, said: State | None = None, sketched: State |
 def run(tmp_path: Path, quick: None) -> Iterator[Run]:
     made = Run(tmp_path)
     made.join(trains=False)
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def liar(run: Run, tmp_path: Path) -> Iterator[Liar]:
-    made = Liar(run.ticket, tmp_path / "liar.key", "s")
     yield made
     made.close()
 

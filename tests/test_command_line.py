@@ -300,11 +300,11 @@ def test_after_kill_9_resume_goes_on_bit_for_bit(undisturbed: Path, tmp_path: Pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_leaves_a_checkpoint_and_no_process(undisturbed: Path, tmp_path: Path, number: int) -> None:
+@pytest.mark.parametrize(("number", "to"), [(signal.SIGINT, "all"), (signal.SIGTERM, "all"), (signal.SIGTERM, "one")])
+def test_a_signal_leaves_a_checkpoint_and_no_process(undisturbed: Path, tmp_path: Path, number: int, to: str) -> None:
     folder = tmp_path / "stopped"
     process, replicas = start(folder)
-    process.send_signal(number)
+    os.kill(process.pid if to == "all" else replicas[1], number)
     _, complaint = process.communicate(timeout=patience(100))
     assert process.returncode == 130 and f"go on with: farflung train --resume {folder}" in complaint
     assert "Traceback" not in complaint and "death signal" not in complaint
@@ -315,6 +315,32 @@ def test_a_signal_leaves_a_checkpoint_and_no_process(undisturbed: Path, tmp_path
     if number == signal.SIGTERM:  # the same checkpoint, whatever the signal
         train_together(2, "--resume", folder)
         assert same_weights(undisturbed, folder, 40)
+
+
+LOST = """
+import os, signal, sys, time
+from farflung import cli
+
+class Dying:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.1)
+
+def command(_):
+    Dying()
+    time.sleep(1000)
+
+cli.COMMANDS["methods"] = command
+sys.argv = ["farflung", "methods"]
+cli.main()
+"""
+
+
+def test_an_interrupt_that_falls_into_a_destructor_is_not_lost(tmp_path: Path) -> None:
+    (tmp_path / "lost.py").write_text(LOST)
+    process = Python(tmp_path / "lost.py")
+    _, complaint = process.communicate(timeout=patience(60))
+    assert process.returncode == 130 and not complaint
 
 
 LOGGED_OUT = """

@@ -16,13 +16,13 @@ from test_internet import INFO, Run
 
 from farflung import methods
 from farflung.networks import Party, PeerLostError, Simulation
+from farflung.networks.internet.contact.frames import FrameError, write_payload
+from farflung.networks.internet.contact.guard import STRIKES
+from farflung.networks.internet.contact.host import UNREACHABLE
+from farflung.networks.internet.contact.identity import Identity
+from farflung.networks.internet.contact.peers import Peers
+from farflung.networks.internet.contact.streams import PeerStream, RequestRefusedError
 from farflung.networks.internet.doors import Doorkeeper, Doors, doors_of, seated
-from farflung.networks.internet.frames import FrameError, write_payload
-from farflung.networks.internet.guard import STRIKES
-from farflung.networks.internet.host import UNREACHABLE
-from farflung.networks.internet.identity import Identity
-from farflung.networks.internet.peers import Peers
-from farflung.networks.internet.streams import PeerStream, RequestRefusedError
 from farflung.networks.listening import ListenAddress
 from farflung.outer.whole_state import NearProcesses
 from farflung.testing.liars import Liar
@@ -53,22 +53,9 @@ def test_an_island_s_doors_are_read_as_they_were_told(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """These tests mostly wait for beats."""
-    monkeypatch.setattr("farflung.networks.internet.directory.BEAT_SECONDS", 0.5)
-
-
-@pytest.fixture
 def run(tmp_path: Path, quick: None) -> Iterator[Run]:
     made = Run(tmp_path)
     made.join()
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def liar(run: Run, tmp_path: Path) -> Iterator[Liar]:
-    made = Liar(run.ticket, tmp_path / "liar.key", "s")
     yield made
     made.close()
 
@@ -113,6 +100,17 @@ def test_an_island_that_calls_another_peer_its_process_is_found_out(run: Run, li
     keeper, rank = asking(run, liar, told_by(liar, **doors, keepers=[0, 1]))
     assert not run.peers[0].peers.background.run(keeper.of([rank]), patience(30))
     assert run.peers[0].refused["bad answer"] == 1 and not run.peers[0].peers.doors
+
+
+@pytest.mark.slow
+def test_a_process_that_is_not_there_is_told_of_in_one_line(run: Run, liar: Liar, tmp_path: Path) -> None:
+    gone = Identity(tmp_path / "gone.key").peer
+    doors = {"peers": [liar.peers.identity.peer, gone], "keepers": [0, 1]}
+    doors |= {"addresses": [liar.peers.info["addresses"], [f"/ip4/127.0.0.1/tcp/1/p2p/{gone}"]]}
+    keeper, rank = asking(run, liar, told_by(liar, **doors))
+    assert not run.peers[0].peers.background.run(keeper.of([rank]), patience(30))
+    (line,) = run.told
+    assert "cannot be reached" in line and "--gateway" in line and "\n" not in line
 
 
 @pytest.mark.slow

@@ -24,23 +24,10 @@ from farflung.testing.liars import Liar, manifest_of
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """These tests mostly wait for beats."""
-    monkeypatch.setattr("farflung.networks.internet.directory.BEAT_SECONDS", 0.5)
-
-
 @pytest.fixture
 def run(tmp_path: Path, quick: None) -> Iterator[Run]:
     made = Run(tmp_path)
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def liar(run: Run, tmp_path: Path) -> Iterator[Liar]:
-    run.join(trains=False)
-    made = Liar(run.ticket, tmp_path / "liar.key", "s")
+    made.join(trains=False)
     yield made
     made.close()
 

@@ -1,6 +1,7 @@
 """The architecture: a room imports only from floors below it."""
 
 import ast
+import re
 from pathlib import Path
 
 import farflung
@@ -60,3 +61,12 @@ def test_a_room_imports_only_from_floors_below() -> None:
         room = room_of(path)
         for other in imported_rooms(path) - {room}:
             assert FLOORS[other] < FLOORS[room], f"{path.relative_to(PACKAGE)} imports from {other}"
+
+
+def test_states_are_built_on_contact_and_rounds_on_both() -> None:
+    internet = PACKAGE / "networks" / "internet"
+    for folder, above in {"contact": {"states", "rounds"}, "states": {"rounds"}}.items():
+        for path in (internet / folder).glob("*.py"):
+            found = re.findall(r"^from farflung\.networks\.internet\.(\w+)(?:\.\w+)? import", path.read_text(), re.M)
+            rooms = {room if room in ("contact", "states") else "rounds" for room in found}
+            assert not rooms & above, f"{path.relative_to(PACKAGE)} imports from {rooms & above}"

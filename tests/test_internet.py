@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import os
 import random
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -24,13 +26,13 @@ from farflung.errors import UserError
 from farflung.formats import PROTOCOL
 from farflung.networks import Party, PeerLostError, SharedState
 from farflung.networks.internet import Identity, InternetNetwork, ListenAddress, Peers, Ticket, read_ticket, transport
-from farflung.networks.internet.directory import member_in
-from farflung.networks.internet.frames import LARGEST_FRAME, FrameError, encoded, read_frame
-from farflung.networks.internet.guard import STREAMS_PER_PEER, STRIKES, Guard
-from farflung.networks.internet.handshake import check_clock
+from farflung.networks.internet.contact.directory import member_in
+from farflung.networks.internet.contact.frames import LARGEST_FRAME, FrameError, encoded, read_frame
+from farflung.networks.internet.contact.guard import STREAMS_PER_PEER, STRIKES, Guard
+from farflung.networks.internet.contact.handshake import check_clock
+from farflung.networks.internet.contact.members import Member, Members, member_of
+from farflung.networks.internet.contact.streams import PeerStream, RequestRefusedError
 from farflung.networks.internet.matchmaker import party_of
-from farflung.networks.internet.members import Member, Members, member_of
-from farflung.networks.internet.streams import PeerStream, RequestRefusedError
 from farflung.testing.liars import Liar, Stranger, as_a_stranger
 
 PEER = "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
@@ -416,6 +418,45 @@ def test_one_with_other_anchors_is_told_that_it_is_behind(pair: Run) -> None:
 
 
 @pytest.mark.slow
+def test_one_that_is_banned_is_in_no_round_of_those_who_banned_it(run: Run) -> None:
+    """Neither as their host nor in a group: they take no message of its, and would wait for one until the deadline."""
+    one, other, banned = (run.join() for _ in range(3))
+    run.all_know_each_other()
+    ban(banned, one, other)
+    everyone = tuple(sorted(peer.rank for peer in run.peers))
+    pair = tuple(sorted((one.rank, other.rank)))
+    for number in range(8):
+
+        def meet(peer: InternetNetwork, key: str = f"round {number} of fragment 3") -> tuple[int, ...]:
+            return peer.meet(everyone, key, 5, 1.0, "", lambda party: party.group).wait(patience(60))
+
+        found = both(run, meet)
+        assert found[:2] == [pair, pair] and not {*found[2]} & {*pair}
+    assert one.members() == other.members() == pair
+
+
+@pytest.mark.slow
+def test_who_alone_has_banned_another_is_never_in_its_group_and_groups_agree(run: Run) -> None:
+    one, _, banned = (run.join() for _ in range(3))
+    run.all_know_each_other()
+    ban(banned, one)
+    for number in range(8):
+
+        def meet(peer: InternetNetwork, key: str = f"round {number} of fragment 3") -> tuple[int, ...]:
+            return peer.meet(peer.members(), key, 5, 1.0, "", lambda party: party.group).wait(patience(60))
+
+        found = {peer.rank: group for peer, group in zip(run.peers, both(run, meet), strict=True)}
+        assert banned.rank not in found[one.rank]
+        assert all(found[rank] == group for group in found.values() for rank in group)
+
+
+def ban(peer: InternetNetwork, *judges: InternetNetwork) -> None:
+    for judge in judges:
+        for _ in range(STRIKES):
+            judge.blame(peer.rank, "it has lied")
+
+
+@pytest.mark.slow
 def test_one_whose_partner_does_not_come_is_not_kept_waiting(pair: Run) -> None:
     """It comes alone before the half of the deadline that a meeting may take at most has passed."""
     one, other = pair.peers
@@ -534,7 +575,7 @@ def test_what_onlookers_are_told_is_numbers_and_plain_names(pair: Run) -> None:
 
 
 def test_a_guest_whose_weight_is_none_is_refused_and_its_host_not_blamed(pair: Run, liar: Liar) -> None:
-    meeting = {"kind": "meet", "key": "odd", "wants": [], "step": 1, "lineage": "", "patience": 0.0}
+    meeting = {"kind": "meet", "key": "odd", "wants": [], "shuns": [], "step": 1, "lineage": "", "patience": 0.0}
     for weight in (float("nan"), float("inf"), -1.0):
         assert "is no number from 0" in liar.tells({**meeting, "weight": weight})["refused"]
 
@@ -547,9 +588,43 @@ def test_a_peer_that_cannot_be_reached_is_refused_and_ends_nothing(pair: Run, mo
     def off_by_an_hour(*_: float) -> None:
         raise UserError("the clock is off")
 
-    monkeypatch.setattr("farflung.networks.internet.handshake.check_clock", off_by_an_hour)
+    monkeypatch.setattr("farflung.networks.internet.contact.handshake.check_clock", off_by_an_hour)
     with pytest.raises(RequestRefusedError, match="the clock is off"):
         one.peers.background.run(one.peers.ask(known, {"kind": "probe", "size": 0}), patience(20))
+
+
+@pytest.mark.slow
+def test_one_that_comes_back_is_proven_to_anew_by_those_who_knew_it(run: Run) -> None:
+    _, one, gone = (run.join() for _ in range(3))  # a ticket leads to the first one, to whom all prove themselves
+    run.all_know_each_other()
+    probe = {"kind": "probe", "size": 0}
+    one.peers.background.run(one.peers.ask(one.peers.members.by_rank[gone.rank], probe), patience(20))
+    run.peers.pop().close()
+    back = run.join()
+    assert back.rank == gone.rank
+    until(lambda: one.peers.members.by_rank[back.rank].session == back.peers.info["session"])
+    one.peers.background.run(one.peers.ask(one.peers.members.by_rank[back.rank], probe), patience(20))
+
+
+@pytest.mark.slow
+def test_a_dead_member_is_not_waited_for_though_the_last_news_is_that_it_trains(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("farflung.networks.internet.matchmaker.FIRST_ROUND_SECONDS", 1e6)  # as long as can be
+    monkeypatch.setattr("farflung.networks.internet.contact.members.ALIVE_SECONDS", 1e6)
+    one, other, dead = (run.join() for _ in range(3))
+    run.all_know_each_other()
+    everyone = tuple(sorted(peer.rank for peer in run.peers))
+    keys = (f"round {number} of fragment 5" for number in range(1000))
+    key = next(key for key in keys if one._matchmaker._hosts(key)[0] != dead.rank)
+    os.kill(dead.peers._host.p2p._child.pid, signal.SIGKILL)
+    dead.peers._directory.beat = lambda: asyncio.sleep(0)  # type: ignore[method-assign]
+
+    def meet(peer: InternetNetwork) -> tuple[int, ...]:
+        return peer.meet(everyone, key, 5, 1.0, "", lambda party: party.group).wait(patience(10))
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(meet, [one, other])) == [tuple(sorted((one.rank, other.rank)))] * 2
 
 
 # Guard
@@ -576,7 +651,7 @@ def test_the_third_strike_has_a_peer_shunned_and_streams_are_limited() -> None:
 def test_a_state_comes_in_pieces_from_several_and_survives_one_that_sends_other_bytes(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("farflung.networks.internet.manifests.PIECE", 1000)
+    monkeypatch.setattr("farflung.networks.internet.states.manifests.PIECE", 1000)
     for _ in range(3):
         run.join()
     run.all_know_each_other()

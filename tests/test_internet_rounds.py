@@ -150,6 +150,27 @@ def test_anchored_is_the_plain_optimizer_where_anchors_are_equal() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("method", [methods.diloco(every=20), methods.noloco(every=20, fragments=2, delay=5)])
+def test_one_that_comes_to_a_peer_alone_begins_with_what_this_has_learnt(run: Run, method: Method) -> None:
+    """And not with the anchors of the last round, of which a peer alone has none."""
+    learnt: list[torch.Tensor] = []
+    begun_with: list[torch.Tensor] = []
+
+    def until_met(seen: list[torch.Tensor], outer: Session, rounds: list[Round]) -> bool:
+        seen.append(flat(outer.trained.model))
+        return not any(round.outcome == "averaged" for round in rounds)
+
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(train, run.join(), method, partial(until_met, learnt))
+        until(lambda: len(learnt) > 70)
+        newcomer = train(run.join(trains=False), method, partial(until_met, begun_with), join=True)
+    before = first.result()
+    assert any(torch.equal(begun_with[0], weights) for weights in learnt[60:])
+    assert before.rounds[-1].group == newcomer.rounds[-1].group
+    assert not any(round.outcome == "behind" for round in before.rounds)
+
+
+@pytest.mark.slow
 def test_one_that_comes_late_to_equal_anchors_gets_them_bit_for_bit(run: Run) -> None:
     method = methods.diloco(every=20, codec=ErrorFeedback(Quantize(bits=8)))
     first, done, steps = run.join(), threading.Event(), []

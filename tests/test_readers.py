@@ -17,15 +17,15 @@ from hypothesis import strategies as st
 
 from farflung.formats import PROTOCOL
 from farflung.networks.internet import Identity
-from farflung.networks.internet.directory import member_in
-from farflung.networks.internet.downloads import Download
-from farflung.networks.internet.frames import FrameError, parsed
-from farflung.networks.internet.handshake import disagreement
-from farflung.networks.internet.manifests import Manifest, manifest_of
+from farflung.networks.internet.contact.directory import member_in
+from farflung.networks.internet.contact.frames import FrameError, parsed
+from farflung.networks.internet.contact.handshake import disagreement
+from farflung.networks.internet.contact.members import Member, Members, member_of
+from farflung.networks.internet.contact.streams import RequestRefusedError, accepted
 from farflung.networks.internet.matchmaker import HEAVIEST, guest_of, party_of
-from farflung.networks.internet.members import Member, Members, member_of
-from farflung.networks.internet.packing import longest, packed, unpack
-from farflung.networks.internet.streams import RequestRefusedError, accepted
+from farflung.networks.internet.states.downloads import Download
+from farflung.networks.internet.states.manifests import Manifest, manifest_of
+from farflung.networks.internet.states.packing import longest, packed, unpack
 
 T = TypeVar("T")
 
@@ -196,9 +196,12 @@ def test_all_members_of_a_party_find_the_same_weights(heavy: list[float]) -> Non
     assert heavy != [2.0, 40.0] or found[0] == {0: 2.0, 1: 20.0}
 
 
-@given(anything | nearly({"wants": [1, 2], "key": "round 1", "step": 1, "weight": 1.0, "lineage": "", "patience": 3.0}))
-@example({"wants": [], "key": "", "step": 1, "weight": HUGE, "lineage": "", "patience": 1.0})
-@example({"wants": [], "key": "", "step": 1, "weight": 1.0, "lineage": "", "patience": HUGE})
+@given(
+    anything
+    | nearly({"wants": [1, 2], "key": "round 1", "step": 1, "weight": 1.0, "lineage": "", "shuns": [], "patience": 3.0})
+)
+@example({"wants": [], "key": "", "step": 1, "weight": HUGE, "lineage": "", "shuns": [], "patience": 1.0})
+@example({"wants": [], "key": "", "step": 1, "weight": 1.0, "lineage": "", "shuns": [], "patience": HUGE})
 def test_a_request_to_meet(told: Any) -> None:
     async def guest() -> None:
         if found := read(lambda: guest_of(told, 1)):

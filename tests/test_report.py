@@ -29,7 +29,7 @@ from farflung.report.figures import (
     timeline_figure,
 )
 from farflung.report.live import nbytes, plain_line, table
-from farflung.report.read import EventReader
+from farflung.report.read import EventReader, Run
 
 SHORT = [*SMALL, "--network", "simulated", "--replicas", "2", "--steps", "20"]
 WORLD = "step_ms = 1000\nbandwidth_mbps = 8\nlatency_ms = 50\n"
@@ -178,11 +178,11 @@ def test_the_table_has_each_replicas_latest_state(real: Path) -> None:
         assert [str(replica), "20", *told] in rows
 
 
-def watched(folder: Path) -> list[str]:
+def watched(run: Run) -> list[str]:
     """What is said of a run that has ended, where there is no terminal."""
     finished, out = threading.Event(), io.StringIO()
     finished.set()
-    watch(folder, finished, Console(file=out, force_terminal=False))
+    watch(run, finished, Console(file=out, force_terminal=False))
     return out.getvalue().splitlines()
 
 
@@ -190,7 +190,7 @@ def test_the_plain_log_has_no_boxes_and_says_everything_once(run: Path) -> None:
     (warning,) = lines_of(run, 1, "warning")
     odd = like(warning, message="odd <b>bold</b>")
     path_of(run, 1).write_text(path_of(run, 1).read_text().replace(text(warning), text(odd)))
-    lines = watched(run)
+    lines = watched(Run(run))
     for step in (10, 20):
         loss = mean(both(run, "evaluation", step), "validation_loss")
         assert (
@@ -217,7 +217,7 @@ def test_the_plain_log_of_a_growing_run_is_in_order_and_each_twentieth_of_it(rea
     (folder / "events").mkdir(parents=True)
     path = path_of(folder, 0)
     path.write_text(text(like(begun, steps=400, replicas=1)))
-    view = threading.Thread(target=watch, args=(folder, finished, Console(file=out), 0.001))
+    view = threading.Thread(target=watch, args=(Run(folder), finished, Console(file=out), 0.001))
     view.start()
     for step in range(10, 60, 10):
         with path.open("a") as file:
@@ -233,12 +233,36 @@ def test_the_plain_log_of_a_growing_run_is_in_order_and_each_twentieth_of_it(rea
     assert [int(line.split()[1]) for line in lines if "validation" in line] == list(range(1, 50))
 
 
+def test_what_is_read_late_is_told_once_and_nothing_else_again(real: Path, tmp_path: Path) -> None:
+    """The replicas' clocks began at other moments, so that what one of them writes later may lie before."""
+    (begun, *_), (trains, *_), (evaluated, *_) = (lines_of(real, 0, kind) for kind in ("start", "step", "evaluation"))
+    (warned,) = lines_of(real, 1, "warning")
+    folder, finished, out = tmp_path / "run", threading.Event(), io.StringIO()
+    (folder / "events").mkdir(parents=True)
+    for replica in range(2):
+        path_of(folder, replica).write_text(text(*(like(line, replica=replica) for line in (begun, trains, evaluated))))
+    with path_of(folder, 0).open("a") as file:
+        file.write(text(like(warned, replica=0, at=5, message="of a run before")))
+    run = Run(folder)
+    run.refresh()
+    view = threading.Thread(target=watch, args=(run, finished, Console(file=out), 0.001))
+    view.start()
+    for replica, at in ((0, 9), (1, 3), (0, 20)):
+        with path_of(folder, replica).open("a") as file:
+            file.write(text(like(warned, replica=replica, at=at, message=f"at {at}")))
+        until(lambda at=at: f": at {at}" in out.getvalue())
+    finished.set()
+    view.join(timeout=patience(20))
+    told = [line for line in out.getvalue().splitlines() if line.startswith("warning") or "validation" in line]
+    assert told == ["warning: replica 0: at 9", "warning: replica 1: at 3", "warning: replica 0: at 20"]
+
+
 def test_a_run_that_diverged_is_shown_as_such(run: Path) -> None:
     for replica, loss in enumerate((None, 3.0)):
         with path_of(run, replica).open("a") as file:
             file.write(text(like(lines_of(run, replica, "evaluation")[-1], step=30, validation_loss=loss)))
     (run / "summary.json").unlink()
-    assert any(line.startswith("step 30 · validation loss not finite") for line in watched(run))
+    assert any(line.startswith("step 30 · validation loss not finite") for line in watched(Run(run)))
     assert "not finite" in text_of(table(read_run(run)))
     write_report([run], run / "report.html")
     assert "not finite, 3.0000" in (run / "report.html").read_text()
@@ -249,7 +273,7 @@ def test_watching_begins_before_there_is_anything_to_see(real: Path, tmp_path: P
     finished = threading.Event()
     out = io.StringIO()
     console = Console(file=out, force_terminal=terminal, width=140)
-    view = threading.Thread(target=watch, args=(tmp_path / "run", finished, console, 0.01))
+    view = threading.Thread(target=watch, args=(Run(tmp_path / "run"), finished, console, 0.01))
     view.start()
     shutil.copytree(real, tmp_path / "run")
     finished.set()

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from processes import run_replicas
-from torch_shard import METHODS, Model, trained
+from torch_shard import METHODS, Model, frozen, trained
 
 from farflung.networks import Conditions, Network, Simulation
 
@@ -41,6 +41,35 @@ def test_shards_train_as_whole_replicas_do(name: str, processes: list[dict[str, 
         assert not one.keys() & other.keys()  # each cell has one keeper
         assert name == "ddp" or sum((one | other).values()) == sum(seen[name]["own"] for seen in island)
     assert processes[0][name]["own"] > processes[1][name]["own"] > 0
+
+
+@pytest.mark.parametrize("name", ["local", "noloco, resumed"])
+def test_weights_are_averaged_at_the_end_with_who_has_the_same_cells(
+    name: str, processes: list[dict[str, Any]]
+) -> None:
+    """Where no step of this session has told islands of each other, and one lists its processes in another order."""
+    (before, after), (others, others_after) = processes[0]["ended"][name], processes[2]["ended"][name]
+    for key, weight in before.items():
+        mean = (weight + others[key]) / 2
+        assert not torch.equal(weight, others[key])
+        torch.testing.assert_close(after[key], mean)
+        torch.testing.assert_close(others_after[key], mean)
+
+
+def test_islands_of_unlike_shards_may_have_frozen_weights(processes: list[dict[str, Any]]) -> None:
+    def trained_whole(network: Network) -> dict[str, torch.Tensor]:
+        model = Model()
+        assert not frozen(network, model, network.rank, lambda batch: batch)
+        return {key: parameter.detach() for key, parameter in model.named_parameters()}
+
+    replicas = Simulation(3, Conditions()).run(trained_whole)
+    for process, seen in enumerate(processes):
+        refusal, weights = seen["frozen"][""]
+        assert not refusal
+        for key, weight in weights.items():
+            torch.testing.assert_close(weight, replicas[max(0, process - 1)][key], atol=1e-5, rtol=1e-5)
+        assert "starts from other values of layers.0.weight" in seen["frozen"]["differs"][0]
+        assert "layers.0.weight is frozen, and yet it moves, which islands of unlike" in seen["frozen"]["moves"][0]
 
 
 def test_rounds_between_different_shards_are_refused(processes: list[dict[str, Any]]) -> None:

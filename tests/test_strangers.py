@@ -19,7 +19,7 @@ from patience import patience, until
 from test_internet import Run, two_peers, unspoilt
 
 from farflung.networks.internet import InternetNetwork
-from farflung.networks.internet.streams import PeerStream
+from farflung.networks.internet.contact.streams import PeerStream
 from farflung.testing.liars import Liar
 
 pytestmark = pytest.mark.slow
@@ -31,7 +31,7 @@ YEARS = 10 * 365 * 86400.0
 def quick_beats() -> Iterator[None]:
     """These tests mostly wait for beats."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("farflung.networks.internet.directory.BEAT_SECONDS", 0.5)
+        patch.setattr("farflung.networks.internet.contact.directory.BEAT_SECONDS", 0.5)
         yield
 
 

@@ -18,6 +18,7 @@ from farflung import methods
 from farflung.codecs import Quantize
 from farflung.errors import UserError
 from farflung.networks import Network, TorchNetwork
+from farflung.outer import DisagreementError
 
 METHODS: dict[str, Callable[[], methods.Method]] = {
     "ddp": methods.ddp,
@@ -87,10 +88,70 @@ def refusal(network: Network, model: nn.Module) -> str:
     return ""
 
 
+def sharded(mesh: Any) -> Model:
+    """A new model in shards."""
+    from torch.distributed.fsdp import fully_shard
+
+    model = Model()
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)  # type: ignore[return-value]
+
+
+def whole(model: Model) -> dict[str, Tensor]:
+    """Its weights."""
+    return {key: p.full_tensor().detach().clone() for key, p in model.named_parameters()}  # type: ignore[attr-defined]
+
+
+def ended(name: str, network: Network, model: Model, replica: int, shard: int) -> tuple[Any, Any]:
+    """The weights before and after they are averaged at the end: of replicas that had no round in this session."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    method = methods.local() if name == "local" else methods.noloco(every=3)
+
+    def step(number: int) -> None:
+        model(batch(replica, number).chunk(2)[shard]).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    with method.attach(model, optimizer, network, deadline_s=60) as outer:
+        for number in range(4):
+            step(number)
+        if name == "local":
+            before = whole(model)
+            outer.finish(average_weights=True)
+            return before, whole(model)
+        state = outer.state_dict()
+    step(4)
+    before = whole(model)
+    with method.attach(model, optimizer, network, deadline_s=60) as outer:
+        outer.load_state_dict(state)
+        outer.finish(average_weights=True)
+    return before, whole(model)
+
+
+def frozen(network: Network, model: nn.Module, replica: int, share: Callable[[Tensor], Tensor], case: str = "") -> str:
+    """Trains a model whose first layer is frozen; where that moves, or differs, what it is refused with."""
+    model.layers[0].requires_grad_(False)  # type: ignore[index]
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    weight = model.layers[0].weight  # type: ignore[index]
+    try:
+        with torch.no_grad():
+            weight.add_(float(case == "differs" and replica == 1))
+        with methods.diloco(every=2).attach(model, optimizer, network, deadline_s=60):
+            for step in range(5):
+                model(share(batch(replica, step))).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                with torch.no_grad():
+                    weight.add_(float(case == "moves"))
+    except (UserError, DisagreementError) as error:
+        return str(error)
+    return ""
+
+
 def main() -> None:
     """Trains with each method, and leaves the whole weights that came out."""
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
 
     names, _, out = sys.argv[1:4]
     torch.set_num_threads(1)
@@ -99,20 +160,27 @@ def main() -> None:
     replica, shard = divmod(everyone.process, 2)
     results: dict[str, Any] = {}
     for name in names.split(";"):
-        model = Model()
-        for layer in model.layers:
-            fully_shard(layer, mesh=mesh["shard"])
-        fully_shard(model, mesh=mesh["shard"])
+        model = sharded(mesh["shard"])
         if not results:
             results["refusal"] = refusal(everyone, model)
         network = everyone.among([shard, shard + 2])
         states = trained(name, network, model, replica, lambda whole: whole.chunk(2)[shard])
         cells = states[-1].get("cells", {})
         results[name] = {
-            "weights": {key: p.full_tensor().detach() for key, p in model.named_parameters()},  # type: ignore[attr-defined]
+            "weights": whole(model),
             "own": sum(p.to_local().numel() for p in model.parameters()),  # type: ignore[attr-defined]
             "anchors": {name: kept["anchor"].numel() for name, kept in cells.items() if "anchor" in kept},
         }
+    crossed = everyone.of_islands([(0, 1), (3, 2)])
+    results["ended"] = {
+        name: ended(name, crossed, sharded(mesh["shard"]), replica, shard) for name in ("local", "noloco, resumed")
+    }
+    results["frozen"] = {}
+    for case in ("", "differs", "moves"):
+        uneven = everyone.of_islands([(0, 1), (2,), (3,)])
+        model = sharded(mesh["shard"]) if replica == 0 else Model()
+        said = frozen(uneven, model, uneven.rank, lambda whole: whole.chunk(2)[shard] if replica == 0 else whole, case)
+        results["frozen"][case] = said, whole(model) if replica == 0 else dict(model.named_parameters())
     torch.save(results, Path(out) / f"{everyone.process}.pt")
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import signal
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -33,7 +35,13 @@ COMMANDS: dict[str, Callable[[list[str]], None]] = {
 def main() -> None:
     """Runs the command that the arguments name; exits with 2 after a user's mistake, without a traceback."""
     # Messages and packets are new memory each time; torch then takes it in huge pages, which costs a tenth.
-    with _log_shown(), _warnings_told(), printing("farflung"), environment(THP_MEM_ALLOC_ENABLE="1"):
+    with (
+        _log_shown(),
+        _warnings_told(),
+        _no_interrupt_lost(),
+        printing("farflung"),
+        environment(THP_MEM_ALLOC_ENABLE="1"),
+    ):
         _run()
 
 
@@ -89,6 +97,24 @@ def _warnings_told() -> Iterator[None]:
 
         warnings.showwarning = show  # type: ignore[assignment]
         yield
+
+
+@contextlib.contextmanager
+def _no_interrupt_lost() -> Iterator[None]:
+    """Sends an interrupt again that has fallen into a destructor, out of which Python lets no error."""
+    shown = sys.unraisablehook
+
+    def hook(told: Any) -> None:
+        if told.exc_type is KeyboardInterrupt:
+            threading.Timer(0.1, signal.pthread_kill, (threading.get_ident(), signal.SIGINT)).start()
+        else:
+            shown(told)
+
+    sys.unraisablehook = hook
+    try:
+        yield
+    finally:
+        sys.unraisablehook = shown
 
 
 def _usage() -> str:

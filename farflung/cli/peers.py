@@ -6,17 +6,17 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from shlex import quote
-from types import FrameType
+from types import FrameType, MappingProxyType
 from typing import Any
 
 import tyro
 
-from farflung.cli.arguments import FAILURE, free_folder, given, kinds_among, parse, unset, with_field
+from farflung.cli.arguments import FAILURE, flag, free_folder, given, kinds_among, parse, unset, with_field
 from farflung.cli.training import tell_result, telling_how_to_go_on, watched
 from farflung.errors import counted
 from farflung.networks.listening import ListenAddress
@@ -103,7 +103,8 @@ def join(arguments: list[str]) -> None:
     folder = Path(options.own.out) if options.own.out else free_folder(ticket.name)
     settings = peer.ticket_settings(ticket).changed(**given(options.own) | {"out": str(folder)})
     again = ["join", *arguments, *([] if options.own.out else ["--out", str(folder)])]
-    _train(ticket, settings, options.local, options.first, again=again)
+    own = {name: value for name, value in given(options.own).items() if name != "out"}
+    _train(ticket, settings, options.local, options.first, again=again, own=own)
 
 
 def status(arguments: list[str]) -> None:
@@ -137,8 +138,9 @@ def _train(
     first: bool,
     joined: Callable[[Any], None] = lambda network: None,
     again: Sequence[str] = (),
+    own: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
-    """Trains as a peer; an island's processes are started with the arguments to do so `again`."""
+    """Trains as a peer, with some settings of its `own`; an island's processes are started to do so `again`."""
     from farflung.training import island, peer
     from farflung.training.launch import local_rank
 
@@ -147,7 +149,9 @@ def _train(
     if part and (STARTED_HERE in os.environ or local_rank()):
         peer.run_part(ticket, settings, local, first)
         return
-    back = f"come back with: farflung join {quote(f'{folder}/run.ticket')} --out {quote(str(folder))}"
+    place = {name: value for name, value in vars(local).items() if value != getattr(ListenAddress, name)}
+    words = [f"{folder}/run.ticket", "--out", str(folder), *_as_flags({**own, **place})]
+    back = f"come back with: farflung join {' '.join(map(quote, words))}"
     say(f"{ticket.name}: {settings.rounds.method}, {counted(settings.run.steps, 'step')}; run folder {folder}")
     with telling_how_to_go_on(lambda: back):
         with _on_signals(signal.default_int_handler), watched(folder, sys.stderr) as show:
@@ -166,6 +170,14 @@ def _train(
             else:
                 peer.run_peer(ticket, settings, local, first, tell)
         tell_result(folder, sys.stderr)
+
+
+def _as_flags(options: Mapping[str, Any]) -> Iterator[str]:
+    """What gives some options again."""
+    for name, value in options.items():
+        yield flag(name)
+        if value is not True:
+            yield from map(str, value) if isinstance(value, tuple) else (str(value),)
 
 
 @contextmanager

@@ -69,6 +69,7 @@ class Asked:
 def train(arguments: list[str]) -> None:
     """Train a model with several replicas, or resume a run."""
     from farflung.training.beginning import how_to_go_on
+    from farflung.training.terminal import STARTED_HERE
 
     asked = what_is_asked(arguments)
     under_torchrun = "WORLD_SIZE" in os.environ
@@ -81,7 +82,8 @@ def train(arguments: list[str]) -> None:
         )
     if network.kind.simulate and under_torchrun:
         raise UserError(f"network is {network.network!r}, which one process does alone; start it without torchrun")
-    with telling_how_to_go_on(lambda: how_to_go_on(asked.folder), 0 if under_torchrun else INTERRUPTED):
+    by_torchrun = under_torchrun and STARTED_HERE not in os.environ  # which would start again what has not ended well
+    with telling_how_to_go_on(lambda: how_to_go_on(asked.folder), 0 if by_torchrun else INTERRUPTED):
         if (_train_part if under_torchrun else _train_all)(asked):
             tell_result(asked.folder, simulated=network.kind.simulate is not None)
 
@@ -204,10 +206,12 @@ def _with_replicas(settings: Settings) -> Settings:
 @contextlib.contextmanager
 def watched(folder: Path, to: TextIO | None = None) -> Iterator[Callable[[], None]]:
     """Yields what begins to show the run folder's live view, until the end: once it is known to be this run's."""
-    from farflung.report import watch
+    from farflung.report import Run, watch
 
-    finished = threading.Event()
-    view = threading.Thread(target=watch, args=(folder, finished, Console(file=to)), daemon=True)
+    run, finished = Run(folder), threading.Event()
+    with contextlib.suppress(UserError):  # which preparing the run tells
+        run.refresh()
+    view = threading.Thread(target=watch, args=(run, finished, Console(file=to)), daemon=True)
     try:
         yield view.start
     finally:

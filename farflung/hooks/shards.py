@@ -12,6 +12,12 @@ from farflung.errors import UserError
 from farflung.networks import Network
 
 
+def whole_of(tensor: Tensor) -> Tensor:
+    """All of a tensor, of which this process may have a shard; then all that have some call this alike."""
+    whole: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return whole
+
+
 def own_of(tensor: Tensor) -> Tensor:
     """What this process holds of a tensor: a DTensor's local shard, else all. FSDP may replace it: ask each time."""
     to_local = getattr(tensor, "to_local", None)  # DTensor is slow to import, and few need it

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from farflung.errors import UserError
 from farflung.hooks.buffers import real_view, sound
 from farflung.hooks.digests import digest
+from farflung.hooks.shards import whole_of
 from farflung.hooks.start import Fact
 from farflung.hooks.trained import Trained
 
@@ -64,9 +65,11 @@ class Untrained:
         """What must be equal at the start: these, and parameters that others train."""
         return self.named() | dict(self._trained.others())
 
-    def compared(self) -> list[str]:
-        """The names of what must be equal at the start."""
-        return list(self._compared())
+    @torch.no_grad()
+    def told_of_whole(self) -> dict[str, str]:
+        """What tells frozen parameters from others, in whatever layout; all that have shards of one call this alike."""
+        buffers = self.buffers()
+        return {name: _told(whole_of(tensor)) for name, tensor in self._compared().items() if name not in buffers}
 
     def floating(self) -> list[str]:
         """The names of the buffers that training may change by less than one."""

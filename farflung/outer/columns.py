@@ -115,6 +115,11 @@ class Columns:
                 f"replica {unlike[0]} trains other parameters than replica 0; give all replicas the same model"
             )
 
+    @property
+    def unlike(self) -> bool:
+        """Whether islands have been found to keep other cells than each other."""
+        return self._keepers is not None
+
     def of(self, group: Group, cells: Sequence[str]) -> list[Column]:
         """The columns of some cells in a group, this replica's among them; none where it sits out."""
         if not group:

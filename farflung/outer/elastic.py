@@ -21,7 +21,7 @@ from farflung.networks import Group, Party, PeerLostError, Pending, SharedState
 from farflung.outer.aggregation import Aggregation
 from farflung.outer.averaging import Meeting
 from farflung.outer.columns import of_party
-from farflung.outer.exchange import ColumnExchange, Exchange, of_columns
+from farflung.outer.exchange import Exchange, start_columns
 from farflung.outer.fragments import ANCHOR, Weights
 from farflung.outer.loop import OuterLoop
 from farflung.outer.optimizers import OuterOptimizer, ParameterAveraging, after_a_step
@@ -78,9 +78,12 @@ class ElasticLoop(OuterLoop):
 
     def _counted(self, step: int) -> int:
         """Counts a step as the others do; loads their state when a download has ended."""
-        told = self._elastic.paced(step, self.method.schedule.every or 1), self._elastic.wanted
-        self.step, wanted = self._lead(told)
+        counted, wanted = self._elastic.paced(step, self.method.schedule.every or 1), self._elastic.wanted
+        alone = wanted and self.network.members() == (self.network.rank,)
+        self.step, wanted, alone = self._lead((counted, wanted, alone))
         if wanted:
+            if alone:
+                self._anchor_weights()
             self._elastic.give(self.state())
         self._take_fetched()
         for sync in self._rounds.syncs:
@@ -107,14 +110,13 @@ class ElasticLoop(OuterLoop):
             if len(party.group) < 2:
                 return Result(message, (), Outcome.SAT_OUT)
             columns = of_party(self._elastic, party, whole.names)
-            parts = [whole.part(column.cells) for column in columns]
             meetings = [
                 Meeting(column.network, party.group, column.key(key), number, party.weights) for column in columns
             ]
-            means, error = averaging.start_parts(parts, meetings)
-            started = [ColumnExchange(*one, None, party.group) for one in zip(columns, parts, means, strict=True)]
+            without = [None] * len(columns)  # whose anchors differ does not come to the party
+            pending, error = start_columns(whole, party.group, columns, meetings, without, averaging, self.network.now)
             try:
-                result = of_columns(whole, party.group, started, self.network.now).wait(self.deadline_s)
+                result = pending.wait(self.deadline_s)
             except PeerLostError as lost:
                 result = Result(message, party.group, Outcome.PEER_LOST, str(lost))
             result.compression_error = error
@@ -154,6 +156,20 @@ class ElasticLoop(OuterLoop):
             group = self.network.rank if result.outcome == Outcome.PEER_LOST else result.group
             told = f"{self._history}, round {pending.round} of fragment {pending.fragment} of {group}"
             self._history = hashlib.sha256(told.encode()).hexdigest()[:16]
+
+    @torch.no_grad()
+    def _anchor_weights(self) -> None:
+        """Makes the weights the anchors, if they are sound.
+
+        For one that trains alone: its anchors are those of its last round, and a newcomer would begin without all that
+        was learnt since; in their first round that would then be averaged away.
+        """
+        if not all(self.trained.layout.told(all(weights.fragment.sound() for weights in self._weights))):
+            return
+        self._rounds.pending.clear()  # nobody is there to come to them
+        for sync, weights in zip(self._rounds.syncs, self._weights, strict=True):
+            weights.anchor.copy_(weights.fragment.read(weights.anchor.device))
+            sync.trained, sync.fresh = 0, None
 
     def state(self) -> SharedState:
         """The state that a late replica downloads: anchors, outer state and step; valid until the next round lands.

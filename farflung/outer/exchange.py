@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from farflung.networks import Finished, Group, Pending
+from farflung.outer.averaging import Averaging, Meeting
 from farflung.outer.columns import Column, Message
 from farflung.outer.healing import differ
 from farflung.outer.outcomes import Result
@@ -50,18 +51,30 @@ class ColumnExchange:
         return result
 
 
-def of_columns(
-    message: Message, group: Group, columns: Sequence[ColumnExchange], now: Callable[[], float]
-) -> Pending[Result]:
-    """The exchange of a message in a group, from those of its columns; a process that keeps no cells has none."""
-    if len(columns) == 1:
-        return columns[0]
-    if not columns:
-        return Finished(Result(message.flat, group), now())
+def start_columns(
+    message: Message,
+    group: Group,
+    columns: Sequence[Column],
+    meetings: Sequence[Meeting],
+    sketches: Sequence[Pending[dict[int, Tensor]] | None],
+    averaging: Averaging,
+    now: Callable[[], float],
+) -> tuple[Pending[Result], float]:
+    """Starts averaging a message, each column in its meeting; returns what comes of it, and the compression error.
+
+    A process that keeps no cells has no column, and nothing to wait for.
+    """
+    parts = [message.part(column.cells) for column in columns]
+    means, error = averaging.start_parts(parts, meetings)
+    exchanges = [ColumnExchange(*one, group) for one in zip(columns, parts, means, sketches, strict=True)]
+    if len(exchanges) == 1:
+        return exchanges[0], error
+    if not exchanges:
+        return Finished(Result(message.flat, group), now()), error
 
     def joined(results: list[Result]) -> Result:
-        for column in columns:
-            message.put(column.part)
+        for exchange in exchanges:
+            message.put(exchange.part)
         return Result(message.flat, group, apart=tuple(name for result in results for name in result.apart))
 
-    return Together(columns, now, joined)
+    return Together(exchanges, now, joined), error

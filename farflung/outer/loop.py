@@ -26,7 +26,7 @@ from farflung.networks.torchrun import log
 from farflung.outer.adaptation import Adaptation, effective_ranks
 from farflung.outer.averaging import Averaging, Meeting
 from farflung.outer.columns import Column, Message
-from farflung.outer.exchange import ColumnExchange, Exchange, of_columns
+from farflung.outer.exchange import Exchange, start_columns
 from farflung.outer.fragments import Weights, split
 from farflung.outer.healing import draw_together, sketch, stay_away
 from farflung.outer.optimizers import gradient_of, load_into, refuse_rounded_weights, sends_weights
@@ -137,12 +137,10 @@ class OuterLoop(Session):
             return Exchange(began, Finished(Result(offer.message, (), Outcome.SAT_OUT), began))
         message = self._weights[sync.index].fragment.message(offer.message)
         columns, key = self.columns.of(group, message.names), self._round_key(sync.index, sync.rounds)
-        parts = [message.part(column.cells) for column in columns]
         meetings = [Meeting(column.network, group, column.key(key), sync.rounds) for column in columns]
         sketches = [self._compare(sync, *meets) for meets in zip(columns, meetings, strict=True)]
-        means, error = self._averagings[sync.index].start_parts(parts, meetings)
-        started = [ColumnExchange(*one, group) for one in zip(columns, parts, means, sketches, strict=True)]
-        return Exchange(began, of_columns(message, group, started, self.network.now), error)
+        averaging = self._averagings[sync.index]
+        return Exchange(began, *start_columns(message, group, columns, meetings, sketches, averaging, self.network.now))
 
     def _compare(self, sync: Sync[Tensor], column: Column, meeting: Meeting) -> Pending[dict[int, Tensor]] | None:
         """Starts comparing the anchors of a column with the group's, where they should be equal."""
@@ -281,7 +279,7 @@ class OuterLoop(Session):
         if self._options["buffers"] == "round" and pending.fragment == 0:
             key = self.key(f"buffers of round {pending.round}")
             try:
-                average(self.untrained.named(), self.network, result.group, key, self.deadline_s, directions=True)
+                average(self._averaged_besides(), self.network, result.group, key, self.deadline_s, directions=True)
             except PeerLostError as lost:
                 result.note(Outcome.PEER_LOST, str(lost))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import ChainMap
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from farflung.errors import UserError
 from farflung.formats import ROUNDS
 from farflung.hooks.buffers import average
 from farflung.hooks.digests import digest
-from farflung.hooks.start import SETTING, Fact, agree_on_start
+from farflung.hooks.start import SETTING, DisagreementError, Fact, agree_on_start
 from farflung.hooks.steps import hook_steps
 from farflung.hooks.trained import Trained
 from farflung.hooks.untrained import Untrained
@@ -83,6 +84,7 @@ class Session:
         self._options = setup.options
         self._begun = False
         self._noted = False
+        self._met = False
         self._ended = False
         self._left = False
         self._warned = False
@@ -165,7 +167,10 @@ class Session:
         Raises PeerLostError, and UserError where sizes differ.
         """
         if not self.network.elastic:
-            self._average(self.untrained.named(), Column(self.network, ()), self._next_key("buffers"), directions=True)
+            self._meet_islands()
+            self._average(
+                self._averaged_besides(), Column(self.network, ()), self._next_key("buffers"), directions=True
+            )
 
     def catch_up(self, wait: float) -> bool:
         """Takes the state of others before training, where it can be had within `wait` seconds; whether it was."""
@@ -240,8 +245,7 @@ class Session:
         untrained = self.untrained.begin()
         agrees = self.method.exchanges and not self.network.elastic
         if agrees:
-            cells, rest = [cell.name for cell in self._cells_here()], self.untrained.compared()
-            self.columns.meet(cells, rest, self.key("islands"), self._options["starting_s"])
+            self._meet_islands()
         if self._begun:
             return
         self._begun = True
@@ -249,9 +253,21 @@ class Session:
         if agrees:
             self._agree_on_start(untrained)
 
+    def _meet_islands(self) -> None:
+        """Learns who keeps which cells, before anything is exchanged; later calls find it known."""
+        if self.network.islands and not self._met:
+            self._met = True
+            (fragment,) = split(self.trained.model, 1, self.trained.parameters)
+            rest = list(self.untrained.buffers()) if self.method.exchanges else []
+            self.columns.meet(fragment.names, rest, self.key("islands"), self._options["starting_s"])
+
     def _agree_on_start(self, untrained: list[Fact]) -> None:
         cells = {cell: tensors for kept in self._starts_from() for cell, tensors in kept.cells.items()}
-        rest = [tuple(tensor.shape) for tensor in self.untrained.named().values()]
+        rest = [tuple(tensor.shape) for tensor in self._averaged_besides().values()]
+        if self.columns.unlike:
+            told = dict(ChainMap(*self.trained.layout.told(self.untrained.told_of_whole())))
+            untrained = [Fact(f"values of {name}", (value,)) for name, value in sorted(told.items())]
+        differ = ""
         for column in self.columns.of(self.network.members(), list(cells)):
             weights = [tensor for cell in column.cells for tensor in cells[cell]]
             facts = [
@@ -260,7 +276,12 @@ class Session:
                 Fact("weights", (str(digest(weights).tolist()),)),
                 *untrained,
             ]
-            agree_on_start(column.network, column.key(self.key("start")), facts, self._options["starting_s"])
+            try:
+                agree_on_start(column.network, column.key(self.key("start")), facts, self._options["starting_s"])
+            except DisagreementError as error:  # in the other columns it is waited for
+                differ = differ or str(error)
+        if differ := next(filter(None, self.trained.layout.told(differ)), ""):
+            raise DisagreementError(differ)
 
     def _facts(self) -> list[Fact]:
         """What must be equal on all replicas, besides the weights."""
@@ -286,12 +307,17 @@ class Session:
         }
         return {what: described(part) for what, part in parts.items()}
 
+    def _averaged_besides(self) -> dict[str, Tensor]:
+        """What is averaged besides the trained weights; islands of unlike layouts have nothing that can be."""
+        return {} if self.columns.unlike else self.untrained.named()
+
     def _look(self) -> None:
         """Finds frozen weights that the loop moves itself. Raises UserError where they cannot go along."""
         moving = self.untrained.look()
-        if moving and self.network.elastic:
+        if moving and (self.network.elastic or self.columns.unlike):
+            who = "peers on the internet" if self.network.elastic else "islands of unlike layouts"
             raise UserError(
-                f"{moving[0]} is frozen, and yet it moves, which peers on the internet cannot average; "
+                f"{moving[0]} is frozen, and yet it moves, which {who} cannot average; "
                 "keep it outside of the model that is attached"
             )
 
@@ -308,6 +334,7 @@ class Session:
         """Gives all replicas the mean of their weights; who comes and goes has nobody to end with."""
         if self.network.elastic:
             return
+        self._meet_islands()
         key = self._next_key("weights")
         (fragment,) = split(self.trained.model, 1, self.trained.parameters)
         message = fragment.message(fragment.read())

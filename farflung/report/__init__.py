@@ -2,6 +2,6 @@
 
 from farflung.report.html import write_report
 from farflung.report.live import watch
-from farflung.report.read import missing_from, read_run
+from farflung.report.read import Run, missing_from, read_run
 
-__all__ = ["missing_from", "read_run", "watch", "write_report"]
+__all__ = ["Run", "missing_from", "read_run", "watch", "write_report"]

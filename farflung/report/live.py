@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from pathlib import Path
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -12,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from farflung.events import EvaluationEvent, StartEvent, StepEvent, WarningEvent
+from farflung.events import EvaluationEvent, Event, StartEvent, StepEvent, WarningEvent
 from farflung.report.read import Run, mean
 
 PLAIN_SECONDS, PLAIN_SHARE = 10.0, 0.05
@@ -21,15 +20,13 @@ PLAIN_SECONDS, PLAIN_SHARE = 10.0, 0.05
 WARNINGS_SHOWN = 3
 
 
-def watch(
-    folder: Path, finished: threading.Event, console: Console | None = None, refresh_seconds: float = 0.5
-) -> None:
-    """Shows the run in `folder` until `finished` is set, and then its last state."""
+def watch(run: Run, finished: threading.Event, console: Console | None = None, refresh_seconds: float = 0.5) -> None:
+    """Shows a run until `finished` is set, and then its last state; plain lines leave out what had been read before."""
     console = console or Console()
     if console.is_terminal:
-        _watch_on_terminal(Run(folder), finished, console, refresh_seconds)
+        _watch_on_terminal(run, finished, console, refresh_seconds)
     else:
-        _watch_plainly(Run(folder), finished, console, refresh_seconds)
+        _watch_plainly(run, finished, console, refresh_seconds)
 
 
 def _watch_on_terminal(run: Run, finished: threading.Event, console: Console, refresh_seconds: float) -> None:
@@ -57,25 +54,29 @@ def _watch_on_terminal(run: Run, finished: threading.Event, console: Console, re
 
 
 def _watch_plainly(run: Run, finished: threading.Event, console: Console, refresh_seconds: float) -> None:
-    told_steps: set[int] = set()
-    told_warnings, told_step, told_at = 0, 0, time.monotonic()
+    # By identity: an event may be read late, and stand before others that were told.
+    told: dict[int, Event] = {
+        id(event): event for kind in (EvaluationEvent, WarningEvent) for event in run.all_of(kind)
+    }
+    told_step, told_at = 0, time.monotonic()
     done = False
     while not done:
         done = finished.wait(refresh_seconds)
         run.refresh()
         evaluations = run.by_step(EvaluationEvent)
-        distances = run.consensus_distance() if evaluations.keys() - told_steps else {}
-        for step in sorted(evaluations.keys() - told_steps):
+        untold = [step for step, events in evaluations.items() if not any(id(event) in told for event in events)]
+        distances = run.consensus_distance() if untold else {}
+        for step in untold:
             loss = mean([event.validation_loss for event in evaluations[step]])
             _print(
                 console,
                 f"step {step} · validation loss {number(loss)} · consensus distance {distances[step]:.3g} (sampled)",
             )
-            told_steps.add(step)
-        warnings = run.all_of(WarningEvent)
-        for warning in warnings[told_warnings:]:
-            _print(console, f"warning: replica {warning.replica}: {warning.message}")
-        told_warnings = len(warnings)
+            told |= {id(event): event for event in evaluations[step]}
+        for warning in run.all_of(WarningEvent):
+            if id(warning) not in told:
+                _print(console, f"warning: replica {warning.replica}: {warning.message}")
+                told[id(warning)] = warning
         if not (step := _slowest_step(run)):
             continue
         due = time.monotonic() - told_at >= PLAIN_SECONDS or step - told_step >= PLAIN_SHARE * _steps(run)

@@ -20,13 +20,13 @@ from hivemind.utils import get_dht_time
 from farflung.codecs import Dense
 from farflung.networks.base import packet_of
 from farflung.networks.internet import Identity, ListenAddress, Ticket
-from farflung.networks.internet.believing import sketches_of
-from farflung.networks.internet.frames import encoded, read_frame, write_frame
-from farflung.networks.internet.host import UNREACHABLE
-from farflung.networks.internet.manifests import pieces_of
-from farflung.networks.internet.packing import packed
-from farflung.networks.internet.peers import Peers
-from farflung.networks.internet.streams import PeerStream, RequestRefusedError
+from farflung.networks.internet.contact.frames import encoded, read_frame, write_frame
+from farflung.networks.internet.contact.host import UNREACHABLE
+from farflung.networks.internet.contact.peers import Peers
+from farflung.networks.internet.contact.streams import PeerStream, RequestRefusedError
+from farflung.networks.internet.states.believing import sketches_of
+from farflung.networks.internet.states.manifests import pieces_of
+from farflung.networks.internet.states.packing import packed
 from farflung.networks.internet.transport import PacketTransport
 
 AT_A_TIME = 32
@@ -73,7 +73,7 @@ class Stranger:
         frames = (
             {"kind": "hello", "nonce": chance.randbytes(16).hex()},
             {"kind": "packet", "run": self.ticket.run, "sender": 1, "to": 2, "key": "x", "size": 9, "signature": "00"},
-            {"kind": "meet", "key": "round 1 of fragment 0", "wants": [1, 2], "step": 1, "lineage": ""},
+            {"kind": "meet", "key": "round 1 of fragment 0", "wants": [1, 2], "shuns": [], "step": 1, "lineage": ""},
         )
         frame = bytearray(encoded(chance.choice(frames)))
         for _ in range(chance.randrange(1, 4)):

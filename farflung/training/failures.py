@@ -15,6 +15,7 @@ from farflung.networks import PeerLostError
 from farflung.outer import DisagreementError, DivergedError
 from farflung.pipeline import Mesh
 from farflung.training.finish import NoRoomError
+from farflung.training.stopping import StoppedError
 
 
 class RunFailedError(Exception):
@@ -31,7 +32,7 @@ class OneLine(ErrorHandler):
     def record_exception(self, e: BaseException) -> None:
         """Writes the file that launchers read of a process that has failed."""
         path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-        if not path or not isinstance(e, (UserError, *RUN_ERRORS)):
+        if not path or not isinstance(e, (UserError, StoppedError, *RUN_ERRORS)):
             super().record_exception(e)
             return
         extra = {"py_callstack": f"none is needed: {e}", "timestamp": str(int(time.time()))}
@@ -41,13 +42,18 @@ class OneLine(ErrorHandler):
 
 
 def failure_of(error: ChildFailedError, folder: Path, mesh: Mesh) -> Exception:
-    """The error of the process that failed first; that others then lost it is no cause."""
+    """The error of the process that ended first; that others then lost it is no cause.
+
+    A signal to any of them stops them all, as one to their launcher does.
+    """
     described = {rank: _describe(failure.message, failure.exitcode) for rank, failure in error.failures.items()}
     causes = {rank: text for rank, text in described.items() if not text.startswith("PeerLostError")} or described
     rank = min(causes, key=lambda rank: error.failures[rank].timestamp)
     kind, _, text = causes[rank].partition(": ")
     if kind == "UserError":
         return UserError(text)
+    if kind == StoppedError.__name__:
+        return StoppedError(text)
     return RunFailedError(f"{mesh.describe(rank)} failed: {causes[rank]}; its output lies in {folder}/logs")
 
 

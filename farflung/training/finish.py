@@ -260,7 +260,8 @@ def _keep_trying(write: Callable[[], None], trainer: Trainer, summary: dict[str,
         if not told:
             say(
                 f"{fault}; make room: it is tried again for {TRY_FOR_SECONDS / 60:g} minutes, unless you press Ctrl-C. "
-                f"The summary is: {json.dumps(summary)}"
+                f"The summary is: {json.dumps(summary)}",
+                urgent=True,
             )
             told = True
         time.sleep(TRY_EVERY_SECONDS)

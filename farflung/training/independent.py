@@ -78,7 +78,7 @@ class _Member:
     """One replica, from start to start, and what has come of it."""
 
     def __init__(self, run: Path, number: int, of: int) -> None:
-        self.number, self._of, self._begins = number, of, not launch.is_begun(run)
+        self.number, self._of = number, of
         self.folder = run / f"replica-{number}"
         self.ticket = self.folder / "run.ticket"
         self.log = run / "logs" / f"replica-{number}.log"
@@ -103,12 +103,12 @@ class _Member:
         """Whether it has joined, so that others can join by it: it then writes a ticket."""
         return self.process is not None and _written(self.ticket) != self._ticket_before
 
-    def start(self, ticket: Path, first: bool) -> None:
-        """Joins, or comes back."""
+    def start(self, ticket: Path, first: bool, together: int) -> None:
+        """Joins, and begins when so many have; or comes back after a death."""
         self._ticket_before = _written(self.ticket)
         where = [str(ticket), "--out", str(self.folder), "--listen", LOOPBACK]
         own = {"OMP_NUM_THREADS": launch.cores_for(self._of), "LOCAL_RANK": self.number, WATCHED_BY: os.getpid()}
-        own |= {BEGIN_WITH: self._of} if self._begins and not self.deaths else {}
+        own |= {} if self.deaths else {BEGIN_WITH: together}
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 [*JOIN, *where, *(["--first"] if first else [])],
@@ -146,6 +146,7 @@ def launch_all(settings: Settings, folder: Path, resume: bool) -> None:
     count = settings.run.replicas
     members = [_Member(folder, number, count) for number in range(count)]
     ticket, asked = folder / "run.ticket", threading.Event()
+    together = sum(member.waits for member in members)
     with launch.on_stop_signals(lambda *_: asked.set()), _stopped_at_the_end(members, 2 * settings.network.deadline):
         while any(member.waits or member.process for member in members):
             for member in members:
@@ -153,7 +154,7 @@ def launch_all(settings: Settings, folder: Path, resume: bool) -> None:
                     _after_the_end(member, code, members, settings.network.restarts)
             _keep_newest(ticket, members)
             for member, first in _to_start(members):
-                member.start(ticket, first)
+                member.start(ticket, first, together)
             if asked.wait(POLL_SECONDS):
                 raise StoppedError("stopped by a signal")
     ended = {member.number: member.folder for member in members if member.finished}

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from farflung.errors import UserError
-from farflung.files import event_files
 from farflung.networks.following import FollowingNetwork
 from farflung.networks.listening import ListenAddress
 from farflung.networks.settings import NetworkSettings
@@ -132,7 +131,8 @@ def run_peer(
             told.append(trainer)
             if joining:
                 replicas = int(os.environ.get(BEGIN_WITH, "0"))
-                _begin_together(folder.parent, replicas, coordination.stop, settings.network.deadline)
+                if replicas:
+                    _begin_together(joining, step or 0, replicas, coordination.stop, settings.network.deadline)
             trainer.train(catch_up=away)
             summary = finish(trainer, lambda ended: ended(island.alone(near)))
             write_results(trainer, summary, tells=island.leads(near))
@@ -203,10 +203,11 @@ def _away(network: InternetNetwork, settings: Settings, step: int | None) -> boo
     return away
 
 
-def _begin_together(run: Path, replicas: int, stop: Stop, deadline_s: float) -> None:
-    """Waits until so many independent replicas are ready, so that a short run is not over before the last has come."""
+def _begin_together(network: InternetNetwork, step: int, replicas: int, stop: Stop, deadline_s: float) -> None:
+    """Waits until so many independent replicas know of each other; else a short run is over before its first round."""
+    network.stand_by(step)
     ends = time.monotonic() + deadline_s
-    while len(event_files(run)) < replicas and time.monotonic() < ends and not stop.requested:
+    while len(network.members()) < replicas and time.monotonic() < ends and not stop.requested:
         time.sleep(0.1)
 
 

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from farflung.events import JoinedEvent, StartEvent, StepEvent, WarningEvent, events_in, line_of
 from farflung.networks.internet import Identity, ListenAddress, Peers, Ticket, newcomer_info
-from farflung.networks.internet.frames import Frame, read_frame, write_frame
-from farflung.networks.internet.handshake import Handshake
+from farflung.networks.internet.contact.frames import Frame, read_frame, write_frame
+from farflung.networks.internet.contact.handshake import Handshake
 
 HERE = Path(__file__).parent
 SETTINGS = {

@@ -1,13 +1,13 @@
 """Peers on the open internet: what `farflung[internet]` adds. Nothing else imports hivemind."""
 
+from farflung.networks.internet.contact.handshake import newcomer_info
+from farflung.networks.internet.contact.host import peers_at
+from farflung.networks.internet.contact.identity import Identity
+from farflung.networks.internet.contact.peers import Peers
+from farflung.networks.internet.contact.ticket import Ticket, read_ticket
 from farflung.networks.internet.doors import DoorNetwork
 from farflung.networks.internet.examination import Finding, examine
-from farflung.networks.internet.handshake import newcomer_info
-from farflung.networks.internet.host import peers_at
-from farflung.networks.internet.identity import Identity
 from farflung.networks.internet.network import InternetNetwork
-from farflung.networks.internet.peers import Peers
-from farflung.networks.internet.ticket import Ticket, read_ticket
 from farflung.networks.listening import ListenAddress
 from farflung.renamed import renamed
 

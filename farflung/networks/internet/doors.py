@@ -15,23 +15,25 @@ from typing import TypeVar
 from farflung.errors import UserError
 from farflung.networks.base import Group, Network, Party, PeerLostError, Pending, fact_in, fact_packet
 from farflung.networks.following import FollowingNetwork
-from farflung.networks.internet.examination import answer_probes
-from farflung.networks.internet.exchanges import Exchanges
-from farflung.networks.internet.frames import (
+from farflung.networks.internet.contact.frames import (
+    SLOWEST,
     Frame,
     FrameError,
     entry,
     parsed,
+    plain,
     read_payload,
     reading,
     whole,
     write_payload,
 )
-from farflung.networks.internet.host import UNREACHABLE, leads_to
-from farflung.networks.internet.identity import rank_of
-from farflung.networks.internet.members import MOST_DOORS, Member
-from farflung.networks.internet.peers import Peers
-from farflung.networks.internet.streams import PROMPT_SECONDS, PeerStream, RequestRefusedError
+from farflung.networks.internet.contact.host import UNREACHABLE, leads_to
+from farflung.networks.internet.contact.identity import rank_of
+from farflung.networks.internet.contact.members import MOST_DOORS, Member
+from farflung.networks.internet.contact.peers import Peers
+from farflung.networks.internet.contact.streams import PROMPT_SECONDS, PeerStream, RequestRefusedError
+from farflung.networks.internet.examination import answer_probes
+from farflung.networks.internet.exchanges import Exchanges
 from farflung.networks.internet.transport import LARGEST_MESSAGE, PacketTransport, stall_of
 from farflung.networks.transfer import IN_BACKGROUND
 
@@ -39,8 +41,6 @@ T = TypeVar("T")
 
 LARGEST = 1 << 24
 """Bytes that an island's doors and keepers are described in, at most."""
-SLOWEST = 2e4
-"""The least bytes a second in which they come."""
 MOST_ADDRESSES = 16
 AGAIN_SECONDS = 60.0
 """How long an island whose doors cannot be reached is not asked again."""
@@ -115,7 +115,7 @@ class Doorkeeper:
             self._peers.guard.strike(member.peer, "bad answer", str(error))
             why = str(error)
         except (*UNREACHABLE, RequestRefusedError) as error:
-            why = str(error) or "no answer"
+            why = plain(str(error)) or "no answer"
         self._failed[rank] = time.monotonic()
         self._peers.tell(
             f"the processes of {member.described} cannot be reached: {why}; see that the ports of all of them are open "

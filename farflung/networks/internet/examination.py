@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from farflung.errors import UserError, counted
-from farflung.networks.internet.frames import Frame, FrameError, entry, read_payload, write_payload
-from farflung.networks.internet.host import UNREACHABLE
-from farflung.networks.internet.members import Member
-from farflung.networks.internet.peers import Peers
-from farflung.networks.internet.streams import PROMPT_SECONDS, PeerStream, RequestRefusedError
+from farflung.networks.internet.contact.frames import Frame, FrameError, entry, plain, read_payload, write_payload
+from farflung.networks.internet.contact.host import UNREACHABLE
+from farflung.networks.internet.contact.members import Member
+from farflung.networks.internet.contact.peers import Peers
+from farflung.networks.internet.contact.streams import PROMPT_SECONDS, PeerStream, RequestRefusedError
 
 PROBE = 1 << 22
 """Bytes that are sent each way to measure a link."""
@@ -60,9 +60,9 @@ async def _link(peers: Peers, member: Member) -> Finding:
     except (*UNREACHABLE, RequestRefusedError, FrameError) as error:
         where = f"{member.described} at {', '.join(member.addresses) or 'no address'}"
         remedy = "see that it runs and that no firewall is in between"
-        return Finding(False, f"{where}: {str(error) or 'no answer'}; {remedy}")
+        return Finding(False, f"{where}: {plain(str(error)) or 'no answer'}; {remedy}")
     except UserError as error:
-        return Finding(False, f"{member.described}: {error}")
+        return Finding(False, f"{member.described}: {plain(str(error))}")
     link = f"{(shaken - began) / 3 * 1e3:.0f} ms there and back, {up:.0f} Mbit/s to it, {down:.0f} back"
     return Finding(True, f"{member.described}: {link}")
 

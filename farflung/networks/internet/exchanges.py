@@ -20,7 +20,7 @@ from farflung.networks.base import (
     Pending,
     mean_in_order,
 )
-from farflung.networks.internet.peers import Peers
+from farflung.networks.internet.contact.peers import Peers
 from farflung.networks.internet.transport import PacketTransport
 from farflung.networks.transfer import RealNetwork, Transfer
 from farflung.renamed import Formerly

@@ -8,21 +8,27 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import random
 import time
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from dataclasses import dataclass, field
 
+from farflung.errors import UserError
 from farflung.networks.base import Group, Party
-from farflung.networks.internet.frames import Frame, FrameError, entry, number, reading, whole
-from farflung.networks.internet.host import UNREACHABLE
-from farflung.networks.internet.members import FURTHEST, LAST_RANK, arrives
-from farflung.networks.internet.peers import Peers
-from farflung.networks.internet.streams import PROMPT_SECONDS, PeerStream, RequestRefusedError
+from farflung.networks.internet.contact.frames import Frame, FrameError, entry, number, reading, whole
+from farflung.networks.internet.contact.host import UNREACHABLE
+from farflung.networks.internet.contact.members import FURTHEST, LAST_RANK, Member, arrives
+from farflung.networks.internet.contact.peers import Peers
+from farflung.networks.internet.contact.streams import PROMPT_SECONDS, PeerStream, RequestRefusedError
 
 WAITED_SHARE = 0.25
 """The part of the time between two rounds for which a peer waits for others."""
 FIRST_ROUND_SECONDS = 20.0
 """How long the first round is expected to take."""
+CALL_SECONDS = 0.3
+"""How long a host waits before it calls those who have not come."""
+CALLED, CALL_AGAIN_SECONDS = 32, 2.0
+"""Missing peers that a host calls in a round at most, and how long it then leaves each of them alone."""
 LOOK_SECONDS = 0.1
 """Seconds between two checks whether missing peers can still come."""
 LONGEST_PATIENCE_SECONDS = 600.0
@@ -30,6 +36,8 @@ HEAVIEST = 10.0
 """The largest weight in a group, in multiples of the least."""
 MOST = 4096
 """Peers of a round at most."""
+SHUNNED = 256
+"""Peers at most of which a guest says that it takes none of their messages; a frame has room for few more."""
 RENDEZVOUS_KEPT = 256
 HOSTS_TRIED = 3
 
@@ -43,6 +51,8 @@ class Guest:
     step: int
     weight: float
     anchor_digest: str
+    shuns: frozenset[int]
+    """Those whose messages it does not take."""
     until: float
     answer: asyncio.Future[Frame]
 
@@ -62,6 +72,7 @@ class Matchmaker:
         self._peers = peers
         self._longest_s = longest_s
         self._met: dict[str, float] = {}
+        self._called: dict[int, float] = {}
         self._rendezvous: OrderedDict[str, Rendezvous] = OrderedDict()
         peers.handlers["meet"] = self._on_meet
 
@@ -77,7 +88,7 @@ class Matchmaker:
     ) -> Party:
         """The group of those who came to a round; see Network. Never fails: at worst this peer stays alone."""
         request = {"wants": list(wanted), "key": key, "step": step, "weight": weight, "lineage": anchor_digest}
-        request["patience"] = patience_s
+        request |= {"patience": patience_s, "shuns": self._peers.members.shunned()[:SHUNNED]}
         own = self._peers.info["rank"]
         for host in self._hosts(key)[:HOSTS_TRIED]:
             if host == own:
@@ -110,6 +121,8 @@ class Matchmaker:
         """Admits a peer, and yields its group in the end."""
         guest, key = guest_of(request, rank)
         self._peers.members.heard_step(rank, guest.step)
+        if key not in self._rendezvous:
+            self._peers.background.spawn(self._call_missing(self._rendezvous_of(key)))
         rendezvous = self._rendezvous_of(key)
         if rank in rendezvous.waiting:
             raise FrameError("a peer came to a round twice")
@@ -130,6 +143,26 @@ class Matchmaker:
         while len(self._rendezvous) > RENDEZVOUS_KEPT:
             self._rendezvous.popitem(last=False)
         return rendezvous
+
+    async def _call_missing(self, rendezvous: Rendezvous) -> None:
+        """Asks those who have not come how far they are: some are dead, and the last news is that they train."""
+        await asyncio.sleep(CALL_SECONDS)
+        wanted = {rank for guest in rendezvous.waiting.values() for rank in guest.wants}
+        missing = sorted(wanted - rendezvous.waiting.keys() - rendezvous.gone)
+        members = [member for rank in missing if (member := self._peers.members.by_rank.get(rank)) and member.alive]
+        await asyncio.gather(*map(self._call, random.sample(members, min(CALLED, len(members)))))
+
+    async def _call(self, member: Member) -> None:
+        now = time.monotonic()
+        if now - self._called.get(member.rank, -CALL_AGAIN_SECONDS) < CALL_AGAIN_SECONDS:
+            return
+        self._called[member.rank] = now
+        try:
+            await self._peers.handshake(member.peer)
+        except TimeoutError:
+            pass  # it may only be busy
+        except (*UNREACHABLE, UserError, FrameError, RequestRefusedError):
+            self._peers.members.failed(member.rank)
 
     def _settle(self, rendezvous: Rendezvous) -> None:
         """Makes groups of guests that need not wait for anybody else."""
@@ -165,15 +198,17 @@ class Matchmaker:
         if rank == info["rank"]:
             return bool(info["trains"]) and arrives(info["step"], info["rate"], guest.step, left)
         member = self._peers.members.by_rank.get(rank)
-        return member is not None and member.alive and member.arrives(guest.step, left)
+        if member is None or not member.alive or not member.trains or rank in guest.shuns:
+            return False
+        return member.arrives(guest.step, left)
 
 
 @reading("a request to meet")
 def guest_of(request: Frame, rank: int) -> tuple[Guest, str]:
     """Who asks to be let in, from now on, and the name of the round. Raises FrameError."""
-    wants = entry(request, "wants", list)
-    if len(wants) > MOST:
-        raise FrameError("a peer wants to meet too many")
+    wants, shuns = entry(request, "wants", list), entry(request, "shuns", list)
+    if len(wants) > MOST or len(shuns) > SHUNNED:
+        raise FrameError("a peer tells of too many others")
     loop = asyncio.get_running_loop()
     guest = Guest(
         rank,
@@ -181,6 +216,7 @@ def guest_of(request: Frame, rank: int) -> tuple[Guest, str]:
         whole(request.get("step"), FURTHEST),
         number(request.get("weight")),
         entry(request, "lineage", str),
+        frozenset(whole(shunned, LAST_RANK) for shunned in shuns),
         loop.time() + min(number(request.get("patience")), LONGEST_PATIENCE_SECONDS),
         loop.create_future(),
     )
@@ -208,9 +244,24 @@ def party_of(answer: Frame, own: int, weight: float) -> Party:
 
 
 def _bring_together(guests: list[Guest], rendezvous: Rendezvous) -> None:
-    """Makes a group of those with the most common anchors; the others are behind."""
-    count = Counter(guest.anchor_digest for guest in guests)
-    common = max(count, key=lambda anchor_digest: (count[anchor_digest], anchor_digest))
+    """Makes a group of those who take each other's messages; the others stay alone.
+
+    Whom half of them shun is left out. Who shuns one of those that are left would wait for its message in vain.
+    """
+    against = Counter(rank for guest in guests for rank in guest.shuns)
+    liked = {guest.rank for guest in guests if 2 * against[guest.rank] < len(guests)}
+    together = {guest.rank: guest for guest in guests if guest.rank in liked and not guest.shuns & liked}
+    alone = [[guest] for guest in guests if guest.rank not in together]
+    for group in ([[*together.values()]] if together else []) + alone:
+        _group(group, rendezvous)
+
+
+def _group(guests: list[Guest], rendezvous: Rendezvous) -> None:
+    """Makes a group of those with the most common anchors, among equals with more work; the others are behind."""
+    weights_of: defaultdict[str, list[float]] = defaultdict(list)
+    for guest in guests:
+        weights_of[guest.anchor_digest].append(guest.weight)
+    common = max(weights_of, key=lambda anchors: (len(weights_of[anchors]), sum(weights_of[anchors]), anchors))
     weights = [(guest.rank, guest.weight) for guest in guests if guest.anchor_digest == common]
     for guest in guests:
         behind = guest.anchor_digest != common

@@ -10,6 +10,10 @@ from typing import TypeVar
 
 from farflung.errors import UserError
 from farflung.networks.base import ElasticNetwork, Group, Network, Party, Pending, SharedState
+from farflung.networks.internet.contact.handshake import OTHER_SHAPES, newcomer_info
+from farflung.networks.internet.contact.identity import Identity
+from farflung.networks.internet.contact.peers import Peers
+from farflung.networks.internet.contact.ticket import Ticket, read_ticket
 from farflung.networks.internet.doors import (
     Doorkeeper,
     door_frame,
@@ -21,14 +25,10 @@ from farflung.networks.internet.doors import (
 )
 from farflung.networks.internet.examination import answer_probes
 from farflung.networks.internet.exchanges import Exchanges
-from farflung.networks.internet.fetching import Fetching
-from farflung.networks.internet.handshake import OTHER_SHAPES, newcomer_info
-from farflung.networks.internet.identity import Identity
 from farflung.networks.internet.matchmaker import Matchmaker
 from farflung.networks.internet.pace import Pace, counted_step
-from farflung.networks.internet.peers import Peers
-from farflung.networks.internet.snapshots import Snapshots
-from farflung.networks.internet.ticket import Ticket, read_ticket
+from farflung.networks.internet.states.fetching import Fetching
+from farflung.networks.internet.states.snapshots import Snapshots
 from farflung.networks.internet.transport import LARGEST_MESSAGE, PacketTransport, stall_of
 from farflung.networks.listening import ListenAddress
 from farflung.networks.transfer import IN_BACKGROUND
@@ -122,9 +122,13 @@ class InternetNetwork(Exchanges):
             await self.peers.background.waiting(share)
         return seated(party, doors, self._doorkeeper.cells, self.peers)
 
+    def stand_by(self, step: int) -> None:
+        """Says that this peer is about to train on from a step: others then count on it in their first round."""
+        self.peers.background.run(self.peers.announce(trains=True, step=step), self._deadline)
+
     def paced(self, step: int, every: int) -> int:
         """See ElasticNetwork."""
-        counted = counted_step(step, every, self.peers.members)
+        counted = counted_step(step, every, self.peers.members, self._pace.begins)
         self.peers.info.update(trains=True, rate=self._pace.step(self.now()), step=counted)
         return counted
 

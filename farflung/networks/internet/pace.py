@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from farflung.networks.internet.members import Members
+import math
+
+from farflung.networks.internet.contact.members import Members
 
 JUMP = 4
 """A peer that is so many steps behind the median step skips to it."""
@@ -18,6 +20,11 @@ class Pace:
         self._steps = 0
         self._seconds = 0.0
 
+    @property
+    def begins(self) -> bool:
+        """Whether no step has ended yet."""
+        return self._last is None
+
     def step(self, now: float) -> float:
         """Takes note of the end of a step; steps a second, 0 while that is unknown."""
         if self._last is not None:
@@ -28,14 +35,17 @@ class Pace:
         return 1 / self._seconds if self._seconds else 0.0
 
 
-def counted_step(step: int, every: int, members: Members) -> int:
+def counted_step(step: int, every: int, members: Members, begins: bool) -> int:
     """The step that a peer counts itself at, after its own `step`, with rounds each `every` steps.
 
-    Who is behind goes on from where the others are; who is more than a round ahead does not go on counting.
+    Who is behind goes on from where the others are; who is more than a round ahead does not go on counting. One that
+    `begins` goes to the step that they are likely at, since all wait in the next round for one that is a little late.
     """
     median = members.median_step()
     if median is None:
         return step
+    if begins:
+        return max(step, math.ceil(members.median_step(caution=1.0) or 0.0))
     if median - step >= JUMP:
         return int(median)
     return step - 1 if step - 1 > members.median_step_at_most() + every else step

@@ -15,19 +15,26 @@ import torch
 from torch import Tensor
 
 from farflung.networks.base import Packets, Traffic
-from farflung.networks.internet.frames import Frame, FrameError, entry, read_payload, reading, write_payload
-from farflung.networks.internet.host import UNREACHABLE
-from farflung.networks.internet.identity import signed_by
-from farflung.networks.internet.manifests import digest
-from farflung.networks.internet.members import Member
-from farflung.networks.internet.peers import Peers
-from farflung.networks.internet.streams import PeerStream, RequestRefusedError
+from farflung.networks.internet.contact.frames import (
+    SLOWEST,
+    Frame,
+    FrameError,
+    digest,
+    entry,
+    plain,
+    read_payload,
+    reading,
+    write_payload,
+)
+from farflung.networks.internet.contact.host import UNREACHABLE
+from farflung.networks.internet.contact.identity import signed_by
+from farflung.networks.internet.contact.members import Member
+from farflung.networks.internet.contact.peers import Peers
+from farflung.networks.internet.contact.streams import PeerStream, RequestRefusedError
 from farflung.networks.transfer import Transfer
 
 REMEMBERED = 1 << 16
 """Packets whose names are kept, to know them again."""
-SLOWEST = 2e4
-"""The least average bytes a second of a transfer."""
 
 STRIPES = 4
 """Streams that a large packet travels on at a time: the window of one is soon full while data goes both ways."""
@@ -54,7 +61,7 @@ class PacketLostError(Exception):
     """A packet is lost; says why, and whether the peer is `gone`."""
 
     def __init__(self, reason: str, gone: bool = False) -> None:
-        super().__init__(reason)
+        super().__init__(plain(reason))
         self.gone = gone
 
 
@@ -143,7 +150,7 @@ class PacketTransport:
                     if awaited.done() and not awaited.cancelled() and not awaited.exception():
                         transfer.delivered[rank] = awaited.result()
         except (PacketLostError, TimeoutError) as error:
-            transfer.lost[rank] = str(error) or f"it did not deliver within {deadline:g} s"
+            transfer.lost[rank] = plain(str(error)) or f"it did not deliver within {deadline:g} s"
             if isinstance(error, PacketLostError) and error.gone:
                 self._peers.members.failed(seat)
         finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import json
 import struct
 from collections.abc import Iterator
@@ -12,6 +13,8 @@ from typing import Any
 Frame = dict[str, Any]
 LARGEST_FRAME = 1 << 16
 LARGEST_NUMBER = 1e300
+SLOWEST = 2e4
+"""The least average bytes a second of a transfer."""
 _LENGTH = struct.Struct(">I")
 _CHUNK = 1 << 18
 
@@ -86,7 +89,7 @@ def number(value: object, least: float = 0.0, most: float = LARGEST_NUMBER) -> f
 
 def plain(text: str) -> str:
     """A peer's text made safe to show: one short line without control characters."""
-    return "".join(letter if letter.isprintable() else "?" for letter in text[:300])
+    return "".join(letter if letter.isprintable() else "?" for letter in " ".join(text[:300].split()))
 
 
 async def write_payload(writer: asyncio.StreamWriter, payload: memoryview, stall: float) -> None:
@@ -113,3 +116,8 @@ async def read_payload(reader: asyncio.StreamReader, into: memoryview, stall: fl
         position += len(piece)
         if loop.time() - began > stall + position / slowest:
             raise TimeoutError(f"only {position} bytes came in {loop.time() - began:.0f} s")
+
+
+def digest(content: memoryview) -> str:
+    """SHA-256, in hexadecimal."""
+    return hashlib.sha256(content).hexdigest()

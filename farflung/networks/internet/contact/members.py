@@ -7,12 +7,13 @@ import math
 import re
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from farflung.networks.internet.frames import Frame, FrameError, entry, number, reading, whole
-from farflung.networks.internet.host import leads_to
-from farflung.networks.internet.identity import peer_of, rank_of
+from farflung.networks.internet.contact.frames import Frame, FrameError, entry, number, reading, whole
+from farflung.networks.internet.contact.host import leads_to
+from farflung.networks.internet.contact.identity import peer_of, rank_of
 
 ALIVE_SECONDS = 20.0
 """A member that was not heard for so long counts as gone."""
@@ -67,9 +68,9 @@ class Member:
         """Its name in messages."""
         return f"replica {self.rank} ({self.host})"
 
-    def step_now(self) -> float:
-        """The step that it has reached at least, by its last record."""
-        return self.step + CAUTION * self.rate * (time.monotonic() - self.heard)
+    def step_now(self, caution: float = CAUTION) -> float:
+        """The step that it has reached at least, by its last record; is likely at, with a caution of 1."""
+        return self.step + caution * self.rate * (time.monotonic() - self.heard)
 
     def step_at_most(self) -> float:
         """The step that it may have reached; its last record may be a beat old, and its rate unknown."""
@@ -125,10 +126,14 @@ def _facts_in(told: Frame) -> dict[str, float]:
 
 
 class Members:
-    """The table of all that were heard of, by rank; without this peer itself."""
+    """The table of all that were heard of, by rank; without this peer itself.
 
-    def __init__(self) -> None:
+    Whom `shuns` is true of, by libp2p id, takes part in nothing, though it is there.
+    """
+
+    def __init__(self, shuns: Callable[[str], bool] = lambda peer: False) -> None:
         self.by_rank: dict[int, Member] = {}
+        self._shuns = shuns
 
     def hear(self, news: Member) -> bool:
         """Records a peer's info; whether it was news."""
@@ -158,9 +163,13 @@ class Members:
         """The member with a libp2p id."""
         return next((member for member in self.all() if member.peer == peer), None)
 
+    def shunned(self) -> list[int]:
+        """The ranks of those that are there, but banned."""
+        return [member.rank for member in self.all() if member.alive and self._shuns(member.peer)]
+
     def training(self) -> list[Member]:
-        """Those that are there and train, in order of rank."""
-        return [member for member in self.all() if member.alive and member.trains]
+        """Those that are there, train and are not banned, in order of rank."""
+        return [member for member in self.all() if member.alive and member.trains and not self._shuns(member.peer)]
 
     def missing(self) -> list[Member]:
         """Those that have gone not too long ago; the others are forgotten."""
@@ -170,9 +179,9 @@ class Members:
                 del self.by_rank[member.rank]
         return [member for member in self.all() if not member.alive]
 
-    def median_step(self) -> float | None:
-        """The median step that training peers have reached at least; None without any."""
-        steps = [member.step_now() for member in self.training()]
+    def median_step(self, caution: float = CAUTION) -> float | None:
+        """The median of the steps that training peers have reached, see `Member.step_now`; None without any."""
+        steps = [member.step_now(caution) for member in self.training()]
         return statistics.median_low(steps) if steps else None
 
     def median_step_at_most(self) -> float:

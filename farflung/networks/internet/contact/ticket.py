@@ -13,7 +13,7 @@ from typing import Any
 
 from farflung.errors import UserError
 from farflung.files import write_text
-from farflung.networks.internet.host import leads_to
+from farflung.networks.internet.contact.host import leads_to
 from farflung.tables import to_toml
 
 

@@ -20,17 +20,26 @@ from hivemind.utils import get_dht_time
 from hivemind.utils.auth import TokenAuthorizerBase
 
 from farflung.errors import UserError
-from farflung.networks.internet.frames import LARGEST_FRAME, Frame, FrameError, entry, number, parsed, plain, reading
-from farflung.networks.internet.guard import Guard
-from farflung.networks.internet.handshake import CLOCK_SECONDS
-from farflung.networks.internet.host import UNREACHABLE
-from farflung.networks.internet.identity import signed_by
-from farflung.networks.internet.members import ALIVE_SECONDS, BEAT_SECONDS, Member, member_of
-from farflung.networks.internet.streams import RequestRefusedError
-from farflung.networks.internet.ticket import Ticket
+from farflung.networks.internet.contact.frames import (
+    LARGEST_FRAME,
+    Frame,
+    FrameError,
+    entry,
+    number,
+    parsed,
+    plain,
+    reading,
+)
+from farflung.networks.internet.contact.guard import Guard
+from farflung.networks.internet.contact.handshake import CLOCK_SECONDS
+from farflung.networks.internet.contact.host import UNREACHABLE
+from farflung.networks.internet.contact.identity import signed_by
+from farflung.networks.internet.contact.members import ALIVE_SECONDS, BEAT_SECONDS, Member, member_of
+from farflung.networks.internet.contact.streams import RequestRefusedError
+from farflung.networks.internet.contact.ticket import Ticket
 
 if TYPE_CHECKING:
-    from farflung.networks.internet.peers import Peers
+    from farflung.networks.internet.contact.peers import Peers
 
 FOREVER = "9999-12-31T00:00:00"
 FURTHEST_AHEAD = 2 * ALIVE_SECONDS

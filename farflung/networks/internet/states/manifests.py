@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from farflung.networks.internet.frames import Frame, FrameError, entry, reading, whole
-from farflung.networks.internet.members import FURTHEST
+from farflung.networks.internet.contact.frames import Frame, FrameError, entry, reading, whole
+from farflung.networks.internet.contact.members import FURTHEST
 
 PIECE = 1 << 22
 PIECES = 512
@@ -76,8 +75,3 @@ def pieces_of(lengths: Sequence[int]) -> list[slice]:
         found += [slice(place, min(place + step, end)) for place in range(begin, end, max(step, 1))]
         begin = end
     return found
-
-
-def digest(content: memoryview) -> str:
-    """SHA-256, in hexadecimal."""
-    return hashlib.sha256(content).hexdigest()

@@ -14,8 +14,9 @@ import torch
 
 from farflung.files import beside
 from farflung.networks.base import SharedState
-from farflung.networks.internet.believing import Source
-from farflung.networks.internet.manifests import Manifest, digest
+from farflung.networks.internet.contact.frames import digest
+from farflung.networks.internet.states.believing import Source
+from farflung.networks.internet.states.manifests import Manifest
 
 SOURCES = 3
 """Peers that a state is fetched from at a time, with two pieces from each under way."""

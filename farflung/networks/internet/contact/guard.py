@@ -6,7 +6,7 @@ import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 
-from farflung.networks.internet.frames import plain
+from farflung.networks.internet.contact.frames import plain
 
 STRIKES = 3
 """So many offences within BAN_SECONDS ban a peer for as long."""

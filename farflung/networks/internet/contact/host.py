@@ -17,7 +17,8 @@ from hivemind.utils.multiaddr import Multiaddr
 
 from farflung import scoped
 from farflung.errors import UserError, counted
-from farflung.networks.internet.identity import Identity
+from farflung.networks.internet.contact.frames import plain
+from farflung.networks.internet.contact.identity import Identity
 from farflung.networks.listening import ListenAddress
 
 UNREACHABLE = (OSError, EOFError, TimeoutError, ControlFailure, P2PDaemonError)
@@ -85,7 +86,7 @@ class Host:
         except P2PDaemonError as error:
             if bootstrap:
                 raise NobodyAnswersError(bootstrap) from error
-            raise UserError(f"the libp2p daemon cannot start: {error}") from error
+            raise UserError(f"the libp2p daemon cannot start: {plain(str(error))}") from error
         await self.p2p.add_binary_stream_handler(self._protocol, on_stream)
         visible = [str(address) for address in await self.p2p.get_visible_maddrs()]
         return [address for address in visible if local.listen.startswith("127.") or "/127.0.0.1/" not in address]

@@ -13,7 +13,12 @@ import torch
 from torch import Tensor
 
 from farflung.networks.base import PeerLostError, SharedState
-from farflung.networks.internet.believing import (
+from farflung.networks.internet.contact.frames import SLOWEST, Frame, FrameError, digest, parsed, read_payload, whole
+from farflung.networks.internet.contact.host import UNREACHABLE
+from farflung.networks.internet.contact.members import Member
+from farflung.networks.internet.contact.peers import Peers
+from farflung.networks.internet.contact.streams import PROMPT_SECONDS, PeerStream, RequestRefusedError
+from farflung.networks.internet.states.believing import (
     STRETCHES,
     Believed,
     Source,
@@ -22,16 +27,10 @@ from farflung.networks.internet.believing import (
     largest_group,
     signs_for,
 )
-from farflung.networks.internet.downloads import Download, Kept
-from farflung.networks.internet.frames import Frame, FrameError, parsed, read_payload, whole
-from farflung.networks.internet.host import UNREACHABLE
-from farflung.networks.internet.manifests import LONGEST, Manifest, digest, manifest_of
-from farflung.networks.internet.members import Member
-from farflung.networks.internet.packing import longest, unpack
-from farflung.networks.internet.peers import Peers
-from farflung.networks.internet.snapshots import FRESH_SECONDS
-from farflung.networks.internet.streams import PROMPT_SECONDS, PeerStream, RequestRefusedError
-from farflung.networks.internet.transport import SLOWEST
+from farflung.networks.internet.states.downloads import Download, Kept
+from farflung.networks.internet.states.manifests import LONGEST, Manifest, manifest_of
+from farflung.networks.internet.states.packing import longest, unpack
+from farflung.networks.internet.states.snapshots import FRESH_SECONDS
 
 ASKED = 15
 """Peers that are asked of the state, drawn at random: each makes a copy of its own to answer."""

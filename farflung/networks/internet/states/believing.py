@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from farflung.networks.internet.manifests import Manifest
-from farflung.networks.internet.members import Member
+from farflung.networks.internet.contact.members import Member
+from farflung.networks.internet.states.manifests import Manifest
 
 STRETCHES = 16
 """Sums of a piece's sketch."""

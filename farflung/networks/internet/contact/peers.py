@@ -12,16 +12,16 @@ from typing import Any
 
 from farflung.errors import UserError
 from farflung.formats import PROTOCOL
-from farflung.networks.internet.background import Background
-from farflung.networks.internet.directory import Directory
-from farflung.networks.internet.frames import LARGEST_FRAME, Frame, FrameError, entry, read_frame, write_frame
-from farflung.networks.internet.guard import Guard
-from farflung.networks.internet.handshake import HELLO, Handshake, StrangerError
-from farflung.networks.internet.host import UNREACHABLE, Host, NobodyAnswersError, Streams, peers_at
-from farflung.networks.internet.identity import Identity, rank_of
-from farflung.networks.internet.members import Member, Members
-from farflung.networks.internet.streams import PROMPT_SECONDS, Handler, PeerStream, RequestRefusedError
-from farflung.networks.internet.ticket import Ticket
+from farflung.networks.internet.contact.background import Background
+from farflung.networks.internet.contact.directory import Directory
+from farflung.networks.internet.contact.frames import LARGEST_FRAME, Frame, FrameError, entry, read_frame, write_frame
+from farflung.networks.internet.contact.guard import Guard
+from farflung.networks.internet.contact.handshake import HELLO, Handshake, StrangerError
+from farflung.networks.internet.contact.host import UNREACHABLE, Host, NobodyAnswersError, Streams, peers_at
+from farflung.networks.internet.contact.identity import Identity, rank_of
+from farflung.networks.internet.contact.members import Member, Members
+from farflung.networks.internet.contact.streams import PROMPT_SECONDS, Handler, PeerStream, RequestRefusedError
+from farflung.networks.internet.contact.ticket import Ticket
 from farflung.networks.listening import ListenAddress
 from farflung.scoped import quiet
 
@@ -56,9 +56,9 @@ class Peers:
     ) -> None:
         self.ticket = ticket
         self.identity = identity
-        self.members = Members()
-        self.doors: dict[int, Member] = {}
         self.guard = Guard(tell)
+        self.members = Members(self.guard.bans)
+        self.doors: dict[int, Member] = {}
         self.handlers: dict[str, Handler] = {}
         self.info: Frame = {
             "protocol": PROTOCOL.version,
@@ -116,7 +116,8 @@ class Peers:
     @contextlib.asynccontextmanager
     async def stream(self, member: Member) -> AsyncIterator[PeerStream]:
         """A stream to a member, once both have proven that they are. Raises RequestRefusedError and UNREACHABLE."""
-        if member.peer not in self._proven:
+        proven = self._proven.get(member.peer)
+        if proven is None or proven.session != member.session:  # one that has come back has forgotten who proved what
             try:
                 await self.handshake(member.peer)
             except FrameError as error:
@@ -140,6 +141,12 @@ class Peers:
         """
         async with asyncio.timeout(PROMPT_SECONDS), self._open(peer, addresses) as streams:
             return self._admit(await self._handshake.open(peer, streams))
+
+    async def announce(self, **info: Any) -> None:
+        """Says of itself what the others should not only hear at the next beat, and hears of them."""
+        self.info.update(info)
+        others = [self.handshake(member.peer) for member in self.members.all() if member.alive]
+        await asyncio.gather(*others, return_exceptions=True)  # who does not answer reads it in the directory
 
     async def _start(self, deadline_s: float) -> None:
         for left in reversed(range(TRIES)):

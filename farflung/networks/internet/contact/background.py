@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 
 import uvloop
 
-from farflung.networks.internet.frames import plain
-from farflung.networks.internet.host import UNREACHABLE
+from farflung.networks.internet.contact.frames import plain
+from farflung.networks.internet.contact.host import UNREACHABLE
 
 T = TypeVar("T")
 

@@ -9,12 +9,21 @@ from typing import Any
 
 from farflung.errors import UserError
 from farflung.formats import PROTOCOL, package_version
-from farflung.networks.internet.frames import Frame, FrameError, entry, number, read_frame, reading, whole, write_frame
-from farflung.networks.internet.host import Streams
-from farflung.networks.internet.identity import Identity
-from farflung.networks.internet.members import Member, member_of
-from farflung.networks.internet.streams import RequestRefusedError, accepted
-from farflung.networks.internet.ticket import Ticket
+from farflung.networks.internet.contact.frames import (
+    Frame,
+    FrameError,
+    entry,
+    number,
+    read_frame,
+    reading,
+    whole,
+    write_frame,
+)
+from farflung.networks.internet.contact.host import Streams
+from farflung.networks.internet.contact.identity import Identity
+from farflung.networks.internet.contact.members import Member, member_of
+from farflung.networks.internet.contact.streams import RequestRefusedError, accepted
+from farflung.networks.internet.contact.ticket import Ticket
 
 HELLO = "hello"
 """The kind of the frame that opens a handshake."""
@@ -50,7 +59,7 @@ class Handshake:
         self._check(answer, "answer", ours, theirs, self._own, peer)
         asked = time.time()
         await write_frame(
-            writer, {"proof": self._ticket.proof("ask", theirs, ours, self._own, peer), "about": self._info}
+            writer, {"proof": self._ticket.proof("ask", theirs, ours, self._own, peer), "about": self._news()}
         )
         info = accepted(await read_frame(reader))
         check_clock(number(info.get("time")), asked, time.time())
@@ -74,7 +83,12 @@ class Handshake:
 
     def welcome(self) -> Frame:
         """The peer info of the one who answers."""
-        return {**self._info, "time": time.time()}
+        return {**self._news(), "time": time.time()}
+
+    def _news(self) -> Frame:
+        """The own peer info, which is newer than what was told before."""
+        self._info["beat"] += 1
+        return self._info
 
     def _check(self, told: Frame, *parts: str) -> None:
         if not self._ticket.proves(told.get("proof"), *parts):
