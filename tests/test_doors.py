@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ json_values = st.recursive(
 )
 
 
-@given(st.fixed_dictionaries({}, optional=dict.fromkeys(("peers", "addresses", "keepers"), json_values)))
+@given(st.fixed_dictionaries({}, optional=dict.fromkeys(("peers", "sessions", "addresses", "keepers"), json_values)))
 def test_whatever_an_island_tells_is_read_or_refused(told: dict[str, Any]) -> None:
     try:
         doors = doors_of(told)
@@ -46,7 +47,7 @@ def test_whatever_an_island_tells_is_read_or_refused(told: dict[str, Any]) -> No
 
 def test_an_island_s_doors_are_read_as_they_were_told(tmp_path: Path) -> None:
     peers = [Identity(tmp_path / name).peer for name in ("one", "other")]
-    doors = Doors(tuple(peers), tuple((f"/ip4/127.0.0.1/tcp/1/p2p/{peer}",) for peer in peers), (1, 0, 1))
+    doors = Doors(tuple(peers), ("a", "b"), tuple((f"/ip4/127.0.0.1/tcp/1/p2p/{peer}",) for peer in peers), (1, 0, 1))
     assert doors_of(json.loads(json.dumps(doors.told()))) == doors
     seats = doors.seats(["a", "b", "c"])
     assert seats["a"] == seats["c"] != seats["b"]
@@ -61,12 +62,14 @@ def run(tmp_path: Path, quick: None) -> Iterator[Run]:
 
 
 def told_by(liar: Liar, **changes: Any) -> bytes:
-    peer, addresses = liar.peers.identity.peer, liar.peers.info["addresses"]
-    return json.dumps({"peers": [peer], "addresses": [addresses], "keepers": [0, 0], **changes}).encode()
+    own = liar.peers.info
+    told = {"peers": [liar.peers.identity.peer], "addresses": [own["addresses"]], "keepers": [0, 0], **changes}
+    return json.dumps({"sessions": [own["session"]] * len(told["peers"]), **told}).encode()
 
 
 LIES = {
     "nothing": {"peers": [], "addresses": [], "keepers": []},
+    "no sessions": {"sessions": []},
     "another model's cells": {"keepers": [0]},
     "a process that is not there": {"keepers": [0, 1]},
     "an address of somebody else": {"addresses": [["/ip4/127.0.0.1/tcp/1/p2p/QmNobody"]]},
@@ -113,31 +116,59 @@ def test_a_process_that_is_not_there_is_told_of_in_one_line(run: Run, liar: Liar
     assert "cannot be reached" in line and "--gateway" in line and "\n" not in line
 
 
+@pytest.fixture
+def door(run: Run, liar: Liar, tmp_path: Path) -> Iterator[Peers]:
+    """One that says that it is a process of the liar's island."""
+    info = {**INFO, "door_of": liar.peers.identity.rank}
+    made = Peers(run.ticket, Identity(tmp_path / "door.key"), ListenAddress("127.0.0.1"), info)
+    made.start(patience(20))
+    yield made
+    made.close()
+
+
+def seat(run: Run, liar: Liar, door: Peers) -> None:
+    """The liar calls the door its own."""
+    island = liar.peers
+    doors = {"peers": [island.identity.peer, door.identity.peer], "keepers": [0, 1]}
+    doors |= {"addresses": [island.info["addresses"], door.info["addresses"]]}
+    doors |= {"sessions": [island.info["session"], door.info["session"]]}
+    keeper, rank = asking(run, liar, told_by(liar, **doors))
+    network = run.peers[0]
+    found = network.peers.background.run(keeper.of([rank]), patience(30))
+    seated(Party((rank,), {rank: 1.0}), found, ["a", "b"], network.peers)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("owned", [True, False], ids=["its own", "one that only says so"])
-def test_an_island_answers_for_its_own_processes_alone(run: Run, liar: Liar, tmp_path: Path, owned: bool) -> None:
+def test_an_island_answers_for_its_own_processes_alone(run: Run, liar: Liar, door: Peers, owned: bool) -> None:
     network, island = run.peers[0], liar.peers.identity
-    info = {**INFO, "door_of": island.rank}
-    door = Peers(run.ticket, Identity(tmp_path / "door.key"), ListenAddress("127.0.0.1"), info, listed=False)
-    door.start(patience(20))
-    try:
-        if owned:
-            doors = {"peers": [island.peer, door.identity.peer], "keepers": [0, 1]}
-            doors |= {"addresses": [liar.peers.info["addresses"], door.info["addresses"]]}
-            keeper, rank = asking(run, liar, told_by(liar, **doors))
-            found = network.peers.background.run(keeper.of([rank]), patience(30))
-            seated(Party((rank,), {rank: 1.0}), found, ["a", "b"], network.peers)
-        member = door.members.by_rank[network.rank]
-        for _ in range(STRIKES):
-            with pytest.raises(RequestRefusedError):
-                door.background.run(door.ask(member, {"kind": "nonsense"}), patience(20))
-        assert network.peers.guard.bans(island.peer) == owned
-        assert network.peers.guard.bans(door.identity.peer) != owned
-        assert door.identity.rank not in network.peers.members.by_rank
-        with pytest.raises(UNREACHABLE):
+    if owned:
+        seat(run, liar, door)
+    member = door.members.by_rank[network.rank]
+    for _ in range(STRIKES):
+        with pytest.raises(RequestRefusedError):
             door.background.run(door.ask(member, {"kind": "nonsense"}), patience(20))
-    finally:
-        door.close()
+    assert network.peers.guard.bans(island.peer) == owned
+    assert network.peers.guard.bans(door.identity.peer) != owned
+    assert door.identity.rank not in network.peers.members.by_rank
+    with pytest.raises(UNREACHABLE):
+        door.background.run(door.ask(member, {"kind": "nonsense"}), patience(20))
+
+
+@pytest.mark.slow
+def test_a_door_is_proven_once_and_beats_for_nobody(run: Run, liar: Liar, door: Peers) -> None:
+    async def answer(stream: PeerStream, _: Any) -> None:
+        await stream.tell({"good": True})
+
+    door.handlers["day"] = answer
+    seat(run, liar, door)
+    peers = run.peers[0].peers
+    news = door.info["beat"]  # it grows whenever a door tells of itself
+    for _ in range(3):
+        told = peers.background.run(peers.ask(peers.doors[door.identity.rank], {"kind": "day"}), patience(20))
+        assert told == {"good": True}
+    time.sleep(1.5)
+    assert door.info["beat"] == news
 
 
 def asking(run: Run, liar: Liar, told: bytes) -> tuple[Doorkeeper, int]:

@@ -1,6 +1,6 @@
 """Peers of a run on the internet that are islands of given shapes, have keys of their own and step at one time.
 
-    python -m bench.lib.shapes STEP_MS FOLDER ARGUMENTS     `farflung join` in a process of theirs
+    python -m bench.lib.shapes STEP_MS PROCESSES FOLDER ARGUMENTS     `farflung join` in one of so many processes
 
 Many processes on few cores would drift apart, and their rounds would show how they miss each other. So each step takes
 a fixed time, and ends in all processes at once: each leaves a file for it in the folder, and waits for the others'.
@@ -51,12 +51,12 @@ def shaped(
     port, apart = free_port(), len({host.address for host in hosts}) == len(hosts)
     ticket = folder / "run.ticket"
     write_ticket(ticket, keys[0], hosts[0].address, port, folder.name, **settings)
-    begin = {BEGIN_WITH: str(sum(shape.processes for shape in shapes))}
+    begin, processes = {BEGIN_WITH: str(len(shapes))}, sum(shape.processes for shape in shapes)
     peers = []
     try:
         for number, (host, shape, key) in enumerate(zip(hosts, shapes, keys, strict=True)):
             peer = PeerProcess(host, folder / f"replica-{number}", ticket, port if apart or not number else 0)
-            peer = replace(peer, command=_command(shape, step_ms, folder))
+            peer = replace(peer, command=_command(shape, step_ms, processes, folder))
             peer.folder.mkdir(parents=True)
             shutil.copy(key, peer.folder / "peer.key")
             divided = ["--stages", str(shape.stages), "--shard", str(shape.shards)] if shape.processes > 1 else []
@@ -78,9 +78,9 @@ def ended(peer: PeerProcess, timeout_s: float) -> PeerProcess:
     return peer
 
 
-def _command(shape: IslandShape, step_ms: float, folder: Path) -> Sequence[str]:
+def _command(shape: IslandShape, step_ms: float, among: int, folder: Path) -> Sequence[str]:
     """What starts a peer's processes, before its ticket: for an island torchrun, so that all of them keep step."""
-    own = ("-m", "bench.lib.shapes", str(step_ms), str(folder / "steps"))
+    own = ("-m", "bench.lib.shapes", str(step_ms), str(among), str(folder / "steps"))
     if shape == WHOLE:
         return (sys.executable, *own)
     processes = ("--nproc-per-node", str(shape.processes), "--master-addr", "127.0.0.1")
@@ -104,17 +104,17 @@ def keep_step(island: Any, seconds: float, folder: Path, processes: int) -> None
     island.gradients = in_step
 
 
-def main(step_ms: float, folder: Path, arguments: list[str]) -> None:
+def main(step_ms: float, processes: int, folder: Path, arguments: list[str]) -> None:
     """`farflung join`, in step with the others."""
     from farflung.cli import main as command
     from farflung.pipeline.divided import DividedIsland
     from farflung.pipeline.island import WholeIsland
 
     for island in (WholeIsland, DividedIsland):
-        keep_step(island, step_ms / 1e3, folder, int(os.environ[BEGIN_WITH]))
+        keep_step(island, step_ms / 1e3, folder, processes)
     sys.argv = ["farflung", "join", *arguments]
     command()
 
 
 if __name__ == "__main__":
-    main(float(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])
+    main(float(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4:])

@@ -58,8 +58,7 @@ def run(options: Options, store: Store) -> Iterator[Part]:
         *others, newcomer, unlucky = peers
         peers.start(len(others))
         calm_from = time.time()
-        # Only then has each of them an outer momentum to fetch.
-        until(lambda: all(map(averaged, others)), 1200, "a round of each")
+        until(lambda: all(settled(other, calm_from) for other in others), 1200, "a round of each")
         began = time.time()
         calm = rate(others, calm_from, began)
         before = received(newcomer)
@@ -90,9 +89,10 @@ def run(options: Options, store: Store) -> Iterator[Part]:
     )
 
 
-def averaged(peer: PeerProcess) -> bool:
-    """Whether a peer has had a mean of a round."""
-    return any(event.outcome == "averaged" for event in peer.events(RoundEvent))
+def settled(peer: PeerProcess, since: float) -> bool:
+    """Whether a peer has an outer momentum to fetch, of a round's mean, and steps enough to tell its speed by."""
+    averaged = any(event.outcome == "averaged" for event in peer.events(RoundEvent))
+    return averaged and len(peer.since(StepEvent, since)) > 1
 
 
 def killed_half_way(peer: PeerProcess, peers: PeerProcesses, size: int) -> tuple[int, int, int]:

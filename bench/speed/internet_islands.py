@@ -76,13 +76,15 @@ def measured(peer: PeerProcess, options: Options) -> Measured:
     """A peer that has ended. Its last round is left out: it is landed at once, since the run is over."""
     run = read_run(peer.folder)
     everything = [event for event in run.of(run.replicas[0], RoundEvent) if event.group]
+    # Each process of an island has a door of its own.
+    others = [event for part in run.parts.values() for event in part if isinstance(event, RoundEvent) and event.group]
     inside = [event for event in everything if event.round > 1 and event.step < options.rounds * EVERY]
     return Measured(
         len(inside),
         sum(event.finished - event.started for event in inside),
         sum(max(0.0, event.finished - event.waited_from) for event in inside),
         sum(event.landed - max(event.waited_from, event.finished) for event in inside),
-        sum(event.bytes_sent for event in everything) / len(everything),
+        sum(event.bytes_sent for event in (*everything, *others)) / len(everything),
         carried(peer.host) / len(everything),
     )
 

@@ -186,7 +186,7 @@ def _following(
     with tempfile.TemporaryDirectory() as scratch:
         identity = parts.Identity(Path(scratch) / "door.key")
         info = {**parts.newcomer_info(ticket), "door_of": rank}
-        peers: Peers = parts.Peers(ticket, identity, own_port, info, tell, listed=False)
+        peers: Peers = parts.Peers(ticket, identity, own_port, info, tell)
         network: DoorNetwork = parts.DoorNetwork(rank, near, peers, settings.network.deadline)
         try:
             yield network

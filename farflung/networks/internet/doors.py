@@ -42,6 +42,8 @@ T = TypeVar("T")
 LARGEST = 1 << 24
 """Bytes that an island's doors and keepers are described in, at most."""
 MOST_ADDRESSES = 16
+WHEREABOUTS = "peer", "rank", "public", "session", "host", "addresses"
+"""What a process of an island is told of the peers that it meets: it reads no directory."""
 AGAIN_SECONDS = 60.0
 """How long an island whose doors cannot be reached is not asked again."""
 
@@ -51,12 +53,14 @@ class Doors:
     """Where an island's processes are, and which of them keeps each of the model's cells, in the cells' order."""
 
     peers: tuple[str, ...]
+    sessions: tuple[str, ...]
     addresses: tuple[tuple[str, ...], ...]
     keepers: tuple[int, ...]
 
     def told(self) -> Frame:
         """As a frame."""
-        return {"peers": self.peers, "addresses": self.addresses, "keepers": self.keepers}
+        told = {"peers": self.peers, "sessions": self.sessions, "addresses": self.addresses}
+        return {**told, "keepers": self.keepers}
 
     def seats(self, cells: Sequence[str]) -> dict[str, int]:
         """The rank of the door behind which each cell is kept."""
@@ -67,14 +71,16 @@ class Doors:
 @reading("an island's doors")
 def doors_of(told: Frame) -> Doors:
     """The doors that a frame tells of. Raises FrameError."""
-    peers, addresses, keepers = (entry(told, name, list) for name in ("peers", "addresses", "keepers"))
-    if not 0 < len(peers) <= MOST_DOORS or len(addresses) != len(peers):
+    names = "peers", "sessions", "addresses", "keepers"
+    peers, sessions, addresses, keepers = (entry(told, name, list) for name in names)
+    if not 0 < len(peers) <= MOST_DOORS or not len(sessions) == len(addresses) == len(peers):
         raise FrameError("an island tells of no doors, or of too many")
     for peer, places in zip(peers, addresses, strict=True):
         if not isinstance(peer, str) or len(places) > MOST_ADDRESSES or not all(leads_to(one, peer) for one in places):
             raise FrameError("an address that is said to lead to a door does not")
     return Doors(
         tuple(peers),
+        tuple(str(session)[:64] for session in sessions),
         tuple(tuple(places) for places in addresses),
         tuple(whole(keeper, len(peers) - 1) for keeper in keepers),
     )
@@ -169,7 +175,8 @@ def shared(near: Network, told: Frame, key: str, seconds: float) -> list[Frame]:
 def door_frame(peers: Peers, cells: Sequence[str], here: Collection[str]) -> Frame:
     """Where a process's door is, and the cells that it keeps, for the island's first process."""
     kept = [place for place, cell in enumerate(cells) if cell in here]
-    return {"peer": peers.identity.peer, "addresses": peers.info["addresses"], "kept": kept}
+    told = {"peer": peers.identity.peer, "session": peers.info["session"], "addresses": peers.info["addresses"]}
+    return {**told, "kept": kept}
 
 
 def doors_in(told: Sequence[Frame], cells: int) -> Doors:
@@ -178,7 +185,12 @@ def doors_in(told: Sequence[Frame], cells: int) -> Doors:
     for process, one in enumerate(told):
         for place in one["kept"]:
             keepers[place] = process
-    return Doors(tuple(one["peer"] for one in told), tuple(tuple(one["addresses"]) for one in told), tuple(keepers))
+    return Doors(
+        tuple(one["peer"] for one in told),
+        tuple(one["session"] for one in told),
+        tuple(tuple(one["addresses"]) for one in told),
+        tuple(keepers),
+    )
 
 
 def party_key(key: str) -> str:
@@ -186,25 +198,26 @@ def party_key(key: str) -> str:
     return f"party of {key}"
 
 
-def party_frame(party: Party, doors: Mapping[int, Doors]) -> Frame:
-    """A party and its members' doors, for the island's other processes."""
+def party_frame(party: Party, doors: Mapping[int, Doors], members: Iterable[Member]) -> Frame:
+    """A party, its members and their doors, for the island's other processes."""
     told = [[rank, one.told()] for rank, one in doors.items()]
-    return {"weights": list(party.weights.items()), "behind": party.behind, "doors": told}
+    known = [{name: getattr(member, name) for name in WHEREABOUTS} for member in members]
+    return {"weights": list(party.weights.items()), "behind": party.behind, "doors": told, "members": known}
 
 
-def party_in(told: Frame) -> tuple[Party, dict[int, Doors]]:
+def party_in(told: Frame) -> tuple[Party, dict[int, Doors], list[Member]]:
     """See `party_frame`."""
     weights = dict(told["weights"])
     doors = {rank: doors_of(one) for rank, one in told["doors"]}
-    return Party(tuple(sorted(weights)), weights, told["behind"]), doors
+    return Party(tuple(sorted(weights)), weights, told["behind"]), doors, [Member(**one) for one in told["members"]]
 
 
 def seated(party: Party, doors: Mapping[int, Doors], cells: Sequence[str], peers: Peers) -> Party:
     """A party with the seats of its members' keepers; these can be reached from now on."""
     peers.doors = {rank: door for rank, door in peers.doors.items() if door.door_of not in doors}
     for rank, one in doors.items():
-        for peer, addresses in zip(one.peers[1:], one.addresses[1:], strict=True):
-            door = Member(peer, rank_of(peer), "", "", "", addresses, trains=False, door_of=rank)
+        for peer, session, addresses in list(zip(one.peers, one.sessions, one.addresses, strict=True))[1:]:
+            door = Member(peer, rank_of(peer), "", session, "", addresses, trains=False, door_of=rank)
             peers.doors[door.rank] = door
     return replace(party, seats={rank: one.seats(cells) for rank, one in doors.items()})
 
@@ -254,7 +267,10 @@ class DoorNetwork(FollowingNetwork):
             # The first process may wait for others for half a deadline before it tells.
             waiting = self.peers.background.waiting
             told = await waiting(shared, self.near, {}, party_key(key), 2 * self._deadline)
-            return await waiting(then, seated(*party_in(told[0]), self._cells, self.peers))
+            party, doors, members = party_in(told[0])
+            for member in members:
+                self.peers.members.hear(member)
+            return await waiting(then, seated(party, doors, self._cells, self.peers))
 
         return self._exchanges.begin(wanted, meet)
 

@@ -118,7 +118,9 @@ class InternetNetwork(Exchanges):
         """A party, and who keeps what in it; tells that to the island's other processes. Raises PeerLostError."""
         doors = await self._doorkeeper.of(party.group)
         if self._beside:
-            share = partial(shared, self._beside, party_frame(party, doors), party_key(key), self._deadline)
+            members = [member for rank in party.group if (member := self.peers.members.by_rank.get(rank))]
+            told = party_frame(party, doors, members)
+            share = partial(shared, self._beside, told, party_key(key), self._deadline)
             await self.peers.background.waiting(share)
         return seated(party, doors, self._doorkeeper.cells, self.peers)
 

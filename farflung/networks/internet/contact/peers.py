@@ -159,9 +159,10 @@ class Peers:
                 await self._host.stop()
                 if not left:
                     raise
-        self._directory = await Directory.open(self, self._host.p2p, self._bootstrap, self._listed)
-        await self._directory.beat()
-        self.background.spawn(self._directory.go_on())
+        if self.info["door_of"] is None:  # a door is told of those that it meets
+            self._directory = await Directory.open(self, self._host.p2p, self._bootstrap, self._listed)
+            await self._directory.beat()
+            self.background.spawn(self._directory.go_on())
 
     async def _find_members(self) -> None:
         """Calls the peers of the ticket; one that answers is enough. Raises UserError."""
