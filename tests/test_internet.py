@@ -607,6 +607,26 @@ def test_one_that_comes_back_is_proven_to_anew_by_those_who_knew_it(run: Run) ->
 
 
 @pytest.mark.slow
+def test_who_answers_does_not_close_before_its_answer_is_read(pair: Run) -> None:
+    """The daemon may cut an answer off when the stream is closed at once: some in ten thousand were lost."""
+    one, other = pair.peers
+
+    async def answer(stream: PeerStream, _: Any) -> None:
+        await stream.tell({"good": "day"})
+
+    async def ask() -> bool:
+        member = one.peers.members.by_rank[other.rank]
+        async with one.peers.stream(member) as stream:
+            await stream.tell({"kind": "greeting"})
+            assert await stream.hear() == {"good": "day"}
+            _, pending = await asyncio.wait([asyncio.ensure_future(stream.reader.read(1))], timeout=0.5)
+            return bool(pending)
+
+    other.peers.handlers["greeting"] = answer
+    assert one.peers.background.run(ask(), patience(20))
+
+
+@pytest.mark.slow
 def test_a_dead_member_is_not_waited_for_though_the_last_news_is_that_it_trains(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:

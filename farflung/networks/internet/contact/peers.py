@@ -203,6 +203,7 @@ class Peers:
             return
         try:
             await self._answer(peer, member, (reader, writer))
+            await _discard(reader)
         except RequestRefusedError as refusal:
             await _refuse(writer, refusal)
             await _discard(reader)
@@ -250,7 +251,7 @@ class Peers:
 
 
 async def _discard(reader: asyncio.StreamReader) -> None:
-    """Lets a member's bytes run out until it has read its refusal, which closing earlier would cut off."""
+    """Lets a caller's bytes run out until it has read its answer and closed; closing earlier could cut that off."""
     with contextlib.suppress(*UNREACHABLE):
         async with asyncio.timeout(PROMPT_SECONDS):
             while await reader.read(LARGEST_FRAME):
