@@ -38,9 +38,9 @@ REMEMBERED = 1 << 16
 
 STRIPES = 4
 """Streams that a large packet travels on at a time: the window of one is soon full while data goes both ways."""
-STRIPED = 1 << 20
+STRIPED = 1 << 23
 """Bytes from which a packet is large."""
-AT_A_TIME = 2
+AT_A_TIME = 3
 """Packets that are on their way to a member at a time: the first shall have come while the last are on the wire."""
 UNASKED = 1 << 18
 """Bytes that follow an announcement at once, as much as a stream holds unread: the answer may be long on its way,
