@@ -66,3 +66,7 @@ class Swarm:
 
     def said(self, name: str) -> str:
         return (self.folder / f"{name}.err").read_text()
+
+    def told(self, name: str) -> str:
+        """What it has printed, apart from what it says."""
+        return (self.folder / f"{name}.out").read_text()

@@ -109,7 +109,7 @@ def unspoilt(live: Run, monkeypatch: pytest.MonkeyPatch) -> Run:
 
 
 def test_a_ticket_is_read_as_it_was_written_and_only_its_owner_may_read_it(tmp_path: Path) -> None:
-    ticket = Ticket.new('a "run"', {"every": 3, "model": "tiny"}).at((f"/ip4/1.2.3.4/tcp/5/p2p/{PEER}",))
+    ticket = Ticket.new('a "run" 🚀', {"every": 3, "model": "tiny"}).at((f"/ip4/1.2.3.4/tcp/5/p2p/{PEER}",))
     ticket.write(tmp_path / "run.ticket")
     assert read_ticket(tmp_path / "run.ticket") == ticket
     assert (tmp_path / "run.ticket").stat().st_mode & 0o077 == 0
@@ -122,6 +122,7 @@ def test_a_ticket_is_read_as_it_was_written_and_only_its_owner_may_read_it(tmp_p
         ("name = 3", "it has no name"),
         ("not toml", "is no ticket"),
         ('name="x"\nsecret="00"\naddresses=[]\n[settings]', "not 64 hexadecimal digits"),
+        (f'name="../x"\nsecret="{"0" * 64}"\naddresses=[]\n[settings]', "run's name is '../x'"),
         (f'name="x"\nsecret="{"0" * 64}"\naddresses=["host:1"]\n[settings]', "is not of the form"),
         (f'name="x"\nsecret="{"0" * 64}"\naddresses=["garbage/p2p/{PEER}"]\n[settings]', "is not of the form"),
     ],
@@ -131,6 +132,14 @@ def test_a_damaged_ticket_is_refused_in_one_line(text: str, says: str, tmp_path:
     with pytest.raises(UserError, match=says) as error:
         read_ticket(tmp_path / "t")
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["", "..", "../up", "a/b", "a\\b", ".hidden", "a\nb", "a\udcff", "x" * 65])
+def test_a_run_cannot_have_a_name_that_no_folder_may_have(name: str) -> None:
+    with pytest.raises(UserError, match="choose one of at most 64 letters") as error:
+        Ticket.new(name, {})
+    assert "\n" not in str(error.value)
+    str(error.value).encode()
 
 
 def test_a_missing_ticket_is_refused(tmp_path: Path) -> None:

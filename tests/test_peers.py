@@ -30,11 +30,12 @@ def swarm(tmp_path: Path) -> Iterator[Swarm]:
 
 @pytest.mark.slow
 def test_a_bootstrap_invites_peers_meet_leave_and_come_back_and_onlookers_see_it(swarm: Swarm) -> None:
-    arguments = ("invite", "--name", "test", "--port", swarm.port, *SETTINGS, "--steps", 100_000)
-    bootstrap = swarm.start(*arguments, log="bootstrap")
-    until(lambda: "[settings]" in (swarm.folder / "bootstrap.out").read_text())
-    ticket = swarm.folder / "bootstrap.out"
-    assert read_ticket(ticket).settings["model"] == "micro"
+    arguments = ("invite", "--name", "test", "--ticket", "given.ticket", "--port", swarm.port, *SETTINGS)
+    bootstrap = swarm.start(*arguments, "--steps", 100_000, log="bootstrap")
+    ticket = swarm.folder / "given.ticket"
+    until(lambda: "the ticket is in given.ticket" in swarm.said("bootstrap"))
+    assert read_ticket(ticket).settings["model"] == "micro" and ticket.stat().st_mode & 0o077 == 0
+    assert not swarm.told("bootstrap")
     one = swarm.join("one", ticket=ticket.name)
     until(lambda: swarm.step("one") > 5)
     status = ("status", ticket, "--once", "--listen", "127.0.0.1")
@@ -65,6 +66,7 @@ def test_a_bootstrap_invites_peers_meet_leave_and_come_back_and_onlookers_see_it
 @pytest.mark.slow
 def test_the_first_peer_is_killed_and_the_run_goes_on(swarm: Swarm) -> None:
     first = swarm.invite()
+    until(lambda: "others on this machine can read the ticket's file; give it with --ticket" in swarm.said("first"))
     swarm.join("two")
     swarm.join("three")
     until(lambda: swarm.averaged("two") > 0 and swarm.averaged("three") > 0)
@@ -158,6 +160,7 @@ def fill(folder: Path) -> None:
         (["join", "none.ticket"], ["none.ticket", "give the path of a ticket"]),
         (["join"], ["ticket"]),
         (["invite"], ["--name"]),
+        (["invite", "--name", "../x"], ["the run's name is '../x'", "choose one"]),
         (["invite", "--name", "x", "--stages", 2], ["each peer's own", "give them to farflung join"]),
         (["invite", "--name", "x", "--islands", "1x1 1x1"], ["islands is for farflung train"]),
         (["invite", "--name", "x", "--offload"], ["leave out --offload"]),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import stat
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,7 +19,7 @@ import tyro
 
 from farflung.cli.arguments import FAILURE, flag, free_folder, given, kinds_among, parse, unset, with_field
 from farflung.cli.training import tell_result, telling_how_to_go_on, watched
-from farflung.errors import counted
+from farflung.errors import UserError, counted
 from farflung.networks.listening import ListenAddress
 from farflung.settings import Settings
 from farflung.tables import BETWEEN_PEERS
@@ -34,6 +35,8 @@ class _Invite:
     """What the run is called."""
     train: bool = False
     """Train here as the first peer; else be a bootstrap node, which only helps peers find each other."""
+    ticket: Path | None = None
+    """Where to write the ticket, readable by you alone; it is printed unless given."""
     key: Path | None = None
     """A bootstrap node's key file, made if there is none; with the same key, port and machine it keeps its address."""
     local: tyro.conf.OmitArgPrefixes[ListenAddress] = field(default_factory=ListenAddress)
@@ -73,7 +76,7 @@ class _Examine:
 
 
 def invite(arguments: list[str]) -> None:
-    """Start a run on the internet: print its ticket, and be its first peer or a bootstrap node."""
+    """Start a run on the internet: write its ticket, and be its first peer or a bootstrap node."""
     from farflung.training import peer
 
     over = kinds_among(arguments)
@@ -82,13 +85,28 @@ def invite(arguments: list[str]) -> None:
     if options.train:
         folder = Path(options.settings.run.out) if options.settings.run.out else free_folder(options.name)
         settings = peer.ticket_settings(ticket).changed(out=str(folder))
-        _train(ticket, settings, options.local, True, lambda network: print(network.invitation().text(), flush=True))
+        _train(ticket, settings, options.local, True, lambda network: _hand_out(network.invitation(), options.ticket))
         return
     with _until_stopped() as stopped, peer.looking_on(ticket, options.local, options.key, bootstrap=True) as network:
-        print(network.invitation().text(), flush=True)
-        say(f"a bootstrap node of {options.name}, whose ticket it has printed; Ctrl-C ends it")
+        _hand_out(network.invitation(), options.ticket)
+        say(f"a bootstrap node of {options.name}; Ctrl-C ends it")
         while not stopped.wait(60):
             say(f"{counted(len(network.members()) - 1, 'peer')} in training")
+
+
+def _hand_out(ticket: Any, path: Path | None) -> None:
+    """Writes a ticket, or prints it. Raises UserError."""
+    if path is None:
+        print(ticket.text(), flush=True)
+        where = os.fstat(sys.stdout.fileno())
+        if stat.S_ISREG(where.st_mode) and where.st_mode & (stat.S_IRGRP | stat.S_IROTH):
+            say("others on this machine can read the ticket's file; give it with --ticket FILE, and they cannot")
+        return
+    try:
+        ticket.write(path)
+    except OSError as error:
+        raise UserError(f"cannot write the ticket {path}: {error.strerror}; choose another with --ticket") from error
+    say(f"the ticket is in {path}; hand it over as you would a password")
 
 
 def join(arguments: list[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 
@@ -42,7 +43,8 @@ def _watch_on_terminal(run: Run, finished: threading.Event, console: Console, re
         console=console,
     )
     task = progress.add_task("starting", total=None)
-    with Live(console=console, auto_refresh=False) as live:
+    # What is printed meanwhile, such as a ticket, may go to a file.
+    with Live(console=console, auto_refresh=False, redirect_stdout=sys.stdout.isatty()) as live:
         done = False
         while not done:
             done = finished.wait(refresh_seconds)

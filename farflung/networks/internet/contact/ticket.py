@@ -16,6 +16,8 @@ from farflung.files import write_text
 from farflung.networks.internet.contact.host import leads_to
 from farflung.tables import to_toml
 
+LONGEST_NAME = 64
+
 
 @dataclass(frozen=True)
 class Ticket:
@@ -31,7 +33,8 @@ class Ticket:
 
     @classmethod
     def new(cls, name: str, settings: dict[str, Any]) -> Ticket:
-        """A ticket for a new run, with a new secret."""
+        """A ticket for a new run, with a new secret. Raises UserError for a name that no folder may have."""
+        check_name(name)
         return cls(name, secrets.token_hex(32), (), settings)
 
     @property
@@ -68,6 +71,15 @@ class Ticket:
         write_text(path, self.text(), private=True)
 
 
+def check_name(name: str) -> None:
+    """Refuses a run's name that would lead out of the folder of runs, or cannot be shown. Raises UserError."""
+    if not (0 < len(name) <= LONGEST_NAME and name.isprintable()) or name[0] == "." or set(name) & set("/\\"):
+        raise UserError(
+            f"the run's name is {name[:80]!r}; choose one of at most {LONGEST_NAME} letters, digits, spaces and the "
+            "like, without / and with no dot in front"
+        )
+
+
 def read_ticket(path: Path) -> Ticket:
     """The ticket in a file, or the newest one of a run folder. Raises UserError."""
     path = path / "run.ticket" if path.is_dir() else path
@@ -81,6 +93,7 @@ def read_ticket(path: Path) -> Ticket:
     for key, kind in kinds.items():
         if not isinstance(table.get(key), kind):
             raise UserError(f"the ticket {path} is empty or incomplete: it has no {key}; ask for a new one")
+    check_name(table["name"])
     secret, addresses = table["secret"], table["addresses"]
     if len(secret) != 64 or set(secret) - set("0123456789abcdef"):
         raise UserError(f"{path} is damaged: its secret is not 64 hexadecimal digits; ask for a new one")
