@@ -10,7 +10,7 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -26,9 +26,17 @@ from farflung.errors import UserError
 from farflung.formats import PROTOCOL
 from farflung.networks import Party, PeerLostError, SharedState
 from farflung.networks.internet import Identity, InternetNetwork, ListenAddress, Peers, Ticket, read_ticket, transport
+from farflung.networks.internet.contact.background import Background
 from farflung.networks.internet.contact.directory import member_in
 from farflung.networks.internet.contact.frames import LARGEST_FRAME, FrameError, encoded, read_frame
-from farflung.networks.internet.contact.guard import STREAMS_PER_PEER, STRIKES, Guard
+from farflung.networks.internet.contact.guard import (
+    STREAMS,
+    STREAMS_PER_PEER,
+    STRIKES,
+    UNPROVEN,
+    UNPROVEN_PER_PEER,
+    Guard,
+)
 from farflung.networks.internet.contact.handshake import check_clock
 from farflung.networks.internet.contact.members import Member, Members, member_of
 from farflung.networks.internet.contact.streams import PeerStream, RequestRefusedError
@@ -179,6 +187,12 @@ def test_a_frame_that_says_it_is_huge_is_refused_before_it_is_read() -> None:
         parsed((LARGEST_FRAME + 1).to_bytes(4))
 
 
+@pytest.mark.parametrize("text", ['{"a": Infinity}', '{"a": [-Infinity]}', '{"a": NaN}', "[" * 50_000, "[]", "1"])
+def test_what_json_does_not_know_is_no_frame(text: str) -> None:
+    with pytest.raises(FrameError):
+        parsed(len(text).to_bytes(4) + text.encode())
+
+
 class Memory:
     """The sending end of a stream, into memory."""
 
@@ -253,7 +267,7 @@ def test_a_stranger_is_refused_before_anything_is_read_and_counted(pair: Run) ->
 def test_random_messages_of_strangers_are_refused_and_the_run_goes_on(pair: Run) -> None:
     one, other = pair.peers
     assert as_a_stranger(pair.ticket, lambda stranger: stranger.bombard(2000)) == 0
-    assert one.refused["stranger"] >= 1000
+    assert one.refused["stranger"] + one.refused["too many streams"] >= 1000
     group = tuple(sorted((one.rank, other.rank)))
     mean = both(
         pair, lambda peer: peer.all_reduce(torch.tensor([float(peer is one)]), group, "after").wait(patience(20))
@@ -586,7 +600,7 @@ def test_what_onlookers_are_told_is_numbers_and_plain_names(pair: Run) -> None:
 def test_a_guest_whose_weight_is_none_is_refused_and_its_host_not_blamed(pair: Run, liar: Liar) -> None:
     meeting = {"kind": "meet", "key": "odd", "wants": [], "shuns": [], "step": 1, "lineage": "", "patience": 0.0}
     for weight in (float("nan"), float("inf"), -1.0):
-        assert "is no number from 0" in liar.tells({**meeting, "weight": weight})["refused"]
+        assert "is no number" in liar.tells({**meeting, "weight": weight})["refused"]
 
 
 def test_a_peer_that_cannot_be_reached_is_refused_and_ends_nothing(pair: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -623,16 +637,18 @@ def test_who_answers_does_not_close_before_its_answer_is_read(pair: Run) -> None
     async def answer(stream: PeerStream, _: Any) -> None:
         await stream.tell({"good": "day"})
 
-    async def ask() -> bool:
+    async def ask(kind: str) -> tuple[dict[str, Any], bool]:
         member = one.peers.members.by_rank[other.rank]
         async with one.peers.stream(member) as stream:
-            await stream.tell({"kind": "greeting"})
-            assert await stream.hear() == {"good": "day"}
+            await stream.tell({"kind": kind})
+            answered = await read_frame(stream.reader)
             _, pending = await asyncio.wait([asyncio.ensure_future(stream.reader.read(1))], timeout=0.5)
-            return bool(pending)
+            return answered, bool(pending)
 
     other.peers.handlers["greeting"] = answer
-    assert one.peers.background.run(ask(), patience(20))
+    assert one.peers.background.run(ask("greeting"), patience(20)) == ({"good": "day"}, True)
+    refused, open_still = one.peers.background.run(ask("nonsense"), patience(20))
+    assert "there is no request" in refused["refused"] and open_still
 
 
 @pytest.mark.slow
@@ -664,13 +680,23 @@ def test_the_third_strike_has_a_peer_shunned_and_streams_are_limited() -> None:
     guard = Guard(told.append)
     for _ in range(STRIKES - 1):
         guard.strike("peer", "bad", "why")
-    assert guard.admit("peer") and not told
+    assert guard.admit("peer", proven=True) and not told
     guard.strike("peer", "bad", "why")
-    assert not guard.admit("peer") and len(told) == 1
+    assert not guard.admit("peer", proven=True) and len(told) == 1
     assert guard.refused == {"bad": STRIKES, "banned peer": 1}
-    assert [guard.admit("other") for _ in range(STREAMS_PER_PEER + 1)].count(True) == STREAMS_PER_PEER
-    guard.release("other")
-    assert guard.admit("other")
+    assert [guard.admit("other", proven=True) for _ in range(STREAMS_PER_PEER + 1)].count(True) == STREAMS_PER_PEER
+    guard.release("other", proven=True)
+    assert guard.admit("other", proven=True)
+
+
+def test_strangers_take_no_streams_from_members() -> None:
+    guard = Guard(lambda _: None)
+    admitted = [guard.admit(f"stranger {number // 8}", proven=False) for number in range(8 * UNPROVEN)]
+    assert admitted[:8] == [True] * UNPROVEN_PER_PEER + [False] * (8 - UNPROVEN_PER_PEER)
+    assert admitted.count(True) == UNPROVEN
+    assert all(guard.admit(f"member {number}", proven=True) for number in range(STREAMS))
+    guard.release("stranger 0", proven=False)
+    assert guard.admit("stranger 0", proven=False)
 
 
 # State
@@ -733,6 +759,35 @@ def test_a_record_that_another_has_written_is_dropped(pair: Run) -> None:
         member_in({"about": text, "signature": forged}, one.peers.identity.peer)
     with pytest.raises(FrameError, match="not its own"):
         member_in({"about": text, "signature": signature}, other.peers.identity.peer)
+
+
+def test_what_shall_never_end_begins_again_and_each_of_its_faults_is_told_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("farflung.networks.internet.contact.background.AGAIN_SECONDS", 0.01)
+    told: list[str] = []
+    background, begun = Background(told.append), 0
+
+    async def work() -> None:
+        nonlocal begun
+        begun += 1
+        raise RecursionError("a fault") if begun % 2 else ValueError("another")
+
+    async def nothing() -> None:
+        pass
+
+    background.start()
+    background.run(kept(background, work), patience(5))
+    until(lambda: begun > 5)
+    background.end(nothing())
+    assert sorted(told) == [
+        "finding others has failed, and begins again: RecursionError('a fault')",
+        "finding others has failed, and begins again: ValueError('another')",
+    ]
+
+
+async def kept(background: Background, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    background.keep("finding others", work)
 
 
 def test_what_ends_a_background_task_is_heard_unless_it_is_that_the_daemon_has_gone(

@@ -17,6 +17,8 @@ from farflung.networks.internet.contact.host import UNREACHABLE
 
 T = TypeVar("T")
 
+AGAIN_SECONDS, MOST_FAULTS = 1.0, 16
+"""How soon work that has failed begins again, and how many of its faults are told."""
 MOST_WAITING = 256
 """Threads that wait at a time; there are as many as are needed."""
 
@@ -58,6 +60,24 @@ class Background:
         task.add_done_callback(self._tasks.discard)
         self.look_after(task)
         return task
+
+    def keep(self, what: str, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Does work that never ends; begins it again when it fails, and tells each fault once."""
+        told: set[str] = set()
+
+        async def kept() -> None:
+            while True:
+                try:
+                    await work()
+                    return
+                except Exception as error:
+                    fault = plain(f"{what} has failed, and begins again: {error!r}")
+                    if fault not in told and len(told) < MOST_FAULTS:
+                        told.add(fault)
+                        self._tell(fault)
+                await asyncio.sleep(AGAIN_SECONDS)
+
+        self.spawn(kept())
 
     def look_after(self, work: asyncio.Future[Any] | Future[Any]) -> None:
         """Tells when work fails that nobody waits for."""

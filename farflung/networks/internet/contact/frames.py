@@ -48,21 +48,25 @@ def encoded(frame: Frame) -> bytes:
     return _LENGTH.pack(len(text)) + text
 
 
-async def read_frame(reader: asyncio.StreamReader) -> Frame:
+async def read_frame(reader: asyncio.StreamReader, largest: int = LARGEST_FRAME) -> Frame:
     """Receives one frame. Raises FrameError, and EOFError when the stream ends before it does."""
     (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
-    if length > LARGEST_FRAME:
-        raise FrameError(f"a frame says that it has {length} bytes; at most {LARGEST_FRAME} are read")
+    if length > largest:
+        raise FrameError(f"a frame says that it has {length} bytes; at most {largest} are read")
     return parsed(await reader.readexactly(length))
 
 
 @reading("a frame")
 def parsed(text: str | bytes) -> Frame:
     """The frame that a text is. Raises FrameError."""
-    frame = json.loads(text)
+    frame = json.loads(text, parse_constant=_not_json)
     if not isinstance(frame, dict):
         raise FrameError("a frame is no JSON object")
     return frame
+
+
+def _not_json(name: str) -> None:
+    raise FrameError(f"{name} is no number of JSON's")
 
 
 def entry(frame: Frame, name: str, kind: type) -> Any:

@@ -11,8 +11,9 @@ from farflung.networks.internet.contact.frames import plain
 STRIKES = 3
 """So many offences within BAN_SECONDS ban a peer for as long."""
 BAN_SECONDS = 600.0
-STREAMS_PER_PEER = 64
-STREAMS = 1024
+STREAMS_PER_PEER, STREAMS = 64, 1024
+UNPROVEN_PER_PEER, UNPROVEN = 4, 256
+"""Streams of those who have not proven that they are members: however many come, members are served."""
 
 
 class Guard:
@@ -24,6 +25,7 @@ class Guard:
         self._strikes: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=STRIKES))
         self._banned: dict[str, float] = {}
         self._streams: Counter[str] = Counter()
+        self._unproven: Counter[str] = Counter()
 
     def refuse(self, kind: str) -> None:
         """Counts an offence of an unknown sender, such as a stranger."""
@@ -42,16 +44,23 @@ class Guard:
         """Whether a peer is banned."""
         return time.monotonic() - self._banned.get(peer, -BAN_SECONDS) < BAN_SECONDS
 
-    def admit(self, peer: str) -> bool:
+    def admit(self, peer: str, proven: bool) -> bool:
         """Whether a peer may have one more stream open; `release` ends it."""
-        if self.bans(peer) or self._streams[peer] >= STREAMS_PER_PEER or self._streams.total() >= STREAMS:
+        streams, each, all_together = self._of(proven)
+        if self.bans(peer) or streams[peer] >= each or streams.total() >= all_together:
             self.refused["banned peer" if self.bans(peer) else "too many streams"] += 1
             return False
-        self._streams[peer] += 1
+        streams[peer] += 1
         return True
 
-    def release(self, peer: str) -> None:
-        """A stream that was admitted has ended."""
-        self._streams[peer] -= 1
-        if not self._streams[peer]:
-            del self._streams[peer]
+    def release(self, peer: str, proven: bool) -> None:
+        """A stream that was admitted so has ended."""
+        streams, _, _ = self._of(proven)
+        streams[peer] -= 1
+        if not streams[peer]:
+            del streams[peer]
+
+    def _of(self, proven: bool) -> tuple[Counter[str], int, int]:
+        if proven:
+            return self._streams, STREAMS_PER_PEER, STREAMS
+        return self._unproven, UNPROVEN_PER_PEER, UNPROVEN

@@ -27,6 +27,8 @@ from farflung.networks.internet.contact.ticket import Ticket
 
 HELLO = "hello"
 """The kind of the frame that opens a handshake."""
+LARGEST_HELLO = 1 << 15
+"""Bytes of a frame of one who has not proven yet that it is a member."""
 CLOCK_SECONDS = 2.5
 """With clocks that differ by more, the DHT drops valid records."""
 LAST_PROTOCOL = 1 << 16
@@ -74,7 +76,7 @@ class Handshake:
         ours, theirs = secrets.token_hex(16), entry(hello, "nonce", str)
         proof = self._ticket.proof("answer", theirs, ours, peer, self._own)
         await write_frame(writer, {"nonce": ours, "proof": proof})
-        told = await read_frame(reader)
+        told = await read_frame(reader, LARGEST_HELLO)
         self._check(told, "ask", ours, theirs, peer, self._own)
         info = entry(told, "about", dict)
         if why := disagreement(info, self._info):

@@ -16,7 +16,7 @@ from farflung.networks.internet.contact.background import Background
 from farflung.networks.internet.contact.directory import Directory
 from farflung.networks.internet.contact.frames import LARGEST_FRAME, Frame, FrameError, entry, read_frame, write_frame
 from farflung.networks.internet.contact.guard import Guard
-from farflung.networks.internet.contact.handshake import HELLO, Handshake, StrangerError
+from farflung.networks.internet.contact.handshake import HELLO, LARGEST_HELLO, Handshake, StrangerError
 from farflung.networks.internet.contact.host import UNREACHABLE, Host, NobodyAnswersError, Streams, peers_at
 from farflung.networks.internet.contact.identity import Identity, rank_of
 from farflung.networks.internet.contact.members import Member, Members
@@ -162,7 +162,7 @@ class Peers:
         if self.info["door_of"] is None:  # a door is told of those that it meets
             self._directory = await Directory.open(self, self._host.p2p, self._bootstrap, self._listed)
             await self._directory.beat()
-            self.background.spawn(self._directory.go_on())
+            self.background.keep("finding others", self._directory.go_on)
 
     async def _find_members(self) -> None:
         """Calls the peers of the ticket; one that answers is enough. Raises UserError."""
@@ -198,15 +198,23 @@ class Peers:
     async def _on_stream(self, info: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         peer = str(info.peer_id)
         member, liable = self._proven.get(peer), self._liable(peer)
-        if self.guard.bans(liable) or not self.guard.admit(peer):
+        proven = member is not None
+        if self.guard.bans(liable) or not self.guard.admit(peer, proven):
             writer.close()
             return
         try:
-            await self._answer(peer, member, (reader, writer))
-            await _discard(reader)
+            await self._heard(peer, member, (reader, writer), liable)
+            await _discard(reader, LARGEST_FRAME << 10 if proven else LARGEST_HELLO)
+        finally:
+            self.guard.release(peer, proven)
+            writer.close()
+
+    async def _heard(self, peer: str, member: Member | None, streams: Streams, liable: str) -> None:
+        """Answers a request, or refuses it and counts the offence."""
+        try:
+            await self._answer(peer, member, streams)
         except RequestRefusedError as refusal:
-            await _refuse(writer, refusal)
-            await _discard(reader)
+            await _refuse(streams[1], refusal)
         except TimeoutError:
             self.guard.refuse("too slow")
         except UNREACHABLE:
@@ -216,10 +224,7 @@ class Peers:
                 self.guard.refuse("stranger")
             else:
                 self.guard.strike(liable, "bad request", str(error))
-            await _refuse(writer, error)
-        finally:
-            self.guard.release(peer)
-            writer.close()
+            await _refuse(streams[1], error)
 
     def _liable(self, peer: str) -> str:
         """Who answers for what a peer does: for a door the island that has named it, whatever it says itself."""
@@ -231,7 +236,7 @@ class Peers:
 
     async def _answer(self, peer: str, member: Member | None, streams: Streams) -> None:
         async with asyncio.timeout(PROMPT_SECONDS):
-            frame = await read_frame(streams[0])
+            frame = await read_frame(streams[0], LARGEST_FRAME if member else LARGEST_HELLO)
             if frame.get("kind") == HELLO:
                 self._admit(await self._handshake.answer(frame, peer, streams))
                 await write_frame(streams[1], self._handshake.welcome())
@@ -250,12 +255,12 @@ class Peers:
         await self._host.stop()
 
 
-async def _discard(reader: asyncio.StreamReader) -> None:
+async def _discard(reader: asyncio.StreamReader, most: int) -> None:
     """Lets a caller's bytes run out until it has read its answer and closed; closing earlier could cut that off."""
     with contextlib.suppress(*UNREACHABLE):
         async with asyncio.timeout(PROMPT_SECONDS):
-            while await reader.read(LARGEST_FRAME):
-                pass
+            while most > 0 and (content := await reader.read(LARGEST_FRAME)):
+                most -= len(content)
 
 
 async def _refuse(writer: asyncio.StreamWriter, why: Exception) -> None:
