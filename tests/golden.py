@@ -12,6 +12,7 @@ import hashlib
 import itertools
 import json
 import platform
+import re
 import sys
 import tempfile
 from collections import Counter
@@ -31,6 +32,7 @@ from farflung.methods import Method
 from farflung.networks import Conditions, Network, Simulation, TorchNetwork
 
 FILE = Path(__file__).with_name("golden.json")
+CPUS = Path("/proc/cpuinfo")
 
 Trace = dict[str, Any]
 
@@ -140,8 +142,10 @@ def _hash(data: bytes) -> str:
 
 
 def machine() -> str:
-    """What bits depend on."""
-    return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()} torch {torch.__version__}"
+    """What bits depend on: processors of two makers round otherwise though they can do the same."""
+    found = re.search(r"model name\s*: (.*)", CPUS.read_text()) if CPUS.exists() else None
+    processor = found[1] if found else platform.processor()
+    return f"{processor} {torch.backends.cpu.get_cpu_capability()} torch {torch.__version__}"
 
 
 def recorded() -> dict[str, Any]:

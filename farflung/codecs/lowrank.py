@@ -159,7 +159,8 @@ def _matrix_shape(tensor: Tensor) -> tuple[int, int]:
 
 
 def _matrix(tensor: Tensor) -> Tensor:
-    return tensor.detach().reshape(_matrix_shape(tensor))
+    # In one order in memory: some processors' products round otherwise with another.
+    return tensor.detach().reshape(_matrix_shape(tensor)).contiguous()
 
 
 def _is_low_rank(tensor: Tensor, rank: int) -> bool:
