@@ -41,7 +41,7 @@ def pytest_runtest_call() -> None:
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """For tests on the internet network, which mostly wait for beats."""
-    monkeypatch.setattr("farflung.networks.internet.contact.directory.BEAT_SECONDS", 0.5)
+    monkeypatch.setattr("farflung.networks.internet.contact.gossip.BEAT_SECONDS", 0.5)
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from farflung.errors import UserError, counted
 from farflung.networks.internet.contact.frames import Frame, FrameError, entry, plain, read_payload, write_payload
 from farflung.networks.internet.contact.host import UNREACHABLE
-from farflung.networks.internet.contact.members import Member
+from farflung.networks.internet.contact.member import Member
 from farflung.networks.internet.contact.peers import Peers
 from farflung.networks.internet.contact.streams import PROMPT_SECONDS, PeerStream, RequestRefusedError
 

@@ -17,7 +17,7 @@ from farflung.errors import UserError
 from farflung.networks.base import Group, Party
 from farflung.networks.internet.contact.frames import Frame, FrameError, entry, number, reading, whole
 from farflung.networks.internet.contact.host import UNREACHABLE
-from farflung.networks.internet.contact.members import FURTHEST, LAST_RANK, Member, arrives
+from farflung.networks.internet.contact.member import FURTHEST, LAST_RANK, Member, arrives
 from farflung.networks.internet.contact.peers import Peers
 from farflung.networks.internet.contact.streams import PROMPT_SECONDS, PeerStream, RequestRefusedError
 
@@ -89,7 +89,7 @@ class Matchmaker:
         """The group of those who came to a round; see Network. Never fails: at worst this peer stays alone."""
         request = {"wants": list(wanted), "key": key, "step": step, "weight": weight, "lineage": anchor_digest}
         request |= {"patience": patience_s, "shuns": self._peers.members.shunned()[:SHUNNED]}
-        own = self._peers.info["rank"]
+        own = self._peers.identity.rank
         for host in self._hosts(key)[:HOSTS_TRIED]:
             if host == own:
                 return party_of(await self._welcome(own, request), own, weight)
@@ -110,7 +110,7 @@ class Matchmaker:
         return sorted(self._expected(), key=lambda rank: hashlib.sha256(f"{key} {rank}".encode()).digest())
 
     def _expected(self) -> list[int]:
-        return [member.rank for member in self._peers.members.training()] + [self._peers.info["rank"]]
+        return [member.rank for member in self._peers.members.training()] + [self._peers.identity.rank]
 
     async def _on_meet(self, stream: PeerStream, frame: Frame) -> None:
         answer = await self._welcome(stream.member.rank, frame)
@@ -195,7 +195,7 @@ class Matchmaker:
             return False
         left = guest.until - asyncio.get_running_loop().time()
         info = self._peers.info
-        if rank == info["rank"]:
+        if rank == self._peers.identity.rank:
             return bool(info["trains"]) and arrives(info["step"], info["rate"], guest.step, left)
         member = self._peers.members.by_rank.get(rank)
         if member is None or not member.alive or not member.trains or rank in guest.shuns:

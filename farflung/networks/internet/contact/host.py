@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import errno
 import os
 import socket
+import threading
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from typing import Any
 
@@ -16,7 +19,7 @@ from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure
 from hivemind.utils.multiaddr import Multiaddr
 
 from farflung import scoped
-from farflung.errors import UserError, counted
+from farflung.errors import UserError
 from farflung.networks.internet.contact.frames import plain
 from farflung.networks.internet.contact.identity import Identity
 from farflung.networks.listening import ListenAddress
@@ -25,6 +28,10 @@ UNREACHABLE = (OSError, EOFError, TimeoutError, ControlFailure, P2PDaemonError)
 """The errors of a call to a peer that is not there."""
 
 LONGEST_ADDRESS = 512
+PORT_SECONDS = 40.0
+"""How long a port that is in use is waited for."""
+
+_STARTING = threading.Lock()
 
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 OnStream = Callable[[Any, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
@@ -44,52 +51,56 @@ def peers_at(addresses: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(address.rpartition("/p2p/")[2] for address in addresses))
 
 
-class NobodyAnswersError(UserError):
-    """No peer is found at a ticket's addresses."""
+class PortInUseError(UserError):
+    """Another program listens at the port."""
 
-    def __init__(self, addresses: Sequence[str]) -> None:
-        super().__init__(
-            f"the ticket leads to {counted(len(addresses), 'address')}, where nobody answers; ask a peer that is "
-            "there for its newer ticket (RUN/run.ticket), see that this machine reaches it, or begin the run again "
-            "here with: farflung join TICKET --first"
-        )
+    def __init__(self, port: int) -> None:
+        super().__init__(f"port {port} is in use on this machine; choose another with --port")
 
 
 class Host:
-    """A libp2p daemon of this process's own; streams to it must ask for its protocol."""
+    """A libp2p daemon of this process's own; streams to it must ask for its protocol.
 
-    def __init__(self, local: ListenAddress, identity: Identity, protocol: str) -> None:
+    A daemon that dies is started again at its port. `relays` are addresses of peers that may hand streams on.
+    """
+
+    def __init__(self, local: ListenAddress, identity: Identity, protocol: str, relays: Sequence[str]) -> None:
         self.p2p: Any = None
         self._local = local
         self._identity = identity
         self._protocol = protocol
+        self._relays = relays
 
-    async def start(self, bootstrap: Sequence[str], on_stream: OnStream, deadline_s: float) -> list[str]:
-        """Listens, and connects to peers at some addresses; where others can reach it. Raises UserError."""
+    async def start(self, on_stream: OnStream, deadline_s: float) -> list[str]:
+        """Listens; where others can reach it. Raises UserError."""
         local = self._local
-        check_address(local)
+        await _free(local, min(deadline_s, PORT_SECONDS))
         on_internet = local.listen == "0.0.0.0"
         levels = {} if "HIVEMIND_LOGLEVEL" in os.environ else {"GOLOG_LOG_LEVEL": "FATAL"}  # the daemon's
         try:
             with scoped.environment(**levels):
-                self.p2p = await P2P.create(
-                    initial_peers=list(bootstrap) or None,
+                self.p2p = await _started(
                     host_maddrs=[f"/ip4/{local.listen}/tcp/{local.port}"],
                     announce_maddrs=list(local.announce) or None,
                     identity_path=str(self._identity.path),
-                    check_if_identity_free=False,
+                    # It finds nobody by itself, and tells strangers of nobody.
+                    dht_mode="client",
                     auto_nat=on_internet,
                     nat_port_map=on_internet,
-                    use_auto_relay=on_internet and bool(bootstrap),
+                    use_auto_relay=on_internet and bool(self._relays),
+                    trusted_relays=list(self._relays) if on_internet else None,
                     startup_timeout=deadline_s,
                 )
         except P2PDaemonError as error:
-            if bootstrap:
-                raise NobodyAnswersError(bootstrap) from error
             raise UserError(f"the libp2p daemon cannot start: {plain(str(error))}") from error
         await self.p2p.add_binary_stream_handler(self._protocol, on_stream)
         visible = [str(address) for address in await self.p2p.get_visible_maddrs()]
+        self._local = dataclasses.replace(local, port=local.port or _port_in(visible))
         return [address for address in visible if local.listen.startswith("127.") or "/127.0.0.1/" not in address]
+
+    async def dies(self) -> None:
+        """Waits until the daemon has died."""
+        await self.p2p._child.wait()
 
     @contextlib.asynccontextmanager
     async def stream(self, peer: str, addresses: Sequence[str], deadline_s: float) -> AsyncIterator[Streams]:
@@ -116,6 +127,34 @@ class Host:
         return await self.p2p.call_binary_stream_handler(PeerID.from_base58(peer), self._protocol)
 
 
+async def _started(**options: Any) -> Any:
+    """A daemon; one is started after the other, since uvloop's loops may not start processes at the same time."""
+    await asyncio.to_thread(_STARTING.acquire)
+    try:
+        return await P2P.create(**options)
+    finally:
+        _STARTING.release()
+
+
+def _port_in(addresses: Iterable[str]) -> int:
+    """The TCP port that a host listens at; 0 if its addresses do not say."""
+    ports = [address.split("/")[4] for address in addresses if address.startswith("/ip4/")]
+    return int(ports[0]) if ports and ports[0].isdigit() else 0
+
+
+async def _free(local: ListenAddress, seconds: float) -> None:
+    """Waits for a port that a daemon is about to leave: that of one who was killed does so a little later."""
+    ends = time.monotonic() + seconds
+    while True:
+        try:
+            check_address(local)
+            return
+        except PortInUseError:
+            if time.monotonic() > ends:
+                raise
+            await asyncio.sleep(0.5)
+
+
 def check_address(local: ListenAddress) -> None:
     """Refuses a place that cannot be listened at; libp2p itself would share a port with another. Raises UserError."""
     with socket.socket() as probe:
@@ -125,7 +164,7 @@ def check_address(local: ListenAddress) -> None:
             probe.listen()
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
-                raise UserError(f"port {local.port} is in use on this machine; choose another with --port") from error
+                raise PortInUseError(local.port) from error
             reason = error.strerror or str(error)
             raise UserError(f"cannot listen at {local.listen}: {reason}; give an address of this machine") from error
         except OverflowError as error:
