@@ -50,11 +50,14 @@ class Shell:
     def exit(self) -> None:
         """As a user does; then the terminal's window closes."""
         self.type("exit")
-        with contextlib.suppress(OSError):
-            while os.read(self._terminal, 1 << 16):
-                pass
+        os.set_blocking(self._terminal, False)
+        until(self._has_ended)
         os.close(self._terminal)
-        os.waitpid(self.pid, 0)
+
+    def _has_ended(self) -> bool:
+        with contextlib.suppress(OSError):  # there is nothing to read, or nobody left to write
+            os.read(self._terminal, 1 << 16)
+        return os.waitpid(self.pid, os.WNOHANG)[0] == self.pid
 
 
 def line(how: str, *arguments: object, **variables: object) -> str:

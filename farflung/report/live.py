@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
@@ -69,7 +69,7 @@ def _watch_on_terminal(
             first = next(iter(run.all_of(StartEvent)), None)
             if first:
                 progress.update(task, description=first.method, total=first.steps, completed=_slowest_step(run))
-            beside = [peers.table(others(), "other peer"), Text()] if others else []
+            beside: list[RenderableType] = [peers.table(others(), "other peer"), Text()] if others else []
             live.update(Group(progress, table(run), *beside, *_notes(run)), refresh=True)
 
 

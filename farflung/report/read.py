@@ -100,6 +100,10 @@ class Run:
         """Whether it is what one peer on the internet does, whose number nobody knows it by."""
         return self.settings.get("network") == "internet"
 
+    def called(self, replica: int) -> str:
+        """What a replica is called in the report; a peer on the internet knows no other by its number."""
+        return "this peer" if self.is_one_peer else f"replica {replica}"
+
     @property
     def units(self) -> str:
         """The units of the samples, such as tokens."""
