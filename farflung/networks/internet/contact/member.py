@@ -84,7 +84,7 @@ class Member:
     @property
     def described(self) -> str:
         """Its name in messages."""
-        return f"replica {self.rank} ({self.host})"
+        return f"{self.host} ({self.peer[-3:]})"
 
     @property
     def stalled(self) -> bool:
