@@ -40,7 +40,7 @@ from farflung.networks.internet.contact.handshake import check_clock
 from farflung.networks.internet.contact.member import Member, member_in, signed
 from farflung.networks.internet.contact.members import Members
 from farflung.networks.internet.contact.streams import PeerStream, RequestRefusedError
-from farflung.networks.internet.matchmaker import party_of
+from farflung.networks.internet.gathering import party_of
 from farflung.testing.liars import Liar, Stranger, as_a_stranger
 
 PEER = "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"

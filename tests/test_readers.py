@@ -26,7 +26,7 @@ from farflung.networks.internet.contact.handshake import disagreement
 from farflung.networks.internet.contact.member import Member, member_in, signed
 from farflung.networks.internet.contact.members import Members
 from farflung.networks.internet.contact.streams import RequestRefusedError, accepted
-from farflung.networks.internet.matchmaker import HEAVIEST, guest_of, party_of
+from farflung.networks.internet.gathering import HEAVIEST, guest_of, party_of
 from farflung.networks.internet.states.downloads import Download
 from farflung.networks.internet.states.manifests import Manifest, manifest_of
 from farflung.networks.internet.states.packing import longest, packed, unpack
