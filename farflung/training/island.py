@@ -33,7 +33,6 @@ def launch_all(settings: Settings, folder: Path, arguments: list[str]) -> None:
     Raises StoppedError, UserError, and RunFailedError when they have died too often.
     """
     launch.check_settings(settings)
-    folder.mkdir(parents=True, exist_ok=True)
     restarts = settings.network.restarts
     for death in range(1, restarts + 2):
         try:

@@ -9,7 +9,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import cast
@@ -32,7 +32,7 @@ from farflung.training import beginning, checkpoint
 from farflung.training.agreement import all_gather_facts, other_data, refuse_other_settings
 from farflung.training.events import holds_a_run
 from farflung.training.failures import OneLine, failure_of
-from farflung.training.finish import Endings, ended_together, finish, write_results
+from farflung.training.finish import Endings, ended_together, finish, write_events, write_results
 from farflung.training.kept import Coordination, Kept
 from farflung.training.stopping import Stop, StoppedError
 from farflung.training.terminal import STARTED_HERE, say
@@ -162,15 +162,15 @@ def run_simulated(settings: Settings, folder: Path, resume: bool) -> None:
             network.stay_dead()
         device = pick_device(settings.run.device, network.rank)
         trainer = Trainer(settings, network, folder, coordination, device, step, workload)
-        with closing(trainer.log.events):
-            try:
-                trainer.train()
-                endings.finish(trainer)
-            except ReplicaDiedError:
-                trainer.log.end("died")
-                raise
+        logs.callback(trainer.log.events.close)  # the last one's end may have waited for room on the disk
+        try:
+            trainer.train()
+            endings.finish(trainer)
+        except ReplicaDiedError:
+            trainer.log.end("died")
+            raise
 
-    with stopping_on_signals(stop):
+    with ExitStack() as logs, stopping_on_signals(stop):
         simulation.run(replica)
 
 
@@ -234,6 +234,7 @@ def _finish_with_those_left(trainer: Trainer, network: TorchNetwork, mesh: Mesh,
         trainer.log.warn(f"replicas lost: {lost}; the averaged weights and the summary are of the others")
     if mesh.coordinates(network.process).replica in beginning.writing_replicas(mesh, machines).values():
         write_results(trainer, summary, tells)
+    write_events(trainer)
     return tells
 
 
@@ -285,7 +286,9 @@ def run_processes(settings: Settings, folder: Path, arguments: Sequence[str]) ->
         "OMP_NUM_THREADS": str(cores_for(settings.mesh().processes)),
         STARTED_HERE: "1",
     }
-    (folder / "logs").mkdir(exist_ok=True)
+    with disk_errors(f"write to {folder}", "make room, or choose another folder with --out"):
+        (folder / "logs").mkdir(parents=True, exist_ok=True)
+        logs = tempfile.mkdtemp(dir=folder / "logs")
     launcher = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -295,7 +298,7 @@ def run_processes(settings: Settings, folder: Path, arguments: Sequence[str]) ->
         rdzv_endpoint="localhost:0",
         local_addr="localhost",
         max_restarts=0,
-        logs_specs=DefaultLogsSpecs(log_dir=tempfile.mkdtemp(dir=folder / "logs"), redirects=Std.ALL),
+        logs_specs=DefaultLogsSpecs(log_dir=logs, redirects=Std.ALL),
         shutdown_timeout=round(2 * settings.network.deadline),
         signals_to_handle=",".join(number.name for number in (*stop_signals(), signal.SIGQUIT)),
     )

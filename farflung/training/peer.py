@@ -129,6 +129,7 @@ def run_peer(
             device = launch.pick_device(settings.run.device, launch.local_rank())
             trainer = Trainer(settings, network, folder, coordination, device, step)
             told.append(trainer)
+            leaving.callback(trainer.log.events.close)
             if joining:
                 replicas = int(os.environ.get(BEGIN_WITH, "0"))
                 if replicas:
