@@ -35,7 +35,7 @@ from farflung.training.failures import OneLine, failure_of
 from farflung.training.finish import Endings, ended_together, finish, write_events, write_results
 from farflung.training.kept import Coordination, Kept
 from farflung.training.stopping import Stop, StoppedError
-from farflung.training.terminal import STARTED_HERE, say
+from farflung.training.terminal import STARTED_HERE, say, watcher
 from farflung.training.trainer import Trainer
 
 
@@ -194,7 +194,7 @@ def run_torch_replica(
     mesh = settings.mesh()
     coordinates = mesh.coordinates(network.process)
     everyone = range(mesh.processes)
-    stop = Stop(network.store, everyone, [network.process], launcher=os.getppid())
+    stop = Stop(network.store, everyone, [network.process], watcher())
     with stopping_on_signals(stop):
         refuse_other_settings(network, settings)
         own = beginning.Standing.of(folder, coordinates.replica, mesh.file_stem(coordinates), way)
