@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import stat
 import sys
 import threading
@@ -12,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from shlex import quote
-from types import FrameType, MappingProxyType
+from types import MappingProxyType
 from typing import Any
 
 import tyro
@@ -22,6 +21,7 @@ from farflung.cli.training import tell_result, telling_how_to_go_on, watched
 from farflung.errors import UserError, counted
 from farflung.networks.listening import ListenAddress
 from farflung.settings import Settings
+from farflung.signals import on_stop_signals
 from farflung.tables import BETWEEN_PEERS
 from farflung.training.terminal import STARTED_HERE, say
 from farflung.workloads import WORKLOADS
@@ -87,7 +87,7 @@ def invite(arguments: list[str]) -> None:
         settings = peer.ticket_settings(ticket).changed(out=str(folder))
         _train(ticket, settings, options.local, True, lambda network: _hand_out(network.invitation(), options.ticket))
         return
-    with _until_stopped() as stopped, peer.looking_on(ticket, options.local, options.key, bootstrap=True) as network:
+    with peer.looking_on(ticket, options.local, options.key, bootstrap=True) as network, _until_stopped() as stopped:
         _hand_out(network.invitation(), options.ticket)
         say(f"a bootstrap node of {options.name}; Ctrl-C ends it")
         while not stopped.wait(60):
@@ -172,7 +172,7 @@ def _train(
     back = f"come back with: farflung join {' '.join(map(quote, words))}"
     say(f"{ticket.name}: {settings.rounds.method}, {counted(settings.run.steps, 'step')}; run folder {folder}")
     with telling_how_to_go_on(lambda: back):
-        with _on_signals(signal.default_int_handler), watched(folder, sys.stderr) as show:
+        with watched(folder, sys.stderr) as show:
 
             def tell(network: Any) -> None:
                 joined(network)
@@ -202,16 +202,5 @@ def _as_flags(options: Mapping[str, Any]) -> Iterator[str]:
 def _until_stopped() -> Iterator[threading.Event]:
     """An event that Ctrl-C and its kin set."""
     stopped = threading.Event()
-    with _on_signals(lambda *_: stopped.set()):
+    with on_stop_signals(lambda *_: stopped.set()):
         yield stopped
-
-
-@contextmanager
-def _on_signals(handler: Callable[[int, FrameType | None], Any]) -> Iterator[None]:
-    """Has a handler for what asks a process to end."""
-    before = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, earlier in before.items():
-            signal.signal(number, earlier)

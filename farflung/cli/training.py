@@ -18,7 +18,6 @@ from rich.console import Console
 
 from farflung.cli.arguments import (
     FAILURE,
-    INTERRUPTED,
     flag,
     flags_among,
     free_folder,
@@ -33,6 +32,7 @@ from farflung.cli.arguments import (
 from farflung.errors import UserError, counted
 from farflung.files import event_files, holds_no_run
 from farflung.settings import RunSettings, Settings, names_that_may_differ, read_settings
+from farflung.signals import INTERRUPTED
 from farflung.tables import AFTER_RESUME, new_names
 
 

@@ -11,7 +11,6 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import cast
 
 import torch
@@ -28,6 +27,7 @@ from farflung.inner import INNER
 from farflung.networks import ReplicaDiedError, SimulatedNetwork, Simulation, TorchNetwork
 from farflung.pipeline import Mesh, check
 from farflung.settings import Settings, settings_toml
+from farflung.signals import Interrupt, Interrupted, on_stop_signals, stop_signals
 from farflung.training import beginning, checkpoint
 from farflung.training.agreement import all_gather_facts, other_data, refuse_other_settings
 from farflung.training.events import holds_a_run
@@ -303,9 +303,13 @@ def run_processes(settings: Settings, folder: Path, arguments: Sequence[str]) ->
         signals_to_handle=",".join(number.name for number in (*stop_signals(), signal.SIGQUIT)),
     )
     try:
-        with scoped.quiet("torch.distributed.elastic"), scoped.environment(**environment):
+        with (
+            scoped.quiet("torch.distributed.elastic"),
+            scoped.environment(**environment),
+            on_stop_signals(Interrupt()),  # until torch sets handlers of its own, which then go again
+        ):
             elastic_launch(launcher, sys.executable)("-m", "farflung", *arguments)
-    except SignalException as error:
+    except (SignalException, Interrupted) as error:
         raise StoppedError("stopped by a signal") from error
     except ChildFailedError as error:
         raise failure_of(error, folder, settings.mesh()) from error
@@ -316,28 +320,11 @@ def local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
-def stop_signals() -> list[signal.Signals]:
-    """The signals that ask for a stop; under nohup, closing the terminal does not."""
-    hangs_up = signal.getsignal(signal.SIGHUP) != signal.SIG_IGN
-    return [signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hangs_up else [])]
-
-
 @contextmanager
 def stopping_on_signals(stop: Stop) -> Iterator[None]:
     """Ctrl-C and similar signals ask for a stop; a second one while stopping changes nothing."""
     with stop.listening(), on_stop_signals(stop.request):
         yield
-
-
-@contextmanager
-def on_stop_signals(handler: Callable[[int, FrameType | None], object]) -> Iterator[None]:
-    """Has a handler for the signals that ask for a stop."""
-    before = {number: signal.signal(number, handler) for number in stop_signals()}
-    try:
-        yield
-    finally:
-        for number, earlier in before.items():
-            signal.signal(number, earlier)
 
 
 def pick_device(name: str, local_rank: int) -> torch.device:
