@@ -139,7 +139,7 @@ def _summary(
         "rounds": max(fact["rounds"] for fact in facts),
         "seconds": max(fact["seconds"] for fact in facts),
         "seconds_blocked": sum(fact["blocked"] for fact in facts) / count,
-        "weight_spread": (sum(fact["deviation"] for fact in facts) / count) ** 0.5,
+        **({"weight_spread": (sum(fact["deviation"] for fact in facts) / count) ** 0.5} if count > 1 else {}),
     }
 
 

@@ -97,13 +97,13 @@ class Handshake:
             raise StrangerError("it does not know the run's secret")
 
 
-def newcomer_info(ticket: Ticket) -> Frame:
-    """The peer info of one that does not train yet, and has no model."""
+def newcomer_info(ticket: Ticket, name: str = "") -> Frame:
+    """The peer info of one that does not train yet, and has no model; it is called after its machine, unless named."""
     return {
         "version": package_version(),
         "settings": ticket.settings_hash,
         "shapes": "",
-        "host": socket.gethostname(),
+        "host": name or socket.gethostname(),
         "trains": False,
     }
 

@@ -66,7 +66,7 @@ class Member:
     @property
     def described(self) -> str:
         """Its name in messages."""
-        return f"replica {self.rank} ({self.host})"
+        return f"{self.host} ({self.peer[-3:]})"
 
     def step_now(self, caution: float = CAUTION) -> float:
         """The step that it has reached at least, by its last record; is likely at, with a caution of 1."""
