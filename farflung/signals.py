@@ -37,6 +37,10 @@ def leave(*_: object) -> None:
     os._exit(INTERRUPTED)
 
 
+class Interrupted(KeyboardInterrupt):
+    """A kind of its own: once a plain KeyboardInterrupt has passed an exec(), Python ends as if it had been killed."""
+
+
 class Interrupt:
     """A handler that interrupts the program as Ctrl-C does, and notes that it has."""
 
@@ -44,6 +48,6 @@ class Interrupt:
         self.came = False
 
     def __call__(self, *_: object) -> None:
-        """Raises KeyboardInterrupt."""
+        """Raises Interrupted."""
         self.came = True
-        raise KeyboardInterrupt
+        raise Interrupted

@@ -114,7 +114,7 @@ def _no_interrupt_lost() -> Iterator[None]:
     shown = sys.unraisablehook
 
     def hook(told: Any) -> None:
-        if told.exc_type is KeyboardInterrupt:
+        if issubclass(told.exc_type, KeyboardInterrupt):
             threading.Timer(0.1, signal.pthread_kill, (threading.get_ident(), signal.SIGINT)).start()
         else:
             shown(told)

@@ -109,7 +109,7 @@ def _watch_plainly(
 
 def table(run: Run) -> Table:
     """One row a replica: its losses, its speed, and what it has sent and waited for."""
-    shown = Table()
+    shown = Table(box=None, padding=(0, 2, 0, 0))
     alone = run.is_one_peer
     for heading in (
         "" if alone else "replica",

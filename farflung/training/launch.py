@@ -27,7 +27,7 @@ from farflung.inner import INNER
 from farflung.networks import ReplicaDiedError, SimulatedNetwork, Simulation, TorchNetwork
 from farflung.pipeline import Mesh, check
 from farflung.settings import Settings, settings_toml
-from farflung.signals import on_stop_signals, stop_signals
+from farflung.signals import Interrupt, Interrupted, on_stop_signals, stop_signals
 from farflung.training import beginning, checkpoint
 from farflung.training.agreement import all_gather_facts, other_data, refuse_other_settings
 from farflung.training.events import holds_a_run
@@ -306,10 +306,10 @@ def run_processes(settings: Settings, folder: Path, arguments: Sequence[str]) ->
         with (
             scoped.quiet("torch.distributed.elastic"),
             scoped.environment(**environment),
-            on_stop_signals(signal.default_int_handler),  # until torch sets handlers of its own, which then go again
+            on_stop_signals(Interrupt()),  # until torch sets handlers of its own, which then go again
         ):
             elastic_launch(launcher, sys.executable)("-m", "farflung", *arguments)
-    except (SignalException, KeyboardInterrupt) as error:
+    except (SignalException, Interrupted) as error:
         raise StoppedError("stopped by a signal") from error
     except ChildFailedError as error:
         raise failure_of(error, folder, settings.mesh()) from error

@@ -32,7 +32,7 @@ from farflung.training.terminal import BEGIN_WITH, say
 from farflung.training.trainer import Trainer
 
 if TYPE_CHECKING:
-    from farflung.networks import Network
+    from farflung.networks import Network, TorchNetwork
     from farflung.networks.internet import DoorNetwork, Finding, Identity, InternetNetwork, Peers, Ticket
 
 TICKET_SECONDS = 10.0
@@ -92,9 +92,7 @@ def run_peer(
     joined: Callable[[InternetNetwork], None],
     name: str = "",
 ) -> None:
-    """Trains as one peer until the run's last step, the `first` if need be; tells when it has `joined`.
-
-    The others know it by its `name`, or else by its machine's.
+    """Trains as one peer, by a `name` if given, until the run's last step, the `first` if need be; tells when `joined`.
 
     Where the peer is an island, each of its processes calls this; the first of them joins. Raises StoppedError,
     UserError and whatever training raises. Where it does not come to train, the folder stays as it was.
@@ -118,8 +116,7 @@ def run_peer(
             joining = _joining(ticket, settings, local, first, tell, near, name)
             leaving.callback(joining.close)
             joined(joining)
-        joined_as = (joining.rank, joining.invitation().addresses) if joining else (0, ())
-        rank, addresses = island.led(near, settings, "rank", joined_as)
+        rank, addresses = island.led(near, settings, "rank", _reached_at(joining))
         network = joining or leaving.enter_context(
             _following(near, settings, rank, ticket.at(tuple(addresses)), local, tell)
         )
@@ -139,13 +136,21 @@ def run_peer(
             told.append(trainer)
             leaving.callback(trainer.log.events.close)
             if joining:
-                replicas = int(os.environ.get(BEGIN_WITH, "0"))
-                if replicas:
-                    _begin_together(joining, step or 0, replicas, coordination.stop, settings.network.deadline)
+                _begin_together(joining, step or 0, coordination.stop, settings.network.deadline)
             trainer.train(catch_up=away)
-            summary = finish(trainer, lambda ended: ended(island.alone(near)))
-            told_by_others = {"peers": seen(joining)} if joining else {}
-            write_results(trainer, summary | told_by_others, tells=island.leads(near))
+            _finish(trainer, near, joining)
+
+
+def _reached_at(network: InternetNetwork | None) -> tuple[int, tuple[str, ...]]:
+    """The rank of who joins, and its addresses."""
+    return (network.rank, network.invitation().addresses) if network else (0, ())
+
+
+def _finish(trainer: Trainer, near: TorchNetwork | None, network: InternetNetwork | None) -> None:
+    """Writes what has come of this peer's run, and what the others last told. Raises NoRoomError."""
+    others = {"peers": seen(network)} if network else {}
+    summary = finish(trainer, lambda ended: ended(island.alone(near)))
+    write_results(trainer, summary | others, tells=island.leads(near))
 
 
 @functools.partial(record, error_handler=OneLine())
@@ -214,8 +219,11 @@ def _away(network: InternetNetwork, settings: Settings, step: int | None) -> boo
     return away
 
 
-def _begin_together(network: InternetNetwork, step: int, replicas: int, stop: Stop, deadline_s: float) -> None:
-    """Waits until so many independent replicas know of each other; else a short run is over before its first round."""
+def _begin_together(network: InternetNetwork, step: int, stop: Stop, deadline_s: float) -> None:
+    """Waits until all independent replicas know of each other; else a short run is over before its first round."""
+    replicas = int(os.environ.get(BEGIN_WITH, "0"))
+    if not replicas:
+        return
     network.stand_by(step)
     ends = time.monotonic() + deadline_s
     while len(network.members()) < replicas and time.monotonic() < ends and not stop.requested:
