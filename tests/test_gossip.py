@@ -162,6 +162,20 @@ def test_who_first_had_a_rank_keeps_it() -> None:
     assert members.by_rank[1].step == 5
 
 
+@pytest.mark.parametrize("content", [b"", b"garbage", bytes.fromhex("0800120130"), bytes(300)])
+def test_a_file_that_holds_no_key_is_refused_in_one_line(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "peer.key").write_bytes(content)
+    with pytest.raises(
+        UserError, match=r"peer.key holds an older farflung's key, or is damaged; join with another --out"
+    ):
+        Identity(tmp_path / "peer.key")
+
+
+def test_a_key_is_its_owner_s_alone_and_stays(tmp_path: Path) -> None:
+    one, again = (Identity(tmp_path / "peer.key") for _ in range(2))
+    assert one.peer == again.peer and (tmp_path / "peer.key").stat().st_mode & 0o077 == 0
+
+
 def test_ranks_are_numbers_that_floats_and_json_hold_and_depend_on_the_whole_key() -> None:
     ranks = {rank_of(f"12D3KooW{number}") for number in range(10_000)}
     assert len(ranks) == 10_000 and max(ranks) < 1 << 52 and all(int(float(rank)) == rank for rank in ranks)

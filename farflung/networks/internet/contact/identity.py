@@ -78,4 +78,7 @@ def _read(path: Path) -> Ed25519PrivateKey:
             return Ed25519PrivateKey.from_private_bytes(stored.data[:KEY_BYTES])
     except DecodeError:
         pass
-    raise UserError(f"{path} holds no key of this farflung's, or it is damaged; remove it, and a new one is made")
+    raise UserError(
+        f"{path} holds an older farflung's key, or is damaged; join with another --out, or remove the file if no run "
+        "folder is its own"
+    )
