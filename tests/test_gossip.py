@@ -165,9 +165,7 @@ def test_who_first_had_a_rank_keeps_it() -> None:
 @pytest.mark.parametrize("content", [b"", b"garbage", bytes.fromhex("0800120130"), bytes(300)])
 def test_a_file_that_holds_no_key_is_refused_in_one_line(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "peer.key").write_bytes(content)
-    with pytest.raises(
-        UserError, match=r"peer.key holds an older farflung's key, or is damaged; join with another --out"
-    ):
+    with pytest.raises(UserError, match=r"peer.key holds an older farflung's key.*another --out"):
         Identity(tmp_path / "peer.key")
 
 
