@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from farflung.networks.internet.contact.frames import Frame
+from farflung.networks.internet.contact.identity import rank_of
 from farflung.networks.internet.contact.member import ALIVE_SECONDS, CAUTION, FASTER, Member
 
 KNOWN, LOST = 128, 256
@@ -78,7 +79,8 @@ class Members:
 
     def of_peer(self, peer: str) -> Member | None:
         """The member with a libp2p id."""
-        return next((member for member in self.all() if member.peer == peer), None)
+        member = self.by_rank.get(rank_of(peer))
+        return member if member and member.peer == peer else None
 
     def proven(self) -> list[Member]:
         """Those that are there, and have been spoken with."""
@@ -97,8 +99,12 @@ class Members:
         return [m for m in self.proven() if m.trains and not m.stalled and not self._shuns(m.peer)]
 
     def missing(self) -> list[Member]:
-        """Those that have gone."""
-        return [member for member in self.all() if not member.alive]
+        """Those that have gone; who was only heard of is forgotten."""
+        gone = [member for member in self.all() if not member.alive]
+        for member in gone:
+            if not member.proven:
+                del self.by_rank[member.rank]
+        return [member for member in gone if member.proven]
 
     def median_step(self, caution: float = CAUTION) -> float | None:
         """The median of the steps that training peers have reached, see `Member.step_now`; None without any."""
