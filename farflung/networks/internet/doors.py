@@ -158,7 +158,6 @@ class Doorkeeper:
         told = json.dumps(self.own.told()).encode()
         await stream.tell({"size": len(told)})
         await write_payload(stream.writer, memoryview(told), PROMPT_SECONDS)
-        await stream.hear_the_end(PROMPT_SECONDS)
 
 
 def shared(near: Network, told: Frame, key: str, seconds: float) -> list[Frame]:
