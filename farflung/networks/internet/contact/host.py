@@ -27,7 +27,8 @@ from farflung.networks.listening import ListenAddress
 UNREACHABLE = (OSError, EOFError, TimeoutError, ControlFailure, P2PDaemonError)
 """The errors of a call to a peer that is not there."""
 
-LONGEST_ADDRESS = 512
+LONGEST_ADDRESS, MOST_ADDRESSES = 512, 16
+PLACES = "/ip4/", "/ip6/", "/dns/", "/dns4/", "/dns6/"
 PORT_SECONDS = 40.0
 """How long a port that is in use is waited for."""
 
@@ -40,8 +41,10 @@ OnStream = Callable[[Any, asyncio.StreamReader, asyncio.StreamWriter], Awaitable
 def leads_to(address: str, peer: str) -> bool:
     """Whether an address is one of libp2p's, that leads to a peer."""
     place, _, end = address.rpartition("/p2p/")
+    if not place.startswith(PLACES) or end != peer or len(address) > LONGEST_ADDRESS:
+        return False
     try:
-        return bool(place) and end == peer and len(address) <= LONGEST_ADDRESS and bool(Multiaddr(address))
+        return bool(Multiaddr(place)) and bool(Multiaddr(address))
     except ValueError:
         return False
 
@@ -91,12 +94,13 @@ class Host:
                     trusted_relays=list(self._relays) if on_internet else None,
                     startup_timeout=deadline_s,
                 )
-        except P2PDaemonError as error:
+            await self.p2p.add_binary_stream_handler(self._protocol, on_stream)
+            visible = [str(address) for address in await self.p2p.get_visible_maddrs()]
+        except UNREACHABLE as error:
             raise UserError(f"the libp2p daemon cannot start: {plain(str(error))}") from error
-        await self.p2p.add_binary_stream_handler(self._protocol, on_stream)
-        visible = [str(address) for address in await self.p2p.get_visible_maddrs()]
         self._local = dataclasses.replace(local, port=local.port or _port_in(visible))
-        return [address for address in visible if local.listen.startswith("127.") or "/127.0.0.1/" not in address]
+        told = [address for address in visible if local.listen.startswith("127.") or "/127.0.0.1/" not in address]
+        return told[:MOST_ADDRESSES]
 
     async def dies(self) -> None:
         """Waits until the daemon has died."""

@@ -48,10 +48,12 @@ def rank_of(peer: str) -> int:
 def is_peer(peer: str) -> bool:
     """Whether a text is the libp2p id of an Ed25519 key."""
     try:
-        content = PeerID.from_base58(peer).to_bytes()
+        read = PeerID.from_base58(peer)
     except ValueError:
         return False
-    return bool(content.startswith(ID_BYTES) and len(content) == len(ID_BYTES) + KEY_BYTES)
+    content = read.to_bytes()
+    # Another spelling of an id, such as with spaces, would be another rank of the same key.
+    return bool(read.to_base58() == peer and content.startswith(ID_BYTES) and len(content) == len(ID_BYTES) + KEY_BYTES)
 
 
 def signed_by(peer: str, signature: str, text: bytes) -> bool:
