@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
-from patience import patience
+from patience import patience, until
 from test_internet import Run, live, pair
 
 from farflung.networks.internet.contact.frames import FrameError
@@ -121,6 +121,24 @@ def test_groups_of_three_that_miss_one_do_not_draw_in_others(host: Run) -> None:
         (12, request(11, 12, 13, key=key)),
     )
     assert groups[1:] == [{11, 12}] * 2
+
+
+def test_one_that_leaves_is_not_waited_for_and_may_come_again(host: Run) -> None:
+    """Its process may have died, and joined again."""
+    guest, key = host.peers[1], "round 1 of fragment 6"
+    matchmaker = host.peers[0]._matchmaker
+    asked = request(guest.rank, 11, key=key, wait_s=100.0)
+
+    async def come_and_leave() -> None:
+        member = guest.peers.members.by_rank[host.peers[0].rank]
+        async with guest.peers.stream(member) as stream:
+            await stream.tell({"kind": "meet", **asked})
+            while not (key in matchmaker._rendezvous and matchmaker._rendezvous[key].waiting):
+                await asyncio.sleep(0.05)
+
+    for _ in range(2):
+        guest.peers.background.run(come_and_leave(), patience(20))
+        until(lambda: not matchmaker._rendezvous[key].waiting, 20)
 
 
 def test_nobody_comes_to_a_round_twice_or_to_very_many_and_none_that_is_live_is_forgotten(host: Run) -> None:

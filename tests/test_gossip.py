@@ -6,9 +6,11 @@ import os
 import random
 import shutil
 import signal
+import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from patience import patience, until
@@ -17,9 +19,11 @@ from test_internet import INFO, Run, member, run, table
 
 from farflung.errors import UserError
 from farflung.networks.internet import Identity, ListenAddress, Peers, Ticket
+from farflung.networks.internet.contact.frames import FrameError
+from farflung.networks.internet.contact.gossip import AT_A_TIME
 from farflung.networks.internet.contact.identity import is_peer, rank_of
-from farflung.networks.internet.contact.member import STALLED_SECONDS, Member
-from farflung.networks.internet.contact.members import AN_ADDRESS, KNOWN, LOST
+from farflung.networks.internet.contact.member import STALLED_SECONDS, Member, member_in, signed
+from farflung.networks.internet.contact.members import A_TELLER, AN_ADDRESS, KNOWN, LOST
 
 __all__ = ["run"]
 
@@ -180,6 +184,13 @@ def test_one_key_has_one_spelling(tmp_path: Path) -> None:
     assert is_peer(peer) and not any(map(is_peer, (f"{peer} ", f" {peer}", f"{peer}\n", peer[:-1], "", "\ud800")))
 
 
+def test_one_signature_has_one_spelling(tmp_path: Path) -> None:
+    record = made_up_record(tmp_path / "key", 1)
+    member_in(record)
+    with pytest.raises(FrameError, match="not signed"):
+        member_in({**record, "signature": " ".join(record["signature"][n : n + 2] for n in range(0, 128, 2))})
+
+
 def test_ranks_are_numbers_that_floats_and_json_hold_and_depend_on_the_whole_key() -> None:
     ranks = {rank_of(f"12D3KooW{number}") for number in range(10_000)}
     assert len(ranks) == 10_000 and max(ranks) < 1 << 52 and all(int(float(rank)) == rank for rank in ranks)
@@ -209,6 +220,50 @@ def test_no_machine_holds_more_than_some_members() -> None:
         one.addresses = (f"/ip4/203.0.113.7/tcp/{rank}/p2p/{rank}",)
         members.hear(one, first_hand=True)
     assert len(members.by_rank) == AN_ADDRESS
+    for rank in list(members.by_rank):
+        members.failed(rank)
+    again = member(1000, 1)
+    again.addresses = ("/ip4/203.0.113.7/tcp/9/p2p/9",)
+    assert members.hear(again, first_hand=True), "who has gone takes nobody's place"
+
+
+def test_one_can_tell_of_no_more_than_some_that_it_may_have_made_up() -> None:
+    members = table()
+    for rank in range(3 * A_TELLER):
+        made_up = member(rank, 1)
+        made_up.teller = "liar"
+        members.hear(made_up)
+    other = member(10_000, 1)
+    other.teller = "another"
+    assert members.hear(other) and len(members.by_rank) == A_TELLER + 1
+
+
+@pytest.mark.slow
+def test_members_that_one_has_made_up_keep_nobody_from_being_greeted(tmp_path: Path, run: Run) -> None:
+    one, honest = run.join(), run.join()
+    peers = one.peers
+    silent = socket.create_server(("127.0.0.1", 0))
+    made_up = [made_up_record(tmp_path / f"{number}.key", silent.getsockname()[1]) for number in range(200)]
+
+    async def hear() -> None:
+        peers.members.by_rank.clear()
+        for begin in range(0, len(made_up), 40):
+            peers._gossip.hear(made_up[begin : begin + 40], f"liar {begin // 100}")
+            await peers._gossip.beat()
+        peers._gossip.hear([honest.peers.record()], "honest")
+
+    with silent:
+        peers.background.run(hear(), patience(20))
+        assert len(peers._gossip._greetings) == AT_A_TIME
+        until(lambda: know(peers, honest.peers), 20)
+
+
+def made_up_record(path: Path, port: int) -> dict[str, Any]:
+    """Of a member that nobody is, at an address where nobody says a word."""
+    identity = Identity(path)
+    info = {"session": path.stem, "host": "x", "addresses": [f"/ip4/127.0.0.1/tcp/{port}/p2p/{identity.peer}"]}
+    info |= {"began": 0.0, "listed": True, "step": 1, "rate": 1.0, "trains": True, "shapes": "", "facts": {}}
+    return signed(identity, info)
 
 
 def test_one_that_could_not_be_reached_is_gone_until_it_says_something_newer() -> None:
@@ -270,6 +325,29 @@ def test_one_that_beats_but_no_longer_trains_is_not_waited_for() -> None:
     moved.signed_at = 3.0
     members.hear(moved)
     assert members.by_rank[1].arrives(50, 20.0)
+
+
+def test_one_that_says_it_trains_and_never_does_is_not_waited_for() -> None:
+    members = table()
+    members.hear(member(1, 40), first_hand=True)
+    assert members.training()
+    members.by_rank[1].moved -= STALLED_SECONDS + 1
+    assert not members.training() and not members.by_rank[1].arrives(50, 20.0)
+    members.heard_step(1, 41)
+    assert members.training(), "its first step has taken long"
+
+
+def test_the_time_of_a_long_round_does_not_count_as_time_without_a_step() -> None:
+    members = table(step=40, rate=1.0)
+    members.hear(member(1, 40, rate=1.0), first_hand=True)
+    members.stepped(1.0)
+    members._stepped -= 100.0  # type: ignore[operator]
+    members.by_rank[1].moved -= 100.0
+    members.stepped(1.0)
+    assert members.training()
+    members.by_rank[1].moved -= STALLED_SECONDS
+    members.stepped(1.0)
+    assert not members.training(), "it goes on no more, and this one does"
 
 
 def test_the_more_there_are_the_longer_each_counts_as_there() -> None:

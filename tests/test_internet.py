@@ -108,8 +108,10 @@ def unspoilt(live: Run, monkeypatch: pytest.MonkeyPatch) -> Run:
         peer.refused.clear()
         monkeypatch.setitem(peer.peers.info, "step", peer.peers.info["step"])
         for member in peer.peers.members.by_rank.values():
+            member.moved = time.monotonic()  # they never train
             for name in ("step", "rate", "believed", "failed"):
                 monkeypatch.setattr(member, name, getattr(member, name))
+    live.all_know_each_other()
     return live
 
 
@@ -425,7 +427,9 @@ def test_a_pair_meets_and_each_knows_what_the_other_weighs(pair: Run) -> None:
         key = "round 3 of fragment 0"
         return peer.meet(group, key, 5, weights[peer.rank], "", lambda party: party).wait(patience(60))
 
-    assert [(p.group, p.weights) for p in both(pair, meet)] == [(group, weights)] * 2
+    parties = both(pair, meet)
+    assert [(p.group, p.weights) for p in parties] == [(group, weights)] * 2
+    assert {p.host for p in parties} == {pair.peers[0]._matchmaker._hosts("round 3 of fragment 0")[0]}
 
 
 def test_one_with_other_anchors_is_told_that_it_is_behind(pair: Run) -> None:

@@ -171,6 +171,42 @@ def test_one_that_comes_to_a_peer_alone_begins_with_what_this_has_learnt(run: Ru
 
 
 @pytest.mark.slow
+def test_one_host_alone_cannot_have_a_replica_fetch_the_others_state(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However often it is the host in turn, and says that the replica's anchors are not the others'."""
+    method = methods.diloco(every=5, codec=ErrorFeedback(Quantize(bits=8)))
+    one, liar = run.join(), run.join()
+    run.all_know_each_other()
+    welcome = liar._matchmaker._welcome
+
+    fetched: list[bool] = []
+    averaged, steered = threading.Event(), threading.Event()
+
+    async def steer(rank: int, request: dict[str, Any]) -> dict[str, Any]:
+        lies = rank != liar.rank and averaged.is_set()
+        return {"weights": [], "behind": True} if lies else await welcome(rank, request)
+
+    async def fetch(identical: bool) -> None:
+        fetched.append(identical)
+        raise UserError("there is nothing to fetch")
+
+    def until_steered_in_turn(_: Session, rounds: list[Round]) -> bool:
+        outcomes = [round.outcome for round in rounds if round.outcome in ("averaged", "behind")]
+        if "averaged" in outcomes:
+            averaged.set()
+        if outcomes[-3:] == ["behind"] * 3:
+            steered.set()
+        return not steered.is_set()
+
+    monkeypatch.setattr(liar._matchmaker, "_welcome", steer)
+    monkeypatch.setattr(one._states, "fetch", fetch)
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(train, liar, method, lambda *_: not steered.is_set())
+        train(one, method, until_steered_in_turn)
+        other.result()
+    assert not fetched
+
+
+@pytest.mark.slow
 def test_one_that_comes_late_to_equal_anchors_gets_them_bit_for_bit(run: Run) -> None:
     method = methods.diloco(every=20, codec=ErrorFeedback(Quantize(bits=8)))
     first, done, steps = run.join(), threading.Event(), []

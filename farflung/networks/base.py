@@ -96,6 +96,8 @@ class Party:
     weights: dict[int, float]
     behind: bool = False
     """Whether this replica must catch up first, because its anchors are not the others'."""
+    host: int | None = None
+    """The member that has made the groups, and may lie."""
     seats: Mapping[int, Mapping[str, int]] = field(default_factory=dict)
     """The seat of the process that keeps each cell, by the cell's name, of members that are islands with several."""
 

@@ -107,6 +107,7 @@ class Doorkeeper:
         member = await self._peers.found(rank, PROMPT_SECONDS)
         if member is None or not member.doors:
             return rank, None
+        self._forget_the_gone()
         session, doors = self._known.get(rank, ("", None))
         if session == member.session:
             return rank, doors
@@ -127,6 +128,11 @@ class Doorkeeper:
             "there, or have it join with --gateway"
         )
         return rank, None
+
+    def _forget_the_gone(self) -> None:
+        here = self._peers.members.by_rank
+        self._known = {rank: known for rank, known in self._known.items() if rank in here}
+        self._failed = {rank: at for rank, at in self._failed.items() if rank in here}
 
     async def _asked(self, member: Member) -> Doors:
         """An island's doors, once each has proven that it is one. Raises as `stream`, and FrameError."""
@@ -200,14 +206,21 @@ def party_frame(party: Party, doors: Mapping[int, Doors], members: Iterable[Memb
     """A party, its members and their doors, for the island's other processes."""
     told = [[rank, one.told()] for rank, one in doors.items()]
     known = [{name: getattr(member, name) for name in WHEREABOUTS} for member in members]
-    return {"weights": list(party.weights.items()), "behind": party.behind, "doors": told, "members": known}
+    return {
+        "weights": list(party.weights.items()),
+        "behind": party.behind,
+        "host": party.host,
+        "doors": told,
+        "members": known,
+    }
 
 
 def party_in(told: Frame) -> tuple[Party, dict[int, Doors], list[Member]]:
     """See `party_frame`."""
     weights = dict(told["weights"])
     doors = {rank: doors_of(one) for rank, one in told["doors"]}
-    return Party(tuple(sorted(weights)), weights, told["behind"]), doors, [Member(**one) for one in told["members"]]
+    party = Party(tuple(sorted(weights)), weights, told["behind"], told["host"])
+    return party, doors, [Member(**one) for one in told["members"]]
 
 
 def seated(party: Party, doors: Mapping[int, Doors], cells: Sequence[str], peers: Peers) -> Party:

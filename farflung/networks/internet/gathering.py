@@ -9,14 +9,15 @@ from dataclasses import dataclass, field
 from farflung.networks.base import Party
 from farflung.networks.internet.contact.frames import Frame, FrameError, entry, number, reading, whole
 from farflung.networks.internet.contact.member import FURTHEST, LAST_RANK
+from farflung.networks.internet.contact.members import KNOWN, LOST
 
 LONGEST_PATIENCE_SECONDS = 600.0
 GRACE_SECONDS = 4.0
 """How long a guest whose patience is over waits on for most of the others."""
 HEAVIEST = 10.0
 """The largest weight in a group, in multiples of the least."""
-MOST = 4096
-"""Peers of a round at most."""
+WANTED, MOST = KNOWN + LOST + 1, 4096
+"""Peers that one can know and want in its group, and peers of a group, at most."""
 SHUNNED = 256
 """Peers at most of which a guest says that it takes none of their messages; a frame has room for few more."""
 
@@ -43,13 +44,15 @@ class Rendezvous:
 
     waiting: dict[int, Guest] = field(default_factory=dict)
     gone: set[int] = field(default_factory=set)
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    settling: asyncio.Task[None] | None = None
 
 
 @reading("a request to meet")
 def guest_of(request: Frame, rank: int) -> tuple[Guest, str]:
     """Who asks to be let in, from now on, and the name of the round. Raises FrameError."""
     wants, shuns = entry(request, "wants", list), entry(request, "shuns", list)
-    if len(wants) > MOST or len(shuns) > SHUNNED:
+    if len(wants) > WANTED or len(shuns) > SHUNNED:
         raise FrameError("a peer tells of too many others")
     loop = asyncio.get_running_loop()
     wanted = frozenset(whole(one, LAST_RANK) for one in wants)

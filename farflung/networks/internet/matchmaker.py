@@ -11,6 +11,7 @@ import hashlib
 import random
 import time
 from collections import OrderedDict
+from dataclasses import replace
 
 from farflung.errors import UserError
 from farflung.networks.base import Group, Party
@@ -21,6 +22,7 @@ from farflung.networks.internet.contact.members import KNOWN
 from farflung.networks.internet.contact.peers import Peers
 from farflung.networks.internet.contact.streams import PROMPT_SECONDS, PeerStream, RequestRefusedError
 from farflung.networks.internet.gathering import (
+    GRACE_SECONDS,
     SHUNNED,
     Guest,
     Rendezvous,
@@ -42,7 +44,7 @@ CALLED, CALL_AGAIN_SECONDS = 32, 2.0
 LOOK_SECONDS = 0.1
 """Seconds between two checks whether missing peers can still come."""
 RENDEZVOUS_KEPT = 256
-VISITS = 64
+VISITS = 16
 """Rounds at which a peer can be at a time."""
 HOSTS_TRIED = 3
 CROWD_SECONDS = 0.5
@@ -76,13 +78,13 @@ class Matchmaker:
         own = self._peers.identity.rank
         for host in self._hosts(key)[:HOSTS_TRIED]:
             if host == own:
-                return party_of(await self._welcome(own, request), own, weight)
+                return await self._at_home(request, weight)
             member = self._peers.members.by_rank.get(host)
             if member is None:
                 continue  # it has been gone for too long meanwhile
             try:
                 answer = await self._peers.ask(member, {"kind": "meet", **request}, patience_s + PROMPT_SECONDS)
-                return party_of(answer, own, weight)
+                return replace(party_of(answer, own, weight), host=host)
             except FrameError as error:
                 self._peers.guard.strike(member.peer, "bad answer", str(error))
             except RequestRefusedError:
@@ -90,6 +92,14 @@ class Matchmaker:
             except UNREACHABLE:
                 self._peers.members.failed(host)
         return Party((), {})
+
+    async def _at_home(self, request: Frame, weight: float) -> Party:
+        """The group of a round that this peer hosts itself."""
+        own = self._peers.identity.rank
+        try:
+            return replace(party_of(await self._welcome(own, request), own, weight), host=own)
+        except (TimeoutError, RequestRefusedError):
+            return Party((), {})
 
     def _hosts(self, key: str) -> list[int]:
         """Who may host a round, in the order in which they are to be asked."""
@@ -99,12 +109,21 @@ class Matchmaker:
         return [member.rank for member in self._peers.members.training()] + [self._peers.identity.rank]
 
     async def _on_meet(self, stream: PeerStream, frame: Frame) -> None:
-        answer = await self._welcome(stream.member.rank, frame)
-        with contextlib.suppress(*UNREACHABLE):
-            await stream.tell(answer)
+        welcome = asyncio.ensure_future(self._welcome(stream.member.rank, frame))
+        left = asyncio.ensure_future(stream.reader.read(1))
+        try:
+            await asyncio.wait([welcome, left], return_when=asyncio.FIRST_COMPLETED)
+            if welcome.done():
+                answer = welcome.result()
+                with contextlib.suppress(*UNREACHABLE):
+                    await stream.tell(answer)
+        finally:
+            welcome.cancel()
+            left.cancel()
+            await asyncio.wait([welcome, left])  # until then nobody else may read
 
     async def _welcome(self, rank: int, request: Frame) -> Frame:
-        """Admits a peer, and yields its group in the end."""
+        """Admits a peer, and yields its group in the end. Raises FrameError and RequestRefusedError."""
         guest, key = guest_of(request, rank)
         self._peers.members.heard_step(rank, guest.step)
         if key not in self._rendezvous:
@@ -115,12 +134,12 @@ class Matchmaker:
         if sum(rank in other.waiting for other in self._rendezvous.values()) >= VISITS:
             raise RequestRefusedError("it is at too many rounds at a time")
         rendezvous.waiting[rank] = guest
+        rendezvous.changed.set()
+        if rendezvous.settling is None or rendezvous.settling.done():
+            rendezvous.settling = self._peers.background.spawn(self._settle_until_all_have_gone(rendezvous))
         try:
-            self._settle(rendezvous)
-            while not guest.answer.done():
-                await asyncio.wait([guest.answer], timeout=LOOK_SECONDS)
-                self._settle(rendezvous)
-            return guest.answer.result()
+            async with asyncio.timeout_at(guest.until + 2 * GRACE_SECONDS):
+                return await guest.answer
         finally:
             rendezvous.waiting.pop(rank, None)
 
@@ -135,22 +154,32 @@ class Matchmaker:
     async def _call_missing(self, rendezvous: Rendezvous) -> None:
         """Asks those who have not come how far they are: some are dead, and the last news is that they train."""
         await asyncio.sleep(CALL_SECONDS)
+        now = time.monotonic()
+        self._called = {rank: at for rank, at in self._called.items() if now - at < CALL_AGAIN_SECONDS}
         wanted = {rank for guest in rendezvous.waiting.values() for rank in guest.wants}
         missing = sorted(wanted - rendezvous.waiting.keys() - rendezvous.gone)
         members = [member for rank in missing if (member := self._peers.members.by_rank.get(rank)) and member.alive]
         await asyncio.gather(*map(self._call, random.sample(members, min(CALLED, len(members)))))
 
     async def _call(self, member: Member) -> None:
-        now = time.monotonic()
-        if now - self._called.get(member.rank, -CALL_AGAIN_SECONDS) < CALL_AGAIN_SECONDS:
+        if member.rank in self._called:
             return
-        self._called[member.rank] = now
+        self._called[member.rank] = time.monotonic()
         try:
             await self._peers.handshake(member.peer)
         except TimeoutError:
             pass  # it may only be busy
         except (*UNREACHABLE, UserError, FrameError, RequestRefusedError):
             self._peers.members.failed(member.rank)
+
+    async def _settle_until_all_have_gone(self, rendezvous: Rendezvous) -> None:
+        """Settles a round whenever somebody has come, and now and then."""
+        while rendezvous.waiting:
+            rendezvous.changed.clear()
+            self._settle(rendezvous)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LOOK_SECONDS):
+                    await rendezvous.changed.wait()
 
     def _settle(self, rendezvous: Rendezvous) -> None:
         """Makes groups of guests that need not wait for anybody else."""
@@ -174,16 +203,18 @@ class Matchmaker:
         """Whether nobody whom a guest wants to meet can still come, or it waits no longer."""
         crowded = len(guest.wants) <= 2 and len(self._peers.members.by_rank) >= KNOWN
         until = min(guest.until, guest.came + CROWD_SECONDS) if crowded else guest.until
-        return until <= now or not any(self._comes(rank, guest, rendezvous) for rank in guest.wants)
+        return until <= now or not self._any_comes(guest.wants, guest, rendezvous)
 
     def _anybody(self, guest: Guest, rendezvous: Rendezvous) -> bool:
         """Whether a guest may still find a partner, among those here or expected."""
-        return len(rendezvous.waiting) > 1 or any(self._comes(rank, guest, rendezvous) for rank in self._expected())
+        return len(rendezvous.waiting) > 1 or self._any_comes(frozenset(self._expected()), guest, rendezvous)
 
-    def _comes(self, rank: int, guest: Guest, rendezvous: Rendezvous) -> bool:
-        """Whether a missing peer can still come while a guest waits."""
-        if rank in rendezvous.waiting or rank in rendezvous.gone:
-            return False
+    def _any_comes(self, ranks: frozenset[int], guest: Guest, rendezvous: Rendezvous) -> bool:
+        """Whether one of those that have not come can still do so while a guest waits."""
+        return any(self._comes(rank, guest) for rank in ranks.difference(rendezvous.waiting, rendezvous.gone))
+
+    def _comes(self, rank: int, guest: Guest) -> bool:
+        """Whether one that has not come can still do so while a guest waits."""
         left = guest.until - asyncio.get_running_loop().time()
         info = self._peers.info
         if rank == self._peers.identity.rank:

@@ -133,7 +133,9 @@ class InternetNetwork(Exchanges):
         """See ElasticNetwork. Raises UserError where this peer cannot stay."""
         self.peers.check()
         counted = counted_step(step, every, self.peers.members, self._pace.begins)
-        self.peers.info.update(trains=True, rate=self._pace.step(self.now()), step=counted)
+        rate = self._pace.step(self.now())
+        self.peers.info.update(trains=True, rate=rate, step=counted)
+        self.peers.members.stepped(rate)
         return counted
 
     @property

@@ -37,6 +37,7 @@ class Background:
         self._tell = tell
         self._ending = False
         self._tasks: set[asyncio.Task[None]] = set()
+        self._told: set[str] = set()
         self._loop = _Loop()
         self._loop.set_exception_handler(self._unheard)
         self._waiting = ThreadPoolExecutor(MOST_WAITING, "rounds")
@@ -69,8 +70,7 @@ class Background:
         return task
 
     def keep(self, what: str, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Does work that never ends; begins it again when it fails, and tells each fault once."""
-        told: set[str] = set()
+        """Does work that never ends; begins it again when it fails, and tells of that."""
 
         async def kept() -> None:
             while True:
@@ -78,10 +78,7 @@ class Background:
                     await work()
                     return
                 except Exception as error:
-                    fault = plain(f"{what} has failed, and begins again: {error!r}")
-                    if fault not in told and len(told) < MOST_FAULTS:
-                        told.add(fault)
-                        self._tell(fault)
+                    self.tell_once(f"{what} has failed, and begins again: {error!r}")
                 await asyncio.sleep(AGAIN_SECONDS)
 
         self.spawn(kept())
@@ -110,7 +107,14 @@ class Background:
     def _ended(self, work: asyncio.Future[Any] | Future[Any]) -> None:
         error = None if work.cancelled() else work.exception()
         if error and not self._ending:
-            self._tell(plain(f"a part of this peer's work has failed: {error!r}"))
+            self.tell_once(f"a part of this peer's work has failed: {error!r}")
+
+    def tell_once(self, fault: str) -> None:
+        """Tells of a fault, unless it was told before."""
+        fault = plain(fault)
+        if fault not in self._told and len(self._told) < MOST_FAULTS:
+            self._told.add(fault)
+            self._tell(fault)
 
     def _unheard(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """Logs what has ended a task that nobody waits for, but not that the daemon has gone: who calls it is told."""

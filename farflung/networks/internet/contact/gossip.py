@@ -11,7 +11,7 @@ import json
 import random
 import time
 import zlib
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -40,10 +40,10 @@ LARGEST_NEWS = 1 << 18
 """Bytes of the records in one message, unpacked."""
 JITTER = 0.2
 """The part by which pauses between beats differ, so that peers do not beat together."""
-AT_A_TIME = 8
-"""Members that are greeted at a time."""
-ENOUGH = 24
-"""With so many proven members, others are greeted one in each beat only."""
+AT_A_TIME, OF_A_TELLER = 8, 4
+"""Members that are greeted at a time, and those among them of which one other has told."""
+ENOUGH, ARRIVE_SECONDS = 24, 10.0
+"""A newcomer that knows so many, or has looked for so long, begins."""
 OFTEN, OFTEN_SECONDS = 6, 4.0
 """A member that comes so often in so short a time is not answered."""
 LONGEST_PAUSE = 600.0
@@ -56,8 +56,10 @@ class Gossip:
     def __init__(self, peers: Peers) -> None:
         self._peers = peers
         self._came: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=OFTEN))
-        self._greetings: dict[str, asyncio.Task[None]] = {}
-        self._turns = asyncio.Semaphore(AT_A_TIME)
+        self._greetings: dict[str, tuple[str, asyncio.Task[None]]] = {}
+        """Who is greeted, and who has told of it."""
+        self._swaps: set[int] = set()
+        self._turns_of_the_lost = asyncio.Semaphore(AT_A_TIME)
         self._calls: dict[str, tuple[float, float]] = {}
         """When each that is lost is called again, and the pause after that."""
         self._alone: bool | None = None
@@ -65,11 +67,16 @@ class Gossip:
         peers.handlers["news"] = self._on_news
 
     async def arrive(self) -> None:
-        """Hears of many, and greets them."""
-        known = self._peers.members.proven()
-        await asyncio.gather(*(self._swap(member, many=True) for member in known[:3]))
-        if greetings := list(self._greetings.values()):
-            await asyncio.wait(greetings)
+        """Hears of many, and greets them until it knows enough."""
+        members = self._peers.members
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(ARRIVE_SECONDS):
+                await asyncio.gather(*(self._swap(member, many=True) for member in members.in_good_standing()[:3]))
+                self._greet()
+                while self._greetings and len(members.proven()) < ENOUGH:
+                    under_way = [task for _, task in self._greetings.values()]
+                    await asyncio.wait(under_way, return_when=asyncio.FIRST_COMPLETED)
+                    self._greet()
 
     async def go_on(self) -> None:
         """Beats for ever."""
@@ -81,23 +88,22 @@ class Gossip:
             await self.beat()
 
     async def beat(self) -> None:
-        """Swaps news with one member: one that was only heard of, or else the one that is silent for longest."""
-        members = self._peers.members
-        if unproven := members.unproven():
-            self._greet(random.choice(unproven))
-        elif proven := members.proven():
-            await self._swap(min(proven, key=lambda member: member.heard))
+        """Begins to greet some that were only heard of, and to swap news with the one that is silent for longest."""
+        self._greet()
+        known = [member for member in self._peers.members.in_good_standing() if member.rank not in self._swaps]
+        if known:
+            self._peers.background.spawn(self._swap(min(known, key=lambda member: member.heard)))
 
-    def hear(self, told: Iterable[Frame]) -> None:
-        """Takes records; those that are forged are dropped and counted."""
+    def hear(self, told: Iterable[Frame], teller: str) -> None:
+        """Takes records that a peer has told; those that are forged are dropped and counted."""
         for record in told:
             try:
-                self._hear(record)
+                self._hear(record, teller)
             except FrameError:
                 self._peers.guard.refuse("forged record")
 
     @reading("a record")
-    def _hear(self, record: Frame) -> None:
+    def _hear(self, record: Frame, teller: str) -> None:
         about, members = entry(record, "about", dict), self._peers.members
         known = members.of_peer(entry(about, "peer", str))
         if known and number(about.get("time")) <= known.signed_at:
@@ -106,19 +112,33 @@ class Gossip:
         if news.peer == self._peers.identity.peer:
             self._peers.meet_oneself(news)
             return
-        heard = news.listed and news.door_of is None and members.hear(news)
-        if heard and not news.proven and len(members.proven()) < ENOUGH:
-            self._greet(news)
+        if news.listed and news.door_of is None:
+            news.teller = teller
+            members.hear(news)
 
-    def _greet(self, member: Member) -> None:
-        """Begins to have one that was only heard of prove that it is there."""
-        if member.peer not in self._greetings:
-            self._greetings[member.peer] = self._peers.background.spawn(self._prove(member))
+    def _greet(self) -> None:
+        """Begins to have some that were only heard of prove that they are there.
+
+        Those that one other has told of it may have made up, and nobody answers there: others' come first.
+        """
+        waiting: defaultdict[str, list[Member]] = defaultdict(list)
+        for member in self._peers.members.unproven():
+            if member.peer not in self._greetings:
+                waiting[member.teller].append(member)
+        under_way = Counter(teller for teller, _ in self._greetings.values())
+        while waiting and len(self._greetings) < AT_A_TIME:
+            teller = min(waiting, key=lambda teller: (under_way[teller], random.random()))
+            if under_way[teller] >= OF_A_TELLER:
+                break
+            member = waiting[teller].pop(random.randrange(len(waiting[teller])))
+            self._greetings[member.peer] = teller, self._peers.background.spawn(self._prove(member))
+            under_way[teller] += 1
+            if not waiting[teller]:
+                del waiting[teller]
 
     async def _prove(self, member: Member) -> None:
         try:
-            async with self._turns:
-                await self._peers.handshake(member.peer)
+            await self._peers.handshake(member.peer)
         except (*UNREACHABLE, RequestRefusedError, FrameError, UserError):
             self._peers.members.failed(member.rank)
         finally:
@@ -126,15 +146,18 @@ class Gossip:
 
     async def _swap(self, member: Member, many: bool = False) -> None:
         """Tells a member of others, and hears of others from it."""
+        self._swaps.add(member.rank)
         try:
             async with asyncio.timeout(PROMPT_SECONDS), self._peers.stream(member) as stream:
                 await self._tell(stream, {"kind": "news", "many": many}, TOLD)
                 answer = await stream.hear()
-                self.hear(await self._told(stream, answer))
+                self.hear(await self._told(stream, answer), member.peer)
         except FrameError as error:
             self._peers.guard.strike(member.peer, "bad news", str(error))
         except (*UNREACHABLE, RequestRefusedError):
             self._peers.members.failed(member.rank)
+        finally:
+            self._swaps.discard(member.rank)
 
     async def _on_news(self, stream: PeerStream, frame: Frame) -> None:
         came, now = self._came[stream.member.peer], time.monotonic()
@@ -144,7 +167,7 @@ class Gossip:
         came.append(now)
         self._forget_who_came()
         before = self._peers.members.of_peer(stream.member.peer)
-        self.hear(await self._told(stream, frame))
+        self.hear(await self._told(stream, frame), stream.member.peer)
         after = self._peers.members.of_peer(stream.member.peer)
         # Another process may have its key: each then hears of the other.
         twin = [before] if before and after and before.session != after.session else []
@@ -157,7 +180,8 @@ class Gossip:
     async def _tell(self, stream: PeerStream, head: Frame, count: int, also: Sequence[Member] = ()) -> None:
         """Sends this peer's record and those of some others."""
         to, now = stream.member.peer, time.monotonic()
-        others = [member for member in self._peers.members.proven() if member.record and member.peer != to]
+        known = self._peers.members.in_good_standing()
+        others = [member for member in known if member.record and member.peer != to]
         chosen = [*also, *random.sample(others, min(count, len(others)))]
         told = [{**one.record, "age": now - one.heard} for one in chosen]
         content = zlib.compress(json.dumps([self._peers.record(), *told], separators=(",", ":")).encode())
@@ -184,7 +208,7 @@ class Gossip:
 
     async def _call(self, peer: str) -> None:
         with contextlib.suppress(*UNREACHABLE, RequestRefusedError, FrameError, UserError):
-            async with self._turns:
+            async with self._turns_of_the_lost:
                 await self._peers.handshake(peer)
 
     def _tell_if_alone(self) -> None:

@@ -34,11 +34,20 @@ class Guard:
     def strike(self, peer: str, kind: str, why: str) -> None:
         """Counts an offence of a member; the third within ten minutes bans it."""
         self.refused[kind] += 1
-        now, strikes = time.monotonic(), self._strikes[peer]
+        now = time.monotonic()
+        self._forget(now - BAN_SECONDS)
+        strikes = self._strikes[peer]
         strikes.append(now)
         if len(strikes) == STRIKES and now - strikes[0] < BAN_SECONDS and not self.bans(peer):
             self._banned[peer] = now
             self._tell(f"peer {peer[-8:]} is banned for {BAN_SECONDS / 60:g} minutes: {plain(why)}")
+
+    def _forget(self, before: float) -> None:
+        """Drops what was long ago, or those with many keys would fill the memory."""
+        for long_ago in [peer for peer, strikes in self._strikes.items() if strikes[-1] < before]:
+            del self._strikes[long_ago]
+        for long_ago in [peer for peer, banned in self._banned.items() if banned < before]:
+            del self._banned[long_ago]
 
     def bans(self, peer: str) -> bool:
         """Whether a peer is banned."""

@@ -14,7 +14,7 @@ from hivemind.proto import crypto_pb2
 from farflung.errors import UserError
 from farflung.files import replacing
 
-KEY_BYTES = 32
+KEY_BYTES, SIGNATURE_BYTES = 32, 64
 ID_BYTES = b"\x00\x24\x08\x01\x12\x20"
 """What stands before the key in an Ed25519 key's libp2p id: the id is the key itself, not its hash."""
 RANK_BITS = 52
@@ -58,6 +58,8 @@ def is_peer(peer: str) -> bool:
 
 def signed_by(peer: str, signature: str, text: bytes) -> bool:
     """Whether the owner of a libp2p id has signed a text."""
+    if len(signature) != 2 * SIGNATURE_BYTES:  # fromhex would skip any number of spaces
+        return False
     try:
         key = Ed25519PublicKey.from_public_bytes(PeerID.from_base58(peer).to_bytes()[len(ID_BYTES) :])
         key.verify(bytes.fromhex(signature), text)

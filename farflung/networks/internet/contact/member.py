@@ -76,6 +76,8 @@ class Member:
     """Since when, by this machine's clock alone: what others say of time earns nobody a step."""
     proven: bool = False
     """Whether this peer has spoken with it, and not only heard of it."""
+    teller: str = ""
+    """Who has told of it first, by libp2p id."""
     failed: bool = False
 
     @property
@@ -91,7 +93,8 @@ class Member:
     @property
     def stalled(self) -> bool:
         """Whether it trains no more, though it may say so."""
-        return self.rate > 0 and time.monotonic() - self.moved > max(STALLED_SECONDS, STALLED_STEPS / self.rate)
+        longest = max(STALLED_SECONDS, STALLED_STEPS / self.rate) if self.rate else STALLED_SECONDS
+        return time.monotonic() - self.moved > longest
 
     def step_now(self, caution: float = CAUTION) -> float:
         """The step that it has reached at least, by its last record; is likely at, with a caution of 1."""

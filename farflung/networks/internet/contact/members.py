@@ -7,7 +7,6 @@ import math
 import random
 import statistics
 import time
-from collections import Counter
 from collections.abc import Callable
 
 from farflung.networks.internet.contact.frames import Frame
@@ -19,7 +18,9 @@ KNOWN, LOST = 128, 256
 LASTS_PER_MEMBER = 1.0
 """Seconds that a member counts as there longer for each other one: the more they are, the rarer is news of each."""
 AN_ADDRESS = 64
-"""Members at one machine's address: one who makes up many must have many machines."""
+"""Members that are there at one machine's address, as they say: one who makes up many must make up machines, too."""
+A_TELLER = 48
+"""Members that were only heard of from one other."""
 MAJORITY_OF = 3
 """So many claims or more are believed where most agree."""
 
@@ -35,6 +36,7 @@ class Members:
         self.by_rank: dict[int, Member] = {}
         self._own = own
         self._shuns = shuns
+        self._stepped: float | None = None
 
     def hear(self, news: Member, first_hand: bool = False) -> bool:
         """Takes news of a peer, or from itself; whether they were any. Who first had a rank keeps it."""
@@ -51,9 +53,22 @@ class Members:
         if known and again:
             news.step = max(news.step, known.step)  # it may have said so by the way since it wrote its record
             news.moved = known.moved if news.step == known.step else news.heard
+            news.teller = known.teller
         news.lasts = ALIVE_SECONDS + LASTS_PER_MEMBER * len(self.by_rank)
         self.by_rank[news.rank] = news
         return True
+
+    def stepped(self, rate: float) -> None:
+        """Records that this peer has made a step, at so many a second.
+
+        The time of a long round, in which it made none, does not count as time in which others did not train.
+        """
+        now = time.monotonic()
+        paused = now - self._stepped - 2 / rate if self._stepped and rate else 0.0
+        self._stepped = now
+        if paused > 0:
+            for member in self.all():
+                member.moved = min(now, member.moved + paused)
 
     def heard_step(self, rank: int, step: int) -> None:
         """Records a step that a peer has mentioned."""
@@ -98,7 +113,11 @@ class Members:
 
     def training(self) -> list[Member]:
         """Those that are there, train and are not banned, in order of rank."""
-        return [m for m in self.proven() if m.trains and not m.stalled and not self._shuns(m.peer)]
+        return [member for member in self.in_good_standing() if member.trains and not member.stalled]
+
+    def in_good_standing(self) -> list[Member]:
+        """Those that are there, have been spoken with and are not banned, in order of rank."""
+        return [member for member in self.proven() if not self._shuns(member.peer)]
 
     def missing(self) -> list[Member]:
         """Those that have gone; who was only heard of is forgotten."""
@@ -139,12 +158,15 @@ class Members:
 
     def _room_for(self, news: Member, proven: bool) -> bool:
         """Makes room for one more, and who was only heard of goes first; whether there is some."""
-        if Counter(_machine(member) for member in self.by_rank.values())[_machine(news)] >= AN_ADDRESS:
+        there = [member for member in self.all() if member.alive]
+        if sum(_machine(member) == _machine(news) for member in there) >= AN_ADDRESS:
+            return False
+        if not proven and sum(member.teller == news.teller for member in self.unproven()) >= A_TELLER:
             return False
         gone = sorted(self.missing(), key=lambda member: member.heard)
         for member in gone[: max(0, len(gone) - LOST)]:
             del self.by_rank[member.rank]
-        if len(self.by_rank) - len(gone) < KNOWN:
+        if len(there) < KNOWN:
             return True
         giving_way = self.unproven() or (self.proven() if proven else [])
         if not giving_way:

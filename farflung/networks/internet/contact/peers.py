@@ -127,7 +127,8 @@ class Peers:
     @property
     def addresses(self) -> tuple[str, ...]:
         """This peer's addresses, then the others', for tickets."""
-        others = (address for member in self.members.proven()[:IN_TICKETS] for address in member.addresses)
+        known = self.members.in_good_standing()[:IN_TICKETS]
+        others = (address for member in known for address in member.addresses)
         return tuple(dict.fromkeys((*self.info["addresses"], *others)))
 
     async def found(self, rank: int, seconds: float) -> Member | None:
@@ -195,7 +196,7 @@ class Peers:
     async def announce(self, **info: Any) -> None:
         """Says of itself what some others should hear before the next beat, and hears of them."""
         self.info.update(info)
-        members = self.members.proven()
+        members = self.members.in_good_standing()
         told = random.sample(members, min(ANNOUNCED, len(members)))
         await asyncio.gather(*(self.handshake(member.peer) for member in told), return_exceptions=True)
 
@@ -299,12 +300,15 @@ class Peers:
             self.guard.refuse("too slow")
         except UNREACHABLE:
             pass  # who has gone meanwhile is missed by those who wait for it
-        except Exception as error:
+        except FrameError as error:
             if member is None:
                 self.guard.refuse("stranger")
             else:
                 self.guard.strike(liable, "bad request", str(error))
             await _refuse(streams[1], error)
+        except Exception as error:  # who asks is not to blame for what is wrong here
+            self.background.tell_once(f"an answer to another peer has failed: {error!r}")
+            await _refuse(streams[1], RequestRefusedError("this peer cannot answer"))
 
     def _liable(self, peer: str) -> str:
         """Who answers for what a peer does: for a door the island that has named it, whatever it says itself."""
