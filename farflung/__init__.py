@@ -4,38 +4,39 @@ Programs can rely on what is in `__all__`, here and in the rooms that it names; 
 change with any release.
 """
 
+import importlib
 import logging
 from typing import TYPE_CHECKING, Any
 
-from farflung import codecs, methods, networks, outer
-from farflung.codecs import Codec, Dense, ErrorFeedback, LowRank, Modulo, Quantize, TopK, codec_named
 from farflung.errors import UserError
 from farflung.formats import package_version
-from farflung.networks import (
-    Conditions,
-    ElasticNetwork,
-    Network,
-    PeerLostError,
-    SimulatedNetwork,
-    Simulation,
-    TorchNetwork,
-    Traffic,
-    from_env,
-)
-from farflung.outer import (
-    DisagreementError,
-    DivergedError,
-    Everyone,
-    GossipNesterov,
-    Method,
-    RandomGroups,
-    Round,
-    Schedule,
-    Session,
-)
 
 if TYPE_CHECKING:
+    from farflung import codecs, methods, networks, outer
+    from farflung.codecs import Codec, Dense, ErrorFeedback, LowRank, Modulo, Quantize, TopK, codec_named
+    from farflung.networks import (
+        Conditions,
+        ElasticNetwork,
+        Network,
+        PeerLostError,
+        SimulatedNetwork,
+        Simulation,
+        TorchNetwork,
+        Traffic,
+        from_env,
+    )
     from farflung.networks.internet import InternetNetwork
+    from farflung.outer import (
+        DisagreementError,
+        DivergedError,
+        Everyone,
+        GossipNesterov,
+        Method,
+        RandomGroups,
+        Round,
+        Schedule,
+        Session,
+    )
 
 __all__ = [
     "Codec",
@@ -78,9 +79,16 @@ __version__ = package_version()
 logging.getLogger("farflung").addHandler(logging.NullHandler())
 
 
-def __getattr__(name: str) -> Any:
-    if name == "InternetNetwork":  # hivemind is an extra, and takes seconds to import
-        from farflung.networks.internet import InternetNetwork
+ROOMS = ("codecs", "methods", "networks", "outer")
 
-        return InternetNetwork
+
+def __getattr__(name: str) -> Any:
+    """Imports what is asked for: torch takes seconds, in which the command line must hear signals already."""
+    if name in ROOMS:
+        return importlib.import_module(f"farflung.{name}")
+    if name == "InternetNetwork":  # hivemind is an extra
+        return importlib.import_module("farflung.networks.internet").InternetNetwork
+    if name in __all__:
+        rooms = (importlib.import_module(f"farflung.{room}") for room in ROOMS)
+        return next(getattr(room, name) for room in rooms if name in getattr(room, "__all__", ()))
     raise AttributeError(f"module 'farflung' has no attribute {name!r}")

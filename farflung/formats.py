@@ -54,7 +54,7 @@ class Format:
         return found
 
 
-PROTOCOL = Format("internet protocol", 2)
+PROTOCOL = Format("internet protocol", 3)
 """What peers on the internet say to each other. All peers of a run speak the same version."""
 CHECKPOINT = Format("checkpoint", 2)
 """What a file in `checkpoints/` holds; see training/checkpoint.py."""

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -41,7 +42,18 @@ def pytest_runtest_call() -> None:
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """For tests on the internet network, which mostly wait for beats."""
-    monkeypatch.setattr("farflung.networks.internet.contact.directory.BEAT_SECONDS", 0.5)
+    monkeypatch.setattr("farflung.networks.internet.contact.gossip.BEAT_SECONDS", 0.5)
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of its own."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=40m", "tmpfs", str(folder)], capture_output=True).returncode:
+        pytest.skip("a small disk can only be mounted by root")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
 @pytest.fixture

@@ -103,6 +103,15 @@ def run_here(monkeypatch: pytest.MonkeyPatch, folder: Path, *arguments: str) -> 
     return 0
 
 
+def fill(disk: Path) -> Path:
+    """Fills a disk to the last byte; the file that does."""
+    filler = disk / "filler"
+    with filler.open("ab", 0) as file, pytest.raises(OSError, match="No space"):
+        while file.write(bytes(1 << 20)):
+            pass
+    return filler
+
+
 def same(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> bool:
     """Whether two models, of at least one tensor, are the same bit for bit."""
     return bool(one) and one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)

@@ -13,6 +13,7 @@ FLOORS = {
     "renamed": 1,
     "tables": 2,
     "scoped": 1,
+    "signals": 1,
     "formats": 1,
     "events": 2,
     "registry": 2,

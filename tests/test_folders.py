@@ -3,13 +3,12 @@
 import json
 import shutil
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from patience import patience
-from processes import SMALL, free_port, run_here, same_weights, trained
+from processes import SMALL, fill, free_port, run_here, same_weights, trained
 from warm import Python
 
 from farflung.errors import UserError
@@ -198,17 +197,6 @@ def test_a_restart_whose_others_never_come_removes_nothing(
     assert "replica 1 of 2 has not come" in capsys.readouterr().err and everything_in(one) == before
 
 
-@pytest.fixture
-def disk(tmp_path: Path) -> Iterator[Path]:
-    """A disk of its own."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=40m", "tmpfs", str(folder)], capture_output=True).returncode:
-        pytest.skip("a small disk can only be mounted by root")
-    yield folder
-    subprocess.run(["umount", "-l", str(folder)], check=True)
-
-
 def test_what_cannot_be_written_is_refused_in_one_line(
     run: Path, disk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -235,9 +223,7 @@ def test_a_disk_that_was_always_full_leaves_no_empty_folders_and_good_advice(
 
     def step(trainer: Trainer, outer: Any) -> None:
         if trainer.step == 3 and not (disk / "filler").exists():
-            with (disk / "filler").open("ab", 0) as file, pytest.raises(OSError, match="No space"):
-                while file.write(bytes(1 << 20)):
-                    pass
+            fill(disk)
         original(trainer, outer)
         if trainer.step == 12:
             raise StoppedError("stopped after step 12")

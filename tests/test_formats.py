@@ -25,8 +25,7 @@ from farflung.events import EvaluationEvent, Event, RoundEvent, StartEvent, Step
 from farflung.formats import CHECKPOINT, EVENTS, FORMATS, PROTOCOL, RUN_FOLDER, Format
 from farflung.networks.internet import read_ticket
 from farflung.networks.internet.contact.handshake import disagreement
-from farflung.networks.internet.contact.identity import peer_of
-from farflung.networks.internet.contact.members import member_of
+from farflung.networks.internet.contact.identity import signed_by
 from farflung.report import read_run, write_report
 from farflung.settings import read_settings
 from farflung.training import checkpoint, launch
@@ -47,7 +46,7 @@ def test_the_newest_version_of_each_format_has_a_sample() -> None:
     assert json.loads((newest / "events" / "replica-0.jsonl").read_text().splitlines()[0])["format"] == EVENTS.version
     assert checkpoint.read(newest / "checkpoints" / "averaged.pt")["format"] == CHECKPOINT.version
     assert [int(run.name.partition("-")[2]) for run in RUNS] == list(range(len(RUNS)))
-    assert frames_of(HANDSHAKES[-1])[-1]["protocol"] == PROTOCOL.version
+    assert frames_of(HANDSHAKES[-1])[-1]["about"]["protocol"] == PROTOCOL.version
     assert [int(kept.name.partition("-")[2]) for kept in HANDSHAKES] == list(range(len(HANDSHAKES)))
 
 
@@ -219,18 +218,22 @@ def frames_of(kept: Path) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("kept", HANDSHAKES, ids=lambda kept: kept.name)
 def test_a_handshake_of_each_version_proves_the_same_and_is_taken_or_refused(kept: Path) -> None:
     ticket = read_ticket(kept / "ticket")
-    ask, answer, told, run = frames_of(kept)
-    asker, answerer = (peer_of(about["public"]) for about in (told["about"], run))
-    assert ticket.proves(answer["proof"], "answer", ask["nonce"], answer["nonce"], asker, answerer)
-    assert ticket.proves(told["proof"], "ask", answer["nonce"], ask["nonce"], asker, answerer)
-    assert [member_of(told["about"], asker).trains, member_of(run, answerer).peer] == [False, answerer]
+    ask, answer, told, welcome = frames_of(kept)
+    run = welcome.get("about", welcome)
+    version = told["about"].get("protocol", 0)
     now = {**run, "protocol": PROTOCOL.version, "version": "7.0"}
     said = disagreement(told["about"], now)
-    version = told["about"].get("protocol", 0)
-    assert (version == PROTOCOL.version) == (said == "")
-    if said:
+    if version != PROTOCOL.version:
         assert f"with internet protocol {version}, the run's peers have farflung 7.0" in said and "\n" not in said
         assert said.endswith("update farflung: pip install farflung==7.0")
+        return
+    asker, answerer = told["about"]["peer"], run["peer"]
+    assert said == ""
+    assert ticket.proves(answer["proof"], "answer", ask["nonce"], answer["nonce"], asker, answerer)
+    assert ticket.proves(told["proof"], "ask", answer["nonce"], ask["nonce"], asker, answerer)
+    for one in (told, welcome):
+        text = json.dumps(one["about"], sort_keys=True, separators=(",", ":")).encode()
+        assert signed_by(one["about"]["peer"], one["signature"], text)
 
 
 def test_the_command_line_says_all_versions(

@@ -27,7 +27,6 @@ from farflung.formats import PROTOCOL
 from farflung.networks import Party, PeerLostError, SharedState
 from farflung.networks.internet import Identity, InternetNetwork, ListenAddress, Peers, Ticket, read_ticket, transport
 from farflung.networks.internet.contact.background import Background
-from farflung.networks.internet.contact.directory import member_in
 from farflung.networks.internet.contact.frames import LARGEST_FRAME, FrameError, encoded, read_frame
 from farflung.networks.internet.contact.guard import (
     STREAMS,
@@ -38,9 +37,10 @@ from farflung.networks.internet.contact.guard import (
     Guard,
 )
 from farflung.networks.internet.contact.handshake import check_clock
-from farflung.networks.internet.contact.members import Member, Members, member_of
+from farflung.networks.internet.contact.member import Member, member_in, signed
+from farflung.networks.internet.contact.members import Members
 from farflung.networks.internet.contact.streams import PeerStream, RequestRefusedError
-from farflung.networks.internet.matchmaker import party_of
+from farflung.networks.internet.gathering import party_of
 from farflung.testing.liars import Liar, Stranger, as_a_stranger
 
 PEER = "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
@@ -108,7 +108,7 @@ def unspoilt(live: Run, monkeypatch: pytest.MonkeyPatch) -> Run:
         peer.refused.clear()
         monkeypatch.setitem(peer.peers.info, "step", peer.peers.info["step"])
         for member in peer.peers.members.by_rank.values():
-            for name in ("step", "rate", "failed"):
+            for name in ("step", "rate", "believed", "failed"):
                 monkeypatch.setattr(member, name, getattr(member, name))
     return live
 
@@ -251,9 +251,9 @@ def test_a_hundred_thousand_garbled_requests_of_a_member_change_nothing(pair: Ru
 def test_a_stranger_is_refused_before_anything_is_read_and_counted(pair: Run) -> None:
     one = pair.peers[0]
 
-    async def attack(stranger: Stranger) -> tuple[bytes, bytes, bool]:
+    async def attack(stranger: Stranger) -> tuple[bytes, bytes, list[str]]:
         packet = encoded({"kind": "packet", "run": pair.ticket.run, "size": 5}) + b"12345"
-        found, _ = await stranger.use_the_directory()
+        found = await stranger.ask_for_peers()
         return await stranger.send(packet), await stranger.guess_the_secret(), found
 
     asked, guessed, found = as_a_stranger(pair.ticket, attack)
@@ -315,7 +315,7 @@ def test_nobody_at_the_addresses_is_said_with_what_to_do(tmp_path: Path) -> None
     first = Identity(tmp_path / "first").peer
     ticket = Ticket.new("test", {}).at((f"/ip4/127.0.0.1/tcp/{free_port()}/p2p/{first}",))
     with pytest.raises(
-        UserError, match=r"the ticket leads to 1 address, where nobody answers.*farflung join TICKET --first"
+        UserError, match=r"the ticket leads to 1 address, where nobody has answered for .*farflung join TICKET --first"
     ):
         InternetNetwork(
             Peers(ticket, Identity(tmp_path / "k"), ListenAddress("127.0.0.1"), INFO), deadline=patience(10)
@@ -546,33 +546,38 @@ def test_no_weight_counts_more_than_ten_times_the_own_one() -> None:
 
 
 def member(rank: int, step: int, rate: float = 0.0) -> Member:
-    return Member(str(rank), rank, "", "s", "host", (), beat=1, step=step, rate=rate)
+    return Member(str(rank), rank, "s", "host", (), signed_at=1.0, step=step, rate=rate)
+
+
+def table(step: int = 0, rate: float = 0.0) -> Members:
+    """Of a peer that trains, if it has a rate."""
+    return Members({"trains": rate > 0, "step": step, "rate": rate})
 
 
 def test_the_lead_is_where_the_middle_one_is_so_no_single_liar_moves_it() -> None:
-    members = Members()
+    members = table()
     for rank, step in enumerate((100, 102, 104, 10**9)):
-        members.hear(member(rank, step))
+        members.hear(member(rank, step), first_hand=True)
     assert members.median_step() == 102
-    assert Members().median_step() is None
+    assert table().median_step() is None
 
 
 @given(st.integers(0, 1000), st.integers(0, 1000))
 def test_news_of_a_peer_are_never_older_than_what_it_said_by_the_way(record: int, said: int) -> None:
-    members = Members()
+    members = table()
     members.hear(member(1, 0))
     members.heard_step(1, said)
     newer = member(1, record)
-    newer.beat = 2
+    newer.signed_at = 2.0
     members.hear(newer)
     assert members.by_rank[1].step == max(record, said)
-    assert not members.hear(member(1, 5000)), "the same beat is no news"
+    assert not members.hear(member(1, 5000)), "what was signed before is no news"
 
 
 def test_a_slow_peer_is_moved_on_and_a_fast_one_held(pair: Run) -> None:
     one, other = pair.peers
     info = one.peers.members.by_rank[other.rank]
-    info.step, info.rate, info.heard = 100, 0.0, time.monotonic()
+    info.step, info.rate, info.believed, info.heard = 100, 0.0, 100.0, time.monotonic()
     assert one.paced(50, every=10) == 100
     assert one.paced(5000, every=10) == 5000, "its rate is unknown: it may be anywhere"
     info.rate = 1e-6
@@ -587,13 +592,13 @@ def test_a_slow_peer_is_moved_on_and_a_fast_one_held(pair: Run) -> None:
 def test_a_peer_that_says_what_cannot_be_is_refused(pair: Run, lie: dict[str, Any]) -> None:
     peers = pair.peers[0].peers
     with pytest.raises(FrameError):
-        member_of({**peers.info, **lie}, peers.identity.peer)
+        member_in(signed(peers.identity, {**peers.info, **lie}))
 
 
 def test_what_onlookers_are_told_is_numbers_and_plain_names(pair: Run) -> None:
     peers = pair.peers[0].peers
     facts = {"loss": 1.5, "rounds": "many", "state": "trains", "refused": float("inf")}
-    member = member_of({**peers.info, "host": "a\x1b[31m b", "facts": facts}, peers.identity.peer)
+    member = member_in(signed(peers.identity, {**peers.info, "host": "a\x1b[31m b", "facts": facts}))
     assert member.facts == {"loss": 1.5} and member.host == "a??31m?b"
 
 
@@ -663,7 +668,7 @@ def test_a_dead_member_is_not_waited_for_though_the_last_news_is_that_it_trains(
     keys = (f"round {number} of fragment 5" for number in range(1000))
     key = next(key for key in keys if one._matchmaker._hosts(key)[0] != dead.rank)
     os.kill(dead.peers._host.p2p._child.pid, signal.SIGKILL)
-    dead.peers._directory.beat = lambda: asyncio.sleep(0)  # type: ignore[method-assign]
+    dead.peers._gossip.beat = lambda: asyncio.sleep(0)  # type: ignore[method-assign]
 
     def meet(peer: InternetNetwork) -> tuple[int, ...]:
         return peer.meet(everyone, key, 5, 1.0, "", lambda party: party.group).wait(patience(10))
@@ -747,18 +752,6 @@ def test_a_state_that_nobody_has_is_not_waited_for(pair: Run) -> None:
     lonely.peers.members.by_rank[pair.peers[1].rank].failed = True
     with pytest.raises(PeerLostError, match="no peer has the run's state"):
         lonely.fetch(identical=False).wait(patience(30))
-
-
-def test_a_record_that_another_has_written_is_dropped(pair: Run) -> None:
-    one, other = pair.peers
-    text = json.dumps({**one.peers.info, "until": 1.0})
-    signature = one.peers.identity.sign(text.encode())
-    assert member_in({"about": text, "signature": signature}, one.peers.identity.peer)[0].rank == one.rank
-    with pytest.raises(FrameError, match="not signed"):
-        forged = other.peers.identity.sign(text.encode())
-        member_in({"about": text, "signature": forged}, one.peers.identity.peer)
-    with pytest.raises(FrameError, match="not its own"):
-        member_in({"about": text, "signature": signature}, other.peers.identity.peer)
 
 
 def test_what_shall_never_end_begins_again_and_each_of_its_faults_is_told_once(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -64,6 +65,25 @@ def test_a_bootstrap_invites_peers_meet_leave_and_come_back_and_onlookers_see_it
 
 
 @pytest.mark.slow
+def test_peers_of_one_name_are_told_apart_where_they_are_shown(swarm: Swarm) -> None:
+    swarm.invite("--as", "alice")
+    for name in ("one", "two"):
+        swarm.join(name, "--as", "gpu-box")
+    until(lambda: all(swarm.averaged(name) for name in ("one", "two")))
+    status = ("status", swarm.folder / "run.ticket", "--once", "--listen", "127.0.0.1")
+
+    def shown() -> list[str]:
+        told = farflung(*status, COLUMNS="80").stdout.splitlines()
+        return sorted(re.split("  +", line)[0] for line in told if " trains " in line)
+
+    until(lambda: len(shown()) == 3)
+    alice, *others = shown()
+    assert alice == "alice" and len({*others}) == 2
+    assert all(re.fullmatch(r"gpu-box \(\w{3}\)", other) for other in others), others
+    until(lambda: re.search(r"2 other peers · alice at step \d+.* · gpu-box \(\w{3}\) at step", swarm.said("one")))
+
+
+@pytest.mark.slow
 def test_the_first_peer_is_killed_and_the_run_goes_on(swarm: Swarm) -> None:
     first = swarm.invite()
     until(lambda: "others on this machine can read the ticket's file; give it with --ticket" in swarm.said("first"))
@@ -104,8 +124,11 @@ def test_a_peer_that_stood_still_comes_back_by_itself(swarm: Swarm) -> None:
 @pytest.mark.slow
 def test_a_finished_run_has_a_summary_a_report_and_weights_to_export(swarm: Swarm) -> None:
     first = swarm.invite("--eval-every", 500, "--checkpoint-every", 500, steps=600)
-    two = swarm.join("two")
+    two = swarm.join("two", "--as", "bob")
     assert first.wait(patience(60)) == 0 and two.wait(patience(60)) == 0, swarm.said("two")
+    told = swarm.said("first").partition("validation loss")[2]
+    assert "(this peer, " in told and re.search(r"^ +bob +step \d+, loss [\d.]+, \d+ rounds?", told, re.MULTILINE), told
+    assert "mean of the replicas" not in told and "distance 0" not in swarm.said("first")
     for name in ("first", "two"):
         summary = json.loads((swarm.folder / name / "summary.json").read_text())
         assert summary["steps"] == 600 and summary["validation_loss"] < 5 and summary["missing"] == []
@@ -170,6 +193,7 @@ def fill(folder: Path) -> None:
         (["invite", "--name", "x", "--latency-ms", 80], ["latency_ms is 80.0"]),
         (["invite", "--name", "x", "--train", "--method", "dilocox"], ["use nolocox", "add --adapt False"]),
         (["doctor", "x", "--once"], ["--once"]),
+        (["invite", "--name", "x", "--as", "a b"], ["--as is 'a b'", "letters, digits"]),
         (["invite", "--name", "x", "--listen", "1.2.3.4"], ["1.2.3.4", "an address of this machine"]),
         (["invite", "--name", "x", "--train", "--method", "ddp"], ["needs all replicas at every step"]),
         (["invite", "--name", "x", "--method", "dynamic-threshold"], ["needs all replicas at every step"]),

@@ -6,7 +6,10 @@ import asyncio
 import copy
 import json
 import math
+import time
+import zlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
@@ -17,12 +20,13 @@ from hypothesis import strategies as st
 
 from farflung.formats import PROTOCOL
 from farflung.networks.internet import Identity
-from farflung.networks.internet.contact.directory import member_in
 from farflung.networks.internet.contact.frames import FrameError, parsed
+from farflung.networks.internet.contact.gossip import news_in
 from farflung.networks.internet.contact.handshake import disagreement
-from farflung.networks.internet.contact.members import Member, Members, member_of
+from farflung.networks.internet.contact.member import Member, member_in, signed
+from farflung.networks.internet.contact.members import Members
 from farflung.networks.internet.contact.streams import RequestRefusedError, accepted
-from farflung.networks.internet.matchmaker import HEAVIEST, guest_of, party_of
+from farflung.networks.internet.gathering import HEAVIEST, guest_of, party_of
 from farflung.networks.internet.states.downloads import Download
 from farflung.networks.internet.states.manifests import Manifest, manifest_of
 from farflung.networks.internet.states.packing import longest, packed, unpack
@@ -90,15 +94,13 @@ def info_of(identity: Identity) -> dict[str, Any]:
         "shapes": "",
         "host": "here",
         "trains": True,
-        "rank": identity.rank,
-        "public": identity.public,
         "session": "0",
         "addresses": [f"/ip4/127.0.0.1/tcp/1/p2p/{identity.peer}"],
-        "beat": 3,
+        "began": 1.75e9,
+        "listed": True,
         "step": 5,
         "rate": 1.0,
         "facts": {"loss": 1.0, "rounds": 3},
-        "until": 20.0,
     }
 
 
@@ -110,8 +112,8 @@ def check_member(member: Member, identity: Identity) -> None:
         place, _, peer = address.rpartition("/p2p/")
         assert Multiaddr(place) and peer == identity.peer
     assert all(math.isfinite(fact) for fact in member.facts.values())
-    members = Members()
-    assert members.hear(member)
+    members = Members({"trains": False, "step": 0, "rate": 0.0})
+    assert members.hear(member, first_hand=True)
     members.heard_step(member.rank, 7)
     assert math.isfinite(members.median_step() or 0.0) and member.arrives(10, 3.0) in (True, False)
     json.dumps({"step": member.step_now(), **member.facts}, allow_nan=False)
@@ -121,7 +123,7 @@ def check_member(member: Member, identity: Identity) -> None:
 @given(st.data())
 def test_what_a_peer_says_of_itself(identity: Identity, data: st.DataObject) -> None:
     info = data.draw(nearly(info_of(identity)))
-    if member := read(lambda: member_of(info, identity.peer)):
+    if member := read(lambda: member_in(signed(identity, info))):
         check_member(member, identity)
     assert isinstance(read(lambda: disagreement(info, info_of(identity))) or "", str)
 
@@ -134,44 +136,66 @@ def test_what_a_peer_says_of_itself(identity: Identity, data: st.DataObject) -> 
         {"addresses": ["/p2p/{peer}"]},
         {"addresses": ["/ip4/999.1.1.1/tcp/1/p2p/{peer}"]},
         {"addresses": ["/ip4/127.0.0.1/tcp/1/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"]},
-        {"beat": -1},
+        {"began": -1},
+        {"listed": 1},
         {"shapes": []},
-        {"public": "00"},
+        {"shapes": "x" * 5000},
     ],
 )
 def test_what_a_peer_cannot_say_of_itself(identity: Identity, lie: dict[str, Any]) -> None:
     info = json.loads(json.dumps({**info_of(identity), **lie}).replace("{peer}", identity.peer))
     with pytest.raises(FrameError):
-        member_of(info, identity.peer)
+        member_in(signed(identity, info))
 
 
 def test_a_fact_that_is_no_number_is_left_out(identity: Identity) -> None:
     info = {**info_of(identity), "facts": {"loss": HUGE, "rounds": 3, "refused": True, "other": 1}}
-    assert member_of(info, identity.peer).facts == {"rounds": 3}
+    assert member_in(signed(identity, info)).facts == {"rounds": 3}
 
 
 def test_what_is_sound_is_taken(identity: Identity) -> None:
-    about = info_of(identity)
-    check_member(member_of(about, identity.peer), identity)
-    text = json.dumps(about)
-    found, until = member_in({"about": text, "signature": identity.sign(text.encode())}, identity.peer)
-    assert (found.rank, until) == (identity.rank, 20.0)
+    check_member(member_in(signed(identity, info_of(identity))), identity)
     assert party_of({"weights": [[7, 1.0], [8, 2.0]], "behind": False}, 7, 1.0).group == (7, 8)
     assert parsed('{"kind": "probe"}') == {"kind": "probe"}
 
 
 @settings(max_examples=100)
 @given(st.data())
-def test_a_record_of_the_directory(identity: Identity, data: st.DataObject) -> None:
-    """Signed by its peer, who may sign what it likes."""
-    info = data.draw(nearly(info_of(identity)) | anything)
-    text = data.draw(st.sampled_from([json.dumps(info), DEEP, "", "1" * 5000]))
-    record = {"about": text, "signature": identity.sign(text.encode())}
-    told = data.draw(st.just(record) | nearly(record) | anything)
-    if found := read(lambda: member_in(told, identity.peer)):
-        member, until = found
-        check_member(member, identity)
-        assert 0 <= until < math.inf
+def test_a_record(identity: Identity, data: st.DataObject) -> None:
+    record = signed(identity, info_of(identity))
+    told = data.draw(nearly(record) | anything)
+    if found := read(lambda: member_in(told, data.draw(st.floats(0, 1e9)))):
+        check_member(found, identity)
+
+
+def test_a_record_that_another_has_signed_or_of_another_time_is_none(identity: Identity, tmp_path: Path) -> None:
+    other, record = Identity(tmp_path / "other"), signed(identity, info_of(identity))
+    with pytest.raises(FrameError, match="not signed"):
+        member_in({**record, "signature": signed(other, info_of(identity))["signature"]})
+    for seconds in (-601.0, 6.0):
+        about = {**record["about"], "time": record["about"]["time"] + seconds}
+        text = json.dumps(about, sort_keys=True, separators=(",", ":")).encode()
+        with pytest.raises(FrameError, match="too old, or of a time that is still to come"):
+            member_in({"about": about, "signature": identity.sign(text)})
+
+
+def test_a_record_is_as_old_as_is_said_but_no_younger_than_when_it_was_signed(identity: Identity) -> None:
+    record = signed(identity, info_of(identity))
+    about = {**record["about"], "time": record["about"]["time"] - 100}
+    text = json.dumps(about, sort_keys=True, separators=(",", ":")).encode()
+    old = {"about": about, "signature": identity.sign(text)}
+    ages = [time.monotonic() - member_in(old, told).heard for told in (0.0, 97.0, 300.0)]
+    assert ages == pytest.approx([95.0, 97.0, 300.0], abs=2)
+
+
+@given(st.binary(max_size=200) | anything.map(lambda told: zlib.compress(json.dumps(told).encode())))
+@example(zlib.compress(b"[" * 100_000))
+@example(zlib.compress(b"[0" + b",0" * 100 + b"]"))
+@example(zlib.compress(bytes(1 << 24)))
+@example(zlib.compress(b"[]")[:-1])
+def test_news(content: bytes) -> None:
+    if (told := read(lambda: news_in(content))) is not None:
+        assert isinstance(told, list) and len(told) < 50
 
 
 @given(anything | nearly({"weights": [[7, 1.0], [8, 2.0]], "behind": False}), st.floats(0, 1e6))
@@ -233,7 +257,7 @@ def test_a_state_s_description(identity: Identity, told: Any) -> None:
         download = Download(manifest)
         for number, _ in enumerate(manifest.digests):
             download.room(number)[:] = bytes(len(download.room(number)))
-        download.sources = [(member_of(info_of(identity), identity.peer), manifest)]
+        download.sources = [(member_in(signed(identity, info_of(identity))), manifest)]
         state = download.state()
         assert torch.cat(list(state.tensors.values())).count_nonzero() == 0, "all pieces are the whole"
         assert [(name, len(tensor)) for name, tensor in state.tensors.items()] == list(manifest.tensors)

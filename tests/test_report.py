@@ -28,7 +28,8 @@ from farflung.report.figures import (
     loss_figure,
     timeline_figure,
 )
-from farflung.report.live import nbytes, plain_line, table
+from farflung.report.live import plain_line, table
+from farflung.report.numbers import nbytes
 from farflung.report.read import EventReader, Run
 
 SHORT = [*SMALL, "--network", "simulated", "--replicas", "2", "--steps", "20"]
@@ -371,20 +372,46 @@ def test_a_report_says_which_weights_and_which_defaults_and_shows_a_single_point
     assert (html._setting(other, "gamma"), html._setting(other, "adapt")) == ("method's default", "unset")
 
 
-def test_the_headings_of_status_are_readable_on_a_narrow_terminal() -> None:
-    row = {
-        "replica": 12345678,
-        "host": "a-machine-with-a-long-name",
-        "state": "bootstrap",
-        "step": 123456,
-        "behind": 0.0,
-    }
+def peer_row(name: str, **facts: Any) -> peers.Row:
+    told = {"step": 123456, "behind": 12.0, "loss": 10.1234, "tokens_per_second": 1234567.0, "rounds": 2469}
+    return {"name": name, "state": "trains", "heard": 3.2, **told, **facts}
+
+
+def test_status_is_readable_on_a_narrow_terminal() -> None:
+    silent = {"name": "node", "state": "bootstrap", "step": 0, "behind": 0.0, "heard": 1.0}
+    rows = [silent, peer_row("a-machine-with-a-long-name.example.org", refused=3), peer_row("bob", state="gone")]
     out = io.StringIO()
-    Console(file=out, width=80).print(peers.table([row | {"heard": 3.0}]))
-    headings = " ".join(out.getvalue().splitlines()[1:3])
+    Console(file=out, width=80).print(peers.table(rows))
+    title, headings, *lines = out.getvalue().splitlines()
+    assert title.strip() == "1 peer in training · 1,234,567 tokens/s"
+    assert headings.split() == [
+        *("peer", "state", "step", "behind", "loss", "tokens/s", "rounds", "heard", "refused"),
+    ]
     assert "…" not in out.getvalue() and max(map(len, out.getvalue().splitlines())) <= 80
-    for heading in ("replica", "host", "state", "step", "behind", "loss", "tokens", "rounds", "refused", "heard,"):
-        assert heading in headings
+    assert [line.split()[1] for line in lines if " ago" in line] == ["trains", "gone", "bootstrap"]
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_the_live_view_of_a_peer_shows_the_others(run: Path, terminal: bool) -> None:
+    config = run / "config.toml"
+    config.write_text(re.sub('network = ".*"', 'network = "internet"', config.read_text()))
+    for path in run.glob("events/replica-1*"):
+        path.unlink()
+    out, finished, rows = io.StringIO(), threading.Event(), [peer_row("bob"), peer_row("carol", loss=9.5)]
+    finished.set()
+    watch(Run(run), finished, Console(file=out, force_terminal=terminal, width=80), others=lambda: rows)
+    told = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", out.getvalue())
+    assert all(word in told for word in ("2 other peers", "bob", "carol", "123456", "10.1234", "9.5000"))
+    assert ("this peer" in told) == terminal and not re.search("consensus distance|replica [0-9]+:", told)
+
+
+def test_of_many_other_peers_a_line_names_some() -> None:
+    rows = [peer_row(name) for name in ("eve", "dan", "carol", "bob")] + [peer_row("left", state="gone")]
+    assert peers.line(rows) == (
+        "4 other peers · bob at step 123456, loss 10.1234 · carol at step 123456, loss 10.1234 · "
+        "dan at step 123456, loss 10.1234 · 1 more"
+    )
+    assert peers.last_told(rows)[-1] == "left   step 123456, loss 10.1234, 2469 rounds, gone"
 
 
 def test_a_run_under_way_has_a_report_too(run: Path) -> None:

@@ -20,7 +20,7 @@ from farflung.errors import UserError
 from farflung.networks.internet import Identity, ListenAddress, Peers, newcomer_info, read_ticket
 from farflung.networks.internet.contact.frames import FrameError
 from farflung.networks.internet.contact.host import UNREACHABLE
-from farflung.networks.internet.contact.members import Member
+from farflung.networks.internet.contact.member import Member
 from farflung.networks.internet.contact.streams import RequestRefusedError
 from farflung.networks.internet.examination import answer_probes, measured
 

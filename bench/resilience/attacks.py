@@ -62,8 +62,8 @@ def attack(options: Options, ticket: Ticket, folder: Path, victim: PeerProcess) 
     yield check("a stranger asks for something", short(first), "", True)
     guess = as_a_stranger(ticket, lambda stranger: stranger.guess_the_secret())
     yield check("a wrong secret", short(guess), "refused", b"refused" in guess)
-    found, _ = as_a_stranger(ticket, lambda stranger: stranger.use_the_directory())
-    yield check("a stranger reads the members' directory", "found" if found else "nothing", "nothing", not found)
+    found = as_a_stranger(ticket, lambda stranger: stranger.ask_for_peers())
+    yield check("a stranger asks the daemon for peers", f"{len(found)} told", "0", not found)
     heard = as_a_stranger(ticket, lambda stranger: stranger.bombard(options.messages))
     what = f"{options.messages} random messages, {time.time() - began:.0f} s"
     yield check(what, f"{heard} answered otherwise than refused", "0", heard == 0)
@@ -102,7 +102,7 @@ def lies(options: Options, ticket: Ticket, folder: Path) -> Iterator[Check]:
         yield row(what, answers[-1])
     unreadable = {"kind": "meet", "key": "x", "wants": "everyone"}
     forged, meet = told(
-        "last", lambda liar: [liar.tells({**liar.header(), "signature": "00" * 256}), liar.tells(unreadable)]
+        "last", lambda liar: [liar.tells({**liar.header(), "signature": "00" * 64}), liar.tells(unreadable)]
     )
     yield row("a forged signature", forged)
     yield row("a request that cannot be read", meet)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from farflung.cli.arguments import INTERRUPTED, MISUSE
+from farflung.cli.arguments import MISUSE
 from farflung.cli.peers import doctor, invite, join, status
 from farflung.cli.planning import plan, simulate
 from farflung.cli.printing import printing
@@ -22,6 +22,7 @@ from farflung.cli.training import train
 from farflung.errors import UserError, suggestion
 from farflung.formats import FORMATS, package_version
 from farflung.scoped import environment
+from farflung.signals import INTERRUPTED, Interrupt, on_stop_signals
 from farflung.training.terminal import STARTED_HERE, say
 
 __all__ = ["main"]
@@ -33,7 +34,11 @@ COMMANDS: dict[str, Callable[[list[str]], None]] = {
 
 
 def main() -> None:
-    """Runs the command that the arguments name; exits with 2 after a user's mistake, without a traceback."""
+    """Runs the command that the arguments name.
+
+    Exits with 2 after a user's mistake and with 130 where it was asked to end, in one line.
+    """
+    interrupt = Interrupt()
     # Messages and packets are new memory each time; torch then takes it in huge pages, which costs a tenth.
     with (
         _log_shown(),
@@ -41,8 +46,18 @@ def main() -> None:
         _no_interrupt_lost(),
         printing("farflung"),
         environment(THP_MEM_ALLOC_ENABLE="1"),
+        on_stop_signals(interrupt),
     ):
-        _run()
+        try:
+            _run()
+        except (Exception, KeyboardInterrupt) as error:
+            if interrupt.came or isinstance(error, KeyboardInterrupt):  # whatever others have made of it
+                print("farflung: stopped", file=sys.stderr)
+                sys.exit(INTERRUPTED)
+            if not isinstance(error, UserError):
+                raise
+            print(f"farflung: {error}", file=sys.stderr)
+            sys.exit(MISUSE)
 
 
 def _run() -> None:
@@ -53,15 +68,9 @@ def _run() -> None:
     if arguments == ["--version"]:
         print(f"farflung {package_version()}", *(f"{one.name} {one.version}" for one in FORMATS), sep="\n")
         return
-    try:
-        if arguments[0] not in COMMANDS:
-            raise UserError(f"there is no command {arguments[0]!r}{suggestion(arguments[0], list(COMMANDS))}")
-        COMMANDS[arguments[0]](arguments[1:])
-    except UserError as error:
-        print(f"farflung: {error}", file=sys.stderr)
-        sys.exit(MISUSE)
-    except KeyboardInterrupt:
-        sys.exit(INTERRUPTED)
+    if arguments[0] not in COMMANDS:
+        raise UserError(f"there is no command {arguments[0]!r}{suggestion(arguments[0], list(COMMANDS))}")
+    COMMANDS[arguments[0]](arguments[1:])
 
 
 @contextlib.contextmanager
@@ -105,7 +114,7 @@ def _no_interrupt_lost() -> Iterator[None]:
     shown = sys.unraisablehook
 
     def hook(told: Any) -> None:
-        if told.exc_type is KeyboardInterrupt:
+        if issubclass(told.exc_type, KeyboardInterrupt):
             threading.Timer(0.1, signal.pthread_kill, (threading.get_ident(), signal.SIGINT)).start()
         else:
             shown(told)

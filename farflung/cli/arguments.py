@@ -19,7 +19,7 @@ from farflung.errors import UserError, suggestion
 from farflung.tables import MayDiffer, help_of, hints_of, rule_of, tell_renamed
 
 T = TypeVar("T")
-MISUSE, FAILURE, INTERRUPTED = 2, 1, 130
+MISUSE, FAILURE = 2, 1
 
 
 def parse(kind: type[T], arguments: list[str], command: str, about: str | None, default: T | None = None) -> T:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import signal
+import re
 import stat
 import sys
 import threading
@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from shlex import quote
-from types import FrameType, MappingProxyType
-from typing import Any
+from types import MappingProxyType
+from typing import Annotated, Any
 
 import tyro
 
@@ -22,13 +22,28 @@ from farflung.cli.training import tell_result, telling_how_to_go_on, watched
 from farflung.errors import UserError, counted
 from farflung.networks.listening import ListenAddress
 from farflung.settings import Settings
+from farflung.signals import on_stop_signals
 from farflung.tables import BETWEEN_PEERS
 from farflung.training.terminal import STARTED_HERE, say
 from farflung.workloads import WORKLOADS
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Peer:
+    """How others see this machine, and reach it."""
+
+    called: Annotated[str, tyro.conf.arg(name="as")] = ""
+    """What the others call this peer; else it has its machine's name."""
+    local: tyro.conf.OmitArgPrefixes[ListenAddress] = field(default_factory=ListenAddress)
+
+    def __post_init__(self) -> None:
+        """Raises UserError."""
+        if not re.fullmatch(r"[\w.-]{0,32}", self.called):
+            raise UserError(f"as is {self.called!r}, but a name has up to 32 letters, digits, dots and dashes")
+
+
 @dataclass(frozen=True)
-class _Invite:
+class _Invite(_Peer):
     """Which run to start; all settings of farflung train can be given, too."""
 
     name: str
@@ -39,18 +54,16 @@ class _Invite:
     """Where to write the ticket, readable by you alone; it is printed unless given."""
     key: Path | None = None
     """A bootstrap node's key file, made if there is none; with the same key, port and machine it keeps its address."""
-    local: tyro.conf.OmitArgPrefixes[ListenAddress] = field(default_factory=ListenAddress)
 
 
 @dataclass(frozen=True)
-class _Join:
+class _Join(_Peer):
     """Which run to join."""
 
     ticket: tyro.conf.Positional[Path]
     """The ticket's file."""
     first: bool = False
     """Call no other peer: start the run, or start it again from this peer's checkpoint when all have left."""
-    local: tyro.conf.OmitArgPrefixes[ListenAddress] = field(default_factory=ListenAddress)
 
 
 @dataclass(frozen=True)
@@ -85,9 +98,10 @@ def invite(arguments: list[str]) -> None:
     if options.train:
         folder = Path(options.settings.run.out) if options.settings.run.out else free_folder(options.name)
         settings = peer.ticket_settings(ticket).changed(out=str(folder))
-        _train(ticket, settings, options.local, True, lambda network: _hand_out(network.invitation(), options.ticket))
+        _train(ticket, settings, options, True, lambda network: _hand_out(network.invitation(), options.ticket))
         return
-    with _until_stopped() as stopped, peer.looking_on(ticket, options.local, options.key, bootstrap=True) as network:
+    node = peer.looking_on(ticket, options.local, options.key, options.called, bootstrap=True)
+    with node as network, _until_stopped() as stopped:
         _hand_out(network.invitation(), options.ticket)
         say(f"a bootstrap node of {options.name}; Ctrl-C ends it")
         while not stopped.wait(60):
@@ -122,7 +136,7 @@ def join(arguments: list[str]) -> None:
     settings = peer.ticket_settings(ticket).changed(**given(options.own) | {"out": str(folder)})
     again = ["join", *arguments, *([] if options.own.out else ["--out", str(folder)])]
     own = {name: value for name, value in given(options.own).items() if name != "out"}
-    _train(ticket, settings, options.local, options.first, again=again, own=own)
+    _train(ticket, settings, options, options.first, again=again, own=own)
 
 
 def status(arguments: list[str]) -> None:
@@ -152,7 +166,7 @@ def doctor(arguments: list[str]) -> None:
 def _train(
     ticket: Any,
     settings: Settings,
-    local: ListenAddress,
+    seat: _Peer,
     first: bool,
     joined: Callable[[Any], None] = lambda network: None,
     again: Sequence[str] = (),
@@ -162,31 +176,32 @@ def _train(
     from farflung.training import island, peer
     from farflung.training.launch import local_rank
 
-    folder = Path(settings.run.out)
+    folder, local = Path(settings.run.out), seat.local
     part = settings.island.divided and "WORLD_SIZE" in os.environ
     if part and (STARTED_HERE in os.environ or local_rank()):
-        peer.run_part(ticket, settings, local, first)
+        peer.run_part(ticket, settings, local, first, seat.called)
         return
     place = {name: value for name, value in vars(local).items() if value != getattr(ListenAddress, name)}
+    place |= {"as": seat.called} if seat.called else {}
     words = [f"{folder}/run.ticket", "--out", str(folder), *_as_flags({**own, **place})]
     back = f"come back with: farflung join {' '.join(map(quote, words))}"
     say(f"{ticket.name}: {settings.rounds.method}, {counted(settings.run.steps, 'step')}; run folder {folder}")
     with telling_how_to_go_on(lambda: back):
-        with _on_signals(signal.default_int_handler), watched(folder, sys.stderr) as show:
+        with watched(folder, sys.stderr) as show:
 
             def tell(network: Any) -> None:
                 joined(network)
-                show()
+                show(lambda: peer.seen(network))
 
             if part:
                 show()
-                peer.run_part(ticket, settings, local, first)
+                peer.run_part(ticket, settings, local, first, seat.called)
             elif settings.island.divided:
                 peer.check_for_internet(settings, local)
                 show()
                 island.launch_all(settings, folder, list(again))
             else:
-                peer.run_peer(ticket, settings, local, first, tell)
+                peer.run_peer(ticket, settings, local, first, tell, seat.called)
         tell_result(folder, sys.stderr)
 
 
@@ -202,16 +217,5 @@ def _as_flags(options: Mapping[str, Any]) -> Iterator[str]:
 def _until_stopped() -> Iterator[threading.Event]:
     """An event that Ctrl-C and its kin set."""
     stopped = threading.Event()
-    with _on_signals(lambda *_: stopped.set()):
+    with on_stop_signals(lambda *_: stopped.set()):
         yield stopped
-
-
-@contextmanager
-def _on_signals(handler: Callable[[int, FrameType | None], Any]) -> Iterator[None]:
-    """Has a handler for what asks a process to end."""
-    before = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, earlier in before.items():
-            signal.signal(number, earlier)

@@ -1,8 +1,9 @@
-"""Printing to a pager that is closed early, or into a file on a full disk."""
+"""Printing to a pager or a terminal that is closed early, or into a file on a full disk."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import sys
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from farflung.cli.arguments import FAILURE
 
 @contextlib.contextmanager
 def printing(program: str) -> Iterator[None]:
-    """Ends a program whose output cannot be written: in silence where a pager has seen enough, else in one line."""
+    """Ends a program whose output cannot be written: in silence where nobody is there to see it, else in one line."""
     try:
         try:
             yield
@@ -23,7 +24,7 @@ def printing(program: str) -> Iterator[None]:
         if not (seen_enough or _cannot_print()):
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python still has to write at its end
-        if not seen_enough:
+        if not seen_enough and error.errno != errno.EIO:  # which a terminal gives that has been closed
             line = f"{program}: cannot print: {error.strerror}; make room, or print somewhere else"
             print(line, file=sys.stderr)
             sys.exit(FAILURE)

@@ -18,7 +18,6 @@ from rich.console import Console
 
 from farflung.cli.arguments import (
     FAILURE,
-    INTERRUPTED,
     flag,
     flags_among,
     free_folder,
@@ -33,6 +32,7 @@ from farflung.cli.arguments import (
 from farflung.errors import UserError, counted
 from farflung.files import event_files, holds_no_run
 from farflung.settings import RunSettings, Settings, names_that_may_differ, read_settings
+from farflung.signals import INTERRUPTED
 from farflung.tables import AFTER_RESUME, new_names
 
 
@@ -204,19 +204,27 @@ def _with_replicas(settings: Settings) -> Settings:
 
 
 @contextlib.contextmanager
-def watched(folder: Path, to: TextIO | None = None) -> Iterator[Callable[[], None]]:
-    """Yields what begins to show the run folder's live view, until the end: once it is known to be this run's."""
-    from farflung.report import Run, watch
+def watched(folder: Path, to: TextIO | None = None) -> Iterator[Callable[..., None]]:
+    """Yields what begins to show the run folder's live view, until the end: once it is known to be this run's.
 
-    run, finished = Run(folder), threading.Event()
+    It can be given what says of the other peers what is known of them.
+    """
+    from farflung.report import Others, Run, watch
+
+    run, finished, views = Run(folder), threading.Event(), list[threading.Thread]()
     with contextlib.suppress(UserError):  # which preparing the run tells
         run.refresh()
-    view = threading.Thread(target=watch, args=(run, finished, Console(file=to)), daemon=True)
+
+    def show(others: Others | None = None) -> None:
+        arguments = {"console": Console(file=to), "others": others}
+        views.append(threading.Thread(target=watch, args=(run, finished), kwargs=arguments, daemon=True))
+        views[0].start()
+
     try:
-        yield view.start
+        yield show
     finally:
         finished.set()
-        if view.is_alive():
+        for view in views:
             view.join(timeout=10)
 
 
@@ -232,13 +240,25 @@ def tell_result(folder: Path, to: TextIO | None = None, simulated: bool = False)
     took = f"took {summary['seconds']:,.1f} s of simulated time\n" if simulated else ""
     fewer = f", {ddp / sent:.0f} times fewer than ddp's {ddp / 1e6:,.1f} MB" if sent and ddp else ""
     print(
-        f"\nvalidation loss {summary['validation_loss']:.4f} {summary['measure']} (mean of the replicas), "
-        f"{summary['validation_loss_averaged']:.4f} with their weights averaged\n"
+        f"\n{_losses(summary)}\n"
         f"sent {sent / 1e6:,.1f} MB{fewer}\n{took}{without}\n"
         f"a sample from the trained model:\n{_indented(summary['sample'])}\n\n"
         f"run folder {folder}\nreport     {_report_of(folder)}",
         file=to,
     )
+
+
+def _losses(summary: dict[str, Any]) -> str:
+    """What the models of a finished run came to: of one peer on the internet its own, and what the others last told."""
+    from farflung.report import last_told
+
+    own = f"validation loss {summary['validation_loss']:.4f} {summary['measure']}"
+    if "peers" not in summary:
+        averaged = f"{summary['validation_loss_averaged']:.4f} with their weights averaged"
+        return f"{own} (mean of the replicas), {averaged}"
+    others = "".join(f"\n    {line}" for line in last_told(summary["peers"]))
+    told = f"the others, with the training loss that each told last:{others}" if others else "no other peer is known"
+    return f"{own} (this peer, {counted(summary['rounds'], 'round')})\n{told}"
 
 
 def _report_of(folder: Path) -> str:

@@ -41,6 +41,9 @@ LOW_BITS = (1 << 31) - 1
 IN_TOUCH_S = 5.0
 """How often a replica's processes say that they still wait."""
 
+HOSTS_AGREE = 2
+"""So many hosts in turn must say that a replica's anchors are not the others' before it fetches theirs."""
+
 OTHER_SHAPES = "the run's anchors have other shapes than the model here; see that both use the same model"
 
 
@@ -57,6 +60,8 @@ class ElasticLoop(OuterLoop):
         self._elastic = setup.network.elastic
         self._fetching: Pending[SharedState | None] | None = None
         self._history = ""
+        self._said_behind = HOSTS_AGREE - 1
+        """By so many hosts in turn; one is enough until this replica has averaged with others."""
         self._blamed: dict[int, str] = {}
         super().__init__(setup)
         self._near = NearProcesses(self.network.near, self.deadline_s)
@@ -105,8 +110,8 @@ class ElasticLoop(OuterLoop):
 
         @torch.no_grad()
         def average(party: Party) -> Result:
-            if party.behind:
-                return Result(message, (), Outcome.BEHIND, "its anchors are not the others'; it fetches theirs")
+            if party.behind and lineage:
+                return Result(message, (), Outcome.BEHIND, "a host says that its anchors are not the others'")
             if len(party.group) < 2:
                 return Result(message, (), Outcome.SAT_OUT)
             columns = of_party(self._elastic, party, whole.names)
@@ -151,7 +156,11 @@ class ElasticLoop(OuterLoop):
 
     def _settle(self, sync: Sync[Tensor], pending: PendingRound[Tensor, Exchange], result: Result) -> None:
         if result.outcome == Outcome.BEHIND:
-            self._fetch()
+            self._said_behind += 1
+            if self._said_behind >= HOSTS_AGREE:  # each round has another host, and one may lie
+                self._fetch()
+        elif result.outcome == Outcome.AVERAGED:
+            self._said_behind = 0
         if result.group:  # else the anchor stays as it is
             group = self.network.rank if result.outcome == Outcome.PEER_LOST else result.group
             told = f"{self._history}, round {pending.round} of fragment {pending.fragment} of {group}"

@@ -38,7 +38,7 @@ def loss_figure(runs: list[Run], axis: str) -> go.Figure:
         _draw(figure, training, f"{run.name}, training", colour, width=1.5, mode="lines", opacity=0.45)
         for replica in run.replicas if len(runs) == 1 else ():
             line = _replica_line(run, replica, axis)
-            _draw(figure, line, f"replica {replica}", colour, width=1, dash="dot", mode="lines", opacity=0.6)
+            _draw(figure, line, run.called(replica), colour, width=1, dash="dot", mode="lines", opacity=0.6)
         validation = _mean_line(run, EvaluationEvent, lambda event: event.validation_loss, axis)
         _draw(figure, validation, f"{run.name}, validation", colour)
     return figure
@@ -106,16 +106,17 @@ def timeline_figure(run: Run) -> go.Figure:
     figure = _figure("seconds", "")
     bars: dict[str, list[tuple[float, float, str]]] = {"compute": [], "exchange": [], "waiting": []}
     for replica in run.replicas:
+        who = run.called(replica)
         all_rounds = run.of(replica, RoundEvent)
         rounds = all_rounds[-ROUNDS_SHOWN:]
         busy_from = all_rounds[-ROUNDS_SHOWN - 1].landed if len(all_rounds) > ROUNDS_SHOWN else 0.0
         for round in rounds:
-            bars["compute"].append((busy_from, round.waited_from, f"replica {replica}"))
-            bars["waiting"].append((round.waited_from, round.landed, f"replica {replica}"))
-            bars["exchange"].append((round.started, round.finished, f"replica {replica}, link"))
+            bars["compute"].append((busy_from, round.waited_from, who))
+            bars["waiting"].append((round.waited_from, round.landed, who))
+            bars["exchange"].append((round.started, round.finished, f"{who}, link"))
             busy_from = round.landed
         last = run.events[replica][-1].at
-        bars["compute"].append((busy_from, max(last, busy_from), f"replica {replica}"))
+        bars["compute"].append((busy_from, max(last, busy_from), who))
     for (kind, pieces), colour in zip(bars.items(), (WORK, EXCHANGE, WAITING), strict=True):
         figure.add_bar(
             base=[begin for begin, _, _ in pieces],
@@ -126,7 +127,7 @@ def timeline_figure(run: Run) -> go.Figure:
             marker={"color": colour, "line": {"width": 0}},
             hovertemplate=kind + " from %{base:.3f} s for %{x:.3f} s<extra></extra>",
         )
-    rows = [row for r in reversed(run.replicas) for row in (f"replica {r}, link", f"replica {r}")]
+    rows = [row for r in reversed(run.replicas) for row in (f"{run.called(r)}, link", run.called(r))]
     figure.update_layout(barmode="overlay", bargap=0.15, height=190 + 46 * len(run.replicas))
     figure.update_yaxes(categoryorder="array", categoryarray=rows, gridcolor="white")
     return figure

@@ -16,10 +16,19 @@ from farflung.files import write_text
 from farflung.methods import RECIPES, defaults_of
 from farflung.report import figures
 from farflung.report.islands import islands_table, wide_table
-from farflung.report.live import nbytes, number
+from farflung.report.numbers import nbytes, number
+from farflung.report.peers import last_told
 from farflung.report.read import Run, missing_from, read_run
 
 WARNINGS_SHOWN = 20
+
+_Rows = list[tuple[str, Callable[[dict[str, Any]], str]]]
+_LOSS_OF_A_PEER: _Rows = [("validation loss of this peer", lambda s: number(s["validation_loss"]))]
+_LOSSES_OF_REPLICAS: _Rows = [
+    ("validation loss, mean of the replicas", lambda s: number(s["validation_loss"])),
+    ("validation loss of their averaged weights", lambda s: number(s["validation_loss_averaged"])),
+    ("validation loss, each replica", lambda s: ", ".join(map(number, s["validation_loss_per_replica"]))),
+]
 
 _COMPRESSION_NOTE = (
     "<p>The share of a message that its packet left out: 0 is nothing, 1 everything. With error feedback, the message "
@@ -58,6 +67,7 @@ def page(runs: list[Run]) -> str:
         *each("Adaptation", lambda run: _picture(figures.adaptation_figure(run)), figures.adapts),
         *each("Timeline", lambda run: _timeline_note(run) + _picture(figures.timeline_figure(run))),
         *each("Inside the islands", islands_table, lambda run: run.parts),
+        *each("Other peers, as they last told", _others, lambda run: run.results().get("peers")),
         *each("Warnings", _warnings, lambda run: run.all_of(WarningEvent)),
         *each("A sample from the trained model", _sample, lambda run: run.summary),
         *(settings if len(runs) == 1 else []),
@@ -72,11 +82,9 @@ def _compression(runs: list[Run]) -> list[str]:
 
 
 def _results(runs: list[Run]) -> str:
-    rows: list[tuple[str, Callable[[dict[str, Any]], str]]] = [
+    rows: _Rows = [
         ("method", lambda s: s["method"]),
-        ("validation loss, mean of the replicas", lambda s: number(s["validation_loss"])),
-        ("validation loss of their averaged weights", lambda s: number(s["validation_loss_averaged"])),
-        ("validation loss, each replica", lambda s: ", ".join(map(number, s["validation_loss_per_replica"]))),
+        *(_LOSS_OF_A_PEER if all(run.is_one_peer for run in runs) else _LOSSES_OF_REPLICAS),
         ("replicas × steps", lambda s: f"{s['replicas']} × {s['steps']}"),
         ("stages × shards of a replica", lambda s: s.get("islands") or f"{s['stages']} × {s['shards']}"),
         ("parameters", lambda s: f"{s['parameters']:,}"),
@@ -86,10 +94,7 @@ def _results(runs: list[Run]) -> str:
         ("rounds of a replica", lambda s: str(s["rounds"])),
         ("time", lambda s: f"{s['seconds']:.1f} s"),
         ("of it blocked", lambda s: f"{s['seconds_blocked']:.1f} s{_share(s)}"),
-        (
-            "consensus distance",
-            lambda s: f"{s['weight_spread']:.3g} (of {'all' if 'sample' in s else 'sampled'} weights)",
-        ),
+        ("consensus distance", _distance),
     ]
     results = [run.results() for run in runs]
     cells = [[escape(label), *(escape(_known(text, result)) for result in results)] for label, text in rows]
@@ -98,6 +103,12 @@ def _results(runs: list[Run]) -> str:
     missing = "".join(f"<p>{escape(run.name)}: {told}.</p>" for run in runs if (told := missing_from(run.results())))
     unread = "".join(f"<p>{escape(line)}.</p>" for run in runs for line in run.unread())
     return going + missing + unread + _table(runs, cells)
+
+
+def _distance(summary: dict[str, Any]) -> str:
+    if "sample" in summary and "weight_spread" not in summary:
+        return "not known: the others' weights are not in this folder"
+    return f"{summary['weight_spread']:.3g} (of {'all' if 'sample' in summary else 'sampled'} weights)"
 
 
 def _known(text: Callable[[dict[str, Any]], str], results: dict[str, Any]) -> str:
@@ -140,9 +151,17 @@ def _table(runs: list[Run], cells: list[list[str]]) -> str:
 
 def _warnings(run: Run) -> str:
     warnings = run.all_of(WarningEvent)
-    items = [f"<li>step {w.step}, replica {w.replica}: {escape(w.message)}</li>" for w in warnings[:WARNINGS_SHOWN]]
+    items = [f"<li>step {w.step}{_whose(run, w)}: {escape(w.message)}</li>" for w in warnings[:WARNINGS_SHOWN]]
     more = f"<p>… and {len(warnings) - WARNINGS_SHOWN} more.</p>" if len(warnings) > WARNINGS_SHOWN else ""
     return f"<ul>{''.join(items)}</ul>{more}"
+
+
+def _whose(run: Run, warning: WarningEvent) -> str:
+    return "" if run.is_one_peer else f", replica {warning.replica}"
+
+
+def _others(run: Run) -> str:
+    return "".join(f"<li>{escape(told)}</li>" for told in last_told(run.results()["peers"]))
 
 
 def _sample(run: Run) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from html import escape
 
 from farflung.events import Event, RoundEvent, StartEvent, StepEvent
-from farflung.report.live import nbytes
+from farflung.report.numbers import nbytes
 from farflung.report.read import Run
 
 HEADINGS = ("process", "parameters", "peak memory", "rounds", "sent in rounds", "waited for rounds")

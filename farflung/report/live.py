@@ -5,14 +5,17 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from collections.abc import Callable
 
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
 from farflung.events import EvaluationEvent, Event, StartEvent, StepEvent, WarningEvent
+from farflung.report import peers
+from farflung.report.numbers import nbytes, number
 from farflung.report.read import Run, mean
 
 PLAIN_SECONDS, PLAIN_SHARE = 10.0, 0.05
@@ -20,17 +23,31 @@ PLAIN_SECONDS, PLAIN_SHARE = 10.0, 0.05
 
 WARNINGS_SHOWN = 3
 
+Others = Callable[[], list[peers.Row]]
+"""What is known of the other peers now."""
 
-def watch(run: Run, finished: threading.Event, console: Console | None = None, refresh_seconds: float = 0.5) -> None:
-    """Shows a run until `finished` is set, and then its last state; plain lines leave out what had been read before."""
+
+def watch(
+    run: Run,
+    finished: threading.Event,
+    console: Console | None = None,
+    refresh_seconds: float = 0.5,
+    others: Others | None = None,
+) -> None:
+    """Shows a run until `finished` is set, and then its last state; plain lines leave out what had been read before.
+
+    `others` says of a peer on the internet what it knows of the others.
+    """
     console = console or Console()
     if console.is_terminal:
-        _watch_on_terminal(run, finished, console, refresh_seconds)
+        _watch_on_terminal(run, finished, console, refresh_seconds, others)
     else:
-        _watch_plainly(run, finished, console, refresh_seconds)
+        _watch_plainly(run, finished, console, refresh_seconds, others)
 
 
-def _watch_on_terminal(run: Run, finished: threading.Event, console: Console, refresh_seconds: float) -> None:
+def _watch_on_terminal(
+    run: Run, finished: threading.Event, console: Console, refresh_seconds: float, others: Others | None
+) -> None:
     progress = Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -52,10 +69,13 @@ def _watch_on_terminal(run: Run, finished: threading.Event, console: Console, re
             first = next(iter(run.all_of(StartEvent)), None)
             if first:
                 progress.update(task, description=first.method, total=first.steps, completed=_slowest_step(run))
-            live.update(Group(progress, table(run), *_notes(run)), refresh=True)
+            beside: list[RenderableType] = [peers.table(others(), "other peer"), Text()] if others else []
+            live.update(Group(progress, table(run), *beside, *_notes(run)), refresh=True)
 
 
-def _watch_plainly(run: Run, finished: threading.Event, console: Console, refresh_seconds: float) -> None:
+def _watch_plainly(
+    run: Run, finished: threading.Event, console: Console, refresh_seconds: float, others: Others | None
+) -> None:
     # By identity: an event may be read late, and stand before others that were told.
     told: dict[int, Event] = {
         id(event): event for kind in (EvaluationEvent, WarningEvent) for event in run.all_of(kind)
@@ -70,27 +90,37 @@ def _watch_plainly(run: Run, finished: threading.Event, console: Console, refres
         distances = run.consensus_distance() if untold else {}
         for step in untold:
             loss = mean([event.validation_loss for event in evaluations[step]])
-            _print(
-                console,
-                f"step {step} · validation loss {number(loss)} · consensus distance {distances[step]:.3g} (sampled)",
-            )
+            apart = f" · consensus distance {distances[step]:.3g} (sampled)" if step in distances else ""
+            _print(console, f"step {step} · validation loss {number(loss)}{apart}")
             told |= {id(event): event for event in evaluations[step]}
         for warning in run.all_of(WarningEvent):
             if id(warning) not in told:
-                _print(console, f"warning: replica {warning.replica}: {warning.message}")
+                _print(console, f"warning: {_whose(run, warning)}{warning.message}")
                 told[id(warning)] = warning
         if not (step := _slowest_step(run)):
             continue
         due = time.monotonic() - told_at >= PLAIN_SECONDS or step - told_step >= PLAIN_SHARE * _steps(run)
         if (done or due) and step != told_step:
             _print(console, plain_line(run))
+            if others:
+                _print(console, peers.line(others()))
             told_step, told_at = step, time.monotonic()
 
 
 def table(run: Run) -> Table:
     """One row a replica: its losses, its speed, and what it has sent and waited for."""
-    shown = Table()
-    for heading in ("replica", "step", "loss", "validation", f"{run.units}/s", "rounds", "sent", "blocked"):
+    shown = Table(box=None, padding=(0, 2, 0, 0))
+    alone = run.is_one_peer
+    for heading in (
+        "" if alone else "replica",
+        "step",
+        "loss",
+        "validation",
+        f"{run.units}/s",
+        "rounds",
+        "sent",
+        "blocked",
+    ):
         shown.add_column(heading, justify="right")
     for replica in run.replicas:
         steps, evaluations = run.of(replica, StepEvent), run.of(replica, EvaluationEvent)
@@ -108,7 +138,7 @@ def table(run: Run) -> Table:
             )
         else:
             values = ("0", "…", validation, "…", "0", nbytes(0), "0.0 s")
-        shown.add_row(str(replica), *values)
+        shown.add_row("this peer" if alone else str(replica), *values)
     return shown
 
 
@@ -127,27 +157,18 @@ def plain_line(run: Run) -> str:
     return " · ".join(parts)
 
 
-def number(value: float | None, digits: int = 4) -> str:
-    """A number for people; None, which events have for NaN and infinity, in words."""
-    return "not finite" if value is None else f"{value:.{digits}f}"
-
-
-def nbytes(count: float) -> str:
-    """A number of bytes for people."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.1f} TB"
-
-
 def _notes(run: Run) -> list[Text]:
     notes = []
     for step, distance in list(run.consensus_distance().items())[-1:]:
         notes.append(Text(f"consensus distance {distance:.3g} (sampled, at step {step})"))
     for warning in run.all_of(WarningEvent)[-WARNINGS_SHOWN:]:
-        notes.append(Text(f"replica {warning.replica}: {warning.message}", style="yellow"))
+        notes.append(Text(f"{_whose(run, warning)}{warning.message}", style="yellow"))
     return notes
+
+
+def _whose(run: Run, event: Event) -> str:
+    """Whose line it is, where there are several that it could be of."""
+    return "" if run.is_one_peer else f"replica {event.replica}: "
 
 
 def _slowest_step(run: Run) -> int:

@@ -11,10 +11,14 @@ from rich.live import Live
 from rich.table import Table
 
 from farflung.errors import counted
-from farflung.report.live import number
+from farflung.report.numbers import number
 
 Row = dict[str, Any]
 REFRESH_SECONDS = 3.0
+TRAINS, GONE, BOOTSTRAP = "trains", "gone", "bootstrap"
+"""The states of a peer."""
+NAMED = 3
+"""Peers that one line names."""
 
 
 def show(source: Callable[[], list[Row]], finished: threading.Event, once: bool) -> None:
@@ -30,41 +34,78 @@ def show(source: Callable[[], list[Row]], finished: threading.Event, once: bool)
             live.update(table(source()), refresh=True)
 
 
-def table(rows: list[Row]) -> Table:
-    """One row a peer: its host, state, loss and speed, and how long ago it was heard."""
-    trains = sum(row["state"] == "trains" for row in rows)
-    speed = sum(row.get("tokens_per_second", 0.0) for row in rows if row["state"] == "trains")
-    title = f"{counted(trains, 'peer')} in training · {speed:,.0f} tokens/s"
-    shown = Table(title=title, box=None, padding=(0, 1, 0, 0))
-    for heading in (
-        "replica",
-        "host",
-        "processes",
-        "state",
-        "step",
-        "behind",
-        "loss",
-        "tokens\n/s",
-        "rounds",
-        "refused",
-        "heard,\ns ago",
-    ):
-        side: Literal["left", "right"] = "left" if heading in ("host", "state") else "right"
-        # Where a terminal is too narrow for all, only hosts' names go over several lines.
-        shown.add_column(heading, justify=side, no_wrap=heading != "host", overflow="fold")
-    for row in rows:
-        trains_or_did = row["state"] != "bootstrap"
-        shown.add_row(
-            str(row["replica"]),
-            row["host"],
-            f"{row.get('processes', 1):.0f}" if trains_or_did else "",
-            row["state"],
-            str(row["step"]) if trains_or_did else "",
-            f"{row['behind']:.0f}" if row["state"] == "trains" else "",
-            number(row["loss"]) if "loss" in row else "…" if trains_or_did else "",
-            f"{row['tokens_per_second']:,.0f}" if "tokens_per_second" in row else "",
-            str(row["rounds"]) if "rounds" in row else "",
-            str(row.get("refused", "")),
-            f"{row['heard']:.0f}",
-        )
+def table(rows: list[Row], what: str = "peer") -> Table:
+    """One row a peer, those in training first: its step, loss and speed, and how long ago it was heard."""
+    trains = [row for row in rows if row["state"] == TRAINS]
+    speed = sum(row.get("tokens_per_second", 0.0) for row in trains)
+    shown = Table(
+        title=f"{counted(len(trains), what)} in training · {speed:,.0f} tokens/s",
+        title_justify="left",
+        box=None,
+        padding=(0, 2, 0, 0),
+    )
+    columns = _COLUMNS | {name: cell for name, cell in _IF_ANY.items() if any(row.get(name) for row in rows)}
+    for heading in columns:
+        side: Literal["left", "right"] = "left" if heading in ("peer", "state") else "right"
+        # Where a terminal is too narrow for all, only names go over several lines.
+        shown.add_column(heading, justify=side, no_wrap=heading != "peer", overflow="fold")
+    for row in ordered(rows):
+        shown.add_row(*(cell(row) for cell in columns.values()))
     return shown
+
+
+def line(rows: list[Row]) -> str:
+    """The other peers in training, in one line."""
+    trains = [row for row in ordered(rows) if row["state"] == TRAINS]
+    told = [f"{row['name']} at step {row['step']}{_loss_of(row)}" for row in trains[:NAMED]]
+    more = [f"{len(trains) - NAMED} more"] if len(trains) > NAMED else []
+    return " · ".join([counted(len(trains), "other peer"), *told, *more])
+
+
+def last_told(rows: list[Row]) -> list[str]:
+    """A line for each of the other peers, with what it has told last."""
+    width = max((len(row["name"]) for row in rows), default=0)
+    return [
+        f"{row['name']:{width}}  step {row['step']}{_loss_of(row)}, {counted(int(row.get('rounds', 0)), 'round')}"
+        f"{'' if row['state'] == TRAINS else ', gone'}"
+        for row in ordered(rows)
+        if row["state"] != BOOTSTRAP
+    ]
+
+
+def ordered(rows: list[Row]) -> list[Row]:
+    """Peers as they are listed: by state, then by name."""
+    return sorted(rows, key=lambda row: ((TRAINS, GONE, BOOTSTRAP).index(row["state"]), row["name"]))
+
+
+def _loss_of(row: Row) -> str:
+    return f", loss {number(row['loss'])}" if "loss" in row else ""
+
+
+def _of_trainers(cell: Callable[[Row], str]) -> Callable[[Row], str]:
+    """A cell that is empty for who does not train, and has dots before there is anything to tell."""
+
+    def shown(row: Row) -> str:
+        try:
+            return "" if row["state"] == BOOTSTRAP else cell(row)
+        except KeyError:
+            return "…"
+
+    return shown
+
+
+_COLUMNS: dict[str, Callable[[Row], str]] = {
+    "peer": lambda row: str(row["name"]),
+    "state": lambda row: str(row["state"]),
+    "step": _of_trainers(lambda row: str(row["step"])),
+    "behind": _of_trainers(lambda row: f"{row['behind']:.0f}" if row["state"] == TRAINS else ""),
+    "loss": _of_trainers(lambda row: number(row["loss"])),
+    "tokens/s": _of_trainers(lambda row: f"{row['tokens_per_second']:,.0f}" if row["state"] == TRAINS else ""),
+    "rounds": _of_trainers(lambda row: f"{row['rounds']:.0f}"),
+    "heard": lambda row: f"{row['heard']:.0f} s ago",
+}
+_IF_ANY: dict[str, Callable[[Row], str]] = {
+    "processes": _of_trainers(lambda row: f"{row.get('processes', 1):.0f}"),
+    "refused": _of_trainers(lambda row: f"{row.get('refused', 0):.0f}"),
+}
+"""Columns that are there if any peer has such."""

@@ -96,6 +96,15 @@ class Run:
         return sorted((e for replica in self.replicas for e in self.of(replica, kind)), key=lambda e: e.at)
 
     @property
+    def is_one_peer(self) -> bool:
+        """Whether it is what one peer on the internet does, whose number nobody knows it by."""
+        return self.settings.get("network") == "internet"
+
+    def called(self, replica: int) -> str:
+        """What a replica is called in the report; a peer on the internet knows no other by its number."""
+        return "this peer" if self.is_one_peer else f"replica {replica}"
+
+    @property
     def units(self) -> str:
         """The units of the samples, such as tokens."""
         return next((start.units for start in self.all_of(StartEvent)), StartEvent.units)
@@ -199,8 +208,8 @@ class Run:
         """
         distances = {}
         for step, events in self.by_step(EvaluationEvent).items():
-            if len({len(event.weights) for event in events}) > 1:
-                continue  # of other models, which have no distance
+            if len(events) < 2 or len({len(event.weights) for event in events}) > 1:
+                continue  # one alone, or of other models, which have no distance
             samples = np.stack([np.frombuffer(event.weights, dtype="<f4") for event in events])
             distances[step] = float(np.sqrt(np.square(samples - samples.mean(0, dtype=np.float64)).mean()))
         return distances

@@ -8,14 +8,12 @@ import hashlib
 import json
 import random
 import zlib
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from hivemind.dht.node import DHTNode
 from hivemind.p2p import P2P, PeerID
-from hivemind.utils import get_dht_time
 
 from farflung.codecs import Dense
 from farflung.networks.base import packet_of
@@ -104,18 +102,16 @@ class Stranger:
             answer: bytes = await reader.read(1 << 16)
             return answer
 
-    async def use_the_directory(self) -> tuple[bool, bool]:
-        """Whether it can write and read the records of a run in the DHT, without a token."""
-        node = await DHTNode.create(
-            p2p=self.p2p, initial_peers=list(self.ticket.addresses), ensure_bootstrap_success=False, strict=False
-        )
-        key = f"farflung {self.ticket.run}"
-        found = await node.get(key, latest=True)
-        with contextlib.suppress(Exception):
-            await node.protocol.call_store(
-                PeerID.from_base58(self.peer), [node.node_id], [b"x"], get_dht_time() + 60, [False]
-            )
-        return found is not None, bool(node.protocol.routing_table.uid_to_peer_id)
+    async def ask_for_peers(self) -> list[str]:
+        """The peers that a daemon learns of by way of the run's, with libp2p's own means."""
+        found = {self.peer}
+        for _ in range(5):  # libp2p itself asks those that it is told of
+            with contextlib.suppress(*UNREACHABLE):
+                async with asyncio.timeout(5):
+                    await self.p2p._client.connect(PeerID.from_base58(self.peer), [])
+                    found |= {str(info.peer_id) for info in await self.p2p.list_peers()}
+            await asyncio.sleep(0.5)
+        return sorted(found - {self.peer})
 
 
 class Liar:
@@ -153,8 +149,11 @@ class Liar:
                     await asyncio.sleep(drip_s)
                 return await read_frame(stream.reader)
 
+        return self._heard(go())
+
+    def _heard(self, asking: Coroutine[Any, Any, dict[str, Any]]) -> dict[str, Any]:
         try:
-            return self.peers.background.run(go(), 90)
+            return self.peers.background.run(asking, 90)
         except (*UNREACHABLE, RequestRefusedError) as error:
             return {"refused": str(error) or "the stream was closed"}
 
@@ -183,6 +182,17 @@ class Liar:
 
         self.peers.handlers.update(state=on_state, piece=on_piece, sketch=on_sketch)
         self.peers.info.update(trains=True, step=0)
+
+    def spread(self, content: bytes) -> dict[str, Any]:
+        """What the victim answers to news that are these bytes."""
+
+        async def go() -> dict[str, Any]:
+            async with asyncio.timeout(60), self.peers.stream(self.victim) as stream:
+                await write_frame(stream.writer, {"kind": "news", "size": len(content)})
+                stream.writer.write(content)
+                return await read_frame(stream.reader)
+
+        return self._heard(go())
 
     def close(self) -> None:
         """Leaves the run."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
+import functools
 import os
 import shlex
 from collections.abc import Callable
@@ -11,8 +13,13 @@ from dataclasses import replace
 from io import FileIO
 from pathlib import Path
 
-from farflung.errors import UserError
-from farflung.events import EndEvent, Event, events_in, line_of
+from farflung.errors import UserError, counted, disk_errors
+from farflung.events import EndEvent, Event, WarningEvent, events_in, line_of
+from farflung.training.terminal import WATCHED_BY, say
+
+MOST_WAITING = 1 << 14
+"""Lines that wait for room on the disk, at most; of more, every second is left out."""
+MAKE_ROOM = "training goes on; make room: what waits is then written, and the next checkpoint"
 
 
 class EventLog:
@@ -24,7 +31,9 @@ class EventLog:
         keep: the bytes of an earlier part of the run that stay; None starts a new run, and refuses an old one.
         elapsed_s: how many seconds the run had lasted at the end of that part.
 
-    Raises UserError where the folder holds a run already, or another process is writing to it.
+    On a full disk, lines wait in memory until there is room; the file has whole lines only.
+
+    Raises UserError where the folder holds a run already, cannot be written, or another process is writing to it.
     """
 
     def __init__(
@@ -37,25 +46,61 @@ class EventLog:
         elapsed_s: float = 0.0,
     ) -> None:
         path = folder / "events" / f"{stem}.jsonl"
-        path.parent.mkdir(parents=True, exist_ok=True)
         if keep is None and path.exists():
             raise holds_a_run(folder)
-        self._file = locked(path)
-        if keep is not None:
-            self._file = _begun_again(path, keep)
-        self._unwritten = b""
+        with disk_errors(f"write to {folder}", "see to it, and start again"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = locked(path)
+            if keep is not None:
+                self._file = _begun_again(path, keep)
+        self._folder = folder
+        self._waiting: list[bytes] = []
+        self._left_out = 0
         self._replica = replica
         self._clock = clock
         self.origin = clock() - elapsed_s
         """When the run began, on the network's clock."""
 
     def write(self, event: Event) -> None:
-        """Appends one event of this replica and moment. On a full disk, it is kept in memory until there is room."""
+        """Appends one event of this replica and moment, once there is room."""
+        if self._left_out and self._write_waiting():
+            told = f"{counted(self._left_out, 'event')} left out: there was no room in {self._folder}"
+            self._left_out = 0
+            self._wait(WarningEvent(step=event.step, message=told))
+        self._wait(event)
+        self._write_waiting()
+
+    def _wait(self, event: Event) -> None:
+        if len(self._waiting) >= MOST_WAITING:
+            before = len(self._waiting)
+            del self._waiting[1::2]  # evenly, so that curves keep their shape; the first line may begin the run
+            self._left_out += before - len(self._waiting)
         told = replace(event, replica=self._replica, at=round(self.elapsed_s(), 6))
-        self._unwritten += line_of(told) + b"\n"
+        self._waiting.append(line_of(told) + b"\n")
+
+    def _write_waiting(self) -> bool:
+        """Writes the lines that there is room for; whether there was for all."""
+        written = 0
+        for line in self._waiting:
+            if fault := self._fault_in_writing(line):
+                _tell_once(f"cannot write to {self._folder}: {fault}; {MAKE_ROOM}")
+                break
+            written += 1
+        del self._waiting[:written]
+        return not self._waiting
+
+    def _fault_in_writing(self, line: bytes) -> str:
+        """Why a line could not be written, of which then nothing is in the file; "" where it is."""
+        end = self._file.seek(0, os.SEEK_END)
+        try:
+            if self._file.write(line) == len(line):
+                return ""
+            fault = os.strerror(errno.ENOSPC)
+        except OSError as error:
+            fault = error.strerror or str(error)
         with contextlib.suppress(OSError):
-            while self._unwritten:
-                self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
+            self._file.truncate(end)
+        return fault
 
     def elapsed_s(self) -> float:
         """Seconds since the run began, on the network's clock."""
@@ -64,11 +109,23 @@ class EventLog:
     def size(self) -> int:
         """Bytes written so far, safe on disk: what `keep` takes."""
         os.fsync(self._file.fileno())
-        return self._file.tell()
+        return self._file.seek(0, os.SEEK_END)
+
+    def flush(self) -> None:
+        """Writes what still waits for room. Raises OSError where there is none."""
+        if not self._write_waiting():
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def close(self) -> None:
-        """Lets go of the file."""
+        """Writes what still waits, where there is room, and lets go of the file."""
+        self._write_waiting()
         self._file.close()
+
+
+@functools.cache
+def _tell_once(line: str) -> None:
+    if WATCHED_BY in os.environ or os.environ.get("LOCAL_RANK", "0") == "0":  # others have the same folder
+        say(line, urgent=True)
 
 
 def locked(path: Path) -> FileIO:
@@ -124,7 +181,7 @@ def tell_death(path: Path) -> None:
     """Adds to the events of a process that was killed that it will not come back."""
     if last := _whole_lines(path)[-1:]:
         end = EndEvent(replica=last[0].replica, at=last[0].at, step=last[0].step, reason="died")
-        with locked(path) as file:
+        with locked(path) as file, contextlib.suppress(OSError):  # a full disk ends no other replica
             file.write(b"\n" + line_of(end) + b"\n")  # its last line may not be whole
 
 

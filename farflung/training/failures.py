@@ -16,6 +16,7 @@ from farflung.outer import DisagreementError, DivergedError
 from farflung.pipeline import Mesh
 from farflung.training.finish import NoRoomError
 from farflung.training.stopping import StoppedError
+from farflung.training.terminal import say
 
 
 class RunFailedError(Exception):
@@ -38,7 +39,10 @@ class OneLine(ErrorHandler):
         extra = {"py_callstack": f"none is needed: {e}", "timestamp": str(int(time.time()))}
         kind = UserError if isinstance(e, UserError) else type(e)  # of which there are kinds
         kept = {"message": {"message": f"{kind.__name__}: {e}", "extraInfo": extra}}
-        Path(path).write_text(json.dumps(kept), "utf-8")
+        try:
+            Path(path).write_text(json.dumps(kept), "utf-8")
+        except OSError:  # a full disk hides no error
+            say(str(e), urgent=True)
 
 
 def failure_of(error: ChildFailedError, folder: Path, mesh: Mesh) -> Exception:

@@ -139,7 +139,7 @@ def _summary(
         "rounds": max(fact["rounds"] for fact in facts),
         "seconds": max(fact["seconds"] for fact in facts),
         "seconds_blocked": sum(fact["blocked"] for fact in facts) / count,
-        "weight_spread": (sum(fact["deviation"] for fact in facts) / count) ** 0.5,
+        **({"weight_spread": (sum(fact["deviation"] for fact in facts) / count) ** 0.5} if count > 1 else {}),
     }
 
 
@@ -195,7 +195,12 @@ def write_results(trainer: Trainer, summary: dict[str, Any], tells: bool) -> Non
             write_text(trainer.folder / "summary.json", json.dumps(summary, indent=2) + "\n")
         checkpoint.write(checkpoint.average_of(trainer.folder, trainer.file_stem), average)
 
-    _keep_trying(write, trainer, summary)
+    _keep_trying(write, trainer, json.dumps(summary))
+
+
+def write_events(trainer: Trainer) -> None:
+    """Writes the events that still wait for room, of which their log has told. Raises NoRoomError."""
+    _keep_trying(trainer.log.events.flush, trainer)
 
 
 def _average(island: Island) -> checkpoint.Weights:
@@ -246,21 +251,21 @@ class Endings:
             write_results(trainer, summary, tells=True)
 
 
-def _keep_trying(write: Callable[[], None], trainer: Trainer, summary: dict[str, Any]) -> None:
-    """Writes, if need be once there is room on the disk; the user, who may make some, is told the summary meanwhile."""
+def _keep_trying(write: Callable[[], None], trainer: Trainer, summary: str = "") -> None:
+    """Writes, if need be once there is room; the user, who may make some, is told the summary meanwhile, if any."""
     ends = time.monotonic() + TRY_FOR_SECONDS
-    told = False
+    told = not summary
     while True:
         try:
             return write()
         except OSError as error:
             fault = f"cannot write to {trainer.folder}: {error.strerror}"
             if time.monotonic() > ends or trainer.stop.requested:
-                raise NoRoomError(f"{fault}; the summary is: {json.dumps(summary)}") from error
+                raise NoRoomError(f"{fault}; the summary is: {summary}" if summary else fault) from error
         if not told:
             say(
                 f"{fault}; make room: it is tried again for {TRY_FOR_SECONDS / 60:g} minutes, unless you press Ctrl-C. "
-                f"The summary is: {json.dumps(summary)}",
+                f"The summary is: {summary}",
                 urgent=True,
             )
             told = True

@@ -19,6 +19,7 @@ from farflung.errors import UserError, disk_errors
 from farflung.files import write_text
 from farflung.networks.settings import NetworkSettings
 from farflung.settings import RunSettings, Settings
+from farflung.signals import on_stop_signals
 from farflung.training import beginning, checkpoint, launch, peer
 from farflung.training.events import holds_a_run, tell_death
 from farflung.training.failures import RunFailedError, described_exit
@@ -147,7 +148,7 @@ def launch_all(settings: Settings, folder: Path, resume: bool) -> None:
     members = [_Member(folder, number, count) for number in range(count)]
     ticket, asked = folder / "run.ticket", threading.Event()
     together = sum(member.waits for member in members)
-    with launch.on_stop_signals(lambda *_: asked.set()), _stopped_at_the_end(members, 2 * settings.network.deadline):
+    with on_stop_signals(lambda *_: asked.set()), _stopped_at_the_end(members, 2 * settings.network.deadline):
         while any(member.waits or member.process for member in members):
             for member in members:
                 if (code := member.ended()) is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -19,7 +18,7 @@ from farflung.training.agreement import all_gather_facts, refuse_other_settings
 from farflung.training.failures import RunFailedError
 from farflung.training.kept import Coordination, Kept
 from farflung.training.stopping import Stop
-from farflung.training.terminal import WATCHED_BY, say
+from farflung.training.terminal import say, watcher
 
 if TYPE_CHECKING:
     from farflung.networks.internet import Ticket
@@ -33,7 +32,6 @@ def launch_all(settings: Settings, folder: Path, arguments: list[str]) -> None:
     Raises StoppedError, UserError, and RunFailedError when they have died too often.
     """
     launch.check_settings(settings)
-    folder.mkdir(parents=True, exist_ok=True)
     restarts = settings.network.restarts
     for death in range(1, restarts + 2):
         try:
@@ -104,8 +102,7 @@ def coordination(near: TorchNetwork | None) -> Coordination:
     """What the peer's processes agree on."""
     processes, own = (range(len(near.processes)), near.process) if near else (range(1), 0)
     store = near.store if near else HashStore()
-    launcher = os.getppid() if near else int(os.environ.get(WATCHED_BY, "0")) or None
-    return Coordination(Stop(store, processes, [own], launcher), Kept(store, lambda: processes))
+    return Coordination(Stop(store, processes, [own], watcher()), Kept(store, lambda: processes))
 
 
 def alone(near: TorchNetwork | None) -> Network:

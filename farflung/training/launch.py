@@ -9,9 +9,8 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import cast
 
 import torch
@@ -28,14 +27,15 @@ from farflung.inner import INNER
 from farflung.networks import ReplicaDiedError, SimulatedNetwork, Simulation, TorchNetwork
 from farflung.pipeline import Mesh, check
 from farflung.settings import Settings, settings_toml
+from farflung.signals import Interrupt, Interrupted, on_stop_signals, stop_signals
 from farflung.training import beginning, checkpoint
 from farflung.training.agreement import all_gather_facts, other_data, refuse_other_settings
 from farflung.training.events import holds_a_run
 from farflung.training.failures import OneLine, failure_of
-from farflung.training.finish import Endings, ended_together, finish, write_results
+from farflung.training.finish import Endings, ended_together, finish, write_events, write_results
 from farflung.training.kept import Coordination, Kept
 from farflung.training.stopping import Stop, StoppedError
-from farflung.training.terminal import STARTED_HERE, say
+from farflung.training.terminal import STARTED_HERE, say, watcher
 from farflung.training.trainer import Trainer
 
 
@@ -162,15 +162,15 @@ def run_simulated(settings: Settings, folder: Path, resume: bool) -> None:
             network.stay_dead()
         device = pick_device(settings.run.device, network.rank)
         trainer = Trainer(settings, network, folder, coordination, device, step, workload)
-        with closing(trainer.log.events):
-            try:
-                trainer.train()
-                endings.finish(trainer)
-            except ReplicaDiedError:
-                trainer.log.end("died")
-                raise
+        logs.callback(trainer.log.events.close)  # the last one's end may have waited for room on the disk
+        try:
+            trainer.train()
+            endings.finish(trainer)
+        except ReplicaDiedError:
+            trainer.log.end("died")
+            raise
 
-    with stopping_on_signals(stop):
+    with ExitStack() as logs, stopping_on_signals(stop):
         simulation.run(replica)
 
 
@@ -194,7 +194,7 @@ def run_torch_replica(
     mesh = settings.mesh()
     coordinates = mesh.coordinates(network.process)
     everyone = range(mesh.processes)
-    stop = Stop(network.store, everyone, [network.process], launcher=os.getppid())
+    stop = Stop(network.store, everyone, [network.process], watcher())
     with stopping_on_signals(stop):
         refuse_other_settings(network, settings)
         own = beginning.Standing.of(folder, coordinates.replica, mesh.file_stem(coordinates), way)
@@ -234,6 +234,7 @@ def _finish_with_those_left(trainer: Trainer, network: TorchNetwork, mesh: Mesh,
         trainer.log.warn(f"replicas lost: {lost}; the averaged weights and the summary are of the others")
     if mesh.coordinates(network.process).replica in beginning.writing_replicas(mesh, machines).values():
         write_results(trainer, summary, tells)
+    write_events(trainer)
     return tells
 
 
@@ -285,7 +286,9 @@ def run_processes(settings: Settings, folder: Path, arguments: Sequence[str]) ->
         "OMP_NUM_THREADS": str(cores_for(settings.mesh().processes)),
         STARTED_HERE: "1",
     }
-    (folder / "logs").mkdir(exist_ok=True)
+    with disk_errors(f"write to {folder}", "make room, or choose another folder with --out"):
+        (folder / "logs").mkdir(parents=True, exist_ok=True)
+        logs = tempfile.mkdtemp(dir=folder / "logs")
     launcher = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -295,14 +298,18 @@ def run_processes(settings: Settings, folder: Path, arguments: Sequence[str]) ->
         rdzv_endpoint="localhost:0",
         local_addr="localhost",
         max_restarts=0,
-        logs_specs=DefaultLogsSpecs(log_dir=tempfile.mkdtemp(dir=folder / "logs"), redirects=Std.ALL),
+        logs_specs=DefaultLogsSpecs(log_dir=logs, redirects=Std.ALL),
         shutdown_timeout=round(2 * settings.network.deadline),
         signals_to_handle=",".join(number.name for number in (*stop_signals(), signal.SIGQUIT)),
     )
     try:
-        with scoped.quiet("torch.distributed.elastic"), scoped.environment(**environment):
+        with (
+            scoped.quiet("torch.distributed.elastic"),
+            scoped.environment(**environment),
+            on_stop_signals(Interrupt()),  # until torch sets handlers of its own, which then go again
+        ):
             elastic_launch(launcher, sys.executable)("-m", "farflung", *arguments)
-    except SignalException as error:
+    except (SignalException, Interrupted) as error:
         raise StoppedError("stopped by a signal") from error
     except ChildFailedError as error:
         raise failure_of(error, folder, settings.mesh()) from error
@@ -313,28 +320,11 @@ def local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
-def stop_signals() -> list[signal.Signals]:
-    """The signals that ask for a stop; under nohup, closing the terminal does not."""
-    hangs_up = signal.getsignal(signal.SIGHUP) != signal.SIG_IGN
-    return [signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hangs_up else [])]
-
-
 @contextmanager
 def stopping_on_signals(stop: Stop) -> Iterator[None]:
     """Ctrl-C and similar signals ask for a stop; a second one while stopping changes nothing."""
     with stop.listening(), on_stop_signals(stop.request):
         yield
-
-
-@contextmanager
-def on_stop_signals(handler: Callable[[int, FrameType | None], object]) -> Iterator[None]:
-    """Has a handler for the signals that ask for a stop."""
-    before = {number: signal.signal(number, handler) for number in stop_signals()}
-    try:
-        yield
-    finally:
-        for number, earlier in before.items():
-            signal.signal(number, earlier)
 
 
 def pick_device(name: str, local_rank: int) -> torch.device:

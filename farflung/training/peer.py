@@ -11,6 +11,7 @@ import shutil
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,7 +32,7 @@ from farflung.training.terminal import BEGIN_WITH, say
 from farflung.training.trainer import Trainer
 
 if TYPE_CHECKING:
-    from farflung.networks import Network
+    from farflung.networks import Network, TorchNetwork
     from farflung.networks.internet import DoorNetwork, Finding, Identity, InternetNetwork, Peers, Ticket
 
 TICKET_SECONDS = 10.0
@@ -84,9 +85,14 @@ def check_for_internet(settings: Settings, local: ListenAddress | None = None) -
 
 
 def run_peer(
-    ticket: Ticket, settings: Settings, local: ListenAddress, first: bool, joined: Callable[[InternetNetwork], None]
+    ticket: Ticket,
+    settings: Settings,
+    local: ListenAddress,
+    first: bool,
+    joined: Callable[[InternetNetwork], None],
+    name: str = "",
 ) -> None:
-    """Trains as one peer until the run's last step, the `first` if need be; tells when it has `joined`.
+    """Trains as one peer, by a `name` if given, until the run's last step, the `first` if need be; tells when `joined`.
 
     Where the peer is an island, each of its processes calls this; the first of them joins. Raises StoppedError,
     UserError and whatever training raises. Where it does not come to train, the folder stays as it was.
@@ -107,11 +113,10 @@ def run_peer(
         resumed = island.led(near, settings, "begun", launch.is_begun(folder))
         joining: InternetNetwork | None = None
         if island.leads(near):
-            joining = _joining(ticket, settings, local, first, tell, near)
+            joining = _joining(ticket, settings, local, first, tell, near, name)
             leaving.callback(joining.close)
             joined(joining)
-        joined_as = (joining.rank, joining.invitation().addresses) if joining else (0, ())
-        rank, addresses = island.led(near, settings, "rank", joined_as)
+        rank, addresses = island.led(near, settings, "rank", _reached_at(joining))
         network = joining or leaving.enter_context(
             _following(near, settings, rank, ticket.at(tuple(addresses)), local, tell)
         )
@@ -129,19 +134,29 @@ def run_peer(
             device = launch.pick_device(settings.run.device, launch.local_rank())
             trainer = Trainer(settings, network, folder, coordination, device, step)
             told.append(trainer)
+            leaving.callback(trainer.log.events.close)
             if joining:
-                replicas = int(os.environ.get(BEGIN_WITH, "0"))
-                if replicas:
-                    _begin_together(joining, step or 0, replicas, coordination.stop, settings.network.deadline)
+                _begin_together(joining, step or 0, coordination.stop, settings.network.deadline)
             trainer.train(catch_up=away)
-            summary = finish(trainer, lambda ended: ended(island.alone(near)))
-            write_results(trainer, summary, tells=island.leads(near))
+            _finish(trainer, near, joining)
+
+
+def _reached_at(network: InternetNetwork | None) -> tuple[int, tuple[str, ...]]:
+    """The rank of who joins, and its addresses."""
+    return (network.rank, network.invitation().addresses) if network else (0, ())
+
+
+def _finish(trainer: Trainer, near: TorchNetwork | None, network: InternetNetwork | None) -> None:
+    """Writes what has come of this peer's run, and what the others last told. Raises NoRoomError."""
+    others = {"peers": seen(network)} if network else {}
+    summary = finish(trainer, lambda ended: ended(island.alone(near)))
+    write_results(trainer, summary | others, tells=island.leads(near))
 
 
 @functools.partial(record, error_handler=OneLine())
-def run_part(ticket: Ticket, settings: Settings, local: ListenAddress, first: bool) -> None:
+def run_part(ticket: Ticket, settings: Settings, local: ListenAddress, first: bool, name: str) -> None:
     """One of the processes of an island; see `run_peer`. A launcher learns why it failed."""
-    run_peer(ticket, settings, local, first, lambda network: None)
+    run_peer(ticket, settings, local, first, lambda network: None, name)
 
 
 def _joining(
@@ -151,12 +166,13 @@ def _joining(
     first: bool,
     tell: Callable[[str], None],
     near: Network | None,
+    name: str,
 ) -> InternetNetwork:
     """Joins the run. Raises UserError."""
     parts, folder = internet(), Path(settings.run.out)
     ticket = _with_newer_addresses(ticket, folder / "run.ticket")
     identity = _own_identity(folder, launch.is_begun(folder))
-    peers: Peers = parts.Peers(ticket, identity, local, parts.newcomer_info(ticket), tell, first)
+    peers: Peers = parts.Peers(ticket, identity, local, parts.newcomer_info(ticket, name), tell, first)
     network: InternetNetwork = parts.InternetNetwork(
         peers,
         deadline=settings.network.deadline,
@@ -203,8 +219,11 @@ def _away(network: InternetNetwork, settings: Settings, step: int | None) -> boo
     return away
 
 
-def _begin_together(network: InternetNetwork, step: int, replicas: int, stop: Stop, deadline_s: float) -> None:
-    """Waits until so many independent replicas know of each other; else a short run is over before its first round."""
+def _begin_together(network: InternetNetwork, step: int, stop: Stop, deadline_s: float) -> None:
+    """Waits until all independent replicas know of each other; else a short run is over before its first round."""
+    replicas = int(os.environ.get(BEGIN_WITH, "0"))
+    if not replicas:
+        return
     network.stand_by(step)
     ends = time.monotonic() + deadline_s
     while len(network.members()) < replicas and time.monotonic() < ends and not stop.requested:
@@ -241,14 +260,14 @@ def _left_as_it_was(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def looking_on(
-    ticket: Ticket, local: ListenAddress, key: Path | None = None, bootstrap: bool = False
+    ticket: Ticket, local: ListenAddress, key: Path | None = None, name: str = "", bootstrap: bool = False
 ) -> Iterator[InternetNetwork]:
     """A member that trains nothing, with a new key unless given one. Raises UserError.
 
     A `bootstrap` node starts the run and helps peers find each other; others are not listed.
     """
     parts = internet()
-    info = parts.newcomer_info(ticket)
+    info = parts.newcomer_info(ticket, name)
     with tempfile.TemporaryDirectory() as scratch:
         identity = parts.Identity(key or Path(scratch) / "onlooker.key")
         peers: Peers = parts.Peers(ticket, identity, local, info, say, first=bootstrap, listed=bootstrap)
@@ -260,14 +279,15 @@ def looking_on(
 
 
 def seen(network: InternetNetwork) -> list[dict[str, Any]]:
-    """The facts of each peer, in order of rank."""
+    """The facts of each other peer, in order of rank."""
     members = network.peers.members
     median = members.median_step() or 0.0
+    called = Counter(member.host for member in members.all())
+    called[network.peers.info["host"]] += network.peers.info["trains"]
     return [
         {
             **member.facts,
-            "replica": member.rank,
-            "host": member.host,
+            "name": member.host if called[member.host] == 1 else member.described,
             "state": ("trains" if member.trains else "bootstrap") if member.alive else "gone",
             "step": member.step,
             "behind": max(0.0, median - member.step_now()),

@@ -17,13 +17,19 @@ BEGIN_WITH = "FARFLUNG_BEGIN_WITH"
 """Set in the environment of independent replicas that begin a run: how many of them there are to be."""
 
 
+def watcher() -> int | None:
+    """The farflung process that has started this one to watch over it; None where a user's shell has, which may end."""
+    if STARTED_HERE in os.environ:
+        return os.getppid()
+    return int(os.environ.get(WATCHED_BY, "0")) or None
+
+
 def say(line: str, urgent: bool = False) -> None:
     """Writes a line to the user's terminal: the launcher's, where there is one and the system lets us.
 
     An independent replica has its own log, and only what is `urgent` goes to its launcher's terminal.
     """
-    launcher = os.getppid() if STARTED_HERE in os.environ else os.environ.get(WATCHED_BY) if urgent else None
-    if launcher:
+    if (launcher := watcher()) and (urgent or STARTED_HERE in os.environ):
         with contextlib.suppress(OSError), Path(f"/proc/{launcher}/fd/2").open("a") as terminal:
             terminal.write(f"farflung: {line}\n")
             return

@@ -152,12 +152,12 @@ class Trainer:
     def save(self, session: Session) -> None:
         """Writes this process's part of a checkpoint, and removes those that nobody needs any more."""
         with self.log.rate.paused():
-            began, state = self.network.now(), self._state(session)
+            began = self.network.now()
             try:
-                checkpoint.save(self.folder, self.step, self.file_stem, state)
+                checkpoint.save(self.folder, self.step, self.file_stem, self._state(session))
             except OSError as error:
-                told = f"no checkpoint of step {self.step}: {error.strerror}; see to {self.folder}; the last one stays"
-                self.log.warn(told)
+                fault = error.strerror or error
+                self.log.warn(f"no checkpoint of step {self.step}: {fault}; see to {self.folder}; the last one stays")
                 return
             self.kept.add(self.process, self.step)
             self.prune()

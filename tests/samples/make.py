@@ -86,15 +86,13 @@ async def said(ticket: Ticket, asker: Identity, answerer: Identity) -> list[Fram
             pass
 
     info = newcomer_info(ticket) | {"host": "here"}
-    one, other = (
-        Handshake(ticket, identity, Peers(ticket, identity, ListenAddress(), info).info)
-        for identity in (asker, answerer)
-    )
+    peers = [Peers(ticket, identity, ListenAddress(), info) for identity in (asker, answerer)]
+    one, other = (Handshake(ticket, each.identity.peer, each.info, each.record) for each in peers)
     to_asker, to_answerer = asyncio.StreamReader(), asyncio.StreamReader()
     opening = asyncio.create_task(one.open(answerer.peer, (to_asker, Writer(to_answerer))))  # type: ignore[arg-type]
     hello = await read_frame(to_answerer)
     await other.answer(hello, asker.peer, (to_answerer, Writer(to_asker)))  # type: ignore[arg-type]
-    await write_frame(Writer(to_asker), other.welcome())  # type: ignore[arg-type]
+    await write_frame(Writer(to_asker), peers[1].record())  # type: ignore[arg-type]
     await opening
     return frames
 

@@ -27,9 +27,9 @@ from farflung.networks.internet.contact.frames import (
     whole,
     write_payload,
 )
-from farflung.networks.internet.contact.host import UNREACHABLE, leads_to
-from farflung.networks.internet.contact.identity import rank_of
-from farflung.networks.internet.contact.members import MOST_DOORS, Member
+from farflung.networks.internet.contact.host import UNREACHABLE
+from farflung.networks.internet.contact.identity import is_peer, rank_of
+from farflung.networks.internet.contact.member import MOST_DOORS, Member, addresses_in
 from farflung.networks.internet.contact.peers import Peers
 from farflung.networks.internet.contact.streams import PROMPT_SECONDS, PeerStream, RequestRefusedError
 from farflung.networks.internet.examination import answer_probes
@@ -41,8 +41,7 @@ T = TypeVar("T")
 
 LARGEST = 1 << 24
 """Bytes that an island's doors and keepers are described in, at most."""
-MOST_ADDRESSES = 16
-WHEREABOUTS = "peer", "rank", "public", "session", "host", "addresses"
+WHEREABOUTS = "peer", "rank", "session", "host", "addresses"
 """What a process of an island is told of the peers that it meets: it reads no directory."""
 AGAIN_SECONDS = 60.0
 """How long an island whose doors cannot be reached is not asked again."""
@@ -76,12 +75,12 @@ def doors_of(told: Frame) -> Doors:
     if not 0 < len(peers) <= MOST_DOORS or not len(sessions) == len(addresses) == len(peers):
         raise FrameError("an island tells of no doors, or of too many")
     for peer, places in zip(peers, addresses, strict=True):
-        if not isinstance(peer, str) or len(places) > MOST_ADDRESSES or not all(leads_to(one, peer) for one in places):
-            raise FrameError("an address that is said to lead to a door does not")
+        if not isinstance(peer, str) or not is_peer(peer) or not isinstance(places, list):
+            raise FrameError("a door has no peer's id, or no addresses")
     return Doors(
         tuple(peers),
         tuple(str(session)[:64] for session in sessions),
-        tuple(tuple(places) for places in addresses),
+        tuple(addresses_in(places, peer) for peer, places in zip(peers, addresses, strict=True)),
         tuple(whole(keeper, len(peers) - 1) for keeper in keepers),
     )
 
@@ -103,7 +102,7 @@ class Doorkeeper:
         return {rank: doors for rank, doors in found if doors}
 
     async def _of(self, rank: int) -> tuple[int, Doors | None]:
-        if rank == self._peers.info["rank"]:
+        if rank == self._peers.identity.rank:
             return rank, self.own
         member = await self._peers.found(rank, PROMPT_SECONDS)
         if member is None or not member.doors:
@@ -217,7 +216,7 @@ def seated(party: Party, doors: Mapping[int, Doors], cells: Sequence[str], peers
     peers.doors = {rank: door for rank, door in peers.doors.items() if door.door_of not in doors}
     for rank, one in doors.items():
         for peer, session, addresses in list(zip(one.peers, one.sessions, one.addresses, strict=True))[1:]:
-            door = Member(peer, rank_of(peer), "", session, "", addresses, trains=False, door_of=rank)
+            door = Member(peer, rank_of(peer), session, "", addresses, trains=False, door_of=rank)
             peers.doors[door.rank] = door
     return replace(party, seats={rank: one.seats(cells) for rank, one in doors.items()})
 
@@ -269,7 +268,7 @@ class DoorNetwork(FollowingNetwork):
             told = await waiting(shared, self.near, {}, party_key(key), 2 * self._deadline)
             party, doors, members = party_in(told[0])
             for member in members:
-                self.peers.members.hear(member)
+                self.peers.members.hear(member, first_hand=True)
             return await waiting(then, seated(party, doors, self._cells, self.peers))
 
         return self._exchanges.begin(wanted, meet)

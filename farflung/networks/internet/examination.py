@@ -11,7 +11,7 @@ from typing import NamedTuple
 from farflung.errors import UserError, counted
 from farflung.networks.internet.contact.frames import Frame, FrameError, entry, plain, read_payload, write_payload
 from farflung.networks.internet.contact.host import UNREACHABLE, is_global
-from farflung.networks.internet.contact.members import Member
+from farflung.networks.internet.contact.member import Member
 from farflung.networks.internet.contact.peers import Peers
 from farflung.networks.internet.contact.streams import PROMPT_SECONDS, PeerStream, RequestRefusedError
 
@@ -37,7 +37,7 @@ def examine(peers: Peers) -> Iterator[Finding]:
 
 
 def _reachability(peers: Peers) -> str:
-    own = peers.info["addresses"]
+    own = [address for address in peers.info["addresses"] if address.rpartition("/p2p/")[0] != peers.seen]
     listed = ", ".join(own) or "no address"
     if any(map(is_global, own)):
         return f"this machine has a public address ({listed}); others reach it there unless a firewall is in between"

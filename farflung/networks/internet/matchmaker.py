@@ -10,16 +10,26 @@ import contextlib
 import hashlib
 import random
 import time
-from collections import Counter, OrderedDict, defaultdict
-from dataclasses import dataclass, field
+from collections import OrderedDict
 
 from farflung.errors import UserError
 from farflung.networks.base import Group, Party
-from farflung.networks.internet.contact.frames import Frame, FrameError, entry, number, reading, whole
+from farflung.networks.internet.contact.frames import Frame, FrameError
 from farflung.networks.internet.contact.host import UNREACHABLE
-from farflung.networks.internet.contact.members import FURTHEST, LAST_RANK, Member, arrives
+from farflung.networks.internet.contact.member import Member, arrives
+from farflung.networks.internet.contact.members import KNOWN
 from farflung.networks.internet.contact.peers import Peers
 from farflung.networks.internet.contact.streams import PROMPT_SECONDS, PeerStream, RequestRefusedError
+from farflung.networks.internet.gathering import (
+    SHUNNED,
+    Guest,
+    Rendezvous,
+    bring_together,
+    circle_of,
+    guest_of,
+    open_group,
+    party_of,
+)
 
 WAITED_SHARE = 0.25
 """The part of the time between two rounds for which a peer waits for others."""
@@ -31,38 +41,12 @@ CALLED, CALL_AGAIN_SECONDS = 32, 2.0
 """Missing peers that a host calls in a round at most, and how long it then leaves each of them alone."""
 LOOK_SECONDS = 0.1
 """Seconds between two checks whether missing peers can still come."""
-LONGEST_PATIENCE_SECONDS = 600.0
-HEAVIEST = 10.0
-"""The largest weight in a group, in multiples of the least."""
-MOST = 4096
-"""Peers of a round at most."""
-SHUNNED = 256
-"""Peers at most of which a guest says that it takes none of their messages; a frame has room for few more."""
 RENDEZVOUS_KEPT = 256
+VISITS = 64
+"""Rounds at which a peer can be at a time."""
 HOSTS_TRIED = 3
-
-
-@dataclass
-class Guest:
-    """A peer that has come to a round."""
-
-    rank: int
-    wants: frozenset[int]
-    step: int
-    weight: float
-    anchor_digest: str
-    shuns: frozenset[int]
-    """Those whose messages it does not take."""
-    until: float
-    answer: asyncio.Future[Frame]
-
-
-@dataclass
-class Rendezvous:
-    """A round at its host."""
-
-    waiting: dict[int, Guest] = field(default_factory=dict)
-    gone: set[int] = field(default_factory=set)
+CROWD_SECONDS = 0.5
+"""How long those who want a pair wait for each other where a peer knows only a part of the run."""
 
 
 class Matchmaker:
@@ -89,7 +73,7 @@ class Matchmaker:
         """The group of those who came to a round; see Network. Never fails: at worst this peer stays alone."""
         request = {"wants": list(wanted), "key": key, "step": step, "weight": weight, "lineage": anchor_digest}
         request |= {"patience": patience_s, "shuns": self._peers.members.shunned()[:SHUNNED]}
-        own = self._peers.info["rank"]
+        own = self._peers.identity.rank
         for host in self._hosts(key)[:HOSTS_TRIED]:
             if host == own:
                 return party_of(await self._welcome(own, request), own, weight)
@@ -110,7 +94,7 @@ class Matchmaker:
         return sorted(self._expected(), key=lambda rank: hashlib.sha256(f"{key} {rank}".encode()).digest())
 
     def _expected(self) -> list[int]:
-        return [member.rank for member in self._peers.members.training()] + [self._peers.info["rank"]]
+        return [member.rank for member in self._peers.members.training()] + [self._peers.identity.rank]
 
     async def _on_meet(self, stream: PeerStream, frame: Frame) -> None:
         answer = await self._welcome(stream.member.rank, frame)
@@ -124,10 +108,11 @@ class Matchmaker:
         if key not in self._rendezvous:
             self._peers.background.spawn(self._call_missing(self._rendezvous_of(key)))
         rendezvous = self._rendezvous_of(key)
-        if rank in rendezvous.waiting:
-            raise FrameError("a peer came to a round twice")
+        if rank in rendezvous.waiting or rank in rendezvous.gone:
+            raise RequestRefusedError("it came to this round before")
+        if sum(rank in other.waiting for other in self._rendezvous.values()) >= VISITS:
+            raise RequestRefusedError("it is at too many rounds at a time")
         rendezvous.waiting[rank] = guest
-        rendezvous.gone.discard(rank)
         try:
             self._settle(rendezvous)
             while not guest.answer.done():
@@ -140,8 +125,9 @@ class Matchmaker:
     def _rendezvous_of(self, key: str) -> Rendezvous:
         rendezvous = self._rendezvous.setdefault(key, Rendezvous())
         self._rendezvous.move_to_end(key)
-        while len(self._rendezvous) > RENDEZVOUS_KEPT:
-            self._rendezvous.popitem(last=False)
+        over = [old for old, other in self._rendezvous.items() if old != key and not other.waiting]
+        for old in over[: max(0, len(self._rendezvous) - RENDEZVOUS_KEPT)]:
+            del self._rendezvous[old]
         return rendezvous
 
     async def _call_missing(self, rendezvous: Rendezvous) -> None:
@@ -166,24 +152,27 @@ class Matchmaker:
 
     def _settle(self, rendezvous: Rendezvous) -> None:
         """Makes groups of guests that need not wait for anybody else."""
-        for guest in list(rendezvous.waiting.values()):
-            if guest.wants and guest.rank in rendezvous.waiting and guest.wants <= rendezvous.waiting.keys():
-                _bring_together([rendezvous.waiting[rank] for rank in guest.wants], rendezvous)
+        waiting = rendezvous.waiting
+        for guest in list(waiting.values()):
+            wanted = [waiting.get(rank) for rank in guest.wants]
+            if guest.rank in waiting and wanted and all(one and one.wants == guest.wants for one in wanted):
+                bring_together([waiting[rank] for rank in guest.wants], rendezvous)
         now = asyncio.get_running_loop().time()
-        free = [
-            guest
-            for guest in rendezvous.waiting.values()
-            if guest.until <= now or not any(self._comes(rank, guest, rendezvous) for rank in guest.wants)
-        ]
-        if not free:
-            return
-        if any(len(guest.wants) > 2 for guest in free):
-            _bring_together(list(rendezvous.waiting.values()), rendezvous)
-            return
-        for begin in range(0, len(free) - 1, 2):
-            _bring_together(free[begin : begin + 2], rendezvous)
-        if len(free) % 2 and (free[-1].until <= now or not self._anybody(free[-1], rendezvous)):
-            _bring_together(free[-1:], rendezvous)
+        free = [guest for guest in waiting.values() if self._free(guest, rendezvous, now)]
+        for guest in free:
+            if len(guest.wants) > 2 and guest.rank in waiting:
+                open_group(circle_of(guest, waiting), free, rendezvous, now)
+        pairs = [guest for guest in free if len(guest.wants) <= 2 and guest.rank in waiting]
+        for begin in range(0, len(pairs) - 1, 2):
+            bring_together(pairs[begin : begin + 2], rendezvous)
+        if len(pairs) % 2 and (pairs[-1].until <= now or not self._anybody(pairs[-1], rendezvous)):
+            bring_together(pairs[-1:], rendezvous)
+
+    def _free(self, guest: Guest, rendezvous: Rendezvous, now: float) -> bool:
+        """Whether nobody whom a guest wants to meet can still come, or it waits no longer."""
+        crowded = len(guest.wants) <= 2 and len(self._peers.members.by_rank) >= KNOWN
+        until = min(guest.until, guest.came + CROWD_SECONDS) if crowded else guest.until
+        return until <= now or not any(self._comes(rank, guest, rendezvous) for rank in guest.wants)
 
     def _anybody(self, guest: Guest, rendezvous: Rendezvous) -> bool:
         """Whether a guest may still find a partner, among those here or expected."""
@@ -195,77 +184,9 @@ class Matchmaker:
             return False
         left = guest.until - asyncio.get_running_loop().time()
         info = self._peers.info
-        if rank == info["rank"]:
+        if rank == self._peers.identity.rank:
             return bool(info["trains"]) and arrives(info["step"], info["rate"], guest.step, left)
         member = self._peers.members.by_rank.get(rank)
         if member is None or not member.alive or not member.trains or rank in guest.shuns:
             return False
         return member.arrives(guest.step, left)
-
-
-@reading("a request to meet")
-def guest_of(request: Frame, rank: int) -> tuple[Guest, str]:
-    """Who asks to be let in, from now on, and the name of the round. Raises FrameError."""
-    wants, shuns = entry(request, "wants", list), entry(request, "shuns", list)
-    if len(wants) > MOST or len(shuns) > SHUNNED:
-        raise FrameError("a peer tells of too many others")
-    loop = asyncio.get_running_loop()
-    guest = Guest(
-        rank,
-        frozenset(whole(wanted, LAST_RANK) for wanted in wants),
-        whole(request.get("step"), FURTHEST),
-        number(request.get("weight")),
-        entry(request, "lineage", str),
-        frozenset(whole(shunned, LAST_RANK) for shunned in shuns),
-        loop.time() + min(number(request.get("patience")), LONGEST_PATIENCE_SECONDS),
-        loop.create_future(),
-    )
-    return guest, entry(request, "key", str)
-
-
-@reading("a host's answer")
-def party_of(answer: Frame, own: int, weight: float) -> Party:
-    """The party that a host says a peer is in. Raises FrameError when that cannot be.
-
-    The own weight is not the host's to say, and none is more than HEAVIEST times the least: host and guests may lie.
-    All members find the same weights, or their anchors would part.
-    """
-    told = entry(answer, "weights", list)
-    if len(told) > MOST:
-        raise FrameError("a host says that too many have come")
-    weights = {whole(rank, LAST_RANK): number(heavy) for rank, heavy in told}
-    if weights and own not in weights:
-        raise FrameError("a host has left out who asked")
-    if weights:
-        weights[own] = weight
-    heaviest = HEAVIEST * max(min((heavy for heavy in weights.values() if heavy > 0), default=0.0), 1.0)
-    weights = {rank: min(heavy, heaviest) for rank, heavy in weights.items()}
-    return Party(tuple(sorted(weights)), weights, bool(answer.get("behind")))
-
-
-def _bring_together(guests: list[Guest], rendezvous: Rendezvous) -> None:
-    """Makes a group of those who take each other's messages; the others stay alone.
-
-    Whom half of them shun is left out. Who shuns one of those that are left would wait for its message in vain.
-    """
-    against = Counter(rank for guest in guests for rank in guest.shuns)
-    liked = {guest.rank for guest in guests if 2 * against[guest.rank] < len(guests)}
-    together = {guest.rank: guest for guest in guests if guest.rank in liked and not guest.shuns & liked}
-    alone = [[guest] for guest in guests if guest.rank not in together]
-    for group in ([[*together.values()]] if together else []) + alone:
-        _group(group, rendezvous)
-
-
-def _group(guests: list[Guest], rendezvous: Rendezvous) -> None:
-    """Makes a group of those with the most common anchors, among equals with more work; the others are behind."""
-    weights_of: defaultdict[str, list[float]] = defaultdict(list)
-    for guest in guests:
-        weights_of[guest.anchor_digest].append(guest.weight)
-    common = max(weights_of, key=lambda anchors: (len(weights_of[anchors]), sum(weights_of[anchors]), anchors))
-    weights = [(guest.rank, guest.weight) for guest in guests if guest.anchor_digest == common]
-    for guest in guests:
-        behind = guest.anchor_digest != common
-        if not guest.answer.done():
-            guest.answer.set_result({"weights": [] if behind else weights, "behind": behind})
-        rendezvous.waiting.pop(guest.rank, None)
-        rendezvous.gone.add(guest.rank)

@@ -90,7 +90,8 @@ class InternetNetwork(Exchanges):
         return self.peers.guard.refused
 
     def members(self) -> Group:
-        """The training peers that were heard lately, and this one."""
+        """The training peers that were heard lately, and this one. Raises UserError where it cannot stay."""
+        self.peers.check()
         return tuple(sorted({self.rank, *(member.rank for member in self.peers.members.training())}))
 
     def keep(self, cells: Sequence[str], here: Collection[str]) -> None:
@@ -129,7 +130,8 @@ class InternetNetwork(Exchanges):
         self.peers.background.run(self.peers.announce(trains=True, step=step), self._deadline)
 
     def paced(self, step: int, every: int) -> int:
-        """See ElasticNetwork."""
+        """See ElasticNetwork. Raises UserError where this peer cannot stay."""
+        self.peers.check()
         counted = counted_step(step, every, self.peers.members, self._pace.begins)
         self.peers.info.update(trains=True, rate=self._pace.step(self.now()), step=counted)
         return counted

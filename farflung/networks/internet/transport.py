@@ -28,7 +28,7 @@ from farflung.networks.internet.contact.frames import (
 )
 from farflung.networks.internet.contact.host import UNREACHABLE
 from farflung.networks.internet.contact.identity import signed_by
-from farflung.networks.internet.contact.members import Member
+from farflung.networks.internet.contact.member import Member
 from farflung.networks.internet.contact.peers import Peers
 from farflung.networks.internet.contact.streams import PeerStream, RequestRefusedError
 from farflung.networks.transfer import Transfer
@@ -217,8 +217,8 @@ class PacketTransport:
 
     def announcement(self, packet: Frame) -> Frame:
         """What is said of a packet, and by whom, signed."""
-        own = self._peers.info
-        sender = {"kind": "packet", "run": self._peers.ticket.run, "sender": own["rank"], "session": own["session"]}
+        own, session = self._peers.identity.rank, self._peers.info["session"]
+        sender = {"kind": "packet", "run": self._peers.ticket.run, "sender": own, "session": session}
         return {**sender, **packet, "signature": self._peers.identity.sign(_text(sender | packet))}
 
     async def _on_packet(self, stream: PeerStream, frame: Frame) -> None:
@@ -243,10 +243,10 @@ class PacketTransport:
         key, sender, size = entry(frame, "key", str), entry(frame, "sender", int), entry(frame, "size", int)
         entry(frame, "digest", str)
         header = {name: value for name, value in frame.items() if name != "signature"}
-        wanted = member.rank, self._peers.ticket.run, self._peers.info["rank"]
+        wanted = member.rank, self._peers.ticket.run, self._peers.identity.rank
         if (sender, frame.get("run"), frame.get("to")) != wanted:
             raise FrameError("a packet is not from who sends it, not of this run, or for somebody else")
-        if not signed_by(member.public, entry(frame, "signature", str), _text(header)):
+        if not signed_by(member.peer, entry(frame, "signature", str), _text(header)):
             raise FrameError("a packet's signature is not its sender's")
         if not 0 <= size <= self.largest:
             raise FrameError(f"a packet says that it has {size} bytes; at most {self.largest} are taken")

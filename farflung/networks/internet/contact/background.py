@@ -23,6 +23,13 @@ MOST_WAITING = 256
 """Threads that wait at a time; there are as many as are needed."""
 
 
+class _Loop(uvloop.Loop):  # type: ignore[misc]
+    """Processes have sessions of their own: a Ctrl-C is for this one, which still needs its daemon to leave."""
+
+    async def subprocess_exec(self, *arguments: Any, **options: Any) -> Any:
+        return await super().subprocess_exec(*arguments, start_new_session=True, **options)
+
+
 class Background:
     """The loop and its thread; `tell` is told in one line of work that fails."""
 
@@ -30,7 +37,7 @@ class Background:
         self._tell = tell
         self._ending = False
         self._tasks: set[asyncio.Task[None]] = set()
-        self._loop = uvloop.new_event_loop()
+        self._loop = _Loop()
         self._loop.set_exception_handler(self._unheard)
         self._waiting = ThreadPoolExecutor(MOST_WAITING, "rounds")
         self._thread = threading.Thread(target=self._loop.run_forever, name="peers", daemon=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import socket
 import time
-from typing import Any
+from collections.abc import Callable
 
 from farflung.errors import UserError
 from farflung.formats import PROTOCOL, package_version
@@ -20,8 +20,7 @@ from farflung.networks.internet.contact.frames import (
     write_frame,
 )
 from farflung.networks.internet.contact.host import Streams
-from farflung.networks.internet.contact.identity import Identity
-from farflung.networks.internet.contact.members import Member, member_of
+from farflung.networks.internet.contact.member import CLOCK_SECONDS, Member, member_in
 from farflung.networks.internet.contact.streams import RequestRefusedError, accepted
 from farflung.networks.internet.contact.ticket import Ticket
 
@@ -29,8 +28,6 @@ HELLO = "hello"
 """The kind of the frame that opens a handshake."""
 LARGEST_HELLO = 1 << 15
 """Bytes of a frame of one who has not proven yet that it is a member."""
-CLOCK_SECONDS = 2.5
-"""With clocks that differ by more, the DHT drops valid records."""
 LAST_PROTOCOL = 1 << 16
 
 OTHER_SHAPES = (
@@ -46,10 +43,11 @@ class StrangerError(FrameError):
 class Handshake:
     """One peer's side: both prove that they know the secret, for these two and now; only then they say who they are."""
 
-    def __init__(self, ticket: Ticket, identity: Identity, info: Frame) -> None:
+    def __init__(self, ticket: Ticket, own: str, info: Frame, record: Callable[[], Frame]) -> None:
         self._ticket = ticket
-        self._own = identity.peer
+        self._own = own
         self._info = info
+        self._record = record
 
     async def open(self, peer: str, streams: Streams) -> Member:
         """Proves membership to a peer, and has it prove its own. Raises StrangerError and UserError."""
@@ -60,15 +58,16 @@ class Handshake:
         theirs = entry(answer, "nonce", str)
         self._check(answer, "answer", ours, theirs, self._own, peer)
         asked = time.time()
-        await write_frame(
-            writer, {"proof": self._ticket.proof("ask", theirs, ours, self._own, peer), "about": self._news()}
-        )
-        info = accepted(await read_frame(reader))
-        check_clock(number(info.get("time")), asked, time.time())
-        return member_of(info, peer)
+        proof = self._ticket.proof("ask", theirs, ours, self._own, peer)
+        await write_frame(writer, {"proof": proof, **self._record()})
+        welcome = accepted(await read_frame(reader))
+        check_clock(number(entry(welcome, "about", dict).get("time")), asked, time.time())
+        member = _from(peer, member_in(welcome))
+        member.sees = str(welcome.get("seen", ""))
+        return member
 
     async def answer(self, hello: Frame, peer: str, streams: Streams) -> Member:
-        """Proves membership to one who opens, and has it prove its own; `welcome` then ends the handshake.
+        """Proves membership to one who opens, and has it prove its own; the own record then ends the handshake.
 
         Raises StrangerError, and RequestRefusedError for one that cannot train with the run.
         """
@@ -78,32 +77,31 @@ class Handshake:
         await write_frame(writer, {"nonce": ours, "proof": proof})
         told = await read_frame(reader, LARGEST_HELLO)
         self._check(told, "ask", ours, theirs, peer, self._own)
-        info = entry(told, "about", dict)
-        if why := disagreement(info, self._info):
+        about = entry(told, "about", dict)
+        why = disagreement(about, self._info) or clock_fault(number(about.get("time")) - time.time())
+        if why:
             raise RequestRefusedError(why)
-        return member_of(info, peer)
-
-    def welcome(self) -> Frame:
-        """The peer info of the one who answers."""
-        return {**self._news(), "time": time.time()}
-
-    def _news(self) -> Frame:
-        """The own peer info, which is newer than what was told before."""
-        self._info["beat"] += 1
-        return self._info
+        return _from(peer, member_in(told))
 
     def _check(self, told: Frame, *parts: str) -> None:
         if not self._ticket.proves(told.get("proof"), *parts):
             raise StrangerError("it does not know the run's secret")
 
 
-def newcomer_info(ticket: Ticket) -> Frame:
-    """The peer info of one that does not train yet, and has no model."""
+def _from(peer: str, member: Member) -> Member:
+    """A member that speaks of itself. Raises FrameError when that is another one."""
+    if member.peer != peer:
+        raise FrameError("a peer says that it is another one")
+    return member
+
+
+def newcomer_info(ticket: Ticket, name: str = "") -> Frame:
+    """The peer info of one that does not train yet, and has no model; it is called after its machine, unless named."""
     return {
         "version": package_version(),
         "settings": ticket.settings_hash,
         "shapes": "",
-        "host": socket.gethostname(),
+        "host": name or socket.gethostname(),
         "trains": False,
     }
 
@@ -124,11 +122,17 @@ def disagreement(newcomer: Frame, run: Frame) -> str:
     return ""
 
 
-def check_clock(theirs: Any, asked: float, now: float) -> None:
+def check_clock(theirs: float, asked: float, now: float) -> None:
     """Checks that two clocks agree, by the other's time between two moments of this one's. Raises UserError."""
-    ahead = (asked + now) / 2 - float(theirs)
-    if abs(ahead) > CLOCK_SECONDS + (now - asked) / 2:
-        raise UserError(
-            f"this machine's clock is {abs(ahead):.0f} s {'ahead of' if ahead > 0 else 'behind'} the other peers'; "
-            "set it, for example with: timedatectl set-ntp true"
-        )
+    if fault := clock_fault((asked + now) / 2 - theirs, (now - asked) / 2):
+        raise UserError(fault)
+
+
+def clock_fault(ahead: float, unsure: float = 0.0) -> str:
+    """What to say to one whose clock is so many seconds ahead of another's, give or take some; "" if that is little."""
+    if abs(ahead) <= CLOCK_SECONDS + unsure:
+        return ""
+    return (
+        f"this machine's clock is {abs(ahead):.0f} s {'ahead of' if ahead > 0 else 'behind'} the other peers'; "
+        "set it, for example with: timedatectl set-ntp true"
+    )

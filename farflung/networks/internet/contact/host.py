@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import errno
 import ipaddress
 import os
 import socket
+import threading
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from typing import Any
 
@@ -17,7 +20,7 @@ from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure
 from hivemind.utils.multiaddr import Multiaddr
 
 from farflung import scoped
-from farflung.errors import UserError, counted
+from farflung.errors import UserError
 from farflung.networks.internet.contact.frames import plain
 from farflung.networks.internet.contact.identity import Identity
 from farflung.networks.listening import ListenAddress
@@ -26,10 +29,10 @@ UNREACHABLE = (OSError, EOFError, TimeoutError, ControlFailure, P2PDaemonError)
 """The errors of a call to a peer that is not there."""
 
 LONGEST_ADDRESS = 512
+PORT_SECONDS = 40.0
+"""How long a port that is in use is waited for."""
 
-SEEN = "farflung/seen/1"
-"""The libp2p protocol in which a host tells a caller at which address it sees it."""
-SEEN_SECONDS = 5.0
+_STARTING = threading.Lock()
 
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 OnStream = Callable[[Any, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
@@ -53,7 +56,12 @@ def is_global(address: str) -> bool:
     """Whether an address is one on the internet, and not one at a relay."""
     _, kind, place, *_ = [*address.split("/"), "", "", ""]
     known = kind.startswith("dns") or (kind in ("ip4", "ip6") and ipaddress.ip_address(place).is_global)
-    return known and "/p2p-circuit" not in address
+    return known and not at_relay(address)
+
+
+def at_relay(address: str) -> bool:
+    """Whether an address leads to a peer through another one, its relay."""
+    return "/p2p-circuit" in address
 
 
 class Daemon(P2P):  # type: ignore[misc]
@@ -67,80 +75,84 @@ class Daemon(P2P):  # type: ignore[misc]
         return made
 
 
-class NobodyAnswersError(UserError):
-    """No peer is found at a ticket's addresses."""
+class PortInUseError(UserError):
+    """Another program listens at the port."""
 
-    def __init__(self, addresses: Sequence[str]) -> None:
-        super().__init__(
-            f"the ticket leads to {counted(len(addresses), 'address')}, where nobody answers; ask a peer that is "
-            "there for its newer ticket (RUN/run.ticket), see that this machine reaches it, or begin the run again "
-            "here with: farflung join TICKET --first"
-        )
+    def __init__(self, port: int) -> None:
+        super().__init__(f"port {port} is in use on this machine; choose another with --port")
 
 
 class Host:
-    """A libp2p daemon of this process's own; streams to it must ask for its protocol."""
+    """A libp2p daemon of this process's own; streams to it must ask for its protocol.
 
-    def __init__(self, local: ListenAddress, identity: Identity, protocol: str) -> None:
+    A daemon that dies is started again at its port. Of the peers at `known` addresses those on the internet hand on
+    streams to it, if it cannot be called.
+    """
+
+    def __init__(self, local: ListenAddress, identity: Identity, protocol: str, known: Sequence[str]) -> None:
         self.p2p: Any = None
         self._local = local
         self._identity = identity
         self._protocol = protocol
+        self._on_internet = local.listen == "0.0.0.0"
+        others = (address for address in known if not address.endswith(f"/p2p/{identity.peer}"))
+        self._relays = [address for address in others if self._on_internet and is_global(address)]
+        self._own: list[str] = []
+        """Its addresses when it was started."""
+        self._announced = list(local.announce)
 
-    async def start(self, bootstrap: Sequence[str], on_stream: OnStream, deadline_s: float) -> list[str]:
-        """Listens, and connects to peers at some addresses; where others can reach it. Raises UserError."""
+    async def start(self, on_stream: OnStream, deadline_s: float) -> None:
+        """Listens. Raises UserError."""
         local = self._local
-        check_address(local)
-        try:
-            await self._start_daemon(bootstrap, local.port, local.announce, deadline_s)
-            visible = [str(address) for address in await self.p2p.get_visible_maddrs()]
-            if local.listen == "0.0.0.0" and not local.announce and (seen := await self._seen_at(bootstrap, visible)):
-                # A relay lets more than 128 KiB through only if it knows that it can be reached from outside, and asks
-                # none about that but those who say that they are on the internet.
-                await self.p2p.shutdown()
-                places = [address.rpartition("/p2p/")[0] for address in visible]
-                port = int(visible[0].partition("/tcp/")[2].partition("/")[0])
-                await self._start_daemon(bootstrap, port, [*places, seen], deadline_s)
-        except P2PDaemonError as error:
-            if bootstrap:
-                raise NobodyAnswersError(bootstrap) from error
-            raise UserError(f"the libp2p daemon cannot start: {plain(str(error))}") from error
-        await self.p2p.add_binary_stream_handler(SEEN, _tell_where_it_is_seen)
-        await self.p2p.add_binary_stream_handler(self._protocol, on_stream)
-        return [address for address in visible if local.listen.startswith("127.") or "/127.0.0.1/" not in address]
-
-    async def _start_daemon(
-        self, bootstrap: Sequence[str], port: int, announce: Sequence[str], deadline_s: float
-    ) -> None:
-        on_internet = self._local.listen == "0.0.0.0"
+        await _free(local, min(deadline_s, PORT_SECONDS))
         levels = {} if "HIVEMIND_LOGLEVEL" in os.environ else {"GOLOG_LOG_LEVEL": "FATAL"}  # the daemon's
-        with scoped.environment(**levels):
-            self.p2p = await Daemon.create(
-                initial_peers=list(bootstrap) or None,
-                host_maddrs=[f"/ip4/{self._local.listen}/tcp/{port}"],
-                announce_maddrs=list(announce) or None,
-                identity_path=str(self._identity.path),
-                check_if_identity_free=False,
-                auto_nat=on_internet,
-                nat_port_map=on_internet,
-                use_auto_relay=on_internet and bool(bootstrap),
-                trusted_relays=[address for address in bootstrap if on_internet and is_global(address)] or None,
-                startup_timeout=deadline_s,
-            )
+        try:
+            with scoped.environment(**levels):
+                self.p2p = await _started(
+                    host_maddrs=[f"/ip4/{local.listen}/tcp/{local.port}"],
+                    announce_maddrs=self._announced or None,
+                    identity_path=str(self._identity.path),
+                    # It finds nobody by itself, and tells strangers of nobody.
+                    dht_mode="client",
+                    auto_nat=self._on_internet,
+                    nat_port_map=self._on_internet,
+                    use_auto_relay=bool(self._relays),
+                    trusted_relays=self._relays or None,
+                    startup_timeout=deadline_s,
+                )
+        except P2PDaemonError as error:
+            raise UserError(f"the libp2p daemon cannot start: {plain(str(error))}") from error
+        await self.p2p.add_binary_stream_handler(self._protocol, on_stream)
+        if self._announced == list(local.announce):
+            self._own = await self._visible()
+        self._local = dataclasses.replace(local, port=local.port or _port_in(self._own))
 
-    async def _seen_at(self, bootstrap: Sequence[str], own: Sequence[str]) -> str | None:
-        """The address on the internet at which others see this host, if its own are none there."""
-        if any(map(is_global, own)):
-            return None
-        for peer in peers_at(filter(is_global, bootstrap)):
-            with contextlib.suppress(*UNREACHABLE):
-                async with asyncio.timeout(SEEN_SECONDS):
-                    _, reader, writer = await self.p2p.call_binary_stream_handler(PeerID.from_base58(peer), SEEN)
-                    seen: str = (await reader.read(LONGEST_ADDRESS)).decode(errors="replace")
-                    writer.close()
-                if leads_to(f"{seen}/p2p/{self._identity.peer}", self._identity.peer) and is_global(seen):
-                    return seen
-        return None
+    async def addresses(self) -> list[str]:
+        """Where others can reach it now, the most useful first; at relays, too, once these have taken it."""
+        known = dict.fromkeys((*self._own, *await self._visible()))
+        here = [address for address in known if self._local.listen.startswith("127.") or "/127.0.0.1/" not in address]
+        return sorted(here, key=lambda address: (not is_global(address), not at_relay(address)))
+
+    def appears(self, seen: str) -> bool:
+        """Takes an address at which another peer sees it, to announce it from its next start; whether that is of use.
+
+        Where nobody can call it, its relay asks it whether the relay itself can be called, but only if it says that
+        it is on the internet; a relay that does not know lets 128 KiB through.
+        """
+        own = self._identity.peer
+        hidden = self._relays and not self._announced and not any(map(is_global, self._own))
+        if not hidden or not leads_to(f"{seen}/p2p/{own}", own) or not is_global(seen):
+            return False
+        self._announced = [*(address.rpartition("/p2p/")[0] for address in self._own), seen]
+        return True
+
+    async def _visible(self) -> list[str]:
+        _, places = await self.p2p._client.identify()  # get_visible_maddrs refuses to answer when there are none
+        return [f"{place}/p2p/{self._identity.peer}" for place in places]
+
+    async def dies(self) -> None:
+        """Waits until the daemon has died."""
+        await self.p2p._child.wait()
 
     @contextlib.asynccontextmanager
     async def stream(self, peer: str, addresses: Sequence[str], deadline_s: float) -> AsyncIterator[Streams]:
@@ -167,9 +179,32 @@ class Host:
         return await self.p2p.call_binary_stream_handler(PeerID.from_base58(peer), self._protocol)
 
 
-async def _tell_where_it_is_seen(info: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    writer.write(str(info.addr).encode())
-    writer.close()
+async def _started(**options: Any) -> Any:
+    """A daemon; one is started after the other, since uvloop's loops may not start processes at the same time."""
+    await asyncio.to_thread(_STARTING.acquire)
+    try:
+        return await Daemon.create(**options)
+    finally:
+        _STARTING.release()
+
+
+def _port_in(addresses: Iterable[str]) -> int:
+    """The TCP port that a host listens at; 0 if its addresses do not say."""
+    ports = [address.split("/")[4] for address in addresses if address.startswith("/ip4/")]
+    return int(ports[0]) if ports and ports[0].isdigit() else 0
+
+
+async def _free(local: ListenAddress, seconds: float) -> None:
+    """Waits for a port that a daemon is about to leave: that of one who was killed does so a little later."""
+    ends = time.monotonic() + seconds
+    while True:
+        try:
+            check_address(local)
+            return
+        except PortInUseError:
+            if time.monotonic() > ends:
+                raise
+            await asyncio.sleep(0.5)
 
 
 def check_address(local: ListenAddress) -> None:
@@ -181,7 +216,7 @@ def check_address(local: ListenAddress) -> None:
             probe.listen()
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
-                raise UserError(f"port {local.port} is in use on this machine; choose another with --port") from error
+                raise PortInUseError(local.port) from error
             reason = error.strerror or str(error)
             raise UserError(f"cannot listen at {local.listen}: {reason}; give an address of this machine") from error
         except OverflowError as error:

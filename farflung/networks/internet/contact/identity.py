@@ -5,59 +5,77 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
-import multihash
 from cryptography.exceptions import InvalidSignature
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import padding, rsa
-from hivemind.p2p import P2P, PeerID
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
+from hivemind.p2p import PeerID
 from hivemind.proto import crypto_pb2
 
-from farflung.files import beside
+from farflung.errors import UserError
+from farflung.files import replacing
 
-_PADDING = padding.PKCS1v15()
+KEY_BYTES = 32
+ID_BYTES = b"\x00\x24\x08\x01\x12\x20"
+"""What stands before the key in an Ed25519 key's libp2p id: the id is the key itself, not its hash."""
+RANK_BITS = 52
+"""Bits of a peer's rank: exact as a float, and too many to find another key with the same one."""
 
 
 class Identity:
-    """The key in a file, made if there is none; `peer` is its libp2p id, `rank` the peer's number as a replica."""
+    """The key in a file, made if there is none; `peer` is its libp2p id, `rank` the peer's number as a replica.
+
+    Raises UserError for a file that holds no such key, and OSError where none can be written.
+    """
 
     def __init__(self, path: Path) -> None:
         if not path.exists():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            new = beside(path)
-            P2P.generate_identity(str(new))
-            new.rename(path)
-        stored = path.read_bytes()
-        key = serialization.load_der_private_key(crypto_pb2.PrivateKey.FromString(stored).data, password=None)
-        assert isinstance(key, rsa.RSAPrivateKey)
+            _write(path, Ed25519PrivateKey.generate())
         self.path = path
-        self._key = key
-        self.peer = str(PeerID.from_identity(stored))
+        self._key = _read(path)
+        self.peer = PeerID(ID_BYTES + self._key.public_key().public_bytes_raw()).to_base58()
         self.rank = rank_of(self.peer)
-        form = serialization.PublicFormat.SubjectPublicKeyInfo
-        self.public = key.public_key().public_bytes(serialization.Encoding.DER, form).hex()
 
     def sign(self, text: bytes) -> str:
         """The signature of a text, in hexadecimal."""
-        return self._key.sign(text, _PADDING, hashes.SHA256()).hex()
+        return self._key.sign(text).hex()
 
 
 def rank_of(peer: str) -> int:
-    """A replica's number: 31 bits of its libp2p id's hash."""
-    return int.from_bytes(hashlib.sha256(peer.encode()).digest()[:4]) >> 1
+    """A replica's number: bits of its libp2p id's hash. It only names a peer; the id tells who it is."""
+    return int.from_bytes(hashlib.sha256(peer.encode()).digest()[:8]) >> (64 - RANK_BITS)
 
 
-def peer_of(public: str) -> str:
-    """The libp2p id of a public key; nobody can have that id without the key. Raises ValueError."""
-    wrapped = crypto_pb2.PublicKey(key_type=crypto_pb2.RSA, data=bytes.fromhex(public)).SerializeToString()
-    return str(PeerID(multihash.encode(hashlib.sha256(wrapped).digest(), multihash.coerce_code("sha2-256"))))
-
-
-def signed_by(public: str, signature: str, text: bytes) -> bool:
-    """Whether the owner of a public key has signed a text."""
+def is_peer(peer: str) -> bool:
+    """Whether a text is the libp2p id of an Ed25519 key."""
     try:
-        key = serialization.load_der_public_key(bytes.fromhex(public))
-        assert isinstance(key, rsa.RSAPublicKey)
-        key.verify(bytes.fromhex(signature), text, _PADDING, hashes.SHA256())
-    except (InvalidSignature, ValueError, AssertionError):
+        content = PeerID.from_base58(peer).to_bytes()
+    except ValueError:
+        return False
+    return bool(content.startswith(ID_BYTES) and len(content) == len(ID_BYTES) + KEY_BYTES)
+
+
+def signed_by(peer: str, signature: str, text: bytes) -> bool:
+    """Whether the owner of a libp2p id has signed a text."""
+    try:
+        key = Ed25519PublicKey.from_public_bytes(PeerID.from_base58(peer).to_bytes()[len(ID_BYTES) :])
+        key.verify(bytes.fromhex(signature), text)
+    except (InvalidSignature, ValueError):
         return False
     return True
+
+
+def _write(path: Path, key: Ed25519PrivateKey) -> None:
+    content = key.private_bytes_raw() + key.public_key().public_bytes_raw()
+    stored = crypto_pb2.PrivateKey(key_type=crypto_pb2.Ed25519, data=content)
+    with replacing(path, private=True) as file:
+        file.write(stored.SerializeToString())
+
+
+def _read(path: Path) -> Ed25519PrivateKey:
+    try:
+        stored = crypto_pb2.PrivateKey.FromString(path.read_bytes())
+        if stored.key_type == crypto_pb2.Ed25519 and len(stored.data) == 2 * KEY_BYTES:
+            return Ed25519PrivateKey.from_private_bytes(stored.data[:KEY_BYTES])
+    except DecodeError:
+        pass
+    raise UserError(f"{path} holds no key of this farflung's, or it is damaged; remove it, and a new one is made")

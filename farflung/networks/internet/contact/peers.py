@@ -6,20 +6,24 @@ import asyncio
 import contextlib
 import logging
 import os
+import random
+import time
+from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
-from farflung.errors import UserError
+from farflung.errors import UserError, counted
 from farflung.formats import PROTOCOL
 from farflung.networks.internet.contact.background import Background
-from farflung.networks.internet.contact.directory import Directory
 from farflung.networks.internet.contact.frames import LARGEST_FRAME, Frame, FrameError, entry, read_frame, write_frame
+from farflung.networks.internet.contact.gossip import Gossip
 from farflung.networks.internet.contact.guard import Guard
 from farflung.networks.internet.contact.handshake import HELLO, LARGEST_HELLO, Handshake, StrangerError
-from farflung.networks.internet.contact.host import UNREACHABLE, Host, NobodyAnswersError, Streams, peers_at
+from farflung.networks.internet.contact.host import UNREACHABLE, Host, Streams, peers_at
 from farflung.networks.internet.contact.identity import Identity, rank_of
-from farflung.networks.internet.contact.members import Member, Members
+from farflung.networks.internet.contact.member import CLOCK_SECONDS, MOST_ADDRESSES, Member, signed
+from farflung.networks.internet.contact.members import Members
 from farflung.networks.internet.contact.streams import PROMPT_SECONDS, Handler, PeerStream, RequestRefusedError
 from farflung.networks.internet.contact.ticket import Ticket
 from farflung.networks.listening import ListenAddress
@@ -30,8 +34,28 @@ log = logging.getLogger(__name__)
 UNKNOWN_SECONDS = 5.0
 """How long a peer is waited for that others of the group have heard of first."""
 
-TRIES = 2
-"""How often a newcomer tries: a link may lose packets, and a busy peer be slow to answer."""
+KNOCK_SECONDS, TELL_SECONDS = 2.0, 10.0
+"""How often a newcomer calls the peers of its ticket, and when it tells that nobody has answered yet."""
+UNPROVEN = "it has not proven that it is a member"
+IN_TICKETS = 32
+"""Members whose addresses a ticket holds."""
+ANNOUNCED = 24
+"""Members that are told at once of what is new."""
+DAEMONS, DAEMON_SECONDS = 3, 600.0
+"""A daemon that dies more often in so many seconds cannot be kept alive."""
+PROVEN = 4096
+"""Peers at most of which this one remembers that they are members."""
+
+
+class NobodyAnswersError(UserError):
+    """No peer is found at a ticket's addresses."""
+
+    def __init__(self, addresses: Sequence[str], seconds: float) -> None:
+        super().__init__(
+            f"the ticket leads to {counted(len(addresses), 'address')}, where nobody has answered for {seconds:.0f} s; "
+            "ask a peer that is there for its newer ticket (RUN/run.ticket), see that this machine reaches it, or "
+            "begin the run again here with: farflung join TICKET --first"
+        )
 
 
 class Peers:
@@ -57,16 +81,18 @@ class Peers:
         self.ticket = ticket
         self.identity = identity
         self.guard = Guard(tell)
-        self.members = Members(self.guard.bans)
+        self.fault: UserError | None = None
+        """Why this peer cannot stay in the run."""
+        self.seen = ""
+        """Where others see this peer, if a router is in front of it."""
         self.doors: dict[int, Member] = {}
         self.handlers: dict[str, Handler] = {}
         self.info: Frame = {
             "protocol": PROTOCOL.version,
-            "rank": identity.rank,
-            "public": identity.public,
             "session": os.urandom(8).hex(),
+            "began": time.time(),
+            "listed": listed,
             "addresses": [],
-            "beat": 0,
             "step": 0,
             "rate": 0.0,
             "facts": {},
@@ -74,14 +100,15 @@ class Peers:
             "door_of": None,
             **info,
         }
+        self.members = Members(self.info, self.guard.bans)
         self.background = Background(tell)
         self.tell = tell
         self._bootstrap = () if first else ticket.addresses
-        self._listed = listed
-        self._handshake = Handshake(ticket, identity, self.info)
-        self._proven: dict[str, Member] = {}
+        self._handshake = Handshake(ticket, identity.peer, self.info, self.record)
+        self._proven: OrderedDict[str, Member] = OrderedDict()
         self._quiet = contextlib.ExitStack()
-        self._host = Host(local, identity, f"farflung/1/{ticket.run}")
+        self._host = Host(local, identity, f"farflung/1/{ticket.run}", ticket.addresses)
+        self._gossip = Gossip(self)
 
     def start(self, deadline_s: float) -> None:
         """Takes its place. Raises UserError."""
@@ -89,7 +116,7 @@ class Peers:
             self._quiet.enter_context(quiet("hivemind"))  # what concerns a user, farflung says
         self.background.start()
         try:
-            self.background.run(self._start(deadline_s), deadline_s + 30)
+            self.background.run(self._start(deadline_s), 2 * deadline_s + 60)
         except BaseException:
             self.close()
             raise
@@ -102,7 +129,7 @@ class Peers:
     @property
     def addresses(self) -> tuple[str, ...]:
         """This peer's addresses, then the others', for tickets."""
-        others = (address for member in self.members.all() if member.alive for address in member.addresses)
+        others = (address for member in self.members.proven()[:IN_TICKETS] for address in member.addresses)
         return tuple(dict.fromkeys((*self.info["addresses"], *others)))
 
     async def found(self, rank: int, seconds: float) -> Member | None:
@@ -112,6 +139,26 @@ class Peers:
                 return member
             await asyncio.sleep(0.1)
         return None
+
+    def record(self) -> Frame:
+        """What this peer says of itself now."""
+        return signed(self.identity, self.info)
+
+    def check(self) -> None:
+        """Raises UserError when this peer cannot stay in the run."""
+        if self.fault:
+            raise self.fault
+
+    def meet_oneself(self, news: Member) -> None:
+        """Leaves to another process what has the same key, if that began earlier."""
+        own = self.info["session"], self.info["began"]
+        long_ago = news.signed_at < self.info["began"] + 2 * CLOCK_SECONDS  # it may be from before this one's start
+        if news.session == own[0] or long_ago or (news.began, news.session) > (own[1], own[0]):
+            return
+        self.fault = UserError(
+            f"another process takes part with the same key, at {', '.join(news.addresses) or 'no address'} "
+            f"({news.host}); a copied run folder needs a key of its own: remove peer.key, or use another --out"
+        )
 
     @contextlib.asynccontextmanager
     async def stream(self, member: Member) -> AsyncIterator[PeerStream]:
@@ -126,7 +173,12 @@ class Peers:
             except UserError as error:  # a peer that cannot be asked is no reason to stop training
                 raise RequestRefusedError(str(error)) from error
         async with self._open(member.peer) as streams:
-            yield PeerStream(member, *streams)
+            try:
+                yield PeerStream(member, *streams)
+            except RequestRefusedError as refusal:
+                if str(refusal) == UNPROVEN:  # it has forgotten
+                    self._proven.pop(member.peer, None)
+                raise
 
     async def ask(self, member: Member, request: Frame, deadline_s: float = PROMPT_SECONDS) -> Frame:
         """A member's answer to a request. Raises as `stream`, and RequestRefusedError."""
@@ -142,47 +194,89 @@ class Peers:
         async with asyncio.timeout(PROMPT_SECONDS), self._open(peer, addresses) as streams:
             return self._admit(await self._handshake.open(peer, streams))
 
+    async def look_around(self) -> None:
+        """Finds out where others can reach this peer now. Raises one of UNREACHABLE."""
+        self.info["addresses"] = (await self._host.addresses())[:MOST_ADDRESSES]
+
     async def announce(self, **info: Any) -> None:
-        """Says of itself what the others should not only hear at the next beat, and hears of them."""
+        """Says of itself what some others should hear before the next beat, and hears of them."""
         self.info.update(info)
-        others = [self.handshake(member.peer) for member in self.members.all() if member.alive]
-        await asyncio.gather(*others, return_exceptions=True)  # who does not answer reads it in the directory
+        members = self.members.proven()
+        told = random.sample(members, min(ANNOUNCED, len(members)))
+        await asyncio.gather(*(self.handshake(member.peer) for member in told), return_exceptions=True)
 
     async def _start(self, deadline_s: float) -> None:
-        for left in reversed(range(TRIES)):
-            try:
-                self.info["addresses"] = await self._host.start(self._bootstrap, self._on_stream, deadline_s)
-                if self._bootstrap:
-                    await self._find_members()
-                break
-            except NobodyAnswersError:
-                await self._host.stop()
-                if not left:
-                    raise
+        await self._host.start(self._on_stream, deadline_s)
+        await self.look_around()
+        self._daemon = self.background.spawn(self._keep_the_daemon())
+        if self._bootstrap:
+            await self._find_members(deadline_s)
+            await self._appear()
         if self.info["door_of"] is None:  # a door is told of those that it meets
-            self._directory = await Directory.open(self, self._host.p2p, self._bootstrap, self._listed)
-            await self._directory.beat()
-            self.background.keep("finding others", self._directory.go_on)
+            await self._gossip.arrive()
+            self.background.keep("finding others", self._gossip.go_on)
 
-    async def _find_members(self) -> None:
-        """Calls the peers of the ticket; one that answers is enough. Raises UserError."""
+    async def _appear(self) -> None:
+        """Starts the daemon again where others see it, if only they know that: nobody has a stream to it yet."""
+        self.seen = next((member.sees for member in self.members.proven() if self._host.appears(member.sees)), "")
+        if self.seen:
+            self._daemon.cancel()
+            await self._host.stop()
+            await self._host.start(self._on_stream, PROMPT_SECONDS)
+            self._daemon = self.background.spawn(self._keep_the_daemon())
+
+    async def _keep_the_daemon(self) -> None:
+        """Starts the daemon again whenever it dies, unless it does so again and again."""
+        deaths: deque[float] = deque(maxlen=DAEMONS)
+        while self.fault is None:
+            await self._host.dies()
+            deaths.append(time.monotonic())
+            if len(deaths) == DAEMONS and deaths[-1] - deaths[0] < DAEMON_SECONDS:
+                self.fault = UserError(
+                    f"the libp2p daemon (p2pd) has died {DAEMONS} times; see that there is enough memory, and begin "
+                    "again from the checkpoint: farflung join RUN/run.ticket --out RUN"
+                )
+                return
+            self.tell("the libp2p daemon (p2pd) has died; it is started again")
+            await self._host.stop()
+            try:
+                await self._host.start(self._on_stream, PROMPT_SECONDS)
+            except UserError as error:
+                self.fault = error
+
+    async def _find_members(self, deadline_s: float) -> None:
+        """Calls the peers of the ticket until one answers, or somebody comes. Raises UserError."""
+        loop = asyncio.get_running_loop()
+        began, told = loop.time(), False
+        while not (self.members.proven() or await self._knock(loop.time() - began > TELL_SECONDS)):
+            if loop.time() - began > deadline_s:
+                raise NobodyAnswersError(self._bootstrap, deadline_s)
+            if loop.time() - began > TELL_SECONDS and not told:
+                told = True
+                places = counted(len(self._bootstrap), "address")
+                self.tell(f"nobody answers yet at the ticket's {places}; this peer calls for {deadline_s:.0f} s")
+            await asyncio.sleep(KNOCK_SECONDS)
+
+    async def _knock(self, late: bool) -> bool:
+        """Calls the peers of the ticket once; whether one answers. Raises UserError where that is of no use."""
         peers = peers_at(self._bootstrap)
         answers = await asyncio.gather(
             *(self.handshake(peer) for peer in peers if peer != self.identity.peer), return_exceptions=True
         )
         if any(isinstance(answer, Member) for answer in answers):
-            return
+            return True
         for answer in answers:
             if isinstance(answer, UserError):
                 raise answer
             if isinstance(answer, RequestRefusedError):
                 raise UserError(f"the run's peers refuse this one: {answer}") from answer
-        if any("protocols not supported" in str(answer) or isinstance(answer, StrangerError) for answer in answers):
+        strangers = any("protocols not supported" in str(one) or isinstance(one, StrangerError) for one in answers)
+        if strangers and late:
             raise UserError(
                 "the peers at the ticket's addresses are not of this run, or the ticket's secret is wrong; "
                 "ask for a new ticket"
             )
-        raise NobodyAnswersError(self._bootstrap)
+        return False
 
     def _open(self, peer: str, addresses: Sequence[str] = ()) -> AbstractAsyncContextManager[Streams]:
         member = self.members.of_peer(peer) or self.doors.get(rank_of(peer))
@@ -191,8 +285,11 @@ class Peers:
 
     def _admit(self, member: Member) -> Member:
         self._proven[member.peer] = member
-        if member.door_of is None:
-            self.members.hear(member)
+        self._proven.move_to_end(member.peer)
+        while len(self._proven) > PROVEN:
+            self._proven.popitem(last=False)
+        if member.peer != self.identity.peer and member.listed and member.door_of is None:
+            self.members.hear(member, first_hand=True)
         return member
 
     async def _on_stream(self, info: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -203,16 +300,16 @@ class Peers:
             writer.close()
             return
         try:
-            await self._heard(peer, member, (reader, writer), liable)
+            await self._heard(info, member, (reader, writer), liable)
             await _discard(reader, LARGEST_FRAME << 10 if proven else LARGEST_HELLO)
         finally:
             self.guard.release(peer, proven)
             writer.close()
 
-    async def _heard(self, peer: str, member: Member | None, streams: Streams, liable: str) -> None:
+    async def _heard(self, info: Any, member: Member | None, streams: Streams, liable: str) -> None:
         """Answers a request, or refuses it and counts the offence."""
         try:
-            await self._answer(peer, member, streams)
+            await self._answer(info, member, streams)
         except RequestRefusedError as refusal:
             await _refuse(streams[1], refusal)
         except TimeoutError:
@@ -234,24 +331,23 @@ class Peers:
         island = self.members.by_rank.get(door.door_of)
         return island.peer if island else peer
 
-    async def _answer(self, peer: str, member: Member | None, streams: Streams) -> None:
+    async def _answer(self, info: Any, member: Member | None, streams: Streams) -> None:
         async with asyncio.timeout(PROMPT_SECONDS):
             frame = await read_frame(streams[0], LARGEST_FRAME if member else LARGEST_HELLO)
             if frame.get("kind") == HELLO:
-                self._admit(await self._handshake.answer(frame, peer, streams))
-                await write_frame(streams[1], self._handshake.welcome())
+                self._admit(await self._handshake.answer(frame, str(info.peer_id), streams))
+                await write_frame(streams[1], {**self.record(), "seen": str(info.addr)})
                 return
         if member is None:
-            raise StrangerError("it has not proven that it is a member")
+            raise StrangerError(UNPROVEN)
         handler = self.handlers.get(entry(frame, "kind", str))
         if handler is None:
             raise FrameError(f"there is no request {frame['kind']!r:.40}")
         await handler(PeerStream(member, *streams), frame)
 
     async def _stop(self) -> None:
-        if hasattr(self, "_directory"):
-            with contextlib.suppress(Exception):
-                await self._directory.close()
+        if hasattr(self, "_daemon"):
+            self._daemon.cancel()
         await self._host.stop()
 
 

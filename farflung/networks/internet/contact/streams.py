@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from farflung.networks.internet.contact.frames import Frame, plain, read_frame, write_frame
-from farflung.networks.internet.contact.members import Member
+from farflung.networks.internet.contact.member import Member
 
 PROMPT_SECONDS = 8.0
 """Longest wait for a simple answer."""

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from farflung.networks.internet.contact.members import Member
+from farflung.networks.internet.contact.member import Member
 from farflung.networks.internet.states.manifests import Manifest
 
 STRETCHES = 16

@@ -15,7 +15,7 @@ from torch import Tensor
 from farflung.networks.base import PeerLostError, SharedState
 from farflung.networks.internet.contact.frames import SLOWEST, Frame, FrameError, digest, parsed, read_payload, whole
 from farflung.networks.internet.contact.host import UNREACHABLE
-from farflung.networks.internet.contact.members import Member
+from farflung.networks.internet.contact.member import Member
 from farflung.networks.internet.contact.peers import Peers
 from farflung.networks.internet.contact.streams import PROMPT_SECONDS, PeerStream, RequestRefusedError
 from farflung.networks.internet.states.believing import (

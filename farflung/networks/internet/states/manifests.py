@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from farflung.networks.internet.contact.frames import Frame, FrameError, entry, reading, whole
-from farflung.networks.internet.contact.members import FURTHEST
+from farflung.networks.internet.contact.member import FURTHEST
 
 PIECE = 1 << 22
 PIECES = 512

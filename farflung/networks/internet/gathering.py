@@ -1,0 +1,136 @@
+"""Those who have come to a round at its host, and the groups that are made of them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+
+from farflung.networks.base import Party
+from farflung.networks.internet.contact.frames import Frame, FrameError, entry, number, reading, whole
+from farflung.networks.internet.contact.member import FURTHEST, LAST_RANK
+
+LONGEST_PATIENCE_SECONDS = 600.0
+GRACE_SECONDS = 4.0
+"""How long a guest whose patience is over waits on for most of the others."""
+HEAVIEST = 10.0
+"""The largest weight in a group, in multiples of the least."""
+MOST = 4096
+"""Peers of a round at most."""
+SHUNNED = 256
+"""Peers at most of which a guest says that it takes none of their messages; a frame has room for few more."""
+
+
+@dataclass(eq=False)
+class Guest:
+    """A peer that has come to a round."""
+
+    rank: int
+    wants: frozenset[int]
+    step: int
+    weight: float
+    anchor_digest: str
+    shuns: frozenset[int]
+    """Those whose messages it does not take."""
+    came: float
+    until: float
+    answer: asyncio.Future[Frame]
+
+
+@dataclass
+class Rendezvous:
+    """A round at its host."""
+
+    waiting: dict[int, Guest] = field(default_factory=dict)
+    gone: set[int] = field(default_factory=set)
+
+
+@reading("a request to meet")
+def guest_of(request: Frame, rank: int) -> tuple[Guest, str]:
+    """Who asks to be let in, from now on, and the name of the round. Raises FrameError."""
+    wants, shuns = entry(request, "wants", list), entry(request, "shuns", list)
+    if len(wants) > MOST or len(shuns) > SHUNNED:
+        raise FrameError("a peer tells of too many others")
+    loop = asyncio.get_running_loop()
+    wanted = frozenset(whole(one, LAST_RANK) for one in wants)
+    if wanted and rank not in wanted:
+        raise FrameError("a peer wants a group without itself")
+    guest = Guest(
+        rank,
+        wanted,
+        whole(request.get("step"), FURTHEST),
+        number(request.get("weight")),
+        entry(request, "lineage", str),
+        frozenset(whole(shunned, LAST_RANK) for shunned in shuns),
+        loop.time(),
+        loop.time() + min(number(request.get("patience")), LONGEST_PATIENCE_SECONDS),
+        loop.create_future(),
+    )
+    return guest, entry(request, "key", str)
+
+
+@reading("a host's answer")
+def party_of(answer: Frame, own: int, weight: float) -> Party:
+    """The party that a host says a peer is in. Raises FrameError when that cannot be.
+
+    The own weight is not the host's to say, and none is more than HEAVIEST times the least: host and guests may lie.
+    All members find the same weights, or their anchors would part.
+    """
+    told = entry(answer, "weights", list)
+    if len(told) > MOST:
+        raise FrameError("a host says that too many have come")
+    weights = {whole(rank, LAST_RANK): number(heavy) for rank, heavy in told}
+    if weights and own not in weights:
+        raise FrameError("a host has left out who asked")
+    if weights:
+        weights[own] = weight
+    heaviest = HEAVIEST * max(min((heavy for heavy in weights.values() if heavy > 0), default=0.0), 1.0)
+    weights = {rank: min(heavy, heaviest) for rank, heavy in weights.items()}
+    return Party(tuple(sorted(weights)), weights, bool(answer.get("behind")))
+
+
+def circle_of(guest: Guest, waiting: dict[int, Guest]) -> list[Guest]:
+    """Those that are here of the group that a guest wants, and whose groups overlap with it."""
+    circle, ranks = {guest.rank: guest}, set(guest.wants)
+    while more := [one for one in waiting.values() if one.rank not in circle and ranks & {one.rank, *one.wants}]:
+        for one in more:
+            circle[one.rank] = one
+            ranks |= one.wants
+    return list(circle.values())
+
+
+def open_group(circle: list[Guest], free: list[Guest], rendezvous: Rendezvous, now: float) -> None:
+    """Makes a group of those that are here of one, when most of them need not wait; one alone cannot say so."""
+    idle = [guest for guest in circle if guest in free]
+    if 2 * len(idle) > len(circle):
+        bring_together(circle, rendezvous)
+    elif late := [guest for guest in idle if guest.until + GRACE_SECONDS <= now]:
+        bring_together(late, rendezvous)
+
+
+def bring_together(guests: list[Guest], rendezvous: Rendezvous) -> None:
+    """Makes a group of those who take each other's messages; the others stay alone.
+
+    Whom half of them shun is left out. Who shuns one of those that are left would wait for its message in vain.
+    """
+    against = Counter(rank for guest in guests for rank in guest.shuns)
+    liked = {guest.rank for guest in guests if 2 * against[guest.rank] < len(guests)}
+    together = {guest.rank: guest for guest in guests if guest.rank in liked and not guest.shuns & liked}
+    alone = [[guest] for guest in guests if guest.rank not in together]
+    for group in ([[*together.values()]] if together else []) + alone:
+        _group(group, rendezvous)
+
+
+def _group(guests: list[Guest], rendezvous: Rendezvous) -> None:
+    """Makes a group of those with the most common anchors, among equals with more work; the others are behind."""
+    weights_of: defaultdict[str, list[float]] = defaultdict(list)
+    for guest in guests:
+        weights_of[guest.anchor_digest].append(guest.weight)
+    common = max(weights_of, key=lambda anchors: (len(weights_of[anchors]), sum(weights_of[anchors]), anchors))
+    weights = [(guest.rank, guest.weight) for guest in guests if guest.anchor_digest == common]
+    for guest in guests:
+        behind = guest.anchor_digest != common
+        if not guest.answer.done():
+            guest.answer.set_result({"weights": [] if behind else weights, "behind": behind})
+        rendezvous.waiting.pop(guest.rank, None)
+        rendezvous.gone.add(guest.rank)

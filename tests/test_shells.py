@@ -1,0 +1,106 @@
+"""Runs that a user's shell has started go on when the shell has ended, and the terminal is gone."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import pty
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from patience import patience, until
+from processes import SMALL, free_port
+from swarm import Swarm
+
+SIMULATED = [*SMALL, "--replicas", 2, "--steps", 200, "--network", "simulated", "--out", "run"]
+BY_HAND = [*SMALL, "--steps", 200, "--out", "run"]
+WITHOUT_LAUNCHER = {"WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
+
+
+@contextlib.contextmanager
+def adopting() -> Iterator[None]:
+    """Orphans become children of this process, so that it learns how they end."""
+    prctl, pr_set_child_subreaper = ctypes.CDLL(None).prctl, 36
+    prctl(pr_set_child_subreaper, 1)
+    try:
+        yield
+    finally:
+        prctl(pr_set_child_subreaper, 0)
+
+
+class Shell:
+    """A login shell in a terminal of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.pid, self._terminal = pty.fork()
+        if not self.pid:
+            os.chdir(folder)
+            os.execvp("bash", ["bash", "--norc", "-i"])
+
+    def type(self, line: str) -> None:
+        os.write(self._terminal, f"{line}\n".encode())
+
+    def exit(self) -> None:
+        """As a user does; then the terminal's window closes."""
+        self.type("exit")
+        os.set_blocking(self._terminal, False)
+        until(self._has_ended)
+        os.close(self._terminal)
+
+    def _has_ended(self) -> bool:
+        with contextlib.suppress(OSError):  # there is nothing to read, or nobody left to write
+            os.read(self._terminal, 1 << 16)
+        return os.waitpid(self.pid, os.WNOHANG)[0] == self.pid
+
+
+def line(how: str, *arguments: object, **variables: object) -> str:
+    """What a user types to start a command in the background; its process tells its id."""
+    variables_and_how = [*(f"{name}={value}" for name, value in variables.items()), how]
+    command = shlex.join(map(str, (sys.executable, "-m", "farflung", *arguments)))
+    return f"{' '.join(variables_and_how)} bash -c 'echo $$ >> pids; exec {command}' &"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["nohup", "setsid"])
+@pytest.mark.parametrize("what", ["simulated", "without a launcher", "peer"])
+def test_a_run_outlives_the_shell_that_has_started_it(tmp_path: Path, how: str, what: str) -> None:
+    swarm = Swarm(tmp_path)
+    commands = [line(how, "train", *SIMULATED)]
+    if what == "without a launcher":
+        where = {**WITHOUT_LAUNCHER, "MASTER_PORT": free_port()}
+        commands = [line(how, "train", *BY_HAND, RANK=rank, LOCAL_RANK=rank, **where) for rank in (0, 1)]
+    if what == "peer":
+        settings = [word for word in SMALL if not str(word).startswith("--max-tokens") and word != "100000"]
+        arguments = ("invite", "--name", "test", "--ticket", "run.ticket", "--port", swarm.port, *settings)
+        swarm.start(*arguments, "--steps", 200, log="bootstrap")
+        until(lambda: (tmp_path / "run.ticket").exists())
+        commands = [line(how, "join", "run.ticket", "--out", "run", "--listen", "127.0.0.1")]
+    with adopting():
+        shell = Shell(tmp_path)
+        for command in commands:
+            shell.type(command)
+        until(lambda: list(tmp_path.glob("run/checkpoints/step-*")))
+        shell.exit()
+        codes = [os.waitpid(int(pid), 0)[1] for pid in (tmp_path / "pids").read_text().split()]
+    for process in swarm.processes:
+        process.kill()
+    said = (tmp_path / "nohup.out").read_text() if how == "nohup" else ""
+    assert (tmp_path / "run" / "summary.json").exists(), said
+    assert codes == [0] * len(commands) and "Traceback" not in said, (codes, said)
+
+
+@pytest.mark.skipif(not shutil.which("systemd-analyze"), reason="there is no systemd")
+def test_systemd_has_nothing_to_say_against_the_unit_of_the_docs(tmp_path: Path) -> None:
+    text = (Path(__file__).parent.parent / "docs" / "internet.md").read_text()
+    (unit,) = re.findall(r"```ini\n(.*?)```", text, re.DOTALL)
+    (command,) = re.findall(r"^ExecStart=(\S+)", unit, re.MULTILINE)
+    (path := tmp_path / "stories.service").write_text(unit.replace(command, sys.executable))
+    told = subprocess.run(["systemd-analyze", "verify", path], capture_output=True, text=True, timeout=patience(60))
+    assert told.returncode == 0 and "stories" not in told.stderr, told.stderr

@@ -1,0 +1,127 @@
+"""Ctrl-C and SIGTERM, at every instant of a command: it ends in one line, without a traceback and with its code."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from patience import SLOWER, patience, until
+from processes import SMALL
+from swarm import SETTINGS, Swarm
+
+INSTANTS = (0.3, 1.5, 3, 5, 8)
+"""Seconds after a command's start, on an idle machine: while it imports, prepares, starts processes, and trains."""
+LOCAL = ("--listen", "127.0.0.1")
+RUN = [*SMALL, "--steps", 100_000, "--out", "{out}"]
+COMMANDS = {
+    "simulated": ["train", *RUN, "--replicas", 2, "--network", "simulated"],
+    "processes": ["train", *RUN, "--replicas", 2],
+    "independent": ["train", *RUN, "--replicas", 2, "--independent"],
+    "first peer": ["invite", "--name", "other", "--train", *RUN, *LOCAL],
+    "bootstrap": ["invite", "--name", "other", *LOCAL],
+    "join": ["join", "run.ticket", "--out", "{out}", *LOCAL],
+    "island": ["join", "run.ticket", "--stages", 2, "--batch-size", 4, "--out", "{out}", *LOCAL],
+    "status": ["status", "run.ticket", *LOCAL],
+    "doctor": ["doctor", "run.ticket", *LOCAL],
+}
+
+
+@pytest.fixture(scope="module")
+def swarm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Swarm]:
+    """A run that peers can join."""
+    made = Swarm(tmp_path_factory.mktemp("swarm"))
+    made.start("invite", "--name", "test", "--ticket", "run.ticket", *SETTINGS, "--steps", 100_000, log="bootstrap")
+    until(lambda: (made.folder / "run.ticket").exists())
+    yield made
+    for process in made.processes:
+        process.kill()
+
+
+def read_until(fd: int, ends: float) -> bytes:
+    """What comes until the other side closes, or a moment."""
+    said = b""
+    os.set_blocking(fd, False)
+    while time.monotonic() < ends:
+        try:
+            content = os.read(fd, 1 << 16)
+        except BlockingIOError:
+            time.sleep(0.02)
+        except OSError:  # a terminal without processes
+            break
+        else:
+            if not content:
+                break
+            said += content
+    return said
+
+
+def stopped(command: list[str], folder: Path, seconds: float, terminal: bool) -> tuple[str, str, int]:
+    """What a command says before it is stopped after some seconds, and after that; and its exit code."""
+    ours, theirs = pty.openpty() if terminal else os.pipe()
+    streams = {"stdin": theirs if terminal else subprocess.DEVNULL, "stdout": theirs, "stderr": theirs}
+    words = [sys.executable, "-m", "farflung", *command]
+    if terminal:  # its own, so that a Ctrl-C goes to all of its processes
+        words = ["setsid", "--ctty", "--wait", *words]
+    process = subprocess.Popen(words, cwd=folder, start_new_session=True, **streams)  # type: ignore[call-overload]
+    os.close(theirs)
+    before = read_until(ours, time.monotonic() + seconds)
+    if terminal:
+        os.write(ours, b"\x03")
+    else:
+        process.send_signal(signal.SIGTERM)
+    try:
+        after = read_until(ours, time.monotonic() + patience(60))
+        return plain(before), plain(after).removeprefix("^C"), process.wait(patience(60))
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        os.close(ours)
+
+
+def plain(said: bytes) -> str:
+    return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]|\r", "", said.decode(errors="replace"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("terminal", [True, False], ids=["Ctrl-C", "SIGTERM"])
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_command_ends_in_one_line_at_every_instant(swarm: Swarm, tmp_path: Path, name: str, terminal: bool) -> None:
+    for number, instant in enumerate(INSTANTS):
+        command = [str(word).replace("{out}", str(tmp_path / str(number))) for word in COMMANDS[name]]
+        before, after, code = stopped(command, swarm.folder, instant * float(os.environ[SLOWER]), terminal)
+        told = (instant, code, before, after)
+        assert not re.search('Traceback|Error|Exception|File "', after) and "Traceback" not in before, told
+        if code == 130:
+            ends = [line for line in after.splitlines() if line.startswith("farflung: ") and "stopped" in line]
+            assert len(ends) == 1, told
+        elif name == "doctor":  # it had ended, perhaps with a finding
+            assert code in (0, 1) and not after, told
+        else:  # what serves until it is stopped
+            assert code == 0 and name in ("bootstrap", "status"), told
+
+
+def test_a_ctrl_c_reaches_no_daemon_that_is_needed_to_leave() -> None:
+    """It goes to all processes of a terminal's session."""
+    from farflung.networks.internet.contact.background import Background
+
+    async def session() -> int:
+        process = await asyncio.create_subprocess_exec("sleep", "60")
+        try:
+            return os.getsid(process.pid)
+        finally:
+            process.kill()
+
+    background = Background(print)
+    background.start()
+    assert background.run(session(), patience(20)) != os.getsid(0)
+    background.end(asyncio.sleep(0))
