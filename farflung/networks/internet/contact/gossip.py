@@ -79,15 +79,16 @@ class Gossip:
             self._seek_the_lost()
             self._tell_if_alone()
             with contextlib.suppress(*UNREACHABLE):  # the daemon may be about to be started again
-                await self._peers.look_around()
+                if await self._peers.look_around():
+                    self._peers.background.spawn(self._peers.announce())
             await self.beat()
 
     async def beat(self) -> None:
-        """Swaps news with one member: one that was only heard of, or else the one that is silent for longest."""
+        """Greets one that was only heard of, and swaps news with the member that is silent for longest."""
         members = self._peers.members
         if unproven := members.unproven():
             self._greet(random.choice(unproven))
-        elif proven := members.proven():
+        if proven := members.proven():
             await self._swap(min(proven, key=lambda member: member.heard))
 
     def hear(self, told: Iterable[Frame]) -> None:

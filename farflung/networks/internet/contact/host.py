@@ -11,7 +11,8 @@ import os
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Sequence
+from itertools import pairwise
 from typing import Any
 
 from hivemind.p2p import P2P, PeerID
@@ -31,6 +32,8 @@ UNREACHABLE = (OSError, EOFError, TimeoutError, ControlFailure, P2PDaemonError)
 LONGEST_ADDRESS = 512
 PORT_SECONDS = 40.0
 """How long a port that is in use is waited for."""
+RELAYS = 4
+"""Relays at most that a host keeps."""
 
 _STARTING = threading.Lock()
 
@@ -42,7 +45,7 @@ def leads_to(address: str, peer: str) -> bool:
     """Whether an address is one of libp2p's, that leads to a peer."""
     place, _, end = address.rpartition("/p2p/")
     try:
-        return bool(place) and end == peer and len(address) <= LONGEST_ADDRESS and bool(Multiaddr(address))
+        return bool(place) and end == peer and len(address) <= LONGEST_ADDRESS and bool(_readable(address))
     except ValueError:
         return False
 
@@ -85,18 +88,16 @@ class PortInUseError(UserError):
 class Host:
     """A libp2p daemon of this process's own; streams to it must ask for its protocol.
 
-    A daemon that dies is started again at its port. Of the peers at `known` addresses those on the internet hand on
-    streams to it, if it cannot be called.
+    A daemon that dies is started again at its port. Its relays hand streams on to it, if it cannot be called.
     """
 
-    def __init__(self, local: ListenAddress, identity: Identity, protocol: str, known: Sequence[str]) -> None:
+    def __init__(self, local: ListenAddress, identity: Identity, protocol: str) -> None:
         self.p2p: Any = None
         self._local = local
         self._identity = identity
         self._protocol = protocol
         self._on_internet = local.listen == "0.0.0.0"
-        others = (address for address in known if not address.endswith(f"/p2p/{identity.peer}"))
-        self._relays = [address for address in others if self._on_internet and is_global(address)]
+        self._relays: list[str] = []
         self._own: list[str] = []
         """Its addresses when it was started."""
         self._announced = list(local.announce)
@@ -133,14 +134,24 @@ class Host:
         here = [address for address in known if self._local.listen.startswith("127.") or "/127.0.0.1/" not in address]
         return sorted(here, key=lambda address: (not is_global(address), not at_relay(address)))
 
-    def appears(self, seen: str) -> bool:
-        """Takes an address at which another peer sees it, to announce it from its next start; whether that is of use.
+    async def takes_relays(self, members: Collection[str]) -> bool:
+        """Takes those that it has called on the internet as relays, from its next start on; whether there are any.
 
-        Where nobody can call it, its relay asks it whether the relay itself can be called, but only if it says that
-        it is on the internet; a relay that does not know lets 128 KiB through.
+        Others that do not answer would be waited for.
+        """
+        if self._on_internet:
+            at = {str(one.peer_id): f"{one.addrs[0]}/p2p/{one.peer_id}" for one in await self.p2p.list_peers()}
+            self._relays = [at[peer] for peer in members if is_global(at.get(peer, ""))][:RELAYS]
+        return bool(self._relays)
+
+    def appears(self, seen: str) -> bool:
+        """Takes an address at which another one sees it, to announce it from its next start on; whether that is of use.
+
+        A relay lets more than 128 KiB through only if it knows that it can be called, and asks none about that but
+        those who say that they are on the internet.
         """
         own = self._identity.peer
-        hidden = self._relays and not self._announced and not any(map(is_global, self._own))
+        hidden = not self._announced and not any(map(is_global, self._own))
         if not hidden or not leads_to(f"{seen}/p2p/{own}", own) or not is_global(seen):
             return False
         self._announced = [*(address.rpartition("/p2p/")[0] for address in self._own), seen]
@@ -158,13 +169,10 @@ class Host:
     async def stream(self, peer: str, addresses: Sequence[str], deadline_s: float) -> AsyncIterator[Streams]:
         """A stream to a peer, who may be at some addresses. Raises one of UNREACHABLE."""
         async with asyncio.timeout(deadline_s):
-            try:
-                _, reader, writer = await self._open(peer)
-            except ControlFailure:
-                # libp2p may not have heard of it yet, or have forgotten where it is.
-                there = [address.rpartition("/p2p/")[0] for address in addresses if address.endswith(f"/p2p/{peer}")]
-                await self.p2p._client.connect(PeerID.from_base58(peer), [Multiaddr(address) for address in there])
-                _, reader, writer = await self._open(peer)
+            there = [address.rpartition("/p2p/")[0] for address in addresses if address.endswith(f"/p2p/{peer}")]
+            # Does nothing if they are connected; else, libp2p alone would try where the peer was long ago.
+            await self.p2p._client.connect(PeerID.from_base58(peer), [_readable(address) for address in there])
+            _, reader, writer = await self._open(peer)
         try:
             yield reader, writer
         finally:
@@ -186,6 +194,16 @@ async def _started(**options: Any) -> Any:
         return await Daemon.create(**options)
     finally:
         _STARTING.release()
+
+
+def _readable(address: str) -> Any:
+    """An address for the daemon; hivemind writes the id of a relay in it as a CID, which the daemon cannot read."""
+    wire = Multiaddr(address).to_bytes()
+    for kind, relay in pairwise(address.split("/")):
+        if kind == "p2p":
+            written = PeerID.from_base58(relay).to_bytes()
+            wire = wire.replace(bytes([len(written) + 2, 1, 0x72]) + written, bytes([len(written)]) + written)
+    return Multiaddr(wire)
 
 
 def _port_in(addresses: Iterable[str]) -> int:

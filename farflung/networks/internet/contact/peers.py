@@ -107,7 +107,7 @@ class Peers:
         self._handshake = Handshake(ticket, identity.peer, self.info, self.record)
         self._proven: OrderedDict[str, Member] = OrderedDict()
         self._quiet = contextlib.ExitStack()
-        self._host = Host(local, identity, f"farflung/1/{ticket.run}", ticket.addresses)
+        self._host = Host(local, identity, f"farflung/1/{ticket.run}")
         self._gossip = Gossip(self)
 
     def start(self, deadline_s: float) -> None:
@@ -194,9 +194,10 @@ class Peers:
         async with asyncio.timeout(PROMPT_SECONDS), self._open(peer, addresses) as streams:
             return self._admit(await self._handshake.open(peer, streams))
 
-    async def look_around(self) -> None:
-        """Finds out where others can reach this peer now. Raises one of UNREACHABLE."""
-        self.info["addresses"] = (await self._host.addresses())[:MOST_ADDRESSES]
+    async def look_around(self) -> bool:
+        """Finds out where others can reach this peer now; whether that has changed. Raises one of UNREACHABLE."""
+        before, self.info["addresses"] = self.info["addresses"], (await self._host.addresses())[:MOST_ADDRESSES]
+        return bool(self.info["addresses"] != before)
 
     async def announce(self, **info: Any) -> None:
         """Says of itself what some others should hear before the next beat, and hears of them."""
@@ -211,15 +212,16 @@ class Peers:
         self._daemon = self.background.spawn(self._keep_the_daemon())
         if self._bootstrap:
             await self._find_members(deadline_s)
-            await self._appear()
+            await self._take_relays()
         if self.info["door_of"] is None:  # a door is told of those that it meets
             await self._gossip.arrive()
             self.background.keep("finding others", self._gossip.go_on)
 
-    async def _appear(self) -> None:
-        """Starts the daemon again where others see it, if only they know that: nobody has a stream to it yet."""
-        self.seen = next((member.sees for member in self.members.proven() if self._host.appears(member.sees)), "")
-        if self.seen:
+    async def _take_relays(self) -> None:
+        """Starts the daemon again with those that were found as its relays: nobody has a stream to it yet."""
+        found = self.members.proven()
+        if await self._host.takes_relays([member.peer for member in found]):
+            self.seen = next((member.sees for member in found if self._host.appears(member.sees)), "")
             self._daemon.cancel()
             await self._host.stop()
             await self._host.start(self._on_stream, PROMPT_SECONDS)
