@@ -17,7 +17,8 @@ from test_internet import INFO, Run, member, run, table
 
 from farflung.errors import UserError
 from farflung.networks.internet import Identity, ListenAddress, Peers, Ticket
-from farflung.networks.internet.contact.member import STALLED_SECONDS, Member, rank_of
+from farflung.networks.internet.contact.identity import is_peer, rank_of
+from farflung.networks.internet.contact.member import STALLED_SECONDS, Member
 from farflung.networks.internet.contact.members import AN_ADDRESS, KNOWN, LOST
 
 __all__ = ["run"]
@@ -162,6 +163,23 @@ def test_who_first_had_a_rank_keeps_it() -> None:
     assert members.by_rank[1].step == 5
 
 
+@pytest.mark.parametrize("content", [b"", b"garbage", bytes.fromhex("0800120130"), bytes(300)])
+def test_a_file_that_holds_no_key_is_refused_in_one_line(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "peer.key").write_bytes(content)
+    with pytest.raises(UserError, match=r"peer.key holds an older farflung's key.*another --out"):
+        Identity(tmp_path / "peer.key")
+
+
+def test_a_key_is_its_owner_s_alone_and_stays(tmp_path: Path) -> None:
+    one, again = (Identity(tmp_path / "peer.key") for _ in range(2))
+    assert one.peer == again.peer and (tmp_path / "peer.key").stat().st_mode & 0o077 == 0
+
+
+def test_one_key_has_one_spelling(tmp_path: Path) -> None:
+    peer = Identity(tmp_path / "key").peer
+    assert is_peer(peer) and not any(map(is_peer, (f"{peer} ", f" {peer}", f"{peer}\n", peer[:-1], "", "\ud800")))
+
+
 def test_ranks_are_numbers_that_floats_and_json_hold_and_depend_on_the_whole_key() -> None:
     ranks = {rank_of(f"12D3KooW{number}") for number in range(10_000)}
     assert len(ranks) == 10_000 and max(ranks) < 1 << 52 and all(int(float(rank)) == rank for rank in ranks)
@@ -217,7 +235,9 @@ def test_one_alone_cannot_say_that_the_run_is_nearly_over() -> None:
         one.hear(member(1, 10**9), first_hand=True)
     assert members.median_step() == 100 and newcomer.median_step() == 10**9
     later = member(1, 10**9, rate=1e6)
-    later.signed_at += 10
+    later.signed_at += 1e9
+    members.by_rank[1].believed_at -= 10
+    members.by_rank[1].heard -= 1e9
     members.hear(later)
     believed = members.median_step()
     assert believed is not None and 100 < believed <= 100 + 32 * 2.0 * 10 + 1
@@ -231,6 +251,7 @@ def test_one_that_was_away_for_long_goes_to_where_the_other_is() -> None:
     members.hear(member(1, 100, rate=2.0), first_hand=True)
     back = member(1, 100 + 7200, rate=2.0)
     back.signed_at += 3600
+    members.by_rank[1].believed_at -= 3600
     members.hear(back)
     assert members.median_step() == pytest.approx(7300, abs=1)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -45,7 +46,7 @@ def test_an_island_is_a_member_like_others_and_keeps_up_with_them(swarm: Swarm, 
     island = swarm.join("island", "--stages", 2, "--shard", 2, "--batch-size", 8, *(["--gateway"] if gateway else []))
     until(lambda: swarm.averaged("island") > 1, 120)
     status = ("status", swarm.folder / "run.ticket", "--once", "--listen", "127.0.0.1")
-    until(lambda: [line for line in farflung(*status, COLUMNS="160").stdout.splitlines() if " 4 trains" in line])
+    until(lambda: re.search(r" trains .* 4 *$", farflung(*status, COLUMNS="160").stdout, re.MULTILINE))
     assert swarm.events("island", JoinedEvent), "it has fetched the state of the other"
     assert first.wait(patience(120)) == 0 and island.wait(patience(120)) == 0, swarm.said("island")
     both = [weights(swarm, name) for name in ("first", "island")]

@@ -3,7 +3,8 @@
     python -m bench.lib.light TICKET FOLDER FROM COUNT PORT
 
 runs peers FROM to FROM + COUNT - 1, which listen on loopback; peer 0 begins the run at PORT. Each line of JSON on its
-standard input is answered by one: `round` (all meet in pairs), `state` (what they cost and know), `newcomer` (one more joins).
+standard input is answered by one: `round` (all meet in pairs), `state` (what they cost and know), `newcomer` (one more
+joins).
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ class Options:
     """Which to compare."""
 
 
-SMOKE = Options(steps=2, seeds=(0,), every=2, replicas=1, routes=("random",))
+SMOKE = Options(steps=2, seeds=(0,), every=2, replicas=2, routes=("random",))
 
 
 def run(options: Options, store: Store) -> Iterator[Part]:

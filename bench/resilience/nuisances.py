@@ -51,10 +51,10 @@ def run(options: Options, store: Store) -> Iterator[Part]:
 
 
 @contextlib.contextmanager
-def small_disk(folder: Path) -> Iterator[None]:
-    """A folder with room for 16 MB."""
+def small_disk(folder: Path, room_mb: int = 16) -> Iterator[None]:
+    """A folder with little room."""
     folder.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", str(folder)], check=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={room_mb}m", "tmpfs", str(folder)], check=True)
     try:
         yield
     finally:

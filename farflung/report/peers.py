@@ -15,8 +15,8 @@ from farflung.report.numbers import number
 
 Row = dict[str, Any]
 REFRESH_SECONDS = 3.0
-TRAINS, GONE, BOOTSTRAP = "trains", "gone", "bootstrap"
-"""The states of a peer."""
+STATES = TRAINS, BEGINS, GONE, BOOTSTRAP = "trains", "begins", "gone", "bootstrap"
+"""What a peer does, as they are listed."""
 NAMED = 3
 """Peers that one line names."""
 
@@ -67,7 +67,7 @@ def last_told(rows: list[Row]) -> list[str]:
     width = max((len(row["name"]) for row in rows), default=0)
     return [
         f"{row['name']:{width}}  step {row['step']}{_loss_of(row)}, {counted(int(row.get('rounds', 0)), 'round')}"
-        f"{'' if row['state'] == TRAINS else ', gone'}"
+        + ("" if row["state"] == TRAINS else f", {row['state']}")
         for row in ordered(rows)
         if row["state"] != BOOTSTRAP
     ]
@@ -75,7 +75,7 @@ def last_told(rows: list[Row]) -> list[str]:
 
 def ordered(rows: list[Row]) -> list[Row]:
     """Peers as they are listed: by state, then by name."""
-    return sorted(rows, key=lambda row: ((TRAINS, GONE, BOOTSTRAP).index(row["state"]), row["name"]))
+    return sorted(rows, key=lambda row: (STATES.index(row["state"]), row["name"]))
 
 
 def _loss_of(row: Row) -> str:

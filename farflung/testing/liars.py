@@ -117,10 +117,10 @@ class Stranger:
 class Liar:
     """A member that breaks every rule, but gives the hash of the run's settings; its key's file is made if need be."""
 
-    def __init__(self, ticket: Ticket, key: Path, settings: str) -> None:
+    def __init__(self, ticket: Ticket, key: Path, settings: str, listen: str = "127.0.0.1") -> None:
         info = {"version": "0", "settings": settings, "shapes": "", "host": "liar", "trains": False}
         self.ticket = ticket
-        self.peers = Peers(ticket, Identity(key), ListenAddress("127.0.0.1"), info, lambda _: None)
+        self.peers = Peers(ticket, Identity(key), ListenAddress(listen), info, lambda _: None)
         self.transport = PacketTransport(self.peers, 1 << 30, 5.0)
         self.peers.start(20)
         peer = ticket.addresses[0].rpartition("/p2p/")[2]

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from farflung.errors import UserError
+from farflung.errors import UserError, counted
 from farflung.networks.following import FollowingNetwork
 from farflung.networks.listening import ListenAddress
 from farflung.networks.settings import NetworkSettings
@@ -34,6 +34,7 @@ from farflung.training.trainer import Trainer
 if TYPE_CHECKING:
     from farflung.networks import Network, TorchNetwork
     from farflung.networks.internet import DoorNetwork, Finding, Identity, InternetNetwork, Peers, Ticket
+    from farflung.networks.internet.contact.member import Member
 
 TICKET_SECONDS = 10.0
 """How often a peer brings the ticket in its run folder up to date."""
@@ -288,7 +289,7 @@ def seen(network: InternetNetwork) -> list[dict[str, Any]]:
         {
             **member.facts,
             "name": member.host if called[member.host] == 1 else member.described,
-            "state": ("trains" if member.trains else "bootstrap") if member.alive else "gone",
+            "state": _state(member),
             "step": member.step,
             "behind": max(0.0, median - member.step_now()),
             "heard": time.monotonic() - member.heard,
@@ -297,12 +298,20 @@ def seen(network: InternetNetwork) -> list[dict[str, Any]]:
     ]
 
 
+def _state(member: Member) -> str:
+    """What a peer does; one without a model only helps others find each other."""
+    if not member.alive:
+        return "gone"
+    return "trains" if member.trains else "begins" if member.shapes else "bootstrap"
+
+
 def examined(path: Path, local: ListenAddress) -> Iterator[Finding]:
     """The checks of a ticket and this machine, one after the other."""
     parts = internet()
     try:
         ticket = parts.read_ticket(path)
-        yield parts.Finding(True, f"{path} is a ticket to {ticket.name}, with {len(ticket.addresses)} addresses")
+        places = counted(len(ticket.addresses), "address")
+        yield parts.Finding(True, f"{path} is a ticket to {ticket.name}, with {places}")
         ticket_settings(ticket)
         with looking_on(ticket, local) as network:
             yield parts.Finding(True, "the run's peers accept the ticket; clocks and versions agree with theirs")

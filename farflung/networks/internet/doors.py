@@ -42,7 +42,7 @@ T = TypeVar("T")
 LARGEST = 1 << 24
 """Bytes that an island's doors and keepers are described in, at most."""
 WHEREABOUTS = "peer", "rank", "session", "host", "addresses"
-"""What a process of an island is told of the peers that it meets: it reads no directory."""
+"""What a process of an island is told of the peers that it meets: it hears no gossip."""
 AGAIN_SECONDS = 60.0
 """How long an island whose doors cannot be reached is not asked again."""
 
@@ -158,7 +158,6 @@ class Doorkeeper:
         told = json.dumps(self.own.told()).encode()
         await stream.tell({"size": len(told)})
         await write_payload(stream.writer, memoryview(told), PROMPT_SECONDS)
-        await stream.hear_the_end(PROMPT_SECONDS)
 
 
 def shared(near: Network, told: Frame, key: str, seconds: float) -> list[Frame]:

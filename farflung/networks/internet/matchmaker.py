@@ -85,7 +85,9 @@ class Matchmaker:
                 return party_of(answer, own, weight)
             except FrameError as error:
                 self._peers.guard.strike(member.peer, "bad answer", str(error))
-            except (*UNREACHABLE, RequestRefusedError):
+            except RequestRefusedError:
+                continue  # it is there, and takes no part
+            except UNREACHABLE:
                 self._peers.members.failed(host)
         return Party((), {})
 

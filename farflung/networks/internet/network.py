@@ -1,4 +1,4 @@
-"""Replicas as peers on the open internet, that come and go: hivemind's DHT and libp2p streams."""
+"""Replicas as peers on the open internet, that come and go: gossip and libp2p streams."""
 
 from __future__ import annotations
 

@@ -115,5 +115,5 @@ class Background:
     def _unheard(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """Logs what has ended a task that nobody waits for, but not that the daemon has gone: who calls it is told."""
         error = context.get("exception")
-        if not isinstance(error, UNREACHABLE) and not (error is None and self._ending):
+        if not isinstance(error, (*UNREACHABLE, asyncio.CancelledError)) and not (error is None and self._ending):
             loop.default_exception_handler(context)

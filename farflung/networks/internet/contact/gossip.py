@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 TOLD, TOLD_A_NEWCOMER = 6, 48
 """Others that a peer tells of in a beat, and when it is asked for many."""
-LARGEST_NEWS = 1 << 17
+LARGEST_NEWS = 1 << 18
 """Bytes of the records in one message, unpacked."""
 JITTER = 0.2
 """The part by which pauses between beats differ, so that peers do not beat together."""

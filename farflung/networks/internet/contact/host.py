@@ -8,11 +8,12 @@ import dataclasses
 import errno
 import ipaddress
 import os
+import re
 import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 from hivemind.p2p import P2P, PeerID
@@ -29,11 +30,18 @@ from farflung.networks.listening import ListenAddress
 UNREACHABLE = (OSError, EOFError, TimeoutError, ControlFailure, P2PDaemonError)
 """The errors of a call to a peer that is not there."""
 
-LONGEST_ADDRESS = 512
+LONGEST_ADDRESS, MOST_ADDRESSES, MOST_LETTERS = 512, 16, 2048
+"""Letters of an address, addresses of a host, and letters of all that it tells: a relay cannot fill its record."""
+PLACES = "/ip4/", "/ip6/", "/dns/", "/dns4/", "/dns6/"
 PORT_SECONDS = 40.0
 """How long a port that is in use is waited for."""
+TCP = re.compile(r"/ip[46]/[^/]+/tcp/[1-9][0-9]*")
+"""An address on the internet that names no other protocol."""
 RELAYS = 4
 """Relays at most that a host keeps."""
+
+TURN_SECONDS = 0.05
+"""How often one that waits to start its daemon looks whether it may."""
 
 _STARTING = threading.Lock()
 
@@ -44,9 +52,11 @@ OnStream = Callable[[Any, asyncio.StreamReader, asyncio.StreamWriter], Awaitable
 def leads_to(address: str, peer: str) -> bool:
     """Whether an address is one of libp2p's, that leads to a peer."""
     place, _, end = address.rpartition("/p2p/")
+    if not place.startswith(PLACES) or end != peer or len(address) > LONGEST_ADDRESS:
+        return False
     try:
-        return bool(place) and end == peer and len(address) <= LONGEST_ADDRESS and bool(_readable(address))
-    except ValueError:
+        return str(Multiaddr(place)) == place and str(_readable(address)) == address
+    except (ValueError, EOFError):
         return False
 
 
@@ -65,6 +75,14 @@ def is_global(address: str) -> bool:
 def at_relay(address: str) -> bool:
     """Whether an address leads to a peer through another one, its relay."""
     return "/p2p-circuit" in address
+
+
+def text_of(address: Any) -> str:
+    """An address that the daemon has told; "" for one that hivemind cannot read."""
+    try:
+        return str(address)
+    except (ValueError, EOFError):
+        return ""
 
 
 class Daemon(P2P):  # type: ignore[misc]
@@ -121,18 +139,20 @@ class Host:
                     trusted_relays=self._relays or None,
                     startup_timeout=deadline_s,
                 )
-        except P2PDaemonError as error:
+            await self.p2p.add_binary_stream_handler(self._protocol, on_stream)
+            if self._announced == list(local.announce):
+                self._own = await self._visible()
+        except UNREACHABLE as error:
+            await self.stop()  # or what has begun and does not answer would not be seen to be dead
             raise UserError(f"the libp2p daemon cannot start: {plain(str(error))}") from error
-        await self.p2p.add_binary_stream_handler(self._protocol, on_stream)
-        if self._announced == list(local.announce):
-            self._own = await self._visible()
         self._local = dataclasses.replace(local, port=local.port or _port_in(self._own))
 
     async def addresses(self) -> list[str]:
         """Where others can reach it now, the most useful first; at relays, too, once these have taken it."""
         known = dict.fromkeys((*self._own, *await self._visible()))
         here = [address for address in known if self._local.listen.startswith("127.") or "/127.0.0.1/" not in address]
-        return sorted(here, key=lambda address: (not is_global(address), not at_relay(address)))
+        told = sorted(here, key=lambda address: (not is_global(address), not at_relay(address)))[:MOST_ADDRESSES]
+        return [address for address, room in zip(told, accumulate(map(len, told)), strict=True) if room <= MOST_LETTERS]
 
     async def takes_relays(self, members: Collection[str]) -> bool:
         """Takes those that it has called on the internet as relays, from its next start on; whether there are any.
@@ -140,8 +160,9 @@ class Host:
         Others that do not answer would be waited for.
         """
         if self._on_internet:
-            at = {str(one.peer_id): f"{one.addrs[0]}/p2p/{one.peer_id}" for one in await self.p2p.list_peers()}
-            self._relays = [at[peer] for peer in members if is_global(at.get(peer, ""))][:RELAYS]
+            connected = {str(one.peer_id): one.addrs for one in await self.p2p.list_peers()}
+            places = [f"{text_of(at)}/p2p/{peer}" for peer in members for at in connected.get(peer, [])[:1]]
+            self._relays = [place for place in places if is_global(place)][:RELAYS]
         return bool(self._relays)
 
     def appears(self, seen: str) -> bool:
@@ -152,14 +173,16 @@ class Host:
         """
         own = self._identity.peer
         hidden = not self._announced and not any(map(is_global, self._own))
-        if not hidden or not leads_to(f"{seen}/p2p/{own}", own) or not is_global(seen):
+        # The daemon would not start with an address that is none: who says where it is seen may lie.
+        if not hidden or not leads_to(f"{seen}/p2p/{own}", own) or not TCP.fullmatch(seen) or not is_global(seen):
             return False
         self._announced = [*(address.rpartition("/p2p/")[0] for address in self._own), seen]
         return True
 
     async def _visible(self) -> list[str]:
         _, places = await self.p2p._client.identify()  # get_visible_maddrs refuses to answer when there are none
-        return [f"{place}/p2p/{self._identity.peer}" for place in places]
+        own = self._identity.peer
+        return [address for place in places if leads_to(address := f"{text_of(place)}/p2p/{own}", own)]
 
     async def dies(self) -> None:
         """Waits until the daemon has died."""
@@ -189,7 +212,8 @@ class Host:
 
 async def _started(**options: Any) -> Any:
     """A daemon; one is started after the other, since uvloop's loops may not start processes at the same time."""
-    await asyncio.to_thread(_STARTING.acquire)
+    while not _STARTING.acquire(blocking=False):  # a thread that waits for it would take it for one that has gone
+        await asyncio.sleep(TURN_SECONDS)
     try:
         return await Daemon.create(**options)
     finally:

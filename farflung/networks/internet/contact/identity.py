@@ -48,10 +48,12 @@ def rank_of(peer: str) -> int:
 def is_peer(peer: str) -> bool:
     """Whether a text is the libp2p id of an Ed25519 key."""
     try:
-        content = PeerID.from_base58(peer).to_bytes()
+        read = PeerID.from_base58(peer)
     except ValueError:
         return False
-    return bool(content.startswith(ID_BYTES) and len(content) == len(ID_BYTES) + KEY_BYTES)
+    content = read.to_bytes()
+    # Another spelling of an id, such as with spaces, would be another rank of the same key.
+    return bool(read.to_base58() == peer and content.startswith(ID_BYTES) and len(content) == len(ID_BYTES) + KEY_BYTES)
 
 
 def signed_by(peer: str, signature: str, text: bytes) -> bool:
@@ -78,4 +80,7 @@ def _read(path: Path) -> Ed25519PrivateKey:
             return Ed25519PrivateKey.from_private_bytes(stored.data[:KEY_BYTES])
     except DecodeError:
         pass
-    raise UserError(f"{path} holds no key of this farflung's, or it is damaged; remove it, and a new one is made")
+    raise UserError(
+        f"{path} holds an older farflung's key, or is damaged; join with another --out, or remove the file if no run "
+        "folder is its own"
+    )

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from farflung.networks.internet.contact.frames import Frame, FrameError, entry, number, reading, whole
-from farflung.networks.internet.contact.host import leads_to
+from farflung.networks.internet.contact.host import MOST_ADDRESSES, leads_to
 from farflung.networks.internet.contact.identity import Identity, is_peer, rank_of, signed_by
 
 BEAT_SECONDS = 3.0
@@ -35,7 +35,7 @@ LARGEST_FACT = 1e15
 FASTEST, FURTHEST = 1e6, 1 << 40
 """Steps a second, and steps, that nobody has."""
 LAST_RANK = (1 << 52) - 1
-MOST_DOORS, MOST_ADDRESSES = 256, 16
+MOST_DOORS = 256
 LARGEST_RECORD = 1 << 12
 
 
@@ -72,6 +72,8 @@ class Member:
     """When its step last grew."""
     believed: float = math.inf
     """The step that it has reached at most, if it is not much faster than this peer."""
+    believed_at: float = field(default_factory=time.monotonic)
+    """Since when, by this machine's clock alone: what others say of time earns nobody a step."""
     proven: bool = False
     """Whether this peer has spoken with it, and not only heard of it."""
     failed: bool = False
@@ -130,6 +132,8 @@ def member_in(record: Frame, age: float = 0.0) -> Member:
     peer, text = entry(about, "peer", str), _text(about)
     if len(text) > LARGEST_RECORD or not is_peer(peer) or not signed_by(peer, signature, text):
         raise FrameError("a record is not signed by its peer, or too long")
+    if not all(map(_flat, about.values())):
+        raise FrameError("a record holds what no peer says of itself")
     signed_s = number(about.get("time"))
     by_clock = time.time() - signed_s
     if not -2 * CLOCK_SECONDS < by_clock < FRESH_SECONDS:
@@ -151,7 +155,7 @@ def member_in(record: Frame, age: float = 0.0) -> Member:
         doors=whole(about.get("doors", 0), MOST_DOORS),
         door_of=None if about.get("door_of") is None else whole(about["door_of"], LAST_RANK),
         record={"about": about, "signature": signature},
-        heard=time.monotonic() - max(age, by_clock - 2 * CLOCK_SECONDS),
+        heard=time.monotonic() - min(max(age, by_clock - 2 * CLOCK_SECONDS), by_clock + 2 * CLOCK_SECONDS),
     )
 
 
@@ -160,6 +164,12 @@ def addresses_in(told: list[Any], peer: str) -> tuple[str, ...]:
     if len(told) > MOST_ADDRESSES or not all(isinstance(one, str) and leads_to(one, peer) for one in told):
         raise FrameError("an address that is said to lead to a peer does not")
     return tuple(told)
+
+
+def _flat(value: object) -> bool:
+    """Whether nothing lies deeper than in one list or table: who hands a record on must be able to read it."""
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return not any(isinstance(part, (dict, list)) for part in parts)
 
 
 def _facts_in(told: Frame) -> dict[str, float]:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 from farflung.networks.internet.contact.frames import Frame
 from farflung.networks.internet.contact.host import at_relay
+from farflung.networks.internet.contact.identity import rank_of
 from farflung.networks.internet.contact.member import ALIVE_SECONDS, CAUTION, FASTER, Member
 
 KNOWN, LOST = 128, 256
@@ -45,7 +46,9 @@ class Members:
             return False
         again = known is not None and known.session == news.session
         news.proven = first_hand or bool(again and known and known.proven)
-        news.believed = self._believed(known, news.signed_at - known.signed_at if known else 0.0, news.step)
+        news.believed = self._believed(known, news.step)
+        if known and not first_hand:
+            news.heard = max(news.heard, known.heard)  # nobody makes another older than it is known to be
         if known and again:
             news.step = max(news.step, known.step)  # it may have said so by the way since it wrote its record
             news.moved = known.moved if news.step == known.step else news.heard
@@ -58,7 +61,7 @@ class Members:
         if member := self.by_rank.get(rank):
             now = time.monotonic()
             if step > member.step:
-                member.believed = self._believed(member, now - member.heard, step)
+                member.believed, member.believed_at = self._believed(member, step), now
                 member.step, member.moved = step, now
             member.heard, member.failed = now, False
 
@@ -79,7 +82,8 @@ class Members:
 
     def of_peer(self, peer: str) -> Member | None:
         """The member with a libp2p id."""
-        return next((member for member in self.all() if member.peer == peer), None)
+        member = self.by_rank.get(rank_of(peer))
+        return member if member and member.peer == peer else None
 
     def proven(self) -> list[Member]:
         """Those that are there, and have been spoken with."""
@@ -98,8 +102,12 @@ class Members:
         return [m for m in self.proven() if m.trains and not m.stalled and not self._shuns(m.peer)]
 
     def missing(self) -> list[Member]:
-        """Those that have gone."""
-        return [member for member in self.all() if not member.alive]
+        """Those that have gone; who was only heard of is forgotten."""
+        gone = [member for member in self.all() if not member.alive]
+        for member in gone:
+            if not member.proven:
+                del self.by_rank[member.rank]
+        return [member for member in gone if member.proven]
 
     def median_step(self, caution: float = CAUTION) -> float | None:
         """The median of the steps that training peers have reached, see `Member.step_now`; None without any."""
@@ -113,15 +121,16 @@ class Members:
         """The median step that training peers may have reached; infinity without any."""
         return statistics.median_high([member.step_at_most() for member in self.training()] or [math.inf])
 
-    def _believed(self, known: Member | None, seconds: float, step: int) -> float:
-        """How far a peer has come at most that says it is at a step, some seconds after it was known to be elsewhere.
+    def _believed(self, known: Member | None, step: int) -> float:
+        """How far a peer has come at most that says now that it is at a step, and may have been known elsewhere.
 
         A peer that does not train yet cannot tell, and believes it.
         """
         if not self._own["trains"] or not self._own["rate"]:
             return step
         before = min(known.believed, known.step) if known else self._own["step"]
-        return float(min(step, before + FASTER * self._own["rate"] * max(0.0, seconds)))
+        seconds = time.monotonic() - known.believed_at if known else 0.0
+        return float(min(step, before + FASTER * self._own["rate"] * seconds))
 
     def _soberly(self, member: Member) -> Member:
         """A member as it can be if it is not much faster than this peer."""

@@ -20,9 +20,9 @@ from farflung.networks.internet.contact.frames import LARGEST_FRAME, Frame, Fram
 from farflung.networks.internet.contact.gossip import Gossip
 from farflung.networks.internet.contact.guard import Guard
 from farflung.networks.internet.contact.handshake import HELLO, LARGEST_HELLO, Handshake, StrangerError
-from farflung.networks.internet.contact.host import UNREACHABLE, Host, Streams, peers_at
+from farflung.networks.internet.contact.host import UNREACHABLE, Host, Streams, peers_at, text_of
 from farflung.networks.internet.contact.identity import Identity, rank_of
-from farflung.networks.internet.contact.member import CLOCK_SECONDS, MOST_ADDRESSES, Member, signed
+from farflung.networks.internet.contact.member import CLOCK_SECONDS, Member, signed
 from farflung.networks.internet.contact.members import Members
 from farflung.networks.internet.contact.streams import PROMPT_SECONDS, Handler, PeerStream, RequestRefusedError
 from farflung.networks.internet.contact.ticket import Ticket
@@ -196,7 +196,7 @@ class Peers:
 
     async def look_around(self) -> bool:
         """Finds out where others can reach this peer now; whether that has changed. Raises one of UNREACHABLE."""
-        before, self.info["addresses"] = self.info["addresses"], (await self._host.addresses())[:MOST_ADDRESSES]
+        before, self.info["addresses"] = self.info["addresses"], await self._host.addresses()
         return bool(self.info["addresses"] != before)
 
     async def announce(self, **info: Any) -> None:
@@ -208,8 +208,7 @@ class Peers:
 
     async def _start(self, deadline_s: float) -> None:
         await self._host.start(self._on_stream, deadline_s)
-        await self.look_around()
-        self._daemon = self.background.spawn(self._keep_the_daemon())
+        await self._settle()
         if self._bootstrap:
             await self._find_members(deadline_s)
             await self._take_relays()
@@ -225,7 +224,13 @@ class Peers:
             self._daemon.cancel()
             await self._host.stop()
             await self._host.start(self._on_stream, PROMPT_SECONDS)
-            self._daemon = self.background.spawn(self._keep_the_daemon())
+            await self._settle()
+
+    async def _settle(self) -> None:
+        """Watches the daemon that has just started, and takes its addresses."""
+        self._daemon = self.background.spawn(self._keep_the_daemon())
+        with contextlib.suppress(*UNREACHABLE):  # it has died already; who beats asks again
+            await self.look_around()
 
     async def _keep_the_daemon(self) -> None:
         """Starts the daemon again whenever it dies, unless it does so again and again."""
@@ -338,7 +343,7 @@ class Peers:
             frame = await read_frame(streams[0], LARGEST_FRAME if member else LARGEST_HELLO)
             if frame.get("kind") == HELLO:
                 self._admit(await self._handshake.answer(frame, str(info.peer_id), streams))
-                await write_frame(streams[1], {**self.record(), "seen": str(info.addr)})
+                await write_frame(streams[1], {**self.record(), "seen": text_of(info.addr)})
                 return
         if member is None:
             raise StrangerError(UNPROVEN)
