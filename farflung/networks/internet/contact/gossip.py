@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import json
 import random
+import sys
 import time
 import zlib
 from collections import defaultdict, deque
@@ -61,7 +62,7 @@ class Gossip:
         self._calls: dict[str, tuple[float, float]] = {}
         """When each that is lost is called again, and the pause after that."""
         self._alone: bool | None = None
-        self._clock_gap = time.time() - time.monotonic()
+        self._clock_gap = time.time() - _up_seconds()
         peers.handlers["news"] = self._on_news
 
     async def arrive(self) -> None:
@@ -200,13 +201,18 @@ class Gossip:
         self._alone = alone if before is not None or not alone else None
 
     def _watch_the_clock(self) -> None:
-        gap = time.time() - time.monotonic()
+        gap = time.time() - _up_seconds()
         if abs(gap - self._clock_gap) > CLOCK_SECONDS:
             moved = gap - self._clock_gap
             self._peers.tell(
                 f"this machine's clock has jumped by {moved:+.0f} s; set it right, or peers lose sight of it"
             )
             self._clock_gap = gap
+
+
+def _up_seconds() -> float:
+    """How long this machine is up; with the time for which it was suspended, where that is known."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME) if sys.platform == "linux" else time.monotonic()
 
 
 @reading("news")

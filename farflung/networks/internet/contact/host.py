@@ -55,7 +55,7 @@ def leads_to(address: str, peer: str) -> bool:
     if not place.startswith(PLACES) or end != peer or len(address) > LONGEST_ADDRESS:
         return False
     try:
-        return str(Multiaddr(place)) == place and str(_readable(address)) == address
+        return str(Multiaddr(place)) == place and str(readable(address)) == address
     except (ValueError, EOFError):
         return False
 
@@ -83,6 +83,16 @@ def text_of(address: Any) -> str:
         return str(address)
     except (ValueError, EOFError):
         return ""
+
+
+def readable(address: str) -> Any:
+    """An address for the daemon; hivemind writes the id of a relay in it as a CID, which the daemon cannot read."""
+    wire = Multiaddr(address).to_bytes()
+    for kind, relay in pairwise(address.split("/")):
+        if kind == "p2p":
+            written = PeerID.from_base58(relay).to_bytes()
+            wire = wire.replace(bytes([len(written) + 2, 1, 0x72]) + written, bytes([len(written)]) + written)
+    return Multiaddr(wire)
 
 
 class Daemon(P2P):  # type: ignore[misc]
@@ -194,7 +204,7 @@ class Host:
         async with asyncio.timeout(deadline_s):
             there = [address.rpartition("/p2p/")[0] for address in addresses if address.endswith(f"/p2p/{peer}")]
             # Does nothing if they are connected; else, libp2p alone would try where the peer was long ago.
-            await self.p2p._client.connect(PeerID.from_base58(peer), [_readable(address) for address in there])
+            await self.p2p._client.connect(PeerID.from_base58(peer), [readable(address) for address in there])
             _, reader, writer = await self._open(peer)
         try:
             yield reader, writer
@@ -215,19 +225,15 @@ async def _started(**options: Any) -> Any:
     while not _STARTING.acquire(blocking=False):  # a thread that waits for it would take it for one that has gone
         await asyncio.sleep(TURN_SECONDS)
     try:
-        return await Daemon.create(**options)
+        starting = asyncio.ensure_future(Daemon.create(**options))
+        try:
+            return await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            with contextlib.suppress(*UNREACHABLE):
+                await (await starting).shutdown()
+            raise
     finally:
         _STARTING.release()
-
-
-def _readable(address: str) -> Any:
-    """An address for the daemon; hivemind writes the id of a relay in it as a CID, which the daemon cannot read."""
-    wire = Multiaddr(address).to_bytes()
-    for kind, relay in pairwise(address.split("/")):
-        if kind == "p2p":
-            written = PeerID.from_base58(relay).to_bytes()
-            wire = wire.replace(bytes([len(written) + 2, 1, 0x72]) + written, bytes([len(written)]) + written)
-    return Multiaddr(wire)
 
 
 def _port_in(addresses: Iterable[str]) -> int:

@@ -42,7 +42,9 @@ IN_TICKETS = 32
 ANNOUNCED = 24
 """Members that are told at once of what is new."""
 DAEMONS, DAEMON_SECONDS = 3, 600.0
-"""A daemon that dies more often in so many seconds cannot be kept alive."""
+"""A daemon that dies so often in so many seconds, or cannot start again, cannot be kept alive."""
+AGAIN_SECONDS = 5.0
+"""How long what hinders a daemon that cannot start has to pass."""
 PROVEN = 4096
 """Peers at most of which this one remembers that they are members."""
 
@@ -107,6 +109,8 @@ class Peers:
         self._handshake = Handshake(ticket, identity.peer, self.info, self.record)
         self._proven: OrderedDict[str, Member] = OrderedDict()
         self._quiet = contextlib.ExitStack()
+        self._starting: asyncio.Task[Any] | None = None
+        self._daemon: asyncio.Task[None] | None = None
         self._host = Host(local, identity, f"farflung/1/{ticket.run}")
         self._gossip = Gossip(self)
 
@@ -207,6 +211,7 @@ class Peers:
         await asyncio.gather(*(self.handshake(member.peer) for member in told), return_exceptions=True)
 
     async def _start(self, deadline_s: float) -> None:
+        self._starting = asyncio.current_task()
         await self._host.start(self._on_stream, deadline_s)
         await self._settle()
         if self._bootstrap:
@@ -221,7 +226,7 @@ class Peers:
         found = self.members.proven()
         if await self._host.takes_relays([member.peer for member in found]):
             self.seen = next((member.sees for member in found if self._host.appears(member.sees)), "")
-            self._daemon.cancel()
+            await _ended(self._daemon)
             await self._host.stop()
             await self._host.start(self._on_stream, PROMPT_SECONDS)
             await self._settle()
@@ -235,21 +240,31 @@ class Peers:
     async def _keep_the_daemon(self) -> None:
         """Starts the daemon again whenever it dies, unless it does so again and again."""
         deaths: deque[float] = deque(maxlen=DAEMONS)
-        while self.fault is None:
+        failed: UserError | None = None
+        while True:
             await self._host.dies()
             deaths.append(time.monotonic())
             if len(deaths) == DAEMONS and deaths[-1] - deaths[0] < DAEMON_SECONDS:
-                self.fault = UserError(
+                self.fault = failed or UserError(
                     f"the libp2p daemon (p2pd) has died {DAEMONS} times; see that there is enough memory, and begin "
                     "again from the checkpoint: farflung join RUN/run.ticket --out RUN"
                 )
                 return
-            self.tell("the libp2p daemon (p2pd) has died; it is started again")
-            await self._host.stop()
-            try:
-                await self._host.start(self._on_stream, PROMPT_SECONDS)
-            except UserError as error:
-                self.fault = error
+            if failed:
+                self.tell(f"{failed}; it is tried again in {AGAIN_SECONDS:.0f} s")
+                await asyncio.sleep(AGAIN_SECONDS)
+            else:
+                self.tell("the libp2p daemon (p2pd) has died; it is started again")
+            failed = await self._start_again()
+
+    async def _start_again(self) -> UserError | None:
+        """Starts the daemon in the place of the one before; why it cannot."""
+        await self._host.stop()
+        try:
+            await self._host.start(self._on_stream, PROMPT_SECONDS)
+        except UserError as error:
+            return error
+        return None
 
     async def _find_members(self, deadline_s: float) -> None:
         """Calls the peers of the ticket until one answers, or somebody comes. Raises UserError."""
@@ -353,9 +368,16 @@ class Peers:
         await handler(PeerStream(member, *streams), frame)
 
     async def _stop(self) -> None:
-        if hasattr(self, "_daemon"):
-            self._daemon.cancel()
+        await _ended(self._starting, self._daemon)
         await self._host.stop()
+
+
+async def _ended(*tasks: asyncio.Task[Any] | None) -> None:
+    """Cancels work that has begun, and waits until it has ended: a daemon that just starts would be left behind."""
+    if begun := [task for task in tasks if task]:
+        for task in begun:
+            task.cancel()
+        await asyncio.wait(begun)
 
 
 async def _discard(reader: asyncio.StreamReader, most: int) -> None:
