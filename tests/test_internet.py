@@ -8,6 +8,7 @@ import json
 import os
 import random
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
@@ -137,6 +138,24 @@ def test_who_leaves_while_it_starts_lets_others_start(tmp_path: Path) -> None:
     staying.start(patience(5))
     staying.close()
     assert not told
+
+
+def test_who_leaves_while_its_daemon_starts_leaves_none_behind(tmp_path: Path) -> None:
+    told: list[str] = []
+    begun = children()
+    for number in range(3):
+        leaving = apart(tmp_path, f"{number}.key", told)
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(leaving.start, patience(20))
+            until(lambda: children() - begun)
+            leaving.close()
+    until(lambda: not children() - begun)
+    assert not told
+
+
+def children() -> set[str]:
+    """The processes of this one."""
+    return {*subprocess.run(["pgrep", "-P", str(os.getpid())], capture_output=True, text=True).stdout.split()}
 
 
 def test_leaving_before_the_start_or_twice_is_done_at_once(tmp_path: Path) -> None:
