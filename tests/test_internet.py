@@ -453,6 +453,7 @@ def test_a_silent_partner_costs_one_deadline_and_names_itself(pair: Run) -> None
     ) as lost:
         one.exchange(torch.ones(5, dtype=torch.uint8), tuple(sorted((one.rank, other.rank))), "alone").wait(1.0)
     assert lost.value.ranks == (other.rank,)
+    until(lambda: other.rank in one.members())  # its next news says that it is there
 
 
 @pytest.mark.parametrize("size", [5, 3_000_000])

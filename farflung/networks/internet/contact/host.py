@@ -167,7 +167,7 @@ class Host:
     async def takes_relays(self, members: Collection[str]) -> bool:
         """Takes those that it has called on the internet as relays, from its next start on; whether there are any.
 
-        Others that do not answer would be waited for.
+        Others that do not answer would be waited for. Raises one of UNREACHABLE.
         """
         if self._on_internet:
             connected = {str(one.peer_id): one.addrs for one in await self.p2p.list_peers()}

@@ -216,7 +216,8 @@ class Peers:
         await self._settle()
         if self._bootstrap:
             await self._find_members(deadline_s)
-            await self._take_relays()
+            with contextlib.suppress(*UNREACHABLE):  # the daemon has just died, and comes back without relays
+                await self._take_relays()
         if self.info["door_of"] is None:  # a door is told of those that it meets
             await self._gossip.arrive()
             self.background.keep("finding others", self._gossip.go_on)
