@@ -86,9 +86,13 @@ def __getattr__(name: str) -> Any:
     """Imports what is asked for: torch takes seconds, in which the command line must hear signals already."""
     if name in ROOMS:
         return importlib.import_module(f"farflung.{name}")
-    if name == "InternetNetwork":  # hivemind is an extra
-        return importlib.import_module("farflung.networks.internet").InternetNetwork
+    if name == "InternetNetwork":
+        return importlib.import_module("farflung.training.peer").internet().InternetNetwork  # an extra; says so
     if name in __all__:
         rooms = (importlib.import_module(f"farflung.{room}") for room in ROOMS)
         return next(getattr(room, name) for room in rooms if name in getattr(room, "__all__", ()))
     raise AttributeError(f"module 'farflung' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -130,6 +130,55 @@ def test_a_daemon_that_dies_is_started_again_at_its_place_and_the_third_death_en
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("passes", [True, False])
+def test_a_daemon_that_cannot_start_again_is_tried_again_and_then_ends_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, passes: bool
+) -> None:
+    monkeypatch.setattr("farflung.networks.internet.contact.peers.AGAIN_SECONDS", patience(1 if passes else 0))
+    meeting = Meeting(tmp_path, 2)
+    one, other = meeting.start(0, first=True), meeting.start(1)
+    key, away = tmp_path / "1.key", tmp_path / "away.key"
+    try:
+        key.rename(away)
+        key.mkdir()
+        os.kill(other._host.p2p._child.pid, signal.SIGKILL)
+        until(lambda: any("cannot start" in line and "tried again" in line for line in meeting.told))
+        if passes:
+            key.rmdir()
+            away.rename(key)
+            begun = time.time()
+            until(lambda: one.members.by_rank[other.identity.rank].signed_at > begun and know(one, other))
+            other.check()
+        else:
+            until(lambda: other.fault is not None)
+            with pytest.raises(UserError, match="the libp2p daemon cannot start"):
+                other.check()
+    finally:
+        one.close()
+        other.close()
+
+
+def test_a_machine_that_was_suspended_has_a_clock_that_is_right(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    peers = Peers(Ticket.new("test", {}), Identity(tmp_path / "k"), ListenAddress("127.0.0.1"), INFO, told.append)
+    slept = 3600.0
+    clocks = {"time": time.time, "clock_gettime": time.clock_gettime}
+    monkeypatch.setattr(time, "time", lambda: clocks["time"]() + slept)
+    monkeypatch.setattr(
+        time, "clock_gettime", lambda clock: clocks["clock_gettime"](clock) + slept * (clock == time.CLOCK_BOOTTIME)
+    )
+    peers._gossip._watch_the_clock()
+    assert not told
+    monkeypatch.setattr(time, "time", lambda: clocks["time"]() + slept + 10)
+    peers._gossip._watch_the_clock()
+    assert len(told) == 1 and "has jumped by +10 s" in told[0]
+    peers.close()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("quick")
 def test_of_two_with_one_key_the_younger_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("farflung.networks.internet.contact.peers.CLOCK_SECONDS", 0.1)
     meeting = Meeting(tmp_path, 2)

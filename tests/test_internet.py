@@ -8,6 +8,7 @@ import json
 import os
 import random
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
@@ -26,6 +27,7 @@ from farflung.errors import UserError
 from farflung.formats import PROTOCOL
 from farflung.networks import Party, PeerLostError, SharedState
 from farflung.networks.internet import Identity, InternetNetwork, ListenAddress, Peers, Ticket, read_ticket, transport
+from farflung.networks.internet.contact import host
 from farflung.networks.internet.contact.background import Background
 from farflung.networks.internet.contact.frames import LARGEST_FRAME, FrameError, encoded, read_frame
 from farflung.networks.internet.contact.guard import (
@@ -113,6 +115,61 @@ def unspoilt(live: Run, monkeypatch: pytest.MonkeyPatch) -> Run:
                 monkeypatch.setattr(member, name, getattr(member, name))
     live.all_know_each_other()
     return live
+
+
+# Start and end
+
+
+def apart(folder: Path, name: str, told: list[str]) -> Peers:
+    """One that calls nobody."""
+    local = ListenAddress("127.0.0.1")
+    return Peers(Ticket.new("test", {}), Identity(folder / name), local, INFO, told.append, first=True)
+
+
+def test_who_leaves_while_it_starts_lets_others_start(tmp_path: Path) -> None:
+    told: list[str] = []
+    leaving, staying = apart(tmp_path, "1.key", told), apart(tmp_path, "2.key", told)
+    with ThreadPoolExecutor(1) as pool:
+        with host._STARTING:  # as while another peer of this process starts
+            started = pool.submit(leaving.start, patience(20))
+            until(lambda: asyncio.all_tasks(leaving.background._loop))
+            time.sleep(1)
+            leaving.close()
+        with pytest.raises(BaseException, match=r"^$"):
+            started.result(patience(20))
+    staying.start(patience(5))
+    staying.close()
+    assert not told
+
+
+def test_who_leaves_while_its_daemon_starts_leaves_none_behind(tmp_path: Path) -> None:
+    told: list[str] = []
+    begun = children()
+    for number in range(3):
+        leaving = apart(tmp_path, f"{number}.key", told)
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(leaving.start, patience(20))
+            until(lambda: children() - begun)
+            leaving.close()
+    until(lambda: not children() - begun)
+    assert not told
+
+
+def children() -> set[str]:
+    """The processes of this one."""
+    return {*subprocess.run(["pgrep", "-P", str(os.getpid())], capture_output=True, text=True).stdout.split()}
+
+
+def test_leaving_before_the_start_or_twice_is_done_at_once(tmp_path: Path) -> None:
+    told: list[str] = []
+    early, twice = apart(tmp_path, "1.key", told), apart(tmp_path, "2.key", told)
+    early.close()
+    twice.start(patience(20))
+    twice.close()
+    began = time.monotonic()
+    twice.close()
+    assert time.monotonic() - began < 8, "it has waited for a thread that has ended"
+    assert not told
 
 
 # Tickets
@@ -398,6 +455,7 @@ def test_a_silent_partner_costs_one_deadline_and_names_itself(pair: Run) -> None
     ) as lost:
         one.exchange(torch.ones(5, dtype=torch.uint8), tuple(sorted((one.rank, other.rank))), "alone").wait(1.0)
     assert lost.value.ranks == (other.rank,)
+    until(lambda: other.rank in one.members())  # its next news says that it is there
 
 
 @pytest.mark.parametrize("size", [5, 3_000_000])

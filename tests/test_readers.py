@@ -14,15 +14,17 @@ from typing import Any, TypeVar
 
 import pytest
 import torch
+from hivemind.p2p import PeerID
 from hivemind.utils.multiaddr import Multiaddr
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from farflung.formats import PROTOCOL
-from farflung.networks.internet import Identity
+from farflung.networks.internet import Identity, ListenAddress
 from farflung.networks.internet.contact.frames import FrameError, parsed
 from farflung.networks.internet.contact.gossip import news_in
 from farflung.networks.internet.contact.handshake import disagreement
+from farflung.networks.internet.contact.host import Host, is_global, leads_to, readable
 from farflung.networks.internet.contact.member import Member, member_in, signed
 from farflung.networks.internet.contact.members import Members
 from farflung.networks.internet.contact.streams import RequestRefusedError, accepted
@@ -33,6 +35,10 @@ from farflung.networks.internet.states.packing import longest, packed, unpack
 
 T = TypeVar("T")
 
+PEER, RELAY = (
+    "12D3KooWHHzSeKaY8xuZVzkLbKFfvNgPPeKhFBGrMbNzbm5akpqu",
+    "12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4kx6nXTN",
+)
 HUGE = 10**401  # a whole number that no float can hold
 DEEP = "[" * 60_000  # nested further than Python reads
 
@@ -143,12 +149,62 @@ def test_what_a_peer_says_of_itself(identity: Identity, data: st.DataObject) -> 
         {"more": [[]]},
         {"facts": {"loss": {}}},
         {"addresses": ["/unix/p2p/{peer}"]},
+        {"addresses": ["/ip4/0x5.1/tcp/1/p2p/{peer}"]},
+        {"addresses": ["/ip4/5.0.0.1/tcp/1\n/p2p/{peer}"]},
+        {"addresses": ["/ip4/5.0.0.1/tcp/1/p2p/x/p2p-circuit/p2p/{peer}"]},
+        {"addresses": ["/ip4/5.0.0.1/tcp/1/p2p//p2p-circuit/p2p/{peer}"]},
     ],
 )
 def test_what_a_peer_cannot_say_of_itself(identity: Identity, lie: dict[str, Any]) -> None:
     info = json.loads(json.dumps({**info_of(identity), **lie}).replace("{peer}", identity.peer))
     with pytest.raises(FrameError):
         member_in(signed(identity, info))
+
+
+PARTS = [*("ip4", "ip6", "dns", "tcp", "udp", "p2p", "p2p-circuit", "unix", "", "0", "1", "65536", "a.b", "x" * 300)]
+PARTS += [
+    "5.0.0.1",
+    "0x5.1",
+    "::1",
+    "fe80::1%lan",
+    "Host.de",
+    RELAY,
+    RELAY[:-1],
+    "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N",
+]
+
+
+@settings(max_examples=1000)
+@given(st.lists(st.sampled_from(PARTS) | st.text(max_size=4), max_size=9).map("/".join))
+def test_no_address_raises_where_it_is_used(path: str) -> None:
+    address = f"/ip4/5.0.0.1/{path}/p2p/{PEER}"
+    for told in (address, f"/{path}/p2p/{PEER}"):
+        if leads_to(told, PEER):
+            assert "\n" not in told and is_global(told) in (True, False)
+            assert str(readable(told)) == told and readable(told.rpartition("/p2p/")[0])
+
+
+def test_an_address_at_a_relay_is_told_and_read_as_the_daemon_does(identity: Identity) -> None:
+    address = f"/ip4/5.0.0.1/tcp/443/p2p/{RELAY}/p2p-circuit/p2p/{identity.peer}"
+    assert member_in(signed(identity, {**info_of(identity), "addresses": [address]})).addresses == (address,)
+    place = address.rpartition("/p2p/")[0]
+    assert PeerID.from_base58(RELAY).to_bytes() in readable(place).to_bytes()
+    assert b"\x01\x72" + PeerID.from_base58(RELAY).to_bytes() not in readable(place).to_bytes()
+
+
+def test_what_another_says_of_where_it_sees_this_peer_cannot_hinder_the_daemon(identity: Identity) -> None:
+    host = Host(ListenAddress(), identity, "test")
+    for lie in ("", "5.0.0.1", "/ip4/5.0.0.1/tcp/0", "/ip4/5.0.0.1/udp/7", "/ip4/192.168.1.2/tcp/7", "/dns/a.b/tcp/7"):
+        assert not host.appears(lie)
+    for lie in (
+        "/ip4/5.0.0.1/tcp/7/ws",
+        f"/ip4/5.0.0.1/tcp/7/p2p/{RELAY}/p2p-circuit",
+        "/ip4/5.0.0.1/tcp/7/",
+        "/ip6/x",
+    ):
+        assert not host.appears(lie)
+    assert host.appears("/ip4/5.0.0.1/tcp/7")
+    assert not host.appears("/ip4/5.0.0.2/tcp/7"), "it has one already"
 
 
 def test_a_fact_that_is_no_number_is_left_out(identity: Identity) -> None:

@@ -34,7 +34,7 @@ def unavailable() -> str | None:
     probe = subprocess.run(["ip", "netns", "add", f"ff{os.getpid()}probe"], capture_output=True, text=True)
     if probe.returncode:
         return f"network namespaces are not allowed here: {probe.stderr.strip()}"
-    _ip("netns", "del", f"ff{os.getpid()}probe")
+    ip("netns", "del", f"ff{os.getpid()}probe")
     return None
 
 
@@ -75,10 +75,10 @@ class NetLab:
 
     def __enter__(self) -> Self:
         try:
-            _ip("netns", "add", self._switch)
+            ip("netns", "add", self._switch)
             for bridge in ("bridge", "island"):
-                _ip("-n", self._switch, "link", "add", bridge, "type", "bridge")
-                _ip("-n", self._switch, "link", "set", bridge, "up")
+                ip("-n", self._switch, "link", "add", bridge, "type", "bridge")
+                ip("-n", self._switch, "link", "set", bridge, "up")
             for number, host in enumerate(self.hosts):
                 self._plug_in(host, f"port{number}", self._rates[number])
         except BaseException:
@@ -92,30 +92,40 @@ class NetLab:
     def part(self, hosts: Iterable[int]) -> None:
         """Cuts some hosts off from the rest; among themselves they still reach each other."""
         for number in hosts:
-            _ip("-n", self._switch, "link", "set", f"port{number}", "master", "island")
+            ip("-n", self._switch, "link", "set", f"port{number}", "master", "island")
 
     def heal(self) -> None:
         """Brings all hosts together again."""
         for number in self._rates:
-            _ip("-n", self._switch, "link", "set", f"port{number}", "master", "bridge")
+            ip("-n", self._switch, "link", "set", f"port{number}", "master", "bridge")
 
     def _plug_in(self, host: Host, port: str, rate: float) -> None:
-        _ip("netns", "add", host.namespace)
-        _ip("-n", host.namespace, "link", "set", "lo", "up")
+        ip("netns", "add", host.namespace)
+        ip("-n", host.namespace, "link", "set", "lo", "up")
         ends = ("link", "add", host.interface, "type", "veth", "peer", "name", port, "netns", self._switch)
-        _ip("-n", host.namespace, *ends)
-        _ip("-n", self._switch, "link", "set", port, "master", "bridge", "up")
-        _ip("-n", host.namespace, "addr", "add", f"{host.address}/24", "dev", host.interface)
-        _ip("-n", host.namespace, "link", "set", host.interface, "up")
-        for namespace, device in ((host.namespace, host.interface), (self._switch, port)):
-            # A longer queue than 20 ms would make acknowledgements wait behind data.
-            shape = ["rate", f"{rate}mbit", "burst", "64k", "latency", "20ms"]
-            _run(["tc", "-n", namespace, "qdisc", "replace", "dev", device, "root", "tbf", *shape])
+        ip("-n", host.namespace, *ends)
+        ip("-n", self._switch, "link", "set", port, "master", "bridge", "up")
+        ip("-n", host.namespace, "addr", "add", f"{host.address}/24", "dev", host.interface)
+        ip("-n", host.namespace, "link", "set", host.interface, "up")
+        shape(host.namespace, host.interface, rate)
+        shape(self._switch, port, rate)
 
     def _remove(self) -> None:
-        for namespace in (*(host.namespace for host in self.hosts), self._switch):
-            if Path("/run/netns", namespace).exists():
-                _ip("netns", "del", namespace)
+        remove([*(host.namespace for host in self.hosts), self._switch])
+
+
+def shape(namespace: str, device: str, rate_mbit: float) -> None:
+    """Limits what a device of a namespace sends."""
+    # A longer queue than 20 ms would make acknowledgements wait behind data.
+    limits = ["rate", f"{rate_mbit}mbit", "burst", "64k", "latency", "20ms"]
+    _run(["tc", "-n", namespace, "qdisc", "replace", "dev", device, "root", "tbf", *limits])
+
+
+def remove(namespaces: Iterable[str]) -> None:
+    """Removes those namespaces that there are."""
+    for namespace in namespaces:
+        if Path("/run/netns", namespace).exists():
+            ip("netns", "del", namespace)
 
 
 def run_everywhere(
@@ -174,7 +184,8 @@ def free_port() -> int:
             return port
 
 
-def _ip(*arguments: str) -> None:
+def ip(*arguments: str) -> None:
+    """Runs ip(8). Raises RuntimeError."""
     _run(["ip", *arguments])
 
 

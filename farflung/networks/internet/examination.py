@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import os
 import time
 from collections.abc import Iterator
@@ -11,7 +10,7 @@ from typing import NamedTuple
 
 from farflung.errors import UserError, counted
 from farflung.networks.internet.contact.frames import Frame, FrameError, entry, plain, read_payload, write_payload
-from farflung.networks.internet.contact.host import UNREACHABLE
+from farflung.networks.internet.contact.host import UNREACHABLE, is_global
 from farflung.networks.internet.contact.member import Member
 from farflung.networks.internet.contact.peers import Peers
 from farflung.networks.internet.contact.streams import PROMPT_SECONDS, PeerStream, RequestRefusedError
@@ -38,16 +37,15 @@ def examine(peers: Peers) -> Iterator[Finding]:
 
 
 def _reachability(peers: Peers) -> str:
-    hosts = [address.split("/")[2] for address in peers.info["addresses"] if address.startswith("/ip4/")]
-    listed = ", ".join(peers.info["addresses"]) or "no address"
-    if any(ipaddress.ip_address(host).is_global for host in hosts):
-        return f"this machine can be reached at {listed}"
-    if any("/p2p-circuit" in address for address in peers.info["addresses"]):
-        return f"this machine is behind NAT; others reach it through a relay: {listed}"
-    return (
-        f"this machine has private addresses only ({listed}): those on the same network reach it; others do after "
-        "it has called them, or with a port forwarded to it and --port and --announce"
-    )
+    own = [address for address in peers.info["addresses"] if address.rpartition("/p2p/")[0] != peers.seen]
+    listed = ", ".join(own) or "no address"
+    if any(map(is_global, own)):
+        return f"this machine has a public address ({listed}); others reach it there unless a firewall is in between"
+    private = f"this machine has private addresses only ({listed}): those on the same network reach it"
+    remedy = "forward a port of the router to it, and give --port and --announce"
+    if any(map(is_global, peers.addresses)):
+        return f"{private}, others through the run's public peers; to be reached without them, {remedy}"
+    return f"{private}, nobody else: no peer has a public address; {remedy}, or run farflung invite on a public machine"
 
 
 async def _link(peers: Peers, member: Member) -> Finding:

@@ -36,6 +36,7 @@ class Background:
     def __init__(self, tell: Callable[[str], None]) -> None:
         self._tell = tell
         self._ending = False
+        self._leaving = threading.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
         self._told: set[str] = set()
         self._loop = _Loop()
@@ -88,12 +89,16 @@ class Background:
         work.add_done_callback(self._ended)
 
     def end(self, last: Coroutine[Any, Any, None]) -> None:
-        """Does a last piece of work, cancels the rest, and ends the thread."""
+        """Does a last piece of work, cancels the rest, and ends the thread, if that runs."""
         self._ending = True
-        with contextlib.suppress(Exception):
-            self.run(self._end(last), 10)
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(5)
+        with self._leaving:
+            if not self._thread.is_alive():
+                last.close()
+                return
+            with contextlib.suppress(Exception):
+                self.run(self._end(last), 10)
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(5)
 
     async def _end(self, last: Coroutine[Any, Any, None]) -> None:
         await last

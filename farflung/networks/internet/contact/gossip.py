@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import json
 import random
+import sys
 import time
 import zlib
 from collections import Counter, defaultdict, deque
@@ -42,7 +43,7 @@ JITTER = 0.2
 """The part by which pauses between beats differ, so that peers do not beat together."""
 AT_A_TIME, OF_A_TELLER = 8, 4
 """Members that are greeted at a time, and those among them of which one other has told."""
-ENOUGH, ARRIVE_SECONDS = 24, 10.0
+ENOUGH, ARRIVE_SECONDS = 24, 4.0
 """A newcomer that knows so many, or has looked for so long, begins."""
 OFTEN, OFTEN_SECONDS = 6, 4.0
 """A member that comes so often in so short a time is not answered."""
@@ -63,7 +64,7 @@ class Gossip:
         self._calls: dict[str, tuple[float, float]] = {}
         """When each that is lost is called again, and the pause after that."""
         self._alone: bool | None = None
-        self._clock_gap = time.time() - time.monotonic()
+        self._clock_gap = time.time() - _up_seconds()
         peers.handlers["news"] = self._on_news
 
     async def arrive(self) -> None:
@@ -85,6 +86,9 @@ class Gossip:
             self._watch_the_clock()
             self._seek_the_lost()
             self._tell_if_alone()
+            with contextlib.suppress(*UNREACHABLE):  # the daemon may be about to be started again
+                if await self._peers.look_around():
+                    self._peers.background.spawn(self._peers.announce())
             await self.beat()
 
     async def beat(self) -> None:
@@ -154,7 +158,9 @@ class Gossip:
                 self.hear(await self._told(stream, answer), member.peer)
         except FrameError as error:
             self._peers.guard.strike(member.peer, "bad news", str(error))
-        except (*UNREACHABLE, RequestRefusedError):
+        except RequestRefusedError:
+            pass  # it is there
+        except UNREACHABLE:
             self._peers.members.failed(member.rank)
         finally:
             self._swaps.discard(member.rank)
@@ -221,13 +227,18 @@ class Gossip:
         self._alone = alone if before is not None or not alone else None
 
     def _watch_the_clock(self) -> None:
-        gap = time.time() - time.monotonic()
+        gap = time.time() - _up_seconds()
         if abs(gap - self._clock_gap) > CLOCK_SECONDS:
             moved = gap - self._clock_gap
             self._peers.tell(
                 f"this machine's clock has jumped by {moved:+.0f} s; set it right, or peers lose sight of it"
             )
             self._clock_gap = gap
+
+
+def _up_seconds() -> float:
+    """How long this machine is up; with the time for which it was suspended, where that is known."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME) if sys.platform == "linux" else time.monotonic()
 
 
 @reading("news")

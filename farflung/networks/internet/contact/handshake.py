@@ -62,7 +62,9 @@ class Handshake:
         await write_frame(writer, {"proof": proof, **self._record()})
         welcome = accepted(await read_frame(reader))
         check_clock(number(entry(welcome, "about", dict).get("time")), asked, time.time())
-        return _from(peer, member_in(welcome))
+        member = _from(peer, member_in(welcome))
+        member.sees = str(welcome.get("seen", ""))
+        return member
 
     async def answer(self, hello: Frame, peer: str, streams: Streams) -> Member:
         """Proves membership to one who opens, and has it prove its own; the own record then ends the handshake.

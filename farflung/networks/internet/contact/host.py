@@ -6,11 +6,14 @@ import asyncio
 import contextlib
 import dataclasses
 import errno
+import ipaddress
 import os
+import re
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Sequence
+from itertools import accumulate, pairwise
 from typing import Any
 
 from hivemind.p2p import P2P, PeerID
@@ -27,10 +30,18 @@ from farflung.networks.listening import ListenAddress
 UNREACHABLE = (OSError, EOFError, TimeoutError, ControlFailure, P2PDaemonError)
 """The errors of a call to a peer that is not there."""
 
-LONGEST_ADDRESS, MOST_ADDRESSES = 512, 16
+LONGEST_ADDRESS, MOST_ADDRESSES, MOST_LETTERS = 512, 16, 2048
+"""Letters of an address, addresses of a host, and letters of all that it tells: a relay cannot fill its record."""
 PLACES = "/ip4/", "/ip6/", "/dns/", "/dns4/", "/dns6/"
 PORT_SECONDS = 40.0
 """How long a port that is in use is waited for."""
+TCP = re.compile(r"/ip[46]/[^/]+/tcp/[1-9][0-9]*")
+"""An address on the internet that names no other protocol."""
+RELAYS = 4
+"""Relays at most that a host keeps."""
+
+TURN_SECONDS = 0.05
+"""How often one that waits to start its daemon looks whether it may."""
 
 _STARTING = threading.Lock()
 
@@ -44,14 +55,55 @@ def leads_to(address: str, peer: str) -> bool:
     if not place.startswith(PLACES) or end != peer or len(address) > LONGEST_ADDRESS:
         return False
     try:
-        return bool(Multiaddr(place)) and bool(Multiaddr(address))
-    except ValueError:
+        return str(Multiaddr(place)) == place and str(readable(address)) == address
+    except (ValueError, EOFError):
         return False
 
 
 def peers_at(addresses: Iterable[str]) -> list[str]:
     """The ids of the peers that addresses lead to, each once."""
     return list(dict.fromkeys(address.rpartition("/p2p/")[2] for address in addresses))
+
+
+def is_global(address: str) -> bool:
+    """Whether an address is one on the internet, and not one at a relay."""
+    _, kind, place, *_ = [*address.split("/"), "", "", ""]
+    known = kind.startswith("dns") or (kind in ("ip4", "ip6") and ipaddress.ip_address(place).is_global)
+    return known and not at_relay(address)
+
+
+def at_relay(address: str) -> bool:
+    """Whether an address leads to a peer through another one, its relay."""
+    return "/p2p-circuit" in address
+
+
+def text_of(address: Any) -> str:
+    """An address that the daemon has told; "" for one that hivemind cannot read."""
+    try:
+        return str(address)
+    except (ValueError, EOFError):
+        return ""
+
+
+def readable(address: str) -> Any:
+    """An address for the daemon; hivemind writes the id of a relay in it as a CID, which the daemon cannot read."""
+    wire = Multiaddr(address).to_bytes()
+    for kind, relay in pairwise(address.split("/")):
+        if kind == "p2p":
+            written = PeerID.from_base58(relay).to_bytes()
+            wire = wire.replace(bytes([len(written) + 2, 1, 0x72]) + written, bytes([len(written)]) + written)
+    return Multiaddr(wire)
+
+
+class Daemon(P2P):  # type: ignore[misc]
+    """hivemind's daemon, that takes none but the given relays: it would wait three minutes for a choice of four."""
+
+    @staticmethod
+    def _make_process_args(*places: str, **options: Any) -> list[str]:
+        if "trustedRelays" in options:
+            options["relayDiscovery"] = False
+        made: list[str] = P2P._make_process_args(*places, **options)
+        return made
 
 
 class PortInUseError(UserError):
@@ -64,43 +116,83 @@ class PortInUseError(UserError):
 class Host:
     """A libp2p daemon of this process's own; streams to it must ask for its protocol.
 
-    A daemon that dies is started again at its port. `relays` are addresses of peers that may hand streams on.
+    A daemon that dies is started again at its port. Its relays hand streams on to it, if it cannot be called.
     """
 
-    def __init__(self, local: ListenAddress, identity: Identity, protocol: str, relays: Sequence[str]) -> None:
+    def __init__(self, local: ListenAddress, identity: Identity, protocol: str) -> None:
         self.p2p: Any = None
         self._local = local
         self._identity = identity
         self._protocol = protocol
-        self._relays = relays
+        self._on_internet = local.listen == "0.0.0.0"
+        self._relays: list[str] = []
+        self._own: list[str] = []
+        """Its addresses when it was started."""
+        self._announced = list(local.announce)
 
-    async def start(self, on_stream: OnStream, deadline_s: float) -> list[str]:
-        """Listens; where others can reach it. Raises UserError."""
+    async def start(self, on_stream: OnStream, deadline_s: float) -> None:
+        """Listens. Raises UserError."""
         local = self._local
         await _free(local, min(deadline_s, PORT_SECONDS))
-        on_internet = local.listen == "0.0.0.0"
         levels = {} if "HIVEMIND_LOGLEVEL" in os.environ else {"GOLOG_LOG_LEVEL": "FATAL"}  # the daemon's
         try:
             with scoped.environment(**levels):
                 self.p2p = await _started(
                     host_maddrs=[f"/ip4/{local.listen}/tcp/{local.port}"],
-                    announce_maddrs=list(local.announce) or None,
+                    announce_maddrs=self._announced or None,
                     identity_path=str(self._identity.path),
                     # It finds nobody by itself, and tells strangers of nobody.
                     dht_mode="client",
-                    auto_nat=on_internet,
-                    nat_port_map=on_internet,
-                    use_auto_relay=on_internet and bool(self._relays),
-                    trusted_relays=list(self._relays) if on_internet else None,
+                    auto_nat=self._on_internet,
+                    nat_port_map=self._on_internet,
+                    use_auto_relay=bool(self._relays),
+                    trusted_relays=self._relays or None,
                     startup_timeout=deadline_s,
                 )
             await self.p2p.add_binary_stream_handler(self._protocol, on_stream)
-            visible = [str(address) for address in await self.p2p.get_visible_maddrs()]
+            if self._announced == list(local.announce):
+                self._own = await self._visible()
         except UNREACHABLE as error:
+            await self.stop()  # or what has begun and does not answer would not be seen to be dead
             raise UserError(f"the libp2p daemon cannot start: {plain(str(error))}") from error
-        self._local = dataclasses.replace(local, port=local.port or _port_in(visible))
-        told = [address for address in visible if local.listen.startswith("127.") or "/127.0.0.1/" not in address]
-        return told[:MOST_ADDRESSES]
+        self._local = dataclasses.replace(local, port=local.port or _port_in(self._own))
+
+    async def addresses(self) -> list[str]:
+        """Where others can reach it now, the most useful first; at relays, too, once these have taken it."""
+        known = dict.fromkeys((*self._own, *await self._visible()))
+        here = [address for address in known if self._local.listen.startswith("127.") or "/127.0.0.1/" not in address]
+        told = sorted(here, key=lambda address: (not is_global(address), not at_relay(address)))[:MOST_ADDRESSES]
+        return [address for address, room in zip(told, accumulate(map(len, told)), strict=True) if room <= MOST_LETTERS]
+
+    async def takes_relays(self, members: Collection[str]) -> bool:
+        """Takes those that it has called on the internet as relays, from its next start on; whether there are any.
+
+        Others that do not answer would be waited for. Raises one of UNREACHABLE.
+        """
+        if self._on_internet:
+            connected = {str(one.peer_id): one.addrs for one in await self.p2p.list_peers()}
+            places = [f"{text_of(at)}/p2p/{peer}" for peer in members for at in connected.get(peer, [])[:1]]
+            self._relays = [place for place in places if is_global(place)][:RELAYS]
+        return bool(self._relays)
+
+    def appears(self, seen: str) -> bool:
+        """Takes an address at which another one sees it, to announce it from its next start on; whether that is of use.
+
+        A relay lets more than 128 KiB through only if it knows that it can be called, and asks none about that but
+        those who say that they are on the internet.
+        """
+        own = self._identity.peer
+        hidden = not self._announced and not any(map(is_global, self._own))
+        # The daemon would not start with an address that is none: who says where it is seen may lie.
+        if not hidden or not leads_to(f"{seen}/p2p/{own}", own) or not TCP.fullmatch(seen) or not is_global(seen):
+            return False
+        self._announced = [*(address.rpartition("/p2p/")[0] for address in self._own), seen]
+        return True
+
+    async def _visible(self) -> list[str]:
+        _, places = await self.p2p._client.identify()  # get_visible_maddrs refuses to answer when there are none
+        own = self._identity.peer
+        return [address for place in places if leads_to(address := f"{text_of(place)}/p2p/{own}", own)]
 
     async def dies(self) -> None:
         """Waits until the daemon has died."""
@@ -110,13 +202,10 @@ class Host:
     async def stream(self, peer: str, addresses: Sequence[str], deadline_s: float) -> AsyncIterator[Streams]:
         """A stream to a peer, who may be at some addresses. Raises one of UNREACHABLE."""
         async with asyncio.timeout(deadline_s):
-            try:
-                _, reader, writer = await self._open(peer)
-            except ControlFailure:
-                # libp2p may not have heard of it yet, or have forgotten where it is.
-                there = [address.rpartition("/p2p/")[0] for address in addresses if address.endswith(f"/p2p/{peer}")]
-                await self.p2p._client.connect(PeerID.from_base58(peer), [Multiaddr(address) for address in there])
-                _, reader, writer = await self._open(peer)
+            there = [address.rpartition("/p2p/")[0] for address in addresses if address.endswith(f"/p2p/{peer}")]
+            # Does nothing if they are connected; else, libp2p alone would try where the peer was long ago.
+            await self.p2p._client.connect(PeerID.from_base58(peer), [readable(address) for address in there])
+            _, reader, writer = await self._open(peer)
         try:
             yield reader, writer
         finally:
@@ -133,9 +222,16 @@ class Host:
 
 async def _started(**options: Any) -> Any:
     """A daemon; one is started after the other, since uvloop's loops may not start processes at the same time."""
-    await asyncio.to_thread(_STARTING.acquire)
+    while not _STARTING.acquire(blocking=False):  # a thread that waits for it would take it for one that has gone
+        await asyncio.sleep(TURN_SECONDS)
     try:
-        return await P2P.create(**options)
+        starting = asyncio.ensure_future(Daemon.create(**options))
+        try:
+            return await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            with contextlib.suppress(*UNREACHABLE):
+                await (await starting).shutdown()
+            raise
     finally:
         _STARTING.release()
 

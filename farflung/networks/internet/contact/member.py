@@ -79,6 +79,8 @@ class Member:
     teller: str = ""
     """Who has told of it first, by libp2p id."""
     failed: bool = False
+    sees: str = ""
+    """The address at which it has just seen this peer, as it says."""
 
     @property
     def alive(self) -> bool:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 
 from farflung.networks.internet.contact.frames import Frame
+from farflung.networks.internet.contact.host import at_relay
 from farflung.networks.internet.contact.identity import rank_of
 from farflung.networks.internet.contact.member import ALIVE_SECONDS, CAUTION, FASTER, Member
 
@@ -177,6 +178,6 @@ class Members:
 
 def _machine(member: Member) -> str:
     """Where a member says that it is; each on this very machine counts as one for itself."""
-    address = member.addresses[0] if member.addresses else ""
+    address = next((address for address in member.addresses if not at_relay(address)), "")
     host = "/".join(address.split("/")[:3])
     return member.peer if host in {"", "/ip4/127.0.0.1"} else host

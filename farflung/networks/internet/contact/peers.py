@@ -13,15 +13,16 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
-from farflung.errors import UserError, counted
+from farflung.errors import UserError
 from farflung.formats import PROTOCOL
 from farflung.networks.internet.contact.background import Background
 from farflung.networks.internet.contact.frames import LARGEST_FRAME, Frame, FrameError, entry, read_frame, write_frame
 from farflung.networks.internet.contact.gossip import Gossip
 from farflung.networks.internet.contact.guard import Guard
 from farflung.networks.internet.contact.handshake import HELLO, LARGEST_HELLO, Handshake, StrangerError
-from farflung.networks.internet.contact.host import UNREACHABLE, Host, Streams, peers_at
+from farflung.networks.internet.contact.host import UNREACHABLE, Host, Streams, text_of
 from farflung.networks.internet.contact.identity import Identity, rank_of
+from farflung.networks.internet.contact.knocking import find_members
 from farflung.networks.internet.contact.member import CLOCK_SECONDS, Member, signed
 from farflung.networks.internet.contact.members import Members
 from farflung.networks.internet.contact.streams import PROMPT_SECONDS, Handler, PeerStream, RequestRefusedError
@@ -34,28 +35,17 @@ log = logging.getLogger(__name__)
 UNKNOWN_SECONDS = 5.0
 """How long a peer is waited for that others of the group have heard of first."""
 
-KNOCK_SECONDS, TELL_SECONDS = 2.0, 10.0
-"""How often a newcomer calls the peers of its ticket, and when it tells that nobody has answered yet."""
 UNPROVEN = "it has not proven that it is a member"
 IN_TICKETS = 32
 """Members whose addresses a ticket holds."""
 ANNOUNCED = 24
 """Members that are told at once of what is new."""
 DAEMONS, DAEMON_SECONDS = 3, 600.0
-"""A daemon that dies more often in so many seconds cannot be kept alive."""
+"""A daemon that dies so often in so many seconds, or cannot start again, cannot be kept alive."""
+AGAIN_SECONDS = 5.0
+"""How long what hinders a daemon that cannot start has to pass."""
 PROVEN = 4096
 """Peers at most of which this one remembers that they are members."""
-
-
-class NobodyAnswersError(UserError):
-    """No peer is found at a ticket's addresses."""
-
-    def __init__(self, addresses: Sequence[str], seconds: float) -> None:
-        super().__init__(
-            f"the ticket leads to {counted(len(addresses), 'address')}, where nobody has answered for {seconds:.0f} s; "
-            "ask a peer that is there for its newer ticket (RUN/run.ticket), see that this machine reaches it, or "
-            "begin the run again here with: farflung join TICKET --first"
-        )
 
 
 class Peers:
@@ -83,6 +73,8 @@ class Peers:
         self.guard = Guard(tell)
         self.fault: UserError | None = None
         """Why this peer cannot stay in the run."""
+        self.seen = ""
+        """Where others see this peer, if a router is in front of it."""
         self.doors: dict[int, Member] = {}
         self.handlers: dict[str, Handler] = {}
         self.info: Frame = {
@@ -105,7 +97,9 @@ class Peers:
         self._handshake = Handshake(ticket, identity.peer, self.info, self.record)
         self._proven: OrderedDict[str, Member] = OrderedDict()
         self._quiet = contextlib.ExitStack()
-        self._host = Host(local, identity, f"farflung/1/{ticket.run}", ticket.addresses)
+        self._starting: asyncio.Task[Any] | None = None
+        self._daemon: asyncio.Task[None] | None = None
+        self._host = Host(local, identity, f"farflung/1/{ticket.run}")
         self._gossip = Gossip(self)
 
     def start(self, deadline_s: float) -> None:
@@ -193,6 +187,11 @@ class Peers:
         async with asyncio.timeout(PROMPT_SECONDS), self._open(peer, addresses) as streams:
             return self._admit(await self._handshake.open(peer, streams))
 
+    async def look_around(self) -> bool:
+        """Finds out where others can reach this peer now; whether that has changed. Raises one of UNREACHABLE."""
+        before, self.info["addresses"] = self.info["addresses"], await self._host.addresses()
+        return bool(self.info["addresses"] != before)
+
     async def announce(self, **info: Any) -> None:
         """Says of itself what some others should hear before the next beat, and hears of them."""
         self.info.update(info)
@@ -201,66 +200,61 @@ class Peers:
         await asyncio.gather(*(self.handshake(member.peer) for member in told), return_exceptions=True)
 
     async def _start(self, deadline_s: float) -> None:
-        self.info["addresses"] = await self._host.start(self._on_stream, deadline_s)
-        self._daemon = self.background.spawn(self._keep_the_daemon())
+        self._starting = asyncio.current_task()
+        await self._host.start(self._on_stream, deadline_s)
+        await self._settle()
         if self._bootstrap:
-            await self._find_members(deadline_s)
+            await find_members(self, self._bootstrap, deadline_s)
+            with contextlib.suppress(*UNREACHABLE):  # the daemon has just died, and comes back without relays
+                await self._take_relays()
         if self.info["door_of"] is None:  # a door is told of those that it meets
             await self._gossip.arrive()
             self.background.keep("finding others", self._gossip.go_on)
 
+    async def _take_relays(self) -> None:
+        """Starts the daemon again with those that were found as its relays: nobody has a stream to it yet."""
+        found = self.members.proven()
+        if await self._host.takes_relays([member.peer for member in found]):
+            self.seen = next((member.sees for member in found if self._host.appears(member.sees)), "")
+            await _ended(self._daemon)
+            await self._host.stop()
+            await self._host.start(self._on_stream, PROMPT_SECONDS)
+            await self._settle()
+
+    async def _settle(self) -> None:
+        """Watches the daemon that has just started, and takes its addresses."""
+        self._daemon = self.background.spawn(self._keep_the_daemon())
+        with contextlib.suppress(*UNREACHABLE):  # it has died already; who beats asks again
+            await self.look_around()
+
     async def _keep_the_daemon(self) -> None:
         """Starts the daemon again whenever it dies, unless it does so again and again."""
         deaths: deque[float] = deque(maxlen=DAEMONS)
-        while self.fault is None:
+        failed: UserError | None = None
+        while True:
             await self._host.dies()
             deaths.append(time.monotonic())
             if len(deaths) == DAEMONS and deaths[-1] - deaths[0] < DAEMON_SECONDS:
-                self.fault = UserError(
+                self.fault = failed or UserError(
                     f"the libp2p daemon (p2pd) has died {DAEMONS} times; see that there is enough memory, and begin "
                     "again from the checkpoint: farflung join RUN/run.ticket --out RUN"
                 )
                 return
-            self.tell("the libp2p daemon (p2pd) has died; it is started again")
-            await self._host.stop()
-            try:
-                self.info["addresses"] = await self._host.start(self._on_stream, PROMPT_SECONDS)
-            except UserError as error:
-                self.fault = error
+            if failed:
+                self.tell(f"{failed}; it is tried again in {AGAIN_SECONDS:.0f} s")
+                await asyncio.sleep(AGAIN_SECONDS)
+            else:
+                self.tell("the libp2p daemon (p2pd) has died; it is started again")
+            failed = await self._start_again()
 
-    async def _find_members(self, deadline_s: float) -> None:
-        """Calls the peers of the ticket until one answers, or somebody comes. Raises UserError."""
-        loop = asyncio.get_running_loop()
-        began, told = loop.time(), False
-        while not (self.members.proven() or await self._knock(loop.time() - began > TELL_SECONDS)):
-            if loop.time() - began > deadline_s:
-                raise NobodyAnswersError(self._bootstrap, deadline_s)
-            if loop.time() - began > TELL_SECONDS and not told:
-                told = True
-                places = counted(len(self._bootstrap), "address")
-                self.tell(f"nobody answers yet at the ticket's {places}; this peer calls for {deadline_s:.0f} s")
-            await asyncio.sleep(KNOCK_SECONDS)
-
-    async def _knock(self, late: bool) -> bool:
-        """Calls the peers of the ticket once; whether one answers. Raises UserError where that is of no use."""
-        peers = peers_at(self._bootstrap)
-        answers = await asyncio.gather(
-            *(self.handshake(peer) for peer in peers if peer != self.identity.peer), return_exceptions=True
-        )
-        if any(isinstance(answer, Member) for answer in answers):
-            return True
-        for answer in answers:
-            if isinstance(answer, UserError):
-                raise answer
-            if isinstance(answer, RequestRefusedError):
-                raise UserError(f"the run's peers refuse this one: {answer}") from answer
-        strangers = any("protocols not supported" in str(one) or isinstance(one, StrangerError) for one in answers)
-        if strangers and late:
-            raise UserError(
-                "the peers at the ticket's addresses are not of this run, or the ticket's secret is wrong; "
-                "ask for a new ticket"
-            )
-        return False
+    async def _start_again(self) -> UserError | None:
+        """Starts the daemon in the place of the one before; why it cannot."""
+        await self._host.stop()
+        try:
+            await self._host.start(self._on_stream, PROMPT_SECONDS)
+        except UserError as error:
+            return error
+        return None
 
     def _open(self, peer: str, addresses: Sequence[str] = ()) -> AbstractAsyncContextManager[Streams]:
         member = self.members.of_peer(peer) or self.doors.get(rank_of(peer))
@@ -284,16 +278,16 @@ class Peers:
             writer.close()
             return
         try:
-            await self._heard(peer, member, (reader, writer), liable)
+            await self._heard(info, member, (reader, writer), liable)
             await _discard(reader, LARGEST_FRAME << 10 if proven else LARGEST_HELLO)
         finally:
             self.guard.release(peer, proven)
             writer.close()
 
-    async def _heard(self, peer: str, member: Member | None, streams: Streams, liable: str) -> None:
+    async def _heard(self, info: Any, member: Member | None, streams: Streams, liable: str) -> None:
         """Answers a request, or refuses it and counts the offence."""
         try:
-            await self._answer(peer, member, streams)
+            await self._answer(info, member, streams)
         except RequestRefusedError as refusal:
             await _refuse(streams[1], refusal)
         except TimeoutError:
@@ -318,12 +312,12 @@ class Peers:
         island = self.members.by_rank.get(door.door_of)
         return island.peer if island else peer
 
-    async def _answer(self, peer: str, member: Member | None, streams: Streams) -> None:
+    async def _answer(self, info: Any, member: Member | None, streams: Streams) -> None:
         async with asyncio.timeout(PROMPT_SECONDS):
             frame = await read_frame(streams[0], LARGEST_FRAME if member else LARGEST_HELLO)
             if frame.get("kind") == HELLO:
-                self._admit(await self._handshake.answer(frame, peer, streams))
-                await write_frame(streams[1], self.record())
+                self._admit(await self._handshake.answer(frame, str(info.peer_id), streams))
+                await write_frame(streams[1], {**self.record(), "seen": text_of(info.addr)})
                 return
         if member is None:
             raise StrangerError(UNPROVEN)
@@ -333,9 +327,16 @@ class Peers:
         await handler(PeerStream(member, *streams), frame)
 
     async def _stop(self) -> None:
-        if hasattr(self, "_daemon"):
-            self._daemon.cancel()
+        await _ended(self._starting, self._daemon)
         await self._host.stop()
+
+
+async def _ended(*tasks: asyncio.Task[Any] | None) -> None:
+    """Cancels work that has begun, and waits until it has ended: a daemon that just starts would be left behind."""
+    if begun := [task for task in tasks if task]:
+        for task in begun:
+            task.cancel()
+        await asyncio.wait(begun)
 
 
 async def _discard(reader: asyncio.StreamReader, most: int) -> None:

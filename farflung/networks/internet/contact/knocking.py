@@ -1,0 +1,64 @@
+"""How a newcomer finds the first members: it calls the peers of its ticket until one answers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from farflung.errors import UserError, counted
+from farflung.networks.internet.contact.handshake import StrangerError
+from farflung.networks.internet.contact.host import peers_at
+from farflung.networks.internet.contact.member import Member
+from farflung.networks.internet.contact.streams import RequestRefusedError
+
+if TYPE_CHECKING:
+    from farflung.networks.internet.contact.peers import Peers
+
+KNOCK_SECONDS, TELL_SECONDS = 2.0, 10.0
+"""How often a newcomer calls the peers of its ticket, and when it tells that nobody has answered yet."""
+
+
+class NobodyAnswersError(UserError):
+    """No peer is found at a ticket's addresses."""
+
+    def __init__(self, addresses: Sequence[str], seconds: float) -> None:
+        super().__init__(
+            f"the ticket leads to {counted(len(addresses), 'address')}, where nobody has answered for {seconds:.0f} s; "
+            "ask a peer that is there for its newer ticket (RUN/run.ticket), see that this machine reaches it, or "
+            "begin the run again here with: farflung join TICKET --first"
+        )
+
+
+async def find_members(peers: Peers, addresses: Sequence[str], deadline_s: float) -> None:
+    """Calls the peers at a ticket's addresses until one answers, or somebody comes. Raises UserError."""
+    loop = asyncio.get_running_loop()
+    began, told = loop.time(), False
+    while not (peers.members.proven() or await _knock(peers, addresses, loop.time() - began > TELL_SECONDS)):
+        if loop.time() - began > deadline_s:
+            raise NobodyAnswersError(addresses, deadline_s)
+        if loop.time() - began > TELL_SECONDS and not told:
+            told = True
+            places = counted(len(addresses), "address")
+            peers.tell(f"nobody answers yet at the ticket's {places}; this peer calls for {deadline_s:.0f} s")
+        await asyncio.sleep(KNOCK_SECONDS)
+
+
+async def _knock(peers: Peers, addresses: Sequence[str], late: bool) -> bool:
+    """Calls the peers of the ticket once; whether one answers. Raises UserError where that is of no use."""
+    others = [peer for peer in peers_at(addresses) if peer != peers.identity.peer]
+    answers = await asyncio.gather(*map(peers.handshake, others), return_exceptions=True)
+    if any(isinstance(answer, Member) for answer in answers):
+        return True
+    for answer in answers:
+        if isinstance(answer, UserError):
+            raise answer
+        if isinstance(answer, RequestRefusedError):
+            raise UserError(f"the run's peers refuse this one: {answer}") from answer
+    strangers = any("protocols not supported" in str(one) or isinstance(one, StrangerError) for one in answers)
+    if strangers and late:
+        raise UserError(
+            "the peers at the ticket's addresses are not of this run, or the ticket's secret is wrong; "
+            "ask for a new ticket"
+        )
+    return False
