@@ -54,6 +54,7 @@ def run(options: Options, store: Store) -> Iterator[Part]:
     model = save_llama(store.scratch / f"model-{options.model}", **shape, **common)
     settings = {"model": model, "batch_size": 1, "sequence_length": 16, "eval_sequences": 1, "eval_every": 100_000}
     settings |= {"checkpoint_every": 0, "every": options.every, "deadline": 120.0, "method": "noloco"}
+    settings |= {"inner": "adamw"}  # on processors where bfloat16 is slow, a step of muon takes longer than `step_ms`
     with running(options, store, "join", peers=options.peers + 1, **settings) as (_, peers):
         *others, newcomer, unlucky = peers
         peers.start(len(others))

@@ -257,6 +257,9 @@ class ElasticNetwork(Network, Protocol):
     def tell_others(self, **facts: float) -> None:
         """Publishes facts about this replica, for `farflung status`."""
 
+    def others_told(self, fact: str) -> list[float]:
+        """What the other members have told of a fact; those that have."""
+
     def blame(self, rank: int, why: str) -> None:
         """Reports an offence of a replica."""
 

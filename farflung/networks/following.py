@@ -102,5 +102,9 @@ class FollowingNetwork(RealNetwork):
     def tell_others(self, **facts: float) -> None:
         """Nothing: the leader says so."""
 
+    def others_told(self, fact: str) -> list[float]:
+        """Nothing: the leader hears it."""
+        return []
+
     def blame(self, rank: int, why: str) -> None:
         """Nothing: the leader says so."""

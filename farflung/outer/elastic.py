@@ -25,9 +25,10 @@ from farflung.outer.exchange import Exchange, start_columns
 from farflung.outer.fragments import ANCHOR, Weights
 from farflung.outer.loop import OuterLoop
 from farflung.outer.optimizers import OuterOptimizer, ParameterAveraging, after_a_step
-from farflung.outer.outcomes import Outcome, Result
+from farflung.outer.outcomes import Outcome, Result, Round
 from farflung.outer.round import Offer, PendingRound, Sync
 from farflung.outer.session import Setup
+from farflung.outer.slow_link import SlowLink
 from farflung.outer.whole_state import NearProcesses
 
 T = TypeVar("T")
@@ -40,6 +41,11 @@ LOW_BITS = (1 << 31) - 1
 
 IN_TOUCH_S = 5.0
 """How often a replica's processes say that they still wait."""
+
+HELD_UP = "held_up_s"
+"""The fact that replicas tell each other of their links."""
+
+STAYED_OUT = "this replica's link is slower than the others', who would wait for it in every round"
 
 HOSTS_AGREE = 2
 """So many hosts must say that a replica's anchors are not the others' before it fetches theirs: one may lie."""
@@ -64,6 +70,7 @@ class ElasticLoop(OuterLoop):
         self._said_behind: set[str] = set()
         """What hosts that said so have said, each another thing, since this replica has averaged with others."""
         self._blamed: dict[int, str] = {}
+        self._link = SlowLink()
         super().__init__(setup)
         self._near = NearProcesses(self.network.near, self.deadline_s)
         own = {cell.name: cell.numel for cell in self._cells_here()}
@@ -101,7 +108,17 @@ class ElasticLoop(OuterLoop):
         return self.trained.layout.told(value)[0]
 
     def _group(self, sync: Sync[Tensor]) -> Group:
-        return self._lead(super()._group(sync))
+        group = super()._group(sync)
+        if not self.method.topology.identical and self._link.stays_out(sync.label, self._elastic.others_told(HELD_UP)):
+            group = (self.network.rank,)
+        return self._lead(group)
+
+    def report(self, round: Round) -> None:
+        """See Session; tells the others for how long rounds hold up this replica."""
+        super().report(round)
+        self._link.landed(round)
+        if (held_up_s := self._link.held_up_s) is not None:
+            self._elastic.tell_others(**{HELD_UP: held_up_s})
 
     def _exchange(self, sync: Sync[Tensor], offer: Offer[Tensor], group: Group) -> Exchange:
         """Starts a round with the members of the group that come, or with others left without partners."""
@@ -115,7 +132,7 @@ class ElasticLoop(OuterLoop):
                 why = f"the round's host (replica {party.host}) says that its anchors are not the others'"
                 return Result(message, (), Outcome.BEHIND, why)
             if len(party.group) < 2:
-                return Result(message, (), Outcome.SAT_OUT)
+                return Result(message, (), Outcome.SAT_OUT, STAYED_OUT if group == (self.network.rank,) else "")
             columns = of_party(self._elastic, party, whole.names)
             meetings = [
                 Meeting(column.network, party.group, column.key(key), number, party.weights) for column in columns

@@ -192,6 +192,10 @@ class InternetNetwork(Exchanges):
         """See ElasticNetwork."""
         self.peers.info["facts"] = {**self.peers.info["facts"], **facts}
 
+    def others_told(self, fact: str) -> list[float]:
+        """See ElasticNetwork."""
+        return [member.facts[fact] for member in self.peers.members.training() if fact in member.facts]
+
     def invitation(self) -> Ticket:
         """The run's ticket as it is now: to this peer and the others that are there."""
         return self.peers.ticket.at(self.peers.addresses)
