@@ -19,8 +19,8 @@ from patience import SLOWER, patience, until
 from processes import SMALL
 from swarm import SETTINGS, Swarm
 
-INSTANTS = (0.3, 1.5, 3, 5, 8)
-"""Seconds after a command's start, on an idle machine: while it imports, prepares, starts processes, and trains."""
+INSTANTS = (0.1, 1.5, 3, 5, 8)
+"""Seconds after a command begins, on an idle machine: while it imports, prepares, starts processes, and trains."""
 LOCAL = ("--listen", "127.0.0.1")
 RUN = [*SMALL, "--steps", 100_000, "--out", "{out}"]
 COMMANDS = {
@@ -65,6 +65,17 @@ def read_until(fd: int, ends: float) -> bytes:
     return said
 
 
+def hears(pid: int) -> bool:
+    """Whether a process, or one that it has started, has got past Python's own start, and hears signals."""
+    try:
+        caught = re.search(r"SigCgt:\t(\w+)", Path(f"/proc/{pid}/status").read_text())
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except FileNotFoundError:
+        return False
+    assert caught
+    return bool(int(caught[1], 16) >> (signal.SIGTERM - 1) & 1) or any(hears(int(child)) for child in children)
+
+
 def stopped(command: list[str], folder: Path, seconds: float, terminal: bool) -> tuple[str, str, int]:
     """What a command says before it is stopped after some seconds, and after that; and its exit code."""
     ours, theirs = pty.openpty() if terminal else os.pipe()
@@ -74,6 +85,7 @@ def stopped(command: list[str], folder: Path, seconds: float, terminal: bool) ->
         words = ["setsid", "--ctty", "--wait", *words]
     process = subprocess.Popen(words, cwd=folder, start_new_session=True, **streams)  # type: ignore[call-overload]
     os.close(theirs)
+    until(lambda: hears(process.pid))
     before = read_until(ours, time.monotonic() + seconds)
     if terminal:
         os.write(ours, b"\x03")

@@ -24,6 +24,8 @@ class Options(Hardship):
     """How long each speed is measured."""
     delay: int = 0
     """Steps that a round may take while training goes on."""
+    every: int = 20
+    """Inner steps between rounds."""
     cases: int = 2
     """1 leaves out the peer with little bandwidth."""
     model: str = "tiny"
@@ -35,7 +37,8 @@ SMOKE = Options(peers=2, step_ms=20, pace=0.1, seconds=1, cases=0, model="micro"
 
 def run(options: Options, store: Store) -> Iterator[Part]:
     last = options.peers - 1
-    settings = {"method": "noloco", "model": options.model, "batch_size": 1, "every": 40, "delay": options.delay}
+    settings = {"method": "noloco", "model": options.model, "batch_size": 1, "every": options.every}
+    settings |= {"delay": options.delay}
     slow = [
         ("one peer 4 times slower", {"paces": {last: 4 * options.step_ms}}),
         ("one peer with a tenth of the bandwidth", {"rates": {last: options.rate_mbit / 10}}),
