@@ -123,7 +123,7 @@ class Matchmaker:
             await asyncio.wait([welcome, left])  # until then nobody else may read
 
     async def _welcome(self, rank: int, request: Frame) -> Frame:
-        """Admits a peer, and yields its group in the end. Raises FrameError and RequestRefusedError."""
+        """Admits a peer, and yields its group in the end. Raises FrameError, RequestRefusedError and TimeoutError."""
         guest, key = guest_of(request, rank)
         self._peers.members.heard_step(rank, guest.step)
         if key not in self._rendezvous:
