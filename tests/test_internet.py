@@ -458,6 +458,27 @@ def test_a_silent_partner_costs_one_deadline_and_names_itself(pair: Run) -> None
     until(lambda: other.rank in one.members())  # its next news says that it is there
 
 
+def test_a_partner_that_dies_with_its_own_packet_unsent_is_not_waited_for(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transport, "ASK_SECONDS", 0.2)
+    one, other = run.join(), run.join()
+    run.all_know_each_other()
+
+    async def took() -> Any:
+        return other._transport.expect(one.rank, "half")
+
+    taken = other.peers.background.run(took(), patience(5))
+    pending = one.exchange(torch.ones(5, dtype=torch.uint8), tuple(sorted((one.rank, other.rank))), "half")
+    until(taken.done)
+    time.sleep(1)
+    assert not pending.done(), "it is there, and has its time"
+    other.close()
+    with pytest.raises(PeerLostError, match="it has gone") as lost:
+        pending.wait(patience(60))
+    assert lost.value.ranks == (other.rank,) and other.rank not in one.members()
+
+
 @pytest.mark.parametrize("size", [5, 3_000_000])
 def test_a_packet_that_nobody_waits_for_is_refused_in_words_whatever_has_come_of_it(
     pair: Run, size: int, monkeypatch: pytest.MonkeyPatch

@@ -13,7 +13,6 @@ import time
 from collections import OrderedDict
 from dataclasses import replace
 
-from farflung.errors import UserError
 from farflung.networks.base import Group, Party
 from farflung.networks.internet.contact.frames import Frame, FrameError
 from farflung.networks.internet.contact.host import UNREACHABLE
@@ -162,15 +161,9 @@ class Matchmaker:
         await asyncio.gather(*map(self._call, random.sample(members, min(CALLED, len(members)))))
 
     async def _call(self, member: Member) -> None:
-        if member.rank in self._called:
-            return
-        self._called[member.rank] = time.monotonic()
-        try:
-            await self._peers.handshake(member.peer)
-        except TimeoutError:
-            pass  # it may only be busy
-        except (*UNREACHABLE, UserError, FrameError, RequestRefusedError):
-            self._peers.members.failed(member.rank)
+        if member.rank not in self._called:
+            self._called[member.rank] = time.monotonic()
+            await self._peers.still_there(member)
 
     async def _settle_until_all_have_gone(self, rendezvous: Rendezvous) -> None:
         """Settles a round whenever somebody has come, and now and then."""

@@ -46,6 +46,9 @@ UNASKED = 1 << 18
 """Bytes that follow an announcement at once, as much as a stream holds unread: the answer may be long on its way,
 behind packets that come from there."""
 
+ASK_SECONDS = 3.0
+"""How often one that has a packet to send, and has not begun, is asked whether it is still there."""
+
 LARGEST_MESSAGE = 1 << 33
 """Bytes of the largest message, before the model is known."""
 BYTES_A_VALUE = 16
@@ -144,7 +147,7 @@ class PacketTransport:
                     raise PacketLostError("it is not there")
                 sending = asyncio.ensure_future(self.send(member, key, packet.cpu(), deadline))
                 try:
-                    await asyncio.gather(sending, awaited)
+                    await asyncio.gather(sending, self._comes(awaited, member, key))
                 finally:
                     sending.cancel()
                     if awaited.done() and not awaited.cancelled() and not awaited.exception():
@@ -155,6 +158,13 @@ class PacketTransport:
                 self._peers.members.failed(seat)
         finally:
             self.forget(seat, key)
+
+    async def _comes(self, awaited: asyncio.Future[Tensor], member: Member, key: str) -> None:
+        """Waits for a packet. Raises PacketLostError, also when its sender has died before it began to send."""
+        while not (await asyncio.wait([awaited], timeout=ASK_SECONDS))[0]:
+            if (member.rank, key) not in self._arriving and not await self._peers.still_there(member):
+                raise PacketLostError("it has gone")
+        awaited.result()
 
     async def _deliver(
         self, member: Member, key: str, packet: Tensor, deadline_s: float, underway: asyncio.Future[None]

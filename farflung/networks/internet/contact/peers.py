@@ -187,6 +187,16 @@ class Peers:
         async with asyncio.timeout(PROMPT_SECONDS), self._open(peer, addresses) as streams:
             return self._admit(await self._handshake.open(peer, streams))
 
+    async def still_there(self, member: Member) -> bool:
+        """Asks a member whether it is there, and has not begun anew; one that is busy may be late with its answer."""
+        try:
+            return (await self.handshake(member.peer)).session == member.session
+        except TimeoutError:
+            return True
+        except (*UNREACHABLE, UserError, FrameError, RequestRefusedError):
+            self.members.failed(member.rank)
+            return False
+
     async def look_around(self) -> bool:
         """Finds out where others can reach this peer now; whether that has changed. Raises one of UNREACHABLE."""
         before, self.info["addresses"] = self.info["addresses"], await self._host.addresses()
