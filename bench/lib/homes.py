@@ -10,10 +10,9 @@ import shutil
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Self
 
 from farflung.testing import hosts
-from farflung.testing.hosts import Host, ip
+from farflung.testing.hosts import Host, Lab, ip
 
 PORT, LET_OUT = 4600, 443
 """Where peers listen; the one port to which the strictest router lets connections out."""
@@ -65,19 +64,16 @@ class Home:
         return (f"/ip4/{self.seen}/tcp/{PORT}",) if self.kind == "forwarded" else ()
 
 
-class Homes:
-    """One home of each kind that is asked for, each on a link of `rate_mbit` each way. Leaves nothing behind.
-
-    Raises RuntimeError when this machine cannot have them.
-    """
+class Homes(Lab):
+    """One home of each kind that is asked for, each on a link of `rate_mbit` each way."""
 
     def __init__(self, kinds: Sequence[str], rate_mbit: float) -> None:
-        if reason := unavailable():
-            raise RuntimeError(reason)
         self._prefix = f"ff{os.getpid()}"
         self._internet = f"{self._prefix}i"
         self._rate = rate_mbit
         self._homes = [self._planned(number, kind) for number, kind in enumerate(kinds)]
+        routers = [self._router(number) for number in range(len(kinds))]
+        super().__init__([home.host for home in self._homes], [*routers, self._internet])
 
     def __getitem__(self, number: int) -> Home:
         return self._homes[number]
@@ -85,20 +81,12 @@ class Homes:
     def __len__(self) -> int:
         return len(self._homes)
 
-    def __enter__(self) -> Self:
-        try:
-            ip("netns", "add", self._internet)
-            ip("-n", self._internet, "link", "add", "bridge", "type", "bridge")
-            ip("-n", self._internet, "link", "set", "bridge", "up")
-            for number, home in enumerate(self._homes):
-                self._build(number, home)
-        except BaseException:
-            self._remove()
-            raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._remove()
+    def _build(self) -> None:
+        ip("netns", "add", self._internet)
+        ip("-n", self._internet, "link", "add", "bridge", "type", "bridge")
+        ip("-n", self._internet, "link", "set", "bridge", "up")
+        for number, home in enumerate(self._homes):
+            self._join_in(number, home)
 
     def _planned(self, number: int, kind: str) -> Home:
         seen = f"{OUTSIDE}.{number + 1}"
@@ -108,7 +96,7 @@ class Homes:
     def _router(self, number: int) -> str:
         return f"{self._prefix}r{number}"
 
-    def _build(self, number: int, home: Home) -> None:
+    def _join_in(self, number: int, home: Home) -> None:
         inside, routed = home.host.namespace, home.kind in ROUTED
         edge = self._router(number) if routed else inside
         for namespace in {edge, inside}:
@@ -127,10 +115,6 @@ class Homes:
             _in(edge, ["sysctl", "-qw", "net.ipv4.ip_forward=1"])
         if rules := KINDS[home.kind]:
             _in(edge, ["nft", "-f", "-"], "\n".join(("table ip home {", *rules, "}")))
-
-    def _remove(self) -> None:
-        routers = [self._router(number) for number in range(len(self))]
-        hosts.remove([*(home.host.namespace for home in self._homes), *routers, self._internet])
 
 
 def _join(namespace: str, device: str, address: str, other: str, port: str) -> None:

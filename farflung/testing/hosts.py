@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,37 +58,53 @@ LOOPBACK = Host("", "lo", "127.0.0.1")
 """This machine, on its loopback: several processes on it share one address."""
 
 
-class NetLab:
-    """Hosts with addresses 10.77.0.1, 10.77.0.2, …, each on a link of `rate_mbit` each way into one switch.
+class Lab(ABC):
+    """Namespaces of this machine and what joins them, as long as it is entered. Leaves nothing behind.
 
-    `rates` gives single hosts links of their own, by number.
-
-    Raises RuntimeError when this machine can't have them. Leaves nothing behind.
+    Raises RuntimeError when this machine can't have them.
     """
 
-    def __init__(self, hosts: int, rate_mbit: float, rates: dict[int, float] | None = None) -> None:
+    def __init__(self, hosts: Sequence[Host], others: Sequence[str]) -> None:
         if reason := unavailable():
             raise RuntimeError(reason)
-        prefix = f"ff{os.getpid()}"
-        self._switch = f"{prefix}s"
-        self._rates = {number: (rates or {}).get(number, rate_mbit) for number in range(hosts)}
-        self.hosts = [Host(f"{prefix}h{number}", f"eth{number}", f"10.77.0.{number + 1}") for number in range(hosts)]
+        self._namespaces = [*(host.namespace for host in hosts), *others]
+
+    @abstractmethod
+    def _build(self) -> None:
+        """Makes them."""
 
     def __enter__(self) -> Self:
         try:
-            ip("netns", "add", self._switch)
-            for bridge in ("bridge", "island"):
-                ip("-n", self._switch, "link", "add", bridge, "type", "bridge")
-                ip("-n", self._switch, "link", "set", bridge, "up")
-            for number, host in enumerate(self.hosts):
-                self._plug_in(host, f"port{number}", self._rates[number])
+            self._build()
         except BaseException:
-            self._remove()
+            remove(self._namespaces)
             raise
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._remove()
+        remove(self._namespaces)
+
+
+class NetLab(Lab):
+    """Hosts with addresses 10.77.0.1, 10.77.0.2, …, each on a link of `rate_mbit` each way into one switch.
+
+    `rates` gives single hosts links of their own, by number.
+    """
+
+    def __init__(self, hosts: int, rate_mbit: float, rates: dict[int, float] | None = None) -> None:
+        prefix = f"ff{os.getpid()}"
+        self._switch = f"{prefix}s"
+        self._rates = {number: (rates or {}).get(number, rate_mbit) for number in range(hosts)}
+        self.hosts = [Host(f"{prefix}h{number}", f"eth{number}", f"10.77.0.{number + 1}") for number in range(hosts)]
+        super().__init__(self.hosts, [self._switch])
+
+    def _build(self) -> None:
+        ip("netns", "add", self._switch)
+        for bridge in ("bridge", "island"):
+            ip("-n", self._switch, "link", "add", bridge, "type", "bridge")
+            ip("-n", self._switch, "link", "set", bridge, "up")
+        for number, host in enumerate(self.hosts):
+            self._plug_in(host, f"port{number}", self._rates[number])
 
     def part(self, hosts: Iterable[int]) -> None:
         """Cuts some hosts off from the rest; among themselves they still reach each other."""
@@ -109,9 +126,6 @@ class NetLab:
         ip("-n", host.namespace, "link", "set", host.interface, "up")
         shape(host.namespace, host.interface, rate)
         shape(self._switch, port, rate)
-
-    def _remove(self) -> None:
-        remove([*(host.namespace for host in self.hosts), self._switch])
 
 
 def shape(namespace: str, device: str, rate_mbit: float) -> None:
