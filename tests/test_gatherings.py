@@ -34,9 +34,9 @@ def host(pair: Run, monkeypatch: pytest.MonkeyPatch) -> Run:
     return pair
 
 
-def request(*wants: int, key: str, wait_s: float = 20.0) -> dict[str, Any]:
+def request(*wants: int, key: str, wait_s: float = 20.0, **other: Any) -> dict[str, Any]:
     asked = {"wants": list(wants), "key": key, "step": 5, "weight": 1.0, "lineage": "", "shuns": []}
-    return {**asked, "patience": wait_s}
+    return {**asked, "patience": wait_s, **other}
 
 
 def group_of(answer: dict[str, Any]) -> set[int]:
@@ -72,6 +72,52 @@ def test_nobody_is_paired_with_one_whom_it_does_not_want_while_its_partner_can_c
         (12, request(11, 12, key=key)),
     )
     assert one == other == {11, 12} and liar == {LIAR}
+
+
+def test_one_with_a_partner_that_it_shuns_meets_another(host: Run) -> None:
+    key = "round 1 of fragment 7"
+    groups = come(
+        host,
+        (11, request(11, LIAR, key=key, shuns=[LIAR])),
+        (LIAR, request(11, LIAR, key=key, wait_s=1.0)),
+        (12, request(12, 13, key=key, wait_s=2.0)),
+    )
+    assert groups == [{11, 12}, {LIAR}, {11, 12}]
+
+
+def test_one_that_alone_shuns_another_hears_that_it_is_kept(host: Run) -> None:
+    group = (11, 12, 13, LIAR)
+    matchmaker = host.peers[0]._matchmaker
+
+    async def meet() -> list[dict[str, Any]]:
+        asked = [request(*group, key="round 1 of fragment 8", shuns=[LIAR] if rank == 11 else []) for rank in group]
+        return list(await asyncio.gather(*map(matchmaker._welcome, group, asked)))
+
+    answers = host.peers[0].peers.background.run(meet(), patience(60))
+    assert [group_of(answer) for answer in answers] == [{11}] + 3 * [{12, 13, LIAR}]
+    assert [answer["kept"] for answer in answers] == [[LIAR], [], [], []]
+
+
+@pytest.mark.parametrize("name", ["key", "lineage"])
+def test_a_name_too_long_to_be_kept_is_refused(host: Run, name: str) -> None:
+    with pytest.raises(FrameError, match="more than 512 letters"):
+        come(host, (LIAR, {**request(key="round 1 of fragment 9"), name: "x" * 513}))
+
+
+def test_a_visit_beforehand_does_not_keep_a_host_from_calling_those_who_do_not_come(
+    host: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key, called = "round 1 of fragment 10", []
+
+    async def still_there(member: Member) -> bool:
+        called.append(member.rank)
+        return True
+
+    monkeypatch.setattr(host.peers[0].peers, "still_there", still_there)
+    come(host, (LIAR, request(LIAR, key=key, wait_s=0.0)))
+    guests = [(rank, request(11, 12, 13, key=key, wait_s=2.0)) for rank in (11, 12)]
+    assert come(host, *guests, apart_s=0.0) == 2 * [{11, 12}]
+    assert called == [13]
 
 
 def test_one_without_patience_does_not_open_a_group_for_the_others(host: Run) -> None:

@@ -24,6 +24,7 @@ from farflung.networks.internet.contact.gossip import AT_A_TIME
 from farflung.networks.internet.contact.identity import is_peer, rank_of
 from farflung.networks.internet.contact.member import STALLED_SECONDS, Member, member_in, signed
 from farflung.networks.internet.contact.members import A_TELLER, AN_ADDRESS, KNOWN, LOST
+from farflung.networks.internet.contact.streams import RequestRefusedError
 
 __all__ = ["run"]
 
@@ -274,6 +275,41 @@ def test_no_machine_holds_more_than_some_members() -> None:
     again = member(1000, 1)
     again.addresses = ("/ip4/203.0.113.7/tcp/9/p2p/9",)
     assert members.hear(again, first_hand=True), "who has gone takes nobody's place"
+
+
+def test_members_that_were_made_up_at_a_newcomer_s_address_do_not_keep_it_out() -> None:
+    members = table()
+    for rank in range(AN_ADDRESS):
+        made_up = member(rank, 1)
+        made_up.addresses = (f"/ip4/203.0.113.7/tcp/{rank + 1}/p2p/{rank}",)
+        made_up.teller = f"liar {rank % 2}"
+        members.hear(made_up)
+    newcomer = member(1000, 1)
+    newcomer.addresses = ("/ip4/203.0.113.7/tcp/4001/p2p/1000",)
+    assert len(members.by_rank) == AN_ADDRESS and members.hear(newcomer, first_hand=True)
+
+
+@pytest.mark.slow
+def test_one_that_refuses_to_tell_news_does_not_keep_others_from_being_asked(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("farflung.networks.internet.contact.gossip.BEAT_SECONDS", 0.5)
+    one, _, refuser = (run.join() for _ in range(3))
+    run.all_know_each_other()
+
+    async def refuse(stream: Any, frame: Any) -> None:
+        raise RequestRefusedError("no")
+
+    async def nothing() -> None:
+        pass
+
+    monkeypatch.setitem(refuser.peers.handlers, "news", refuse)
+    monkeypatch.setattr(refuser.peers._gossip, "beat", nothing)
+    asked = []
+    swap = one.peers._gossip._swap
+    monkeypatch.setattr(one.peers._gossip, "_swap", lambda other: asked.append(other.rank) or swap(other))
+    until(lambda: len(asked) >= 10)
+    assert asked.count(refuser.rank) <= 7, "it takes turns with the others"
 
 
 def test_one_can_tell_of_no_more_than_some_that_it_may_have_made_up() -> None:

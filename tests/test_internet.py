@@ -31,6 +31,9 @@ from farflung.networks.internet.contact import host
 from farflung.networks.internet.contact.background import Background
 from farflung.networks.internet.contact.frames import LARGEST_FRAME, FrameError, encoded, read_frame
 from farflung.networks.internet.contact.guard import (
+    BAN_SECONDS,
+    FEW,
+    MISSED,
     STREAMS,
     STREAMS_PER_PEER,
     STRIKES,
@@ -544,18 +547,23 @@ def test_one_that_is_banned_is_in_no_round_of_those_who_banned_it(run: Run) -> N
 
 
 @pytest.mark.slow
-def test_who_alone_has_banned_another_is_never_in_its_group_and_groups_agree(run: Run) -> None:
-    one, _, banned = (run.join() for _ in range(3))
+def test_who_alone_has_banned_another_is_not_shut_out_for_it(run: Run) -> None:
+    """It is in no group with that one, until two hosts have said that the others keep it."""
+    one, _, _, banned = (run.join() for _ in range(4))
     run.all_know_each_other()
     ban(banned, one)
-    for number in range(8):
+    together = []
+    for number in range(16):
 
         def meet(peer: InternetNetwork, key: str = f"round {number} of fragment 3") -> tuple[int, ...]:
             return peer.meet(peer.members(), key, 5, 1.0, "", lambda party: party.group).wait(patience(60))
 
         found = {peer.rank: group for peer, group in zip(run.peers, both(run, meet), strict=True)}
-        assert banned.rank not in found[one.rank]
+        together.append(banned.rank in found[one.rank])
         assert all(found[rank] == group for group in found.values() for rank in group)
+    assert not together[0] and together[-1]
+    ban(banned, one)
+    assert not one.peers.guard.bans(banned.peers.identity.peer), "nor soon again"
 
 
 def ban(peer: InternetNetwork, *judges: InternetNetwork) -> None:
@@ -636,7 +644,7 @@ def member(rank: int, step: int, rate: float = 0.0) -> Member:
 
 def table(step: int = 0, rate: float = 0.0) -> Members:
     """Of a peer that trains, if it has a rate."""
-    return Members({"trains": rate > 0, "step": step, "rate": rate})
+    return Members({"trains": rate > 0, "step": step, "rate": rate}, Guard(print))
 
 
 def test_the_lead_is_where_the_middle_one_is_so_no_single_liar_moves_it() -> None:
@@ -783,6 +791,32 @@ def test_the_third_strike_has_a_peer_shunned_and_streams_are_limited() -> None:
     assert [guard.admit("other", proven=True) for _ in range(STREAMS_PER_PEER + 1)].count(True) == STREAMS_PER_PEER
     guard.release("other", proven=True)
     assert guard.admit("other", proven=True)
+
+
+def test_members_with_many_streams_leave_some_to_others() -> None:
+    guard = Guard(lambda _: None)
+    for number in range(16 * STREAMS_PER_PEER):
+        guard.admit(f"greedy {number % 16}", proven=True)
+    assert all(guard.admit(f"member {number % 64}", proven=True) for number in range(64 * FEW))
+
+
+def test_one_that_never_delivers_while_others_do_is_shunned_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    guard, clock = Guard(lambda _: None), [100.0]
+    monkeypatch.setattr("farflung.networks.internet.contact.guard.time.monotonic", lambda: clock[0])
+
+    def miss(peer: str, times: int = MISSED) -> None:
+        for _ in range(times):
+            clock[0] += 1
+            guard.missed(peer)
+
+    miss("one"), miss("other")
+    assert not guard.shuns("one"), "nobody delivers: it is this peer's own line"
+    guard.delivered("other")
+    assert guard.shuns("one") and not guard.bans("one") and not guard.shuns("other")
+    clock[0] += 2 * BAN_SECONDS
+    assert not guard.shuns("one")
+    miss("one", MISSED - 1), guard.delivered("one"), guard.delivered("other"), miss("one", MISSED - 1)
+    assert not guard.shuns("one"), "it does now and then"
 
 
 def test_strangers_take_no_streams_from_members() -> None:

@@ -23,6 +23,7 @@ from farflung.formats import PROTOCOL
 from farflung.networks.internet import Identity, ListenAddress
 from farflung.networks.internet.contact.frames import FrameError, parsed
 from farflung.networks.internet.contact.gossip import news_in
+from farflung.networks.internet.contact.guard import Guard
 from farflung.networks.internet.contact.handshake import disagreement
 from farflung.networks.internet.contact.host import Host, is_global, leads_to, readable
 from farflung.networks.internet.contact.member import Member, member_in, signed
@@ -118,7 +119,7 @@ def check_member(member: Member, identity: Identity) -> None:
         place, _, peer = address.rpartition("/p2p/")
         assert Multiaddr(place) and peer == identity.peer
     assert all(math.isfinite(fact) for fact in member.facts.values())
-    members = Members({"trains": False, "step": 0, "rate": 0.0})
+    members = Members({"trains": False, "step": 0, "rate": 0.0}, Guard(print))
     assert members.hear(member, first_hand=True)
     members.heard_step(member.rank, 7)
     assert math.isfinite(members.median_step() or 0.0) and member.arrives(10, 3.0) in (True, False)

@@ -23,7 +23,7 @@ def after(held_up_s: float, rounds: int = LAST + 1, outcome: Outcome = Outcome.A
 
 
 def comes_to(link: SlowLink, others_s: list[float], rounds: int = 120) -> int:
-    comes = [[not link.stays_out(f"round {number}", others_s) for _ in range(2)] for number in range(rounds)]
+    comes = [[not link.stays_out(0, f"round {number}", others_s) for _ in range(2)] for number in range(rounds)]
     assert all(once == again for once, again in comes)
     return sum(once for once, _ in comes)
 
@@ -37,6 +37,8 @@ def comes_to(link: SlowLink, others_s: list[float], rounds: int = 120) -> int:
         (3.4, [0.3], 1),  # one other alone may lie, or have no other partner
         (3.4, [3.0, 3.3, 3.6], 1),  # all are as slow
         (3.4, [0.0, 3.3, 3.6], 1),  # one of three lies
+        (0.3, [-1e15, 0.3], 1),  # one of two does
+        (60.0, [0.3, 0.4, 0.3], 8),  # but it never stays away for good
     ],
 )
 def test_a_slow_one_comes_to_so_few_rounds_that_partners_wait_little(
@@ -48,6 +50,16 @@ def test_a_slow_one_comes_to_so_few_rounds_that_partners_wait_little(
 def test_one_that_has_met_few_or_whose_rounds_were_lost_comes_to_all() -> None:
     assert comes_to(after(30.0, rounds=LAST - 1), [0.3, 0.3]) == 120
     assert comes_to(after(30.0, outcome=Outcome.PEER_LOST), [0.3, 0.3]) == 120
+
+
+@pytest.mark.parametrize("fragments", [2, 3, 4])
+def test_a_slow_one_comes_to_as_many_rounds_of_each_fragment(fragments: int) -> None:
+    link, others_s = after(3.4), [0.3, 0.4, 0.3, 3.4]
+    came = [0] * fragments
+    for number in range(120):
+        for fragment in range(fragments):
+            came[fragment] += not link.stays_out(fragment, f"round {number}, fragment {fragment}", others_s)
+    assert came == [30] * fragments
 
 
 def test_one_whose_link_is_as_fast_again_comes_to_all_rounds_again() -> None:

@@ -88,6 +88,10 @@ class Finished(Generic[T]):
         return self.value
 
 
+HOSTS_AGREE = 2
+"""So many hosts must say the same of a replica before it believes it: one may lie."""
+
+
 @dataclass(frozen=True)
 class Party:
     """Who takes part in a round, less than two when this replica stays alone, and each message's weight in the mean."""

@@ -18,6 +18,7 @@ from farflung.codecs import finite
 from farflung.errors import UserError
 from farflung.hooks.digests import digest
 from farflung.networks import Group, Party, PeerLostError, Pending, SharedState
+from farflung.networks.base import HOSTS_AGREE
 from farflung.outer.aggregation import Aggregation
 from farflung.outer.averaging import Meeting
 from farflung.outer.columns import of_party
@@ -47,9 +48,6 @@ HELD_UP = "held_up_s"
 
 STAYED_OUT = "this replica's link is slower than the others', who would wait for it in every round"
 
-HOSTS_AGREE = 2
-"""So many hosts must say that a replica's anchors are not the others' before it fetches theirs: one may lie."""
-
 OTHER_SHAPES = "the run's anchors have other shapes than the model here; see that both use the same model"
 
 
@@ -67,8 +65,8 @@ class ElasticLoop(OuterLoop):
         self._fetching: Pending[SharedState | None] | None = None
         self._history = ""
         self._has_averaged = False
-        self._said_behind: set[str] = set()
-        """What hosts that said so have said, each another thing, since this replica has averaged with others."""
+        self._said_behind: set[int | None] = set()
+        """Which hosts have said so since this replica has averaged with others."""
         self._blamed: dict[int, str] = {}
         self._link = SlowLink()
         super().__init__(setup)
@@ -109,8 +107,10 @@ class ElasticLoop(OuterLoop):
 
     def _group(self, sync: Sync[Tensor]) -> Group:
         group = super()._group(sync)
-        if not self.method.topology.identical and self._link.stays_out(sync.label, self._elastic.others_told(HELD_UP)):
-            group = (self.network.rank,)
+        if not self.method.topology.identical:
+            others_s = self._elastic.others_told(HELD_UP)
+            if self._link.stays_out(sync.index, sync.label, others_s):
+                group = (self.network.rank,)
         return self._lead(group)
 
     def report(self, round: Round) -> None:
@@ -130,7 +130,7 @@ class ElasticLoop(OuterLoop):
         def average(party: Party) -> Result:
             if party.behind and lineage:
                 why = f"the round's host (replica {party.host}) says that its anchors are not the others'"
-                return Result(message, (), Outcome.BEHIND, why)
+                return Result(message, (), Outcome.BEHIND, why, host=party.host)
             if len(party.group) < 2:
                 return Result(message, (), Outcome.SAT_OUT, STAYED_OUT if group == (self.network.rank,) else "")
             columns = of_party(self._elastic, party, whole.names)
@@ -175,7 +175,7 @@ class ElasticLoop(OuterLoop):
 
     def _settle(self, sync: Sync[Tensor], pending: PendingRound[Tensor, Exchange], result: Result) -> None:
         if result.outcome == Outcome.BEHIND:
-            self._said_behind.add(result.reason)
+            self._said_behind.add(result.host)
             if len(self._said_behind) >= HOSTS_AGREE or not self._has_averaged:
                 self._fetch()
         elif result.outcome == Outcome.AVERAGED:

@@ -36,6 +36,8 @@ class Result:
     compression_error: float = 0.0
     apart: tuple[str, ...] = ()
     """The names of the columns in which anchors differ that should be equal."""
+    host: int | None = None
+    """Who says that this replica is behind."""
 
     def note(self, outcome: Outcome, reason: str) -> None:
         """Sets another outcome; earlier reasons are kept."""

@@ -29,7 +29,7 @@ from farflung.networks.internet.contact.frames import (
 )
 from farflung.networks.internet.contact.host import UNREACHABLE
 from farflung.networks.internet.contact.identity import is_peer, rank_of
-from farflung.networks.internet.contact.member import MOST_DOORS, Member, addresses_in
+from farflung.networks.internet.contact.member import LONGEST_WORD, MOST_DOORS, Member, addresses_in
 from farflung.networks.internet.contact.peers import Peers
 from farflung.networks.internet.contact.streams import PROMPT_SECONDS, PeerStream, RequestRefusedError
 from farflung.networks.internet.examination import answer_probes
@@ -79,7 +79,7 @@ def doors_of(told: Frame) -> Doors:
             raise FrameError("a door has no peer's id, or no addresses")
     return Doors(
         tuple(peers),
-        tuple(str(session)[:64] for session in sessions),
+        tuple(str(session)[:LONGEST_WORD] for session in sessions),
         tuple(addresses_in(places, peer) for peer, places in zip(peers, addresses, strict=True)),
         tuple(whole(keeper, len(peers) - 1) for keeper in keepers),
     )

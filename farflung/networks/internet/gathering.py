@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, defaultdict
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from farflung.networks.base import Party
-from farflung.networks.internet.contact.frames import Frame, FrameError, entry, number, reading, whole
+from farflung.networks.internet.contact.frames import Frame, FrameError, entry, name_in, number, reading, whole
 from farflung.networks.internet.contact.member import FURTHEST, LAST_RANK
 from farflung.networks.internet.contact.members import KNOWN, LOST
 
@@ -32,7 +33,7 @@ class Guest:
     weight: float
     anchor_digest: str
     shuns: frozenset[int]
-    """Those whose messages it does not take."""
+    """Those whose partner it will not be."""
     came: float
     until: float
     answer: asyncio.Future[Frame]
@@ -63,13 +64,13 @@ def guest_of(request: Frame, rank: int) -> tuple[Guest, str]:
         wanted,
         whole(request.get("step"), FURTHEST),
         number(request.get("weight")),
-        entry(request, "lineage", str),
+        name_in(request, "lineage"),
         frozenset(whole(shunned, LAST_RANK) for shunned in shuns),
         loop.time(),
         loop.time() + min(number(request.get("patience")), LONGEST_PATIENCE_SECONDS),
         loop.create_future(),
     )
-    return guest, entry(request, "key", str)
+    return guest, name_in(request, "key")
 
 
 @reading("a host's answer")
@@ -114,18 +115,43 @@ def open_group(circle: list[Guest], free: list[Guest], rendezvous: Rendezvous, n
 def bring_together(guests: list[Guest], rendezvous: Rendezvous) -> None:
     """Makes a group of those who take each other's messages; the others stay alone.
 
-    Whom half of them shun is left out. Who shuns one of those that are left would wait for its message in vain.
+    Whom half of them shun is left out. Who shuns one of those that are left would wait for its message in vain: it
+    hears that the others keep that one.
     """
     against = Counter(rank for guest in guests for rank in guest.shuns)
     liked = {guest.rank for guest in guests if 2 * against[guest.rank] < len(guests)}
     together = {guest.rank: guest for guest in guests if guest.rank in liked and not guest.shuns & liked}
-    alone = [[guest] for guest in guests if guest.rank not in together]
-    for group in ([[*together.values()]] if together else []) + alone:
-        _group(group, rendezvous)
+    if together:
+        _group(list(together.values()), rendezvous)
+    for guest in guests:
+        if guest.rank not in together:
+            _group([guest], rendezvous, guest.shuns & together.keys())
 
 
-def _group(guests: list[Guest], rendezvous: Rendezvous) -> None:
-    """Makes a group of those with the most common anchors, among equals with more work; the others are behind."""
+def make_pairs(guests: list[Guest], rendezvous: Rendezvous) -> list[Guest]:
+    """Brings together two and two who do not shun each other; those that are left."""
+    left: list[Guest] = []
+    for guest in guests:
+        for other in left:
+            if not shun_each_other(guest, other):
+                left.remove(other)
+                bring_together([other, guest], rendezvous)
+                break
+        else:
+            left.append(guest)
+    return left
+
+
+def shun_each_other(one: Guest, other: Guest) -> bool:
+    """Whether one of two does not want to be the other's partner."""
+    return one.rank in other.shuns or other.rank in one.shuns
+
+
+def _group(guests: list[Guest], rendezvous: Rendezvous, kept: Collection[int] = ()) -> None:
+    """Makes a group of those with the most common anchors, among equals with more work; the others are behind.
+
+    Whom they shun may be `kept` by others.
+    """
     weights_of: defaultdict[str, list[float]] = defaultdict(list)
     for guest in guests:
         weights_of[guest.anchor_digest].append(guest.weight)
@@ -134,6 +160,7 @@ def _group(guests: list[Guest], rendezvous: Rendezvous) -> None:
     for guest in guests:
         behind = guest.anchor_digest != common
         if not guest.answer.done():
-            guest.answer.set_result({"weights": [] if behind else weights, "behind": behind})
+            weighed = [] if behind else weights
+            guest.answer.set_result({"weights": weighed, "behind": behind, "kept": sorted(kept)[:SHUNNED]})
         rendezvous.waiting.pop(guest.rank, None)
         rendezvous.gone.add(guest.rank)

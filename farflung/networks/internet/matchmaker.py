@@ -10,10 +10,10 @@ import contextlib
 import hashlib
 import random
 import time
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from dataclasses import replace
 
-from farflung.networks.base import Group, Party
+from farflung.networks.base import HOSTS_AGREE, Group, Party
 from farflung.networks.internet.contact.frames import Frame, FrameError
 from farflung.networks.internet.contact.host import UNREACHABLE
 from farflung.networks.internet.contact.member import Member, arrives
@@ -28,8 +28,10 @@ from farflung.networks.internet.gathering import (
     bring_together,
     circle_of,
     guest_of,
+    make_pairs,
     open_group,
     party_of,
+    shun_each_other,
 )
 
 WAITED_SHARE = 0.25
@@ -58,6 +60,8 @@ class Matchmaker:
         self._longest_s = longest_s
         self._met: dict[str, float] = {}
         self._called: dict[int, float] = {}
+        self._said_kept: defaultdict[int, set[int]] = defaultdict(set)
+        """Which hosts have said that others keep one that this peer shuns."""
         self._rendezvous: OrderedDict[str, Rendezvous] = OrderedDict()
         peers.handlers["meet"] = self._on_meet
 
@@ -83,6 +87,7 @@ class Matchmaker:
                 continue  # it has been gone for too long meanwhile
             try:
                 answer = await self._peers.ask(member, {"kind": "meet", **request}, patience_s + PROMPT_SECONDS)
+                self._forgive(answer, host)
                 return replace(party_of(answer, own, weight), host=host)
             except FrameError as error:
                 self._peers.guard.strike(member.peer, "bad answer", str(error))
@@ -96,9 +101,26 @@ class Matchmaker:
         """The group of a round that this peer hosts itself."""
         own = self._peers.identity.rank
         try:
-            return replace(party_of(await self._welcome(own, request), own, weight), host=own)
+            answer = await self._welcome(own, request)
+            self._forgive(answer, own)
+            return replace(party_of(answer, own, weight), host=own)
         except (TimeoutError, RequestRefusedError):
             return Party((), {})
+
+    def _forgive(self, answer: Frame, host: int) -> None:
+        """Forgives those that others keep in their groups, when this peer itself or two hosts say so.
+
+        It would else have no part in their rounds: who wrongs one alone could shut it out.
+        """
+        kept = answer.get("kept")
+        for rank in kept if isinstance(kept, list) else []:
+            if rank not in self._peers.members.shunned():
+                continue
+            said = self._said_kept[rank]
+            said.add(host)
+            if len(said) >= HOSTS_AGREE or host == self._peers.identity.rank:
+                self._peers.guard.forgive(self._peers.members.by_rank[rank].peer)
+                del self._said_kept[rank]
 
     def _hosts(self, key: str) -> list[int]:
         """Who may host a round, in the order in which they are to be asked."""
@@ -125,8 +147,6 @@ class Matchmaker:
         """Admits a peer, and yields its group in the end. Raises FrameError, RequestRefusedError and TimeoutError."""
         guest, key = guest_of(request, rank)
         self._peers.members.heard_step(rank, guest.step)
-        if key not in self._rendezvous:
-            self._peers.background.spawn(self._call_missing(self._rendezvous_of(key)))
         rendezvous = self._rendezvous_of(key)
         if rank in rendezvous.waiting or rank in rendezvous.gone:
             raise RequestRefusedError("it came to this round before")
@@ -136,6 +156,7 @@ class Matchmaker:
         rendezvous.changed.set()
         if rendezvous.settling is None or rendezvous.settling.done():
             rendezvous.settling = self._peers.background.spawn(self._settle_until_all_have_gone(rendezvous))
+            self._peers.background.spawn(self._call_missing(rendezvous))
         try:
             async with asyncio.timeout_at(guest.until + 2 * GRACE_SECONDS):
                 return await guest.answer
@@ -180,17 +201,18 @@ class Matchmaker:
         for guest in list(waiting.values()):
             wanted = [waiting.get(rank) for rank in guest.wants]
             if guest.rank in waiting and wanted and all(one and one.wants == guest.wants for one in wanted):
-                bring_together([waiting[rank] for rank in guest.wants], rendezvous)
+                group = [waiting[rank] for rank in guest.wants]
+                if len(group) != 2 or not shun_each_other(*group):
+                    bring_together(group, rendezvous)
         now = asyncio.get_running_loop().time()
         free = [guest for guest in waiting.values() if self._free(guest, rendezvous, now)]
         for guest in free:
             if len(guest.wants) > 2 and guest.rank in waiting:
                 open_group(circle_of(guest, waiting), free, rendezvous, now)
         pairs = [guest for guest in free if len(guest.wants) <= 2 and guest.rank in waiting]
-        for begin in range(0, len(pairs) - 1, 2):
-            bring_together(pairs[begin : begin + 2], rendezvous)
-        if len(pairs) % 2 and (pairs[-1].until <= now or not self._anybody(pairs[-1], rendezvous)):
-            bring_together(pairs[-1:], rendezvous)
+        for left in make_pairs(pairs, rendezvous):
+            if left.until <= now or not self._anybody(left, rendezvous):
+                bring_together([left], rendezvous)
 
     def _free(self, guest: Guest, rendezvous: Rendezvous, now: float) -> bool:
         """Whether nobody whom a guest wants to meet can still come, or it waits no longer."""
@@ -200,7 +222,8 @@ class Matchmaker:
 
     def _anybody(self, guest: Guest, rendezvous: Rendezvous) -> bool:
         """Whether a guest may still find a partner, among those here or expected."""
-        return len(rendezvous.waiting) > 1 or self._any_comes(frozenset(self._expected()), guest, rendezvous)
+        there = any(other is not guest and not shun_each_other(other, guest) for other in rendezvous.waiting.values())
+        return there or self._any_comes(frozenset(self._expected()), guest, rendezvous)
 
     def _any_comes(self, ranks: frozenset[int], guest: Guest, rendezvous: Rendezvous) -> bool:
         """Whether one of those that have not come can still do so while a guest waits."""

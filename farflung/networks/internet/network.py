@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
@@ -127,7 +128,8 @@ class InternetNetwork(Exchanges):
 
     def stand_by(self, step: int) -> None:
         """Says that this peer is about to train on from a step: others then count on it in their first round."""
-        self.peers.background.run(self.peers.announce(trains=True, step=step), self._deadline)
+        with contextlib.suppress(TimeoutError):  # one that is silent shall hold up nobody
+            self.peers.background.run(self.peers.announce(trains=True, step=step), self._deadline)
 
     def paced(self, step: int, every: int) -> int:
         """See ElasticNetwork. Raises UserError where this peer cannot stay."""

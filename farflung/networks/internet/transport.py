@@ -21,6 +21,7 @@ from farflung.networks.internet.contact.frames import (
     FrameError,
     digest,
     entry,
+    name_in,
     plain,
     read_payload,
     reading,
@@ -28,7 +29,7 @@ from farflung.networks.internet.contact.frames import (
 )
 from farflung.networks.internet.contact.host import UNREACHABLE
 from farflung.networks.internet.contact.identity import signed_by
-from farflung.networks.internet.contact.member import Member
+from farflung.networks.internet.contact.member import LONGEST_WORD, Member
 from farflung.networks.internet.contact.peers import Peers
 from farflung.networks.internet.contact.streams import PeerStream, RequestRefusedError
 from farflung.networks.transfer import Transfer
@@ -141,6 +142,7 @@ class PacketTransport:
     ) -> None:
         awaited = self.expect(seat, key)
         member = await self._peers.found(seat, deadline)
+        partner = self._peers.liable(member.peer) if member else ""
         try:
             async with asyncio.timeout(deadline):
                 if member is None:
@@ -152,8 +154,10 @@ class PacketTransport:
                     sending.cancel()
                     if awaited.done() and not awaited.cancelled() and not awaited.exception():
                         transfer.delivered[rank] = awaited.result()
+                self._peers.guard.delivered(partner)
         except (PacketLostError, TimeoutError) as error:
             transfer.lost[rank] = plain(str(error)) or f"it did not deliver within {deadline:g} s"
+            self._peers.guard.missed(partner)
             if isinstance(error, PacketLostError) and error.gone:
                 self._peers.members.failed(seat)
         finally:
@@ -250,7 +254,7 @@ class PacketTransport:
     @reading("a packet's announcement")
     def _checked(self, member: Member, frame: Frame) -> tuple[int, str, tuple[str, int, str]]:
         """Whose packet this is, and which. Raises FrameError when it is not what it says, or unwanted."""
-        key, sender, size = entry(frame, "key", str), entry(frame, "sender", int), entry(frame, "size", int)
+        key, sender, size = name_in(frame, "key"), entry(frame, "sender", int), entry(frame, "size", int)
         entry(frame, "digest", str)
         header = {name: value for name, value in frame.items() if name != "signature"}
         wanted = member.rank, self._peers.ticket.run, self._peers.identity.rank
@@ -260,7 +264,7 @@ class PacketTransport:
             raise FrameError("a packet's signature is not its sender's")
         if not 0 <= size <= self.largest:
             raise FrameError(f"a packet says that it has {size} bytes; at most {self.largest} are taken")
-        name = entry(frame, "session", str), sender, key
+        name = name_in(frame, "session", LONGEST_WORD), sender, key
         if name in self._taken:
             raise FrameError(f"a packet was sent again: {key}")
         return sender, key, name

@@ -13,6 +13,8 @@ from typing import Any
 Frame = dict[str, Any]
 LARGEST_FRAME = 1 << 16
 LARGEST_NUMBER = 1e300
+LONGEST_NAME = 512
+"""Letters of what others name and a peer keeps."""
 SLOWEST = 2e4
 """The least average bytes a second of a transfer."""
 _LENGTH = struct.Struct(">I")
@@ -74,6 +76,14 @@ def entry(frame: Frame, name: str, kind: type) -> Any:
     value = frame.get(name)
     if type(value) is not kind:
         raise FrameError(f"a frame's {name!r} is missing or no {kind.__name__}")
+    return value
+
+
+def name_in(frame: Frame, name: str, longest: int = LONGEST_NAME) -> str:
+    """A field of a frame that is a text short enough to be kept. Raises FrameError."""
+    value: str = entry(frame, name, str)
+    if len(value) > longest:
+        raise FrameError(f"a frame's {name!r} has more than {longest} letters")
     return value
 
 

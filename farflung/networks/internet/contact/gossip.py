@@ -59,7 +59,8 @@ class Gossip:
         self._came: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=OFTEN))
         self._greetings: dict[str, tuple[str, asyncio.Task[None]]] = {}
         """Who is greeted, and who has told of it."""
-        self._swaps: set[int] = set()
+        self._swaps: dict[str, float] = {}
+        """With whom it last began to swap news, and when."""
         self._turns_of_the_lost = asyncio.Semaphore(AT_A_TIME)
         self._calls: dict[str, tuple[float, float]] = {}
         """When each that is lost is called again, and the pause after that."""
@@ -95,9 +96,13 @@ class Gossip:
     async def beat(self) -> None:
         """Begins to greet some that were only heard of, and to swap news with the one that is silent for longest."""
         self._greet()
-        known = [member for member in self._peers.members.in_good_standing() if member.rank not in self._swaps]
+        known = self._peers.members.in_good_standing()
+        self._swaps = {one.peer: began for one in known if (began := self._swaps.get(one.peer))}
         if known:
-            self._peers.background.spawn(self._swap(min(known, key=lambda member: member.heard)))
+            # One that refuses to tell would else be asked at each beat, and nobody else.
+            silent = min(known, key=lambda member: max(member.heard, self._swaps.get(member.peer, 0.0)))
+            self._swaps[silent.peer] = time.monotonic()
+            self._peers.background.spawn(self._swap(silent))
 
     def hear(self, told: Iterable[Frame], teller: str) -> None:
         """Takes records that a peer has told; those that are forged are dropped and counted."""
@@ -151,7 +156,6 @@ class Gossip:
 
     async def _swap(self, member: Member, many: bool = False) -> None:
         """Tells a member of others, and hears of others from it."""
-        self._swaps.add(member.rank)
         try:
             async with asyncio.timeout(PROMPT_SECONDS), self._peers.stream(member) as stream:
                 await self._tell(stream, {"kind": "news", "many": many}, TOLD)
@@ -163,8 +167,6 @@ class Gossip:
             pass  # it is there
         except UNREACHABLE:
             self._peers.members.failed(member.rank)
-        finally:
-            self._swaps.discard(member.rank)
 
     async def _on_news(self, stream: PeerStream, frame: Frame) -> None:
         came, now = self._came[stream.member.peer], time.monotonic()

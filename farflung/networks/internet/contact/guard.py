@@ -1,17 +1,21 @@
-"""Offences of peers: refused, counted, and in the end punished with a ban."""
+"""Offences of peers: refused, counted, and in the end punished with a ban; and partners that do not deliver."""
 
 from __future__ import annotations
 
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from farflung.networks.internet.contact.frames import plain
 
 STRIKES = 3
 """So many offences within BAN_SECONDS ban a peer for as long."""
 BAN_SECONDS = 600.0
+MISSED = 3
+"""Who does not deliver so many times in a row, while others do, is nobody's partner for as long."""
 STREAMS_PER_PEER, STREAMS = 64, 1024
+FEW = 4
+"""Members with fewer streams get theirs while there are any; those with more leave half of them to these."""
 UNPROVEN_PER_PEER, UNPROVEN = 4, 256
 """Streams of those who have not proven that they are members: however many come, members are served."""
 
@@ -24,6 +28,10 @@ class Guard:
         self._tell = tell
         self._strikes: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=STRIKES))
         self._banned: dict[str, float] = {}
+        self._forgiven: dict[str, float] = {}
+        self._missed: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=MISSED))
+        self._delivered = -BAN_SECONDS
+        """When anybody has delivered last."""
         self._streams: Counter[str] = Counter()
         self._unproven: Counter[str] = Counter()
 
@@ -38,24 +46,52 @@ class Guard:
         self._forget(now - BAN_SECONDS)
         strikes = self._strikes[peer]
         strikes.append(now)
-        if len(strikes) == STRIKES and now - strikes[0] < BAN_SECONDS and not self.bans(peer):
+        often = len(strikes) == STRIKES and now - strikes[0] < BAN_SECONDS
+        if often and not self.bans(peer) and peer not in self._forgiven:
             self._banned[peer] = now
             self._tell(f"peer {peer[-8:]} is banned for {BAN_SECONDS / 60:g} minutes: {plain(why)}")
 
+    def delivered(self, peer: str) -> None:
+        """A partner in a round has delivered what it had to."""
+        self._missed.pop(peer, None)
+        self._delivered = time.monotonic()
+
+    def missed(self, peer: str) -> None:
+        """A partner in a round has not."""
+        now = time.monotonic()
+        self._forget(now - BAN_SECONDS)
+        self._missed[peer].append(now)
+
+    def forgive(self, peer: str) -> None:
+        """Ends a peer's ban, and bans it for nothing for as long as a ban lasts."""
+        self._banned.pop(peer, None)
+        self._missed.pop(peer, None)
+        self._forgiven[peer] = time.monotonic()
+
     def _forget(self, before: float) -> None:
         """Drops what was long ago, or those with many keys would fill the memory."""
-        for long_ago in [peer for peer, strikes in self._strikes.items() if strikes[-1] < before]:
-            del self._strikes[long_ago]
-        for long_ago in [peer for peer, banned in self._banned.items() if banned < before]:
-            del self._banned[long_ago]
+        for times in (self._strikes, self._missed):
+            for long_ago in [peer for peer, lately in times.items() if lately[-1] < before]:
+                del times[long_ago]
+        for moments in (self._banned, self._forgiven):
+            for long_ago in [peer for peer, moment in moments.items() if moment < before]:
+                del moments[long_ago]
 
     def bans(self, peer: str) -> bool:
         """Whether a peer is banned."""
         return time.monotonic() - self._banned.get(peer, -BAN_SECONDS) < BAN_SECONDS
 
+    def shuns(self, peer: str) -> bool:
+        """Whether a peer is banned, or has not delivered again and again while others did."""
+        missed: Sequence[float] = self._missed.get(peer, ())
+        in_vain = len(missed) == MISSED and missed[0] < self._delivered
+        return self.bans(peer) or (in_vain and time.monotonic() - missed[-1] < BAN_SECONDS)
+
     def admit(self, peer: str, proven: bool) -> bool:
         """Whether a peer may have one more stream open; `release` ends it."""
         streams, each, all_together = self._of(proven)
+        if streams[peer] >= FEW:
+            all_together //= 2
         if self.bans(peer) or streams[peer] >= each or streams.total() >= all_together:
             self.refused["banned peer" if self.bans(peer) else "too many streams"] += 1
             return False

@@ -13,6 +13,7 @@ from farflung.networks.internet.contact.frames import (
     Frame,
     FrameError,
     entry,
+    name_in,
     number,
     read_frame,
     reading,
@@ -63,7 +64,7 @@ class Handshake:
         welcome = accepted(await read_frame(reader))
         check_clock(number(entry(welcome, "about", dict).get("time")), asked, time.time())
         member = _from(peer, member_in(welcome))
-        member.sees = str(welcome.get("seen", ""))
+        member.sees = name_in(welcome, "seen") if "seen" in welcome else ""
         return member
 
     async def answer(self, hello: Frame, peer: str, streams: Streams) -> Member:

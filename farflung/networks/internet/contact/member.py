@@ -37,6 +37,8 @@ FASTEST, FURTHEST = 1e6, 1 << 40
 LAST_RANK = (1 << 52) - 1
 MOST_DOORS = 256
 LARGEST_RECORD = 1 << 12
+LONGEST_WORD = 64
+"""Letters of a session, of a machine's name and of a model's shapes."""
 
 
 @dataclass
@@ -144,8 +146,8 @@ def member_in(record: Frame, age: float = 0.0) -> Member:
     return Member(
         peer=peer,
         rank=rank_of(peer),
-        session=entry(about, "session", str)[:64],
-        host=re.sub(r"[^\w.-]", "?", entry(about, "host", str)[:64]),
+        session=entry(about, "session", str)[:LONGEST_WORD],
+        host=re.sub(r"[^\w.-]", "?", entry(about, "host", str)[:LONGEST_WORD]),
         addresses=addresses_in(entry(about, "addresses", list), peer),
         began=number(about.get("began")),
         signed_at=signed_s,
@@ -153,7 +155,7 @@ def member_in(record: Frame, age: float = 0.0) -> Member:
         step=whole(about.get("step"), FURTHEST),
         rate=number(about.get("rate"), most=FASTEST),
         trains=entry(about, "trains", bool),
-        shapes=entry(about, "shapes", str)[:64],
+        shapes=entry(about, "shapes", str)[:LONGEST_WORD],
         facts=_facts_in(entry(about, "facts", dict)),
         doors=whole(about.get("doors", 0), MOST_DOORS),
         door_of=None if about.get("door_of") is None else whole(about["door_of"], LAST_RANK),

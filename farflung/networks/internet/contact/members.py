@@ -7,9 +7,9 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Callable
 
 from farflung.networks.internet.contact.frames import Frame
+from farflung.networks.internet.contact.guard import Guard
 from farflung.networks.internet.contact.host import at_relay
 from farflung.networks.internet.contact.identity import rank_of
 from farflung.networks.internet.contact.member import ALIVE_SECONDS, CAUTION, FASTER, Member
@@ -29,14 +29,14 @@ MAJORITY_OF = 3
 class Members:
     """The table of all that were heard of, by rank; without this peer itself, of which `own` tells.
 
-    Only those with whom this peer has spoken count in anything. Whom `shuns` is true of, by libp2p id, takes part in
-    nothing, though it is there.
+    Only those with whom this peer has spoken count in anything. Whom the guard bans takes part in nothing, though it is
+    there; whom it shuns is nobody's partner in rounds.
     """
 
-    def __init__(self, own: Frame, shuns: Callable[[str], bool] = lambda peer: False) -> None:
+    def __init__(self, own: Frame, guard: Guard) -> None:
         self.by_rank: dict[int, Member] = {}
         self._own = own
-        self._shuns = shuns
+        self._guard = guard
         self._stepped: float | None = None
 
     def hear(self, news: Member, first_hand: bool = False) -> bool:
@@ -109,8 +109,8 @@ class Members:
         return [member for member in self.all() if member.alive and not member.proven]
 
     def shunned(self) -> list[int]:
-        """The ranks of those that are there, but banned."""
-        return [member.rank for member in self.proven() if self._shuns(member.peer)]
+        """The ranks of those that are there, but whose partner this peer will not be."""
+        return [member.rank for member in self.proven() if self._guard.shuns(member.peer)]
 
     def training(self) -> list[Member]:
         """Those that are there, train and are not banned, in order of rank."""
@@ -118,7 +118,7 @@ class Members:
 
     def in_good_standing(self) -> list[Member]:
         """Those that are there, have been spoken with and are not banned, in order of rank."""
-        return [member for member in self.proven() if not self._shuns(member.peer)]
+        return [member for member in self.proven() if not self._guard.bans(member.peer)]
 
     def missing(self) -> list[Member]:
         """Those that have gone; who was only heard of is forgotten."""
@@ -160,7 +160,8 @@ class Members:
     def _room_for(self, news: Member, proven: bool) -> bool:
         """Makes room for one more, and who was only heard of goes first; whether there is some."""
         there = [member for member in self.all() if member.alive]
-        if sum(_machine(member) == _machine(news) for member in there) >= AN_ADDRESS:
+        rivals = [member for member in there if member.proven or not proven]  # others may have been made up
+        if sum(_machine(member) == _machine(news) for member in rivals) >= AN_ADDRESS:
             return False
         if not proven and sum(member.teller == news.teller for member in self.unproven()) >= A_TELLER:
             return False

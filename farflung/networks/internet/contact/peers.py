@@ -90,7 +90,7 @@ class Peers:
             "door_of": None,
             **info,
         }
-        self.members = Members(self.info, self.guard.bans)
+        self.members = Members(self.info, self.guard)
         self.background = Background(tell)
         self.tell = tell
         self._bootstrap = () if first else ticket.addresses
@@ -282,7 +282,7 @@ class Peers:
 
     async def _on_stream(self, info: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         peer = str(info.peer_id)
-        member, liable = self._proven.get(peer), self._liable(peer)
+        member, liable = self._proven.get(peer), self.liable(peer)
         proven = member is not None
         if self.guard.bans(liable) or not self.guard.admit(peer, proven):
             writer.close()
@@ -314,7 +314,7 @@ class Peers:
             self.background.tell_once(f"an answer to another peer has failed: {error!r}")
             await _refuse(streams[1], RequestRefusedError("this peer cannot answer"))
 
-    def _liable(self, peer: str) -> str:
+    def liable(self, peer: str) -> str:
         """Who answers for what a peer does: for a door the island that has named it, whatever it says itself."""
         door = self.doors.get(rank_of(peer))
         if door is None or door.peer != peer or door.door_of is None:
