@@ -142,11 +142,13 @@ class PacketTransport:
     ) -> None:
         awaited = self.expect(seat, key)
         member = await self._peers.found(seat, deadline)
-        partner = self._peers.liable(member.peer) if member else ""
+        if member is None:
+            self.forget(seat, key)
+            transfer.lost[rank] = "it is not there"
+            return
+        partner = self._peers.liable(member.peer)
         try:
             async with asyncio.timeout(deadline):
-                if member is None:
-                    raise PacketLostError("it is not there")
                 sending = asyncio.ensure_future(self.send(member, key, packet.cpu(), deadline))
                 try:
                     await asyncio.gather(sending, self._comes(awaited, member, key))

@@ -199,7 +199,8 @@ class Peers:
 
     async def look_around(self) -> bool:
         """Finds out where others can reach this peer now; whether that has changed. Raises one of UNREACHABLE."""
-        before, self.info["addresses"] = self.info["addresses"], await self._host.addresses()
+        async with asyncio.timeout(PROMPT_SECONDS):
+            before, self.info["addresses"] = self.info["addresses"], await self._host.addresses()
         return bool(self.info["addresses"] != before)
 
     async def announce(self, **info: Any) -> None:
