@@ -99,6 +99,14 @@ def children(process: int) -> list[int]:
             ["--shard", 2, "--announce", "/ip4/203.0.113.7/tcp/4001"],
             ["each process of an island has its own", "--gateway"],
         ),
+        (
+            ["--stages", 2, "--batch-size", 4, "--port", 65535],
+            ["port is 65535, but this peer needs 2 ports", "a --port of at most 65534, or add --gateway"],
+        ),
+        (
+            ["--stages", 2, "--batch-size", 4, "--gateway", "--port", 65536],
+            ["port is 65536, but this peer needs 1 port", "a --port of at most 65535\n"],
+        ),
     ],
 )
 def test_layouts_that_cannot_work_are_refused_before_anything_starts(
