@@ -99,6 +99,14 @@ def children(process: int) -> list[int]:
             ["--shard", 2, "--announce", "/ip4/203.0.113.7/tcp/4001"],
             ["each process of an island has its own", "--gateway"],
         ),
+        (
+            ["--stages", 2, "--batch-size", 4, "--port", 65535],
+            ["port is 65535, but this peer needs 2 ports", "a --port of at most 65534, or add --gateway"],
+        ),
+        (
+            ["--stages", 2, "--batch-size", 4, "--gateway", "--port", 65536],
+            ["port is 65536, but this peer needs 1 port", "a --port of at most 65535\n"],
+        ),
     ],
 )
 def test_layouts_that_cannot_work_are_refused_before_anything_starts(
@@ -112,6 +120,31 @@ def test_layouts_that_cannot_work_are_refused_before_anything_starts(
     assert run_here(monkeypatch, tmp_path, "join", "run.ticket", "--out", "out", *map(str, arguments)) == 2
     told = capfd.readouterr().err
     assert not (tmp_path / "out").exists() and all(word in told for word in words), told
+
+
+@pytest.mark.parametrize(
+    ("arguments", "remedy"),
+    [
+        (
+            ["join", "run.ticket"],
+            "say how they divide the model with --stages or --shard, or start it without torchrun",
+        ),
+        (["invite", "--name", "test", "--train", "--model", "micro", "--steps", "1"], "start it without torchrun"),
+    ],
+)
+def test_a_peer_of_one_process_is_not_each_of_several_that_torchrun_has_started(
+    arguments: list[str],
+    remedy: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    Ticket.new("test", {"model": "micro", "batch_size": 2, "inner": "adamw"}).write(tmp_path / "run.ticket")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert run_here(monkeypatch, tmp_path, *arguments, "--out", "out", "--listen", "127.0.0.1") == 2
+    told = capfd.readouterr().err
+    assert told == f"farflung: torchrun has started 2 processes, and this peer is one; {remedy}\n"
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import re
 import signal
 from functools import partial
 from pathlib import Path
@@ -257,6 +258,21 @@ def test_muon_of_stages_goes_on_in_one_process(tmp_path: Path) -> None:
     assert refused.returncode == 2 and "muon needs whole matrices" in refused.stderr
     train_together(1, "--resume", folder, "--stages", "1")
     assert losses_of(folder) == pytest.approx(undisturbed, abs=1e-4)
+
+
+@pytest.mark.parametrize("way", ["microbatches", "sums"])
+def test_a_stage_may_start_later_than_a_step_lasts_and_steps_have_their_own_limit(tmp_path: Path, way: str) -> None:
+    told, _ = run_replicas(2, "late", way, tmp_path, script="torch_start.py")
+    who = r"stage 1 of replica 0 \(.*, process \d+\)"
+    assert re.fullmatch(
+        f"PeerLostError: no word within [0-9.]+ s from one of: {who}; see which hangs, .* deadline", told
+    )
+
+
+def test_a_stage_that_does_not_start_is_named(tmp_path: Path) -> None:
+    told, _ = run_replicas(2, "never", "", tmp_path, script="torch_start.py")
+    who = r"stage 1 of replica 0 \(.*, process \d+\)"
+    assert re.fullmatch(f"PeerLostError: not started within 1 s: {who}; see which hangs, or .* --starting", told)
 
 
 def test_a_stage_that_dies_stops_its_island_and_is_named(tmp_path: Path) -> None:

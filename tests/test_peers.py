@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import subprocess
+import time
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -17,8 +18,9 @@ from processes import farflung, run_here
 from swarm import SETTINGS, Swarm
 
 from farflung.events import JoinedEvent, StartEvent, StepEvent, WarningEvent
-from farflung.networks.internet import Ticket, read_ticket
+from farflung.networks.internet import Identity, Ticket, read_ticket
 from farflung.training import checkpoint
+from farflung.training.events import EventLog
 
 
 @pytest.fixture
@@ -247,6 +249,16 @@ def test_a_peer_that_is_ended_while_it_starts_leaves_nothing(swarm: Swarm) -> No
     assert first.wait(patience(60)) == 130
     assert "Traceback" not in swarm.said("first")
     assert (swarm.folder / "first" / "events").exists() or not (swarm.folder / "first").exists()
+
+
+def test_a_new_run_in_a_peers_folder_is_told_how_the_peer_comes_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "two words"
+    identity = Identity(folder / "peer.key")
+    EventLog(folder, identity.rank, f"replica-{identity.rank}", time.monotonic).close()
+    assert run_here(monkeypatch, tmp_path, "train", "--model", "micro", "--out", folder.name) == 2
+    assert capfd.readouterr().err.endswith("or go on with: farflung join 'two words/run.ticket' --out 'two words'\n")
 
 
 @pytest.mark.slow

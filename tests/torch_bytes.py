@@ -41,7 +41,7 @@ dist.reduce_scatter_single = counting("gradients", dist.reduce_scatter_single)
 
 def sent(network: TorchNetwork, config: Settings) -> dict[str, int]:
     island, rounds = assemble(
-        config.island, config.made_workload(), network, config.mesh(), 0, 120.0, torch.device("cpu")
+        config.island, config.made_workload(), network, config.mesh(), 0, config.network, torch.device("cpu")
     )
     method = config.method()
     optimizer = method.inner.make(island.model.named_parameters(), lr=1e-3, weight_decay=0.0)

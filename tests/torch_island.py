@@ -24,7 +24,7 @@ STEPS = 4
 
 
 def assembled(network: Network, config: Settings, workload: Workload) -> tuple[Island, Network]:
-    return assemble(config.island, workload, network, config.mesh(), 0, 120.0, torch.device("cpu"))
+    return assemble(config.island, workload, network, config.mesh(), 0, config.network, torch.device("cpu"))
 
 
 def observed(network: Network, config: Settings, workload: Workload) -> dict[str, Any]:

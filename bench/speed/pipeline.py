@@ -65,7 +65,7 @@ def worker(config: Settings, steps: int) -> None:
     torch.set_num_threads(1)
     network = TorchNetwork.from_env()
     workload = Language(config.workload)
-    island, _ = assemble(config.island, workload, network, config.mesh(), 0, 120.0, torch.device("cpu"))
+    island, _ = assemble(config.island, workload, network, config.mesh(), 0, config.network, torch.device("cpu"))
     for step in range(steps + 2):
         torch.distributed.barrier()
         began = time.monotonic()

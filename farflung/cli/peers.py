@@ -94,6 +94,7 @@ def invite(arguments: list[str]) -> None:
 
     over = kinds_among(arguments)
     options: Any = parse(with_field(_Invite, "settings", Settings.of(**over)), arguments, "invite", invite.__doc__)
+    _refuse_several("start it without torchrun")
     ticket = peer.internet().Ticket.new(options.name, peer.shared_settings(options.settings))
     if options.train:
         folder = Path(options.settings.run.out) if options.settings.run.out else free_folder(options.name)
@@ -106,6 +107,12 @@ def invite(arguments: list[str]) -> None:
         say(f"a bootstrap node of {options.name}; Ctrl-C ends it")
         while not stopped.wait(60):
             say(f"{counted(len(network.members()) - 1, 'peer')} in training")
+
+
+def _refuse_several(remedy: str) -> None:
+    """Refuses to be a peer in each of several processes, which would share a run folder and a key. Raises UserError."""
+    if (count := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
+        raise UserError(f"torchrun has started {count} processes, and this peer is one; {remedy}")
 
 
 def _hand_out(ticket: Any, path: Path | None) -> None:
@@ -132,8 +139,11 @@ def join(arguments: list[str]) -> None:
     )
     options: Any = parse(with_field(_Join, "own", own), arguments, "join", join.__doc__)
     ticket = peer.internet().read_ticket(options.ticket)
+    settings = peer.ticket_settings(ticket).changed(**given(options.own))
+    if not settings.island.divided:
+        _refuse_several("say how they divide the model with --stages or --shard, or start it without torchrun")
     folder = Path(options.own.out) if options.own.out else free_folder(ticket.name)
-    settings = peer.ticket_settings(ticket).changed(**given(options.own) | {"out": str(folder)})
+    settings = settings.changed(out=str(folder))
     again = ["join", *arguments, *([] if options.own.out else ["--out", str(folder)])]
     own = {name: value for name, value in given(options.own).items() if name != "out"}
     _train(ticket, settings, options, options.first, again=again, own=own)

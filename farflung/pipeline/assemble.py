@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from farflung.networks import Network, TorchNetwork
+from farflung.networks.settings import NetworkSettings
 from farflung.pipeline.division import divisible, division_of
 from farflung.pipeline.island import Island, WholeIsland
 from farflung.pipeline.mesh import Mesh, MeshCoordinates
@@ -20,13 +21,12 @@ def assemble(
     network: Network,
     mesh: Mesh,
     seed: int,
-    deadline: float,
+    waits: NetworkSettings,
     device: torch.device,
 ) -> tuple[Island, Network]:
-    """This process's part of its replica, and the network on which it holds rounds. Raises UserError.
+    """This process's part of its replica, and the network on which it holds rounds. Raises UserError and PeerLostError.
 
-    `network` is that of all processes of the run, or an elastic one; `deadline` is the longest wait for a round, in
-    seconds.
+    `network` is that of all processes of the run, or an elastic one; `waits` are the longest for others.
     """
     processes, replicas = network.near or network, network
     if network.elastic:
@@ -44,11 +44,12 @@ def assemble(
     assert isinstance(processes, TorchNetwork)  # what starts processes offers what it does
     whole = divisible(workload)
     roaming, gateway = settings.routes == "random", settings.gateway
-    groups = ProcessGroups(processes, mesh, deadline, roaming, device, gateway)
+    coordinates = mesh.coordinates(processes.process)
     division = division_of(settings, whole, seed)
-    pieces = [piece.to(device) for piece in pieces_of(settings, whole, division, groups.coordinates.stage, seed)]
+    pieces = [piece.to(device) for piece in pieces_of(settings, whole, division, coordinates.stage, seed)]
     for piece in pieces:
         training(piece.model, settings)
+    groups = ProcessGroups(processes, mesh, waits, roaming, device, gateway)  # others may take longer to come so far
     if settings.shard > 1 or settings.offload:
         shard_pieces(pieces, whole, groups.shard_mesh(), settings.offload)
     island = DividedIsland(settings, groups, pieces, division, whole, seed, device)

@@ -16,6 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from farflung.hooks.shared_memory import Parts
 from farflung.hooks.swaps import Swaps
 from farflung.networks import PeerLostError, TorchNetwork
+from farflung.networks.base import packet_of
+from farflung.networks.settings import NetworkSettings
 from farflung.pipeline.mesh import Mesh
 
 T = TypeVar("T")
@@ -34,21 +36,23 @@ NOTICE_SECONDS = 0.5
 
 
 class ProcessGroups:
-    """The process groups that this process belongs to.
+    """The process groups that this process belongs to, made once all others have come as far.
 
     Args:
         network: of all processes of the run.
-        deadline: the longest wait for a round, in seconds.
+        waits: the longest wait for the others to start, and for a round.
         roaming: whether microbatches leave the island.
         device: what shards are gathered on.
         gateway: whether only the island's first process meets other replicas.
+
+    Raises PeerLostError.
     """
 
     def __init__(
         self,
         network: TorchNetwork,
         mesh: Mesh,
-        deadline: float,
+        waits: NetworkSettings,
         roaming: bool,
         device: torch.device,
         gateway: bool = False,
@@ -58,10 +62,11 @@ class ProcessGroups:
         self.coordinates = mesh.coordinates(network.process)
         self.shape = mesh.shape(self.coordinates.replica)
         self._network = network
-        self._limit = timedelta(seconds=DEADLINES_OF_A_STAGE * deadline)
+        self._limit = timedelta(seconds=DEADLINES_OF_A_STAGE * waits.deadline)
+        self._near = tuple(range(mesh.processes)) if roaming else mesh.island_group(self.coordinates)
+        self._meet(waits.starting)
         self.island = self._group(mesh.island_group(self.coordinates))
         self.pipeline_group = self._group(mesh.pipeline_group(self.coordinates))
-        self._near = range(mesh.processes) if roaming else mesh.island_group(self.coordinates)
         self.everyone = self._group(self._near)
         shards = self.mesh.shard_group(self.coordinates)
         self._shards = {"cpu": self._group(shards)}
@@ -121,17 +126,26 @@ class ProcessGroups:
             yield
         except RuntimeError as error:
             # After a time-out Gloo closes all connections, which then no longer tell who is gone.
-            late = "timed out" in str(error).lower()
+            late = _is_late(error)
             lost = self._others() if late else self._lost()
             if not lost:
                 raise
-            names = ", ".join(f"{self.mesh.describe(p)} ({self._network.address_of(p)})" for p in lost)
-            reason = f"lost {names}: a replica cannot train without all of its stages and shards"
-            if late:
-                limit = self._limit.total_seconds()
-                reason = f"no word within {limit:g} s from one of: {names}; see which hangs, or raise the deadline"
-            replicas = [self.mesh.coordinates(process).replica for process in lost]
-            raise PeerLostError(replicas, self._first_cause(reason)) from error
+            fault = self._fault(lost, late)
+            raise PeerLostError(fault.ranks, self._first_cause(str(fault))) from error
+
+    def _fault(self, processes: Sequence[int], late: bool) -> PeerLostError:
+        """The error that some processes are lost, or that one of them has kept silent for too long."""
+        names, limit = self._named(processes), self._limit.total_seconds()
+        reason = f"lost {names}: a replica cannot train without all of its stages and shards"
+        if late:
+            reason = f"no word within {limit:g} s from one of: {names}; see which hangs, or raise the deadline"
+        return PeerLostError(self._replicas_of(processes), reason)
+
+    def _named(self, processes: Sequence[int]) -> str:
+        return ", ".join(f"{self.mesh.describe(p)} ({self._network.address_of(p)})" for p in processes)
+
+    def _replicas_of(self, processes: Sequence[int]) -> list[int]:
+        return [self.mesh.coordinates(process).replica for process in processes]
 
     def _lost(self) -> list[int]:
         """The processes to which connections are broken; posting to them fails at once."""
@@ -156,7 +170,31 @@ class ProcessGroups:
         except (dist.DistError, RuntimeError):  # the store's keeper may be the one that is lost
             return reason
 
+    def _meet(self, seconds: float) -> None:
+        """Waits until all have come so far: groups are made, and keep, within the time of a step."""
+        pending = self._network.exchange(packet_of(b"here"), self._near, "process groups")
+        try:
+            pending.wait(seconds)
+        except PeerLostError as lost:
+            if pending.done():
+                raise self._fault(lost.ranks, late=False) from lost
+            names = self._named(lost.ranks)
+            reason = f"not started within {seconds:g} s: {names}; see which hangs, or give it longer with --starting"
+            raise PeerLostError(self._replicas_of(lost.ranks), reason) from lost
+
     def _group(self, processes: Sequence[int], backend: str = "gloo") -> dist.ProcessGroup:
-        group = dist.new_group(list(processes), timeout=self._limit, backend=backend, use_local_synchronization=True)
+        try:
+            group = dist.new_group(
+                list(processes), timeout=self._limit, backend=backend, use_local_synchronization=True
+            )
+        except RuntimeError as error:
+            others = [process for process in processes if process != self._network.process]
+            raise self._fault(others, _is_late(error)) from error
         assert isinstance(group, dist.ProcessGroup)
         return group
+
+
+def _is_late(error: RuntimeError) -> bool:
+    """Whether a wait was too long, as Gloo or torch's store say it."""
+    text = str(error).lower()
+    return "timed out" in text or "timeout" in text

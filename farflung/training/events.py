@@ -157,8 +157,15 @@ def _begun_again(path: Path, keep: int) -> FileIO:
 def holds_a_run(folder: Path) -> UserError:
     """The error of a new run in an old run's folder."""
     return UserError(
-        f"{folder} already holds a run; choose another folder with --out, or go on with: {resume_command(folder)}"
+        f"{folder} already holds a run; choose another folder with --out, or go on with: {_go_on_command(folder)}"
     )
+
+
+def _go_on_command(folder: Path) -> str:
+    """The command that goes on with the run in a folder, which may be that of a peer on the internet."""
+    if not (folder / "peer.key").exists():
+        return resume_command(folder)
+    return f"farflung join {shlex.quote(f'{folder}/run.ticket')} --out {shlex.quote(str(folder))}"
 
 
 def resume_command(folder: Path) -> str:

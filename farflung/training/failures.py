@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,9 @@ class RunFailedError(Exception):
 
 RUN_ERRORS = (RunFailedError, DivergedError, DisagreementError, PeerLostError, NoRoomError)
 """An error that ends a run and is no mistake in its settings."""
+
+NOTICED_SECONDS = 10
+"""A launcher notices a death sooner. One so long after another failure is its own doing: its patience lasts longer."""
 
 
 class OneLine(ErrorHandler):
@@ -48,10 +52,14 @@ class OneLine(ErrorHandler):
 def failure_of(error: ChildFailedError, folder: Path, mesh: Mesh) -> Exception:
     """The error of the process that ended first; that others then lost it is no cause.
 
-    A signal to any of them stops them all, as one to their launcher does.
+    Nor is it that the launcher then kills those that do not end. A signal to any of them stops them all, as one to
+    their launcher does.
     """
     described = {rank: _describe(failure.message, failure.exitcode) for rank, failure in error.failures.items()}
-    causes = {rank: text for rank, text in described.items() if not text.startswith("PeerLostError")} or described
+    late = min(failure.timestamp for failure in error.failures.values()) + NOTICED_SECONDS
+    killed = {rank for rank, f in error.failures.items() if f.exitcode == -signal.SIGKILL and f.timestamp > late}
+    lost = {rank for rank, text in described.items() if text.startswith(PeerLostError.__name__)}
+    causes = {rank: text for rank, text in described.items() if rank not in lost | killed} or described
     rank = min(causes, key=lambda rank: error.failures[rank].timestamp)
     kind, _, text = causes[rank].partition(": ")
     if kind == "UserError":

@@ -149,8 +149,8 @@ def finish_apart(settings: Settings, folder: Path, ended: Mapping[int, Path], de
     Raises NoRoomError, and UserError where their files are damaged.
     """
     workload, alone = settings.made_workload(), SimulatedNetwork.alone()
-    seed, deadline = settings.run.seed, settings.network.deadline
-    island, _ = assemble(settings.island, workload, alone, settings.mesh(), seed, deadline, device)
+    seed, waits = settings.run.seed, settings.network
+    island, _ = assemble(settings.island, workload, alone, settings.mesh(), seed, waits, device)
     files = {replica: checkpoint.averages(path) for replica, path in ended.items()}
     mean = mean_weights(list(files.values()))
     island.model.load_state_dict(mean)

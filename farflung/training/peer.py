@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 TICKET_SECONDS = 10.0
 """How often a peer brings the ticket in its run folder up to date."""
 
+LAST_PORT = 65535
+
 
 def shared_settings(settings: Settings) -> dict[str, Any]:
     """The settings that a ticket holds: those that are not at their defaults. Raises UserError."""
@@ -68,6 +70,12 @@ def check_for_internet(settings: Settings, local: ListenAddress | None = None) -
     own = settings.island
     if own.divided and local and local.announce and not own.gateway:
         raise UserError("announce leads to one port, and each process of an island has its own; add --gateway")
+    ports = 1 if own.gateway else own.processes  # of which each process has one, from the given one on
+    if local and not 0 <= local.port <= LAST_PORT + 1 - ports:
+        raise UserError(
+            f"port is {local.port}, but this peer needs {counted(ports, 'port')} from there on, up to {LAST_PORT}; "
+            f"choose a --port of at most {LAST_PORT + 1 - ports}{', or add --gateway' if ports > 1 else ''}"
+        )
     if own.islands:
         raise UserError("islands is for farflung train; each peer says --stages and --shard when it joins")
     if own.offload:

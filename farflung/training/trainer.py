@@ -55,9 +55,9 @@ class Trainer:
         self.settings, self.folder, self.device = settings, folder, device
         self.stop, self.kept = coordination.stop, coordination.kept
         self.workload = workload or settings.made_workload()
-        seed, deadline = settings.run.seed, settings.network.deadline
+        seed, waits = settings.run.seed, settings.network
         self.island, self.network = assemble(
-            settings.island, self.workload, network, settings.mesh(), seed, deadline, device
+            settings.island, self.workload, network, settings.mesh(), seed, waits, device
         )
         self.model = self.island.model
         mesh, coordinates = self.island.mesh, self.island.coordinates
