@@ -103,17 +103,18 @@ def telling_how_to_go_on(how: Callable[[], str], stopped: int = INTERRUPTED) -> 
 
 def _train_all(asked: Asked) -> bool:
     """Starts all replicas from here. Returns whether to tell what has come of them."""
-    from farflung.training import independent, launch
+    from farflung.training import beginning, independent, launch
 
     apart = asked.settings.network.independent
     prepare, launch_all = (
         (independent.prepare, independent.launch_all) if apart else (launch.prepare, launch.launch_all)
     )
-    prepare(asked.settings, asked.folder, asked.resume, asked.restart)
-    _announce(asked)
-    with watched(asked.folder) as show:
-        show()
-        launch_all(asked.settings, asked.folder, asked.resume)
+    with beginning.left_as_it_was(asked.folder):
+        prepare(asked.settings, asked.folder, asked.resume, asked.restart)
+        _announce(asked)
+        with watched(asked.folder) as show:
+            show()
+            launch_all(asked.settings, asked.folder, asked.resume)
     return True
 
 
