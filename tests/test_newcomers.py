@@ -44,3 +44,17 @@ def test_a_run_that_cannot_read_its_data_leaves_nothing(texts: Path, tmp_path: P
         f"rows.jsonl: no column 'text'; set text_column to one of {named}, …, or give a narrower path or glob"
     )
     assert not (tmp_path / "runs" / "noloco-1").exists()
+
+
+@pytest.mark.parametrize("pattern", ["texts/*.txt", "*.txt", "texts/*"])
+def test_a_pattern_that_the_shell_has_filled_in_is_to_be_quoted(
+    texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], pattern: str
+) -> None:
+    folder = tmp_path if pattern.startswith("texts") else texts
+    if pattern == "texts/*":
+        (texts / "4.md").write_text("more")
+    files = sorted(str(path.relative_to(folder)) for path in folder.glob(pattern))
+    assert run_here(monkeypatch, folder, "train", "--data", *files, "--steps", "5") == 2
+    assert f"quote the pattern: --data '{pattern}'\n" in capsys.readouterr().err
+    assert run_here(monkeypatch, folder, "train", "--steps", "5", *files) == 2
+    assert "Unrecognized options" in capsys.readouterr().err

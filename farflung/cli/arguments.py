@@ -156,8 +156,23 @@ def _one_line(box: str, arguments: list[str], command: str) -> str:
         return f"{wrong[1]} is given without a value; see: farflung {command} --help"
     if (wrong := re.search(r"^Unrecognized options: (\S+\.toml)\b", said)) and command == "train":
         return f"{wrong[1]} comes too late: farflung train takes one config file, before all flags"
+    if (strays := said.removeprefix("Unrecognized options: ").split(", ")) and (told := _unquoted(strays, arguments)):
+        return told
     meant = re.search(r"^Perhaps you meant:\n+(--[\w-]+)", text, re.MULTILINE)
     return f"{said}; {f'did you mean {meant[1]}?' if meant else ''} see: farflung {command} --help".replace(";  ", "; ")
+
+
+def _unquoted(strays: list[str], arguments: list[str]) -> str:
+    """What to say where the shell has made several files of a flag's pattern, of which all but one are strays."""
+    if not set(strays) <= set(arguments):
+        return ""
+    name, *files = arguments[max(arguments.index(strays[0]) - 2, 0) :][: len(strays) + 2]
+    if not name.startswith("--") or files[1:] != strays or not all(Path(file).is_file() for file in files):
+        return ""
+    folders, suffixes = ({getattr(Path(file), part) for file in files} for part in ("parent", "suffix"))
+    alike = f"*{suffixes.pop()}" if len(suffixes) == 1 else "*"
+    example = f": {name} '{folders.pop() / alike}'" if len(folders) == 1 else ""
+    return f"{name} takes one path or pattern, and the shell gives {len(files)} files; quote the pattern{example}"
 
 
 def free_folder(name: str, mark: str = "**/events/*") -> Path:
