@@ -1,10 +1,17 @@
 """What newcomers try first: each mistake is told in one line that helps, and leaves nothing behind."""
 
 import json
+import re
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 from processes import SMALL, farflung, run_here
+
+from farflung import cli
+from farflung.cli.peers import NOT_INVITED
+from farflung.settings import Settings, names_that_may_differ
+from farflung.tables import AFTER_RESUME, help_of
 
 SIMULATED = [*SMALL, "--replicas", "2", "--network", "simulated", "--every", "5", "--steps", "5"]
 
@@ -58,3 +65,84 @@ def test_a_pattern_that_the_shell_has_filled_in_is_to_be_quoted(
     assert f"quote the pattern: --data '{pattern}'\n" in capsys.readouterr().err
     assert run_here(monkeypatch, folder, "train", "--steps", "5", *files) == 2
     assert "Unrecognized options" in capsys.readouterr().err
+
+
+def help_of_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str) -> str:
+    """What a command's --help prints, on one line."""
+    with monkeypatch.context() as wide, pytest.raises(SystemExit):
+        wide.setenv("COLUMNS", "100")
+        cli.COMMANDS[command](["--help"])
+    return re.sub(r"[\s│]+", " ", re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out))
+
+
+def test_a_settings_help_is_one_line_of_its_source() -> None:
+    """What prints the help breaks it where the source does."""
+    tables = [type(table) for table in vars(Settings()).values()]
+    for kind in tables:
+        source = Path(str(__import__("sys").modules[kind.__module__].__file__)).read_text()
+        for one in fields(kind):
+            assert f'"""{help_of(kind)[one.name]}"""' in source.replace(r"\"", '"'), one.name
+
+
+def test_invite_offers_no_settings_that_mean_nothing_there(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    shown, everything = (help_of_command(monkeypatch, capsys, command) for command in ("invite", "train"))
+    for name in NOT_INVITED:
+        flag = f" --{name.replace('_', '-')} "
+        assert flag not in shown and flag in everything, name
+    assert " --every " in shown
+    assert run_here(monkeypatch, tmp_path, "invite", "--name", "x", "--replicas", "2") == 2
+    assert "peers come and go; leave it out" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["train", "--adapt"], "--adapt is given without a value; it must be True or False; see:"),
+        (["train", "--merge"], "--merge is given without a value; it must be kept or dropped or mixed or eager; see:"),
+        (["train", "--seed"], "--seed is given without a value; it must be a whole number; see:"),
+        (["train", "--lr"], "--lr is given without a value; it must be a number; see:"),
+        (["train", "--data"], "--data is given without a value; see:"),
+        (["train", "--resume", "x", "--pipeline-schedule"], "it must be 1f1b or gpipe or interleaved or zero-bubble"),
+        (["invite", "--name", "x", "--inner"], "--inner is given without a value; it must be adamw or muon or sign"),
+        (["export", "a"], "Missing from farflung export: OUT The folder to write"),
+    ],
+)
+def test_a_flag_without_a_value_is_told_what_it_takes(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    arguments: list[str],
+    told: str,
+) -> None:
+    assert run_here(monkeypatch, tmp_path, *arguments) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert told in line
+
+
+def test_help_says_what_may_change_and_what_an_argument_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    free = ", ".join(f"--{name.replace('_', '-')}" for name in names_that_may_differ(AFTER_RESUME, Settings()))
+    assert f"Only {free} can be others then" in help_of_command(monkeypatch, capsys, "train")
+    assert "farflung export [-h] RUN OUT" in help_of_command(monkeypatch, capsys, "export")
+    for command in ("status", "doctor"):
+        assert "The ticket's file, or the folder of a run on the internet." in help_of_command(
+            monkeypatch, capsys, command
+        )
+
+
+def test_a_run_that_is_not_on_the_internet_is_told_from_a_missing_ticket(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_here(monkeypatch, tmp_path, "train", *SIMULATED, "--out", "runs/my run") == 0
+    capsys.readouterr()
+    for command, code in (("status", 2), ("doctor", 1)):
+        assert run_here(monkeypatch, tmp_path, command, "runs/my run") == code
+        said = capsys.readouterr()
+        told = "the run in runs/my run is not on the internet; see it with: farflung report 'runs/my run'\n"
+        assert (said.out + said.err).endswith(told)
+    (tmp_path / "empty").mkdir()
+    assert run_here(monkeypatch, tmp_path, "status", "empty") == 2
+    assert "give the path of a ticket file" in capsys.readouterr().err

@@ -8,7 +8,7 @@ import functools
 import io
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -41,8 +41,19 @@ def parse(kind: type[T], arguments: list[str], command: str, about: str | None, 
         if exit.code:
             own = next((error for error in _causes(exit) if isinstance(error, UserError)), None)
             line = _with_flag(str(own), arguments) if own else _one_line(printed.getvalue(), arguments, command)
+            if without := re.match("(--[\\w-]+) is given without a value", line):
+                line = line.replace(without[0], without[0] + _wanted(without[1], run))
             raise UserError(line) from None
     return run()  # help, which the terminal may well have in colours
+
+
+def _wanted(name: str, run: Callable[..., Any]) -> str:
+    """What a flag's value must be, as a part of a message, by a command's help; "" where it may be any."""
+    with _as_plain_text() as printed, contextlib.suppress(SystemExit):
+        run(args=["--help"])
+    (kind,) = re.findall(rf" {name} (?:\{{None\}}\|)?(\S+) ", printed.getvalue())[:1] or [""]
+    choices = [word for word in kind.strip("{}").split(",") if word != "None"]
+    return f"; it must be {WANTED.get(kind) or ' or '.join(choices)}" if kind in WANTED or kind[:1] == "{" else ""
 
 
 def flag(name: str) -> str:
@@ -89,6 +100,19 @@ def with_field(kind: type[T], name: str, default: Any) -> type[T]:
     more = (name, unnamed, dataclasses.field(default=default))
     doc = {"__doc__": kind.__doc__}
     return dataclasses.make_dataclass(kind.__name__, [more], bases=(kind,), frozen=True, namespace=doc)
+
+
+def without(table: T, names: Collection[str]) -> T:
+    """Settings of which some are no flags."""
+    hidden = [
+        (name, Annotated[hints_of(type(table))[name], tyro.conf.Suppress], dataclasses.field(default=value))
+        for name, value in vars(table).items()
+        if name in names
+    ]
+    doc = {"__doc__": type(table).__doc__}
+    kind: Any = dataclasses.make_dataclass("Without", hidden, bases=(type(table),), frozen=True, namespace=doc)
+    made: T = kind(**vars(table))
+    return made
 
 
 def unset(tables: Iterable[type], where: MayDiffer) -> Any:

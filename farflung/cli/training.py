@@ -12,9 +12,10 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Annotated, Any, TextIO
 
 from rich.console import Console
+from typing_extensions import Doc
 
 from farflung.cli.arguments import (
     FAILURE,
@@ -35,13 +36,17 @@ from farflung.settings import RunSettings, Settings, names_that_may_differ, read
 from farflung.signals import INTERRUPTED
 from farflung.tables import AFTER_RESUME, new_names
 
+MAY_CHANGE = ", ".join(flag(name) for name in names_that_may_differ(AFTER_RESUME, Settings()))
+
 
 @dataclass(frozen=True)
 class _Train:
     """What to train, or which run to go on with."""
 
-    resume: Path | None = None
-    """Resume the run in this folder from its last whole checkpoint, with its settings."""
+    resume: Annotated[
+        Path | None,
+        Doc(f"Resume the run in this folder, from its last whole checkpoint. Only {MAY_CHANGE} can be others then."),
+    ] = None
     restart: bool = False
     """With --resume: start that run again from the beginning; its events and checkpoints are removed."""
 
@@ -282,8 +287,7 @@ def _indented(text: str) -> str:
 
 HELP = f"{train.__doc__}" + (
     "\n\nfarflung train [CONFIG.toml] [flags] starts a run: every flag is also a key of the file, and flags win. "
-    "farflung train --resume RUN goes on with one from its last whole checkpoint, if need be with other --stages, "
-    "--shard, --pipeline-schedule, --microbatches, --boundary, --device, --deadline and --restarts. It is "
-    "refused where replicas have no checkpoint in common; with --restart, the run begins anew from its settings, and "
-    "what is in the folder is lost. Under torchrun, this process becomes one of the replicas, or a part of one."
+    "farflung train --resume RUN goes on with one from its last whole checkpoint. It is refused where replicas have no "
+    "checkpoint in common; with --restart, the run begins anew from its settings, and what is in the folder is lost. "
+    "Under torchrun, this process becomes one of the replicas, or a part of one."
 )
