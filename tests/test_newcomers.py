@@ -146,3 +146,25 @@ def test_a_run_that_is_not_on_the_internet_is_told_from_a_missing_ticket(
     (tmp_path / "empty").mkdir()
     assert run_here(monkeypatch, tmp_path, "status", "empty") == 2
     assert "give the path of a ticket file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--resume", "--out", "runs/first"], ["--steps", "5", "--resume"], ["--resume="]]
+)
+def test_resume_without_a_folder_asks_for_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, arguments: list[str]
+) -> None:
+    assert run_here(monkeypatch, tmp_path, "train", *arguments) == 2
+    told = "farflung: --resume needs the run's folder: farflung train --resume RUN\n"
+    assert capsys.readouterr().err == told
+
+
+def test_a_folder_that_holds_a_run_is_told_before_all_else(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "run" / "events").mkdir(parents=True)
+    (tmp_path / "run" / "events" / "replica-0.jsonl").touch()
+    for more in ([], ["--data", "/no/such"]):
+        assert run_here(monkeypatch, tmp_path, "train", *SIMULATED, "--every", "50", *more, "--out", "run") == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert "run already holds a run; choose another folder with --out" in line

@@ -170,7 +170,10 @@ def what_is_asked(arguments: list[str]) -> Asked:
 def _resumed(arguments: list[str]) -> Asked:
     from farflung.pipeline.check import refuse_other_weights
 
-    folder = Path(value_among(arguments, "--resume") or "")
+    given_folder = value_among(arguments, "--resume") or ""
+    if not given_folder or given_folder.startswith("--"):
+        raise UserError("--resume needs the run's folder: farflung train --resume RUN")
+    folder = Path(given_folder)
     there = (folder / "config.toml").exists()
     before = read_settings(folder / "config.toml") if there else Settings()
     _refuse_what_is_settled(arguments, before)
