@@ -168,3 +168,18 @@ def test_a_folder_that_holds_a_run_is_told_before_all_else(
         assert run_here(monkeypatch, tmp_path, "train", *SIMULATED, "--every", "50", *more, "--out", "run") == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert "run already holds a run; choose another folder with --out" in line
+
+
+@pytest.mark.parametrize(("method", "every", "compared"), [("noloco", 5, True), ("noloco", 9, False), ("ddp", 0, True)])
+def test_bytes_are_compared_only_where_a_round_was_held(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    method: str,
+    every: int,
+    compared: bool,
+) -> None:
+    often = ["--every", str(every)] if every else []
+    run = [*SMALL, "--replicas", "2", "--network", "simulated", "--steps", "5", "--method", method, *often]
+    assert run_here(monkeypatch, tmp_path, "train", *run, "--out", "run") == 0
+    assert ("times fewer than ddp's" in capsys.readouterr().out) is compared

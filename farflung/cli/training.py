@@ -146,7 +146,7 @@ def _announce(asked: Asked) -> None:
     replicas, steps = counted(run.replicas, kind), counted(run.steps, "step")
     print(f"farflung: {replicas}{divided}, {asked.settings.rounds.method}, {steps}; run folder {asked.folder}")
     if asked.resume and (asked.folder / "summary.json").exists():
-        print("farflung: this run had ended; its results are written again")
+        print("farflung: this run has ended already: no step is left to train, and its results are written again")
 
 
 def what_is_asked(arguments: list[str]) -> Asked:
@@ -244,7 +244,10 @@ def tell_result(folder: Path, to: TextIO | None = None, simulated: bool = False)
     if not (folder / "summary.json").exists():
         return  # all replicas have died
     summary = json.loads((folder / "summary.json").read_text("utf-8"))
-    sent, ddp = summary["bytes_sent"], summary["ddp_bytes"]
+    sent, ddp = (
+        summary["bytes_sent"],
+        summary["ddp_bytes"] if summary["rounds"] else 0,
+    )  # with none, only notes are sent
     without = f"{told}\n" if (told := missing_from(summary)) else ""
     took = f"took {summary['seconds']:,.1f} s of simulated time\n" if simulated else ""
     fewer = f", {ddp / sent:.0f} times fewer than ddp's {ddp / 1e6:,.1f} MB" if sent and ddp else ""
