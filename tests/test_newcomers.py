@@ -6,7 +6,9 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
-from processes import SMALL, farflung, run_here
+from patience import patience
+from processes import SMALL, farflung, run_here, run_together
+from warm import Python
 
 from farflung import cli
 from farflung.cli.peers import NOT_INVITED
@@ -183,3 +185,19 @@ def test_bytes_are_compared_only_where_a_round_was_held(
     run = [*SMALL, "--replicas", "2", "--network", "simulated", "--steps", "5", "--method", method, *often]
     assert run_here(monkeypatch, tmp_path, "train", *run, "--out", "run") == 0
     assert ("times fewer than ddp's" in capsys.readouterr().out) is compared
+
+
+@pytest.mark.parametrize(("replicas", "rounds"), [(1, 0), (2, 4)])
+def test_the_readmes_own_loop_runs_as_it_stands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replicas: int, rounds: int
+) -> None:
+    readme = (Path(__file__).parents[1] / "README.md").read_text()
+    block = readme.partition("## In your own loop")[2].partition("```python\n")[2].partition("```")[0]
+    (tmp_path / "loop.py").write_text(f"{block}open(f'{tmp_path}/{{network.rank}}', 'w').write(str(outer.rounds))\n")
+    if replicas == 1:
+        done = Python(tmp_path / "loop.py")
+        out, errors = done.communicate(timeout=patience(60))
+        assert done.returncode == 0 and out.startswith("replica 0: loss ") and out.endswith("after 0 rounds\n"), errors
+    else:
+        run_together(replicas, tmp_path / "loop.py")
+    assert [(tmp_path / str(rank)).read_text() for rank in range(replicas)] == [str(rounds)] * replicas
