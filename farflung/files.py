@@ -20,6 +20,13 @@ def event_files(folder: Path) -> list[Path]:
     return sorted([*folder.glob("events/*.jsonl"), *folder.glob("replica-*/events/*.jsonl")])
 
 
+def written_by_farflung(folder: Path) -> bool:
+    """Whether a run or a simulation is in a folder, also one that has written no events yet."""
+    if not any((folder / name).exists() for name in ("config.toml", "simulation.html")):
+        return False
+    return (folder / "logs" / "config.toml").exists() or bool(event_files(folder))
+
+
 def holds_no_run(folder: Path, fault: str) -> str:
     """What to say of a folder that holds no run; `fault` says how that is seen, and what to do."""
     if (folder / "simulation.html").exists():

@@ -77,8 +77,7 @@ class RoundSettings(Checked):
     group_size: int | None = setting(None, least=2)
     """Replicas that average with each other in a round (noloco, diloco)."""
     averaging: Literal["whole", "parts"] | None = None
-    """How groups of more than two average (sparseloco, demo, dynamic-threshold): whole uses all-gather, as published;
-    parts uses reduce-scatter and encodes twice: another algorithm, whose bytes do not grow with the replicas."""
+    """How groups of more than two average: whole: all-gather, as published; parts: reduce-scatter, with fewer bytes."""
     every_final: int | None = setting(None, least=1)
     """Inner steps between rounds at the end of the run; reached from every, in equal factors."""
     robust: Literal["mean", "median", "clipped"] = "mean"

@@ -119,7 +119,8 @@ def test_every_flag_that_a_message_or_the_readme_names_exists() -> None:
     named = {path: set(re.findall(r"(?<![\w-])--([a-z][a-z-]*[a-z])", text)) for path, text in texts.items()}
     assert {"resume", "announce", "adapt"} <= set.union(*named.values())
     for path, flags in named.items():
-        assert flags <= known | OF_TORCHRUN | {"help", "version"}, path
+        # No field can have the name of --as, which is a word of Python's own.
+        assert flags <= known | OF_TORCHRUN | {"help", "version", "as"}, path
 
 
 @pytest.mark.parametrize("command", [["report", "wan"], ["export", "wan", "model"], ["train", "--resume", "wan"]])
@@ -216,7 +217,7 @@ def test_a_simulated_run_tells_its_time_and_one_that_had_ended_says_so(
     assert "took 8.0 s of simulated time" in said
     assert len(re.findall("^step 8/8 ", said, re.MULTILINE)) == 1
     assert run_here(monkeypatch, tmp_path, "train", "--resume", "run") == 0
-    assert "farflung: this run had ended" in capsys.readouterr().out
+    assert "farflung: this run has ended already: no step is left" in capsys.readouterr().out
     assert run_here(monkeypatch, tmp_path, "report", "run") == 0
     assert "farflung: report of 1 run in run/report.html" in capsys.readouterr().out
 

@@ -8,7 +8,7 @@ import functools
 import io
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -41,8 +41,19 @@ def parse(kind: type[T], arguments: list[str], command: str, about: str | None, 
         if exit.code:
             own = next((error for error in _causes(exit) if isinstance(error, UserError)), None)
             line = _with_flag(str(own), arguments) if own else _one_line(printed.getvalue(), arguments, command)
+            if without := re.match("(--[\\w-]+) is given without a value", line):
+                line = line.replace(without[0], without[0] + _wanted(without[1], run))
             raise UserError(line) from None
     return run()  # help, which the terminal may well have in colours
+
+
+def _wanted(name: str, run: Callable[..., Any]) -> str:
+    """What a flag's value must be, as a part of a message, by a command's help; "" where it may be any."""
+    with _as_plain_text() as printed, contextlib.suppress(SystemExit):
+        run(args=["--help"])
+    (kind,) = re.findall(rf" {name} (?:\{{None\}}\|)?(\S+) ", printed.getvalue())[:1] or [""]
+    choices = [word for word in kind.strip("{}").split(",") if word != "None"]
+    return f"; it must be {WANTED.get(kind) or ' or '.join(choices)}" if kind in WANTED or kind[:1] == "{" else ""
 
 
 def flag(name: str) -> str:
@@ -89,6 +100,19 @@ def with_field(kind: type[T], name: str, default: Any) -> type[T]:
     more = (name, unnamed, dataclasses.field(default=default))
     doc = {"__doc__": kind.__doc__}
     return dataclasses.make_dataclass(kind.__name__, [more], bases=(kind,), frozen=True, namespace=doc)
+
+
+def without(table: T, names: Collection[str]) -> T:
+    """Settings of which some are no flags."""
+    hidden = [
+        (name, Annotated[hints_of(type(table))[name], tyro.conf.Suppress], dataclasses.field(default=value))
+        for name, value in vars(table).items()
+        if name in names
+    ]
+    doc = {"__doc__": type(table).__doc__}
+    kind: Any = dataclasses.make_dataclass("Without", hidden, bases=(type(table),), frozen=True, namespace=doc)
+    made: T = kind(**vars(table))
+    return made
 
 
 def unset(tables: Iterable[type], where: MayDiffer) -> Any:
@@ -156,8 +180,23 @@ def _one_line(box: str, arguments: list[str], command: str) -> str:
         return f"{wrong[1]} is given without a value; see: farflung {command} --help"
     if (wrong := re.search(r"^Unrecognized options: (\S+\.toml)\b", said)) and command == "train":
         return f"{wrong[1]} comes too late: farflung train takes one config file, before all flags"
+    if (strays := said.removeprefix("Unrecognized options: ").split(", ")) and (told := _unquoted(strays, arguments)):
+        return told
     meant = re.search(r"^Perhaps you meant:\n+(--[\w-]+)", text, re.MULTILINE)
     return f"{said}; {f'did you mean {meant[1]}?' if meant else ''} see: farflung {command} --help".replace(";  ", "; ")
+
+
+def _unquoted(strays: list[str], arguments: list[str]) -> str:
+    """What to say where the shell has made several files of a flag's pattern, of which all but one are strays."""
+    if not set(strays) <= set(arguments):
+        return ""
+    name, *files = arguments[max(arguments.index(strays[0]) - 2, 0) :][: len(strays) + 2]
+    if not name.startswith("--") or files[1:] != strays or not all(Path(file).is_file() for file in files):
+        return ""
+    folders, suffixes = ({getattr(Path(file), part) for file in files} for part in ("parent", "suffix"))
+    alike = f"*{suffixes.pop()}" if len(suffixes) == 1 else "*"
+    example = f": {name} '{folders.pop() / alike}'" if len(folders) == 1 else ""
+    return f"{name} takes one path or pattern, and the shell gives {len(files)} files; quote the pattern{example}"
 
 
 def free_folder(name: str, mark: str = "**/events/*") -> Path:

@@ -17,7 +17,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from farflung.cli.arguments import FAILURE, flag, free_folder, given, kinds_among, parse, unset, with_field
+from farflung.cli.arguments import FAILURE, flag, free_folder, given, kinds_among, parse, unset, with_field, without
 from farflung.cli.training import tell_result, telling_how_to_go_on, watched
 from farflung.errors import UserError, counted
 from farflung.networks.listening import ListenAddress
@@ -26,6 +26,12 @@ from farflung.signals import on_stop_signals
 from farflung.tables import BETWEEN_PEERS
 from farflung.training.terminal import STARTED_HERE, say
 from farflung.workloads import WORKLOADS
+
+NOT_INVITED = (
+    *("replicas", "shares", "network", "independent", "restarts", "conditions", "bandwidth_mbps", "latency_ms"),
+    *("step_ms", "stages", "shard", "islands", "gateway", "offload"),
+)
+"""Settings that a run on the internet does not have, or that each peer gives to farflung join."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +50,7 @@ class _Peer:
 
 @dataclass(frozen=True)
 class _Invite(_Peer):
-    """Which run to start; all settings of farflung train can be given, too."""
+    """Which run to start; most settings of farflung train can be given, too."""
 
     name: str
     """What the run is called."""
@@ -61,7 +67,7 @@ class _Join(_Peer):
     """Which run to join."""
 
     ticket: tyro.conf.Positional[Path]
-    """The ticket's file."""
+    """The ticket's file, or a run folder with one."""
     first: bool = False
     """Call no other peer: start the run, or start it again from this peer's checkpoint when all have left."""
 
@@ -71,7 +77,7 @@ class _Look:
     """Which run to look at."""
 
     ticket: tyro.conf.Positional[Path]
-    """The ticket's file."""
+    """The ticket's file, or the folder of a run on the internet."""
     once: bool = False
     """Show it once, instead of anew every few seconds."""
     local: tyro.conf.OmitArgPrefixes[ListenAddress] = field(default_factory=ListenAddress)
@@ -83,7 +89,7 @@ class _Examine:
     """Which run this machine would take part in."""
 
     ticket: tyro.conf.Positional[Path]
-    """The ticket's file."""
+    """The ticket's file, or the folder of a run on the internet."""
     local: tyro.conf.OmitArgPrefixes[ListenAddress] = field(default_factory=ListenAddress)
     """The same settings as for farflung join on this machine; doctor tries them."""
 
@@ -92,8 +98,10 @@ def invite(arguments: list[str]) -> None:
     """Start a run on the internet: write its ticket, and be its first peer or a bootstrap node."""
     from farflung.training import peer
 
-    over = kinds_among(arguments)
-    options: Any = parse(with_field(_Invite, "settings", Settings.of(**over)), arguments, "invite", invite.__doc__)
+    settings = Settings.of(**kinds_among(arguments))
+    if {"-h", "--help"} & set(arguments):  # else each that is given is refused with a reason
+        settings = Settings(**{name: without(table, NOT_INVITED) for name, table in vars(settings).items()})
+    options: Any = parse(with_field(_Invite, "settings", settings), arguments, "invite", invite.__doc__)
     _refuse_several("start it without torchrun")
     ticket = peer.internet().Ticket.new(options.name, peer.shared_settings(options.settings))
     if options.train:

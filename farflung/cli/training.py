@@ -12,9 +12,10 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Annotated, Any, TextIO
 
 from rich.console import Console
+from typing_extensions import Doc
 
 from farflung.cli.arguments import (
     FAILURE,
@@ -35,13 +36,17 @@ from farflung.settings import RunSettings, Settings, names_that_may_differ, read
 from farflung.signals import INTERRUPTED
 from farflung.tables import AFTER_RESUME, new_names
 
+MAY_CHANGE = ", ".join(flag(name) for name in names_that_may_differ(AFTER_RESUME, Settings()))
+
 
 @dataclass(frozen=True)
 class _Train:
     """What to train, or which run to go on with."""
 
-    resume: Path | None = None
-    """Resume the run in this folder from its last whole checkpoint, with its settings."""
+    resume: Annotated[
+        Path | None,
+        Doc(f"Resume the run in this folder, from its last whole checkpoint. Only {MAY_CHANGE} can be others then."),
+    ] = None
     restart: bool = False
     """With --resume: start that run again from the beginning; its events and checkpoints are removed."""
 
@@ -103,17 +108,18 @@ def telling_how_to_go_on(how: Callable[[], str], stopped: int = INTERRUPTED) -> 
 
 def _train_all(asked: Asked) -> bool:
     """Starts all replicas from here. Returns whether to tell what has come of them."""
-    from farflung.training import independent, launch
+    from farflung.training import beginning, independent, launch
 
     apart = asked.settings.network.independent
     prepare, launch_all = (
         (independent.prepare, independent.launch_all) if apart else (launch.prepare, launch.launch_all)
     )
-    prepare(asked.settings, asked.folder, asked.resume, asked.restart)
-    _announce(asked)
-    with watched(asked.folder) as show:
-        show()
-        launch_all(asked.settings, asked.folder, asked.resume)
+    with beginning.left_as_it_was(asked.folder):
+        prepare(asked.settings, asked.folder, asked.resume, asked.restart)
+        _announce(asked)
+        with watched(asked.folder) as show:
+            show()
+            launch_all(asked.settings, asked.folder, asked.resume)
     return True
 
 
@@ -140,7 +146,7 @@ def _announce(asked: Asked) -> None:
     replicas, steps = counted(run.replicas, kind), counted(run.steps, "step")
     print(f"farflung: {replicas}{divided}, {asked.settings.rounds.method}, {steps}; run folder {asked.folder}")
     if asked.resume and (asked.folder / "summary.json").exists():
-        print("farflung: this run had ended; its results are written again")
+        print("farflung: this run has ended already: no step is left to train, and its results are written again")
 
 
 def what_is_asked(arguments: list[str]) -> Asked:
@@ -164,7 +170,10 @@ def what_is_asked(arguments: list[str]) -> Asked:
 def _resumed(arguments: list[str]) -> Asked:
     from farflung.pipeline.check import refuse_other_weights
 
-    folder = Path(value_among(arguments, "--resume") or "")
+    given_folder = value_among(arguments, "--resume") or ""
+    if not given_folder or given_folder.startswith("--"):
+        raise UserError("--resume needs the run's folder: farflung train --resume RUN")
+    folder = Path(given_folder)
     there = (folder / "config.toml").exists()
     before = read_settings(folder / "config.toml") if there else Settings()
     _refuse_what_is_settled(arguments, before)
@@ -235,7 +244,10 @@ def tell_result(folder: Path, to: TextIO | None = None, simulated: bool = False)
     if not (folder / "summary.json").exists():
         return  # all replicas have died
     summary = json.loads((folder / "summary.json").read_text("utf-8"))
-    sent, ddp = summary["bytes_sent"], summary["ddp_bytes"]
+    sent, ddp = (
+        summary["bytes_sent"],
+        summary["ddp_bytes"] if summary["rounds"] else 0,
+    )  # with none, only notes are sent
     without = f"{told}\n" if (told := missing_from(summary)) else ""
     took = f"took {summary['seconds']:,.1f} s of simulated time\n" if simulated else ""
     fewer = f", {ddp / sent:.0f} times fewer than ddp's {ddp / 1e6:,.1f} MB" if sent and ddp else ""
@@ -281,8 +293,7 @@ def _indented(text: str) -> str:
 
 HELP = f"{train.__doc__}" + (
     "\n\nfarflung train [CONFIG.toml] [flags] starts a run: every flag is also a key of the file, and flags win. "
-    "farflung train --resume RUN goes on with one from its last whole checkpoint, if need be with other --stages, "
-    "--shard, --pipeline-schedule, --microbatches, --boundary, --device, --deadline and --restarts. It is "
-    "refused where replicas have no checkpoint in common; with --restart, the run begins anew from its settings, and "
-    "what is in the folder is lost. Under torchrun, this process becomes one of the replicas, or a part of one."
+    "farflung train --resume RUN goes on with one from its last whole checkpoint. It is refused where replicas have no "
+    "checkpoint in common; with --restart, the run begins anew from its settings, and what is in the folder is lost. "
+    "Under torchrun, this process becomes one of the replicas, or a part of one."
 )

@@ -49,11 +49,9 @@ class IslandSettings(Checked):
     shard: int = setting(1, least=1, may_differ=AFTER_RESUME | BETWEEN_PEERS)
     """Processes that the parameters of each stage are divided among (FSDP); they share its batch."""
     islands: str | None = setting(None, may_differ=AFTER_RESUME)
-    """Stages x shards of each replica, where these are not alike: "1x1 2x4" is one process, and two stages of four
-    shards. In place of --replicas, --stages and --shard."""
+    """Replicas that are not alike, as stages x shards of each: "1x1 2x4"; in place of replicas, stages and shard."""
     gateway: bool = setting(False, may_differ=BETWEEN_PEERS)
-    """On the internet: only the first process of the replica is there, by one port, and keeps all that others have none
-    of: anchors, outer state and the codecs' memory. Else each has a connection of its own for what it keeps."""
+    """On the internet: the first process, at one port, does all of a replica's exchange, and keeps all its anchors."""
     pipeline_schedule: Literal["1f1b", "gpipe", "interleaved", "zero-bubble"] = setting(
         "1f1b", may_differ=AFTER_RESUME | BETWEEN_PEERS, formerly="schedule"
     )
@@ -61,8 +59,7 @@ class IslandSettings(Checked):
     routes: Literal["fixed", "random"] = "fixed"
     """Whether a microbatch stays in its replica, or goes to a random replica's next stage each time."""
     boundary: str = setting("float32", may_differ=AFTER_RESUME | BETWEEN_PEERS)
-    """How hidden states are sent between stages: float32, bfloat16, int8, int4, topk10, subspace32 ... (see the
-    README)."""
+    """How hidden states are sent between stages: float32, bfloat16, int8, int4, topk10, subspace32 (see README)."""
     offload: bool = setting(False, may_differ=BETWEEN_MACHINES)
     """Keep weights and the state of both optimizers on the CPU; the device holds only what it is computing with."""
 

@@ -7,7 +7,7 @@ import os
 import shutil
 import socket
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +17,8 @@ from farflung.pipeline import Mesh, MeshCoordinates
 from farflung.settings import Settings, names_that_may_differ, read_settings
 from farflung.tables import MayDiffer
 from farflung.training import checkpoint, events
+from farflung.training.failures import RUN_ERRORS
+from farflung.training.stopping import StoppedError
 
 NEW, RESTARTED, RESUMED, AGAIN = "new", "restarted", "resumed", "again"
 """How a machine starts: in an empty folder; again from the beginning; resuming a run; or restarted by torchrun."""
@@ -54,7 +56,7 @@ class Standing:
             if checkpoint.whole(checkpoint.path_of(folder, step, stem)) or checkpoint.complete(folder, step, replica)
         )
         damaged = tuple(str(path) for path in checkpoint.damaged(folder, replica))
-        trained = bool(steps or damaged) or events.tell_of_training(folder)
+        trained = bool(steps or damaged) or events.tell_of_training(folder.glob("events/*.jsonl"))
         return cls(replica, machine, steps, trained, way, damaged)
 
 
@@ -151,9 +153,29 @@ def clear(folder: Path) -> None:
                     shutil.rmtree(path)
 
 
+@contextlib.contextmanager
+def left_as_it_was(folder: Path) -> Iterator[None]:
+    """Removes what a new run in which nothing was trained has put into its folder, and the folder if it made that.
+
+    It stays where the user is told how to go on with it.
+    """
+    begun, there, before = bool(event_files(folder)), folder.exists(), set(folder.glob("*"))
+    try:
+        yield
+    except BaseException as error:
+        trained = any(folder.rglob("*.pt")) or events.tell_of_training(event_files(folder))
+        if not (begun or trained or isinstance(error, (StoppedError, *RUN_ERRORS))):
+            for path in set(folder.glob("*")) - before:
+                shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink()
+            if folder.exists() and not there:
+                with contextlib.suppress(OSError):  # another process of the run is not done yet
+                    folder.rmdir()
+        raise
+
+
 def how_to_go_on(folder: Path) -> str:
     """What to tell the user of a run that has ended early, by what is in its folder."""
-    if checkpoint.whole_steps(folder) or not events.tell_of_training(folder):
+    if checkpoint.whole_steps(folder) or not events.tell_of_training(folder.glob("events/*.jsonl")):
         return f"go on with: {events.resume_command(folder)}"
     return f"there is no checkpoint to go on from; begin anew with: {restart_command(folder)}"
 

@@ -8,7 +8,7 @@ import fcntl
 import functools
 import os
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from io import FileIO
 from pathlib import Path
@@ -173,9 +173,9 @@ def resume_command(folder: Path) -> str:
     return f"farflung train --resume {shlex.quote(str(folder))}"
 
 
-def tell_of_training(folder: Path) -> bool:
-    """Whether the events in a run folder tell of any inner step."""
-    return any(event.step > 0 for path in folder.glob("events/*.jsonl") for event in _whole_lines(path))
+def tell_of_training(paths: Iterable[Path]) -> bool:
+    """Whether files of events tell of any inner step."""
+    return any(event.step > 0 for path in paths for event in _whole_lines(path))
 
 
 def died(folder: Path) -> set[int]:

@@ -46,6 +46,8 @@ def prepare(settings: Settings, folder: Path, resume: bool, restart: bool = Fals
     """
     if resume or restart:
         beginning.refuse_while_trained(folder)
+    elif is_begun(folder):
+        raise holds_a_run(folder)
     check_settings(settings)
     for line in filter(None, (without_rounds(settings), another_method(settings))):
         say(line)
@@ -56,8 +58,6 @@ def prepare(settings: Settings, folder: Path, resume: bool, restart: bool = Fals
         if not settings.network.kind.elastic:
             beginning.refuse_edited(settings, folder)
             beginning.local_step(settings, folder)
-    elif is_begun(folder):
-        raise holds_a_run(folder)
     write_settings(settings, folder)
 
 

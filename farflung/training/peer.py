@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import hashlib
 import os
-import shutil
 import tempfile
 import threading
 import time
@@ -24,7 +23,7 @@ from farflung.networks.listening import ListenAddress
 from farflung.networks.settings import NetworkSettings
 from farflung.pipeline.boundaries import boundary_named
 from farflung.settings import RunSettings, Settings
-from farflung.training import island, launch
+from farflung.training import beginning, island, launch
 from farflung.training.failures import OneLine
 from farflung.training.finish import finish, write_results
 from farflung.training.stopping import Stop
@@ -116,7 +115,7 @@ def run_peer(
     owns_folder = not settings.island.divided or launch.local_rank() == 0
     with contextlib.ExitStack() as leaving:
         if owns_folder:
-            leaving.enter_context(_left_as_it_was(folder))
+            leaving.enter_context(beginning.left_as_it_was(folder))
         check_for_internet(settings, local)
         near = island.opened(settings, ticket) if settings.island.divided else None
         resumed = island.led(near, settings, "begun", launch.is_begun(folder))
@@ -250,21 +249,6 @@ def _own_identity(folder: Path, resumed: bool) -> Identity:
         if not resumed or (folder / "events" / f"replica-{identity.rank}.jsonl").exists():
             return identity
     raise UserError(f"{folder} holds another peer's run; choose another folder with --out")
-
-
-@contextlib.contextmanager
-def _left_as_it_was(folder: Path) -> Iterator[None]:
-    """Removes what a peer that never came to train has put into its run folder, and the folder if it made that."""
-    there, before = folder.exists(), set(folder.glob("*"))
-    try:
-        yield
-    except BaseException:
-        if not launch.is_begun(folder):
-            for path in set(folder.glob("*")) - before:
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
-            if folder.exists() and not there:
-                folder.rmdir()
-        raise
 
 
 @contextlib.contextmanager

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import glob
+import os
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
 from farflung.errors import UserError
+from farflung.files import written_by_farflung
 
 _LOADERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+
+COLUMNS_NAMED = 6
+"""The most columns that a message names."""
 
 
 def documents(data: str, column: str) -> Iterator[str]:
@@ -43,11 +48,18 @@ def _standard_library() -> list[Path]:
 def _matching(data: str) -> list[Path]:
     """The files that a path, folder or glob names."""
     found = Path(data).expanduser()
-    names = found.rglob("*") if found.is_dir() else map(Path, glob.glob(str(found), recursive=True))
+    names = _below(found) if found.is_dir() else map(Path, glob.glob(str(found), recursive=True))
     paths = sorted(path for path in names if path.is_file())
     if not paths:
         raise UserError(f"data {data!r}: no such file; give stdlib, a path, a quoted glob, or hf:NAME")
     return paths
+
+
+def _below(folder: Path) -> Iterator[Path]:
+    """What is in a folder and in those below it, but for farflung's own runs."""
+    for where, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if not written_by_farflung(Path(where, name))]
+        yield from (Path(where, name) for name in names)
 
 
 def _read(path: Path) -> str:
@@ -66,7 +78,9 @@ def _rows(source: str, path: Path | None, column: str) -> Iterator[str]:
         rows = datasets.load_dataset(source, data_files=str(path) if path else None, split="train", streaming=True)
         for row in rows:
             if column not in row:
-                raise UserError(f"data {where}: no column {column!r}; set text_column to one of {', '.join(row)}")
+                named = ", ".join([*list(row)[:COLUMNS_NAMED], *(["…"] if len(row) > COLUMNS_NAMED else [])])
+                narrower = ", or give a narrower path or glob" if path else ""
+                raise UserError(f"data {where}: no column {column!r}; set text_column to one of {named}{narrower}")
             if isinstance(row[column], str):
                 yield row[column]
     except UserError:

@@ -9,10 +9,11 @@ import secrets
 import tomllib
 from dataclasses import dataclass, replace
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from farflung.errors import UserError
-from farflung.files import write_text
+from farflung.files import write_text, written_by_farflung
 from farflung.networks.internet.contact.host import leads_to
 from farflung.tables import to_toml
 
@@ -82,7 +83,12 @@ def check_name(name: str) -> None:
 
 def read_ticket(path: Path) -> Ticket:
     """The ticket in a file, or the newest one of a run folder. Raises UserError."""
-    path = path / "run.ticket" if path.is_dir() else path
+    if path.is_dir():
+        folder, path = path, path / "run.ticket"
+        if written_by_farflung(folder) and not path.exists():
+            raise UserError(
+                f"the run in {folder} is not on the internet; see it with: farflung report {quote(str(folder))}"
+            )
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
