@@ -65,6 +65,17 @@ def test_a_bootstrap_invites_peers_meet_leave_and_come_back_and_onlookers_see_it
 
 
 @pytest.mark.slow
+def test_one_with_first_beside_others_that_train_takes_their_state_before_it_trains(swarm: Swarm) -> None:
+    swarm.invite()
+    until(lambda: swarm.step("first") > 50)
+    swarm.join("two", "--first")
+    until(lambda: swarm.averaged("two") > 0)
+    assert swarm.events("two", JoinedEvent)
+    begun, learnt = swarm.events("two", StepEvent)[0], swarm.events("first", StepEvent)
+    assert begun.loss < (learnt[0].loss + learnt[40].loss) / 2, "it has not begun with random weights"
+
+
+@pytest.mark.slow
 def test_peers_of_one_name_are_told_apart_where_they_are_shown(swarm: Swarm) -> None:
     swarm.invite("--as", "alice")
     for name in ("one", "two"):

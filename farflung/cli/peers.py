@@ -63,7 +63,7 @@ class _Join(_Peer):
     ticket: tyro.conf.Positional[Path]
     """The ticket's file."""
     first: bool = False
-    """Call no other peer: start the run, or start it again from this peer's checkpoint when all have left."""
+    """Where no other peer answers at once, start the run, or start it again from this peer's checkpoint."""
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,10 @@ if TYPE_CHECKING:
 
 KNOCK_SECONDS, TELL_SECONDS = 2.0, 10.0
 """How often a newcomer calls the peers of its ticket, and when it tells that nobody has answered yet."""
+
+
+AT_FIRST_SECONDS = 5.0
+"""How long one that can begin alone calls the peers of its ticket."""
 
 
 class NobodyAnswersError(UserError):
@@ -42,6 +47,13 @@ async def find_members(peers: Peers, addresses: Sequence[str], deadline_s: float
             places = counted(len(addresses), "address")
             peers.tell(f"nobody answers yet at the ticket's {places}; this peer calls for {deadline_s:.0f} s")
         await asyncio.sleep(KNOCK_SECONDS)
+
+
+async def find_members_if_any(peers: Peers, addresses: Sequence[str]) -> None:
+    """Calls the peers at a ticket's addresses once: a run that begins again here may go on there. Raises UserError."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(AT_FIRST_SECONDS):
+            await _knock(peers, addresses, late=False)
 
 
 async def _knock(peers: Peers, addresses: Sequence[str], late: bool) -> bool:
