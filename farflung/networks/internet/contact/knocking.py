@@ -30,8 +30,7 @@ class NobodyAnswersError(UserError):
     def __init__(self, addresses: Sequence[str], seconds: float) -> None:
         super().__init__(
             f"the ticket leads to {counted(len(addresses), 'address')}, where nobody has answered for {seconds:.0f} s; "
-            "ask a peer that is there for its newer ticket (RUN/run.ticket), see that this machine reaches it, or "
-            "begin the run again here with: farflung join TICKET --first"
+            "ask a peer that is there for its newer ticket (RUN/run.ticket), and see that this machine reaches it"
         )
 
 
