@@ -59,6 +59,18 @@ def test_a_checkpoint_that_was_cut_counts_as_none_and_is_named(
     assert same_weights(run, copied, STEPS)
 
 
+def test_the_lines_of_a_run_that_goes_on_begin_where_it_does(
+    copied: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What was told before is not told again, but what is trained again is."""
+    for step in (15, 20):
+        shutil.rmtree(copied / "checkpoints" / f"step-{step:06d}")
+    assert run_here(monkeypatch, copied.parent, "train", "--resume", "run") == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if "step " in line]
+    assert lines[0] == "goes on from step 10"
+    assert [line.split(" · ")[0] for line in lines[1:]] == ["step 20", "step 20/20"], lines
+
+
 def test_without_a_whole_checkpoint_the_damaged_ones_are_named(
     copied: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -15,6 +15,7 @@ import pytest
 import torch
 from patience import patience, until
 from processes import farflung, fill, run_here
+from safetensors.torch import load_file
 from warm import Python
 
 from farflung.events import JoinedEvent, RoundEvent, StartEvent, StepEvent
@@ -151,6 +152,27 @@ def test_the_results_are_written_once_over_all_that_come_to_the_end(launched: La
     (launched.run / "summary.json").unlink()
     assert launched.start("--resume", "run").wait(patience(120)) == 0, launched.said()
     assert json.loads((launched.run / "summary.json").read_text()) == summary
+
+
+@pytest.mark.slow
+def test_a_stopped_run_is_exported_as_the_mean_of_its_replicas_last_checkpoints(launched: Launched) -> None:
+    launcher = launched.train("--replicas", 2, "--steps", 100_000)
+    homes = [launched.run / f"replica-{number}" for number in (0, 1)]
+    until(lambda: all(checkpoint.whole_steps(home) for home in homes), 120)
+    launcher.send_signal(signal.SIGTERM)
+    assert launcher.wait(patience(60)) == 130
+    steps = sorted(checkpoint.whole_steps(home)[0] for home in homes)
+    exported = farflung("export", launched.run, launched.folder / "model")
+    assert exported.returncode == 0, exported
+    at = f"step {steps[0]}" if steps[0] == steps[1] else f"steps {steps[0]} to {steps[1]}"
+    assert f"the mean of 2 replicas' checkpoints at {at}" in exported.stdout
+    last = [path for home in homes for path in (home / "checkpoints").glob(f"*{checkpoint.whole_steps(home)[0]}/*.pt")]
+    one, other = (checkpoint.read(path)["model"] for path in last)
+    means = sorted(float((one[name] + other[name]).norm() / 2) for name in one)
+    found = sorted(
+        float(weight.norm()) for weight in load_file(launched.folder / "model" / "model.safetensors").values()
+    )
+    assert found == pytest.approx(means, rel=1e-4)
 
 
 @pytest.mark.slow

@@ -26,7 +26,16 @@ from processes import free_port
 from farflung.errors import UserError
 from farflung.formats import PROTOCOL
 from farflung.networks import Party, PeerLostError, SharedState
-from farflung.networks.internet import Identity, InternetNetwork, ListenAddress, Peers, Ticket, read_ticket, transport
+from farflung.networks.internet import (
+    Identity,
+    InternetNetwork,
+    ListenAddress,
+    Peers,
+    Ticket,
+    examine,
+    read_ticket,
+    transport,
+)
 from farflung.networks.internet.contact import host
 from farflung.networks.internet.contact.background import Background
 from farflung.networks.internet.contact.frames import LARGEST_FRAME, FrameError, encoded, read_frame
@@ -377,11 +386,25 @@ def test_nobody_at_the_addresses_is_said_with_what_to_do(tmp_path: Path) -> None
     first = Identity(tmp_path / "first").peer
     ticket = Ticket.new("test", {}).at((f"/ip4/127.0.0.1/tcp/{free_port()}/p2p/{first}",))
     with pytest.raises(
-        UserError, match=r"the ticket leads to 1 address, where nobody has answered for .*farflung join TICKET --first"
+        UserError, match=r"the ticket leads to 1 address, where nobody has answered for .*ask a peer that is there"
     ):
         InternetNetwork(
             Peers(ticket, Identity(tmp_path / "k"), ListenAddress("127.0.0.1"), INFO), deadline=patience(10)
         )
+
+
+def test_who_trains_is_counted_once_each_has_been_asked(pair: Run) -> None:
+    """One that had no answer a moment ago may be there nevertheless."""
+    one, other = pair.peers
+    one.peers.members.failed(other.rank)
+    told = [finding.text for finding in examine(one.peers)]
+    assert any("there and back" in line for line in told) and told[-1].startswith("1 peer in training; "), told
+
+
+def test_one_that_listens_for_its_own_machine_is_told_that_nobody_else_reaches_it(pair: Run) -> None:
+    where = next(examine(pair.peers[0].peers)).text
+    assert "only programs on this machine reach this peer" in where and "leave out --listen" in where
+    assert "those on the same network" not in where
 
 
 def test_a_port_in_use_is_named(pair: Run, tmp_path: Path) -> None:

@@ -237,6 +237,24 @@ def test_one_that_comes_late_to_equal_anchors_gets_them_bit_for_bit(run: Run) ->
 
 
 @pytest.mark.slow
+def test_one_that_finds_the_run_far_ahead_takes_its_state_before_their_first_round(run: Run) -> None:
+    """As one does that has begun alone, with --first, while nobody could be reached."""
+    method, learnt = methods.noloco(every=20), list[torch.Tensor]()
+    begun_with: list[torch.Tensor] = []
+
+    def until_met(seen: list[torch.Tensor], outer: Session, rounds: list[Round]) -> bool:
+        seen.append(flat(outer.trained.model))
+        return not any(round.outcome == "averaged" for round in rounds)
+
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(train, run.join(), method, partial(until_met, learnt))
+        until(lambda: len(learnt) > 70)
+        late = train(run.join(trains=False), method, partial(until_met, begun_with))
+    assert groups_of([first.result()])[-1] == groups_of([late])[-1]
+    assert any(torch.equal(begun_with[1], weights) for weights in learnt[60:])
+
+
+@pytest.mark.slow
 def test_a_slow_peer_trains_fewer_steps_of_its_own(run: Run) -> None:
     run.join()
     run.join()

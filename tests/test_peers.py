@@ -67,6 +67,42 @@ def test_a_bootstrap_invites_peers_meet_leave_and_come_back_and_onlookers_see_it
 
 
 @pytest.mark.slow
+def test_one_with_first_beside_others_that_train_takes_their_state_before_it_trains(swarm: Swarm) -> None:
+    swarm.invite()
+    until(lambda: swarm.step("first") > 50)
+    swarm.join("two", "--first")
+    until(lambda: swarm.averaged("two") > 0)
+    assert swarm.events("two", JoinedEvent)
+    begun, learnt = swarm.events("two", StepEvent)[0], swarm.events("first", StepEvent)
+    assert begun.loss < (learnt[0].loss + learnt[40].loss) / 2, "it has not begun with random weights"
+
+
+@pytest.mark.slow
+def test_the_command_that_a_peer_alone_is_given_goes_on_and_one_without_first_names_it(swarm: Swarm) -> None:
+    first = swarm.invite()
+    until(lambda: checkpoint.whole_steps(swarm.folder / "first"))
+    first.send_signal(signal.SIGINT)
+    assert first.wait(patience(60)) == 130
+    command = swarm.said("first").rpartition("come back with: farflung ")[2].strip()
+    assert command.startswith("join first/run.ticket --out first ") and command.endswith(" --first"), command
+    left_at = swarm.step("first")
+
+    for number, arguments in enumerate(([], ["--out", "first"])):
+        log = f"without-{number}"
+        without = swarm.start("join", "first/run.ticket", *arguments, "--deadline", 1, log=log)
+        assert without.wait(patience(60)) == 2
+        listening = "--deadline 1.0 --listen 127.0.0.1 --first"
+        told = f"go on from the checkpoint in first with: farflung join first/run.ticket --out first {listening}"
+        assert told in swarm.said(log), swarm.said(log)
+    away = swarm.start("join", "run.ticket", "--out", "new", "--deadline", 1, log="away")
+    assert away.wait(patience(60)) == 2
+    assert "begin the run again here with: farflung join run.ticket --out new " in swarm.said("away")
+
+    swarm.start(*command.split(), log="first")
+    until(lambda: swarm.step("first") > left_at + 20)
+
+
+@pytest.mark.slow
 def test_peers_of_one_name_are_told_apart_where_they_are_shown(swarm: Swarm) -> None:
     swarm.invite("--as", "alice")
     for name in ("one", "two"):

@@ -212,6 +212,31 @@ def test_the_plain_log_has_no_boxes_and_says_everything_once(run: Path) -> None:
     assert lines[-1] == plain_line(read_run(run))
 
 
+def test_the_plain_log_of_replicas_that_are_started_again_names_them(real: Path, tmp_path: Path) -> None:
+    """Each goes on by itself; its file is then another, which begins as the old one did."""
+    begun, (evaluated, *_) = lines_of(real, 0, "start")[0], lines_of(real, 0, "evaluation")
+    folder, finished, out = tmp_path / "run", threading.Event(), io.StringIO()
+    (folder / "config.toml").parent.mkdir()
+    (folder / "config.toml").write_text("independent = true\n")
+    path = path_of(folder / "replica-1", 0)
+    path.parent.mkdir(parents=True)
+    kept = text(begun, like(evaluated, at=1, step=10))
+    path.write_text(kept + text(like(evaluated, at=2, step=20)))
+    read = Run(folder)
+    read.refresh()
+    view = threading.Thread(target=watch, args=(read, finished, Console(file=out), 0.001))
+    view.start()
+    again = like(begun, at=2, step=10, resumed=True)
+    new = path.with_suffix(".new")
+    new.write_text(kept + text(again, like(evaluated, at=3, step=20)))
+    new.replace(path)
+    until(lambda: "step 20" in out.getvalue())
+    finished.set()
+    view.join(timeout=patience(20))
+    told = [line.split(" · ")[0] for line in out.getvalue().splitlines()]
+    assert told == ["replica 1: goes on from step 10", "step 20"]
+
+
 def test_the_plain_log_of_a_growing_run_is_in_order_and_each_twentieth_of_it(real: Path, tmp_path: Path) -> None:
     (begun, *_), (trains, *_), (evaluated, *_) = (lines_of(real, 0, kind) for kind in ("start", "step", "evaluation"))
     folder, finished, out = tmp_path / "run", threading.Event(), io.StringIO()

@@ -69,7 +69,7 @@ class _Join(_Peer):
     ticket: tyro.conf.Positional[Path]
     """The ticket's file, or a run folder with one."""
     first: bool = False
-    """Call no other peer: start the run, or start it again from this peer's checkpoint when all have left."""
+    """Where no other peer answers at once, start the run, or start it again from this peer's checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -184,7 +184,7 @@ def doctor(arguments: list[str]) -> None:
 def _train(
     ticket: Any,
     settings: Settings,
-    seat: _Peer,
+    seat: _Invite | _Join,
     first: bool,
     joined: Callable[[Any], None] = lambda network: None,
     again: Sequence[str] = (),
@@ -195,16 +195,16 @@ def _train(
     from farflung.training.launch import local_rank
 
     folder, local = Path(settings.run.out), seat.local
-    part = settings.island.divided and "WORLD_SIZE" in os.environ
-    if part and (STARTED_HERE in os.environ or local_rank()):
-        peer.run_part(ticket, settings, local, first, seat.called)
-        return
     place = {name: value for name, value in vars(local).items() if value != getattr(ListenAddress, name)}
     place |= {"as": seat.called} if seat.called else {}
-    words = [f"{folder}/run.ticket", "--out", str(folder), *_as_flags({**own, **place})]
-    back = f"come back with: farflung join {' '.join(map(quote, words))}"
+    flags = tuple(_as_flags({**own, **place}))
+    alone = _how_to_begin_again(seat.ticket or folder, folder, flags)
+    part = settings.island.divided and "WORLD_SIZE" in os.environ
+    if part and (STARTED_HERE in os.environ or local_rank()):
+        peer.run_part(ticket, settings, local, first, seat.called, alone)
+        return
     say(f"{ticket.name}: {settings.rounds.method}, {counted(settings.run.steps, 'step')}; run folder {folder}")
-    with telling_how_to_go_on(lambda: back):
+    with telling_how_to_go_on(lambda: f"come back with: {_to_join(folder, flags, not island.knows_others(folder))}"):
         with watched(folder, sys.stderr) as show:
 
             def tell(network: Any) -> None:
@@ -213,14 +213,30 @@ def _train(
 
             if part:
                 show()
-                peer.run_part(ticket, settings, local, first, seat.called)
+                peer.run_part(ticket, settings, local, first, seat.called, alone)
             elif settings.island.divided:
                 peer.check_for_internet(settings, local)
                 show()
                 island.launch_all(settings, folder, list(again))
             else:
-                peer.run_peer(ticket, settings, local, first, tell, seat.called)
+                peer.run_peer(ticket, settings, local, first, tell, seat.called, alone)
         tell_result(folder, sys.stderr)
+
+
+def _how_to_begin_again(ticket: Path, folder: Path, flags: Sequence[str]) -> str:
+    """What to do where nobody answers at a ticket's addresses; one in a peer's run folder is for the run there."""
+    from farflung.training.launch import is_begun
+
+    for run in (folder, ticket if ticket.is_dir() else ticket.parent):
+        if is_begun(run) and all((run / name).exists() for name in ("peer.key", "run.ticket")):
+            return f"when all are gone, go on from the checkpoint in {run} with: {_to_join(run, flags, True)}"
+    return f"when all are gone, begin the run again here with: {_to_join(folder, flags, True, ticket)}"
+
+
+def _to_join(folder: Path, flags: Sequence[str], first: bool, ticket: Path | None = None) -> str:
+    """The command that joins with a ticket, by default with the one that the run folder keeps."""
+    words = [str(ticket or folder / "run.ticket"), "--out", str(folder), *flags, *(["--first"] if first else [])]
+    return f"farflung join {' '.join(map(quote, words))}"
 
 
 def _as_flags(options: Mapping[str, Any]) -> Iterator[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -37,11 +38,16 @@ T = TypeVar("T")
 OF = " of "
 """Between what a tensor is and the name of its cell."""
 
+log = logging.getLogger(__name__)
+
 LOW_BITS = (1 << 31) - 1
 """Of a digest: a float64 holds sums of so many bits exactly."""
 
 IN_TOUCH_S = 5.0
 """How often a replica's processes say that they still wait."""
+
+CATCH_UP_SECONDS = 24 * 3600.0
+"""Longest wait for the state of a run, in seconds; a stalled transfer ends much earlier."""
 
 HELD_UP = "held_up_s"
 """The fact that replicas tell each other of their links."""
@@ -65,6 +71,8 @@ class ElasticLoop(OuterLoop):
         self._fetching: Pending[SharedState | None] | None = None
         self._history = ""
         self._has_averaged = False
+        self._belongs = False
+        """Whether it has averaged with others, or taken their state."""
         self._said_behind: set[int | None] = set()
         """Which hosts have said so since this replica has averaged with others."""
         self._blamed: dict[int, str] = {}
@@ -88,10 +96,19 @@ class ElasticLoop(OuterLoop):
         self._blamed[rank] = why
 
     def _counted(self, step: int) -> int:
-        """Counts a step as the others do; loads their state when a download has ended."""
-        counted, wanted = self._elastic.paced(step, self.method.schedule.every or 1), self._elastic.wanted
+        """Counts a step as the others do; loads their state when a download has ended.
+
+        One that finds the others far ahead before it has met any takes their state first: what it has learnt is none of
+        theirs.
+        """
+        every = self.method.schedule.every or 1
+        counted, wanted = self._elastic.paced(step, every), self._elastic.wanted
         alone = wanted and self.network.members() == (self.network.rank,)
         self.step, wanted, alone = self._lead((counted, wanted, alone))
+        if self.step - step > every and not self._belongs:
+            if not self.trained.layout.process:
+                log.warning("the run is %d steps ahead of this peer, which takes its state first", self.step - step)
+            self.catch_up(CATCH_UP_SECONDS)
         if wanted:
             if alone:
                 self._anchor_weights()
@@ -179,7 +196,8 @@ class ElasticLoop(OuterLoop):
             if len(self._said_behind) >= HOSTS_AGREE or not self._has_averaged:
                 self._fetch()
         elif result.outcome == Outcome.AVERAGED:
-            self._has_averaged, self._said_behind = True, set()
+            self._has_averaged = self._belongs = True
+            self._said_behind = set()
         if result.group:  # else the anchor stays as it is
             group = self.network.rank if result.outcome == Outcome.PEER_LOST else result.group
             told = f"{self._history}, round {pending.round} of fragment {pending.fragment} of {group}"
@@ -229,7 +247,7 @@ class ElasticLoop(OuterLoop):
         self._rounds.pending.clear()
         self.step = max(self.step, int(state.facts["step"]))
         self._history = state.facts.get("history", "")
-        self._begun = True
+        self._begun = self._belongs = True
         for sync, weights in zip(self._rounds.syncs, self._weights, strict=True):
             weights.write(weights.anchor)
             sync.skip_to(self.step + 1)

@@ -78,13 +78,19 @@ def _watch_plainly(
 ) -> None:
     # By identity: an event may be read late, and stand before others that were told.
     told: dict[int, Event] = {
-        id(event): event for kind in (EvaluationEvent, WarningEvent) for event in run.all_of(kind)
+        id(event): event for kind in (StartEvent, EvaluationEvent, WarningEvent) for event in run.all_of(kind)
     }
-    told_step, told_at = 0, time.monotonic()
+    told_step, told_at = _slowest_step(run), time.monotonic()
     done = False
     while not done:
         done = finished.wait(refresh_seconds)
         run.refresh()
+        for start in run.all_of(StartEvent):
+            if id(start) not in told:
+                if start.resumed and (whose := _who_goes_on(run, start)) is not None:
+                    _print(console, f"{whose}goes on from step {start.step}")
+                told[id(start)] = start
+                told_step = min(told_step, start.step)
         evaluations = run.by_step(EvaluationEvent)
         untold = [step for step, events in evaluations.items() if not any(id(event) in told for event in events)]
         distances = run.consensus_distance() if untold else {}
@@ -100,7 +106,7 @@ def _watch_plainly(
         if not (step := _slowest_step(run)):
             continue
         due = time.monotonic() - told_at >= PLAIN_SECONDS or step - told_step >= PLAIN_SHARE * _steps(run)
-        if (done or due) and step != told_step:
+        if (done or due) and step > told_step:
             _print(console, plain_line(run))
             if others:
                 _print(console, peers.line(others()))
@@ -169,6 +175,13 @@ def _notes(run: Run) -> list[Text]:
 def _whose(run: Run, event: Event) -> str:
     """Whose line it is, where there are several that it could be of."""
     return "" if run.is_one_peer else f"replica {event.replica}: "
+
+
+def _who_goes_on(run: Run, start: StartEvent) -> str | None:
+    """Whose line it is that a replica goes on; None where another's tells it, since all go on together."""
+    if run.settings.get("independent"):
+        return _whose(run, start)
+    return "" if start.replica == run.alive[0] else None
 
 
 def _slowest_step(run: Run) -> int:

@@ -56,6 +56,12 @@ class EventReader:
         return events
 
 
+def _same_at_first(before: Sequence[Event], now: Sequence[Event]) -> int:
+    """How many events a file that goes on has kept; whoever has seen these knows them again, by identity."""
+    pairs = enumerate(zip(before, now, strict=False))
+    return next((number for number, (one, other) in pairs if one != other), min(len(before), len(now)))
+
+
 @dataclass
 class Run:
     """What is in a run folder so far: each replica's events in order, the settings, and at the end the summary."""
@@ -139,7 +145,8 @@ class Run:
                 replica = int(independent[1])
                 new = [replace(event, replica=replica) for event in new]
             events = self._parts[replica, part, island] if part else self.events[replica]
-            events[:] = [*([] if restarted else events), *new]
+            same = _same_at_first(events, new) if restarted else len(events)
+            events[:] = [*events[:same], *(new[same:] if restarted else new)]
 
     def unread(self) -> list[str]:
         """A line for each of the run's files of which lines could not be read."""

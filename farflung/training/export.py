@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
 
 from farflung.errors import UserError, disk_errors
-from farflung.files import holds_no_run
+from farflung.files import event_files, holds_no_run
 from farflung.pipeline.boundaries import boundary_named
 from farflung.settings import Settings, read_settings
 from farflung.training import checkpoint
@@ -18,8 +19,8 @@ from farflung.training.resharding import mean_weights, whole_weights
 def export(folder: Path, target: Path) -> str:
     """Writes a model with the replicas' averaged weights to `target`; returns which weights these are.
 
-    Of a run that has not ended, or whose averaged weights are damaged, the last whole checkpoint is averaged. Raises
-    UserError.
+    Of a run that has not ended, or whose averaged weights are damaged, the last whole checkpoint is averaged, or the
+    last one of each independent replica. Raises UserError.
     """
     if not (folder / "config.toml").exists():
         raise UserError(holds_no_run(folder, "there is no config.toml; give a folder that farflung train has made"))
@@ -43,20 +44,34 @@ def export(folder: Path, target: Path) -> str:
 def _averaged(folder: Path, settings: Settings) -> tuple[dict[str, Any], str]:
     if averaged := checkpoint.averages(folder):
         return whole_weights(averaged), "the replicas' weights averaged at the end"
-    steps = checkpoint.whole_steps(folder)
-    replicas = checkpoint.replicas_of(folder)
-    damaged = [path for replica in replicas for path in checkpoint.damaged(folder, replica, max(steps, default=0))]
-    damaged += checkpoint.damaged_averages(folder)
-    but = f" ({', '.join(map(str, damaged))} cannot be used: damaged)" if damaged else ""
-    if not steps:
+    # Independent replicas have run folders of their own.
+    homes = sorted({path.parent.parent for path in event_files(folder)})
+    last = [(home, step) for home in homes for step in checkpoint.whole_steps(home)[:1]]
+    but = f" ({', '.join(map(str, damaged))} cannot be used: damaged)" if (damaged := _damaged(folder, homes)) else ""
+    if not last:
         raise UserError(
             f"{folder} has no whole checkpoint yet{but}; let the run go on, or set a smaller checkpoint_every"
         )
-    found = {replica: checkpoint.complete(folder, steps[0], replica) for replica in replicas}
-    complete = [paths for paths in found.values() if paths]
+    found = [
+        checkpoint.complete(home, step, replica) for home, step in last for replica in checkpoint.replicas_of(home)
+    ]
+    complete = list(filter(None, found))
     if not complete:
         raise UserError(
             f"{folder} has only parts of replicas; copy the folders of all machines together, and export that"
         )
     of = f" of {settings.run.replicas}" if len(complete) < settings.run.replicas else ""
-    return mean_weights(complete), f"the mean of {len(complete)}{of} replicas' checkpoints at step {steps[0]}{but}"
+    steps = sorted({step for _, step in last})
+    at = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
+    return mean_weights(complete), f"the mean of {len(complete)}{of} replicas' checkpoints at {at}{but}"
+
+
+def _damaged(folder: Path, homes: Sequence[Path]) -> list[Path]:
+    """The files that would be later than what is used in the folders of a run's replicas."""
+    damaged = checkpoint.damaged_averages(folder)
+    for home in homes:
+        last = max(checkpoint.whole_steps(home), default=0)
+        damaged += [
+            path for replica in checkpoint.replicas_of(home) for path in checkpoint.damaged(home, replica, last)
+        ]
+    return damaged

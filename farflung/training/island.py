@@ -40,12 +40,12 @@ def launch_all(settings: Settings, folder: Path, arguments: list[str]) -> None:
             if death > restarts:
                 raise
             say(f"{error}; the island is started again ({death} of {restarts})")
-            arguments = [word for word in arguments if word != "--first" or not _knows_others(folder)]
+            arguments = [word for word in arguments if word != "--first" or not knows_others(folder)]
         else:
             return
 
 
-def _knows_others(folder: Path) -> bool:
+def knows_others(folder: Path) -> bool:
     """Whether the ticket that is kept there leads to more peers than this one."""
     from farflung.networks.internet import peers_at, read_ticket  # an extra, which is there by now
 

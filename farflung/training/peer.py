@@ -99,21 +99,23 @@ def run_peer(
     first: bool,
     joined: Callable[[InternetNetwork], None],
     name: str = "",
+    alone: str = "",
 ) -> None:
     """Trains as one peer, by a `name` if given, until the run's last step, the `first` if need be; tells when `joined`.
+
+    Where nobody answers, says what one `alone` can do.
 
     Where the peer is an island, each of its processes calls this; the first of them joins. Raises StoppedError,
     UserError and whatever training raises. Where it does not come to train, the folder stays as it was.
     """
-    folder = Path(settings.run.out)
-    told: list[Trainer] = []
+    folder, told = Path(settings.run.out), list[Trainer]()
 
     def tell(line: str) -> None:
         told[0].log.warn(line) if told else say(line)
 
     # Independent replicas on one machine have local ranks, too, but each has a folder of its own.
     owns_folder = not settings.island.divided or launch.local_rank() == 0
-    with contextlib.ExitStack() as leaving:
+    with contextlib.ExitStack() as leaving, _told_where_nobody_answers(alone):
         if owns_folder:
             leaving.enter_context(beginning.left_as_it_was(folder))
         check_for_internet(settings, local)
@@ -162,9 +164,18 @@ def _finish(trainer: Trainer, near: TorchNetwork | None, network: InternetNetwor
 
 
 @functools.partial(record, error_handler=OneLine())
-def run_part(ticket: Ticket, settings: Settings, local: ListenAddress, first: bool, name: str) -> None:
+def run_part(ticket: Ticket, settings: Settings, local: ListenAddress, first: bool, name: str, alone: str) -> None:
     """One of the processes of an island; see `run_peer`. A launcher learns why it failed."""
-    run_peer(ticket, settings, local, first, lambda network: None, name)
+    run_peer(ticket, settings, local, first, lambda network: None, name, alone)
+
+
+@contextlib.contextmanager
+def _told_where_nobody_answers(what_to_do: str) -> Iterator[None]:
+    """Raises UserError with what to do, where nobody answers."""
+    try:
+        yield
+    except internet().NobodyAnswersError as error:
+        raise UserError(f"{error}; {what_to_do}") from error
 
 
 def _joining(

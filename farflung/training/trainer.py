@@ -10,6 +10,7 @@ import torch
 from farflung.inner import names_of
 from farflung.networks import Network
 from farflung.outer import Round, Session
+from farflung.outer.elastic import CATCH_UP_SECONDS
 from farflung.pipeline import assemble
 from farflung.settings import Settings
 from farflung.training import checkpoint
@@ -22,9 +23,6 @@ from farflung.training.run_log import Progress, RunLog
 from farflung.training.stopping import StoppedError
 from farflung.training.tail import TailAverage
 from farflung.workloads import Workload
-
-CATCH_UP_SECONDS = 24 * 3600.0
-"""Longest wait for the state of a run, in seconds; a stalled transfer ends much earlier."""
 
 
 class Trainer:

@@ -3,6 +3,7 @@
 from farflung.networks.internet.contact.handshake import newcomer_info
 from farflung.networks.internet.contact.host import peers_at
 from farflung.networks.internet.contact.identity import Identity
+from farflung.networks.internet.contact.knocking import NobodyAnswersError
 from farflung.networks.internet.contact.peers import Peers
 from farflung.networks.internet.contact.ticket import Ticket, read_ticket
 from farflung.networks.internet.doors import DoorNetwork
@@ -17,6 +18,7 @@ __all__ = [
     "Identity",
     "InternetNetwork",
     "ListenAddress",
+    "NobodyAnswersError",
     "Peers",
     "Ticket",
     "examine",

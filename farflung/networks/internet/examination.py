@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from farflung.errors import UserError, counted
 from farflung.networks.internet.contact.frames import Frame, FrameError, entry, plain, read_payload, write_payload
-from farflung.networks.internet.contact.host import UNREACHABLE, is_global
+from farflung.networks.internet.contact.host import UNREACHABLE, is_global, is_loopback
 from farflung.networks.internet.contact.member import Member
 from farflung.networks.internet.contact.peers import Peers
 from farflung.networks.internet.contact.streams import PROMPT_SECONDS, PeerStream, RequestRefusedError
@@ -30,10 +30,15 @@ class Finding(NamedTuple):
 def examine(peers: Peers) -> Iterator[Finding]:
     """The checks of a peer that has just joined."""
     yield Finding(True, _reachability(peers))
-    training = peers.members.training()
-    yield Finding(True, f"{counted(len(training), 'peer')} in training; {len(peers.members.by_rank)} were heard of")
-    for member in peers.members.all():
-        yield peers.background.run(_link(peers, member), 10 * PROMPT_SECONDS)
+    heard_of, answered = peers.members.all(), list[int]()
+    for member in heard_of:
+        link = peers.background.run(_link(peers, member), 10 * PROMPT_SECONDS)
+        answered += [member.rank] * link.good
+        yield link
+    # What each has said of itself when it was asked.
+    training = [rank for rank in answered if (told := peers.members.by_rank.get(rank)) and told.trains]
+    were = "was" if len(heard_of) == 1 else "were"
+    yield Finding(True, f"{counted(len(training), 'peer')} in training; {len(heard_of)} {were} heard of")
 
 
 def _reachability(peers: Peers) -> str:
@@ -41,6 +46,8 @@ def _reachability(peers: Peers) -> str:
     listed = ", ".join(own) or "no address"
     if any(map(is_global, own)):
         return f"this machine has a public address ({listed}); others reach it there unless a firewall is in between"
+    if own and all(map(is_loopback, own)):
+        return f"only programs on this machine reach this peer ({listed}); for others to reach it, leave out --listen"
     private = f"this machine has private addresses only ({listed}): those on the same network reach it"
     remedy = "forward a port of the router to it, and give --port and --announce"
     if any(map(is_global, peers.addresses)):

@@ -173,6 +173,7 @@ class InternetNetwork(Exchanges):
     def fetch(self, identical: bool) -> Pending[SharedState]:
         """See ElasticNetwork."""
         begun, self._prefetched = self._prefetched, None
+        self.peers.info["trains"] = False  # until its next step: nobody waits for it, or asks it for the state
         return begun or self.begin(self.members(), lambda _: self._states.fetch(identical))
 
     def accept(self) -> None:

@@ -72,6 +72,12 @@ def is_global(address: str) -> bool:
     return known and not at_relay(address)
 
 
+def is_loopback(address: str) -> bool:
+    """Whether an address leads to the machine itself."""
+    _, kind, place, *_ = [*address.split("/"), "", "", ""]
+    return kind in ("ip4", "ip6") and ipaddress.ip_address(place).is_loopback
+
+
 def at_relay(address: str) -> bool:
     """Whether an address leads to a peer through another one, its relay."""
     return "/p2p-circuit" in address

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -19,14 +20,17 @@ KNOCK_SECONDS, TELL_SECONDS = 2.0, 10.0
 """How often a newcomer calls the peers of its ticket, and when it tells that nobody has answered yet."""
 
 
+AT_FIRST_SECONDS = 5.0
+"""How long one that can begin alone calls the peers of its ticket."""
+
+
 class NobodyAnswersError(UserError):
     """No peer is found at a ticket's addresses."""
 
     def __init__(self, addresses: Sequence[str], seconds: float) -> None:
         super().__init__(
             f"the ticket leads to {counted(len(addresses), 'address')}, where nobody has answered for {seconds:.0f} s; "
-            "ask a peer that is there for its newer ticket (RUN/run.ticket), see that this machine reaches it, or "
-            "begin the run again here with: farflung join TICKET --first"
+            "ask a peer that is there for its newer ticket (RUN/run.ticket), and see that this machine reaches it"
         )
 
 
@@ -42,6 +46,13 @@ async def find_members(peers: Peers, addresses: Sequence[str], deadline_s: float
             places = counted(len(addresses), "address")
             peers.tell(f"nobody answers yet at the ticket's {places}; this peer calls for {deadline_s:.0f} s")
         await asyncio.sleep(KNOCK_SECONDS)
+
+
+async def find_members_if_any(peers: Peers, addresses: Sequence[str]) -> None:
+    """Calls the peers at a ticket's addresses once: a run that begins again here may go on there. Raises UserError."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(AT_FIRST_SECONDS):
+            await _knock(peers, addresses, late=False)
 
 
 async def _knock(peers: Peers, addresses: Sequence[str], late: bool) -> bool:

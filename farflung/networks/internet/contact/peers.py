@@ -22,7 +22,7 @@ from farflung.networks.internet.contact.guard import Guard
 from farflung.networks.internet.contact.handshake import HELLO, LARGEST_HELLO, Handshake, StrangerError
 from farflung.networks.internet.contact.host import UNREACHABLE, Host, Streams, text_of
 from farflung.networks.internet.contact.identity import Identity, rank_of
-from farflung.networks.internet.contact.knocking import find_members
+from farflung.networks.internet.contact.knocking import find_members, find_members_if_any
 from farflung.networks.internet.contact.member import CLOCK_SECONDS, Member, signed
 from farflung.networks.internet.contact.members import Members
 from farflung.networks.internet.contact.streams import PROMPT_SECONDS, Handler, PeerStream, RequestRefusedError
@@ -54,7 +54,7 @@ class Peers:
     Args:
         info: what others must agree to (see `disagreement`), and facts for `farflung status`.
         tell: told in one line what a user should know.
-        first: whether it starts the run, or starts it again, and calls nobody.
+        first: whether it starts the run, or starts it again, where nobody of the ticket answers at once.
         listed: whether others are to know of it.
     """
 
@@ -93,7 +93,7 @@ class Peers:
         self.members = Members(self.info, self.guard)
         self.background = Background(tell)
         self.tell = tell
-        self._bootstrap = () if first else ticket.addresses
+        self._first = first
         self._handshake = Handshake(ticket, identity.peer, self.info, self.record)
         self._proven: OrderedDict[str, Member] = OrderedDict()
         self._quiet = contextlib.ExitStack()
@@ -214,8 +214,11 @@ class Peers:
         self._starting = asyncio.current_task()
         await self._host.start(self._on_stream, deadline_s)
         await self._settle()
-        if self._bootstrap:
-            await find_members(self, self._bootstrap, deadline_s)
+        if self._first:
+            await find_members_if_any(self, self.ticket.addresses)
+        elif self.ticket.addresses:
+            await find_members(self, self.ticket.addresses, deadline_s)
+        if self.members.proven():
             with contextlib.suppress(*UNREACHABLE):  # the daemon has just died, and comes back without relays
                 await self._take_relays()
         if self.info["door_of"] is None:  # a door is told of those that it meets
