@@ -68,7 +68,8 @@ class MeanGradient:
         self._network = network = session.network
         self._optimizer = optimizer
         self._index = index
-        (self.fragment,) = split(session.trained.model, 1, held & set(session.trained.parameters))
+        named = {name: parameter for name, parameter in session.trained.named.items() if parameter in held}
+        (self.fragment,) = split(session.trained.model, 1, named)
         self._parameters = self.fragment.parameters
         method = session.method
         self._topology = method.topology

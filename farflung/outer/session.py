@@ -20,6 +20,7 @@ from farflung.errors import UserError
 from farflung.formats import ROUNDS
 from farflung.hooks.buffers import average
 from farflung.hooks.digests import digest
+from farflung.hooks.shards import reshard
 from farflung.hooks.start import SETTING, DisagreementError, Fact, agree_on_start
 from farflung.hooks.steps import hook_steps
 from farflung.hooks.trained import Trained
@@ -110,6 +111,7 @@ class Session:
 
     def apply_pending(self) -> None:
         """Applies pending rounds now, however much of their delay is left."""
+        reshard(self.trained.model)
 
     def land(self) -> None:
         """The old name of `apply_pending`, for one more version."""
@@ -257,7 +259,7 @@ class Session:
         """Learns who keeps which cells, before anything is exchanged; later calls find it known."""
         if self.network.islands and not self._met:
             self._met = True
-            (fragment,) = split(self.trained.model, 1, self.trained.parameters)
+            (fragment,) = split(self.trained.model, 1, self.trained.named)
             rest = list(self.untrained.buffers()) if self.method.exchanges else []
             self.columns.meet(fragment.names, rest, self.key("islands"), self._options["starting_s"])
 
@@ -334,9 +336,10 @@ class Session:
         """Gives all replicas the mean of their weights; who comes and goes has nobody to end with."""
         if self.network.elastic:
             return
+        reshard(self.trained.model)
         self._meet_islands()
         key = self._next_key("weights")
-        (fragment,) = split(self.trained.model, 1, self.trained.parameters)
+        (fragment,) = split(self.trained.model, 1, self.trained.named)
         message = fragment.message(fragment.read())
         for column in self.columns.of(self.network.members(), message.names):
             named = {f"{cell} {n}": one for cell in column.cells for n, one in enumerate(message.cells[cell])}
