@@ -63,7 +63,7 @@ class MeanGradient:
     def __init__(self, session: Session, optimizer: torch.optim.Optimizer, index: int) -> None:
         held = set(held_by(optimizer))
         self.step = 0
-        self.faults = Faults(session.network.rank)
+        self.faults = Faults(session.network.rank, session.trained.layout)
         self._session = session
         self._network = network = session.network
         self._optimizer = optimizer

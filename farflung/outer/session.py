@@ -20,6 +20,7 @@ from farflung.errors import UserError
 from farflung.formats import ROUNDS
 from farflung.hooks.buffers import average
 from farflung.hooks.digests import digest
+from farflung.hooks.layouts import first_told
 from farflung.hooks.shards import reshard
 from farflung.hooks.start import SETTING, DisagreementError, Fact, agree_on_start
 from farflung.hooks.steps import hook_steps
@@ -90,7 +91,7 @@ class Session:
         self._left = False
         self._warned = False
         self._exchanges = 0
-        self._faults = Faults(network.rank)
+        self._faults = Faults(network.rank, self.trained.layout)
         self.undo = undo
         self.untrained = Untrained(setup.model, self.trained, undo)
         for optimizer in setup.optimizers:
@@ -179,7 +180,10 @@ class Session:
         return False
 
     def spoil(self, reason: str) -> None:
-        """Says that training went wrong since the last round: what this replica has is not for the others."""
+        """Says that training went wrong since the last round: what this replica has is not for the others.
+
+        One of the replica's processes may say so for all of them.
+        """
         self._faults.spoil(reason)
 
     def state_dict(self) -> dict[str, Any]:
@@ -282,7 +286,7 @@ class Session:
                 agree_on_start(column.network, column.key(self.key("start")), facts, self._options["starting_s"])
             except DisagreementError as error:  # in the other columns it is waited for
                 differ = differ or str(error)
-        if differ := next(filter(None, self.trained.layout.told(differ)), ""):
+        if differ := first_told(self.trained.layout, differ):
             raise DisagreementError(differ)
 
     def _facts(self) -> list[Fact]:

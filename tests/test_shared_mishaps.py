@@ -1,0 +1,41 @@
+"""What goes wrong in one process of an island is known to all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from processes import run_replicas
+from torch import Tensor
+from torch_mishap import always, never, once, trained
+from torch_shard import Model
+
+from farflung.networks import Conditions, Network, Simulation
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("case", "spoils", "replicas", "replica_of"),
+    [
+        ("spoilt", once, 2, (0, 0, 1, 1)),
+        ("spoilt, HSDP", once, 1, (0, 0, 0, 0)),
+        ("diverged, HSDP", always, 1, (0, 0, 0, 0)),
+    ],
+)
+def test_what_one_process_says_of_training_holds_for_its_whole_replica(
+    case: str, spoils: Callable[[int], bool], replicas: int, replica_of: tuple[int, ...], tmp_path: Path
+) -> None:
+    def one(network: Network) -> tuple[list[Any], dict[str, Tensor]]:
+        return trained(network, Model(), network.rank, lambda batch: batch, spoils if network.rank == 0 else never)
+
+    expected = Simulation(replicas, Conditions()).run(one)
+    assert any("my own check" in str(said) for said in expected[0][0])
+    for seen, replica in zip(run_replicas(4, case, "", tmp_path, script="torch_mishap.py"), replica_of, strict=True):
+        (said, weights), (expected_said, expected_weights) = seen[case], expected[replica]
+        assert said == expected_said
+        for name, weight in weights.items():
+            torch.testing.assert_close(weight, expected_weights[name], atol=1e-5, rtol=1e-5)

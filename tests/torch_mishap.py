@@ -1,0 +1,98 @@
+"""A process of islands in which something goes wrong in one process only: `torch_mishap.py CASES _ OUT`.
+
+Four processes are two islands of two shards, or one of two shards twice. The user's loop knows no pipeline of ours.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch_shard import batch, sharded, whole
+
+from farflung import methods
+from farflung.networks import Network, TorchNetwork
+from farflung.outer import DivergedError
+
+EVERY = 3
+SPOILT_AT = EVERY + 1
+
+
+def trained(
+    network: Network, model: nn.Module, replica: int, share: Callable[[Tensor], Tensor], spoils: Callable[[int], bool]
+) -> tuple[list[Any], dict[str, Tensor]]:
+    """What rounds came to, and the weights; before some steps a user's loop says that training went wrong."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    said: list[Any] = []
+    try:
+        with methods.diloco(every=EVERY).attach(
+            model, optimizer, network, deadline_s=60, on_round=lambda round: said.append((round.outcome, round.reason))
+        ) as outer:
+            for step in range(5 * EVERY):
+                model(share(batch(replica, step))).square().mean().backward()
+                if spoils(step):
+                    outer.spoil("my own check")
+                optimizer.step()
+                optimizer.zero_grad()
+    except DivergedError as error:
+        said.append(str(error))
+    return said, whole(model)
+
+
+def once(step: int) -> bool:
+    """A loop that something goes wrong in once."""
+    return step == SPOILT_AT
+
+
+def always(step: int) -> bool:
+    """A loop in which it goes on."""
+    return step >= SPOILT_AT
+
+
+def never(step: int) -> bool:
+    """A loop in which all is well."""
+    return False
+
+
+def spoilt(everyone: TorchNetwork, spoils: Callable[[int], bool]) -> Any:
+    """Two islands of two shards; the second process says so."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("island", "shard"))
+    replica, shard = divmod(everyone.process, 2)
+    network = everyone.of_islands([(0, 1), (2, 3)])
+    says = spoils if everyone.process == 1 else never
+    return trained(network, sharded(mesh["shard"]), replica, lambda whole: whole.chunk(2)[shard], says)
+
+
+def spoilt_twice_sharded(everyone: TorchNetwork, spoils: Callable[[int], bool]) -> Any:
+    """One replica, of which each shard is in two processes; the last one says so."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copy", "shard"))
+    says = spoils if everyone.process == 3 else never
+    network = everyone.among([everyone.process])
+    return trained(network, sharded(mesh), 0, lambda whole: whole.chunk(4)[everyone.process], says)
+
+
+CASES: dict[str, Callable[[TorchNetwork], Any]] = {
+    "spoilt": lambda everyone: spoilt(everyone, once),
+    "spoilt, HSDP": lambda everyone: spoilt_twice_sharded(everyone, once),
+    "diverged, HSDP": lambda everyone: spoilt_twice_sharded(everyone, always),
+}
+
+
+def main() -> None:
+    """Has each mishap in turn, and leaves what came of it."""
+    names, _, out = sys.argv[1:4]
+    torch.set_num_threads(1)
+    everyone = TorchNetwork.from_env(starting=60)
+    torch.save({name: CASES[name](everyone) for name in names.split(";")}, Path(out) / f"{everyone.process}.pt")
+
+
+if __name__ == "__main__":
+    main()
