@@ -10,7 +10,7 @@ import pytest
 import torch
 from processes import run_replicas
 from torch import Tensor
-from torch_mishap import always, never, once, trained
+from torch_mishap import always, bad_gradient, never, once, trained
 from torch_shard import Model
 
 from farflung.networks import Conditions, Network, Simulation
@@ -39,3 +39,18 @@ def test_what_one_process_says_of_training_holds_for_its_whole_replica(
         assert said == expected_said
         for name, weight in weights.items():
             torch.testing.assert_close(weight, expected_weights[name], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("case", ["", "scaled"])
+def test_no_part_of_a_bad_gradient_is_given_to_other_replicas(case: str, tmp_path: Path) -> None:
+    def one(network: Network) -> tuple[list[Any], dict[str, Tensor]]:
+        return bad_gradient(network, Model(), network.rank, lambda batch: batch, case, spoils=network.rank == 0)
+
+    expected = Simulation(3, Conditions()).run(one)
+    name = f"bad gradient, {case}".strip(", ")
+    processes = run_replicas(4, name, "", tmp_path, script="torch_mishap.py")
+    for seen, replica in zip(processes, (0, 0, 1, 2), strict=True):
+        (said, weights), (expected_said, expected_weights) = seen[name], expected[replica]
+        assert said == expected_said
+        for key, weight in weights.items():
+            torch.testing.assert_close(weight, expected_weights[key], atol=1e-5, rtol=1e-5)

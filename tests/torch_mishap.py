@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch_shard import batch, sharded, whole
+from torch_shard import Model, batch, sharded, whole
 
 from farflung import methods
+from farflung.hooks.shards import own_of
 from farflung.networks import Network, TorchNetwork
 from farflung.outer import DivergedError
 
@@ -79,10 +80,44 @@ def spoilt_twice_sharded(everyone: TorchNetwork, spoils: Callable[[int], bool]) 
     return trained(network, sharded(mesh), 0, lambda whole: whole.chunk(4)[everyone.process], says)
 
 
+def bad_gradient(
+    network: Network, model: nn.Module, replica: int, share: Callable[[Tensor], Tensor], case: str, spoils: bool
+) -> tuple[list[Any], dict[str, Tensor]]:
+    """What ddp came to, where one gradient of a process is infinite once, or a GradScaler finds it so."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, enabled=case == "scaled")
+    said: list[Any] = []
+    with methods.ddp().attach(
+        model, optimizer, network, deadline_s=60, on_round=lambda round: said.append((round.outcome, round.reason))
+    ):
+        for step in range(4):
+            scaler.scale(model(share(batch(replica, step))).square().mean()).backward()
+            if spoils and step == 2:
+                own_of(model.layers[0].weight.grad)[0, 0] = float("inf")  # type: ignore[index]
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    return said, whole(model)
+
+
+def bad_gradients(everyone: TorchNetwork, case: str) -> Any:
+    """An island of two shards, and two whole replicas; the gradient is the first process's."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("island", "shard"))
+    network = everyone.of_islands([(0, 1), (2,), (3,)])
+    if network.rank:
+        return bad_gradient(network, Model(), network.rank, lambda batch: batch, case, spoils=False)
+    model, spoils = sharded(mesh["shard"]), everyone.process == 0
+    return bad_gradient(network, model, 0, lambda batch: batch.chunk(2)[everyone.process], case, spoils)
+
+
 CASES: dict[str, Callable[[TorchNetwork], Any]] = {
     "spoilt": lambda everyone: spoilt(everyone, once),
     "spoilt, HSDP": lambda everyone: spoilt_twice_sharded(everyone, once),
     "diverged, HSDP": lambda everyone: spoilt_twice_sharded(everyone, always),
+    "bad gradient": lambda everyone: bad_gradients(everyone, ""),
+    "bad gradient, scaled": lambda everyone: bad_gradients(everyone, "scaled"),
 }
 
 
