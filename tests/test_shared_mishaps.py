@@ -41,6 +41,14 @@ def test_what_one_process_says_of_training_holds_for_its_whole_replica(
             torch.testing.assert_close(weight, expected_weights[name], atol=1e-5, rtol=1e-5)
 
 
+def test_processes_of_a_replica_that_are_given_other_methods_are_told(tmp_path: Path) -> None:
+    for process, seen in enumerate(run_replicas(4, "unlike", "", tmp_path, script="torch_mishap.py")):
+        for what, said in seen["unlike"].items():
+            assert said.startswith(f"process 1 of replica {process // 2} is given another {what} than its process 0: ")
+            assert said.endswith("; give all processes of a replica the same method and settings")
+        assert "every=4" in seen["unlike"]["schedule"].partition(", not ")[0]
+
+
 @pytest.mark.parametrize("case", ["", "scaled"])
 def test_no_part_of_a_bad_gradient_is_given_to_other_replicas(case: str, tmp_path: Path) -> None:
     def one(network: Network) -> tuple[list[Any], dict[str, Tensor]]:

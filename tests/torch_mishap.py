@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch_shard import Model, batch, sharded, whole
 from farflung import methods
 from farflung.hooks.shards import own_of
 from farflung.networks import Network, TorchNetwork
-from farflung.outer import DivergedError
+from farflung.outer import DisagreementError, DivergedError
 
 EVERY = 3
 SPOILT_AT = EVERY + 1
@@ -112,12 +113,44 @@ def bad_gradients(everyone: TorchNetwork, case: str) -> Any:
     return bad_gradient(network, model, 0, lambda batch: batch.chunk(2)[everyone.process], case, spoils)
 
 
+def with_lr(lr: float) -> methods.Method:
+    """A method whose description does not tell of its learning rate."""
+    return replace(methods.diloco(every=EVERY), outer=lambda anchors: torch.optim.SGD(anchors, lr=lr))
+
+
+UNLIKE: dict[str, tuple[methods.Method, methods.Method]] = {
+    "schedule": (methods.diloco(every=3), methods.diloco(every=4)),
+    "outer": (methods.diloco(every=1), methods.ddp()),
+    "outer optimizer": (with_lr(0.5), with_lr(0.7)),
+}
+"""What the shards of a replica are given, each another, by what they differ in."""
+
+
+def unlike(everyone: TorchNetwork, what: str) -> str:
+    """What two islands say whose shards are given other methods than each other."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("island", "shard"))
+    replica, shard = divmod(everyone.process, 2)
+    model = sharded(mesh["shard"])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    try:
+        with UNLIKE[what][shard].attach(model, optimizer, everyone.of_islands([(0, 1), (2, 3)])):
+            for step in range(2 * EVERY):
+                model(batch(replica, step).chunk(2)[shard]).square().mean().backward()
+                optimizer.step()
+    except DisagreementError as error:
+        return str(error)
+    return ""
+
+
 CASES: dict[str, Callable[[TorchNetwork], Any]] = {
     "spoilt": lambda everyone: spoilt(everyone, once),
     "spoilt, HSDP": lambda everyone: spoilt_twice_sharded(everyone, once),
     "diverged, HSDP": lambda everyone: spoilt_twice_sharded(everyone, always),
     "bad gradient": lambda everyone: bad_gradients(everyone, ""),
     "bad gradient, scaled": lambda everyone: bad_gradients(everyone, "scaled"),
+    "unlike": lambda everyone: {what: unlike(everyone, what) for what in UNLIKE},
 }
 
 

@@ -22,7 +22,7 @@ from farflung.hooks.buffers import average
 from farflung.hooks.digests import digest
 from farflung.hooks.layouts import first_told
 from farflung.hooks.shards import reshard
-from farflung.hooks.start import SETTING, DisagreementError, Fact, agree_on_start
+from farflung.hooks.start import SETTING, DisagreementError, Fact, agree_on_start, agree_within
 from farflung.hooks.steps import hook_steps
 from farflung.hooks.trained import Trained
 from farflung.hooks.untrained import Untrained
@@ -80,6 +80,9 @@ class Session:
         self.rounds = 0
         self.trained = Trained(setup.model, setup.optimizers, network)
         undo.callback(self.trained.end)
+        settings = {**vars(setup.method), "buffers": setup.options["buffers"]}  # before they do anything together
+        told = {what: described(value) for what, value in settings.items()}
+        agree_within(self.trained.layout, network.rank, told)
         number = network.attachment()
         self._name = f"attachment {number}"
         self.columns = Columns(network)
@@ -268,6 +271,8 @@ class Session:
             self.columns.meet(fragment.names, rest, self.key("islands"), self._options["starting_s"])
 
     def _agree_on_start(self, untrained: list[Fact]) -> None:
+        facts = self._facts()
+        agree_within(self.trained.layout, self.network.rank, {fact.what: fact.told[0] for fact in facts})
         cells = {cell: tensors for kept in self._starts_from() for cell, tensors in kept.cells.items()}
         rest = [tuple(tensor.shape) for tensor in self._averaged_besides().values()]
         if self.columns.unlike:
@@ -276,14 +281,14 @@ class Session:
         differ = ""
         for column in self.columns.of(self.network.members(), list(cells)):
             weights = [tensor for cell in column.cells for tensor in cells[cell]]
-            facts = [
-                *self._facts(),
+            started_from = [
+                *facts,
                 Fact("shapes", (str([*(tuple(tensor.shape) for tensor in weights), *rest]),)),
                 Fact("weights", (str(digest(weights).tolist()),)),
                 *untrained,
             ]
             try:
-                agree_on_start(column.network, column.key(self.key("start")), facts, self._options["starting_s"])
+                agree_on_start(column.network, column.key(self.key("start")), started_from, self._options["starting_s"])
             except DisagreementError as error:  # in the other columns it is waited for
                 differ = differ or str(error)
         if differ := first_told(self.trained.layout, differ):
