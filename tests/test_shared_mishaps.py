@@ -49,6 +49,14 @@ def test_processes_of_a_replica_that_are_given_other_methods_are_told(tmp_path: 
         assert "every=4" in seen["unlike"]["schedule"].partition(", not ")[0]
 
 
+def test_an_island_that_has_shards_twice_is_refused_beside_another_layout(tmp_path: Path) -> None:
+    for seen in run_replicas(4, "kept twice", "", tmp_path, script="torch_mishap.py"):
+        assert seen["kept twice"] == (
+            "processes 0 and 1 of replica 0 both keep layers.0.weight, and islands of unlike layouts need one keeper; "
+            "shard that island over a mesh of one dimension, or give all islands the same mesh"
+        )
+
+
 @pytest.mark.parametrize("case", ["", "scaled"])
 def test_no_part_of_a_bad_gradient_is_given_to_other_replicas(case: str, tmp_path: Path) -> None:
     def one(network: Network) -> tuple[list[Any], dict[str, Tensor]]:

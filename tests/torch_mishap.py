@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch_shard import Model, batch, sharded, whole
 
 from farflung import methods
+from farflung.errors import UserError
 from farflung.hooks.shards import own_of
 from farflung.networks import Network, TorchNetwork
 from farflung.outer import DisagreementError, DivergedError
@@ -144,12 +145,30 @@ def unlike(everyone: TorchNetwork, what: str) -> str:
     return ""
 
 
+def kept_twice(everyone: TorchNetwork) -> str:
+    """What an island says of which two processes have each shard, beside replicas of one process."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("island", "copy", "shard"))
+    network = everyone.of_islands([(0, 1), (2,), (3,)])
+    model = Model() if network.rank else sharded(mesh["copy", "shard"])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    try:
+        with methods.diloco(every=EVERY).attach(model, optimizer, network, deadline_s=60):
+            model(batch(0, 0)).square().mean().backward()
+            optimizer.step()
+    except UserError as error:
+        return str(error)
+    return ""
+
+
 CASES: dict[str, Callable[[TorchNetwork], Any]] = {
     "spoilt": lambda everyone: spoilt(everyone, once),
     "spoilt, HSDP": lambda everyone: spoilt_twice_sharded(everyone, once),
     "diverged, HSDP": lambda everyone: spoilt_twice_sharded(everyone, always),
     "bad gradient": lambda everyone: bad_gradients(everyone, ""),
     "bad gradient, scaled": lambda everyone: bad_gradients(everyone, "scaled"),
+    "kept twice": kept_twice,
     "unlike": lambda everyone: {what: unlike(everyone, what) for what in UNLIKE},
 }
 
