@@ -94,6 +94,23 @@ def test_simulated_and_torch_give_the_same_weights_bit_for_bit(
         assert not torch.equal(real[0], real[1])
 
 
+def test_seats_that_there_are_not_are_refused_in_a_line(tmp_path: Path) -> None:
+    own = "process 0 is none of {}; name it there, or leave this out in processes that take no part"
+    unknown = "process {} is none of the 3 that have joined; give ranks from 0 to 2"
+    twice = "process 1 is given twice, but it has one seat; name each process once"
+    assert run_replicas(3, "refused", "", tmp_path)[0] == {
+        "in no island": own.format("1, 2"),
+        "no islands": own.format("no processes"),
+        "in two islands": twice,
+        "an empty island": "replica 1 is an island without processes; give each replica at least one",
+        "unknown island": unknown.format(5),
+        "not among": own.format("1"),
+        "among none": own.format("no processes"),
+        "unknown among": unknown.format(7),
+        "twice among": twice,
+    }
+
+
 @pytest.mark.slow
 def test_a_late_peer_costs_one_deadline_and_the_network_stays_whole(tmp_path: Path) -> None:
     (first, after_first), (second, after_second) = run_replicas(2, "late", "", tmp_path)

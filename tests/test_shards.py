@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from processes import run_replicas
-from torch_shard import METHODS, Model, frozen, trained
+from torch_shard import EVALUATED, METHODS, Model, evaluated, frozen, trained
 
 from farflung.networks import Conditions, Network, Simulation
 
@@ -54,6 +54,25 @@ def test_weights_are_averaged_at_the_end_with_who_has_the_same_cells(
         assert not torch.equal(weight, others[key])
         torch.testing.assert_close(after[key], mean)
         torch.testing.assert_close(others_after[key], mean)
+
+
+@pytest.mark.parametrize("name", EVALUATED)
+@pytest.mark.parametrize(("layouts", "first"), [("alike", (0, 0, 1, 1)), ("unlike", (0, 0, 1, 2))])
+def test_who_evaluates_leaves_no_weights_out(
+    name: str, layouts: str, first: tuple[int, ...], processes: list[dict[str, Any]]
+) -> None:
+    """A forward pass without gradients leaves FSDP2's root gathered, which then shows others in its shards' place."""
+
+    def whole(network: Network) -> tuple[float, dict[str, torch.Tensor]]:
+        loss, weights = evaluated(network, Model(), network.rank, lambda batch: batch, name)
+        return loss, {key: weight.detach() for key, weight in weights.items()}
+
+    replicas = Simulation(max(first) + 1, Conditions()).run(whole)
+    for seen, replica in zip(processes, first, strict=True):
+        loss, weights = seen["evaluated"][layouts, name]
+        assert loss == pytest.approx(replicas[replica][0], abs=1e-5)
+        for key, weight in weights.items():
+            torch.testing.assert_close(weight, replicas[replica][1][key], atol=1e-5, rtol=1e-5)
 
 
 def test_islands_of_unlike_shards_may_have_frozen_weights(processes: list[dict[str, Any]]) -> None:

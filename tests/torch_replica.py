@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -18,6 +19,7 @@ from problem import replica
 
 from farflung import methods
 from farflung.codecs import ErrorFeedback, LowRank, Quantize
+from farflung.errors import UserError
 from farflung.networks import Network, PeerLostError, Pending, TorchNetwork
 from farflung.outer import bundles
 
@@ -135,6 +137,30 @@ def _told(pending: Pending[Any], until: tuple[int, ...], words: str = "") -> str
             if lost.ranks == until and words in told:
                 return told
     return f"never: {told}"
+
+
+REFUSED: dict[str, Callable[[TorchNetwork], object]] = {
+    "in no island": lambda network: network.of_islands([(1,), (2,)]),
+    "no islands": lambda network: network.of_islands([]),
+    "in two islands": lambda network: network.of_islands([(0, 1), (1, 2)]),
+    "an empty island": lambda network: network.of_islands([(0,), ()]),
+    "unknown island": lambda network: network.of_islands([(0,), (5,)]),
+    "not among": lambda network: network.among([1]),
+    "among none": lambda network: network.among([]),
+    "unknown among": lambda network: network.among([0, 7]),
+    "twice among": lambda network: network.among([0, 1, 1]),
+}
+
+
+def refused(network: TorchNetwork, _: str) -> Any:
+    """What process 0 of three is told about seats that there are not."""
+    told = {}
+    for name, wrong in REFUSED.items() if network.rank == 0 else ():
+        try:
+            wrong(network)
+        except UserError as error:
+            told[name] = str(error)
+    return told
 
 
 def death(network: TorchNetwork, _: str) -> Any:

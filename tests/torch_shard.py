@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from farflung import methods
 from farflung.codecs import Quantize
 from farflung.errors import UserError
+from farflung.hooks.shards import whole_of
 from farflung.networks import Network, TorchNetwork
 from farflung.outer import DisagreementError
 
@@ -28,6 +29,7 @@ METHODS: dict[str, Callable[[], methods.Method]] = {
     "8 bits": lambda: methods.diloco(every=3, codec=Quantize(8)),
 }
 STEPS = 8
+EVALUATED = ("ddp", "noloco, fragments, delay")
 
 
 class Model(nn.Module):
@@ -89,18 +91,18 @@ def refusal(network: Network, model: nn.Module) -> str:
 
 
 def sharded(mesh: Any) -> Model:
-    """A new model in shards."""
+    """A new model in shards; the last layer's belong to the root, which stays gathered after an evaluation."""
     from torch.distributed.fsdp import fully_shard
 
     model = Model()
-    for layer in model.layers:
+    for layer in model.layers[:-1]:
         fully_shard(layer, mesh=mesh)
     return fully_shard(model, mesh=mesh)  # type: ignore[return-value]
 
 
-def whole(model: Model) -> dict[str, Tensor]:
+def whole(model: nn.Module) -> dict[str, Tensor]:
     """Its weights."""
-    return {key: p.full_tensor().detach().clone() for key, p in model.named_parameters()}  # type: ignore[attr-defined]
+    return {key: whole_of(parameter.detach()).clone() for key, parameter in model.named_parameters()}
 
 
 def ended(name: str, network: Network, model: Model, replica: int, shard: int) -> tuple[Any, Any]:
@@ -130,8 +132,12 @@ def ended(name: str, network: Network, model: Model, replica: int, shard: int) -
 
 
 def frozen(network: Network, model: nn.Module, replica: int, share: Callable[[Tensor], Tensor], case: str = "") -> str:
-    """Trains a model whose first layer is frozen; where that moves, or differs, what it is refused with."""
-    model.layers[0].requires_grad_(False)  # type: ignore[index]
+    """Trains a model whose first and last layers are frozen; where the first moves, or differs, the refusal.
+
+    It is evaluated before each step, which leaves the last layer gathered.
+    """
+    for place in (0, -1):
+        model.layers[place].requires_grad_(False)  # type: ignore[index]
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     weight = model.layers[0].weight  # type: ignore[index]
     try:
@@ -140,6 +146,8 @@ def frozen(network: Network, model: nn.Module, replica: int, share: Callable[[Te
         with methods.diloco(every=2).attach(model, optimizer, network, deadline_s=60):
             for step in range(5):
                 model(share(batch(replica, step))).square().mean().backward()
+                with torch.no_grad():
+                    model(batch(9, 9))
                 optimizer.step()
                 optimizer.zero_grad()
                 with torch.no_grad():
@@ -147,6 +155,31 @@ def frozen(network: Network, model: nn.Module, replica: int, share: Callable[[Te
     except (UserError, DisagreementError) as error:
         return str(error)
     return ""
+
+
+def evaluated(
+    network: Network, model: nn.Module, replica: int, share: Callable[[Tensor], Tensor], method: str
+) -> tuple[float, dict[str, Tensor]]:
+    """The loss after all weights are averaged, and these; the model is evaluated whenever a user may do so."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+
+    @torch.no_grad()
+    def evaluate() -> float:
+        return float(model(batch(9, 9)).square().mean())
+
+    evaluate()
+    with METHODS[method]().attach(model, optimizer, network, deadline_s=60) as outer:
+        for step in range(STEPS - 1):
+            model(share(batch(replica, step))).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        evaluate()
+        outer.apply_pending()
+        evaluate()
+        outer.finish()
+        evaluate()
+        outer.finish(average_weights=True)
+    return evaluate(), whole(model)
 
 
 def main() -> None:
@@ -175,12 +208,21 @@ def main() -> None:
     results["ended"] = {
         name: ended(name, crossed, sharded(mesh["shard"]), replica, shard) for name in ("local", "noloco, resumed")
     }
+    results["evaluated"] = {}
+    for name in EVALUATED:
+        uneven = everyone.of_islands([(0, 1), (2,), (3,)])
+        model = sharded(mesh["shard"]) if replica == 0 else Model()
+        share = (lambda whole: whole.chunk(2)[shard]) if replica == 0 else (lambda whole: whole)
+        results["evaluated"]["unlike", name] = evaluated(uneven, model, uneven.rank, share, name)
+        network, model = everyone.among([shard, shard + 2]), sharded(mesh["shard"])
+        share = lambda whole: whole.chunk(2)[shard]  # noqa: E731
+        results["evaluated"]["alike", name] = evaluated(network, model, replica, share, name)
     results["frozen"] = {}
     for case in ("", "differs", "moves"):
         uneven = everyone.of_islands([(0, 1), (2,), (3,)])
         model = sharded(mesh["shard"]) if replica == 0 else Model()
         said = frozen(uneven, model, uneven.rank, lambda whole: whole.chunk(2)[shard] if replica == 0 else whole, case)
-        results["frozen"][case] = said, whole(model) if replica == 0 else dict(model.named_parameters())
+        results["frozen"][case] = said, whole(model)
     torch.save(results, Path(out) / f"{everyone.process}.pt")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -116,9 +117,10 @@ class FullySharded(Undivided):
                 "shard them all with fully_shard over one mesh"
             )
         self._device = way[0].device_type
-        self._group = way[0].get_group(dims[0])
-        self.processes, self.process = dist.get_world_size(self._group), dist.get_rank(self._group)
-        self._swaps = Swaps(self._group)
+        self._everyone = way[0].get_all_groups()  # more than those that swap, where each shard is in several processes
+        group = way[0].get_group(dims[0])
+        self.processes, self.process = dist.get_world_size(group), dist.get_rank(group)
+        self._swaps = Swaps(group)
 
     def swap(self, outgoing: Parts, incoming: Parts, like: Tensor) -> None:
         """See Layout."""
@@ -127,14 +129,28 @@ class FullySharded(Undivided):
     def total(self, values: Tensor) -> Tensor:
         """See Layout."""
         there = values.to(self._device)  # a group may have no other
-        dist.all_reduce(there, group=self._group)
+        for group in self._everyone:
+            dist.all_reduce(there, group=group)
         return values.copy_(there)
 
     def told(self, value: T) -> list[T]:
         """See Layout."""
-        told = [value] * self.processes
-        dist.all_gather_object(told, value, group=self._group)
+        told = [value]
+        for group in reversed(self._everyone):  # the last dimension of the mesh runs fastest
+            parts = [told] * dist.get_world_size(group)
+            dist.all_gather_object(parts, told, group=group)
+            told = [one for part in parts for one in part]
         return told
+
+
+def first_told(layout: Layout, word: str) -> str:
+    """What the first of a replica's processes says that does not say "", else that; all of them call this alike.
+
+    Where nobody says anything, as is usual, it takes no more than a sum. Raises PeerLostError.
+    """
+    if not layout.total(torch.tensor([bool(word)], dtype=torch.float64)):
+        return ""
+    return next(filter(None, layout.told(word)))
 
 
 def layout_of(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> Layout:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 
@@ -22,6 +23,18 @@ def own_of(tensor: Tensor) -> Tensor:
     """What this process holds of a tensor: a DTensor's local shard, else all. FSDP may replace it: ask each time."""
     to_local = getattr(tensor, "to_local", None)  # DTensor is slow to import, and few need it
     return to_local() if to_local else tensor
+
+
+def reshard(model: nn.Module) -> None:
+    """Frees what FSDP2 has gathered; a forward pass without gradients leaves its root so, of weights that may change.
+
+    The model then shows its shards again, which are the parameters that optimizers hold. Not to be called within
+    backward, which needs what is gathered.
+    """
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # slow to import; who has sharded a model has done so
+    for module in model.modules():
+        if fsdp and isinstance(module, fsdp.FSDPModule):
+            module.reshard()
 
 
 def check_shards(model: nn.Module, network: Network) -> None:

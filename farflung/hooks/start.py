@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
+from farflung.hooks.layouts import Layout
 from farflung.networks import Network, PeerLostError, Pending
 from farflung.networks.base import packet_of, words_of
 from farflung.networks.torchrun import REMINDER_SECONDS, log
@@ -17,9 +18,10 @@ BYTES = 4
 
 
 class DisagreementError(RuntimeError):
-    """The replicas do not start from the same weights and settings."""
+    """The replicas, or the processes of one, do not start from the same weights and settings."""
 
 
+WITHIN = "give all processes of a replica the same method and settings"
 SETTING = "give all replicas the same method and settings"
 STATE = (
     "seed every replica alike before making the model, or load the same weights into all, and attach in the same order "
@@ -53,6 +55,21 @@ def agree_on_start(network: Network, key: str, facts: Sequence[Fact], seconds: f
             others = [rank for rank, words in told.items() if any(words[p] != told[network.rank][p] for p in places)]
             values = _values(network, f"{key}, in words", fact, seconds) if fact.remedy == SETTING else {}
             raise DisagreementError(_described(network.rank, fact, others, values))
+
+
+def agree_within(layout: Layout, replica: int, settings: Mapping[str, str]) -> None:
+    """Compares what the processes of a replica are given, in words by name; all of them call this alike.
+
+    Raises DisagreementError, in all of them.
+    """
+    first, *others = layout.told(dict(settings))
+    for process, theirs in enumerate(others, start=1):
+        for what, value in first.items():
+            if theirs[what] != value:
+                raise DisagreementError(
+                    f"process {process} of replica {replica} is given another {what} than its process 0: "
+                    f"{theirs[what]}, not {value}; {WITHIN}"
+                )
 
 
 def _values(network: Network, key: str, fact: Fact, seconds: float) -> dict[int, str]:

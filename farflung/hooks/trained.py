@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from farflung.errors import UserError
 from farflung.hooks.digests import digest
-from farflung.hooks.layouts import Layout, layout_of
+from farflung.hooks.layouts import Layout, is_sharded, layout_of
 from farflung.hooks.shards import own_of
 from farflung.networks import Network
 
@@ -40,10 +40,12 @@ class Trained:
         self._network = network
         self.optimizers = tuple(optimizers)
         self._names = {parameter: name for name, parameter in model.named_parameters()}
+        self._shards = {name: parameter for parameter, name in self._names.items() if is_sharded(parameter)}
         for optimizer in self.optimizers:
             self._check_owner(optimizer)
         held = {parameter for optimizer in self.optimizers for parameter in held_by(optimizer)}
-        self.parameters = [parameter for parameter in self._names if parameter in held and parameter.requires_grad]
+        self.named = {name: p for p, name in self._names.items() if p in held and p.requires_grad}
+        self.parameters = list(self.named.values())
         self.restore: Callable[[], None] = lambda: None
         """Restores weights that are not finite, where a session has older ones."""
         self._left_alone: dict[nn.Parameter, Tensor] = {}
@@ -58,7 +60,7 @@ class Trained:
     @cached_property
     def layout(self) -> Layout:
         """How the parameters lie in the replica."""
-        return layout_of(self.model, {self._names[parameter]: parameter for parameter in self.parameters})
+        return layout_of(self.model, self.named)
 
     def _check_owner(self, optimizer: Optimizer) -> None:
         for parameter in held_by(optimizer):
@@ -75,6 +77,10 @@ class Trained:
                     f"{self._names[parameter]} is of {kind}, which no round can carry; train a dense one of float32, "
                     "float64, bfloat16 or float16"
                 )
+
+    def present(self) -> dict[str, nn.Parameter]:
+        """The model's parameters as they are now, by name; shards even where FSDP2 shows what it gathered of them."""
+        return {name: self._shards.get(name, parameter) for name, parameter in self.model.named_parameters()}
 
     def others(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The model's parameters that these optimizers do not train, by name."""

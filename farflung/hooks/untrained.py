@@ -54,8 +54,8 @@ class Untrained:
     def frozen(self) -> dict[str, Tensor]:
         """The parameters that nobody trains, by name."""
         averaged = self._trained.averaged()
-        named = self._model.named_parameters()
-        return {name: p for name, p in named if not p.requires_grad and p not in averaged}
+        named = self._trained.present()
+        return {name: p for name, p in named.items() if not p.requires_grad and p not in averaged}
 
     def named(self) -> dict[str, Tensor]:
         """Both, by name."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import zlib
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import _get_default_store
 
+from farflung.errors import UserError
 from farflung.networks.base import Combine, Finished, Group, Packets, Pending, mean_in_order
 from farflung.networks.torchrun import join
 from farflung.networks.transfer import RealNetwork, Transfer
@@ -74,17 +75,44 @@ class TorchNetwork(RealNetwork):
         return cls() if dist.is_initialized() else cls(*join(starting))
 
     def among(self, processes: Sequence[int]) -> TorchNetwork:
-        """The network of some of the processes, this one among them; the first is replica 0 there."""
+        """The network of some of the processes, this one among them; the first is replica 0 there.
+
+        Raises UserError where a process is not there, or given twice.
+        """
+        self._check_seats(processes)
         network = TorchNetwork(self._addresses, self.store, processes)
         network._attachments = self._attachments  # both send under the same process group's keys
         return network
 
     def of_islands(self, islands: Sequence[Group]) -> TorchNetwork:
-        """The network of replicas that are several processes each; these may have unlike layouts."""
+        """The network of replicas that are several processes each; these may have unlike layouts.
+
+        Raises UserError where a process is not there, or in two islands, or this one is in none.
+        """
+        if empty := [replica for replica, island in enumerate(islands) if not island]:
+            raise UserError(f"replica {empty[0]} is an island without processes; give each replica at least one")
+        self._check_seats([process for island in islands for process in island])
         own = next(island for island in islands if self.process in island)
         network = self.among([island[own.index(self.process) % len(island)] for island in islands])
         network.island_processes = tuple(islands)
         return network
+
+    def _check_seats(self, processes: Sequence[int]) -> None:
+        """Raises UserError unless each is a process that has joined, and this one is there."""
+        joined = dist.get_world_size()
+        if unknown := [process for process in processes if process not in range(joined)]:
+            raise UserError(
+                f"process {unknown[0]} is none of the {joined} that have joined; give ranks from 0 to {joined - 1}"
+            )
+        if self.process not in processes:
+            named = ", ".join(map(str, processes)) or "no processes"
+            raise UserError(
+                f"process {self.process} is none of {named}; name it there, or leave this out in processes that take "
+                "no part"
+            )
+        if len(set(processes)) < len(processes):
+            twice = next(process for process, seats in Counter(processes).items() if seats > 1)
+            raise UserError(f"process {twice} is given twice, but it has one seat; name each process once")
 
     @property
     def islands(self) -> TorchNetwork | None:

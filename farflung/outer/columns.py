@@ -91,7 +91,8 @@ class Columns:
         """Tells the processes of all islands what this one keeps, and learns what they do.
 
         Unlike islands can only have cells in common: not the `rest` of a model, such as buffers. Raises PeerLostError,
-        DisagreementError where islands train unlike parameters, and UserError where their models have a rest.
+        DisagreementError where islands train unlike parameters, and UserError where their models have a rest, or two
+        processes of one keep the same.
         """
         if (islands := self._network.islands) is None:
             return
@@ -106,9 +107,7 @@ class Columns:
                 f"the model keeps {named[0]} besides its trained weights, which islands of unlike layouts cannot "
                 "average; give all islands the same stages and shards"
             )
-        self._keepers = [
-            _keepers(layout, island) for layout, island in zip(layouts, islands.island_processes, strict=True)
-        ]
+        self._keepers = list(map(_keepers, range(len(layouts)), layouts, islands.island_processes))
         unlike = [place for place, kept in enumerate(self._keepers) if kept.keys() != self._keepers[0].keys()]
         if unlike:
             raise DisagreementError(
@@ -151,9 +150,19 @@ def _name(cells: Sequence[str]) -> str:
     return f"cells {hashlib.sha256(json.dumps(cells).encode()).hexdigest()[:16]}"
 
 
-def _keepers(layout: Sequence[tuple[list[str], list[str]]], island: Group) -> dict[str, int]:
-    """The process that keeps each cell in an island."""
-    return {cell: process for (cells, _), process in zip(layout, island, strict=True) for cell in cells}
+def _keepers(replica: int, layout: Sequence[tuple[list[str], list[str]]], island: Group) -> dict[str, int]:
+    """The process that keeps each cell in an island. Raises UserError where two of them do, as under HSDP."""
+    found: dict[str, int] = {}
+    for (cells, _), process in zip(layout, island, strict=True):
+        for cell in cells:
+            if cell in found:
+                raise UserError(
+                    f"processes {found[cell]} and {process} of replica {replica} both keep {cell}, and islands of "
+                    "unlike layouts need one keeper; shard that island over a mesh of one dimension, or give all "
+                    "islands the same mesh"
+                )
+            found[cell] = process
+    return found
 
 
 def _between(islands: IslandNetwork, group: Group, keepers: Sequence[int]) -> Network:

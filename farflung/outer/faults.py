@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from farflung.hooks.layouts import Layout, first_told
+
 PATIENCE_ROUNDS = 3
 """Rounds in a row without a sound message, after which training has diverged."""
 
@@ -13,10 +15,16 @@ class DivergedError(RuntimeError):
 
 
 class Faults:
-    """One replica's faults; the replica is given by its rank."""
+    """One replica's faults: what any of its processes has found, all of them judge.
 
-    def __init__(self, replica: int) -> None:
+    Args:
+        replica: its rank.
+        layout: how it is divided.
+    """
+
+    def __init__(self, replica: int, layout: Layout) -> None:
         self._replica = replica
+        self._layout = layout
         self._fault = ""
         self._bad_rounds: list[int] = []
 
@@ -25,8 +33,11 @@ class Faults:
         self._fault = self._fault or reason
 
     def judge(self, round: int, step: int) -> str:
-        """The fault since the last round, or "", which is then cleared. Raises DivergedError at the third in a row."""
-        fault, self._fault = self._fault, ""
+        """The fault since the last round, or "", which is then cleared; all of the replica's processes call it alike.
+
+        Raises DivergedError at the third in a row.
+        """
+        fault, self._fault = first_told(self._layout, self._fault), ""
         if not fault:
             return ""
         if round not in self._bad_rounds:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -246,16 +246,16 @@ def sendable(tensor: Tensor) -> bool:
     return bool((low >= -LARGEST) & (high <= LARGEST))
 
 
-def split(model: nn.Module, fragments: int, among: Collection[nn.Parameter] | None = None) -> list[Fragment]:
-    """The trainable parameters in fragments of whole layers, strided so that each mixes early and late layers.
+def split(model: nn.Module, fragments: int, trained: Mapping[str, nn.Parameter] | None = None) -> list[Fragment]:
+    """What is trained in fragments of whole layers, strided so that each mixes early and late layers.
 
-    With `among`, only those of these parameters. Tied parameters appear once, frozen ones not at all.
+    That is by default all trainable parameters; those that are given may not be what the model shows just now, as
+    while FSDP2 has gathered them. Tied parameters appear once.
 
     Raises UserError when there are fewer layers than fragments.
     """
-    wanted = None if among is None else set(among)
     known = dict(model.named_parameters())
-    named = {n: p for n, p in known.items() if p.requires_grad and (wanted is None or p in wanted)}
+    named = {n: p for n, p in known.items() if p.requires_grad} if trained is None else trained
     layout = layout_of(model, named)
     outline = {name: shape for name, shape in layout.outline.items() if name in named or name not in known}
     layers = list(layers_of(outline).values())

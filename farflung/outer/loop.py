@@ -59,7 +59,7 @@ class OuterLoop(Session):
         method, network, optimizers = setup.method, setup.network, setup.optimizers
         schedule = method.schedule
         device = torch.device(given) if (given := setup.options["outer_device"]) else None
-        fragments = split(setup.model, schedule.fragments, self.trained.parameters if schedule.every else ())
+        fragments = split(setup.model, schedule.fragments, self.trained.named if schedule.every else {})
         self.anchors = [fragment.read(device) for fragment in fragments]
         self.outer: torch.optim.Optimizer = self._make_outer()
         parameters = [fragment.parameters for fragment in fragments]
@@ -300,6 +300,7 @@ class OuterLoop(Session):
     @torch.no_grad()
     def apply_pending(self) -> None:
         """See Session."""
+        super().apply_pending()
         while self._rounds.pending:
             self._apply(self._rounds.pending.pop(0), starts=False)
 

@@ -63,12 +63,13 @@ class MeanGradient:
     def __init__(self, session: Session, optimizer: torch.optim.Optimizer, index: int) -> None:
         held = set(held_by(optimizer))
         self.step = 0
-        self.faults = Faults(session.network.rank)
+        self.faults = Faults(session.network.rank, session.trained.layout)
         self._session = session
         self._network = network = session.network
         self._optimizer = optimizer
         self._index = index
-        (self.fragment,) = split(session.trained.model, 1, held & set(session.trained.parameters))
+        named = {name: parameter for name, parameter in session.trained.named.items() if parameter in held}
+        (self.fragment,) = split(session.trained.model, 1, named)
         self._parameters = self.fragment.parameters
         method = session.method
         self._topology = method.topology

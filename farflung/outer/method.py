@@ -14,7 +14,7 @@ from typing_extensions import get_protocol_members
 
 from farflung.codecs import Codec, Dense, as_codec
 from farflung.errors import UserError
-from farflung.hooks.shards import check_shards
+from farflung.hooks.shards import check_shards, reshard
 from farflung.inner import MUON, Inner
 from farflung.networks import Network
 from farflung.outer.adaptation import Adapt
@@ -147,6 +147,7 @@ class Method:
         _check_role("the network given to attach", network, Network)
         self._check_network(network, chosen["robust"])
         self._look_at_inner(optimizers)
+        reshard(model)
         check_shards(model, network)
         loop = GradientLoop if self.outer is None else ElasticLoop if network.elastic else OuterLoop
         undo = ExitStack()

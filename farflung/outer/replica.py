@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from farflung.hooks.copies import Copies
+from farflung.hooks.layouts import first_told
 from farflung.hooks.trained import Trained
 from farflung.hooks.untrained import Untrained
 from farflung.outer.faults import Faults
@@ -53,7 +53,7 @@ class Replica:
 
     def restore_if_spoilt(self, pending: Sequence[Pending]) -> None:
         """Goes back to the anchors at once where weights are not finite; the next round says so."""
-        if fault := self._unsound():
+        if fault := first_told(self._trained.layout, self._unsound()):
             self.faults.spoil(fault)
             self.restore(pending)
 
@@ -81,10 +81,8 @@ class Replica:
                 parameter.grad.zero_()  # or a step that is still to come would spoil all again
 
     def _unsound(self) -> str:
-        """The same in all of a replica's processes, which go back together."""
-        spoilt = not all(w.fragment.sound() for w in self._weights)
-        found = self._trained.layout.total(torch.tensor([spoilt], dtype=torch.float64))
-        return "the weights are not finite" if found else ""
+        """What this process finds: all of a replica's go back together."""
+        return "" if all(weights.fragment.sound() for weights in self._weights) else "the weights are not finite"
 
     def state_dict(self) -> dict[str, Any]:
         """What is known of copies, and the last round that was spoilt."""

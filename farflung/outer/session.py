@@ -20,7 +20,9 @@ from farflung.errors import UserError
 from farflung.formats import ROUNDS
 from farflung.hooks.buffers import average
 from farflung.hooks.digests import digest
-from farflung.hooks.start import SETTING, DisagreementError, Fact, agree_on_start
+from farflung.hooks.layouts import first_told
+from farflung.hooks.shards import reshard
+from farflung.hooks.start import SETTING, DisagreementError, Fact, agree_on_start, agree_within
 from farflung.hooks.steps import hook_steps
 from farflung.hooks.trained import Trained
 from farflung.hooks.untrained import Untrained
@@ -78,6 +80,9 @@ class Session:
         self.rounds = 0
         self.trained = Trained(setup.model, setup.optimizers, network)
         undo.callback(self.trained.end)
+        settings = {**vars(setup.method), "buffers": setup.options["buffers"]}  # before they do anything together
+        told = {what: described(value) for what, value in settings.items()}
+        agree_within(self.trained.layout, network.rank, told)
         number = network.attachment()
         self._name = f"attachment {number}"
         self.columns = Columns(network)
@@ -89,7 +94,7 @@ class Session:
         self._left = False
         self._warned = False
         self._exchanges = 0
-        self._faults = Faults(network.rank)
+        self._faults = Faults(network.rank, self.trained.layout)
         self.undo = undo
         self.untrained = Untrained(setup.model, self.trained, undo)
         for optimizer in setup.optimizers:
@@ -110,6 +115,7 @@ class Session:
 
     def apply_pending(self) -> None:
         """Applies pending rounds now, however much of their delay is left."""
+        reshard(self.trained.model)
 
     def land(self) -> None:
         """The old name of `apply_pending`, for one more version."""
@@ -177,7 +183,10 @@ class Session:
         return False
 
     def spoil(self, reason: str) -> None:
-        """Says that training went wrong since the last round: what this replica has is not for the others."""
+        """Says that training went wrong since the last round: what this replica has is not for the others.
+
+        One of the replica's processes may say so for all of them.
+        """
         self._faults.spoil(reason)
 
     def state_dict(self) -> dict[str, Any]:
@@ -257,11 +266,13 @@ class Session:
         """Learns who keeps which cells, before anything is exchanged; later calls find it known."""
         if self.network.islands and not self._met:
             self._met = True
-            (fragment,) = split(self.trained.model, 1, self.trained.parameters)
+            (fragment,) = split(self.trained.model, 1, self.trained.named)
             rest = list(self.untrained.buffers()) if self.method.exchanges else []
             self.columns.meet(fragment.names, rest, self.key("islands"), self._options["starting_s"])
 
     def _agree_on_start(self, untrained: list[Fact]) -> None:
+        facts = self._facts()
+        agree_within(self.trained.layout, self.network.rank, {fact.what: fact.told[0] for fact in facts})
         cells = {cell: tensors for kept in self._starts_from() for cell, tensors in kept.cells.items()}
         rest = [tuple(tensor.shape) for tensor in self._averaged_besides().values()]
         if self.columns.unlike:
@@ -270,17 +281,17 @@ class Session:
         differ = ""
         for column in self.columns.of(self.network.members(), list(cells)):
             weights = [tensor for cell in column.cells for tensor in cells[cell]]
-            facts = [
-                *self._facts(),
+            started_from = [
+                *facts,
                 Fact("shapes", (str([*(tuple(tensor.shape) for tensor in weights), *rest]),)),
                 Fact("weights", (str(digest(weights).tolist()),)),
                 *untrained,
             ]
             try:
-                agree_on_start(column.network, column.key(self.key("start")), facts, self._options["starting_s"])
+                agree_on_start(column.network, column.key(self.key("start")), started_from, self._options["starting_s"])
             except DisagreementError as error:  # in the other columns it is waited for
                 differ = differ or str(error)
-        if differ := next(filter(None, self.trained.layout.told(differ)), ""):
+        if differ := first_told(self.trained.layout, differ):
             raise DisagreementError(differ)
 
     def _facts(self) -> list[Fact]:
@@ -334,9 +345,10 @@ class Session:
         """Gives all replicas the mean of their weights; who comes and goes has nobody to end with."""
         if self.network.elastic:
             return
+        reshard(self.trained.model)
         self._meet_islands()
         key = self._next_key("weights")
-        (fragment,) = split(self.trained.model, 1, self.trained.parameters)
+        (fragment,) = split(self.trained.model, 1, self.trained.named)
         message = fragment.message(fragment.read())
         for column in self.columns.of(self.network.members(), message.names):
             named = {f"{cell} {n}": one for cell in column.cells for n, one in enumerate(message.cells[cell])}
