@@ -114,6 +114,7 @@ def test_a_visit_beforehand_does_not_keep_a_host_from_calling_those_who_do_not_c
         return True
 
     monkeypatch.setattr(host.peers[0].peers, "still_there", still_there)
+    host.peers[0]._matchmaker._called.clear()
     come(host, (LIAR, request(LIAR, key=key, wait_s=0.0)))
     guests = [(rank, request(11, 12, 13, key=key, wait_s=2.0)) for rank in (11, 12)]
     assert come(host, *guests, apart_s=0.0) == 2 * [{11, 12}]

@@ -33,12 +33,12 @@ from farflung.outer.session import Setup
 from farflung.outer.slow_link import SlowLink
 from farflung.outer.whole_state import NearProcesses
 
+log = logging.getLogger(__name__)
+
 T = TypeVar("T")
 
 OF = " of "
 """Between what a tensor is and the name of its cell."""
-
-log = logging.getLogger(__name__)
 
 LOW_BITS = (1 << 31) - 1
 """Of a digest: a float64 holds sums of so many bits exactly."""
