@@ -28,6 +28,7 @@ from farflung.errors import UserError
 from farflung.methods import Method
 from farflung.networks import PeerLostError, SimulatedNetwork, Simulation
 from farflung.networks.internet import InternetNetwork
+from farflung.networks.internet.contact.streams import PeerStream, RequestRefusedError
 from farflung.outer import GossipNesterov, ParameterAveraging, Round, Session
 from farflung.outer.aggregation import LARGEST_RATIO, Aggregation, Blame, clipped, median
 from farflung.outer.averaging import Averaging, Meeting
@@ -252,6 +253,24 @@ def test_one_that_finds_the_run_far_ahead_takes_its_state_before_their_first_rou
         late = train(run.join(trains=False), method, partial(until_met, begun_with))
     assert groups_of([first.result()])[-1] == groups_of([late])[-1]
     assert any(torch.equal(begun_with[1], weights) for weights in learnt[60:])
+
+
+@pytest.mark.slow
+def test_one_that_has_trained_alone_for_long_takes_no_state_of_one_that_says_it_is_further(run: Run) -> None:
+    one, asked = run.join(), list[int]()
+
+    async def state(stream: PeerStream, _: Any) -> None:
+        asked.append(stream.member.rank)
+        raise RequestRefusedError("no")
+
+    def until_it_follows(outer: Session, _: list[Round]) -> bool:
+        if outer.step == 60:
+            liar = run.join(step=5000, rate=1.0)
+            liar.peers.handlers["state"] = state
+        return outer.step < 4000
+
+    train(one, methods.noloco(every=5), until_it_follows)
+    assert not asked
 
 
 @pytest.mark.slow

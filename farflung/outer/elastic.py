@@ -49,6 +49,9 @@ IN_TOUCH_S = 5.0
 CATCH_UP_SECONDS = 24 * 3600.0
 """Longest wait for the state of a run, in seconds; a stalled transfer ends much earlier."""
 
+NEW_ROUNDS = 4
+"""A replica that has trained alone for the time of so many rounds is no newcomer."""
+
 HELD_UP = "held_up_s"
 """The fact that replicas tell each other of their links."""
 
@@ -71,6 +74,8 @@ class ElasticLoop(OuterLoop):
         self._fetching: Pending[SharedState | None] | None = None
         self._history = ""
         self._has_averaged = False
+        self._began: int | None = None
+        """The first step that it has counted."""
         self._belongs = False
         """Whether it has averaged with others, or taken their state."""
         self._said_behind: set[int | None] = set()
@@ -96,19 +101,12 @@ class ElasticLoop(OuterLoop):
         self._blamed[rank] = why
 
     def _counted(self, step: int) -> int:
-        """Counts a step as the others do; loads their state when a download has ended.
-
-        One that finds the others far ahead before it has met any takes their state first: what it has learnt is none of
-        theirs.
-        """
+        """Counts a step as the others do; loads their state when a download has ended."""
         every = self.method.schedule.every or 1
         counted, wanted = self._elastic.paced(step, every), self._elastic.wanted
         alone = wanted and self.network.members() == (self.network.rank,)
         self.step, wanted, alone = self._lead((counted, wanted, alone))
-        if self.step - step > every and not self._belongs:
-            if not self.trained.layout.process:
-                log.warning("the run is %d steps ahead of this peer, which takes its state first", self.step - step)
-            self.catch_up(CATCH_UP_SECONDS)
+        self._catch_up_if_new(step, every)
         if wanted:
             if alone:
                 self._anchor_weights()
@@ -117,6 +115,20 @@ class ElasticLoop(OuterLoop):
         for sync in self._rounds.syncs:
             sync.skip_to(self.step - sync.every_steps + 1)  # to the latest that has started, which it may yet come to
         return self.step
+
+    def _catch_up_if_new(self, step: int, every: int) -> None:
+        """Takes the others' state where they are far ahead of a replica that has just begun, and has not met any.
+
+        What it has learnt is not worth averaging with theirs. One that has trained for some rounds goes on with what it
+        has: of two, one alone says that it is further, and may lie.
+        """
+        if self._began is None:
+            self._began = step
+        if self._belongs or self.step - step <= every or step - self._began > NEW_ROUNDS * every:
+            return
+        if not self.trained.layout.process:
+            log.warning("the run is %d steps ahead of this peer, which takes its state first", self.step - step)
+        self.catch_up(CATCH_UP_SECONDS)
 
     def _lead(self, value: T) -> T:
         """What the replica's first process says."""
