@@ -120,7 +120,8 @@ def unspoilt(live: Run, monkeypatch: pytest.MonkeyPatch) -> Run:
     live.told.clear()
     for peer in live.peers:
         peer.refused.clear()
-        monkeypatch.setitem(peer.peers.info, "step", peer.peers.info["step"])
+        for told in ("step", "rate", "trains"):  # one that fetches a state does not train
+            monkeypatch.setitem(peer.peers.info, told, peer.peers.info[told])
         for member in peer.peers.members.by_rank.values():
             member.moved = time.monotonic()  # they never train
             for name in ("step", "rate", "believed", "failed"):
