@@ -383,6 +383,7 @@ def test_another_secret_does_not_find_the_run(pair: Run, tmp_path: Path) -> None
         InternetNetwork(Peers(stranger, Identity(tmp_path / "k"), ListenAddress("127.0.0.1"), INFO))
 
 
+@pytest.mark.slow
 def test_nobody_at_the_addresses_is_said_with_what_to_do(tmp_path: Path) -> None:
     first = Identity(tmp_path / "first").peer
     ticket = Ticket.new("test", {}).at((f"/ip4/127.0.0.1/tcp/{free_port()}/p2p/{first}",))
@@ -408,6 +409,7 @@ def test_one_that_listens_for_its_own_machine_is_told_that_nobody_else_reaches_i
     assert "those on the same network" not in where
 
 
+@pytest.mark.slow
 def test_a_port_in_use_is_named(pair: Run, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="choose another with --port"):
         local = ListenAddress("127.0.0.1", pair.port)

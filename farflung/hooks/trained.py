@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from threading import Lock
 from weakref import WeakSet
@@ -32,13 +32,14 @@ class Trained:
     """The parameters of a model that some optimizers train, and that are averaged over a network.
 
     Another network may average the same parameters, within a site, say. Raises UserError where an optimizer has
-    parameters that are not the model's, or that are attached already.
+    parameters that are not the model's, or that are attached already, and where one has no values yet.
     """
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer], network: Network) -> None:
         self.model = model
         self._network = network
         self.optimizers = tuple(optimizers)
+        refuse_without_values(dict(model.named_parameters()))
         self._names = {parameter: name for name, parameter in model.named_parameters()}
         self._shards = {name: parameter for parameter, name in self._names.items() if is_sharded(parameter)}
         for optimizer in self.optimizers:
@@ -147,3 +148,10 @@ class Trained:
 def held_by(optimizer: Optimizer) -> list[nn.Parameter]:
     """The parameters of an optimizer's groups."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def refuse_without_values(tensors: Mapping[str, Tensor]) -> None:
+    """Raises UserError where a tensor has no values yet."""
+    for name, tensor in tensors.items():
+        if nn.parameter.is_lazy(tensor) or tensor.is_meta:
+            raise UserError(f"{name} has no values yet; run the model on a batch, or load its weights, before attach")

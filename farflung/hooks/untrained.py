@@ -15,7 +15,7 @@ from farflung.hooks.buffers import real_view, sound
 from farflung.hooks.digests import digest
 from farflung.hooks.shards import whole_of
 from farflung.hooks.start import Fact
-from farflung.hooks.trained import Trained
+from farflung.hooks.trained import Trained, refuse_without_values
 
 
 class Untrained:
@@ -33,7 +33,7 @@ class Untrained:
         self._kept: dict[str, Tensor] = {}
         self._moving: list[str] = []
         self._resumes = False
-        _refuse_without_values(dict(model.named_parameters()) | self.buffers())
+        refuse_without_values(self.buffers())
         _refuse_odd(self.named())
         self._noted = {name: _told(tensor) for name, tensor in self._compared().items()}
         self.keep()
@@ -153,12 +153,6 @@ class Untrained:
         view = real_view(tensor)
         if sound(view):
             self._kept[name] = view.clone()
-
-
-def _refuse_without_values(tensors: Mapping[str, Tensor]) -> None:
-    for name, tensor in tensors.items():
-        if nn.parameter.is_lazy(tensor) or tensor.is_meta:
-            raise UserError(f"{name} has no values yet; run the model on a batch, or load its weights, before attach")
 
 
 def _refuse_odd(tensors: Mapping[str, Tensor]) -> None:
