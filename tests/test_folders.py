@@ -1,6 +1,7 @@
 """Run folders that disks, copies and other programs have spoilt, and those that cannot be written to."""
 
 import json
+import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -159,6 +160,23 @@ def train(commands: list[list[object]]) -> list[tuple[int, str]]:
     finally:
         for process in processes:
             process.kill()
+
+
+def test_a_checkpoint_that_another_process_removes_meanwhile_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = tmp_path / "checkpoints" / "step-000008"
+    step.mkdir(parents=True)
+    scanned = os.scandir
+
+    def quicker(path: Any) -> Any:
+        if Path(path) == step:
+            step.rmdir()
+        return scanned(path)
+
+    monkeypatch.setattr(os, "scandir", quicker)
+    checkpoint.forget_after(tmp_path, 0, 4)
+    assert not step.exists()
 
 
 def test_a_restart_removes_nothing_before_all_machines_have_agreed_to_it(run: Path, tmp_path: Path) -> None:

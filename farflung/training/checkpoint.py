@@ -246,7 +246,7 @@ def _named(files: list[Path]) -> dict[Part, Path]:
 
 def _unfinished(folder: Path, step: int, replica: int) -> list[Path]:
     """Unfinished files of processes that were killed while they wrote."""
-    return [path for kind in ("", "-part-*") for path in _folder_of(folder, step).glob(f"replica-{replica}{kind}.pt.*")]
+    return _of_replica(_folder_of(folder, step), replica, "pt.*")
 
 
 def _remove(folder: Path, step: int, replica: int) -> None:
@@ -257,7 +257,9 @@ def _remove(folder: Path, step: int, replica: int) -> None:
 
 
 def _of_replica(folder: Path, replica: int, kind: str) -> list[Path]:
-    return [*folder.glob(f"replica-{replica}.{kind}"), *folder.glob(f"replica-{replica}-part-*.{kind}")]
+    with contextlib.suppress(FileNotFoundError):  # another process has just removed the folder
+        return [*folder.glob(f"replica-{replica}.{kind}"), *folder.glob(f"replica-{replica}-part-*.{kind}")]
+    return []
 
 
 def _steps(folder: Path) -> list[int]:
