@@ -69,7 +69,9 @@ def test_the_lines_of_a_run_that_goes_on_begin_where_it_does(
     assert run_here(monkeypatch, copied.parent, "train", "--resume", "run") == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if "step " in line]
     assert lines[0] == "goes on from step 10"
-    assert [line.split(" · ")[0] for line in lines[1:]] == ["step 20", "step 20/20"], lines
+    told = [line.split(" · ")[0] for line in lines[1:]]
+    # A slow machine tells of its progress in between, too.
+    assert {"step 20", "step 20/20"} <= {*told} and all(int(one.split()[1].split("/")[0]) > 10 for one in told), lines
 
 
 def test_without_a_whole_checkpoint_the_damaged_ones_are_named(
