@@ -150,10 +150,12 @@ def test_anchored_is_the_plain_optimizer_where_anchors_are_equal() -> None:
         torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("method", [methods.diloco(every=20), methods.noloco(every=20, fragments=2, delay=5)])
-def test_one_that_comes_to_a_peer_alone_begins_with_what_this_has_learnt(run: Run, method: Method) -> None:
-    """And not with the anchors of the last round, of which a peer alone has none."""
+def until_one_alone_is_met(run: Run, method: Method, join: bool) -> tuple[Trained, list[torch.Tensor], torch.Tensor]:
+    """Trains one peer alone, and then a second one until both have met.
+
+    The first one's result and weights before each step from the 61st on, and the weights that the second one had when
+    it had heard of it: before its first step if it was to `join`, else before its second.
+    """
     learnt: list[torch.Tensor] = []
     begun_with: list[torch.Tensor] = []
 
@@ -164,10 +166,18 @@ def test_one_that_comes_to_a_peer_alone_begins_with_what_this_has_learnt(run: Ru
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(train, run.join(), method, partial(until_met, learnt))
         until(lambda: len(learnt) > 70)
-        newcomer = train(run.join(trains=False), method, partial(until_met, begun_with), join=True)
+        second = train(run.join(trains=False), method, partial(until_met, begun_with), join=join)
     before = first.result()
-    assert any(torch.equal(begun_with[0], weights) for weights in learnt[60:])
-    assert groups_of([before])[-1] == groups_of([newcomer])[-1]
+    assert groups_of([before])[-1] == groups_of([second])[-1]
+    return before, learnt[60:], begun_with[0 if join else 1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", [methods.diloco(every=20), methods.noloco(every=20, fragments=2, delay=5)])
+def test_one_that_comes_to_a_peer_alone_begins_with_what_this_has_learnt(run: Run, method: Method) -> None:
+    """And not with the anchors of the last round, of which a peer alone has none."""
+    before, learnt, begun_with = until_one_alone_is_met(run, method, join=True)
+    assert any(torch.equal(begun_with, weights) for weights in learnt)
     assert not any(round.outcome == "behind" for round in before.rounds)
 
 
@@ -240,19 +250,8 @@ def test_one_that_comes_late_to_equal_anchors_gets_them_bit_for_bit(run: Run) ->
 @pytest.mark.slow
 def test_one_that_finds_the_run_far_ahead_takes_its_state_before_their_first_round(run: Run) -> None:
     """As one does that has begun alone, with --first, while nobody could be reached."""
-    method, learnt = methods.noloco(every=20), list[torch.Tensor]()
-    begun_with: list[torch.Tensor] = []
-
-    def until_met(seen: list[torch.Tensor], outer: Session, rounds: list[Round]) -> bool:
-        seen.append(flat(outer.trained.model))
-        return not any(round.outcome == "averaged" for round in rounds)
-
-    with ThreadPoolExecutor(1) as pool:
-        first = pool.submit(train, run.join(), method, partial(until_met, learnt))
-        until(lambda: len(learnt) > 70)
-        late = train(run.join(trains=False), method, partial(until_met, begun_with))
-    assert groups_of([first.result()])[-1] == groups_of([late])[-1]
-    assert any(torch.equal(begun_with[1], weights) for weights in learnt[60:])
+    _, learnt, begun_with = until_one_alone_is_met(run, methods.noloco(every=20), join=False)
+    assert any(torch.equal(begun_with, weights) for weights in learnt)
 
 
 @pytest.mark.slow

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from shlex import quote
 from types import MappingProxyType
 from typing import Annotated, Any
 
@@ -192,6 +191,7 @@ def _train(
 ) -> None:
     """Trains as a peer, with some settings of its `own`; an island's processes are started to do so `again`."""
     from farflung.training import island, peer
+    from farflung.training.events import join_command
     from farflung.training.launch import local_rank
 
     folder, local = Path(settings.run.out), seat.local
@@ -204,7 +204,12 @@ def _train(
         peer.run_part(ticket, settings, local, first, seat.called, alone)
         return
     say(f"{ticket.name}: {settings.rounds.method}, {counted(settings.run.steps, 'step')}; run folder {folder}")
-    with telling_how_to_go_on(lambda: f"come back with: {_to_join(folder, flags, not island.knows_others(folder))}"):
+
+    def come_back() -> str:
+        alone_there = [] if island.knows_others(folder) else ["--first"]
+        return f"come back with: {join_command(folder, *flags, *alone_there)}"
+
+    with telling_how_to_go_on(come_back):
         with watched(folder, sys.stderr) as show:
 
             def tell(network: Any) -> None:
@@ -225,18 +230,13 @@ def _train(
 
 def _how_to_begin_again(ticket: Path, folder: Path, flags: Sequence[str]) -> str:
     """What to do where nobody answers at a ticket's addresses; one in a peer's run folder is for the run there."""
+    from farflung.training.events import join_command
     from farflung.training.launch import is_begun
 
     for run in (folder, ticket if ticket.is_dir() else ticket.parent):
         if is_begun(run) and all((run / name).exists() for name in ("peer.key", "run.ticket")):
-            return f"when all are gone, go on from the checkpoint in {run} with: {_to_join(run, flags, True)}"
-    return f"when all are gone, begin the run again here with: {_to_join(folder, flags, True, ticket)}"
-
-
-def _to_join(folder: Path, flags: Sequence[str], first: bool, ticket: Path | None = None) -> str:
-    """The command that joins with a ticket, by default with the one that the run folder keeps."""
-    words = [str(ticket or folder / "run.ticket"), "--out", str(folder), *flags, *(["--first"] if first else [])]
-    return f"farflung join {' '.join(map(quote, words))}"
+            return f"when all are gone, go on from the checkpoint in {run} with: {join_command(run, *flags, '--first')}"
+    return f"when all are gone, begin the run again here with: {join_command(folder, *flags, '--first', ticket=ticket)}"
 
 
 def _as_flags(options: Mapping[str, Any]) -> Iterator[str]:

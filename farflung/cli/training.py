@@ -244,10 +244,8 @@ def tell_result(folder: Path, to: TextIO | None = None, simulated: bool = False)
     if not (folder / "summary.json").exists():
         return  # all replicas have died
     summary = json.loads((folder / "summary.json").read_text("utf-8"))
-    sent, ddp = (
-        summary["bytes_sent"],
-        summary["ddp_bytes"] if summary["rounds"] else 0,
-    )  # with none, only notes are sent
+    sent = summary["bytes_sent"]
+    ddp = summary["ddp_bytes"] if summary["rounds"] else 0  # without a round, only notes are sent
     without = f"{told}\n" if (told := missing_from(summary)) else ""
     took = f"took {summary['seconds']:,.1f} s of simulated time\n" if simulated else ""
     fewer = f", {ddp / sent:.0f} times fewer than ddp's {ddp / 1e6:,.1f} MB" if sent and ddp else ""

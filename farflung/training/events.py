@@ -163,14 +163,17 @@ def holds_a_run(folder: Path) -> UserError:
 
 def _go_on_command(folder: Path) -> str:
     """The command that goes on with the run in a folder, which may be that of a peer on the internet."""
-    if not (folder / "peer.key").exists():
-        return resume_command(folder)
-    return f"farflung join {shlex.quote(f'{folder}/run.ticket')} --out {shlex.quote(str(folder))}"
+    return join_command(folder) if (folder / "peer.key").exists() else resume_command(folder)
 
 
 def resume_command(folder: Path) -> str:
     """The command that resumes the run in a folder."""
     return f"farflung train --resume {shlex.quote(str(folder))}"
+
+
+def join_command(folder: Path, *flags: str, ticket: Path | None = None) -> str:
+    """The command that joins with a ticket, by default with the one that the run folder keeps."""
+    return f"farflung join {shlex.join([str(ticket or folder / 'run.ticket'), '--out', str(folder), *flags])}"
 
 
 def tell_of_training(paths: Iterable[Path]) -> bool:

@@ -161,6 +161,6 @@ def _group(guests: list[Guest], rendezvous: Rendezvous, kept: Collection[int] = 
         behind = guest.anchor_digest != common
         if not guest.answer.done():
             weighed = [] if behind else weights
-            guest.answer.set_result({"weights": weighed, "behind": behind, "kept": sorted(kept)[:SHUNNED]})
+            guest.answer.set_result({"weights": weighed, "behind": behind, "kept": sorted(kept)})
         rendezvous.waiting.pop(guest.rank, None)
         rendezvous.gone.add(guest.rank)

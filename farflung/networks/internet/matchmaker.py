@@ -10,7 +10,7 @@ import contextlib
 import hashlib
 import random
 import time
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict
 from dataclasses import replace
 
 from farflung.networks.base import HOSTS_AGREE, Group, Party
@@ -60,7 +60,7 @@ class Matchmaker:
         self._longest_s = longest_s
         self._met: dict[str, float] = {}
         self._called: dict[int, float] = {}
-        self._said_kept: defaultdict[int, set[int]] = defaultdict(set)
+        self._said_kept: dict[int, set[int]] = {}
         """Which hosts have said that others keep one that this peer shuns."""
         self._rendezvous: OrderedDict[str, Rendezvous] = OrderedDict()
         peers.handlers["meet"] = self._on_meet
@@ -112,15 +112,14 @@ class Matchmaker:
 
         It would else have no part in their rounds: who wrongs one alone could shut it out.
         """
-        kept = answer.get("kept")
-        for rank in kept if isinstance(kept, list) else []:
-            if rank not in self._peers.members.shunned():
+        kept, shunned = answer.get("kept"), self._peers.members.shunned()
+        self._said_kept = {rank: self._said_kept.get(rank, set()) for rank in shunned}
+        for rank, said in self._said_kept.items():
+            if not isinstance(kept, list) or rank not in kept:
                 continue
-            said = self._said_kept[rank]
             said.add(host)
             if len(said) >= HOSTS_AGREE or host == self._peers.identity.rank:
                 self._peers.guard.forgive(self._peers.members.by_rank[rank].peer)
-                del self._said_kept[rank]
 
     def _hosts(self, key: str) -> list[int]:
         """Who may host a round, in the order in which they are to be asked."""

@@ -48,7 +48,7 @@ UNASKED = 1 << 18
 behind packets that come from there."""
 
 ASK_SECONDS = 3.0
-"""How often one that has a packet to send, and has not begun, is asked whether it is still there."""
+"""How often one that has packets to send, and sends none just now, is asked whether it is still there."""
 
 LARGEST_MESSAGE = 1 << 33
 """Bytes of the largest message, before the model is known."""
@@ -151,7 +151,7 @@ class PacketTransport:
             async with asyncio.timeout(deadline):
                 sending = asyncio.ensure_future(self.send(member, key, packet.cpu(), deadline))
                 try:
-                    await asyncio.gather(sending, self._comes(awaited, member, key))
+                    await asyncio.gather(sending, self._comes(awaited, member))
                 finally:
                     sending.cancel()
                     if awaited.done() and not awaited.cancelled() and not awaited.exception():
@@ -165,10 +165,11 @@ class PacketTransport:
         finally:
             self.forget(seat, key)
 
-    async def _comes(self, awaited: asyncio.Future[Tensor], member: Member, key: str) -> None:
+    async def _comes(self, awaited: asyncio.Future[Tensor], member: Member) -> None:
         """Waits for a packet. Raises PacketLostError, also when its sender has died before it began to send."""
         while not (await asyncio.wait([awaited], timeout=ASK_SECONDS))[0]:
-            if (member.rank, key) not in self._arriving and not await self._peers.still_there(member):
+            sends = any(sender == member.rank for sender, _ in self._arriving)
+            if not sends and not await self._peers.still_there(member):
                 raise PacketLostError("it has gone")
         awaited.result()
 

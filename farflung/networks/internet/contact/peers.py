@@ -97,6 +97,7 @@ class Peers:
         self._handshake = Handshake(ticket, identity.peer, self.info, self.record)
         self._proven: OrderedDict[str, Member] = OrderedDict()
         self._quiet = contextlib.ExitStack()
+        self._asking: dict[tuple[str, str], asyncio.Task[bool]] = {}
         self._starting: asyncio.Task[Any] | None = None
         self._daemon: asyncio.Task[None] | None = None
         self._host = Host(local, identity, f"farflung/1/{ticket.run}")
@@ -188,7 +189,17 @@ class Peers:
             return self._admit(await self._handshake.open(peer, streams))
 
     async def still_there(self, member: Member) -> bool:
-        """Asks a member whether it is there, and has not begun anew; one that is busy may be late with its answer."""
+        """Asks a member whether it is there, and has not begun anew; one that is busy may be late with its answer.
+
+        Who waits for many packets of a member asks for each of them: all share one question.
+        """
+        who = member.peer, member.session
+        if who not in self._asking:
+            self._asking[who] = asyncio.ensure_future(self._answers(member))
+            self._asking[who].add_done_callback(lambda _: self._asking.pop(who))
+        return await asyncio.shield(self._asking[who])
+
+    async def _answers(self, member: Member) -> bool:
         try:
             return (await self.handshake(member.peer)).session == member.session
         except TimeoutError:
