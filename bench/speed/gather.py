@@ -24,6 +24,7 @@ from farflung.cells import Shape, cells_among
 from farflung.hooks.shared_memory import regions
 from farflung.hooks.swaps import swapped
 from farflung.networks import TorchNetwork
+from farflung.networks.settings import NetworkSettings
 from farflung.outer.keepers import Keeper
 from farflung.pipeline import Mesh
 from farflung.pipeline.groups import ProcessGroups
@@ -67,9 +68,10 @@ def copying(numel: int, group: dist.ProcessGroup) -> Callable[[], None]:
 
 def process(parameters: int, repeats: int) -> None:
     """Prints the medians of the slowest process's seconds, by what it does."""
-    network = TorchNetwork.from_env(starting=60)
+    waits = NetworkSettings(starting=60, deadline=DEADLINE)
+    network = TorchNetwork.from_env(starting=waits.starting)
     count, own = dist.get_world_size(), network.process
-    groups = ProcessGroups(network, Mesh.alike(1, 1, count), DEADLINE, False, torch.device("cpu"))
+    groups = ProcessGroups(network, Mesh.alike(1, 1, count), waits, False, torch.device("cpu"))
     found = cells_among([[shape] for shape in shapes(parameters)])
     outline = {piece.parameter: piece.shape for cell in found for piece in cell.pieces}
     local = {name: torch.randn(shape).chunk(count)[own].clone() for name, shape in outline.items()}
