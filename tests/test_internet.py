@@ -540,6 +540,47 @@ def test_a_pair_meets_and_each_knows_what_the_other_weighs(pair: Run) -> None:
     assert {p.host for p in parties} == {pair.peers[0]._matchmaker._hosts("round 3 of fragment 0")[0]}
 
 
+def round_of(hosts: list[InternetNetwork]) -> str:
+    """A round for which these are to be asked one after the other."""
+    ranks = [host.rank for host in hosts]
+    keys = (f"round {number} of fragment 2" for number in range(1000))
+    return next(key for key in keys if hosts[0]._matchmaker._hosts(key) == ranks)
+
+
+def forget(forgetful: InternetNetwork, forgotten: InternetNetwork) -> None:
+    """Has a peer not know another one, and hear nothing of it."""
+    peers = forgetful.peers
+    peers.background.run(_never_again(forgetful), patience(1))
+    peers.members.by_rank = {rank: one for rank, one in peers.members.by_rank.items() if rank != forgotten.rank}
+    peers.members._room_for = lambda news, proven: proven  # type: ignore[method-assign]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dead", [False, True], ids=["there", "dead"])
+def test_one_that_does_not_know_a_round_s_host_is_sent_on_to_it(
+    run: Run, dead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And back again, if it is there no more."""
+    monkeypatch.setattr("farflung.networks.internet.contact.members.ALIVE_SECONDS", 1e6)
+    host, other, unaware = (run.join() for _ in range(3))
+    run.all_know_each_other()
+    key = round_of([host, other, unaware])
+    forget(unaware, host)
+    if dead:
+        host.peers.background.run(_never_again(host), patience(1))
+        os.kill(host.peers._host.p2p._child.pid, signal.SIGKILL)
+    everyone = tuple(sorted(peer.rank for peer in run.peers))
+    guests = [other, unaware] if dead else [host, other, unaware]
+
+    def meet(peer: InternetNetwork) -> Party:
+        return peer.meet(everyone, key, 5, 1.0, "", lambda party: party).wait(patience(60))
+
+    with ThreadPoolExecutor(3) as pool:
+        parties = list(pool.map(meet, guests))
+    assert [party.group for party in parties] == [tuple(sorted(peer.rank for peer in guests))] * len(guests)
+    assert {party.host for party in parties} == {other.rank if dead else host.rank}
+
+
 def test_one_with_other_anchors_is_told_that_it_is_behind(pair: Run) -> None:
     group = tuple(sorted(peer.rank for peer in pair.peers))
     lineages = {pair.peers[0].rank: "1", pair.peers[1].rank: "2"}

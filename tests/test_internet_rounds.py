@@ -396,7 +396,7 @@ def rule(blame: Blame = lambda rank, why: None) -> Aggregation:
 
 
 def aggregated(
-    aggregation: Aggregation, own: list[float], weights: dict[int, float], *packets: torch.Tensor
+    aggregation: Aggregation, own: list[float], weights: dict[int, float], *packets: torch.Tensor, cell: str = "cell"
 ) -> tuple[list[float], list[int]]:
     """What replica 0 makes of its own message and of others' packets; and whose were of no use."""
 
@@ -408,7 +408,7 @@ def aggregated(
         message, unusable = torch.tensor(own), []
         try:
             meeting = Meeting(network, network.members(), "x", weights=weights)
-            averaging.start(Message(message, ["cell"], lambda flat: {"cell": [flat]}), meeting)[0].wait(60)
+            averaging.start(Message(message, [cell], lambda flat: {cell: [flat]}), meeting)[0].wait(60)
         except PeerLostError as lost:
             unusable = list(lost.ranks)
         return message.tolist(), unusable
@@ -446,6 +446,21 @@ def test_small_messages_do_not_make_a_usual_one_too_large() -> None:
     aggregation = rule()
     assert not any(aggregated(aggregation, [1.0], {}, dense(1e-6))[1] for _ in range(40))
     assert not aggregated(aggregation, [1.0], {}, dense(1.0))[1]
+
+
+def test_parts_of_the_same_shapes_may_differ_in_size() -> None:
+    """An island whose shards are dealt out otherwise exchanges many: some rows of a matrix are rarely learnt."""
+    aggregation = rule()
+    for size, cell in ((1e-3, "rare rows"), (1.0, "rows"), (1e-3, "rare rows"), (1.0, "rows")):
+        packets = [dense(0.9 * size)] * 3
+        assert not aggregated(aggregation, [size], {}, *packets, cell=cell)[1]
+
+
+def test_a_part_that_only_others_have_learnt_may_be_as_large_as_other_parts() -> None:
+    aggregation = rule()
+    assert not aggregated(aggregation, [1.0], {}, dense(1.0), cell="rows")[1]
+    assert not aggregated(aggregation, [1e-6], {}, dense(1.0), cell="rare rows")[1]
+    assert aggregated(aggregation, [1e-6], {}, dense(LARGEST_RATIO * 2), cell="rare rows")[1] == [1]
 
 
 @pytest.mark.parametrize("fragments", [1, 2])

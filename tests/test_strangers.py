@@ -172,8 +172,9 @@ def meet(liar: Liar, answer: bytes) -> None:
         b'{"weights":' + b"[" * 60_000 + b"%d",
         b'{"weights":[[%d,1],[7,1e999]]}',
         b'{"refused":{"why":[%d]}}',
+        b'{"better":[%d]}',
     ],
-    ids=["huge", "deep", "infinite", "refused"],
+    ids=["huge", "deep", "infinite", "refused", "better"],
 )
 def test_a_host_s_answer_that_cannot_be_read_costs_one_question(pair: Run, liar: Liar, answer: bytes) -> None:
     """The next host is asked, by all alike."""

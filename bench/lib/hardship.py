@@ -85,14 +85,19 @@ def check(what: str, measured: str, wanted: str, good: bool) -> Check:
     return what, measured, wanted, "ok" if good else "MISSED"
 
 
-def rate(peers: Iterable[PeerProcess], begin: float, end: float) -> float:
-    """Tokens a second that peers trained on between two moments of the wall clock."""
+def rate(peers: Iterable[PeerProcess], begin: float, end: float, held_up: bool = True) -> float:
+    """Tokens a second that peers trained on between two moments of the wall clock.
+
+    With the time for which rounds held them up, or without it.
+    """
     total = 0.0
     for peer in peers:
         steps = peer.since(StepEvent, begin)
         steps = steps[: len(steps) - len(peer.since(StepEvent, end))]
         if len(steps) > 1:
-            total += (steps[-1].tokens - steps[0].tokens) / (steps[-1].at - steps[0].at)
+            first, last = steps[0], steps[-1]
+            blocked = 0.0 if held_up else last.seconds_blocked - first.seconds_blocked
+            total += (last.tokens - first.tokens) / (last.at - first.at - blocked)
     return total
 
 

@@ -16,9 +16,9 @@ from farflung.codecs.values import norm
 from farflung.outer.averaging import Mean
 
 LARGEST_RATIO = 30.0
-"""A message is refused when its norm is so many times the usual one."""
-NORMS_KEPT = 32
-"""Kept for each list of shapes, own messages included: the parts of a message may differ greatly in size."""
+"""A message is refused when it is so many times as large as usual."""
+SIZES_KEPT = 32
+"""Kept of each part of a message, own ones included: parts may differ greatly in size."""
 
 Messages = list[Sequence[Tensor]]
 Blame = Callable[[int, str], None]
@@ -39,20 +39,32 @@ class Aggregation:
         self.whole = robust != "mean"
         """Whether each member needs all messages: a member that averaged a part for all could lie about it."""
         self.blame = blame
-        self._norms: dict[tuple[torch.Size, ...], deque[float]] = {}
+        self._sizes: dict[tuple[str, ...], deque[float]] = {}
+        """The latest of each part, by its cells."""
 
-    def check(self, message: list[Tensor], own: Sequence[Tensor] | None) -> None:
-        """Checks a message. Raises PacketError when it is not finite or far too large."""
-        size = norm(message) if all(map(finite, message)) else math.nan
-        norms = self._norms.setdefault(tuple(tensor.shape for tensor in message), deque(maxlen=NORMS_KEPT))
+    def check(self, cells: Sequence[str], message: list[Tensor], own: Sequence[Tensor] | None) -> None:
+        """Checks a message, or the part of one that is these cells. Raises PacketError.
+
+        It must be finite, and not far larger than usual: for this part, and for parts as they are. One that this
+        replica has not learnt, such as the rows of rare words, may be as large as others.
+        """
+        size = _size(message) if all(map(finite, message)) else math.nan
+        sizes = self._sizes.setdefault(tuple(cells), deque(maxlen=SIZES_KEPT))
         if own is not None:
-            norms.append(norm(own))
-        usual = statistics.median([n for n in norms if n > 0] or [size])
+            sizes.append(_size(own))
+        known = [statistics.median(some) for part in self._sizes.values() if (some := [n for n in part if n > 0])]
+        here = [n for n in sizes if n > 0]
+        usual = max(statistics.median(here or [size]), statistics.median(known or [size]))
         if not size <= LARGEST_RATIO * usual:
             raise PacketError(
                 f"a message is {size / usual:.3g} times as large as usual" if size > 0 else "a message is not finite"
             )
-        norms.append(size)
+        sizes.append(size)
+
+
+def _size(tensors: Sequence[Tensor]) -> float:
+    """The root of the mean square of all values."""
+    return norm(tensors) / math.sqrt(max(1, sum(tensor.numel() for tensor in tensors)))
 
 
 class Robust:

@@ -171,7 +171,7 @@ class Averaging:
         # What follows is computed while the packets are on the wire.
         errors = [codec.error_of(packet, strip) for (codec, strip), packet in zip(strips, packets, strict=True)]
         error = joint_error(errors, [norm(strip) for _, strip in strips])
-        now, average = meeting.network.now, partial(self._average, meeting.weights)
+        now, average = meeting.network.now, partial(self._average, meeting.weights, message.names)
         if self._aggregation:
             return Averaged(exchanges, message.flat, partial(average, strips), now), error
         averaged = [
@@ -191,6 +191,7 @@ class Averaging:
     def _average(
         self,
         weights: Mapping[int, float],
+        cells: Sequence[str],
         strips: Sequence[tuple[Bundle, list[Tensor]]],
         arriving: Iterable[Mapping[int, Packet]],
     ) -> dict[int, str]:
@@ -202,13 +203,14 @@ class Averaging:
                     messages.setdefault(sender, _Message(len(strips))).take(codec, packet, strip)
         whole = {sender: message.whole for sender, message in messages.items() if not message.missing}
         like = [tensor for _, strip in strips for tensor in strip]
-        mean, unreadable = self._mean(whole, like, None if self._identical else like, weights)
+        mean, unreadable = self._mean(whole, cells, like, None if self._identical else like, weights)
         _copy(mean, like)
         return unreadable
 
     def _mean(
         self,
         messages: Mapping[int, Callable[[], list[Tensor]]],
+        cells: Sequence[str],
         like: Sequence[Tensor],
         own: Sequence[Tensor] | None,
         weights: Mapping[int, float],
@@ -218,19 +220,21 @@ class Averaging:
         unreadable: dict[int, str] = {}
         for sender, message in messages.items():
             try:
-                total.add(self._checked(sender, message, own), weights.get(sender, 1.0))
+                total.add(self._checked(sender, message, cells, own), weights.get(sender, 1.0))
             except PacketError as error:
                 unreadable[sender] = str(error)
         if own is not None:
             total.add(own, weights.get(self._rank, 1.0))
         return total.result(), unreadable
 
-    def _checked(self, sender: int, message: Callable[[], list[Tensor]], own: Sequence[Tensor] | None) -> list[Tensor]:
-        """A message that a packet is decoded to. Raises PacketError."""
+    def _checked(
+        self, sender: int, message: Callable[[], list[Tensor]], cells: Sequence[str], own: Sequence[Tensor] | None
+    ) -> list[Tensor]:
+        """A message of some cells that a packet is decoded to. Raises PacketError."""
         try:
             decoded = message()
             if self._aggregation and (own is None or sender != self._rank):
-                self._aggregation.check(decoded, own)
+                self._aggregation.check(cells, decoded, own)
         except PacketError as error:
             if self._aggregation:
                 self._aggregation.blame(sender, str(error))
@@ -250,7 +254,7 @@ class Averaging:
 
         def combine(received: dict[int, Packet]) -> Packet:
             messages = {rank: partial(_decoded, senders[own], p, parts[own]) for rank, p in received.items()}
-            mean, bad = self._mean(messages, parts[own], parts[own], meeting.weights)
+            mean, bad = self._mean(messages, list(cells[own]), parts[own], parts[own], meeting.weights)
             unreadable.update(bad)
             codec = self._bundle(cells[own], f"mean of {len(group)}")
             # Others may still want it, but what is remembered must not depend on when that was.
@@ -258,9 +262,9 @@ class Averaging:
 
         def finish(arriving: Iterable[Mapping[int, Packet]]) -> dict[int, str]:
             for rank, packet in next(iter(arriving)).items():
-                part = parts[rank]
+                part, message = parts[rank], partial(_decoded, senders[rank], packet, parts[rank])
                 try:
-                    _copy(self._checked(rank, partial(_decoded, senders[rank], packet, part), part), part)
+                    _copy(self._checked(rank, message, list(cells[rank]), part), part)
                 except PacketError as error:
                     unreadable[rank] = str(error)
             return unreadable

@@ -1,6 +1,7 @@
 """Who takes part in a round: any peer can be its host, which makes groups of the peers that come to it.
 
-The round's name and the members determine its host; a host that is not there is skipped.
+The round's name and the members determine its host; a host that is not there is skipped. A host sends one that comes on
+to a better one, where each knows only a part of the others.
 """
 
 from __future__ import annotations
@@ -10,13 +11,14 @@ import contextlib
 import hashlib
 import random
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from dataclasses import replace
 
+from farflung.errors import UserError
 from farflung.networks.base import HOSTS_AGREE, Group, Party
-from farflung.networks.internet.contact.frames import Frame, FrameError
+from farflung.networks.internet.contact.frames import Frame, FrameError, entry, name_in
 from farflung.networks.internet.contact.host import UNREACHABLE
-from farflung.networks.internet.contact.member import Member, arrives
+from farflung.networks.internet.contact.member import Member, arrives, member_in
 from farflung.networks.internet.contact.members import KNOWN
 from farflung.networks.internet.contact.peers import Peers
 from farflung.networks.internet.contact.streams import PROMPT_SECONDS, PeerStream, RequestRefusedError
@@ -47,7 +49,8 @@ LOOK_SECONDS = 0.1
 RENDEZVOUS_KEPT = 256
 VISITS = 16
 """Rounds at which a peer can be at a time."""
-HOSTS_TRIED = 3
+HOSTS_TRIED, VISITED = 3, 6
+"""Hosts of its own choice to which a peer goes for a round, and visits in all, with those to which it is sent on."""
 CROWD_SECONDS = 0.5
 """How long those who want a pair wait for each other where a peer knows only a part of the run."""
 
@@ -78,24 +81,46 @@ class Matchmaker:
         """The group of those who came to a round; see Network. Never fails: at worst this peer stays alone."""
         request = {"wants": list(wanted), "key": key, "step": step, "weight": weight, "lineage": anchor_digest}
         request |= {"patience": patience_s, "shuns": self._peers.members.shunned()[:SHUNNED]}
-        own = self._peers.identity.rank
-        for host in self._hosts(key)[:HOSTS_TRIED]:
-            if host == own:
+        hosts, asked = deque(self._hosts(key)[:HOSTS_TRIED]), list[int]()
+        while hosts and len(asked) < VISITED:
+            asked.append(hosts.popleft())
+            if asked[-1] == self._peers.identity.rank:
                 return await self._at_home(request, weight)
-            member = self._peers.members.by_rank.get(host)
-            if member is None:
-                continue  # it has been gone for too long meanwhile
-            try:
-                answer = await self._peers.ask(member, {"kind": "meet", **request}, patience_s + PROMPT_SECONDS)
-                self._forgive(answer, host)
-                return replace(party_of(answer, own, weight), host=host)
-            except FrameError as error:
-                self._peers.guard.strike(member.peer, "bad answer", str(error))
-            except RequestRefusedError:
-                continue  # it is there, and takes no part
-            except UNREACHABLE:
-                self._peers.members.failed(host)
+            found = await self._visit(asked[-1], {"kind": "meet", **request, "asked": asked})
+            if isinstance(found, Party):
+                return found
+            if found is not None:
+                hosts.extendleft((asked[-1], found))  # back to this one if the better one is not there
         return Party((), {})
+
+    async def _visit(self, host: int, request: Frame) -> Party | int | None:
+        """The group of a round at another host, or a better host; None if this one is not there, or takes no part."""
+        if host not in self._expected():
+            return None  # it has been gone for too long meanwhile
+        member = self._peers.members.by_rank[host]
+        try:
+            answer = await self._peers.ask(member, request, request["patience"] + PROMPT_SECONDS)
+            if "better" in answer:
+                return await self._better(answer, request["key"], host)
+            self._forgive(answer, host)
+            return replace(party_of(answer, self._peers.identity.rank, request["weight"]), host=host)
+        except FrameError as error:
+            self._peers.guard.strike(member.peer, "bad answer", str(error))
+        except RequestRefusedError:
+            pass  # it is there
+        except UNREACHABLE:
+            self._peers.members.failed(host)
+        return None
+
+    async def _better(self, answer: Frame, key: str, host: int) -> int:
+        """Gets to know the host to which another one sends this peer on. Raises FrameError if that is no better."""
+        better = member_in(entry(answer, "better", dict))
+        if _turn(key, better.rank) >= _turn(key, host):
+            raise FrameError("a host sends this peer on to one that is no better")
+        if better.rank not in self._peers.members.by_rank:
+            with contextlib.suppress(*UNREACHABLE, RequestRefusedError, FrameError, UserError):
+                await self._peers.handshake(better.peer, better.addresses)
+        return better.rank
 
     async def _at_home(self, request: Frame, weight: float) -> Party:
         """The group of a round that this peer hosts itself."""
@@ -123,12 +148,16 @@ class Matchmaker:
 
     def _hosts(self, key: str) -> list[int]:
         """Who may host a round, in the order in which they are to be asked."""
-        return sorted(self._expected(), key=lambda rank: hashlib.sha256(f"{key} {rank}".encode()).digest())
+        return sorted(self._expected(), key=lambda rank: _turn(key, rank))
 
     def _expected(self) -> list[int]:
         return [member.rank for member in self._peers.members.training()] + [self._peers.identity.rank]
 
     async def _on_meet(self, stream: PeerStream, frame: Frame) -> None:
+        first = self._hosts(name_in(frame, "key"))[0]
+        if first not in (self._peers.identity.rank, stream.member.rank, *entry(frame, "asked", list)):
+            await stream.tell({"better": self._peers.members.by_rank[first].record})
+            return
         welcome = asyncio.ensure_future(self._welcome(stream.member.rank, frame))
         left = asyncio.ensure_future(stream.reader.read(1))
         try:
@@ -238,3 +267,8 @@ class Matchmaker:
         if member is None or not member.alive or not member.trains or rank in guest.shuns:
             return False
         return member.arrives(guest.step, left)
+
+
+def _turn(key: str, rank: int) -> bytes:
+    """The less it is, the sooner a peer is asked to be a round's host."""
+    return hashlib.sha256(f"{key} {rank}".encode()).digest()
