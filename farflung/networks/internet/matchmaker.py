@@ -154,8 +154,8 @@ class Matchmaker:
         return [member.rank for member in self._peers.members.training()] + [self._peers.identity.rank]
 
     async def _on_meet(self, stream: PeerStream, frame: Frame) -> None:
-        first = self._hosts(name_in(frame, "key"))[0]
-        if first not in (self._peers.identity.rank, stream.member.rank, *entry(frame, "asked", list)):
+        first, asked = self._hosts(name_in(frame, "key"))[0], frame.get("asked")
+        if isinstance(asked, list) and first not in (self._peers.identity.rank, stream.member.rank, *asked):
             await stream.tell({"better": self._peers.members.by_rank[first].record})
             return
         welcome = asyncio.ensure_future(self._welcome(stream.member.rank, frame))
