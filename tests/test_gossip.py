@@ -422,6 +422,15 @@ def test_one_that_says_it_trains_and_never_does_is_not_waited_for() -> None:
     assert members.training(), "its first step has taken long"
 
 
+def test_one_of_many_of_whom_news_is_rare_is_waited_for() -> None:
+    members = table()
+    members.hear(member(1, 40, rate=1.0), first_hand=True)
+    members.by_rank[1].heard -= STALLED_SECONDS + 1
+    members.by_rank[1].moved -= STALLED_SECONDS + 1
+    members.by_rank[1].lasts = 2 * STALLED_SECONDS
+    assert members.training()
+
+
 def test_the_time_of_a_long_round_does_not_count_as_time_without_a_step() -> None:
     members = table(step=40, rate=1.0)
     members.hear(member(1, 40, rate=1.0), first_hand=True)

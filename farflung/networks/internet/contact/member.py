@@ -96,9 +96,9 @@ class Member:
 
     @property
     def stalled(self) -> bool:
-        """Whether it trains no more, though it may say so."""
+        """Whether it trains no more, though it may say so: its latest news tells of the same step as long before."""
         longest = max(STALLED_SECONDS, STALLED_STEPS / self.rate) if self.rate else STALLED_SECONDS
-        return time.monotonic() - self.moved > longest
+        return self.heard - self.moved > longest
 
     def step_now(self, caution: float = CAUTION) -> float:
         """The step that it has reached at least, by its last record; is likely at, with a caution of 1."""
