@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import errno
+import functools
 import ipaddress
 import os
 import re
@@ -32,6 +33,8 @@ UNREACHABLE = (OSError, EOFError, TimeoutError, ControlFailure, P2PDaemonError)
 
 LONGEST_ADDRESS, MOST_ADDRESSES, MOST_LETTERS = 512, 16, 2048
 """Letters of an address, addresses of a host, and letters of all that it tells: a relay cannot fill its record."""
+KEPT = 512
+"""Addresses that are read but once: each is heard of again and again."""
 PLACES = "/ip4/", "/ip6/", "/dns/", "/dns4/", "/dns6/"
 PORT_SECONDS = 40.0
 """How long a port that is in use is waited for."""
@@ -49,6 +52,7 @@ Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 OnStream = Callable[[Any, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
+@functools.lru_cache(KEPT)
 def leads_to(address: str, peer: str) -> bool:
     """Whether an address is one of libp2p's, that leads to a peer."""
     place, _, end = address.rpartition("/p2p/")
@@ -91,6 +95,7 @@ def text_of(address: Any) -> str:
         return ""
 
 
+@functools.lru_cache(KEPT)
 def readable(address: str) -> Any:
     """An address for the daemon; hivemind writes the id of a relay in it as a CID, which the daemon cannot read."""
     wire = Multiaddr(address).to_bytes()

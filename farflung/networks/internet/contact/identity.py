@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from pathlib import Path
 
@@ -17,6 +18,8 @@ from farflung.files import replacing
 KEY_BYTES, SIGNATURE_BYTES = 32, 64
 ID_BYTES = b"\x00\x24\x08\x01\x12\x20"
 """What stands before the key in an Ed25519 key's libp2p id: the id is the key itself, not its hash."""
+KEPT = 512
+"""Peers whose keys are read but once: each is heard of again and again."""
 RANK_BITS = 52
 """Bits of a peer's rank: exact as a float, and too many to find another key with the same one."""
 
@@ -47,25 +50,33 @@ def rank_of(peer: str) -> int:
 
 def is_peer(peer: str) -> bool:
     """Whether a text is the libp2p id of an Ed25519 key."""
-    try:
-        read = PeerID.from_base58(peer)
-    except ValueError:
-        return False
-    content = read.to_bytes()
-    # Another spelling of an id, such as with spaces, would be another rank of the same key.
-    return bool(read.to_base58() == peer and content.startswith(ID_BYTES) and len(content) == len(ID_BYTES) + KEY_BYTES)
+    return _key_of(peer) is not None
 
 
 def signed_by(peer: str, signature: str, text: bytes) -> bool:
     """Whether the owner of a libp2p id has signed a text."""
-    if len(signature) != 2 * SIGNATURE_BYTES:  # fromhex would skip any number of spaces
+    key = _key_of(peer)
+    if key is None or len(signature) != 2 * SIGNATURE_BYTES:  # fromhex would skip any number of spaces
         return False
     try:
-        key = Ed25519PublicKey.from_public_bytes(PeerID.from_base58(peer).to_bytes()[len(ID_BYTES) :])
         key.verify(bytes.fromhex(signature), text)
     except (InvalidSignature, ValueError):
         return False
     return True
+
+
+@functools.lru_cache(KEPT)
+def _key_of(peer: str) -> Ed25519PublicKey | None:
+    """The key of which a text is the libp2p id; None if it is none."""
+    try:
+        read = PeerID.from_base58(peer)
+        content = read.to_bytes()
+        # Another spelling of an id, such as with spaces, would be another rank of the same key.
+        if read.to_base58() != peer or not content.startswith(ID_BYTES):
+            return None
+        return Ed25519PublicKey.from_public_bytes(content[len(ID_BYTES) :])
+    except ValueError:
+        return None
 
 
 def _write(path: Path, key: Ed25519PrivateKey) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from farflung.networks.internet.contact.frames import Frame, FrameError, entry, number, reading, whole
 from farflung.networks.internet.contact.host import MOST_ADDRESSES, leads_to
-from farflung.networks.internet.contact.identity import Identity, is_peer, rank_of, signed_by
+from farflung.networks.internet.contact.identity import Identity, rank_of, signed_by
 
 BEAT_SECONDS = 3.0
 """How often a peer tells another one of itself and others."""
@@ -135,7 +135,7 @@ def member_in(record: Frame, age: float = 0.0) -> Member:
     """
     about, signature = entry(record, "about", dict), entry(record, "signature", str)
     peer, text = entry(about, "peer", str), _text(about)
-    if len(text) > LARGEST_RECORD or not is_peer(peer) or not signed_by(peer, signature, text):
+    if len(text) > LARGEST_RECORD or not signed_by(peer, signature, text):
         raise FrameError("a record is not signed by its peer, or too long")
     if not all(map(_flat, about.values())):
         raise FrameError("a record holds what no peer says of itself")
