@@ -39,7 +39,7 @@ def stranger(ticket: Ticket, key: Path, address: str, until: float) -> None:
 
 def forger(liar: Liar) -> Iterator[None]:
     """Packets in another's name, too large, or sent again."""
-    lies = {"sender": 1}, {"size": 1 << 40}, {"run": "another"}, {}, {"to": 7}
+    lies: list[dict[str, Any]] = [{"sender": 1}, {"size": 1 << 40}, {"run": "another"}, {}, {"to": 7}]
     while True:
         for lie in lies:
             liar.tells(liar.header(**lie), bytes(8))

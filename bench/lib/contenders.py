@@ -22,10 +22,11 @@ import torch
 
 from farflung.settings import Settings
 from farflung.testing.waiting import until
+from farflung.workloads import Language
 from farflung.workloads.models import sequence_loss
 
 REPLICAS = 4
-OUTER = {"lr": 0.7, "momentum": 0.5, "nesterov": True}
+OUTER: dict[str, Any] = {"lr": 0.7, "momentum": 0.5, "nesterov": True}
 TIMEOUT = timedelta(seconds=120)
 PORT = 29510
 
@@ -41,11 +42,9 @@ class Replica:
         self.number, self.address, self.scratch = number, address, scratch
         self.every, self.steps = settings.pop("every"), settings["steps"]
         self.config = Settings.of(**settings, replicas=REPLICAS)
-        self._workload = self.config.made_workload()
+        self._workload = Language(self.config.workload)
         self.model = self._workload.build(0).train()
-        self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=self.config.inner.lr, weight_decay=0.1, fused=True
-        )
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=settings["lr"], weight_decay=0.1, fused=True)
 
     def backward(self, step: int) -> None:
         """Leaves the gradient of the step's loss."""

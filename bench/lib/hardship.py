@@ -111,9 +111,9 @@ def paced_peer(step_ms: float, arguments: list[str]) -> None:
     if off:
         time.time = lambda: clock() + off
 
-    def stretched(island: WholeIsland, step: int) -> tuple[float, str]:
+    def stretched(self: WholeIsland, step: int) -> tuple[float, str]:
         began = time.monotonic()
-        result = gradients(island, step)
+        result = gradients(self, step)
         time.sleep(max(0.0, step_ms / 1e3 - (time.monotonic() - began)))
         return result
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from farflung.testing import hosts
@@ -80,6 +80,9 @@ class Homes(Lab):
 
     def __len__(self) -> int:
         return len(self._homes)
+
+    def __iter__(self) -> Iterator[Home]:
+        return iter(self._homes)
 
     def _build(self) -> None:
         ip("netns", "add", self._internet)

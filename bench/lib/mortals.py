@@ -144,7 +144,7 @@ class Torchft(Mortals):
                 process.wait(TIMEOUT_S / len(self._replicas))
             except subprocess.TimeoutExpired:
                 process.kill()  # the others have left it
-        losses = [one["loss"] for one in self._told() if "loss" in one]
+        losses: list[float] = [one["loss"] for one in self._told() if "loss" in one]
         return sum(losses) / len(losses)
 
     def stop(self) -> None:

@@ -30,7 +30,7 @@ class Table:
         if self.title:
             yield self.title
         kept: list[Sequence[Cell]] = self.rows if isinstance(self.rows, list) else []
-        names, widths = list(self.columns), []
+        names, widths = list(self.columns), list[int]()
         for row in self.rows:
             cells = self._shown(row)
             if kept is not self.rows:

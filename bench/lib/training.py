@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -18,7 +19,7 @@ from bench.lib.store import Result, Settings
 from farflung import settings as run_settings
 from farflung.events import EvaluationEvent, StepEvent
 from farflung.outer import DivergedError
-from farflung.report.read import E, Run, read_run
+from farflung.report.read import E, Run, mean, read_run
 from farflung.training import launch
 
 KEPT = (
@@ -36,8 +37,8 @@ class Finished:
 
     @property
     def losses(self) -> list[float]:
-        """Replica 0's training losses, one for each line of its events."""
-        return [event.loss for event in self.run.of(0, StepEvent)]
+        """Replica 0's training losses, one for each line of its events; NaN where it was not finite."""
+        return [math.nan if event.loss is None else event.loss for event in self.run.of(0, StepEvent)]
 
     @property
     def tokens_per_second(self) -> float:
@@ -71,7 +72,7 @@ def outcome(settings: Settings, seed: int) -> Result:
         except DivergedError:
             return {"validation_loss": None}
         losses = {
-            step: sum(event.validation_loss for event in events) / len(events)
+            step: mean([event.validation_loss for event in events])
             for step, events in run.run.by_step(EvaluationEvent).items()
         }
         kept = {key: run.summary[key] for key in KEPT}
@@ -100,7 +101,7 @@ def train(folder: Path, threads: int = 1, timeout_s: float = 2400, **settings: A
 def flags(settings: Settings) -> list[str]:
     """Settings as the command line takes them; with AdamW where they do not say, which the older figures are of."""
     words = []
-    for key, value in ({"inner": "adamw"} | settings).items():
+    for key, value in {"inner": "adamw", **settings}.items():
         words += [f"--{key.replace('_', '-')}"] + ([] if value is True else [str(value)])
     return words
 

@@ -8,7 +8,7 @@ law, which is the baseline. Takes a minute.
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,6 +22,7 @@ from farflung.networks.simulator.cluster import SimulatedCluster, SimulatedColle
 from farflung.networks.simulator.fabric import Demand
 
 Replica = Generator[SimulatedCollective, None, None]
+Average = Callable[[SimulatedCluster, int, int], Replica]
 
 
 @dataclass(frozen=True)
@@ -59,11 +60,11 @@ def tree(cluster: SimulatedCluster, rank: int, replicas: int) -> Replica:
                 yield cluster.join(rank, group, f"{way} {level}", None, hop)
 
 
-def seconds(average: object, replicas: int, sigma: float, seed: int) -> list[float]:
+def seconds(average: Average, replicas: int, sigma: float, seed: int) -> list[float]:
     """When each replica has its average."""
     cluster = SimulatedCluster(replicas, Conditions(latency_ms=100, latency_sigma=sigma, seed=seed))
     ended = [0.0] * replicas
-    running = [average(cluster, rank, replicas) for rank in range(replicas)]  # type: ignore[operator]
+    running = [average(cluster, rank, replicas) for rank in range(replicas)]
 
     def go_on(rank: int) -> None:
         for meeting in running[rank]:
@@ -108,6 +109,7 @@ def draw(store: Store, path: Path) -> None:
     from bench.lib.plots import plt, save
 
     ((_, (table,)),) = store.told()[-1:]
+    assert isinstance(table, Table)
     replicas, law, *curves = zip(*table.rows, strict=True)
     figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
     for name, curve in zip(list(table.columns)[2::2], curves[::2], strict=True):

@@ -8,12 +8,12 @@ minute.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import combinations, pairwise
-from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from bench.lib.store import Store
 from bench.lib.table import Cell, Part, Table
@@ -24,6 +24,9 @@ from farflung.networks.simulator.fabric import Demand
 from farflung.planner.placement import Groups, Problem, chains, random_placement, search
 
 GBIT = 125e6
+
+World = tuple[NDArray[np.float64], NDArray[np.float64], Conditions]
+"""Latency and bandwidth between devices, as matrices, and as the simulated network has them."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,9 @@ class Options:
 SMOKE = Options(seconds=0.2, draws=2, settings=1)
 
 
-def world(sizes: list[int], inside: list[tuple[float, float]], between: dict[tuple[int, int], tuple[float, float]]):  # type: ignore[no-untyped-def]
+def world(
+    sizes: list[int], inside: list[tuple[float, float]], between: Mapping[tuple[int, int], tuple[float, float]]
+) -> World:
     """Latency (ms) and bandwidth (Gbit/s) inside each place and between places, as matrices over devices."""
     place = np.repeat(np.arange(len(sizes)), sizes)
     latency, bandwidth = np.zeros((len(sizes), len(sizes))), np.zeros((len(sizes), len(sizes)))
@@ -73,7 +78,7 @@ REGIONS = dict(
 )
 
 
-def settings() -> dict[str, tuple[object, float]]:
+def settings() -> dict[str, tuple[World, float]]:
     measured = conditions_named("world")
     links = {pair: measured.link(*pair) for pair in combinations(range(8), 2)}
     cities = {pair: (link.latency_ms, link.bandwidth_mbps / 1000) for pair, link in links.items()}
@@ -131,7 +136,7 @@ def simulated(conditions: Conditions, problem: Problem, placement: Groups) -> fl
 def run(options: Options, store: Store) -> Iterator[Part]:
     yield "random: devices fall into replicas and stages as they come; ordered: such splits, best matched and ordered"
 
-    def row(name: str, matrices: Any, least: float) -> tuple[Cell, ...]:
+    def row(name: str, matrices: World, least: float) -> tuple[Cell, ...]:
         latency, bandwidth, conditions = matrices
         problem = Problem(latency, bandwidth, groups=8, dp_bytes=0.65e9, pp_bytes=0.471e9)
         random = np.random.default_rng(options.seed)

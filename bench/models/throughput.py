@@ -15,7 +15,7 @@ from transformers import OPTConfig, PretrainedConfig, Qwen2Config
 from bench.lib.store import Store
 from bench.lib.table import Cell, Part, Table
 from farflung import Method, methods
-from farflung.codecs import Dense, ErrorFeedback, LowRank, Quantize
+from farflung.codecs import Codec, Dense, ErrorFeedback, LowRank, Quantize
 from farflung.networks.simulator.conditions import Link
 from farflung.outer import Schedule
 from farflung.planner.architecture import Architecture, architecture_of
@@ -36,8 +36,8 @@ EVERY, GBIT = 125, 1.0
 FLOAT16, INT4 = Dense(torch.float16), ErrorFeedback(Quantize(bits=4))
 
 
-def overlapped(codec: object) -> Method:
-    return methods.dilocox(every=EVERY, codec=codec, adapt=False)  # type: ignore[arg-type]
+def overlapped(codec: Codec) -> Method:
+    return methods.dilocox(every=EVERY, codec=codec, adapt=False)
 
 
 @dataclass(frozen=True)

@@ -95,4 +95,4 @@ def table(runs: Runs, method: str, options: Options, exchange: float) -> Table:
 
 
 def hidden_share(result: Result, exchange: float) -> float:
-    return max(0.0, 1 - result["seconds_blocked"] / (result["rounds"] * exchange))
+    return float(max(0.0, 1 - result["seconds_blocked"] / (result["rounds"] * exchange)))

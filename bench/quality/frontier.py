@@ -93,7 +93,7 @@ class Row:
     @property
     def megabytes(self) -> float:
         """That one replica sent, a mean."""
-        return mean(r["bytes_sent"] for r in self.results.values()) / self.settings["replicas"] / 1e6
+        return float(mean(r["bytes_sent"] for r in self.results.values()) / self.settings["replicas"] / 1e6)
 
     @property
     def fewer(self) -> float:

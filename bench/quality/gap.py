@@ -167,7 +167,7 @@ def added_table(found: Found) -> Table:
     chosen = found.store.chosen
     yardsticks = {name: found.of(chosen[name]) for name in ("ddp", "ddp, Muon")}
     best = min(yardsticks.values(), key=lambda seeds: mean(r["validation_loss"] for r in seeds.values()))
-    lines, before = [], {}
+    lines, before = [], Settings()
     for name in ("ddp", "ddp, Muon", PUBLISHED_ROW, *found.steps):
         settings = chosen[name]
         row = Row(name, found.common | settings, found.of(settings))

@@ -7,7 +7,7 @@ cores, after frontier.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -36,7 +36,7 @@ SMOKE = Options(steps=2, seeds=(0,), replicas=(2,))
 METHODS = ("ddp", "diloco, every 20", "noloco, every 20")
 BATCH = 8
 """Sequences in a step of one of 8 replicas."""
-BATCHES = {
+BATCHES: dict[str, Callable[[int], int]] = {
     "fixed batch per replica": lambda replicas: BATCH,
     "fixed global batch": lambda replicas: 8 * BATCH // replicas,
 }
@@ -83,7 +83,7 @@ class Gaps:
     def predicted(self, replicas: int, tries: int = 2000) -> tuple[float, float, float]:
         """The gap at so many replicas: the line's, and 5th and 95th percentile of lines through resampled points."""
         start, slope = self.line(self.points)
-        chance, found = np.random.default_rng(0), []
+        chance, found = np.random.default_rng(0), list[float]()
         while len(found) < tries:
             points = [self.points[i] for i in chance.integers(len(self.points), size=len(self.points))]
             if len({number for number, _ in points}) > 1:

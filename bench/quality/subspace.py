@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
@@ -33,6 +33,7 @@ from farflung.workloads.decoder import Piece, anatomy, keep, loads
 from farflung.workloads.subspace import Subspace, constrain, subspace_of
 
 STAGES = 4
+LEARNING_RATE = 3e-3
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ SMOKE = Options(steps=2, evaluate_every=1, timed_steps=0, divisors=(4,), kinds=(
 
 def config_of(options: Options) -> Settings:
     """Of the runs that are made in one process."""
-    return Settings.of(model=options.model, steps=options.steps, batch_size=options.batch_size, lr=3e-3)
+    return Settings.of(model=options.model, steps=options.steps, batch_size=options.batch_size, lr=LEARNING_RATE)
 
 
 class Crossing(torch.autograd.Function):
@@ -74,6 +75,9 @@ class Crossing(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         return ctx.boundary.unpack_gradient(ctx.boundary.pack_gradient(gradients[0])), None, None
+
+
+cross: Callable[[Tensor, Boundary, Tensor], Tensor] = Crossing.apply
 
 
 class Chain:
@@ -105,7 +109,7 @@ class Chain:
         for piece in self.pieces:
             passing = piece(passing)
             if not piece.span.last and lossy:
-                passing = Crossing.apply(passing, self.boundary, tokens)
+                passing = cross(passing, self.boundary, tokens)
             seen.append(passing)
         return seen
 
@@ -156,10 +160,10 @@ def trained(options: Options, kind: str, rank: int) -> Result:
     chain = Chain(config, kind, rank)
     workload = Language(config.workload)
     held_out = workload.data.held_out(64).split(options.batch_size)
-    optimizer = torch.optim.AdamW(chain.parameters, lr=config.inner.lr, weight_decay=0.1, betas=(0.9, 0.95), fused=True)
+    optimizer = torch.optim.AdamW(chain.parameters, lr=LEARNING_RATE, weight_decay=0.1, betas=(0.9, 0.95), fused=True)
     losses = {}
     for step in range(options.steps):
-        optimizer.param_groups[0]["lr"] = config.inner.lr * lr_scale(config.inner, step, config.run.steps)
+        optimizer.param_groups[0]["lr"] = LEARNING_RATE * lr_scale(config.inner, step, config.run.steps)
         chain.loss(workload.batch(workload.sample_ids(0, 0, step, options.batch_size))).backward()
         torch.nn.utils.clip_grad_norm_(chain.parameters, 1.0)
         optimizer.step()

@@ -6,15 +6,17 @@ the same tokens undisturbed. Takes twenty minutes, as root.
 from __future__ import annotations
 
 import itertools
+import math
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from bench.lib.hardship import Hardship, check, checks, running
-from bench.lib.store import Store
+from bench.lib.store import Settings, Store
 from bench.lib.table import Part
 from farflung.events import EvaluationEvent, RoundEvent, StartEvent, StepEvent
+from farflung.report.read import mean
 from farflung.testing.hosts import unavailable
 from farflung.testing.peers import PeerProcess, PeerProcesses
 
@@ -34,7 +36,7 @@ SMOKE = Options(peers=2, step_ms=20, pace=0.1, seconds=2, undisturbed=False)
 
 def run(options: Options, store: Store) -> Iterator[Part]:
     steps = max(20, round(options.seconds * 1e3 / options.step_ms))
-    everything = {"steps": steps, "eval_every": max(20, steps // 5)}
+    everything: Settings = {"steps": steps, "eval_every": max(20, steps // 5)}
     with running(options, store, "kill", **everything) as (_, peers):
         peers.start(options.peers)
         gaps = kill_some(peers, options)
@@ -86,9 +88,11 @@ def newest(peers: PeerProcesses) -> float:
     return min(time.time() - path.stat().st_mtime for peer in peers for path in peer.folder.glob("events/*.jsonl"))
 
 
-def final_loss(peers: PeerProcesses) -> float:
-    losses = [evaluations[-1].validation_loss for peer in peers if (evaluations := peer.events(EvaluationEvent))]
-    return sum(losses) / len(losses)
+def final_loss(peers: Iterable[PeerProcess]) -> float:
+    """The mean of their last evaluations; NaN if one was not finite."""
+    last = [evaluations[-1] for peer in peers if (evaluations := peer.events(EvaluationEvent))]
+    loss = mean([evaluation.validation_loss for evaluation in last])
+    return math.nan if loss is None else loss
 
 
 def repeated(peer: PeerProcess) -> int:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from bench.lib.hardship import Hardship, check, checks, rate, running
-from bench.lib.store import Store
+from bench.lib.store import Settings, Store
 from bench.lib.table import Part
 from bench.lib.training import save_llama
 from farflung.events import RoundEvent, StartEvent, StepEvent
@@ -52,8 +52,9 @@ def run(options: Options, store: Store) -> Iterator[Part]:
     shape = {"num_key_value_heads": MODELS[options.model]["num_attention_heads"], **MODELS[options.model]}
     common = {"vocab_size": 257, "max_position_embeddings": 128, "tie_word_embeddings": True}
     model = save_llama(store.scratch / f"model-{options.model}", **shape, **common)
-    settings = {"model": model, "batch_size": 1, "sequence_length": 16, "eval_sequences": 1, "eval_every": 100_000}
-    settings |= {"checkpoint_every": 0, "every": options.every, "deadline": 120.0, "method": "noloco"}
+    settings: Settings = {"model": model, "batch_size": 1, "sequence_length": 16, "eval_sequences": 1}
+    settings |= {"eval_every": 100_000, "checkpoint_every": 0, "every": options.every, "deadline": 120.0}
+    settings |= {"method": "noloco"}
     settings |= {"inner": "adamw"}  # on processors where bfloat16 is slow, a step of muon takes longer than `step_ms`
     with running(options, store, "join", peers=options.peers + 1, **settings) as (_, peers):
         *others, newcomer, unlucky = peers

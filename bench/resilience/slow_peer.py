@@ -8,10 +8,11 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from bench.lib.hardship import Check, Hardship, check, checks, running
 from bench.lib.hardship import rate as tokens_per_second
-from bench.lib.store import Store
+from bench.lib.store import Settings, Store
 from bench.lib.table import Part
 from farflung.testing.hosts import unavailable
 
@@ -37,14 +38,14 @@ SMOKE = Options(peers=2, step_ms=20, pace=0.1, seconds=1, cases=0, model="micro"
 
 def run(options: Options, store: Store) -> Iterator[Part]:
     last = options.peers - 1
-    settings = {"method": "noloco", "model": options.model, "batch_size": 1, "every": options.every}
+    settings: Settings = {"method": "noloco", "model": options.model, "batch_size": 1, "every": options.every}
     settings |= {"delay": options.delay}
     slow = [
         ("one peer 4 times slower", {"paces": {last: 4 * options.step_ms}}),
         ("one peer with a tenth of the bandwidth", {"rates": {last: options.rate_mbit / 10}}),
     ][: options.cases]
 
-    def speed(name: str, **peculiar: object) -> float:
+    def speed(name: str, **peculiar: Any) -> float:
         with running(options, store, name, **peculiar, **settings) as (_, peers):
             peers.start(len(peers))
             options.wait(10)

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from bench.lib.attacker import KINDS
 from bench.lib.hardship import Check, Hardship, check, checks, running
-from bench.lib.store import Store
+from bench.lib.store import Settings, Store
 from bench.lib.table import Part
 from bench.resilience.killed import final_loss
 from bench.resilience.nuisances import free, small_disk
@@ -45,7 +45,7 @@ SMOKE = Options(peers=3, step_ms=20, pace=0.1, minutes=0.2, undisturbed=False)
 
 def run(options: Options, store: Store) -> Iterator[Part]:
     steps = max(60, round(options.minutes * 60e3 / options.step_ms))
-    everything = {"steps": steps, "eval_every": max(20, steps // 5)}
+    everything: Settings = {"steps": steps, "eval_every": max(20, steps // 5)}
     count = options.peers
     with running(options, store, "soak", peers=count + 1, **everything) as (lab, peers), ExitStack() as disks:
         training = list(peers)[:-1]
@@ -76,7 +76,7 @@ def judged(
     troubles: list[str],
     gone: list[str],
     grown: dict[str, float],
-    everything: dict[str, int],
+    everything: Settings,
 ) -> list[Check]:
     most = max(grown.values(), default=0.0)
     told = ", ".join(f"{name} {mb:+.0f}" for name, mb in grown.items())

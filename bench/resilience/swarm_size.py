@@ -155,7 +155,8 @@ def swarm(host: Host, folder: Any, count: int) -> Iterator[list[subprocess.Popen
         yield processes
     finally:
         for process in processes:
-            process.stdin.close()  # type: ignore[union-attr]
+            assert process.stdin
+            process.stdin.close()
         for process in processes:
             try:
                 process.wait(60)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from bench.lib.store import Store
 from bench.lib.table import Cell, Part, Table
-from farflung.methods import Method
+from farflung import Method
 from farflung.networks import SimulatedNetwork
 from farflung.outer import Everyone, GossipNesterov, OuterFactory, OuterOptimizer, Schedule
 
@@ -64,7 +64,7 @@ def measure(outer: OuterFactory, parameters: int) -> tuple[float, float, float]:
     looking: list[bool] = []
     in_round: list[int] = []
 
-    def watched(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
+    def watched(parameters: list[Tensor]) -> torch.optim.Optimizer:
         """The outer optimizer, at whose steps a round holds most: anchor, state and message."""
         made = outer(parameters)
         name = "step_with" if isinstance(made, OuterOptimizer) else "step"

@@ -98,7 +98,7 @@ def busy_pass_seconds(config: Settings, steps: int, cores: int) -> Passes:
 
 def pass_seconds(piece: Piece, config: Settings, steps: int) -> tuple[float, float]:
     """What a piece's forward and backward pass of one microbatch take."""
-    size = (config.island.batch_size // config.island.microbatches, config.workload.sequence_length)  # type: ignore[operator]
+    size = (config.island.batch_size // config.island.parts, config.workload.sequence_length)
     forward, backward = [], []
     for _ in range(steps):
         tokens = torch.randint(256, size)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from bench.lib.store import Store
+from bench.lib.store import Settings, Store
 from bench.lib.table import Cell, Part, Table
 from bench.lib.training import save_llama, train
 from farflung.events import StartEvent, StepEvent
@@ -42,14 +42,14 @@ def run(options: Options, store: Store) -> Iterator[Part]:
 
 def losses(options: Options, store: Store) -> Iterator[Part]:
     model = save_llama(store.scratch / "small", **SMALL, vocab_size=256, max_position_embeddings=128)
-    common = {"model": model, "replicas": 1, "steps": options.steps, "log_every": 1, "eval_every": 10, "every": 5}
-    common |= {"method": "diloco", "batch_size": 8, "checkpoint_every": 0}
+    common: Settings = {"model": model, "replicas": 1, "steps": options.steps, "log_every": 1, "eval_every": 10}
+    common |= {"every": 5, "method": "diloco", "batch_size": 8, "checkpoint_every": 0}
     whole = train(store.scratch / "whole", **common)
     first, last = whole.losses[0], whole.losses[-1]
     yield f"{options.steps} steps of one replica in one process: loss {first:.6f} to {last:.6f}"
 
     def row(schedule: str, stages: int) -> tuple[Cell, ...]:
-        settings = {"stages": stages, "pipeline_schedule": schedule, "microbatches": 4}
+        settings: Settings = {"stages": stages, "pipeline_schedule": schedule, "microbatches": 4}
         run = train(store.scratch / f"{schedule}-{stages}", **common, **settings)
         apart = max(abs(a - b) for a, b in zip(run.losses, whole.losses, strict=True))
         validation = abs(run.summary["validation_loss"] - whole.summary["validation_loss"])
@@ -61,7 +61,7 @@ def losses(options: Options, store: Store) -> Iterator[Part]:
 
 def memory(store: Store) -> Iterator[Part]:
     model = save_llama(store.scratch / "large", **LARGE, vocab_size=32_000, max_position_embeddings=128)
-    common = {"model": model, "replicas": 1, "steps": 4, "log_every": 1, "eval_every": 1000, "every": 2}
+    common: Settings = {"model": model, "replicas": 1, "steps": 4, "log_every": 1, "eval_every": 1000, "every": 2}
     common |= {"method": "diloco", "batch_size": 8, "sequence_length": 64, "eval_sequences": 8, "checkpoint_every": 0}
     most = {}
 

@@ -10,7 +10,7 @@ import time
 from datetime import timedelta
 
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store, TCPStore
 
 from farflung.errors import UserError
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
@@ -136,6 +136,9 @@ class PeerProcesses:
 
     def __len__(self) -> int:
         return len(self._peers)
+
+    def __iter__(self) -> Iterator[PeerProcess]:
+        return iter(self._peers)
 
     def start(self, count: int, timeout_s: float = 180) -> None:
         """Starts the first, and `count` - 1 others when it is there; returns when all train. Raises TimeoutError."""

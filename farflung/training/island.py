@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch.distributed import HashStore
 
 from farflung.errors import UserError
 from farflung.networks import Network, SimulatedNetwork, TorchNetwork

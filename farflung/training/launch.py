@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import cast
 
 import torch
-from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch.distributed import HashStore
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch

@@ -11,7 +11,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.distributed import Store
 
 POLL_SECONDS = 1.0
 """Seconds between two checks whether the run should stop."""
