@@ -114,7 +114,7 @@ def test_every_flag_that_a_message_or_the_readme_names_exists() -> None:
     known = {field.name.replace("_", "-") for kind in (*OPTIONS, *own) for field in fields(kind)}
     package = Path(cli.__file__).parents[1]
     texts = {path: path.read_text() for path in package.rglob("*.py")}
-    for path in (package.parent / "README.md", package.parent / "docs" / "internet.md"):
+    for path in (package.parent / "README.md", package.parent / "docs" / "tutorials" / "internet.md"):
         texts[path] = "\n".join(line for line in path.read_text().splitlines() if line.startswith("farflung "))
     named = {path: set(re.findall(r"(?<![\w-])--([a-z][a-z-]*[a-z])", text)) for path, text in texts.items()}
     assert {"resume", "announce", "adapt"} <= set.union(*named.values())
