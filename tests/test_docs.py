@@ -1,8 +1,9 @@
 """The documentation: each block of README and tutorials runs, the site builds without a warning, each link leads there.
 
 A page's blocks run in order in one folder. A comment before a block says how, where it is not simply run:
-`<!-- not run: WHY -->`, `<!-- file: NAME -->` (it is written there) and `<!-- run with: FLAGS -->` (each command of
-farflung gets them, too, so that it takes seconds).
+`<!-- not run: WHY -->`; `<!-- file: NAME -->`, so it is written there; `<!-- run small: FLAGS -->`, so runs that it
+begins get these flags and those of a run of seconds; `<!-- run as peers -->`, so its lines run at the same time, as in
+terminals of their own, until the last of them has held a round.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import types
@@ -20,12 +22,13 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import pytest
-from patience import patience
+from patience import patience, until
+from processes import SMALL
 from warm import Python
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-RUN = [DOCS / "start.md", *sorted(set((DOCS / "tutorials").glob("*.md")) - {DOCS / "tutorials" / "internet.md"})]
+RUN = [ROOT / "README.md", DOCS / "start.md", *sorted((DOCS / "tutorials").glob("*.md"))]
 SHOWN = {"text", "ini", "yaml", "toml"}
 """Languages of blocks that nothing here runs."""
 BLOCK = re.compile(r"((?:^<!-- .+? -->\n+)*)^```([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -43,7 +46,7 @@ class Block:
 def blocks_of(page: Path) -> list[Block]:
     found = []
     for before, language, text in BLOCK.findall(page.read_text("utf-8")):
-        marks = dict(re.findall(r"<!-- (not run|file|run with): (.+?) -->", before))
+        marks = dict(re.findall(r"<!-- (not run|file|run small|run as peers):? ?(.*?) ?-->", before))
         found.append(Block(language, text, marks))
     return found
 
@@ -72,21 +75,26 @@ def test_every_block_runs(page: Path, tmp_path: Path, monkeypatch: pytest.Monkey
         elif block.language == "python":
             exec(compile(block.text, str(page), "exec"), vars(module))
         elif block.language == "sh":
-            for line in block.text.replace("\\\n", " ").splitlines():
-                run_line(line, block.marks.get("run with", ""))
+            lines = [line for line in block.text.replace("\\\n", " ").splitlines() if line.strip()]
+            if "run as peers" in block.marks:
+                run_as_peers(lines)
+            else:
+                for line in lines:
+                    run_line(smaller(line, block.marks["run small"]) if "run small" in block.marks else line)
         else:
             assert block.language in SHOWN or block.language.startswith("{"), f"say what this is:\n{block.text}"
 
 
-def run_line(line: str, flags: str) -> None:
+def smaller(line: str, flags: str = "") -> str:
+    """A line with the flags of a run of seconds, where it begins one."""
+    begins = {"train", "invite"} & set(shlex.split(line, comments=True))
+    return f"{line.partition(' #')[0]} {shlex.join(SMALL)} --steps 20 {flags}" if begins else line
+
+
+def run_line(line: str) -> None:
     """A line as a shell would run it; farflung alone as a fork of a process that has imported it."""
     words = shlex.split(line, comments=True)
-    if not words:
-        return
-    if "farflung" in words and flags:
-        line = f"{line.partition(' #')[0]} {flags}"
-        words = shlex.split(line, comments=True)
-    if words[0] == "farflung" and not set("$|&;<>") & set(line):
+    if words[:1] == ["farflung"] and not set("$|&;<>") & set(line):
         process = Python("-m", *words)
         out, errors = process.communicate(timeout=patience(120))
         assert process.wait() == 0, f"{line}\n{out}\n{errors}"
@@ -95,9 +103,36 @@ def run_line(line: str, flags: str) -> None:
         assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
 
 
+def run_as_peers(lines: list[str]) -> None:
+    """Lines that begin and join a run on the internet, each a peer of its own; Ctrl-C ends them."""
+    pytest.importorskip("hivemind")
+    peers: list[Python] = []
+    try:
+        for line in lines:
+            words = shlex.split(line, comments=True)
+            if "join" in words:
+                words += ["--max-tokens", "100000"]
+                until(Path(words[words.index("join") + 1]).exists, 60)
+            else:
+                words = [*shlex.split(smaller(line), comments=True), "--steps", "1000000"]
+            peers.append(Python("-m", *words))
+        folder = Path(words[words.index("--out") + 1])
+        until(lambda: any('"averaged"' in path.read_text() for path in folder.glob("events/*.jsonl")), 120)
+        for peer in peers:
+            peer.send_signal(signal.SIGINT)
+        for peer in peers:
+            _, errors = peer.communicate(timeout=patience(60))
+            assert peer.wait() == 130, errors
+    finally:
+        for peer in peers:
+            peer.kill()
+
+
 def test_the_readme_is_short_and_its_links_lead_somewhere() -> None:
     text = (ROOT / "README.md").read_text("utf-8")
+    assert len(text.splitlines()) <= 150, "say it on a page of the site"
     prose = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+    assert not re.search(r"!\[[^]]*\]\((?!https://)", prose), "a relative image shows nothing in the wheel's metadata"
     for link in re.findall(r"\]\(([^)\s]+)\)", prose):
         where = urlsplit(link)
         if where.scheme:
