@@ -67,7 +67,7 @@ class RoundSettings(Checked):
     outer_momentum: float | None = setting(None, least=0, below=1)
     """Momentum of the outer optimizer."""
     codec: str | None = None
-    """How messages become bytes, such as bfloat16, int8, modulo4, topk2-int2 or ef-lowrank64-int4 (see `farflung methods`)."""
+    """How messages become bytes, such as int8, modulo4, topk2-int2 or ef-lowrank64-int4 (see `farflung methods`)."""
     merge: Literal["kept", "dropped", "mixed", "eager"] | None = None
     """What becomes of the steps trained during a round."""
     adapt: bool | None = None
