@@ -1,11 +1,12 @@
 # make demo   train a small Llama with four replicas on this machine
 # make quick  the tests of a minute
 # make test   ruff, mypy and all tests
+# make docs   the documentation, in docs/_build/html
 # They make .venv first, from the pinned requirements.lock.
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo quick test lint clean
+.PHONY: demo quick test lint docs clean
 
 demo: .venv/ready
 	$(BIN)/farflung train
@@ -24,6 +25,9 @@ lint: .venv/ready
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+docs: .venv/ready
+	$(BIN)/python -m sphinx -W --keep-going -q -d docs/_build/doctrees docs docs/_build/html
+
 .venv/ready: requirements.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "farflung needs Python 3.11 or newer; try: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 2; }
@@ -33,4 +37,4 @@ lint: .venv/ready
 	touch $@
 
 clean:
-	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache
+	rm -rf .venv docs/_build .mypy_cache .ruff_cache .pytest_cache

@@ -1,7 +1,7 @@
 """Floor 4: every published method, as a recipe of choices on shared parts.
 
 Defaults are the papers', but for outer momenta: 0.5 in all of the DiLoCo family, whose 0.9 is for runs of hundreds of
-rounds and did worse than no exchange at all in shorter ones (docs/evidence.md, "The gap", and the README's table).
+rounds and did worse than no exchange at all in shorter ones (docs/evidence.md, "The gap", and docs/measured.md).
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class RoundSettings(Checked):
     outer_momentum: float | None = setting(None, least=0, below=1)
     """Momentum of the outer optimizer."""
     codec: str | None = None
-    """How messages become bytes, such as bfloat16, int8, modulo4, topk2-int2 or ef-lowrank64-int4 (see the README)."""
+    """How messages become bytes, such as int8, modulo4, topk2-int2 or ef-lowrank64-int4 (see `farflung methods`)."""
     merge: Literal["kept", "dropped", "mixed", "eager"] | None = None
     """What becomes of the steps trained during a round."""
     adapt: bool | None = None

@@ -109,12 +109,13 @@ OPTIONS = (*map(type, vars(Settings()).values()), ListenAddress, PlanOptions, Si
 OF_TORCHRUN = {"nnodes", "node-rank", "nproc-per-node", "master-addr", "master-port", "max-restarts"}
 
 
-def test_every_flag_that_a_message_or_the_readme_names_exists() -> None:
+def test_every_flag_that_a_message_or_the_documentation_names_exists() -> None:
     own = [kind for room in (peers, runs, training) for kind in vars(room).values() if is_dataclass(kind)]
     known = {field.name.replace("_", "-") for kind in (*OPTIONS, *own) for field in fields(kind)}
     package = Path(cli.__file__).parents[1]
     texts = {path: path.read_text() for path in package.rglob("*.py")}
-    for path in (package.parent / "README.md", package.parent / "docs" / "internet.md"):
+    pages = (path for path in (package.parent / "docs").rglob("*.md") if "_build" not in path.parts)
+    for path in (package.parent / "README.md", *pages):
         texts[path] = "\n".join(line for line in path.read_text().splitlines() if line.startswith("farflung "))
     named = {path: set(re.findall(r"(?<![\w-])--([a-z][a-z-]*[a-z])", text)) for path, text in texts.items()}
     assert {"resume", "announce", "adapt"} <= set.union(*named.values())

@@ -41,7 +41,7 @@ class Job:
         self.tasks: list[subprocess.Popen[bytes]] = []
 
     def start(self) -> None:
-        command = [ROOT / "docs" / "slurm-replica.sh", self.run, *SETTINGS, "--deadline", str(patience(15))]
+        command = [ROOT / "docs" / "how-to" / "slurm-replica.sh", self.run, *SETTINGS, "--deadline", str(patience(15))]
         for task in TASKS:
             its = {"SLURM_PROCID": str(task), "SLURMD_NODENAME": "localhost", "SLURM_CPUS_PER_TASK": "1"}
             with (self.folder / f"{task}.log").open("ab") as log:

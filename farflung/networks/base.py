@@ -120,7 +120,7 @@ class Network(Protocol):
 
     A `key` names one exchange: every member of the group calls with the same key, once.
 
-    What it can do, besides:
+    Capabilities:
         elastic: itself, where replicas come and go.
         timed: itself, where its clock belongs to the run, and stops while the run does.
         processes: the ranks of the replicas in torch.distributed's process group, in order, where they are such

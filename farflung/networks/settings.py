@@ -26,7 +26,7 @@ class NetworkSettings(Checked):
     deadline: float = setting(120.0, above=0, may_differ=AFTER_RESUME | BETWEEN_MACHINES | BETWEEN_PEERS)
     """Longest wait for other replicas, in seconds."""
     conditions: str = ""
-    """Simulated network: same-rack, two-data-centres, three-regions, home, world, or a TOML file (see the README)."""
+    """Simulated network: same-rack, two-data-centres, three-regions, home, world, or a TOML file (docs: Conditions)."""
     bandwidth_mbps: float | None = setting(None, above=0)
     """Simulated network: each replica's link, megabits a second each way; unset: the conditions' own (100)."""
     latency_ms: float | None = setting(None, least=0)

@@ -59,7 +59,7 @@ class IslandSettings(Checked):
     routes: Literal["fixed", "random"] = "fixed"
     """Whether a microbatch stays in its replica, or goes to a random replica's next stage each time."""
     boundary: str = setting("float32", may_differ=AFTER_RESUME | BETWEEN_PEERS)
-    """How hidden states are sent between stages: float32, bfloat16, int8, int4, topk10, subspace32 (see README)."""
+    """What crosses from stage to stage: float32, bfloat16, int8, int4, topk10, subspace32 (docs: A pipeline)."""
     offload: bool = setting(False, may_differ=BETWEEN_MACHINES)
     """Keep weights and the state of both optimizers on the CPU; the device holds only what it is computing with."""
 

@@ -19,7 +19,7 @@ class PlanOptions(Checked):
     model: str
     """A preset (micro, tiny, small, llama-125m, llama-1.3b, llama-6.8b), or anything that AutoConfig loads."""
     machines: Path
-    """A TOML file of machines and links (see the README)."""
+    """A TOML file of machines and links (docs: Plan before paying)."""
     tokens: float
     """Tokens to train on, such as 100e9."""
     tokenizer: str = "bytes"
@@ -35,7 +35,7 @@ class PlanOptions(Checked):
     precision: Literal["float32", "bfloat16"] = "float32"
     """Number format that the model computes in; weights stay float32."""
     boundary: str = "float32"
-    """What crosses from stage to stage: float32, bfloat16, int8, int4, topk10, subspace32 ... (see the README)."""
+    """What crosses from stage to stage: float32, bfloat16, int8, int4, topk10, subspace32 (docs: A pipeline)."""
     recompute: bool = False
     """Keep no layer's inner activations; compute them again in the backward pass."""
     offload: bool = False

@@ -37,7 +37,7 @@ class SimulateOptions(Checked):
     model: str | None = None
     """A preset, or anything that AutoConfig loads."""
     conditions: str = "two-data-centres"
-    """same-rack, two-data-centres, three-regions, home, world, or a TOML file (see the README)."""
+    """same-rack, two-data-centres, three-regions, home, world, or a TOML file (docs: Conditions)."""
     rounds: int = setting(100, least=1, most=1e12)
     """Rounds of each replica."""
     every: int | None = setting(None, least=1)
