@@ -92,7 +92,7 @@ def agreed_step(folder: Path, replica: int, outer: Session) -> int:
     steps, network = sorted(checkpoint.steps_of(folder, replica)), outer.network
     if network.elastic:
         return max(steps, default=0)
-    own = {"steps": steps, "could_have": _could_have(folder, replica)}
+    own = {"steps": steps, "could_have": int(_could_have(folder, replica))}
     told = all_gather_facts(network, own, outer.key("checkpoints"), outer.starting_s)
     common: set[int] = set.intersection(*(set(one["steps"]) for one in told.values()))
     if common:

@@ -126,7 +126,7 @@ class RunFolder:
                 StepEvent(
                     step=outer.step,
                     tokens=self._counted,
-                    loss=float(loss),
+                    loss=_number(loss),
                     lr=float(outer.trained.optimizers[0].param_groups[0]["lr"]),
                     tokens_per_second=rate,
                     rounds=outer.rounds,
@@ -145,7 +145,7 @@ class RunFolder:
                 step=outer.step,
                 tokens=self._counted,
                 bytes_sent=outer.network.traffic.bytes_sent,
-                validation_loss=float(loss),
+                validation_loss=_number(loss),
                 sample=base64.b64encode(sample.tobytes()).decode(),
             )
         )
@@ -157,7 +157,8 @@ class RunFolder:
     def save(self, **own: Any) -> None:
         """Writes a checkpoint, with what the loop itself has to keep: plain values, tensors, and `state_dict`s.
 
-        All replicas are to save at the same steps. Where the disk is full, a line tells, and the last one stays.
+        All replicas are to save at the same steps. What is logged after it is lost where the run resumes from here, so
+        save last. Where the disk is full, a line tells, and the last checkpoint stays.
         Raises UserError for what is not plain.
         """
         outer = self._begun()
@@ -203,7 +204,7 @@ class RunFolder:
         if not network.processes and not network.elastic and network.rank != min(network.members()):
             return
         kind = "internet" if network.elastic else "torch" if network.processes or self._alone else "simulated"
-        told = {name.replace(" ", "_"): value for name, value in outer.choices().items()}
+        told = {name.replace(" ", "_"): value.strip("'") for name, value in outer.choices().items()}
         shown = {name: value if _fits_toml(value) else str(value) for name, value in settings.items()}
         head = {formats.KEY: RUN_FOLDER.version, "workload": OWN_LOOP, "network": kind, "replicas": outer.replicas}
         write_text(self.folder / "config.toml", to_toml({**head, **told, **shown}))
@@ -282,6 +283,10 @@ def _check(outer: Session, begun: Session | None) -> None:
         raise UserError(f"{outer.step} steps were made before begin(); call it right after attach")
     if outer.trained.layout.processes > 1 or outer.network.islands or any(map(is_sharded, outer.trained.parameters)):
         raise UserError(SHARDED)
+
+
+def _number(loss: float | Tensor) -> float:
+    return float(loss.detach() if isinstance(loss, Tensor) else loss)
 
 
 def _fits_toml(value: Any) -> bool:
