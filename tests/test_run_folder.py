@@ -63,9 +63,9 @@ def killed_while_writing(folder: Path, after: int) -> None:
 
 
 def told_of(folder: Path, rank: int) -> list[dict[str, Any]]:
-    """What a replica's steps and rounds came to."""
+    """What a replica's steps and rounds came to; bytes are counted while they are under way."""
     lines = map(json.loads, (folder / "events" / f"replica-{rank}.jsonl").read_text().splitlines())
-    kept = ("event", "step", "loss", "rounds", "tokens", "bytes_sent")
+    kept = ("event", "step", "loss", "rounds", "tokens", "outcome")
     return [{key: line.get(key) for key in kept} for line in lines if line["event"] in ("step", "round")]
 
 
