@@ -37,6 +37,7 @@ if TYPE_CHECKING:
         Schedule,
         Session,
     )
+    from farflung.training.run_folder import RunFolder
 
 __all__ = [
     "Codec",
@@ -57,6 +58,7 @@ __all__ = [
     "Quantize",
     "RandomGroups",
     "Round",
+    "RunFolder",
     "Schedule",
     "Session",
     "SimulatedNetwork",
@@ -88,6 +90,8 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(f"farflung.{name}")
     if name == "InternetNetwork":
         return importlib.import_module("farflung.training.peer").internet().InternetNetwork  # an extra; says so
+    if name == "RunFolder":
+        return importlib.import_module("farflung.training.run_folder").RunFolder
     if name in __all__:
         rooms = (importlib.import_module(f"farflung.{room}") for room in ROOMS)
         return next(getattr(room, name) for room in rooms if name in getattr(room, "__all__", ()))

@@ -34,6 +34,9 @@ from farflung.tables import (
 )
 from farflung.workloads import WORKLOADS, Workload
 
+OWN_LOOP = "own loop"
+"""The workload in `config.toml` of a run that farflung does not train itself."""
+
 
 @dataclass(frozen=True)
 class RunSettings(Checked):
@@ -184,6 +187,8 @@ def read_settings(path: Path, **over: Any) -> Settings:
     table = toml_table(path)
     RUN_FOLDER.check(table, str(path))
     table.pop(formats.KEY, None)
+    if table.get("workload") == OWN_LOOP:
+        raise UserError(f"{path}: this run is a training loop of its own; start that again, and it resumes the run")
     tables = [one.name for one in dataclasses.fields(Settings)]
     try:
         for key, value in table.items():

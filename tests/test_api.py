@@ -23,6 +23,7 @@ PAGE = Path(__file__).parent.parent / "docs" / "api.md"
 KINDS = {
     "Rooms": {"codecs", "methods", "networks", "outer"},
     "A run's method": {"Method", "Schedule", "Everyone", "RandomGroups", "GossipNesterov", "Session", "Round"},
+    "Your own loop": {"RunFolder"},
     "Codecs": {"Codec", "Dense", "ErrorFeedback", "LowRank", "Modulo", "Quantize", "TopK", "codec_named"},
     "Networks": {
         *("Network", "ElasticNetwork", "TorchNetwork", "InternetNetwork", "SimulatedNetwork", "Simulation"),

@@ -131,8 +131,14 @@ def test_accumulated_gradients_schedules_and_compiled_models(compiled: bool) -> 
 
 @pytest.mark.slow
 def test_islands_of_several_processes_that_torch_joins(tmp_path: Path) -> None:
-    """Two replicas of two processes: gradients are one optimizer on the mean of four, replicas equal in all methods."""
+    """Two replicas of two processes: gradients are one optimizer on the mean of four, replicas equal in all methods.
+
+    Where torch would join replicas, too, attach says so.
+    """
     seen = run_replicas(4, "", "", tmp_path, script="torch_ddp.py")
+    for told in [one.pop("told") for one in seen]:
+        assert [len(lines) for lines in told] == [1, 1, 0, 1]
+        assert "averages gradients between replicas 0, 1, 2 and 3 at every step" in told[0][0]
     for name, weights in seen[0].items():
         assert all(torch.equal(weights, other[name]) for other in seen)
     model = small_model()

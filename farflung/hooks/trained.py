@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from threading import Lock
 from weakref import WeakSet
@@ -23,7 +23,8 @@ _CHANGES = Lock()
 """Replicas in threads attach at the same time."""
 
 
-def _attached() -> list[Trained]:
+def attached() -> list[Trained]:
+    """All sessions in use."""
     with _CHANGES:
         return list(_ATTACHED)
 
@@ -49,6 +50,8 @@ class Trained:
         self.parameters = list(self.named.values())
         self.restore: Callable[[], None] = lambda: None
         """Restores weights that are not finite, where a session has older ones."""
+        self.steps, self.stepping = 0, False
+        """Steps of these optimizers, and whether one is under way; see strangers.py."""
         self._left_alone: dict[nn.Parameter, Tensor] = {}
         if self.again():
             raise UserError(
@@ -90,7 +93,7 @@ class Trained:
 
     def averaged(self) -> set[nn.Parameter]:
         """The parameters that some session trains, of this model or another."""
-        return {parameter for trained in _attached() for parameter in trained.parameters}
+        return {parameter for trained in attached() for parameter in trained.parameters}
 
     def begin(self) -> None:
         """Records the parameters that are left alone, for `check_left_alone`."""
@@ -106,6 +109,16 @@ class Trained:
                         f"{self._names.get(parameter, 'a parameter')} has come to be trained since attach; "
                         "leave the with statement and attach again, on all replicas"
                     )
+
+    def check_present(self) -> None:
+        """Checks that the model still has the parameters that are trained. Raises UserError."""
+        present = self.present()
+        for name, parameter in self.named.items():
+            if present.get(name, parameter) is not parameter:
+                raise UserError(
+                    f"{name} is no longer the tensor that the optimizer trains, as after load_state_dict(assign=True); "
+                    "load without assign, or make a new optimizer and attach again"
+                )
 
     def left_alone(self) -> list[nn.Parameter]:
         """The trainable parameters at the start that no session averages."""
@@ -123,8 +136,15 @@ class Trained:
 
     def again(self) -> bool:
         """Whether another session averages some of these parameters over the same network."""
-        own = set(self.parameters)
-        return any(not own.isdisjoint(trained.parameters) for trained in self._beside())
+        return any(not self.apart_from(trained.parameters) for trained in self._beside())
+
+    def apart_from(self, parameters: Iterable[nn.Parameter]) -> bool:
+        """Whether none of some parameters is averaged here."""
+        return self._own.isdisjoint(parameters)
+
+    @cached_property
+    def _own(self) -> frozenset[nn.Parameter]:
+        return frozenset(self.parameters)
 
     def restore_beside(self) -> None:
         """Makes this replica's other sessions on the network restore their weights, too."""
@@ -132,7 +152,7 @@ class Trained:
             trained.restore()
 
     def _beside(self) -> list[Trained]:
-        return [trained for trained in _attached() if trained is not self and trained._network is self._network]
+        return [trained for trained in attached() if trained is not self and trained._network is self._network]
 
     def end(self) -> None:
         """Says that these parameters are no longer averaged."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -16,6 +16,7 @@ from farflung.hooks.digests import digest
 from farflung.hooks.shards import whole_of
 from farflung.hooks.start import Fact
 from farflung.hooks.trained import Trained, refuse_without_values
+from farflung.hooks.unshared import Unshared
 
 
 class Untrained:
@@ -40,7 +41,8 @@ class Untrained:
         for prefix, module in model.named_modules():
             scripted = isinstance(module, torch.jit.ScriptModule)  # takes no such hooks
             if (module._buffers or module._parameters) and not scripted:
-                undo.callback(module.register_load_state_dict_post_hook(_WhenLoaded(self, prefix)).remove)
+                hook = Unshared(partial(self._module_loaded, prefix))
+                undo.callback(module.register_load_state_dict_post_hook(hook).remove)
 
     def buffers(self) -> dict[str, Tensor]:
         """The buffers as they are now, by name; a module may have put another tensor in a buffer's place."""
@@ -122,7 +124,7 @@ class Untrained:
                 view.copy_(kept)
 
     @torch.no_grad()
-    def loaded(self, prefix: str, module: nn.Module) -> None:
+    def _module_loaded(self, prefix: str, module: nn.Module, *_: Any) -> None:
         """Records what a module itself, without its children, has just loaded."""
         for name, tensor in (*module._buffers.items(), *module._parameters.items()):
             whole = f"{prefix}.{name}".lstrip(".")
@@ -163,24 +165,6 @@ def _refuse_odd(tensors: Mapping[str, Tensor]) -> None:
                 f"{name} is {kind}, which replicas cannot compare or average; "
                 "register it as a buffer with persistent=False"
             )
-
-
-class _WhenLoaded:
-    """A hook that tells of a module's `load_state_dict`. A copy of the module, in memory or in a file, has none."""
-
-    def __init__(self, untrained: Untrained, prefix: str) -> None:
-        self._untrained = untrained
-        self._prefix = prefix
-
-    def __call__(self, module: nn.Module, _: Any) -> None:
-        self._untrained.loaded(self._prefix, module)
-
-    def __reduce__(self) -> tuple[type[partial[None]], tuple[Callable[..., None]]]:
-        return partial, (_do_nothing,)
-
-
-def _do_nothing(*_: Any) -> None:
-    pass
 
 
 def _told(tensor: Tensor) -> str:

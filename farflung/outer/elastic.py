@@ -171,7 +171,7 @@ class ElasticLoop(OuterLoop):
             try:
                 result = pending.wait(self.deadline_s)
             except PeerLostError as lost:
-                result = Result(message, party.group, Outcome.PEER_LOST, str(lost))
+                result = Result(message, party.group, Outcome.PEER_LOST, str(lost), missing=lost.ranks)
             result.compression_error = error
             return result
 

@@ -7,6 +7,7 @@ anchor φ ──┴─▶ message ─▶ average with the group ─▶ outer opt
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from functools import partial
@@ -37,6 +38,11 @@ from farflung.outer.session import Session, Setup, copied
 
 if TYPE_CHECKING:
     from farflung.outer.aggregation import Aggregation
+
+
+LATE_LOAD = (
+    "weights were loaded while a round was under way, which now changes them; call apply_pending() before loading"
+)
 
 
 class OuterLoop(Session):
@@ -192,6 +198,7 @@ class OuterLoop(Session):
                 reason=result.reason,
                 compression_error=result.compression_error,
                 effective_rank=effective_rank,
+                missing=result.missing,
                 share=share,
                 every=sync.every_steps if self.method.adapt else None,
             )
@@ -203,7 +210,9 @@ class OuterLoop(Session):
             result = pending.exchange.result.wait(self.deadline_s)
         except PeerLostError as lost:
             # A copy: a peer that is only late may still be writing its values into the message.
-            result = Result(pending.offer.message.clone(), pending.group, Outcome.PEER_LOST, str(lost))
+            result = Result(
+                pending.offer.message.clone(), pending.group, Outcome.PEER_LOST, str(lost), missing=lost.ranks
+            )
         result.compression_error = result.compression_error or pending.exchange.compression_error
         return result
 
@@ -279,7 +288,7 @@ class OuterLoop(Session):
         if self._options["buffers"] == "round" and pending.fragment == 0:
             key = self.key(f"buffers of round {pending.round}")
             try:
-                average(self._averaged_besides(), self.network, result.group, key, self.deadline_s, directions=True)
+                average(self.averaged_besides(), self.network, result.group, key, self.deadline_s, directions=True)
             except PeerLostError as lost:
                 result.note(Outcome.PEER_LOST, str(lost))
 
@@ -289,7 +298,8 @@ class OuterLoop(Session):
     def _starts_from(self) -> list[Message]:
         return [weights.fragment.message(weights.anchor) for weights in self._weights]
 
-    def _writing_weights(self) -> AbstractContextManager[None]:
+    def writing_weights(self) -> AbstractContextManager[None]:
+        """See Session."""
         return self._replica.copies.following()
 
     def _settle_at_end(self) -> None:
@@ -301,6 +311,8 @@ class OuterLoop(Session):
     def apply_pending(self) -> None:
         """See Session."""
         super().apply_pending()
+        if self._rounds.pending and self._loads.changed():
+            warnings.warn(LATE_LOAD, stacklevel=4)
         while self._rounds.pending:
             self._apply(self._rounds.pending.pop(0), starts=False)
 
@@ -338,6 +350,7 @@ class OuterLoop(Session):
         offer = {**vars(pending.offer), "message": result.mean.clone()}
         tensors = {name: value for name, value in offer.items() if isinstance(value, Tensor)}
         became = {**vars(result), "mean": None, "outcome": result.outcome.value}
+        del became["missing"]  # earlier releases know nothing of it
         offer = {name: value for name, value in offer.items() if name not in tensors}
         told = {**vars(pending), **times, "offer": offer, "exchange": became, "tensors": list(tensors)}
         return told, tensors

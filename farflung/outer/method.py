@@ -14,6 +14,7 @@ from typing_extensions import get_protocol_members
 
 from farflung.codecs import Codec, Dense, as_codec
 from farflung.errors import UserError
+from farflung.hooks.data_parallel import warn_of_gradients_between_replicas
 from farflung.hooks.shards import check_shards, reshard
 from farflung.inner import MUON, Inner
 from farflung.networks import Network
@@ -149,6 +150,7 @@ class Method:
         self._look_at_inner(optimizers)
         reshard(model)
         check_shards(model, network)
+        warn_of_gradients_between_replicas(model, network)
         loop = GradientLoop if self.outer is None else ElasticLoop if network.elastic else OuterLoop
         undo = ExitStack()
         try:

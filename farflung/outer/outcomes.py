@@ -38,6 +38,8 @@ class Result:
     """The names of the columns in which anchors differ that should be equal."""
     host: int | None = None
     """Who says that this replica is behind."""
+    missing: Group = ()
+    """Who did not deliver."""
 
     def note(self, outcome: Outcome, reason: str) -> None:
         """Sets another outcome; earlier reasons are kept."""
@@ -58,8 +60,9 @@ class Round:
     The exchange ran from `started` to `finished`; the replica stood waiting from `waited_from` to `landed`.
     `group` is empty when the replica sat out. `compression_error` is the size of what its packet left out, as a part of
     the message's: 0 where nothing is lost, and more than 1 where a coarse grid errs by more than the values amount to.
-    An adapting loop tells the averaged message's `effective_rank`, and what it has decided for the next round: which
-    `share` of its first rank the codec may have, and `every`, the steps until then.
+    `missing` are the ranks of those who did not deliver, and `bytes_sent` what this replica has sent since the round
+    before. An adapting loop tells the averaged message's `effective_rank`, and what it has decided for the next round:
+    which `share` of its first rank the codec may have, and `every`, the steps until then.
     """
 
     round: int
@@ -77,3 +80,20 @@ class Round:
     effective_rank: float | None = None
     share: float | None = None
     every: int | None = None
+    missing: Group = ()
+    bytes_sent: int = 0
+
+    @property
+    def held(self) -> bool:
+        """Whether it was held with others."""
+        return bool(self.group) and not self.lost
+
+    @property
+    def lost(self) -> bool:
+        """Whether some member's message was missing or unusable."""
+        return self.outcome == Outcome.PEER_LOST
+
+    @property
+    def seconds(self) -> float:
+        """How long its exchange took, while this replica trained or waited."""
+        return self.finished - self.started

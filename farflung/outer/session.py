@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import ChainMap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
@@ -18,20 +18,23 @@ from farflung.cells import Cell
 from farflung.codecs.packets import described
 from farflung.errors import UserError
 from farflung.formats import ROUNDS
-from farflung.hooks.buffers import average
 from farflung.hooks.digests import digest
 from farflung.hooks.layouts import first_told
+from farflung.hooks.loads import Loads
 from farflung.hooks.shards import reshard
 from farflung.hooks.start import SETTING, DisagreementError, Fact, agree_on_start, agree_within
 from farflung.hooks.steps import hook_steps
+from farflung.hooks.strangers import watch_for_strangers
 from farflung.hooks.trained import Trained
 from farflung.hooks.untrained import Untrained
-from farflung.networks import Group, Network, among_members
-from farflung.outer.columns import Column, Columns, Message
+from farflung.networks import Network
+from farflung.outer.averages import Averages
+from farflung.outer.columns import Columns, Message
 from farflung.outer.faults import Faults
 from farflung.outer.fragments import split
 from farflung.outer.options import Options
 from farflung.outer.outcomes import Round
+from farflung.outer.reports import Reports
 
 if TYPE_CHECKING:
     from farflung.outer.method import Method
@@ -44,9 +47,6 @@ ENDED = (
     "the rounds have ended with finish(), so this step is this replica's alone; attach again to hold more, or call "
     "average_buffers() where only an evaluation is due"
 )
-
-END_DEADLINES = 10
-"""The end waits this many times the deadline: replicas that never met may be far apart in time."""
 
 
 @dataclass(frozen=True)
@@ -67,17 +67,16 @@ class Setup:
 class Session:
     """A context that does something about inner optimizers' steps, and undoes its hooks at the end.
 
-    Public besides the methods: `step`, the inner steps so far, and `rounds`, the rounds that this replica took part in.
+    Public besides the methods: `step`, the inner steps so far, and `network`, the replica's seat.
     """
 
     def __init__(self, setup: Setup) -> None:
         network, undo = setup.network, setup.undo
         self.method = setup.method
         self.network = network
-        self.deadline_s = setup.options["deadline_s"]
+        self.deadline_s, self.starting_s = setup.options["deadline_s"], setup.options["starting_s"]
         self.outer: Optimizer | None = None
         self.step = 0
-        self.rounds = 0
         self.trained = Trained(setup.model, setup.optimizers, network)
         undo.callback(self.trained.end)
         settings = {**vars(setup.method), "buffers": setup.options["buffers"]}  # before they do anything together
@@ -93,12 +92,16 @@ class Session:
         self._ended = False
         self._left = False
         self._warned = False
-        self._exchanges = 0
+        self._averages = Averages(self)
+        self._reports = Reports(network, setup.options["on_round"])
         self._faults = Faults(network.rank, self.trained.layout)
         self.undo = undo
         self.untrained = Untrained(setup.model, self.trained, undo)
+        self._loads = Loads(setup.model, self.trained, undo, watches=lambda: self._noted and self.method.exchanges)
         for optimizer in setup.optimizers:
-            undo.callback(hook_steps(optimizer, before=self._before_first_step))
+            undo.callback(hook_steps(optimizer, before=self._before_step))
+        if self.method.exchanges:
+            watch_for_strangers()
         if network.elastic:
             _check_elastic(number, self.untrained, setup.options["buffers"])
 
@@ -139,8 +142,8 @@ class Session:
         if not self._ended:
             self._end()
         if average_weights:
-            with self._writing_weights():
-                self._average_weights()
+            with self.writing_weights():
+                self._averages.weights()
 
     def _end(self) -> None:
         self._ended = True
@@ -153,7 +156,7 @@ class Session:
         if self._begun and self.method.exchanges:
             self.average_buffers()
 
-    def _writing_weights(self) -> AbstractContextManager[None]:
+    def writing_weights(self) -> AbstractContextManager[None]:
         """Within, all weights are written; what optimizers keep beside them goes along."""
         return nullcontext()
 
@@ -172,11 +175,16 @@ class Session:
         whole numbers their largest, and unit vectors, such as spectral norm's, are taken from the lowest rank.
         Raises PeerLostError, and UserError where sizes differ.
         """
-        if not self.network.elastic:
-            self._meet_islands()
-            self._average(
-                self._averaged_besides(), Column(self.network, ()), self._next_key("buffers"), directions=True
-            )
+        self._averages.buffers()
+
+    def averaged_weights(self) -> AbstractContextManager[None]:
+        """A context in which the model has the mean of all replicas' weights and buffers, to evaluate or to save it.
+
+        Every replica must enter it alike, between two steps. At its end the replica's own weights are back, bit for
+        bit, so it does not disturb training; rounds under way go on. Raises PeerLostError, and UserError on the
+        internet, where nobody waits for the others.
+        """
+        return self._averages.shown()
 
     def catch_up(self, wait: float) -> bool:
         """Takes the state of others before training, where it can be had within `wait` seconds; whether it was."""
@@ -193,9 +201,9 @@ class Session:
         """Everything that a later `load_state_dict` needs to go on bit for bit; not to be called in `on_round`."""
         return {
             formats.KEY: ROUNDS.version,
-            "choices": self._choices(),
+            "choices": self.choices(),
             "step": self.step,
-            "rounds": self.rounds,
+            **self._reports.state_dict(),
             "faults": self._faults.state_dict(),
             "untrained": self.untrained.state_dict(),
         }
@@ -218,7 +226,7 @@ class Session:
             ) from error
 
     def _check_state(self, state: dict[str, Any]) -> None:
-        own, told = self._choices(), state.get("choices", {})  # migrated ones tell of none
+        own, told = self.choices(), state.get("choices", {})  # migrated ones tell of none
         for what, value in own.items():
             if told.get(what, value) != value:
                 raise UserError(f"this state was saved with another {what}: {told[what]}, not {value}; attach that")
@@ -235,26 +243,30 @@ class Session:
         return []
 
     def _load(self, state: dict[str, Any]) -> None:
-        self.step, self.rounds = state["step"], state["rounds"]
+        self.step = state["step"]
+        self._reports.load_state_dict(state)
         self._faults.load_state_dict(state["faults"])
         self.untrained.load_state_dict(state["untrained"])
         self._begun = self.step > 0
         self._noted = False
+        self._loads.forget()
 
     def key(self, what: str) -> str:
         """The key of an exchange: no two attachments on a network share one."""
         return f"{self._name}, {what}"
 
     @torch.no_grad()
-    def _before_first_step(self, *_: Any) -> None:
+    def _before_step(self, *_: Any) -> None:
         if self._noted:
+            self._loads.check(self.step)
             return
         self._noted = True
+        self.trained.check_present()
         self.trained.begin()
         untrained = self.untrained.begin()
         agrees = self.method.exchanges and not self.network.elastic
         if agrees:
-            self._meet_islands()
+            self.meet_islands()
         if self._begun:
             return
         self._begun = True
@@ -262,19 +274,19 @@ class Session:
         if agrees:
             self._agree_on_start(untrained)
 
-    def _meet_islands(self) -> None:
+    def meet_islands(self) -> None:
         """Learns who keeps which cells, before anything is exchanged; later calls find it known."""
         if self.network.islands and not self._met:
             self._met = True
             (fragment,) = split(self.trained.model, 1, self.trained.named)
             rest = list(self.untrained.buffers()) if self.method.exchanges else []
-            self.columns.meet(fragment.names, rest, self.key("islands"), self._options["starting_s"])
+            self.columns.meet(fragment.names, rest, self.key("islands"), self.starting_s)
 
     def _agree_on_start(self, untrained: list[Fact]) -> None:
         facts = self._facts()
         agree_within(self.trained.layout, self.network.rank, {fact.what: fact.told[0] for fact in facts})
         cells = {cell: tensors for kept in self._starts_from() for cell, tensors in kept.cells.items()}
-        rest = [tuple(tensor.shape) for tensor in self._averaged_besides().values()]
+        rest = [tuple(tensor.shape) for tensor in self.averaged_besides().values()]
         if self.columns.unlike:
             told = dict(ChainMap(*self.trained.layout.told(self.untrained.told_of_whole())))
             untrained = [Fact(f"values of {name}", (value,)) for name, value in sorted(told.items())]
@@ -288,7 +300,7 @@ class Session:
                 *untrained,
             ]
             try:
-                agree_on_start(column.network, column.key(self.key("start")), started_from, self._options["starting_s"])
+                agree_on_start(column.network, column.key(self.key("start")), started_from, self.starting_s)
             except DisagreementError as error:  # in the other columns it is waited for
                 differ = differ or str(error)
         if differ := first_told(self.trained.layout, differ):
@@ -298,12 +310,12 @@ class Session:
         """What must be equal on all replicas, besides the weights."""
         group = self.outer.param_groups[0] if self.outer else {}
         settings = {name: value for name, value in group.items() if name != "params"}
-        choices = self._choices()
+        choices = self.choices()
         del choices["inner optimizers"]  # each may have its own
         choices["outer optimizer"] += f" {described(settings)}"
         return [Fact(what, (told,), SETTING) for what, told in choices.items()]
 
-    def _choices(self) -> dict[str, str]:
+    def choices(self) -> dict[str, str]:
         """What the rounds are made of, in words."""
         method = self.method
         parts: dict[str, object] = {
@@ -318,7 +330,7 @@ class Session:
         }
         return {what: described(part) for what, part in parts.items()}
 
-    def _averaged_besides(self) -> dict[str, Tensor]:
+    def averaged_besides(self) -> dict[str, Tensor]:
         """What is averaged besides the trained weights; islands of unlike layouts have nothing that can be."""
         return {} if self.columns.unlike else self.untrained.named()
 
@@ -337,35 +349,26 @@ class Session:
 
     def report(self, round: Round) -> None:
         """Reports a round that was applied."""
-        self.rounds += bool(round.group)
-        if on_round := self._options["on_round"]:
-            on_round(round)
+        self._reports.tell(round)
 
-    def _average_weights(self) -> None:
-        """Gives all replicas the mean of their weights; who comes and goes has nobody to end with."""
-        if self.network.elastic:
-            return
-        reshard(self.trained.model)
-        self._meet_islands()
-        key = self._next_key("weights")
-        (fragment,) = split(self.trained.model, 1, self.trained.named)
-        message = fragment.message(fragment.read())
-        for column in self.columns.of(self.network.members(), message.names):
-            named = {f"{cell} {n}": one for cell in column.cells for n, one in enumerate(message.cells[cell])}
-            self._average(named, column, key, directions=False)
-        fragment.write(message.flat)
+    def on_round(self, listener: Callable[[Round], None]) -> None:
+        """Adds a function that is told of every round when it was applied, as `on_round` of attach is."""
+        self._reports.listeners.append(listener)
 
-    def _next_key(self, what: str) -> str:
-        self._exchanges += 1
-        return self.key(f"{what} {self._exchanges}")
+    @property
+    def rounds(self) -> int:
+        """The rounds that this replica has held with others."""
+        return self._reports.held
 
-    def _average(self, tensors: Mapping[str, Tensor], column: Column, key: str, directions: bool) -> None:
-        network, seconds = column.network, END_DEADLINES * self.deadline_s
+    @property
+    def lost_rounds(self) -> int:
+        """The rounds that it has begun with others, and lost."""
+        return self._reports.lost
 
-        def exchange(group: Group) -> None:
-            average(tensors, network, group, f"{column.key(key)} of {group}", seconds, directions)
-
-        among_members(network, exchange)
+    @property
+    def replicas(self) -> int:
+        """How many replicas are believed alive, this one among them: the world size."""
+        return len(self.network.members())
 
 
 def _check_elastic(number: int, untrained: Untrained, buffers: str) -> None:

@@ -99,7 +99,7 @@ def _results(runs: list[Run]) -> str:
     results = [run.results() for run in runs]
     cells = [[escape(label), *(escape(_known(text, result)) for result in results)] for label, text in rows]
     cells.append(["rounds of all replicas, by outcome", *(_outcomes(run) for run in runs)])
-    going = "".join(f"<p>{escape(run.name)} has not ended: so far.</p>" for run in runs if run.summary is None)
+    going = "".join(f"<p>{escape(run.name)} has not ended: so far.</p>" for run in runs if not run.ended)
     missing = "".join(f"<p>{escape(run.name)}: {told}.</p>" for run in runs if (told := missing_from(run.results())))
     unread = "".join(f"<p>{escape(line)}.</p>" for run in runs for line in run.unread())
     return going + missing + unread + _table(runs, cells)

@@ -159,6 +159,12 @@ class Run:
         return {replica: end[0].step for replica, end in ends.items() if end and end[0].reason == "died"}
 
     @property
+    def ended(self) -> bool:
+        """Whether all replicas have come to the run's end."""
+        ends = [event for replica in self.replicas for event in self.of(replica, EndEvent)[-1:]]
+        return self.summary is not None or [end.reason for end in ends] == ["finished"] * len(self.replicas)
+
+    @property
     def alive(self) -> list[int]:
         """The replicas that have not died."""
         died = self.died()

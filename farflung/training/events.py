@@ -14,7 +14,8 @@ from io import FileIO
 from pathlib import Path
 
 from farflung.errors import UserError, counted, disk_errors
-from farflung.events import EndEvent, Event, WarningEvent, events_in, line_of
+from farflung.events import EndEvent, Event, RoundEvent, WarningEvent, events_in, line_of
+from farflung.outer import Round
 from farflung.training.terminal import WATCHED_BY, say
 
 MOST_WAITING = 1 << 14
@@ -69,6 +70,14 @@ class EventLog:
             self._wait(WarningEvent(step=event.step, message=told))
         self._wait(event)
         self._write_waiting()
+
+    def round(self, ended: Round) -> None:
+        """Appends the event of a round that was applied."""
+        values = {**vars(ended)}
+        del values["missing"]  # of which the reason tells
+        for moment in ("started", "finished", "waited_from", "landed"):
+            values[moment] -= self.origin
+        self.write(RoundEvent(**values))
 
     def _wait(self, event: Event) -> None:
         if len(self._waiting) >= MOST_WAITING:

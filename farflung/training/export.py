@@ -8,10 +8,11 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from farflung.errors import UserError, disk_errors
+from farflung.errors import UserError, counted, disk_errors
 from farflung.files import event_files, holds_no_run
 from farflung.pipeline.boundaries import boundary_named
-from farflung.settings import Settings, read_settings
+from farflung.settings import OWN_LOOP, Settings, read_settings
+from farflung.tables import toml_table
 from farflung.training import checkpoint
 from farflung.training.resharding import mean_weights, whole_weights
 
@@ -26,6 +27,12 @@ def export(folder: Path, target: Path) -> str:
         raise UserError(holds_no_run(folder, "there is no config.toml; give a folder that farflung train has made"))
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UserError(f"{target} exists already; give a folder that does not, or an empty one")
+    if toml_table(folder / "config.toml").get("workload") == OWN_LOOP:
+        raise UserError(
+            f"{folder} is of a training loop of its own, whose model farflung does not know; load "
+            f"farflung.RunFolder({str(folder)!r}).weights() into that model, and save it: "
+            f"{_own_weights(folder)}"
+        )
     settings = read_settings(folder / "config.toml")
     weights, origin = _averaged(folder, settings)
     beside = target.with_name(f"{target.name}.tmp")
@@ -39,6 +46,12 @@ def export(folder: Path, target: Path) -> str:
             target.rmdir()
         beside.rename(target)
     return origin
+
+
+def _own_weights(folder: Path) -> str:
+    if not (steps := checkpoint.whole_steps(folder)):
+        return "but there is no whole checkpoint yet; let the loop call save() of its run folder"
+    return f"these are the mean of {counted(len(checkpoint.replicas_of(folder)), 'replica')} at step {steps[0]}"
 
 
 def _averaged(folder: Path, settings: Settings) -> tuple[dict[str, Any], str]:

@@ -16,7 +16,6 @@ from farflung.events import (
     EndEvent,
     EvaluationEvent,
     JoinedEvent,
-    RoundEvent,
     StartEvent,
     StepEvent,
     WarningEvent,
@@ -133,11 +132,8 @@ class RunLog:
 
     def round(self, ended: Round) -> None:
         """A round has ended."""
-        values = dataclasses.asdict(ended)
-        for moment in ("started", "finished", "waited_from", "landed"):
-            values[moment] -= self.events.origin
         before, self.progress.bytes_told = self.progress.bytes_told, self.network.traffic.bytes_sent
-        self.events.write(RoundEvent(**values, bytes_sent=self.progress.bytes_told - before))
+        self.events.round(dataclasses.replace(ended, bytes_sent=self.progress.bytes_told - before))
         if ended.reason:
             self.warn(f"round {ended.round}: {ended.outcome}: {ended.reason}")
 

@@ -244,7 +244,7 @@ class Trainer:
             self.log.warn("no other peer has the run's state; this one resumes from its own")
 
     def _after_round(self, ended: Round) -> None:
-        self.progress.rounds += bool(ended.group)
+        self.progress.rounds += ended.held
         share = self.settings.inner.tail_average
         if ended.group and share and ended.step > self.settings.run.steps * (1 - share):
             self.tail.add()
