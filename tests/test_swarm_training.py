@@ -57,10 +57,10 @@ def boundary() -> Boundary:
     return Boundary(torch.Size((SAMPLES, WIDTH)), codec_named("float32"))
 
 
-def work_of(stage: int, stages: int, optimizer: Optimizer, stale: bool = False) -> StageWork:
+def work_of(stage: int, stages: int, optimizer: Optimizer, alone: int = 0) -> StageWork:
     piece = pieces(stages)[stage]
     before, after = boundary() if stage else None, boundary() if stage < stages - 1 else None
-    return StageWork(piece, batch_of, optimizer(piece.parameters()), before, after, stale)
+    return StageWork(piece, batch_of, optimizer(piece.parameters()), before, after, alone)
 
 
 def alone(stages: int, optimizer: Optimizer, steps: int, microbatches: int) -> tuple[list[Piece], list[float]]:
@@ -116,6 +116,29 @@ class Swarm:
         able = [p for p in self.post.peers if sum(self.stage_of[q] == self.stage_of[p] for q in self.post.peers) > 1]
         if able:
             self.post.kill(self.random.choice(able))
+
+
+@dataclass
+class Noted:
+    """A stage's work that notes with which version of the weights each microbatch came forward."""
+
+    work: StageWork
+    came: dict[Microbatch, int] = field(default_factory=dict)
+    learnt: list[Microbatch] = field(default_factory=list)
+
+    def forward(self, forward: Forward) -> Any:
+        self.came[forward.microbatch] = self.work.version
+        return self.work.forward(forward)
+
+    def backward(self, forward: Forward, gradient: Gradient) -> Gradient:
+        self.learnt.append(forward.microbatch)
+        return self.work.backward(forward, gradient)
+
+    def take_back(self, forward: Forward) -> None:
+        self.work.take_back(forward)
+
+    def forget(self, forward: Forward) -> None:
+        self.work.forget(forward)
 
 
 @dataclass
@@ -227,7 +250,7 @@ def test_what_is_taken_back_was_never_learnt() -> None:
 
 
 def test_a_microbatchs_gradient_is_that_of_the_weights_of_its_forward_pass_whatever_steps_come_between() -> None:
-    work = work_of(0, 2, OPTIMIZERS["adamw"], stale=True)
+    work = work_of(0, 2, OPTIMIZERS["adamw"], alone=100)
     then = copy.deepcopy(work.piece)
     old = Forward(Microbatch(0, 0), 0, 0)
     work.forward(old)
@@ -241,3 +264,56 @@ def test_a_microbatchs_gradient_is_that_of_the_weights_of_its_forward_pass_whate
     then(batch_of(old.microbatch)).backward(coming)
     for name, parameter in then.named_parameters():
         torch.testing.assert_close(work.learnt.sums[name], parameter.grad)
+
+
+async def own_steps(stages: int, microbatches: int) -> list[Noted]:
+    """One peer a stage, each of which steps after every microbatch; as many are under way as there are stages."""
+    clock, post = asyncio.get_running_loop().time, SimulatedPost()
+    noted = [Noted(work_of(stage, stages, OPTIMIZERS["sgd"], alone=1)) for stage in range(stages)]
+    for stage, work in enumerate(noted):
+        router = ThroughputRouter([stage + 1]) if stage < stages - 1 else None
+        device = in_virtual_seconds(1.0, 1.0)
+        post.peers[stage] = StagePeer(stage, stages, work, device, post.of(stage), router, 1000.0, clock)
+    room = asyncio.Semaphore(stages)
+
+    async def one(number: int) -> None:
+        async with room:
+            await post.spawn(0, post.peers[0].start(Microbatch(0, number), 0))
+
+    await asyncio.gather(*(one(number) for number in range(microbatches)))
+    return noted
+
+
+def test_stages_that_step_by_themselves_descend_along_gradients_that_are_late_by_their_distance_to_the_end() -> None:
+    stages, microbatches = 4, 30
+    noted = run_in_virtual_time(own_steps(stages, microbatches))
+    # The last stage's gradients are never late, and those of the others by no more than there are stages behind.
+    late = [[work.learnt.index(m) - work.came[m] for m in work.learnt[8:]] for work in noted]
+    assert [max(each) for each in late] == [3, 2, 1, 0]
+    # Plain torch: each stage's weights at each step, and the whole model's gradient at the weights that were passed.
+    reference = pieces(stages)
+    optimizers = [OPTIMIZERS["sgd"](piece.parameters()) for piece in reference]
+    history = [[copy.deepcopy(piece)] for piece in reference]
+    taken = [0] * stages
+    while any(steps < microbatches for steps in taken):
+        # The next step of a stage that can be computed: all versions that its microbatch has met are known.
+        stage = next(
+            stage
+            for stage in range(stages)
+            if taken[stage] < microbatches
+            and all(work.came[noted[stage].learnt[taken[stage]]] < len(history[s]) for s, work in enumerate(noted))
+        )
+        microbatch = noted[stage].learnt[taken[stage]]
+        met = [copy.deepcopy(history[s][work.came[microbatch]]) for s, work in enumerate(noted)]
+        leaving = batch = batch_of(microbatch)
+        for piece in met:
+            leaving = piece(leaving)
+        met[-1].loss(leaving, batch).backward()
+        for ours, theirs in zip(reference[stage].parameters(), met[stage].parameters(), strict=True):
+            ours.grad = theirs.grad
+        optimizers[stage].step()
+        history[stage].append(copy.deepcopy(reference[stage]))
+        taken[stage] += 1
+    for work, piece in zip(noted, reference, strict=True):
+        for name, weights in piece.state_dict().items():
+            torch.testing.assert_close(work.work.piece.state_dict()[name], weights, rtol=1e-5, atol=1e-5)

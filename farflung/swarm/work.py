@@ -71,7 +71,8 @@ class StageWork:
         batch_of: a microbatch's samples, on the CPU: a pure function.
         optimizer: of the piece's parameters.
         before, after: the boundaries on both sides; None at the model's ends.
-        stale: whether a microbatch may come with another version of the weights than this stage has.
+        alone: after how many microbatches the stage steps by itself; 0 where `step` is called for it. Alone, it takes
+            microbatches of any version of the weights.
     """
 
     def __init__(
@@ -81,9 +82,9 @@ class StageWork:
         optimizer: torch.optim.Optimizer,
         before: Boundary | None,
         after: Boundary | None,
-        stale: bool = False,
+        alone: int = 0,
     ) -> None:
-        self.piece, self.optimizer, self.stale = piece, optimizer, stale
+        self.piece, self.optimizer, self.alone = piece, optimizer, alone
         self.version = 0
         self._batch_of, self._before, self._after = batch_of, before, after
         self._parameters = {name: one for name, one in piece.named_parameters() if one.requires_grad}
@@ -93,7 +94,7 @@ class StageWork:
 
     def forward(self, forward: Forward) -> Tensor | None:
         """See Work."""
-        if forward.version != self.version and not self.stale:
+        if forward.version != self.version and not self.alone:
             raise LostError("weights of another step")
         batch = self._batch_of(forward.microbatch)
         if self._before is None:
@@ -124,10 +125,15 @@ class StageWork:
         if forward.counts():
             self.learnt.add(gradients)
             self.learnt.samples[forward.microbatch] = len(under.batch)
+            if self.alone and len(self.learnt.samples) >= self.alone:
+                self.step()
         return Gradient(back, loss)
 
     def take_back(self, forward: Forward) -> None:
-        """See Work. The gradient is computed again: this is rare, and keeping each would cost a stage's memory."""
+        """See Work. The gradient is computed again: this is rare, and keeping each would cost a stage's memory.
+
+        Where a step was taken with it, the next one is without as much of it.
+        """
         if not forward.counts():
             return
         under = self._under_way[forward]
@@ -159,7 +165,7 @@ class StageWork:
         """The weights as they are now. Where a step may come before the backward pass, a copy, one for each version."""
         if not self._stash:
             self._stash = {
-                name: (one.detach().clone() if self.stale else one.detach()).requires_grad_()
+                name: (one.detach().clone() if self.alone else one.detach()).requires_grad_()
                 for name, one in self._parameters.items()
             }
         return self._stash
