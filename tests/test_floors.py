@@ -26,6 +26,7 @@ FLOORS = {
     "outer": 5,
     "pipeline": 5,
     "methods": 6,
+    "swarm": 6,
     "settings": 7,
     "training": 8,
     "report": 8,

@@ -1,0 +1,162 @@
+"""A peer that serves one stage: what becomes of a microbatch, from its arrival until its gradient is kept."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from farflung.swarm.letters import Call, Caller, Forward, Gradient, LostError, Microbatch, Post
+from farflung.swarm.processor import Pass, Processor
+from farflung.swarm.routers import Router
+
+PAUSE_SECONDS = 1.0
+"""Between two looks for somebody who serves the next stage, where nobody does."""
+
+
+class Work(Protocol):
+    """What a stage computes."""
+
+    def forward(self, forward: Forward) -> Any:
+        """The packet for the next stage; of the last stage, None. Raises LostError for a packet that is not right."""
+        ...
+
+    def backward(self, forward: Forward, gradient: Gradient) -> Gradient:
+        """What goes back, once the stage has learnt from it. Raises LostError as `forward` does."""
+        ...
+
+    def take_back(self, forward: Forward) -> None:
+        """Unlearns a microbatch whose gradient was not kept."""
+        ...
+
+    def forget(self, forward: Forward) -> None:
+        """Nothing of a microbatch will be asked again."""
+        ...
+
+
+@dataclass
+class StagePeer:
+    """One peer. A microbatch visits it as a call that stays open until the head has said what becomes of it.
+
+    So whatever breaks on a microbatch's way ends in one of two ways: its gradient is kept in every stage on its way, or
+    it is taken back in each. A peer that dies takes what it had counted with it.
+
+    Args:
+        next_stage: chooses who is behind; None in the last stage.
+        patience: seconds that one stage may take for a microbatch; a peer waits so long for each stage behind it.
+        now: the clock.
+    """
+
+    stage: int
+    stages: int
+    work: Work
+    processor: Processor
+    post: Post
+    next_stage: Router | None
+    patience: float
+    now: Callable[[], float]
+    struck: dict[str, int] = field(default_factory=dict)
+    """How often somebody was passed by, by the reason."""
+
+    async def serve(self, forward: Forward, caller: Caller) -> None:
+        """Takes a microbatch through this stage and those behind it, and its gradient back.
+
+        Raises LostError for a packet that cannot be right. Cancelling it drops the microbatch.
+        """
+        behind: Call | None = None
+        learnt = kept = False
+        try:
+            packet = await self.processor.run(Pass.FORWARD, lambda: self.work.forward(forward))
+            began = self.now()
+            behind, gradient = await self._behind(forward, packet)
+            waited = self.now() - began
+            given = await self.processor.run(Pass.BACKWARD, lambda: self.work.backward(forward, gradient))
+            learnt = True
+            await caller.give(Gradient(given.packet, given.loss, waited))
+            kept = await caller.kept()
+        finally:
+            if learnt and not kept:
+                self.work.take_back(forward)
+            if behind is not None and not kept:
+                behind.drop()
+            self.work.forget(forward)
+        if kept and behind is not None:
+            await behind.keep()
+
+    async def start(self, microbatch: Microbatch, version: int, counts_in: frozenset[int] | None = None) -> float:
+        """Takes a microbatch of this head's through all stages; its loss."""
+        head = _Head()
+        await self.serve(Forward(microbatch, self.stage, version, counts_in), head)
+        return head.loss
+
+    async def _behind(self, forward: Forward, packet: Any) -> tuple[Call | None, Gradient]:
+        """Hands a microbatch on until somebody brings its gradient back."""
+        if self.next_stage is None:
+            return None, Gradient()
+        onward = Forward(forward.microbatch, self.stage + 1, forward.version, forward.counts_in, packet)
+        tried: set[int] = set()
+        patience = self.patience * (self.stages - 1 - self.stage)
+        while True:
+            peer = self.next_stage.choose(forward.microbatch, tried)
+            if peer is None:
+                tried.clear()
+                await asyncio.sleep(PAUSE_SECONDS)
+                continue
+            call = self.post.call(peer, onward)
+            try:
+                return call, await self._answer(peer, call, patience)
+            except BaseException as error:
+                call.drop()
+                if not isinstance(error, LostError | TimeoutError):
+                    raise
+                tried.add(peer)
+                patience *= 1 + isinstance(error, TimeoutError)  # all may be late, and will be later still
+                self._pass_by(peer, error)
+
+    async def _answer(self, peer: int, call: Call, patience: float) -> Gradient:
+        assert self.next_stage is not None
+        began = self.now()
+        async with asyncio.timeout(patience):
+            gradient = await call.gradient()
+        self.next_stage.observe(peer, max(self.now() - began - gradient.behind, 0.0))
+        return gradient
+
+    def _pass_by(self, peer: int, error: Exception) -> None:
+        """A peer that is gone is left out until it joins again; one that is late is asked again next time."""
+        assert self.next_stage is not None
+        reason = "late" if isinstance(error, TimeoutError) else str(error)
+        self.struck[reason] = self.struck.get(reason, 0) + 1
+        if isinstance(error, TimeoutError):
+            self.next_stage.observe(peer, self.patience)
+        else:
+            self.next_stage.leave(peer)
+
+
+class _Head:
+    """Who has started a microbatch: it keeps what comes back."""
+
+    loss = 0.0
+
+    async def give(self, gradient: Gradient) -> None:
+        self.loss = gradient.loss
+
+    async def kept(self) -> bool:
+        return True
+
+
+async def under_way(peer: StagePeer, start: Callable[[], Any], most: int) -> None:
+    """Keeps up to so many microbatches under way, for ever."""
+    running: set[asyncio.Task[Any]] = set()
+    try:
+        while True:
+            while len(running) < most:
+                running.add(asyncio.ensure_future(start()))
+            done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+            for one in done:
+                with contextlib.suppress(LostError):
+                    one.result()
+    finally:
+        for one in running:
+            one.cancel()

@@ -1,0 +1,185 @@
+"""Steps that all peers take together: what one process would do with the large batch, whatever dies meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
+
+from farflung.swarm.letters import LostError, Microbatch
+from farflung.swarm.peer import StagePeer
+from farflung.swarm.work import Learnt, StageWork
+
+SETTLING_SECONDS = 0.05
+"""Between two looks whether what is under way has come to its end."""
+
+T = TypeVar("T")
+Counts = frozenset[int] | None
+Missing = dict[Microbatch, set[int]]
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a peer says of a step: the steps that its weights have taken, what it has learnt, and what is under way."""
+
+    stage: int
+    version: int
+    learnt: frozenset[Microbatch]
+    under_way: int
+
+
+class Participant(Protocol):
+    """What a step's leader asks of each peer. All raise LostError where the peer is gone."""
+
+    async def report(self) -> Report:
+        """See Report."""
+        ...
+
+    async def run(self, microbatches: list[Microbatch], counts_in: Counts) -> dict[Microbatch, float]:
+        """Of a head: takes these through all stages; their losses."""
+        ...
+
+    async def learnt_now(self) -> Learnt:
+        """What it has learnt in this step."""
+        ...
+
+    async def gather(self, mates: list[int]) -> None:
+        """Fetches what its stage mates have learnt, so that it can take the step."""
+        ...
+
+    async def step(self) -> None:
+        """Takes the step with what it has gathered."""
+        ...
+
+
+class Members(Protocol):
+    """Who is there."""
+
+    def living(self) -> dict[int, Participant]:
+        """All peers that are believed alive, by their numbers."""
+        ...
+
+
+@dataclass
+class Synchronous:
+    """One peer's part in such steps.
+
+    Args:
+        serving: how many microbatches it has under way.
+    """
+
+    peer: StagePeer
+    work: StageWork
+    members: Members
+    serving: Callable[[], int]
+    _gathered: Learnt | None = field(default=None, init=False)
+
+    async def report(self) -> Report:
+        """See Participant."""
+        learnt = frozenset(self.work.learnt.samples)
+        return Report(self.peer.stage, self.work.version, learnt, self.serving())
+
+    async def run(self, microbatches: list[Microbatch], counts_in: Counts) -> dict[Microbatch, float]:
+        """See Participant."""
+        version = self.work.version
+        runs = [self.peer.start(one, version, counts_in) for one in microbatches]
+        losses = await asyncio.gather(*runs, return_exceptions=True)
+        return {
+            one: loss for one, loss in zip(microbatches, losses, strict=True) if not isinstance(loss, BaseException)
+        }
+
+    async def learnt_now(self) -> Learnt:
+        """See Participant."""
+        return self.work.learnt
+
+    async def gather(self, mates: list[int]) -> None:
+        """See Participant. Sums are added in the order of the peers' numbers, alike everywhere. Raises LostError."""
+        living = self.members.living()
+        if missing := [mate for mate in mates if mate not in living]:
+            raise LostError(f"peers {missing} are gone")
+        found = await asyncio.gather(*(living[mate].learnt_now() for mate in sorted(mates)))
+        self._gathered = found[0].with_others(list(found[1:]))
+
+    async def step(self) -> None:
+        """See Participant."""
+        assert self._gathered is not None, "it has gathered nothing"
+        self.work.step(self._gathered)
+        self._gathered = None
+
+
+@dataclass
+class Leader:
+    """Leads steps. Any head can, one at a time; who follows a dead one finds out how far its step had come.
+
+    A step is taken once each stage has learnt from each microbatch, and each peer has what its mates have learnt: then
+    no death can undo it. What a dead peer had learnt alone is run again, and only its stage counts it.
+    """
+
+    members: Members
+    stages: int
+    losses: dict[Microbatch, float] = field(default_factory=dict)
+
+    async def step(self, step: int, microbatches: list[Microbatch]) -> None:
+        """Sees to it that all living peers take a step."""
+        while True:
+            living = self.members.living()
+            reports = await self._asked(living, lambda _, one: one.report())
+            if any(report.version > step for report in reports.values()):
+                behind = {peer: living[peer] for peer, report in reports.items() if report.version == step}
+                await self._asked(behind, lambda _, one: one.step())
+                return
+            if any(report.under_way for report in reports.values()):
+                await asyncio.sleep(SETTLING_SECONDS)
+                continue
+            missing = _missing(reports.values(), microbatches, self.stages)
+            if missing:
+                await self._run(living, reports, missing)
+            elif await self._gathered(living, reports):
+                await self._asked(living, lambda _, one: one.step())
+                return
+
+    async def _run(self, living: dict[int, Participant], reports: dict[int, Report], missing: Missing) -> None:
+        """Deals what is missing to the heads, by the stages that miss it."""
+        heads = sorted(peer for peer, report in reports.items() if report.stage == 0)
+        if not heads:
+            await asyncio.sleep(SETTLING_SECONDS)
+            return
+        shares: dict[tuple[int, Counts], list[Microbatch]] = {}
+        for place, (microbatch, where) in enumerate(sorted(missing.items())):
+            counts_in = None if len(where) == self.stages else frozenset(where)
+            shares.setdefault((heads[place % len(heads)], counts_in), []).append(microbatch)
+        runs = [living[head].run(share, counts_in) for (head, counts_in), share in shares.items()]
+        for losses in await asyncio.gather(*runs, return_exceptions=True):
+            if isinstance(losses, dict):
+                self.losses |= losses
+
+    async def _gathered(self, living: dict[int, Participant], reports: dict[int, Report]) -> bool:
+        """Has each peer fetch what its mates have learnt; whether all could."""
+        mates: dict[int, list[int]] = {}
+        for peer, report in sorted(reports.items()):
+            mates.setdefault(report.stage, []).append(peer)
+        asked = {peer: living[peer] for peer in reports}
+        done = await self._asked(asked, lambda peer, one: one.gather(mates[reports[peer].stage]))
+        return len(done) == len(living)
+
+    async def _asked(
+        self, peers: dict[int, Participant], question: Callable[[int, Participant], Awaitable[T]]
+    ) -> dict[int, T]:
+        """The answers of those who give one."""
+        answers = await asyncio.gather(*(question(peer, one) for peer, one in peers.items()), return_exceptions=True)
+        for answer in answers:
+            if isinstance(answer, BaseException) and not isinstance(answer, LostError):
+                raise answer
+        return {
+            peer: answer for peer, answer in zip(peers, answers, strict=True) if not isinstance(answer, BaseException)
+        }
+
+
+def _missing(reports: Iterable[Report], microbatches: list[Microbatch], stages: int) -> Missing:
+    """The stages that have not learnt from a microbatch, for each that some have not."""
+    learnt: list[set[Microbatch]] = [set() for _ in range(stages)]
+    for report in reports:
+        learnt[report.stage] |= report.learnt
+    found = {one: {stage for stage in range(stages) if one not in learnt[stage]} for one in microbatches}
+    return {one: where for one, where in found.items() if where}

@@ -1,0 +1,204 @@
+"""What a stage computes of a microbatch, and what it has learnt since its last step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.func import functional_call
+
+from farflung.pipeline.boundaries import Boundary
+from farflung.swarm.letters import Forward, Gradient, LostError, Microbatch
+
+Weights = dict[str, Tensor]
+
+
+@dataclass
+class Learnt:
+    """The sum of the gradients of some microbatches, each its samples' sum.
+
+    Args:
+        sums: by the parameters' names; float32.
+        samples: by the microbatches' names.
+    """
+
+    sums: Weights
+    samples: dict[Microbatch, int] = field(default_factory=dict)
+
+    @classmethod
+    def nothing(cls, parameters: Mapping[str, Tensor]) -> Learnt:
+        """Before the first microbatch."""
+        return cls({name: torch.zeros_like(one, dtype=torch.float32) for name, one in parameters.items()})
+
+    def add(self, gradients: Mapping[str, Tensor], sign: int = 1) -> None:
+        """Adds a microbatch's gradient, or takes it away."""
+        for name, gradient in gradients.items():
+            self.sums[name].add_(gradient, alpha=sign)
+
+    def with_others(self, others: list[Learnt]) -> Learnt:
+        """This and what others have learnt. Raises ValueError where two have learnt from the same microbatch."""
+        total = Learnt({name: one.clone() for name, one in self.sums.items()}, dict(self.samples))
+        for other in others:
+            if total.samples.keys() & other.samples.keys():
+                raise ValueError("two peers of a stage have learnt from the same microbatch")
+            total.add(other.sums)
+            total.samples |= other.samples
+        return total
+
+
+@dataclass
+class _Under:
+    """A microbatch under way: what it was computed with, and of what."""
+
+    weights: Weights
+    entering: Tensor
+    leaving: Tensor | None
+    batch: Tensor
+    gradient: Any = None
+
+
+class StageWork:
+    """One stage's forward and backward passes, and its steps.
+
+    A microbatch's gradient belongs to the weights of its forward pass, whatever steps are taken in between (the
+    stashed weights of PipeDream and Ravnest).
+
+    Args:
+        piece: see `Divisible.piece`.
+        batch_of: a microbatch's samples, on the CPU: a pure function.
+        optimizer: of the piece's parameters.
+        before, after: the boundaries on both sides; None at the model's ends.
+        alone: after how many microbatches the stage steps by itself; 0 where `step` is called for it. Alone, it takes
+            microbatches of any version of the weights.
+    """
+
+    def __init__(
+        self,
+        piece: Any,
+        batch_of: Callable[[Microbatch], Tensor],
+        optimizer: torch.optim.Optimizer,
+        before: Boundary | None,
+        after: Boundary | None,
+        alone: int = 0,
+    ) -> None:
+        self.piece, self.optimizer, self.alone = piece, optimizer, alone
+        self.version = 0
+        self._batch_of, self._before, self._after = batch_of, before, after
+        self._parameters = {name: one for name, one in piece.named_parameters() if one.requires_grad}
+        self.learnt = Learnt.nothing(self._parameters)
+        self._stash: Weights = {}
+        self._under_way: dict[Forward, _Under] = {}
+
+    def forward(self, forward: Forward) -> Tensor | None:
+        """See Work."""
+        if forward.version != self.version and not self.alone:
+            raise LostError("weights of another step")
+        batch = self._batch_of(forward.microbatch)
+        if self._before is None:
+            entering = batch.to(self._device)
+        else:
+            self._check(forward.packet, self._before)
+            entering = self._before.unpack(forward.packet, batch).requires_grad_()
+        under = _Under(self._weights(), entering, None, batch)
+        under.leaving = self._compute(under)
+        self._under_way[forward] = under
+        if self._after is None:
+            return None
+        return _finite(self._after, self._after.pack(under.leaving, batch))
+
+    def backward(self, forward: Forward, gradient: Gradient) -> Gradient:
+        """See Work."""
+        under = self._under_way[forward]
+        if self._after is not None:
+            self._check(gradient.packet, self._after)
+        under.gradient = gradient.packet
+        assert under.leaving is not None
+        loss = gradient.loss if self._after is not None else float(under.leaving.detach()) / len(under.batch)
+        entering, gradients = self._gradients(under)
+        if not all(bool(one.isfinite().all()) for one in gradients.values()):
+            raise LostError("a gradient that is not finite")
+        under.leaving = None
+        back = None if self._before is None else _finite(self._before, self._before.pack_gradient(entering))
+        if forward.counts():
+            self.learnt.add(gradients)
+            self.learnt.samples[forward.microbatch] = len(under.batch)
+            if self.alone and len(self.learnt.samples) >= self.alone:
+                self.step()
+        return Gradient(back, loss)
+
+    def take_back(self, forward: Forward) -> None:
+        """See Work. The gradient is computed again: this is rare, and keeping each would cost a stage's memory.
+
+        Where a step was taken with it, the next one is without as much of it.
+        """
+        if not forward.counts():
+            return
+        under = self._under_way[forward]
+        under.leaving = self._compute(under)
+        self.learnt.add(self._gradients(under)[1], sign=-1)
+        self.learnt.samples.pop(forward.microbatch, None)
+
+    def forget(self, forward: Forward) -> None:
+        """See Work."""
+        self._under_way.pop(forward, None)
+
+    def step(self, learnt: Learnt | None = None) -> None:
+        """Takes the optimizer's step along the mean over the samples of what this peer, or its stage, has learnt."""
+        learnt = learnt or self.learnt
+        samples = sum(learnt.samples.values())
+        for name, parameter in self._parameters.items():
+            parameter.grad = (learnt.sums[name] / samples).to(parameter.dtype)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.learnt, self._stash = Learnt.nothing(self._parameters), {}
+        self.version += 1
+
+    @property
+    def _device(self) -> torch.device:
+        device: torch.device = next(self.piece.parameters()).device
+        return device
+
+    def _weights(self) -> Weights:
+        """The weights as they are now. Where a step may come before the backward pass, a copy, one for each version."""
+        if not self._stash:
+            self._stash = {
+                name: (one.detach().clone() if self.alone else one.detach()).requires_grad_()
+                for name, one in self._parameters.items()
+            }
+        return self._stash
+
+    def _compute(self, under: _Under) -> Tensor:
+        """Hidden states, or in the last stage the sum of the samples' losses."""
+        leaving: Tensor = functional_call(self.piece, under.weights, (under.entering,))
+        if self._after is not None:
+            return leaving
+        loss: Tensor = self.piece.loss(leaving, under.batch.to(leaving.device))
+        return loss * len(under.batch)
+
+    def _gradients(self, under: _Under) -> tuple[Tensor, Weights]:
+        """With respect to what enters, and to the weights."""
+        assert under.leaving is not None
+        wanted = list(under.weights.values())
+        if self._before is not None:
+            wanted.append(under.entering)
+        along = None if self._after is None else self._after.unpack_gradient(under.gradient)
+        found = torch.autograd.grad(under.leaving, wanted, along, allow_unused=True, materialize_grads=True)
+        return found[-1], dict(zip(under.weights, found, strict=False))
+
+    def _check(self, packet: Any, boundary: Boundary) -> None:
+        room = boundary.room()
+        if not isinstance(packet, Tensor) or packet.shape != room.shape or packet.dtype != room.dtype:
+            raise LostError("a packet of another shape")
+        if packet.is_floating_point() and not packet.isfinite().all():
+            raise LostError("numbers that are not finite")
+
+
+def _finite(boundary: Boundary, packet: Tensor) -> Tensor:
+    """A packet. Raises LostError where the boundary has put zeros in the place of what is not finite."""
+    if boundary.spoilt:
+        boundary.spoilt = False
+        raise LostError("numbers that are not finite")
+    return packet
