@@ -10,6 +10,7 @@ from typing import Annotated
 import tyro
 
 from farflung.cli.arguments import parse
+from farflung.cli.printing import working
 from farflung.errors import UserError, counted, disk_errors
 
 
@@ -83,5 +84,6 @@ def export(arguments: list[str]) -> None:
 
     from farflung.training.export import export as write_export
 
-    origin = write_export(options.run, options.folder)
+    with working("averaging the replicas' weights"):
+        origin = write_export(options.run, options.folder)
     print(f"farflung: {options.folder} holds {origin}")

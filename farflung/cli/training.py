@@ -30,6 +30,7 @@ from farflung.cli.arguments import (
     value_among,
     with_field,
 )
+from farflung.cli.printing import working
 from farflung.errors import UserError, counted
 from farflung.files import event_files, holds_no_run
 from farflung.settings import RunSettings, Settings, names_that_may_differ, read_settings
@@ -85,7 +86,8 @@ def train(arguments: list[str]) -> None:
         )
     if network.kind.simulate and under_torchrun:
         raise UserError(f"network is {network.network!r}, which one process does alone; start it without torchrun")
-    from farflung.training.beginning import how_to_go_on  # imports torch, which a mistake need not wait for
+    with working("importing torch"):
+        from farflung.training.beginning import how_to_go_on
 
     by_torchrun = under_torchrun and STARTED_HERE not in os.environ  # which would start again what has not ended well
     with telling_how_to_go_on(lambda: how_to_go_on(asked.folder), 0 if by_torchrun else INTERRUPTED):
@@ -108,14 +110,16 @@ def telling_how_to_go_on(how: Callable[[], str], stopped: int = INTERRUPTED) -> 
 
 def _train_all(asked: Asked) -> bool:
     """Starts all replicas from here. Returns whether to tell what has come of them."""
-    from farflung.training import beginning, independent, launch
+    with working("importing torch"):
+        from farflung.training import beginning, independent, launch
 
     apart = asked.settings.network.independent
     prepare, launch_all = (
         (independent.prepare, independent.launch_all) if apart else (launch.prepare, launch.launch_all)
     )
     with beginning.left_as_it_was(asked.folder):
-        prepare(asked.settings, asked.folder, asked.resume, asked.restart)
+        with working("checking settings, model and data"):
+            prepare(asked.settings, asked.folder, asked.resume, asked.restart)
         _announce(asked)
         with watched(asked.folder) as show:
             show()
@@ -144,6 +148,7 @@ def _announce(asked: Asked) -> None:
     kind = "independent replica" if asked.settings.network.independent else "replica"
     replicas, steps = counted(run.replicas, kind), counted(run.steps, "step")
     print(f"farflung: {replicas}{divided}, {asked.settings.rounds.method}, {steps}; run folder {asked.folder}")
+    print(f"farflung: starting; {'it' if run.replicas == 1 else 'each'} reads its data and makes its model", flush=True)
     if asked.resume and (asked.folder / "summary.json").exists():
         print("farflung: this run has ended already: no step is left to train, and its results are written again")
 
