@@ -117,14 +117,15 @@ class Language:
         """How a model continues the beginning of a sequence held out."""
         torch.manual_seed(seed)
         prompt = self._prompt().to(device)
-        tokens = model.generate(
-            prompt,
-            attention_mask=torch.ones_like(prompt),
-            max_length=self._sample_length,
-            do_sample=True,
-            temperature=TEMPERATURE,
-            pad_token_id=self.tokenizer.end,
-        )
+        with models.without_remarks():
+            tokens = model.generate(
+                prompt,
+                attention_mask=torch.ones_like(prompt),
+                max_length=self._sample_length,
+                do_sample=True,
+                temperature=TEMPERATURE,
+                pad_token_id=self.tokenizer.end,
+            )
         return self.tokenizer.decode(tokens[0].tolist())
 
     def export(self, weights: Mapping[str, Tensor], target: Path, seed: int, constrained_to: int = 0) -> None:
@@ -133,15 +134,16 @@ class Language:
 
         shutil.rmtree(target, ignore_errors=True)
         target.parent.mkdir(parents=True, exist_ok=True)
-        model = AutoModelForCausalLM.from_config(self.config, dtype=torch.float32)
-        if constrained_to:
-            subspace = subspaces.subspace_of(model.config, constrained_to, seed)
-            shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
-            weights = {name: subspace.plain(name, weight, shapes[name]) for name, weight in weights.items()}
-        absent = set(model.load_state_dict(weights, strict=False).missing_keys)
-        assert absent <= set(model.all_tied_weights_keys), f"no weights for {absent}"
-        model.save_pretrained(target)
-        self.tokenizer.save(str(target))
+        with models.without_remarks():
+            model = AutoModelForCausalLM.from_config(self.config, dtype=torch.float32)
+            if constrained_to:
+                subspace = subspaces.subspace_of(model.config, constrained_to, seed)
+                shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
+                weights = {name: subspace.plain(name, weight, shapes[name]) for name, weight in weights.items()}
+            absent = set(model.load_state_dict(weights, strict=False).missing_keys)
+            assert absent <= set(model.all_tied_weights_keys), f"no weights for {absent}"
+            model.save_pretrained(target)
+            self.tokenizer.save(str(target))
 
     @property
     def held_out(self) -> int:
