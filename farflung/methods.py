@@ -10,44 +10,25 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, fields, make_dataclass, replace
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import torch
 from typing_extensions import Doc
 
-from farflung.codecs import (
-    BlockDCT,
-    BlockFloat,
-    Codec,
-    Dense,
-    ErrorFeedback,
-    LowRank,
-    Modulo,
-    Quantize,
-    SplitCodec,
-    Threshold,
-    TopK,
-    as_codec,
-    codec_named,
-)
+from farflung import codecs, outer
 from farflung.errors import UserError
-from farflung.inner import SIGN, SignSGD
-from farflung.outer import (
-    Adapt,
-    Average,
-    Everyone,
-    GossipNesterov,
-    Method,
-    OuterFactory,
-    RandomGroups,
-    Schedule,
-    SplitGossip,
-    Way,
-    merge_named,
-)
+from farflung.lazy import Later, homes_of
 from farflung.registry import Registry
 from farflung.renamed import renamed
 from farflung.tables import BETWEEN_MACHINES, Checked, rule_of, setting
+
+if TYPE_CHECKING:
+    import torch
+
+    from farflung import inner
+    from farflung.codecs import Codec
+    from farflung.outer import Method, OuterFactory, Way
+else:
+    torch, inner = Later("torch"), Later("farflung.inner")
 
 
 @dataclass(frozen=True)
@@ -89,6 +70,7 @@ class RoundSettings(Checked):
         """Takes a method's present name for an old one. Raises UserError for values out of their limits."""
         if isinstance(self.method, str):
             object.__setattr__(self, "method", RECIPES.current(self.method))
+            RECIPES.check_known(self.method)
         super().__post_init__()
 
     def given(self) -> dict[str, Any]:
@@ -100,9 +82,9 @@ class RoundSettings(Checked):
         """The same for another method; one of another package may take settings of its own besides."""
         kind: type = RoundSettings
         taken = {one.name for one in fields(RoundSettings)} | {"seed"}
-        parameters = inspect.signature(RECIPES[name], eval_str=True).parameters.values()
-        plain = [one for one in parameters if one.name not in taken and one.annotation in (int, float, bool, str)]
-        if plain:
+        if defaults_of(name).keys() - taken:
+            parameters = inspect.signature(RECIPES[name], eval_str=True).parameters.values()
+            plain = [one for one in parameters if one.name not in taken and one.annotation in (int, float, bool, str)]
             told = Doc(f"A setting of {name}; unset: its own default.")
             more = [(one.name, Annotated[one.annotation | None, told], None) for one in plain]
             kind = make_dataclass("RoundSettings", more, bases=(RoundSettings,), frozen=True)
@@ -116,7 +98,7 @@ def ddp(codec: Codec | str | None = None) -> Method:
 
     Paper: Li and others 2020, arXiv 2006.15704
     """
-    return Method(Schedule(every=1), codec=_codec(codec, Dense()))
+    return outer.Method(outer.Schedule(every=1), codec=_codec(codec, codecs.Dense()))
 
 
 def local() -> Method:
@@ -124,7 +106,7 @@ def local() -> Method:
 
     Paper: none
     """
-    return Method(Schedule(every=None), outer=Average)
+    return outer.Method(outer.Schedule(every=None), outer=outer.Average)
 
 
 def diloco(
@@ -142,13 +124,13 @@ def diloco(
 
     Paper: Douillard and others 2023, arXiv 2311.08105
     """
-    return Method(
-        schedule=Schedule(every, fragments, delay),
-        topology=Everyone() if group_size is None else RandomGroups(group_size, seed),
+    return outer.Method(
+        schedule=outer.Schedule(every, fragments, delay),
+        topology=outer.Everyone() if group_size is None else outer.RandomGroups(group_size, seed),
         averaging="parts" if group_size is None else "whole",
-        codec=_codec(codec, Dense()),
+        codec=_codec(codec, codecs.Dense()),
         outer=_nesterov(outer_lr, outer_momentum),
-        merge=merge_named(merge),
+        merge=outer.merge_named(merge),
     )
 
 
@@ -165,7 +147,7 @@ def streaming_diloco(
 
     Paper: Douillard and others 2025, arXiv 2501.18512
     """
-    codec = _codec(codec, BlockFloat("e3m0"))
+    codec = _codec(codec, codecs.BlockFloat("e3m0"))
     return diloco(every, outer_lr, outer_momentum, delay, fragments, codec=codec, merge=merge)
 
 
@@ -191,12 +173,12 @@ def dilocox(
 
     Paper: Qi and others 2025, arXiv 2506.21263
     """
-    return Method(
-        schedule=Schedule(every, delay=every),
-        codec=_codec(codec, ErrorFeedback(LowRank(rank=64) | Quantize(bits=4))),
+    return outer.Method(
+        schedule=outer.Schedule(every, delay=every),
+        codec=_codec(codec, codecs.ErrorFeedback(codecs.LowRank(rank=64) | codecs.Quantize(bits=4))),
         outer=_nesterov(outer_lr, outer_momentum),
-        merge=merge_named(merge),
-        adapt=Adapt() if adapt else None,
+        merge=outer.merge_named(merge),
+        adapt=outer.Adapt() if adapt else None,
     )
 
 
@@ -207,9 +189,9 @@ def sparseloco(
 
     Paper: Sarfi and others 2025, arXiv 2508.15706
     """
-    return Method(
-        schedule=Schedule(every),
-        codec=_codec(codec, ErrorFeedback(TopK(share=0.02) | Quantize(bits=2), decay=0.95)),
+    return outer.Method(
+        schedule=outer.Schedule(every),
+        codec=_codec(codec, codecs.ErrorFeedback(codecs.TopK(share=0.02) | codecs.Quantize(bits=2), decay=0.95)),
         outer=_nesterov(outer_lr, momentum=0.0),
         averaging=averaging,
     )
@@ -220,8 +202,10 @@ def demo(averaging: Way = "whole") -> Method:
 
     Paper: Peng and others 2024, arXiv 2411.19870
     """
-    codec = ErrorFeedback(BlockDCT(chunk=64) | TopK(share=32 / 4096, chunk=4096), decay=0.999)
-    return Method(Schedule(every=1), codec=codec, averaging=averaging, inner=SIGN, needs_inner=SignSGD)
+    codec = codecs.ErrorFeedback(codecs.BlockDCT(chunk=64) | codecs.TopK(share=32 / 4096, chunk=4096), decay=0.999)
+    return outer.Method(
+        outer.Schedule(every=1), codec=codec, averaging=averaging, inner=inner.SIGN, needs_inner=inner.SignSGD
+    )
 
 
 def dynamic_threshold(codec: Codec | str | None = None, averaging: Way = "whole") -> Method:
@@ -229,7 +213,11 @@ def dynamic_threshold(codec: Codec | str | None = None, averaging: Way = "whole"
 
     Paper: Gupta and others 2020, arXiv 2010.08899
     """
-    return Method(Schedule(every=1), codec=_codec(codec, ErrorFeedback(Threshold(share=0.01))), averaging=averaging)
+    return outer.Method(
+        outer.Schedule(every=1),
+        codec=_codec(codec, codecs.ErrorFeedback(codecs.Threshold(share=0.01))),
+        averaging=averaging,
+    )
 
 
 def noloco(
@@ -248,16 +236,19 @@ def noloco(
 
     Paper: Kolehmainen and others 2025, arXiv 2506.10911
     """
-    codec = _codec(codec, Dense())
+    codec = _codec(codec, codecs.Dense())
     _check_limits(outer_lr=outer_lr, outer_momentum=outer_momentum, gamma=gamma)
     # Rounding must be in proportion to what is new, and whole anchors are not: modulo sends what differs of them.
     together = codec.traits.keeps_weights
-    return Method(
-        schedule=Schedule(every, fragments, delay),
-        topology=RandomGroups(group_size, seed),
-        codec=codec if together or codec.traits.halves else SplitCodec(codec, Modulo(bits=4, round_robin=2)),
-        outer=partial(GossipNesterov if together else SplitGossip, lr=outer_lr, momentum=outer_momentum, gamma=gamma),
-        merge=merge_named(merge),
+    if not (together or codec.traits.halves):
+        codec = codecs.SplitCodec(codec, codecs.Modulo(bits=4, round_robin=2))
+    kind = outer.GossipNesterov if together else outer.SplitGossip
+    return outer.Method(
+        schedule=outer.Schedule(every, fragments, delay),
+        topology=outer.RandomGroups(group_size, seed),
+        codec=codec,
+        outer=partial(kind, lr=outer_lr, momentum=outer_momentum, gamma=gamma),
+        merge=outer.merge_named(merge),
         averaging="whole",
     )
 
@@ -276,14 +267,14 @@ def nolocox(
 
     Paper: none; both arXiv 2506.10911 and arXiv 2506.21263
     """
-    codec = _codec(codec, Modulo(bits=3, round_robin=2))
+    codec = _codec(codec, codecs.Modulo(bits=3, round_robin=2))
     method = noloco(every, outer_lr, outer_momentum, gamma, delay=every, codec=codec, merge=merge, seed=seed)
-    return replace(method, adapt=Adapt(steps=False) if adapt else None)
+    return replace(method, adapt=outer.Adapt(steps=False) if adapt else None)
 
 
 def _codec(given: Codec | str | None, usual: Codec) -> Codec:
     """A codec, or the one of a name; the usual one where none is given. Raises UserError."""
-    return usual if given is None else as_codec(given)
+    return usual if given is None else codecs.as_codec(given)
 
 
 def _check_limits(**chosen: float) -> None:
@@ -313,7 +304,7 @@ _ALL = (
 
 
 def _check_recipe(recipe: Callable[..., Method]) -> None:
-    if not isinstance(made := recipe(), Method):
+    if not isinstance(made := recipe(), outer.Method):
         raise TypeError(f"it makes {made!r}, which is no farflung.Method")
     inspect.signature(recipe, eval_str=True)
 
@@ -329,7 +320,7 @@ RECIPES: Registry[Callable[..., Method]] = Registry(
 _OWNED = {name for recipe in _ALL for name in inspect.signature(recipe).parameters}
 
 
-__getattr__ = renamed(__name__, {"dct": "dynamic_threshold", "settings_of": "defaults_of"})
+__getattr__ = renamed(__name__, {"dct": "dynamic_threshold", "settings_of": "defaults_of"}, homes_of(__file__))
 
 
 def defaults_of(name: str) -> dict[str, Any]:
@@ -351,7 +342,7 @@ def chosen(rounds: RoundSettings, seed: int = 0, steps: int = 0) -> Method:
             settings = ", ".join(setting for setting in vars(rounds) if setting in known) or "none"
             raise UserError(f"{rounds.method} has no setting {name}; remove it (its settings: {settings})")
     if "codec" in given:
-        given["codec"] = codec_named(given["codec"])
+        given["codec"] = codecs.codec_named(given["codec"])
     if "seed" in known:
         given["seed"] = seed
     method = RECIPES[rounds.method](**given)

@@ -50,11 +50,15 @@ class Registry(Mapping[str, T]):
     def __getitem__(self, name: str) -> T:
         """Raises UserError for a name that there is not, and for what a package adds and cannot be used."""
         name = self.current(name)
-        if name not in self:
-            raise UserError(f"there is no {self.kind} {name!r}{suggestion(name, list(self))}")
+        self.check_known(name)
         if name not in self._rows:
             self._rows[name] = self._loaded(self._added[name])
         return self._rows[name]
+
+    def check_known(self, name: str) -> None:
+        """Raises UserError for a name that there is not."""
+        if name not in self:
+            raise UserError(f"there is no {self.kind} {name!r}{suggestion(name, list(self))}")
 
     def usable(self) -> Iterator[tuple[str, T]]:
         """All, farflung's own first, but for those of packages that cannot be used; each of these is told of once."""

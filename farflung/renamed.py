@@ -8,6 +8,7 @@ import operator
 import sys
 import warnings
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from farflung.errors import UserError
@@ -15,10 +16,18 @@ from farflung.errors import UserError
 K = TypeVar("K", bound=type)
 
 
-def renamed(module: str, names: Mapping[str, str]) -> Callable[[str], Any]:
-    """A module's `__getattr__`, which knows its old names; new ones may be whole paths: `farflung.errors.UserError`."""
+def renamed(
+    module: str, names: Mapping[str, str], homes: Mapping[str, str] = MappingProxyType({})
+) -> Callable[[str], Any]:
+    """A module's `__getattr__`, which knows its old names; new ones may be whole paths: `farflung.errors.UserError`.
+
+    Names that have `homes` in other modules are imported from there when they are asked for.
+    """
 
     def find(name: str) -> Any:
+        if name in homes:
+            vars(sys.modules[module])[name] = found = getattr(importlib.import_module(homes[name]), name)
+            return found
         if name not in names:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
         home, _, new = names[name].rpartition(".")

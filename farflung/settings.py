@@ -7,16 +7,15 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from farflung import formats, methods
 from farflung.errors import UserError, suggestion
 from farflung.formats import RUN_FOLDER
-from farflung.inner import ADAMW, INNER, MUON
+from farflung.lazy import Later
 from farflung.methods import RoundSettings
 from farflung.networks.settings import NetworkSettings
-from farflung.outer import Method
-from farflung.pipeline import Mesh
+from farflung.pipeline.mesh import Mesh
 from farflung.pipeline.settings import IslandSettings
 from farflung.tables import (
     AFTER_RESUME,
@@ -32,7 +31,14 @@ from farflung.tables import (
     to_toml,
     toml_table,
 )
-from farflung.workloads import WORKLOADS, Workload
+from farflung.workloads.registry import WORKLOADS
+
+if TYPE_CHECKING:
+    from farflung import inner
+    from farflung.outer import Method
+    from farflung.workloads import Workload
+else:
+    inner = Later("farflung.inner")
 
 OWN_LOOP = "own loop"
 """The workload in `config.toml` of a run that farflung does not train itself."""
@@ -141,9 +147,9 @@ class Settings:
     def method(self) -> Method:
         """The method, with the inner optimizer that goes with it. Raises UserError."""
         method = methods.chosen(self.rounds, self.run.seed, self.run.steps)
-        if self.inner.inner is None and method.inner is MUON and self.island.sharded:
-            return replace(method, inner=ADAMW)  # Muon needs whole matrices
-        return replace(method, inner=INNER[self.inner.inner]) if self.inner.inner else method
+        if self.inner.inner is None and method.inner is inner.MUON and self.island.sharded:
+            return replace(method, inner=inner.ADAMW)  # Muon needs whole matrices
+        return replace(method, inner=inner.INNER[self.inner.inner]) if self.inner.inner else method
 
     def mesh(self) -> Mesh:
         """Which process is which part of which replica. Raises UserError."""
@@ -159,9 +165,9 @@ class Settings:
 
     def settled(self) -> Settings:
         """With the inner optimizer and the learning rate that a run takes where they do not say. Raises UserError."""
-        inner = self.method().inner
-        name = next((name for name, known in INNER.items() if known is inner), None)  # None: a method's very own
-        return self.changed(inner=name, lr=self.inner.lr or inner.lr)
+        chosen = self.method().inner
+        name = next((name for name, known in inner.INNER.items() if known is chosen), None)  # None: a method's very own
+        return self.changed(inner=name, lr=self.inner.lr or chosen.lr)
 
 
 def names_that_may_differ(where: MayDiffer, settings: Settings) -> list[str]:

@@ -332,7 +332,8 @@ def command(_):
     Dying()
     time.sleep(1000)
 
-cli.COMMANDS["methods"] = command
+from farflung.cli import runs
+runs.methods = command
 sys.argv = ["farflung", "methods"]
 cli.main()
 """

@@ -10,6 +10,7 @@ PACKAGE = Path(farflung.__file__).parent
 FLOORS = {
     "errors": 0,
     "cells": 0,
+    "lazy": 0,
     "renamed": 1,
     "tables": 2,
     "scoped": 1,

@@ -59,6 +59,70 @@ def test_importing_every_room_leaves_environment_and_others_loggers_as_they_were
     assert set(levels) == {logging.NOTSET} and handlers == ["NullHandler"]
 
 
+OWN_LOOP = """
+import importlib.metadata, json, sys, torch, torch.distributed
+before = set(sys.modules)
+import farflung
+from farflung import SimulatedNetwork, Simulation, TorchNetwork, methods
+
+def replica(network):
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with methods.noloco(every=2, codec="ef-lowrank2-int8").attach(model, optimizer, network):
+        for _ in range(4):
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+Simulation(2).run(replica)
+imported = {name.partition(".")[0] for name in set(sys.modules) - before}
+packages = importlib.metadata.packages_distributions()
+print(json.dumps(sorted({package for name in imported & packages.keys() for package in packages[name]})))
+"""
+
+
+@pytest.mark.slow
+def test_an_own_loop_with_codecs_and_networks_needs_torch_and_numpy_only() -> None:
+    of_torch = {"sympy", "mpmath"}  # which it imports at an optimizer's first step
+    assert set(python(OWN_LOOP)) <= {"farflung", "torch", "numpy", *of_torch}
+
+
+COMMAND = """
+import contextlib, io, json, sys
+from farflung.__main__ import main
+
+sys.argv = ["farflung", *{arguments!r}]
+with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()) as told:
+    with contextlib.suppress(SystemExit):
+        main()
+heavy = ["torch", "numpy", "transformers", "datasets", "plotly", "hivemind"]
+print(json.dumps([told.getvalue(), [name for name in heavy if name in sys.modules]]))
+"""
+HELP = [[]] + [[name] for name in ("train", "invite", "join", "status", "doctor", "plan", "simulate", "methods")]
+
+
+@pytest.mark.parametrize("command", [*HELP, ["report"], ["export"]], ids=" ".join)
+def test_help_waits_for_no_large_library(command: list[str]) -> None:
+    assert python(COMMAND.format(arguments=[*command, "--help"])) == ["", []]
+
+
+@pytest.mark.parametrize(
+    ("mistake", "told"),
+    [
+        ("train --methd noloco", "did you mean --method?"),
+        ("train --method nolocco", "did you mean 'noloco'?"),
+        ("train --steps x", "it must be a whole number"),
+        ("train nosuch.toml", "cannot read nosuch.toml"),
+        ("train --resume nosuch", "nosuch holds no run"),
+        ("export nosuch out", "nosuch holds no run"),
+        ("exprt", "did you mean 'export'?"),
+    ],
+)
+def test_mistakes_are_told_before_a_large_library_is_imported(mistake: str, told: str) -> None:
+    said, heavy = python(COMMAND.format(arguments=mistake.split()))
+    assert told in said and said.count("\n") == 1 and not heavy, said
+
+
 def test_a_level_is_put_back_when_the_last_of_several_has_left() -> None:
     logger = logging.getLogger("somebody.elses")
     logger.setLevel(logging.INFO)

@@ -73,7 +73,7 @@ def help_of_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtu
     """What a command's --help prints, on one line."""
     with monkeypatch.context() as wide, pytest.raises(SystemExit):
         wide.setenv("COLUMNS", "100")
-        cli.COMMANDS[command](["--help"])
+        cli.command_named(command)(["--help"])
     return re.sub(r"[\s│]+", " ", re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out))
 
 

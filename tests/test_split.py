@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from transformers import BambaConfig, BloomConfig, DogeConfig, GraniteConfig, LlamaConfig, PretrainedConfig
 
 from farflung.errors import UserError
-from farflung.pipeline import Mesh, check
+from farflung.pipeline import Mesh
 from farflung.pipeline.balance import spans
-from farflung.pipeline.check import refuse_other_weights
+from farflung.pipeline.check import check, refuse_other_weights
 from farflung.pipeline.mesh import whole_replicas
 from farflung.pipeline.routes import fixed_routes, random_routes
 from farflung.pipeline.settings import IslandShape

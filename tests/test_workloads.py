@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from farflung.errors import UserError
@@ -144,6 +144,28 @@ def test_bytes_go_there_and_back() -> None:
     text = "naïve café\n"
     tokens = tokenizers.Bytes().encode(text)
     assert tokenizers.Bytes().decode(tokens.tolist()) == text
+
+
+@pytest.fixture(scope="module")
+def saved_bytes(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    from transformers import AutoTokenizer
+
+    folder = str(tmp_path_factory.mktemp("bytes"))
+    tokenizers.Bytes().save(folder)
+    return AutoTokenizer.from_pretrained(folder)
+
+
+@settings(max_examples=300)
+@given(text=st.text(), tokens=st.lists(st.integers(0, 255)))
+@example(text="\0Ā Ġ<s></s>  \r\n🎉", tokens=[0xE2, 0x82, 0x41, 0, 0xF0, 0x9F, 0x98, 0xC0, 0x80, 0xED, 0xA0, 0x80])
+def test_others_load_bytes_as_a_tokenizer_of_the_same_tokens(saved_bytes: Any, text: str, tokens: list[int]) -> None:
+    ours = tokenizers.Bytes()
+    assert saved_bytes(text)["input_ids"] == ours.encode(text).tolist()
+    assert saved_bytes.decode(tokens) == ours.decode(tokens)
+    assert len(saved_bytes) == ours.size and saved_bytes.eos_token_id == saved_bytes.bos_token_id == ours.end
+    assert saved_bytes.decode(tokens, skip_special_tokens=True) == ours.decode(
+        [one for one in tokens if one != ours.end]
+    )
 
 
 def test_a_trained_tokenizer_is_loaded_and_saved(trained_tokenizer: str, tmp_path: Path) -> None:

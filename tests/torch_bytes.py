@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from farflung.networks import TorchNetwork
-from farflung.pipeline import assemble
+from farflung.pipeline.assemble import assemble
 from farflung.settings import Settings
 
 ROUNDS = 3

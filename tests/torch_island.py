@@ -15,7 +15,8 @@ import torch
 from patience import patience
 
 from farflung.networks import Network, TorchNetwork
-from farflung.pipeline import Island, assemble
+from farflung.pipeline import Island
+from farflung.pipeline.assemble import assemble
 from farflung.pipeline.local_model import persistent_buffers
 from farflung.settings import Settings
 from farflung.workloads import Workload

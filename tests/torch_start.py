@@ -14,7 +14,8 @@ import torch
 from patience import patience
 
 from farflung.networks import PeerLostError, TorchNetwork
-from farflung.pipeline import Island, assemble
+from farflung.pipeline import Island
+from farflung.pipeline.assemble import assemble
 from farflung.settings import Settings
 
 DEADLINE = patience(0.2)

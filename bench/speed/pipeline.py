@@ -23,7 +23,7 @@ import torch
 from bench.lib.store import Store
 from bench.lib.table import Cell, Part, Table
 from farflung.networks import TorchNetwork
-from farflung.pipeline import assemble
+from farflung.pipeline.assemble import assemble
 from farflung.pipeline.build import pieces_of
 from farflung.pipeline.division import division_of
 from farflung.settings import Settings, read_settings, settings_toml

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import logging
 import os
 import signal
@@ -14,11 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from farflung.cli.arguments import MISUSE
-from farflung.cli.peers import doctor, invite, join, status
-from farflung.cli.planning import plan, simulate
 from farflung.cli.printing import printing
-from farflung.cli.runs import export, methods, report
-from farflung.cli.training import train
 from farflung.errors import UserError, suggestion
 from farflung.formats import FORMATS, package_version
 from farflung.scoped import environment
@@ -27,10 +24,13 @@ from farflung.training.terminal import STARTED_HERE, say
 
 __all__ = ["main"]
 
-COMMANDS: dict[str, Callable[[list[str]], None]] = {
-    command.__name__: command
-    for command in (train, invite, join, status, doctor, plan, simulate, methods, report, export)
+COMMANDS = {
+    "train": "farflung.cli.training",
+    **dict.fromkeys(("invite", "join", "status", "doctor"), "farflung.cli.peers"),
+    **dict.fromkeys(("plan", "simulate"), "farflung.cli.planning"),
+    **dict.fromkeys(("methods", "report", "export"), "farflung.cli.runs"),
 }
+"""The modules of the commands, which are functions of the same names; one is imported when it is run."""
 
 
 def main() -> None:
@@ -70,7 +70,13 @@ def _run() -> None:
         return
     if arguments[0] not in COMMANDS:
         raise UserError(f"there is no command {arguments[0]!r}{suggestion(arguments[0], list(COMMANDS))}")
-    COMMANDS[arguments[0]](arguments[1:])
+    command_named(arguments[0])(arguments[1:])
+
+
+def command_named(name: str) -> Callable[[list[str]], None]:
+    """The function that runs a command, from its arguments."""
+    command: Callable[[list[str]], None] = getattr(importlib.import_module(COMMANDS[name]), name)
+    return command
 
 
 @contextlib.contextmanager
@@ -127,7 +133,7 @@ def _no_interrupt_lost() -> Iterator[None]:
 
 
 def _usage() -> str:
-    lines = [f"  farflung {name:9} {command.__doc__}" for name, command in COMMANDS.items()]
+    lines = [f"  farflung {name:9} {command_named(name).__doc__}" for name in COMMANDS]
     return "\n".join(
         [
             "Train one model on machines that are far apart.",

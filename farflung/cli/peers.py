@@ -24,7 +24,7 @@ from farflung.settings import Settings
 from farflung.signals import on_stop_signals
 from farflung.tables import BETWEEN_PEERS
 from farflung.training.terminal import STARTED_HERE, say
-from farflung.workloads import WORKLOADS
+from farflung.workloads.registry import WORKLOADS
 
 NOT_INVITED = (
     *("replicas", "shares", "network", "independent", "restarts", "conditions", "bandwidth_mbps", "latency_ms"),
@@ -95,13 +95,14 @@ class _Examine:
 
 def invite(arguments: list[str]) -> None:
     """Start a run on the internet: write its ticket, and be its first peer or a bootstrap node."""
-    from farflung.training import peer
-
     settings = Settings.of(**kinds_among(arguments))
     if {"-h", "--help"} & set(arguments):  # else each that is given is refused with a reason
         settings = Settings(**{name: without(table, NOT_INVITED) for name, table in vars(settings).items()})
     options: Any = parse(with_field(_Invite, "settings", settings), arguments, "invite", invite.__doc__)
     _refuse_several("start it without torchrun")
+
+    from farflung.training import peer
+
     ticket = peer.internet().Ticket.new(options.name, peer.shared_settings(options.settings))
     if options.train:
         folder = Path(options.settings.run.out) if options.settings.run.out else free_folder(options.name)
@@ -139,12 +140,13 @@ def _hand_out(ticket: Any, path: Path | None) -> None:
 
 def join(arguments: list[str]) -> None:
     """Join a run on the internet as one more peer; Ctrl-C leaves, the same command with --out rejoins."""
-    from farflung.training import peer
-
     own = unset(
         (*map(type, vars(Settings()).values()), *(kind.Settings for _, kind in WORKLOADS.usable())), BETWEEN_PEERS
     )
     options: Any = parse(with_field(_Join, "own", own), arguments, "join", join.__doc__)
+
+    from farflung.training import peer
+
     ticket = peer.internet().read_ticket(options.ticket)
     settings = peer.ticket_settings(ticket).changed(**given(options.own))
     if not settings.island.divided:
@@ -158,10 +160,11 @@ def join(arguments: list[str]) -> None:
 
 def status(arguments: list[str]) -> None:
     """Show the peers of a run on the internet: their step, speed, and when they were last heard."""
+    options = parse(_Look, arguments, "status", status.__doc__)
+
     from farflung.report.peers import show
     from farflung.training import peer
 
-    options = parse(_Look, arguments, "status", status.__doc__)
     ticket = peer.internet().read_ticket(options.ticket)
     with peer.looking_on(ticket, options.local) as network, _until_stopped() as stopped:
         show(lambda: peer.seen(network), stopped, options.once)
@@ -169,9 +172,10 @@ def status(arguments: list[str]) -> None:
 
 def doctor(arguments: list[str]) -> None:
     """Check whether this machine can join a run on the internet, and say what to fix."""
+    options = parse(_Examine, arguments, "doctor", doctor.__doc__)
+
     from farflung.training.peer import examined
 
-    options = parse(_Examine, arguments, "doctor", doctor.__doc__)
     healthy = True
     for finding in examined(options.ticket, options.local):
         print(f"{'ok  ' if finding.good else 'BAD '} {finding.text}", flush=True)

@@ -7,18 +7,19 @@ from pathlib import Path
 from farflung.cli.arguments import free_folder, parse, under_new_names
 from farflung.errors import UserError, counted, disk_errors
 from farflung.files import event_files
+from farflung.planner.options import PlanOptions, SimulateOptions
 from farflung.tables import new_names
 
 
 def plan(arguments: list[str]) -> None:
     """Show what training would cost on given machines, method by method and layout by layout; trains nothing."""
+    arguments = under_new_names(arguments, new_names([PlanOptions]))
+    options = parse(PlanOptions, arguments, "plan", plan.__doc__)
+
     from farflung.planner.command import commands
-    from farflung.planner.options import PlanOptions
     from farflung.planner.plan import plan as make_plans
     from farflung.planner.printed import best_per_method, plan_table, reasons, where
 
-    arguments = under_new_names(arguments, new_names([PlanOptions]))
-    options = parse(PlanOptions, arguments, "plan", plan.__doc__)
     plans, failures, cluster = make_plans(options)
     listed = best_per_method(plans, options.show)
     print(f"farflung: {options.model}, {options.tokens:.3g} tokens, {counted(len(cluster.workers), 'worker')}\n")
@@ -39,13 +40,14 @@ def plan(arguments: list[str]) -> None:
 
 def simulate(arguments: list[str]) -> None:
     """Show how long rounds would take for up to thousands of replicas, under given conditions; trains nothing."""
-    from farflung.planner.page import write_simulation
-    from farflung.planner.simulation import SimulateOptions, simulation_table, write_events
-    from farflung.planner.simulation import simulate as time_methods
-
     options = parse(SimulateOptions, arguments, "simulate", simulate.__doc__)
     folder = options.out or free_folder("simulation", "simulation.html")
     _refuse_taken(folder)
+
+    from farflung.planner.page import write_simulation
+    from farflung.planner.simulation import simulate as time_methods
+    from farflung.planner.simulation import simulation_table, write_events
+
     results = time_methods(options)
     size = f"{options.params:.3g} parameters" if options.params else options.model
     replicas, rounds = counted(options.replicas, "replica"), counted(options.rounds, "round")

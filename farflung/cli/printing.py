@@ -37,3 +37,15 @@ def _cannot_print() -> bool:
     except OSError:
         return True
     return False
+
+
+@contextlib.contextmanager
+def working(on: str) -> Iterator[None]:
+    """Shows on a terminal what is being done, as long as it is done."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    from rich.console import Console  # only a terminal needs it
+
+    with Console(stderr=True).status(on):
+        yield

@@ -10,6 +10,7 @@ from typing import Annotated
 import tyro
 
 from farflung.cli.arguments import parse
+from farflung.cli.printing import working
 from farflung.errors import UserError, counted, disk_errors
 
 
@@ -44,11 +45,12 @@ class _ExportOptions:
 
 def methods(arguments: list[str]) -> None:
     """List the methods: what each does, its paper, its bytes, its settings and their defaults."""
+    parse(_NoArguments, arguments, "methods", methods.__doc__)
+
     from farflung.codecs import CODECS
     from farflung.methods import RECIPES, defaults_of
     from farflung.outer import bytes_per_parameter
 
-    parse(_NoArguments, arguments, "methods", methods.__doc__)
     for name, recipe in RECIPES.usable():
         what, _, paper = (recipe.__doc__ or "").partition("\n")
         method = recipe()
@@ -64,9 +66,10 @@ def methods(arguments: list[str]) -> None:
 
 def report(arguments: list[str]) -> None:
     """Write one self-contained report.html about one run, or comparing several."""
+    options = parse(_ReportOptions, arguments, "report", report.__doc__)
+
     from farflung.report import write_report
 
-    options = parse(_ReportOptions, arguments, "report", report.__doc__)
     out = options.out or (options.runs[0] / "report.html" if len(options.runs) == 1 else Path("report.html"))
     with disk_errors(f"write {out}", "give another file with --out"):
         unread = write_report(list(options.runs), out)
@@ -77,8 +80,10 @@ def report(arguments: list[str]) -> None:
 
 def export(arguments: list[str]) -> None:
     """Write a run's averaged weights as a folder that AutoModelForCausalLM.from_pretrained loads."""
+    options = parse(_ExportOptions, arguments, "export", export.__doc__)
+
     from farflung.training.export import export as write_export
 
-    options = parse(_ExportOptions, arguments, "export", export.__doc__)
-    origin = write_export(options.run, options.folder)
+    with working("averaging the replicas' weights"):
+        origin = write_export(options.run, options.folder)
     print(f"farflung: {options.folder} holds {origin}")

@@ -30,11 +30,13 @@ from farflung.cli.arguments import (
     value_among,
     with_field,
 )
+from farflung.cli.printing import working
 from farflung.errors import UserError, counted
 from farflung.files import event_files, holds_no_run
 from farflung.settings import RunSettings, Settings, names_that_may_differ, read_settings
 from farflung.signals import INTERRUPTED
 from farflung.tables import AFTER_RESUME, new_names
+from farflung.training.terminal import STARTED_HERE
 
 MAY_CHANGE = ", ".join(flag(name) for name in names_that_may_differ(AFTER_RESUME, Settings()))
 
@@ -73,9 +75,6 @@ class Asked:
 
 def train(arguments: list[str]) -> None:
     """Train a model with several replicas, or resume a run."""
-    from farflung.training.beginning import how_to_go_on
-    from farflung.training.terminal import STARTED_HERE
-
     asked = what_is_asked(arguments)
     under_torchrun = "WORLD_SIZE" in os.environ
     network = asked.settings.network
@@ -87,6 +86,9 @@ def train(arguments: list[str]) -> None:
         )
     if network.kind.simulate and under_torchrun:
         raise UserError(f"network is {network.network!r}, which one process does alone; start it without torchrun")
+    with working("importing torch"):
+        from farflung.training.beginning import how_to_go_on
+
     by_torchrun = under_torchrun and STARTED_HERE not in os.environ  # which would start again what has not ended well
     with telling_how_to_go_on(lambda: how_to_go_on(asked.folder), 0 if by_torchrun else INTERRUPTED):
         if (_train_part if under_torchrun else _train_all)(asked):
@@ -108,14 +110,16 @@ def telling_how_to_go_on(how: Callable[[], str], stopped: int = INTERRUPTED) -> 
 
 def _train_all(asked: Asked) -> bool:
     """Starts all replicas from here. Returns whether to tell what has come of them."""
-    from farflung.training import beginning, independent, launch
+    with working("importing torch"):
+        from farflung.training import beginning, independent, launch
 
     apart = asked.settings.network.independent
     prepare, launch_all = (
         (independent.prepare, independent.launch_all) if apart else (launch.prepare, launch.launch_all)
     )
     with beginning.left_as_it_was(asked.folder):
-        prepare(asked.settings, asked.folder, asked.resume, asked.restart)
+        with working("checking settings, model and data"):
+            prepare(asked.settings, asked.folder, asked.resume, asked.restart)
         _announce(asked)
         with watched(asked.folder) as show:
             show()
@@ -126,7 +130,6 @@ def _train_all(asked: Asked) -> bool:
 def _train_part(asked: Asked) -> bool:
     """Is one of the replicas, or a part of one. Returns whether to tell what has come of them."""
     from farflung.training.launch import run_torch_replica
-    from farflung.training.terminal import STARTED_HERE
 
     started_here = STARTED_HERE in os.environ
     shows = "LOCAL_RANK" not in os.environ or (os.environ["LOCAL_RANK"] == "0" and not started_here)
@@ -145,6 +148,7 @@ def _announce(asked: Asked) -> None:
     kind = "independent replica" if asked.settings.network.independent else "replica"
     replicas, steps = counted(run.replicas, kind), counted(run.steps, "step")
     print(f"farflung: {replicas}{divided}, {asked.settings.rounds.method}, {steps}; run folder {asked.folder}")
+    print(f"farflung: starting; {'it' if run.replicas == 1 else 'each'} reads its data and makes its model", flush=True)
     if asked.resume and (asked.folder / "summary.json").exists():
         print("farflung: this run has ended already: no step is left to train, and its results are written again")
 
@@ -168,8 +172,6 @@ def what_is_asked(arguments: list[str]) -> Asked:
 
 
 def _resumed(arguments: list[str]) -> Asked:
-    from farflung.pipeline.check import refuse_other_weights
-
     given_folder = value_among(arguments, "--resume") or ""
     if not given_folder or given_folder.startswith("--"):
         raise UserError("--resume needs the run's folder: farflung train --resume RUN")
@@ -182,6 +184,8 @@ def _resumed(arguments: list[str]) -> Asked:
     if not there:
         raise UserError(holds_no_run(folder, f"there is no config.toml to go on with; start one with --out {folder}"))
     settings = before.changed(**given(options.changes))
+    from farflung.pipeline.check import refuse_other_weights
+
     refuse_other_weights(before.island, settings.island)
     return Asked(_with_replicas(settings), folder, not options.restart, options.restart)
 
@@ -201,7 +205,7 @@ def _refuse_what_is_settled(arguments: list[str], settings: Settings) -> None:
 
 def _with_replicas(settings: Settings) -> Settings:
     """As many replicas as there are islands, or under torchrun, as the processes that it has started make."""
-    from farflung.pipeline import whole_replicas
+    from farflung.pipeline.mesh import whole_replicas
 
     usual = settings.run.replicas == RunSettings.replicas
     if settings.island.islands and usual:

@@ -1,21 +1,26 @@
 """Floor 2: how a message becomes bytes, and back. One idea a file; `base.py` and `packets.py` first."""
 
-from farflung.codecs.base import Codec, Compound, Name, NotFiniteError, Traits
-from farflung.codecs.block_dct import BlockDCT
-from farflung.codecs.block_float import BlockFloat
-from farflung.codecs.chain import Chain, Transform
-from farflung.codecs.dense import Dense
-from farflung.codecs.feedback import ErrorFeedback
-from farflung.codecs.lowrank import LowRank
-from farflung.codecs.modulo import Modulo
-from farflung.codecs.packets import Packet, PacketError
-from farflung.codecs.quantize import Quantize
-from farflung.codecs.registry import CODECS, as_codec, codec_named
-from farflung.codecs.split import SplitCodec
-from farflung.codecs.threshold import Threshold
-from farflung.codecs.topk import TopK
-from farflung.codecs.values import finite
+from typing import TYPE_CHECKING
+
+from farflung.lazy import homes_of
 from farflung.renamed import renamed
+
+if TYPE_CHECKING:
+    from farflung.codecs.base import Codec, Compound, Name, NotFiniteError, Traits
+    from farflung.codecs.block_dct import BlockDCT
+    from farflung.codecs.block_float import BlockFloat
+    from farflung.codecs.chain import Chain, Transform
+    from farflung.codecs.dense import Dense
+    from farflung.codecs.feedback import ErrorFeedback
+    from farflung.codecs.lowrank import LowRank
+    from farflung.codecs.modulo import Modulo
+    from farflung.codecs.packets import Packet, PacketError
+    from farflung.codecs.quantize import Quantize
+    from farflung.codecs.registry import CODECS, as_codec, codec_named
+    from farflung.codecs.split import SplitCodec
+    from farflung.codecs.threshold import Threshold
+    from farflung.codecs.topk import TopK
+    from farflung.codecs.values import finite
 
 __all__ = [
     "CODECS",
@@ -52,4 +57,5 @@ __getattr__ = renamed(
         "NotFinite": "NotFiniteError",
         "Stage": "Transform",
     },
+    homes_of(__file__),
 )

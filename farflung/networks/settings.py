@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from farflung.errors import UserError
-from farflung.networks import NETWORKS, NetworkKind
+from farflung.networks.registry import NETWORKS, NetworkKind
 from farflung.networks.simulator.conditions import Conditions
 from farflung.networks.simulator.presets import conditions_named
 from farflung.tables import AFTER_RESUME, BETWEEN_MACHINES, BETWEEN_PEERS, Checked, setting

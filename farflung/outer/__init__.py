@@ -1,29 +1,34 @@
 """Floor 3: the rounds between replicas. Read `loop.py` first."""
 
-from farflung.hooks.start import DisagreementError
-from farflung.outer.adaptation import Adapt
-from farflung.outer.averaging import Way
-from farflung.outer.counting import bytes_per_parameter, kept_bytes, message_bytes, traffic_per_hop
-from farflung.outer.elastic import ElasticLoop
-from farflung.outer.faults import DivergedError
-from farflung.outer.gradients import GradientLoop
-from farflung.outer.loop import OuterLoop
-from farflung.outer.merges import Drop, Eager, Keep, Merge, Mix, merge_named
-from farflung.outer.method import Method
-from farflung.outer.optimizers import (
-    Average,
-    GossipNesterov,
-    OuterFactory,
-    OuterOptimizer,
-    ParameterAveraging,
-    SplitGossip,
-)
-from farflung.outer.options import Options
-from farflung.outer.outcomes import Outcome, Round
-from farflung.outer.schedules import Schedule
-from farflung.outer.session import Session
-from farflung.outer.topologies import Everyone, RandomGroups, Topology, group_of
+from typing import TYPE_CHECKING
+
+from farflung.lazy import homes_of
 from farflung.renamed import renamed
+
+if TYPE_CHECKING:
+    from farflung.hooks.start import DisagreementError
+    from farflung.outer.adaptation import Adapt
+    from farflung.outer.averaging import Way
+    from farflung.outer.counting import bytes_per_parameter, kept_bytes, message_bytes, traffic_per_hop
+    from farflung.outer.elastic import ElasticLoop
+    from farflung.outer.faults import DivergedError
+    from farflung.outer.gradients import GradientLoop
+    from farflung.outer.loop import OuterLoop
+    from farflung.outer.merges import Drop, Eager, Keep, Merge, Mix, merge_named
+    from farflung.outer.method import Method
+    from farflung.outer.optimizers import (
+        Average,
+        GossipNesterov,
+        OuterFactory,
+        OuterOptimizer,
+        ParameterAveraging,
+        SplitGossip,
+    )
+    from farflung.outer.options import Options
+    from farflung.outer.outcomes import Outcome, Round
+    from farflung.outer.schedules import Schedule
+    from farflung.outer.session import Session
+    from farflung.outer.topologies import Everyone, RandomGroups, Topology, group_of
 
 __all__ = [
     "Adapt",
@@ -75,4 +80,5 @@ __getattr__ = renamed(
         "parts_sent": "traffic_per_hop",
         **{name: f"farflung.inner.{name}" for name in _OF_INNER},
     },
+    homes_of(__file__),
 )

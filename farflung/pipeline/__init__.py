@@ -1,9 +1,15 @@
 """Floor 3: one replica on several machines. Read `divided.py` first."""
 
-from farflung.pipeline.assemble import assemble
-from farflung.pipeline.check import check
-from farflung.pipeline.island import Island
-from farflung.pipeline.mesh import Mesh, MeshCoordinates, whole_replicas
-from farflung.pipeline.settings import IslandShape
+from typing import TYPE_CHECKING
 
-__all__ = ["Island", "IslandShape", "Mesh", "MeshCoordinates", "assemble", "check", "whole_replicas"]
+from farflung.lazy import homes_of
+from farflung.renamed import renamed
+
+if TYPE_CHECKING:
+    from farflung.pipeline.island import Island
+    from farflung.pipeline.mesh import Mesh, MeshCoordinates, whole_replicas
+    from farflung.pipeline.settings import IslandShape
+
+__all__ = ["Island", "IslandShape", "Mesh", "MeshCoordinates", "whole_replicas"]
+
+__getattr__ = renamed(__name__, {}, homes_of(__file__))

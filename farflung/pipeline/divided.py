@@ -21,12 +21,13 @@ from torch.distributed.pipelining import (
     ScheduleInterleavedZeroBubble,
 )
 
+from farflung.hooks.shards import own_of
 from farflung.networks import Traffic
 from farflung.pipeline.boundaries import Boundary
 from farflung.pipeline.division import Division
 from farflung.pipeline.groups import ProcessGroups
 from farflung.pipeline.layout import IslandLayout
-from farflung.pipeline.local_model import LocalModel, own_of, persistent_buffers
+from farflung.pipeline.local_model import LocalModel, persistent_buffers
 from farflung.pipeline.routes import Routes, fixed_routes, random_routes
 from farflung.pipeline.settings import IslandSettings
 from farflung.pipeline.stages import RoutedStage, Transport

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from farflung.hooks.layouts import Layout
+from farflung.hooks.layouts import Layout, is_sharded
+from farflung.hooks.shards import own_of
 
 
 class LocalModel(nn.Module):
@@ -29,7 +29,7 @@ class LocalModel(nn.Module):
         self._origins = dict(parameters)
         local = {name: own_of(parameter) for name, parameter in parameters.items()}
         self._own = {
-            name: nn.Parameter(tensor.detach()) if isinstance(self._origins[name], DTensor) else self._origins[name]
+            name: nn.Parameter(tensor.detach()) if is_sharded(self._origins[name]) else self._origins[name]
             for name, tensor in local.items()
             if tensor.numel()  # with few rows, some shards get none
         }
@@ -75,8 +75,3 @@ def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
     """The buffers that belong into a checkpoint."""
     kept = model.state_dict().keys()
     return {name: buffer for name, buffer in model.named_buffers() if name in kept}
-
-
-def own_of(tensor: Tensor) -> Tensor:
-    """What this process holds of a tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -10,7 +10,7 @@ from functools import cached_property
 from farflung.errors import UserError
 from farflung.methods import RoundSettings, chosen, defaults_of
 from farflung.outer import Method
-from farflung.pipeline import check
+from farflung.pipeline.check import check
 from farflung.planner.architecture import Architecture
 from farflung.planner.layout import Layout
 from farflung.planner.machines import Cluster

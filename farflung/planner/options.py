@@ -1,15 +1,21 @@
-"""What `farflung plan` is asked."""
+"""What `farflung plan` and `farflung simulate` are asked."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from farflung.errors import UserError
-from farflung.pipeline.boundaries import boundary_named
+from farflung.lazy import Later
+from farflung.networks.simulator.conditions import SMALLEST
 from farflung.tables import Checked, setting
+
+if TYPE_CHECKING:
+    from farflung.pipeline import boundaries
+else:
+    boundaries = Later("farflung.pipeline.boundaries")
 
 
 @dataclass(frozen=True)
@@ -56,7 +62,7 @@ class PlanOptions(Checked):
         super().__post_init__()
         if not 1 <= self.tokens <= 1e18:
             raise UserError(f"tokens is {self.tokens}; it must be at least 1 and at most 1e+18")
-        _ = self.everys, boundary_named(self.boundary)  # their own checks
+        _ = self.everys, boundaries.boundary_named(self.boundary)  # their own checks
 
     @property
     def everys(self) -> list[int | None]:
@@ -71,3 +77,39 @@ class PlanOptions(Checked):
     def codec_names(self) -> list[str | None]:
         """The codecs to try; None is the method's own."""
         return [None, *(word.strip() for word in self.codecs.split(",") if word.strip())]
+
+
+@dataclass(frozen=True)
+class SimulateOptions(Checked):
+    """Which methods to simulate, the model's size, and the network's conditions."""
+
+    methods: str = "ddp,diloco,noloco,dilocox,nolocox"
+    """Names, with commas between: see `farflung methods`."""
+    replicas: int = setting(64, least=1, most=1e12)
+    """Copies of the model."""
+    params: float | None = setting(None, least=1, most=1e12)
+    """Parameters of the model, such as 1.3e9; or else give --model."""
+    model: str | None = None
+    """A preset, or anything that AutoConfig loads."""
+    conditions: str = "two-data-centres"
+    """same-rack, two-data-centres, three-regions, home, world, or a TOML file (docs: Conditions)."""
+    rounds: int = setting(100, least=1, most=1e12)
+    """Rounds of each replica."""
+    every: int | None = setting(None, least=1)
+    """Inner steps between rounds; unset: each method's own default."""
+    step_ms: float | None = setting(None, least=SMALLEST, most=1e12)
+    """How long an inner step computes, milliseconds; unset: the conditions' own."""
+    work_ms: float = setting(0.0, least=0, most=1e12)
+    """A replica's own time for each round (encoding, decoding, outer step), milliseconds."""
+    deadline: float | None = setting(None, least=SMALLEST, most=1e12)
+    """Longest wait for other replicas, seconds; unset: for ever."""
+    seed: int | None = None
+    """Seed of everything random; unset: the conditions' own."""
+    out: Path | None = None
+    """The folder for simulation.html and events; unset: runs/simulation-N with the first N that is free."""
+
+    def __post_init__(self) -> None:
+        """Refuses impossible values. Raises UserError."""
+        super().__post_init__()
+        if (self.params is None) == (self.model is None):
+            raise UserError("how large is the model? give either --params, such as 1.3e9, or --model")

@@ -15,49 +15,12 @@ from farflung.errors import UserError
 from farflung.files import write_text
 from farflung.methods import RECIPES, defaults_of
 from farflung.networks import conditions_named
-from farflung.networks.simulator.conditions import SMALLEST
 from farflung.outer import Method, message_bytes
 from farflung.planner.architecture import architecture_of
+from farflung.planner.options import SimulateOptions
 from farflung.planner.sizes import square_model
 from farflung.planner.table import Column, Table, figures, percent
 from farflung.planner.timing import Timer, Timing
-from farflung.tables import Checked, setting
-
-
-@dataclass(frozen=True)
-class SimulateOptions(Checked):
-    """Which methods to simulate, the model's size, and the network's conditions."""
-
-    methods: str = "ddp,diloco,noloco,dilocox,nolocox"
-    """Names, with commas between: see `farflung methods`."""
-    replicas: int = setting(64, least=1, most=1e12)
-    """Copies of the model."""
-    params: float | None = setting(None, least=1, most=1e12)
-    """Parameters of the model, such as 1.3e9; or else give --model."""
-    model: str | None = None
-    """A preset, or anything that AutoConfig loads."""
-    conditions: str = "two-data-centres"
-    """same-rack, two-data-centres, three-regions, home, world, or a TOML file (docs: Conditions)."""
-    rounds: int = setting(100, least=1, most=1e12)
-    """Rounds of each replica."""
-    every: int | None = setting(None, least=1)
-    """Inner steps between rounds; unset: each method's own default."""
-    step_ms: float | None = setting(None, least=SMALLEST, most=1e12)
-    """How long an inner step computes, milliseconds; unset: the conditions' own."""
-    work_ms: float = setting(0.0, least=0, most=1e12)
-    """A replica's own time for each round (encoding, decoding, outer step), milliseconds."""
-    deadline: float | None = setting(None, least=SMALLEST, most=1e12)
-    """Longest wait for other replicas, seconds; unset: for ever."""
-    seed: int | None = None
-    """Seed of everything random; unset: the conditions' own."""
-    out: Path | None = None
-    """The folder for simulation.html and events; unset: runs/simulation-N with the first N that is free."""
-
-    def __post_init__(self) -> None:
-        """Refuses impossible values. Raises UserError."""
-        super().__post_init__()
-        if (self.params is None) == (self.model is None):
-            raise UserError("how large is the model? give either --params, such as 1.3e9, or --model")
 
 
 @dataclass(frozen=True)

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError
 
 from farflung.errors import UserError, counted, disk_errors
 from farflung.files import event_files, holds_no_run
-from farflung.pipeline.boundaries import boundary_named
+from farflung.lazy import Later
 from farflung.settings import OWN_LOOP, Settings, read_settings
 from farflung.tables import toml_table
-from farflung.training import checkpoint
-from farflung.training.resharding import mean_weights, whole_weights
+
+if TYPE_CHECKING:
+    from farflung.pipeline import boundaries
+    from farflung.training import checkpoint, resharding
+else:
+    boundaries, checkpoint = Later("farflung.pipeline.boundaries"), Later("farflung.training.checkpoint")
+    resharding = Later("farflung.training.resharding")
 
 
 def export(folder: Path, target: Path) -> str:
@@ -38,7 +43,7 @@ def export(folder: Path, target: Path) -> str:
     beside = target.with_name(f"{target.name}.tmp")
     with disk_errors(f"write to {target}", "give another folder, or make room"):
         try:
-            constrained_to, _ = boundary_named(settings.island.boundary)
+            constrained_to, _ = boundaries.boundary_named(settings.island.boundary)
             settings.made_workload().export(weights, beside, settings.run.seed, constrained_to)
         except SafetensorError as error:
             raise OSError(str(error)) from error
@@ -56,7 +61,7 @@ def _own_weights(folder: Path) -> str:
 
 def _averaged(folder: Path, settings: Settings) -> tuple[dict[str, Any], str]:
     if averaged := checkpoint.averages(folder):
-        return whole_weights(averaged), "the replicas' weights averaged at the end"
+        return resharding.whole_weights(averaged), "the replicas' weights averaged at the end"
     # Independent replicas have run folders of their own.
     homes = sorted({path.parent.parent for path in event_files(folder)})
     last = [(home, step) for home in homes for step in checkpoint.whole_steps(home)[:1]]
@@ -76,7 +81,7 @@ def _averaged(folder: Path, settings: Settings) -> tuple[dict[str, Any], str]:
     of = f" of {settings.run.replicas}" if len(complete) < settings.run.replicas else ""
     steps = sorted({step for _, step in last})
     at = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
-    return mean_weights(complete), f"the mean of {len(complete)}{of} replicas' checkpoints at {at}{but}"
+    return resharding.mean_weights(complete), f"the mean of {len(complete)}{of} replicas' checkpoints at {at}{but}"
 
 
 def _damaged(folder: Path, homes: Sequence[Path]) -> list[Path]:

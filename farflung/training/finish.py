@@ -23,7 +23,8 @@ from farflung.networks import (
 )
 from farflung.outer.columns import Column, Columns, Message
 from farflung.outer.fragments import split
-from farflung.pipeline import Island, Mesh, assemble
+from farflung.pipeline import Island, Mesh
+from farflung.pipeline.assemble import assemble
 from farflung.settings import Settings
 from farflung.training import checkpoint
 from farflung.training.agreement import facts_of_replicas

@@ -25,7 +25,8 @@ from farflung.files import event_files, write_text
 from farflung.formats import RUN_FOLDER
 from farflung.inner import INNER
 from farflung.networks import ReplicaDiedError, SimulatedNetwork, Simulation, TorchNetwork
-from farflung.pipeline import Mesh, check
+from farflung.pipeline import Mesh
+from farflung.pipeline.check import check
 from farflung.settings import Settings, settings_toml
 from farflung.signals import Interrupt, Interrupted, on_stop_signals, stop_signals
 from farflung.training import beginning, checkpoint

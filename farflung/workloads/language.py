@@ -7,19 +7,26 @@ import shutil
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Any
-
-import torch
-from torch import Tensor, nn
+from typing import TYPE_CHECKING, Any
 
 from farflung.errors import UserError
-from farflung.workloads import data, decoder, models, tokenizers
-from farflung.workloads.base import Coordinates, Forward, Ids, Load, Reshape, Span, drawn_ids
-from farflung.workloads.data import Data
+from farflung.lazy import Later
 from farflung.workloads.settings import LanguageSettings
-from farflung.workloads.subspace import Subspace, check_constrained, constrain, subspace_of
 from farflung.workloads.text import documents
-from farflung.workloads.tokenizers import Tokenizer
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+    from farflung.workloads import base, data, decoder, models, tokenizers
+    from farflung.workloads import subspace as subspaces
+    from farflung.workloads.base import Coordinates, Forward, Ids, Load, Reshape, Span
+    from farflung.workloads.data import Data
+else:
+    torch, subspaces = Later("torch"), Later("farflung.workloads.subspace")
+    base, data, decoder, models, tokenizers = (
+        Later(f"farflung.workloads.{name}") for name in ("base", "data", "decoder", "models", "tokenizers")
+    )
 
 PROMPT_TOKENS = 16
 SAMPLE_TOKENS = 256
@@ -50,7 +57,7 @@ class Language:
         return self.settings.sequence_length
 
     @cached_property
-    def tokenizer(self) -> Tokenizer:
+    def tokenizer(self) -> tokenizers.Tokenizer:
         """Makes tokens of text. Raises UserError."""
         return tokenizers.load(self.settings.tokenizer)
 
@@ -86,7 +93,7 @@ class Language:
 
     def sample_ids(self, seed: int, replica: int, step: int, size: int) -> Ids:
         """See Workload."""
-        return drawn_ids(seed, replica, step, size, self.data.available, self._shares)
+        return base.drawn_ids(seed, replica, step, size, self.data.available, self._shares)
 
     def batch(self, ids: Ids) -> Tensor:
         """Sequences (n, length) int64."""
@@ -110,14 +117,15 @@ class Language:
         """How a model continues the beginning of a sequence held out."""
         torch.manual_seed(seed)
         prompt = self._prompt().to(device)
-        tokens = model.generate(
-            prompt,
-            attention_mask=torch.ones_like(prompt),
-            max_length=self._sample_length,
-            do_sample=True,
-            temperature=TEMPERATURE,
-            pad_token_id=self.tokenizer.end,
-        )
+        with models.without_remarks():
+            tokens = model.generate(
+                prompt,
+                attention_mask=torch.ones_like(prompt),
+                max_length=self._sample_length,
+                do_sample=True,
+                temperature=TEMPERATURE,
+                pad_token_id=self.tokenizer.end,
+            )
         return self.tokenizer.decode(tokens[0].tolist())
 
     def export(self, weights: Mapping[str, Tensor], target: Path, seed: int, constrained_to: int = 0) -> None:
@@ -126,15 +134,16 @@ class Language:
 
         shutil.rmtree(target, ignore_errors=True)
         target.parent.mkdir(parents=True, exist_ok=True)
-        model = AutoModelForCausalLM.from_config(self.config, dtype=torch.float32)
-        if constrained_to:
-            subspace = subspace_of(model.config, constrained_to, seed)
-            shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
-            weights = {name: subspace.plain(name, weight, shapes[name]) for name, weight in weights.items()}
-        absent = set(model.load_state_dict(weights, strict=False).missing_keys)
-        assert absent <= set(model.all_tied_weights_keys), f"no weights for {absent}"
-        model.save_pretrained(target)
-        self.tokenizer.save(str(target))
+        with models.without_remarks():
+            model = AutoModelForCausalLM.from_config(self.config, dtype=torch.float32)
+            if constrained_to:
+                subspace = subspaces.subspace_of(model.config, constrained_to, seed)
+                shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
+                weights = {name: subspace.plain(name, weight, shapes[name]) for name, weight in weights.items()}
+            absent = set(model.load_state_dict(weights, strict=False).missing_keys)
+            assert absent <= set(model.all_tied_weights_keys), f"no weights for {absent}"
+            model.save_pretrained(target)
+            self.tokenizer.save(str(target))
 
     @property
     def held_out(self) -> int:
@@ -159,28 +168,28 @@ class Language:
         """See Divisible."""
         return model.get_input_embeddings().weight if decoder.is_tied(self) else None
 
-    def subspace(self, rank: int, seed: int) -> Subspace:
+    def subspace(self, rank: int, seed: int) -> subspaces.Subspace:
         """See Divisible."""
         if self.settings.pretrained:
             raise UserError("boundary subspace: published weights do not lie in one; remove pretrained")
-        return subspace_of(self.config, rank, seed)
+        return subspaces.subspace_of(self.config, rank, seed)
 
     def keep(self, model: Any, span: Span, subspace: Coordinates | None = None, constrained: int = 0) -> None:
         """See Divisible."""
         if subspace:
-            assert isinstance(subspace, Subspace)
-            constrain(model, self.layers(model), subspace, constrained)
+            assert isinstance(subspace, subspaces.Subspace)
+            subspaces.constrain(model, self.layers(model), subspace, constrained)
         decoder.keep(model, span)
 
     def check_division(self, spans: list[Span], subspace: Coordinates | None, seed: int) -> None:
         """See Divisible. Tries the first constrained layer; the others are made alike."""
         decoder.check_passes_on(self.config)
         if subspace:
-            assert isinstance(subspace, Subspace)
+            assert isinstance(subspace, subspaces.Subspace)
             model = self.outline()
-            self.keep(model, Span(0, 1, first=True, last=False), subspace, spans[-1].begin)
+            self.keep(model, base.Span(0, 1, first=True, last=False), subspace, spans[-1].begin)
             models.materialise(model, seed)
-            check_constrained(model.get_decoder(), self.layers(model), subspace, up_to=1)
+            subspaces.check_constrained(model.get_decoder(), self.layers(model), subspace, up_to=1)
 
     def piece(self, model: Any, span: Span, half: bool) -> decoder.Piece:
         """See Divisible."""

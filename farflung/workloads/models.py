@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 import zlib
+from collections.abc import Iterator
 from itertools import chain
 from typing import Any
 
@@ -47,11 +49,26 @@ def build(settings: LanguageSettings, tokenizer: Tokenizer, seed: int, reshape: 
     return model
 
 
+@contextlib.contextmanager
+def without_remarks() -> Iterator[None]:
+    """Keeps transformers from remarks and progress bars meanwhile, which would stand around farflung's own lines."""
+    from transformers.utils import logging as remarks
+
+    bars = remarks.is_progress_bar_enabled()
+    remarks.disable_progress_bar()
+    try:
+        with quiet("transformers", logging.ERROR):
+            yield
+    finally:
+        if bars:
+            remarks.enable_progress_bar()
+
+
 def outline(config: Any) -> Any:
     """The model of a transformers configuration, without memory for its weights."""
     from transformers import AutoModelForCausalLM
 
-    with torch.device("meta"):
+    with torch.device("meta"), without_remarks():
         return AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.float32)
 
 
@@ -87,7 +104,8 @@ def _pretrained(kind: type, name: str, reshape: Reshape) -> Any:
 
     # transformers makes a model without memory, and then reads only those weights that the model has.
     made: Any = type(kind.__name__, (kind,), {"__init__": init})
-    return made.from_pretrained(name, dtype=torch.float32)
+    with without_remarks():
+        return made.from_pretrained(name, dtype=torch.float32)
 
 
 def model_config(settings: LanguageSettings, tokenizer: Tokenizer) -> Any:

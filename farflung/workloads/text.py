@@ -42,7 +42,11 @@ def _standard_library() -> list[Path]:
     """The sources of Python's own library without its tests."""
     root = Path(sysconfig.get_paths()["stdlib"])
     skipped = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
-    return sorted(path for path in root.rglob("*.py") if skipped.isdisjoint(path.relative_to(root).parts))
+    found = []
+    for where, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if name not in skipped]
+        found += [Path(where, name) for name in names if name.endswith(".py")]
+    return sorted(found)
 
 
 def _matching(data: str) -> list[Path]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,7 +26,16 @@ class Bytes:
         return bytes(token if token < self.size else 0xFF for token in tokens).decode(errors="replace")
 
     def save(self, folder: str) -> None:
-        """Writes nothing: a byte is its own token."""
+        """Writes what AutoTokenizer loads beside an exported model, with these very tokens."""
+        from transformers import PreTrainedTokenizerFast
+
+        ended_by = chr(self.end)
+        PreTrainedTokenizerFast(
+            tokenizer_object=_byte_level(self.end),
+            bos_token=ended_by,
+            eos_token=ended_by,
+            clean_up_tokenization_spaces=False,
+        ).save_pretrained(folder)
 
 
 class Pretrained:
@@ -58,6 +68,21 @@ class Pretrained:
 
 
 Tokenizer = Bytes | Pretrained
+
+
+def _byte_level(end: int) -> Any:
+    """A tokenizer of the tokenizers library: a byte's token is its number; the character of `end` stands for itself."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    # The library writes bytes that cannot be printed as the characters from 256 on, in order.
+    printed = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    others = iter(range(256, 512))
+    vocabulary = {chr(byte if byte in printed else next(others)): byte for byte in range(Bytes.size)}
+    vocabulary = {token: byte for token, byte in vocabulary.items() if byte != end} | {chr(end): end}
+    made = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.decoder = decoders.ByteLevel()
+    return made
 
 
 def load(name: str) -> Tokenizer:

@@ -1,0 +1,22 @@
+"""Workloads by name, as settings give them; a package adds one with an entry point in `farflung.workloads`."""
+
+from __future__ import annotations
+
+from dataclasses import is_dataclass
+from typing import TYPE_CHECKING
+
+from farflung.registry import Registry
+from farflung.workloads.language import Language
+
+if TYPE_CHECKING:
+    from farflung.workloads.base import Workload
+
+
+def _check(kind: type[Workload]) -> None:
+    if not (callable(kind) and is_dataclass(getattr(kind, "Settings", None))):
+        raise TypeError(f"it is {kind!r}, which is no farflung.workloads.Workload with a dataclass of Settings")
+    kind.Settings()
+
+
+WORKLOADS: Registry[type[Workload]] = Registry("workload", {"language": Language}, _check)
+"""What can be trained, by name."""
