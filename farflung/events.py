@@ -78,6 +78,8 @@ class StartEvent(Event):
     """What is counted of the workload's samples; `tokens` of all events are these."""
     measure: str = "nats a token"
     """What losses are measured in."""
+    bytes_per_unit: float | None = None
+    """Of text: the bytes that a unit stands for, on average over the held-out samples."""
     resumed: bool = False
     """Whether it goes on with a run that had begun before."""
     clock: float | None = None

@@ -27,6 +27,8 @@ class _ReportOptions:
     """The run folders."""
     out: Path | None = None
     """The file to write; unset: report.html in the run's folder, or here for several runs."""
+    small: bool = False
+    """Keep plotly's program out of the report, in a file that all small reports beside it share; do not mail one."""
 
     def __post_init__(self) -> None:
         if not self.runs:
@@ -72,7 +74,7 @@ def report(arguments: list[str]) -> None:
 
     out = options.out or (options.runs[0] / "report.html" if len(options.runs) == 1 else Path("report.html"))
     with disk_errors(f"write {out}", "give another file with --out"):
-        unread = write_report(list(options.runs), out)
+        unread = write_report(list(options.runs), out, options.small)
     for line in unread:
         print(f"farflung: {line}", file=sys.stderr)
     print(f"farflung: report of {counted(len(options.runs), 'run')} in {out}")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import plotly.graph_objects as go
 
 from farflung.events import EvaluationEvent, ProgressEvent, RoundEvent, StepEvent
+from farflung.report.comparison import bits_per_byte, unlike_tokens
 from farflung.report.read import P, Run, mean
 
 Line = tuple[list[float], list[float | None]]
@@ -31,17 +33,23 @@ def units_of(runs: list[Run]) -> str:
 
 def loss_figure(runs: list[Run], axis: str) -> go.Figure:
     """The replicas' mean losses against `axis` (tokens, bytes or seconds): validation, and lighter, training."""
-    measures = " or ".join(dict.fromkeys(run.measure for run in runs))
+    bits = unlike_tokens(runs) and all(run.bytes_per_unit for run in runs)
+    measures = "bits a byte" if bits else " or ".join(dict.fromkeys(run.measure for run in runs))
     figure = _figure(AXES.get(axis, f"{units_of(runs)}, all replicas together"), f"loss, {measures}")
     for colour, run in zip(_colours(runs), runs, strict=True):
-        training = _mean_line(run, StepEvent, lambda event: event.loss, axis)
+        told = partial(bits_per_byte, run) if bits else _same
+        training = _mean_line(run, StepEvent, lambda event: told(event.loss), axis)  # noqa: B023
         _draw(figure, training, f"{run.name}, training", colour, width=1.5, mode="lines", opacity=0.45)
         for replica in run.replicas if len(runs) == 1 else ():
             line = _replica_line(run, replica, axis)
             _draw(figure, line, run.called(replica), colour, width=1, dash="dot", mode="lines", opacity=0.6)
-        validation = _mean_line(run, EvaluationEvent, lambda event: event.validation_loss, axis)
+        validation = _mean_line(run, EvaluationEvent, lambda event: told(event.validation_loss), axis)  # noqa: B023
         _draw(figure, validation, f"{run.name}, validation", colour)
     return figure
+
+
+def _same(loss: float | None) -> float | None:
+    return loss
 
 
 def consensus_figure(runs: list[Run]) -> go.Figure:

@@ -1,4 +1,4 @@
-"""One self-contained page about one run, or comparing several."""
+"""One page about one run, or comparing several."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-import plotly.graph_objects as go
-from plotly.offline import get_plotlyjs
-
 from farflung.events import RoundEvent, WarningEvent
 from farflung.files import write_text
 from farflung.methods import RECIPES, defaults_of
 from farflung.report import figures
+from farflung.report.comparison import best_of, bits_per_byte, verdict
 from farflung.report.islands import islands_table, wide_table
 from farflung.report.numbers import nbytes, number
+from farflung.report.page import page, picture, plotly_inside, plotly_shared
 from farflung.report.peers import last_told
 from farflung.report.read import Run, missing_from, read_run
 
@@ -36,17 +35,23 @@ _COMPRESSION_NOTE = (
 )
 
 
-def write_report(folders: list[Path], out: Path) -> list[str]:
+def write_report(folders: list[Path], out: Path, small: bool = False) -> list[str]:
     """Writes the report of some run folders to `out`, as a whole or not at all.
 
-    Returns a line for each file of which lines could not be read. Raises UserError when a folder holds no run.
+    It needs no other file, so that it can be mailed. A `small` one takes plotly's program from a file that reports
+    share: it lies beside `out`, or where that is in a run folder, beside that. Returns a line for each file of which
+    lines could not be read. Raises UserError when a folder holds no run.
     """
     runs = [read_run(folder) for folder in folders]
-    write_text(out, page(runs))
+    shared = out.resolve().parent
+    if len(folders) == 1 and shared == folders[0].resolve():
+        shared = shared.parent
+    plotly = plotly_shared(shared, out.resolve()) if small else plotly_inside()
+    write_text(out, _page(runs, plotly))
     return [line for run in runs for line in run.unread()]
 
 
-def page(runs: list[Run]) -> str:
+def _page(runs: list[Run], plotly: str) -> str:
     """The report as HTML."""
     title = f"farflung: {runs[0].name}" if len(runs) == 1 else f"farflung: {len(runs)} runs compared"
     settings, units = [_section("Settings", _settings(runs))], figures.units_of(runs)
@@ -59,26 +64,26 @@ def page(runs: list[Run]) -> str:
     sections = [
         _section("Results", _results(runs)),
         *(settings if len(runs) > 1 else []),
-        _section(f"Loss against {units}", _picture(figures.loss_figure(runs, "tokens"))),
-        _section("Loss against bytes", _picture(figures.loss_figure(runs, "bytes"))),
-        _section("Loss against time", _clock_note(runs) + _picture(figures.loss_figure(runs, "seconds"))),
-        _section("Consensus distance", _picture(figures.consensus_figure(runs))),
+        _section(f"Loss against {units}", picture(figures.loss_figure(runs, "tokens"))),
+        _section("Loss against bytes", picture(figures.loss_figure(runs, "bytes"))),
+        _section("Loss against time", _clock_note(runs) + picture(figures.loss_figure(runs, "seconds"))),
+        _section("Consensus distance", picture(figures.consensus_figure(runs))),
         *_compression(runs),
-        *each("Adaptation", lambda run: _picture(figures.adaptation_figure(run)), figures.adapts),
-        *each("Timeline", lambda run: _timeline_note(run) + _picture(figures.timeline_figure(run))),
+        *each("Adaptation", lambda run: picture(figures.adaptation_figure(run)), figures.adapts),
+        *each("Timeline", lambda run: _timeline_note(run) + picture(figures.timeline_figure(run))),
         *each("Inside the islands", islands_table, lambda run: run.parts),
         *each("Other peers, as they last told", _others, lambda run: run.results().get("peers")),
         *each("Warnings", _warnings, lambda run: run.all_of(WarningEvent)),
         *each("A sample from the trained model", _sample, lambda run: run.summary),
         *(settings if len(runs) == 1 else []),
     ]
-    return _PAGE.format(title=escape(title), plotly=get_plotlyjs(), body="\n".join(sections))
+    return page(title, sections, plotly)
 
 
 def _compression(runs: list[Run]) -> list[str]:
     if not any(map(figures.compresses, runs)):
         return []
-    return [_section("Compression", _COMPRESSION_NOTE + _picture(figures.compression_figure(runs)))]
+    return [_section("Compression", _COMPRESSION_NOTE + picture(figures.compression_figure(runs)))]
 
 
 def _results(runs: list[Run]) -> str:
@@ -97,12 +102,16 @@ def _results(runs: list[Run]) -> str:
         ("consensus distance", _distance),
     ]
     results = [run.results() for run in runs]
+    bits = [bits_per_byte(run, run.results().get("validation_loss")) for run in runs]
     cells = [[escape(label), *(escape(_known(text, result)) for result in results)] for label, text in rows]
+    if any(bits):
+        place = [label for label, _ in rows].index("replicas × steps")
+        cells.insert(place, ["the first in bits a byte", *("…" if one is None else number(one) for one in bits)])
     cells.append(["rounds of all replicas, by outcome", *(_outcomes(run) for run in runs)])
     going = "".join(f"<p>{escape(run.name)} has not ended: so far.</p>" for run in runs if not run.ended)
     missing = "".join(f"<p>{escape(run.name)}: {told}.</p>" for run in runs if (told := missing_from(run.results())))
     unread = "".join(f"<p>{escape(line)}.</p>" for run in runs for line in run.unread())
-    return going + missing + unread + _table(runs, cells)
+    return verdict(runs) + going + missing + unread + _table(runs, cells, best_of(runs))
 
 
 def _distance(summary: dict[str, Any]) -> str:
@@ -141,11 +150,13 @@ def _setting(run: Run, name: str) -> str:
     return str(run.settings.get(name, unset))
 
 
-def _table(runs: list[Run], cells: list[list[str]]) -> str:
+def _table(runs: list[Run], cells: list[list[str]], best: int | None = None) -> str:
     heads = [
         f'<span class="run" style="background:{figures.COLOURS[i % len(figures.COLOURS)]}"></span>{escape(run.name)}'
         for i, run in enumerate(runs)
     ]
+    if best is not None:
+        heads[best] += '<br><span class="best">lowest loss</span>'
     return wide_table(["", *heads], cells)
 
 
@@ -192,41 +203,3 @@ def _share(summary: dict[str, Any]) -> str:
 
 def _section(title: str, content: str) -> str:
     return f"<section><h2>{title}</h2>{content}</section>"
-
-
-def _picture(figure: go.Figure) -> str:
-    config = {"displaylogo": False, "responsive": True}
-    html: str = figure.to_html(full_html=False, include_plotlyjs=False, config=config)
-    return html
-
-
-_PAGE = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{title}</title>
-<style>
-  body {{ font: 15px/1.5 system-ui, sans-serif; color: #24292f; background: #f6f8fa; margin: 0; }}
-  main {{ max-width: 1080px; margin: 0 auto; padding: 24px 16px 64px; }}
-  h1 {{ font-size: 24px; margin: 8px 0 16px; }}
-  h2 {{ font-size: 16px; margin: 0 0 12px; }}
-  section {{ background: white; border: 1px solid #d8dee4; border-radius: 8px; padding: 16px 20px; margin: 16px 0; }}
-  table {{ border-collapse: collapse; font-variant-numeric: tabular-nums; }}
-  th, td {{ text-align: left; padding: 4px 24px 4px 0; border-bottom: 1px solid #eaeef2; white-space: nowrap; }}
-  td:first-child {{ color: #57606a; }}
-  pre {{ white-space: pre-wrap; background: #f6f8fa; padding: 12px; border-radius: 6px; overflow-wrap: anywhere; }}
-  .wide {{ overflow-x: auto; }}
-  .run {{ display: inline-block; width: 10px; height: 10px; border-radius: 5px; margin-right: 6px; }}
-  @media (max-width: 640px) {{
-    section {{ padding: 12px; }}
-    th, td {{ white-space: normal; padding-right: 12px; vertical-align: top; }}
-  }}
-</style>
-<script>{plotly}</script>
-</head>
-<body><main><h1>{title}</h1>
-{body}
-</main></body>
-</html>
-"""

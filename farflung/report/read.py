@@ -120,6 +120,19 @@ class Run:
         """What losses are measured in."""
         return next((start.measure for start in self.all_of(StartEvent)), StartEvent.measure)
 
+    @property
+    def tokenizer(self) -> str:
+        """What makes tokens of text, where losses are measured for each token; "" elsewhere."""
+        if self.measure != "nats a token":
+            return ""
+        return str(self.settings.get("tokenizer") or self.settings.get("model") or "bytes")
+
+    @property
+    def bytes_per_unit(self) -> float | None:
+        """Bytes of text in a token, on average; None where that is not known."""
+        told = next((start.bytes_per_unit for start in self.all_of(StartEvent) if start.bytes_per_unit), None)
+        return told or (1.0 if self.tokenizer == "bytes" else None)
+
     def refresh(self) -> None:
         """Reads what has been written since the last call. Raises UserError for formats that cannot be read."""
         for name, loads in (("config.toml", tomllib.loads), ("summary.json", json.loads)):

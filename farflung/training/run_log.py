@@ -96,6 +96,7 @@ class RunLog:
                 tokens_per_step=self.units_per_step,
                 units=self.workload.units,
                 measure=self.workload.measure,
+                bytes_per_unit=getattr(self.workload, "bytes_per_unit", None),
                 resumed=resumed,
                 clock=time.time() if self.network.elastic else None,
             )

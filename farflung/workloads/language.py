@@ -75,6 +75,12 @@ class Language:
     def _held_out(self) -> Tensor:
         return self.data.held_out(self.settings.eval_sequences)
 
+    @cached_property
+    def bytes_per_unit(self) -> float:
+        """The bytes of held-out text that a token stands for, on average."""
+        tokens = self._held_out.flatten().tolist()
+        return self.tokenizer.count_bytes(tokens) / len(tokens)
+
     def check(self) -> None:
         """See Workload."""
         _ = self.config

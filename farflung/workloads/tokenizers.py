@@ -25,6 +25,10 @@ class Bytes:
         """The text of some tokens; what is no byte or no UTF-8 becomes replacement characters."""
         return bytes(token if token < self.size else 0xFF for token in tokens).decode(errors="replace")
 
+    def count_bytes(self, tokens: list[int]) -> int:
+        """Bytes of text that some tokens stand for."""
+        return len(tokens)
+
     def save(self, folder: str) -> None:
         """Writes what AutoTokenizer loads beside an exported model, with these very tokens."""
         from transformers import PreTrainedTokenizerFast
@@ -61,6 +65,10 @@ class Pretrained:
     def decode(self, tokens: list[int]) -> str:
         """The text of some tokens, without special ones."""
         return str(self._tokenizer.decode(tokens, skip_special_tokens=True))
+
+    def count_bytes(self, tokens: list[int]) -> int:
+        """Bytes of text that some tokens stand for."""
+        return len(self.decode(tokens).encode())
 
     def save(self, folder: str) -> None:
         """Writes what AutoTokenizer loads beside an exported model."""
