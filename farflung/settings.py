@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from farflung import formats, methods
 from farflung.errors import UserError, suggestion
-from farflung.formats import RUN_FOLDER
+from farflung.formats import OWN_LOOP, RUN_FOLDER
 from farflung.lazy import Later
 from farflung.methods import RoundSettings
 from farflung.networks.settings import NetworkSettings
@@ -39,9 +39,6 @@ if TYPE_CHECKING:
     from farflung.workloads import Workload
 else:
     inner = Later("farflung.inner")
-
-OWN_LOOP = "own loop"
-"""The workload in `config.toml` of a run that farflung does not train itself."""
 
 
 @dataclass(frozen=True)

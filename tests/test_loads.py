@@ -227,29 +227,30 @@ def test_weights_and_buffers_are_put_back_when_an_evaluation_fails() -> None:
     assert all(Simulation(2).run(work))
 
 
-def lossy(network: SimulatedNetwork, told: list[Any]) -> Session:
+def lossy(network: SimulatedNetwork, **options: Any) -> tuple[Session, list[Any]]:
     """Replica 1 has too few batches for the last two rounds."""
     model = small_model()
     optimizer = adamw(model)
-    method = methods.noloco(every=2)
-    with method.attach(model, optimizer, network, deadline_s=5, on_round=told.append) as outer:
+    told: list[Any] = []
+    with methods.noloco(every=2).attach(model, optimizer, network, deadline_s=5, **options) as outer:
         outer.on_round(told.append)
         inner_steps(model, optimizer, network.rank, range(8 - 4 * network.rank))
-    return outer
+    return outer, told
 
 
-def test_rounds_tell_whether_they_were_held_and_lost_ones_are_counted_and_logged_once(
-    caplog: pytest.LogCaptureFixture,
+@pytest.mark.parametrize("heard", [False, True])
+def test_rounds_tell_whether_they_were_held_and_lost_ones_are_counted_and_told_once(
+    heard: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    told: dict[int, list[Any]] = {0: [], 1: []}
-    one, other = Simulation(2).run(lambda network: lossy(network, told[network.rank]))
+    given: list[Any] = []
+    options: dict[str, Any] = {"on_round": given.append} if heard else {}
+    (one, rounds), (other, _) = Simulation(2).run(lambda network: lossy(network, **options))
     assert (one.rounds, one.lost_rounds, other.rounds, other.lost_rounds) == (2, 2, 2, 0)
-    rounds = told[0][::2]
-    assert rounds == told[0][1::2]
     assert [(round.held, round.lost) for round in rounds] == [(True, False)] * 2 + [(False, True)] * 2
     assert [round.missing for round in rounds] == [(), (), (1,), (1,)]
     assert all(round.bytes_sent > 0 and round.seconds >= 0 for round in rounds[:2])
     lines = [line for line in caplog.messages if "was lost" in line]
-    assert len(lines) == 1 and lines[0].startswith("replica 0: round 3 was lost: ") and "\n" not in lines[0]
+    assert len(lines) == (0 if heard else 1) and len(given) == (6 if heard else 0)
+    assert all(line.startswith("replica 0: round 3 was lost: ") and "\n" not in line for line in lines)
     state = one.state_dict()
     assert (state["rounds"], state["lost_rounds"]) == (2, 2)

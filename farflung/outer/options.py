@@ -28,7 +28,7 @@ class Options(TypedDict, total=False):
     buffers: Literal["end", "round"]
     """Whether buffers are averaged in every "round", or only at the "end" and by `average_buffers`."""
     on_round: Callable[[Round], None] | None
-    """Told of every round when it was applied."""
+    """Told of every round when it was applied; without it, the logger `farflung` hears of lost ones, once a partner."""
 
 
 USUAL = Options(

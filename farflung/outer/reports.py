@@ -21,7 +21,7 @@ class Reports:
 
     Args:
         network: the replica's seat.
-        on_round: what is told first; `listeners` has others, too.
+        on_round: who is told first; `listeners` has others, too. Without one, lost rounds go to the log.
     """
 
     def __init__(self, network: Network, on_round: Callable[[Round], None] | None) -> None:
@@ -29,16 +29,17 @@ class Reports:
         self.listeners = [on_round] if on_round else []
         self._network = network
         self._bytes_told = network.traffic.bytes_sent
+        self._logs = on_round is None
         self._missed: set[int] = set()
 
     def tell(self, round: Round) -> None:
-        """Tells of a round that was applied; a lost one goes to the log, once for each member that was missing."""
+        """Tells of a round that was applied; the log hears of a lost one once for each member that was missing."""
         before, self._bytes_told = self._bytes_told, self._network.traffic.bytes_sent
         round = replace(round, bytes_sent=self._bytes_told - before)
         self.held += round.held
         self.lost += round.lost
         own = self._network.rank
-        if round.lost and not self._missed.issuperset(missing := round.missing or (own,)):
+        if self._logs and round.lost and not self._missed.issuperset(missing := round.missing or (own,)):
             self._missed.update(missing)
             log.warning(LOST, own, round.round, round.reason)
         for listener in self.listeners:

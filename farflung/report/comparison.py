@@ -84,9 +84,7 @@ def cautions(runs: Sequence[Run], about_tokens: bool = True) -> list[str]:
     differ = [name for name in JUDGED_BY if len({repr(run.settings.get(name)) for run in runs}) > 1]
     if differ and not (differ == ["sequence_length"] and unlike_tokens(runs)):
         named = ", ".join(differ)
-        lines.append(
-            f"The runs are judged by different held-out samples ({named} differs), so none is marked as better."
-        )
+        lines.append(f"Runs are judged by different held-out samples (see {named}), so none is marked as better.")
     return lines
 
 

@@ -18,7 +18,7 @@ from farflung import formats
 from farflung.errors import UserError, disk_errors
 from farflung.events import EndEvent, EvaluationEvent, Event, ProgressEvent, StartEvent, StepEvent, events_in
 from farflung.files import event_files, holds_no_run
-from farflung.formats import RUN_FOLDER
+from farflung.formats import OWN_LOOP, RUN_FOLDER
 from farflung.tables import flattened
 
 E = TypeVar("E", bound=Event)
@@ -173,9 +173,11 @@ class Run:
 
     @property
     def ended(self) -> bool:
-        """Whether all replicas have come to the run's end."""
+        """Whether all replicas have come to the run's end, of which a loop of one's own writes no summary."""
+        if self.settings.get("workload") != OWN_LOOP:
+            return self.summary is not None
         ends = [event for replica in self.replicas for event in self.of(replica, EndEvent)[-1:]]
-        return self.summary is not None or [end.reason for end in ends] == ["finished"] * len(self.replicas)
+        return [end.reason for end in ends] == ["finished"] * len(self.replicas)
 
     @property
     def alive(self) -> list[int]:

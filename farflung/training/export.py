@@ -10,8 +10,9 @@ from safetensors import SafetensorError
 
 from farflung.errors import UserError, counted, disk_errors
 from farflung.files import event_files, holds_no_run
+from farflung.formats import OWN_LOOP
 from farflung.lazy import Later
-from farflung.settings import OWN_LOOP, Settings, read_settings
+from farflung.settings import Settings, read_settings
 from farflung.tables import toml_table
 
 if TYPE_CHECKING:

@@ -18,11 +18,10 @@ from farflung import formats
 from farflung.errors import UserError
 from farflung.events import CheckpointEvent, EndEvent, EvaluationEvent, StartEvent, StepEvent, WarningEvent
 from farflung.files import write_text
-from farflung.formats import RUN_FOLDER
+from farflung.formats import OWN_LOOP, RUN_FOLDER
 from farflung.hooks.layouts import is_sharded
 from farflung.networks.torchrun import log
 from farflung.outer import Round, Session
-from farflung.settings import OWN_LOOP
 from farflung.tables import to_toml
 from farflung.training import checkpoint
 from farflung.training.events import EventLog
