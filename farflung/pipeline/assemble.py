@@ -59,5 +59,7 @@ def assemble(
 def training(model: Any, settings: IslandSettings) -> Any:
     """The model as it is while it trains."""
     if settings.recompute:
-        model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
+        # transformers has called it by the second name before.
+        recompute = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        recompute({"use_reentrant": False})
     return model.train()
