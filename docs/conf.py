@@ -26,16 +26,18 @@ nb_execution_raise_on_error = True
 nb_merge_streams = True
 
 default_role = "literal"
-autodoc_default_options = {"members": True, "member-order": "bysource", "show-inheritance": True}
+autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
+autodoc_typehints_format = "short"
 autodoc_preserve_defaults = True
+python_maximum_signature_line_length = 90
 napoleon_numpy_docstring = False
 napoleon_custom_sections = [("Capabilities", "params_style")]
 
 html_theme = "furo"
 html_title = f"farflung {release}"
 html_static_path = ["_static"]
-html_css_files = ["wide-tables.css"]
+html_css_files = ["tables.css"]
 
 
 def as_restructured_text(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
@@ -50,7 +52,16 @@ def as_restructured_text(app: Any, what: str, name: str, obj: Any, options: Any,
     lines[:] = [re.sub("^Floor \\d: (.)", lambda found: found[1].upper(), line) for line in written]
 
 
+def with_short_types(app: Any, what: str, name: str, obj: Any, options: Any, given: str | None, returned: str) -> Any:
+    """A signature without the modules of types, where a default that is no expression has kept them."""
+    if not given:
+        return None
+    short = re.sub(r"~?\b(?:\w+\.)+(?=[A-Z])", "", given).replace("<factory>", "...")
+    return re.sub(r"Inner\(.*?lr=[\d.]+\)", "MUON", short), returned
+
+
 def setup(app: Any) -> None:
     """Writes the pages that are made from farflung itself, before Sphinx looks for pages."""
     made_pages.write(HERE)
+    app.connect("autodoc-process-signature", with_short_types)
     app.connect("autodoc-process-docstring", as_restructured_text, priority=400)  # before napoleon

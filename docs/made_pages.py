@@ -24,6 +24,7 @@ from farflung.tables import MayDiffer, Rule, help_of, hints_of, rule_of
 
 NOTE = "<!-- Made by docs/made_pages.py; change farflung, not this page. -->"
 COMMANDS = {"plan": PlanOptions, "simulate": SimulateOptions, "invite, join, status and doctor": ListenAddress}
+KINDS = {int: "a whole number", float: "a number", bool: "True or False", str: "text", Path: "a path"}
 DIFFERS = {
     MayDiffer.AFTER_RESUME: "may change with `--resume`",
     MayDiffer.BETWEEN_MACHINES: "may differ between machines",
@@ -160,25 +161,26 @@ def _fields_of(kind: type) -> str:
     rows = []
     for one in dataclasses.fields(kind):
         default = "required" if one.default is dataclasses.MISSING else _shown(one.default)
-        told = " ".join([helps.get(one.name, ""), *_rule(rule_of(one))])
-        rows.append((f"`{one.name}`", _type(hints[one.name]), default, told))
-    return table(["setting", "type", "default", "what"], rows)
+        told = "; ".join([_type(hints[one.name]), *_rule(rule_of(one))])
+        rows.append((f"`{one.name}`", default, f"{helps.get(one.name, '')} *({told})*"))
+    return table(["setting", "default", "what"], rows)
 
 
 def _type(hint: Any) -> str:
     if typing.get_origin(hint) is typing.Literal:
-        return ", ".join(f"`{value}`" for value in typing.get_args(hint))
+        return " or ".join(map(str, typing.get_args(hint)))
+    if typing.get_origin(hint) is tuple:
+        return f"several of {typing.get_args(hint)[0].__name__}"
     if inside := typing.get_args(hint):
         return " or ".join(_type(one) for one in inside if one is not type(None))
-    return str(getattr(hint, "__name__", hint))
+    return KINDS.get(hint, hint.__name__)
 
 
 def _rule(rule: Rule) -> list[str]:
     """A field's limits, and where it may differ, in words."""
     limits = (("at least", rule.least), ("at most", rule.most), ("above", rule.above), ("below", rule.below))
     told = [f"{words} {limit:g}" for words, limit in limits if limit is not None]
-    told += [words for where, words in DIFFERS.items() if where in rule.may_differ]
-    return [f"*({'; '.join(told)})*"] if told else []
+    return told + [words for where, words in DIFFERS.items() if where in rule.may_differ]
 
 
 def codecs_table() -> str:
@@ -199,8 +201,11 @@ def events_page() -> str:
 
 
 def _event_fields(kind: type) -> str:
-    helps = help_of(kind)
-    rows = []
+    """A kind's fields; those that share what is said of them share a row."""
+    helps, rows, names = help_of(kind), [], []
     for one in dataclasses.fields(kind):
-        rows.append((f"`{one.name}`", f"`{one.type}`", helps.get(one.name, "")))
+        names.append(f"`{one.name}`")
+        if told := helps.get(one.name):
+            rows.append((", ".join(names), f"`{one.type}`", told))
+            names = []
     return table(["field", "type", "what"], rows)
