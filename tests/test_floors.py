@@ -31,6 +31,7 @@ FLOORS = {
     "report": 8,
     "planner": 8,
     "cli": 9,
+    "integrations": 9,
     "testing": 9,
     "__init__": 10,
     "__main__": 10,
