@@ -5,15 +5,15 @@ from __future__ import annotations
 import re
 import shutil
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 from torch import Tensor
-from torch.optim import Optimizer
 
 from farflung.errors import UserError
 from farflung.hooks.digests import digest
+from farflung.hooks.trained import held_by
 from farflung.integrations.replicas import Seat
 from farflung.outer import Session
 from farflung.training import checkpoint
@@ -22,27 +22,27 @@ ROUNDS = "rounds.pt"
 """The file of a checkpoint that is written last: where it is, the trainer's own are whole."""
 
 
-def state_of(session: Session, seat: Seat) -> dict[str, Any]:
+def state_of(sessions: Sequence[Session], seat: Seat) -> dict[str, Any]:
     """A replica's rounds, and what tells whether weights and optimizers are those that they belong to."""
-    trained = session.trained
     return {
         "replica": seat.rank,
         "replicas": seat.replicas,
-        "digest": digest(_kept_by_trainer(trained.parameters, trained.optimizers)).tolist(),
-        "outer": session.state_dict(),
+        "step": sum(session.step for session in sessions),
+        "digests": [digest(_kept_by_trainer(session)).tolist() for session in sessions],
+        "outer": [session.state_dict() for session in sessions],
     }
 
 
-def load(session: Session, seat: Seat, state: dict[str, Any], where: str) -> None:
+def load(sessions: Sequence[Session], seat: Seat, state: dict[str, Any], where: str) -> None:
     """Goes on from a `state_of`, once the trainer has loaded weights and optimizers. Raises UserError for another's."""
     refuse_other_seat(seat, state, where)
-    trained = session.trained
-    if state["digest"] != digest(_kept_by_trainer(trained.parameters, trained.optimizers)).tolist():
+    if state["digests"] != [digest(_kept_by_trainer(session)).tolist() for session in sessions]:
         raise UserError(
             f"the rounds in {where} belong to other weights or another optimizer's state than those that were loaded; "
             "take all files of a checkpoint from the same save"
         )
-    session.load_state_dict(state["outer"])
+    for session, outer in zip(sessions, state["outer"], strict=True):
+        session.load_state_dict(outer)
 
 
 def refuse_other_seat(seat: Seat, state: dict[str, Any], where: str) -> None:
@@ -58,19 +58,18 @@ def refuse_other_seat(seat: Seat, state: dict[str, Any], where: str) -> None:
         )
 
 
-def _kept_by_trainer(parameters: Iterable[Tensor], optimizers: Iterable[Optimizer]) -> Iterable[Tensor]:
-    yield from parameters
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                state = optimizer.state.get(parameter, {})
-                yield from (state[name] for name in sorted(state) if isinstance(state[name], Tensor))
+def _kept_by_trainer(session: Session) -> Iterator[Tensor]:
+    yield from session.trained.parameters
+    for optimizer in session.trained.optimizers:
+        for parameter in held_by(optimizer):
+            state = optimizer.state.get(parameter, {})
+            yield from (state[name] for name in sorted(state) if isinstance(state[name], Tensor))
 
 
-def write(folder: Path, session: Session | None, seat: Seat) -> None:
-    """Writes the rounds into a checkpoint's folder, with the sizes of the files there; without a session, none."""
+def write(folder: Path, sessions: Sequence[Session], seat: Seat) -> None:
+    """Writes the rounds into a checkpoint's folder, with the sizes of the files there; without sessions, none."""
     sizes = {path.name: path.stat().st_size for path in folder.iterdir() if path.is_file() and path.name != ROUNDS}
-    state = state_of(session, seat) if session else {"replica": seat.rank, "replicas": seat.replicas}
+    state = state_of(sessions, seat) if sessions else {"replica": seat.rank, "replicas": seat.replicas}
     checkpoint.write(folder / ROUNDS, cast(checkpoint.Weights, {**state, "files": sizes}))
 
 
@@ -89,6 +88,14 @@ def read(folder: Path, seat: Seat) -> dict[str, Any]:
             "begin anew with its weights"
         )
     return state
+
+
+def step_of(folder: Path) -> int | None:
+    """The step of a checkpoint's folder that is whole."""
+    if fault := _fault(folder):
+        warnings.warn(f"{folder} is left out: {fault}", stacklevel=2)
+        return None
+    return int(cast(dict[str, Any], checkpoint.read(folder / ROUNDS)).get("step", 0))
 
 
 def set_aside_what_not_all_have(folder: Path, seat: Seat) -> None:

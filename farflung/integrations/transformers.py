@@ -94,7 +94,7 @@ class Rounds(TrainerCallback):  # type: ignore[misc]
         self.session = self._method.attach(model, optimizer, self._seat.network, **self._options)
         if state.global_step:
             folder = _folder(args, state)
-            kept.load(self.session, self._seat, kept.read(folder, self._seat), str(folder))
+            kept.load([self.session], self._seat, kept.read(folder, self._seat), str(folder))
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
@@ -105,8 +105,8 @@ class Rounds(TrainerCallback):  # type: ignore[misc]
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any) -> None:
         """Adds the rounds to the checkpoint, and waits until all replicas have saved it."""
-        session = None if args.save_only_model else self.session
-        kept.write(_folder(args, state), session, self._seat)
+        rounds = [self.session] if self.session and not args.save_only_model else []
+        kept.write(_folder(args, state), rounds, self._seat)
         if self._seat.replicas > 1:
             try:
                 self._seat.told("saved", state.global_step, self._deadline_s)
