@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import accelerate
+import torch
 from accelerate.data_loader import prepare_data_loader
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
@@ -112,7 +113,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         self, data_loader: Any, device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
     ) -> Any:
         """As accelerate's, with this replica's batches alone."""
-        if self.seat.replicas == 1 or getattr(data_loader, "_is_accelerate_prepared", False):
+        if getattr(data_loader, "_is_accelerate_prepared", False):
             return super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
         prepared = prepare_data_loader(
             data_loader,
@@ -128,6 +129,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             non_blocking=self.non_blocking,
             use_stateful_dataloader=self.use_stateful_dataloader,
         )
+        prepared.generator = torch.Generator()  # or each beginning would draw from what dropout does, resumed or not
         self._dataloaders.append(prepared)
         return prepared
 

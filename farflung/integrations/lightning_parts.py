@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import itertools
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -94,7 +93,11 @@ class Resumable:
 
     def __iter__(self) -> Iterator[Any]:
         self._given, self._skipped = self._skipped, 0
-        for batch in itertools.islice(iter(self._data), self._given, None):
+        with torch.random.fork_rng(devices=[], enabled=self._given > 0):  # what was drawn for these has been drawn
+            batches = iter(self._data)
+            for _ in range(self._given):
+                next(batches)
+        for batch in batches:
             self._given += 1
             yield batch
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import sys
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Unpack
 
-import torch
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from torch import nn
+from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.integrations import get_reporting_integration_callbacks
 from transformers.trainer_callback import EarlyStoppingCallback, PrinterCallback, ProgressCallback
 
@@ -78,6 +79,8 @@ class Rounds(TrainerCallback):  # type: ignore[misc]
             )
         model, optimizer = given["model"], given["optimizer"]
         refuse_meta(model)
+        for module in _saved_by_rank_0(model):
+            module.should_save_on_this_rank = _always  # type: ignore[assignment]
         optimizer = getattr(optimizer, "optimizer", optimizer)  # accelerate has wrapped it
         self._seat.take()
         self._seat.agree(
@@ -121,6 +124,8 @@ class Rounds(TrainerCallback):  # type: ignore[misc]
         if self.session:
             self.session.undo.close()
             self.session = None
+            for module in _saved_by_rank_0(given["model"]):
+                vars(module).pop("should_save_on_this_rank", None)
         self._seat.leave()
 
     def _finish(self) -> None:
@@ -134,6 +139,15 @@ class Rounds(TrainerCallback):  # type: ignore[misc]
 
 def _folder(args: TrainingArguments, state: TrainerState) -> Path:
     return Path(args.output_dir) / f"checkpoint-{state.global_step}"
+
+
+def _saved_by_rank_0(model: nn.Module) -> Iterator[nn.Module]:
+    """The models that save nothing where torch.distributed says that others are there, which here save their own."""
+    return (module for module in model.modules() if isinstance(module, PreTrainedModel))
+
+
+def _always(is_main_process: bool) -> bool:
+    return is_main_process
 
 
 def _trainer() -> Trainer:
@@ -166,4 +180,4 @@ def _refuse(trainer: Trainer, args: TrainingArguments) -> None:
         raise UserError(
             f"this process sees {args.n_gpu} GPUs and would use them all; make the network before anything touches a GPU"
         )
-    refuse_meta(torch.nn.ModuleList([trainer.model]))
+    refuse_meta(trainer.model)
