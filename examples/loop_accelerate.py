@@ -1,7 +1,7 @@
 """Trains a small network in a loop with Accelerate, on two replicas.
 
-    torchrun --nproc-per-node 2 examples/loop_accelerate.py --out runs/accelerate
-    torchrun --nproc-per-node 2 examples/loop_accelerate.py --out runs/accelerate --resume    # goes on after a crash
+torchrun --nproc-per-node 2 examples/loop_accelerate.py --out runs/accelerate
+torchrun --nproc-per-node 2 examples/loop_accelerate.py --out runs/accelerate --resume    # goes on after a crash
 """
 
 import argparse

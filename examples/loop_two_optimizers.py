@@ -8,7 +8,6 @@ what a checkpoint is: weights, optimizers, schedules and rounds, at a step that 
 """
 
 import argparse
-import os
 from pathlib import Path
 
 import torch
@@ -66,7 +65,7 @@ def main() -> None:
                 schedule.step()
             if (step + 1) % EVERY == 0:
                 torch.save([part.state_dict() for part in [*parts, outer]], own / "part")
-                os.replace(own / "part", own / f"{step + 1}.pt")  # a crash leaves no half file
+                (own / "part").replace(own / f"{step + 1}.pt")  # a crash leaves no half file
         outer.finish(average_weights=True)
     if network.rank == 0:
         torch.save(model.state_dict(), given.out / "final.pt")

@@ -1,7 +1,7 @@
 """Trains a small network in Lightning's Trainer, on two replicas.
 
-    torchrun --nproc-per-node 2 examples/trainer_lightning.py --out runs/lightning
-    torchrun --nproc-per-node 2 examples/trainer_lightning.py --out runs/lightning --resume    # goes on after a crash
+torchrun --nproc-per-node 2 examples/trainer_lightning.py --out runs/lightning
+torchrun --nproc-per-node 2 examples/trainer_lightning.py --out runs/lightning --resume    # goes on after a crash
 """
 
 import argparse

@@ -17,7 +17,10 @@ from trl import SFTConfig, SFTTrainer
 
 import farflung
 
-WORDS = "the a small large red green fox dog bird tree sees follows likes finds and then . [end]".split()
+WORDS = [
+    *("the", "a", "small", "large", "red", "green", "fox", "dog", "bird", "tree"),
+    *("sees", "follows", "likes", "finds", "and", "then", ".", "[end]"),
+]
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:

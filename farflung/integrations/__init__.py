@@ -1,4 +1,4 @@
-"""Floor 6: one line in the trainers of other libraries. Each module imports its library, so it is imported when used."""
+"""Floor 6: one line in the trainers of other libraries. Each module is imported when it is used, with its library."""
 
 from __future__ import annotations
 

@@ -20,9 +20,8 @@ from torch import nn
 from farflung.errors import UserError
 from farflung.integrations import generations, kept
 from farflung.integrations.replicas import Seat, refuse_meta
-from farflung.methods import Method
 from farflung.networks import Network
-from farflung.outer import Session
+from farflung.outer import Method, Session
 from farflung.outer.options import Options, completed
 
 SEED = 0
@@ -133,7 +132,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         self._dataloaders.append(prepared)
         return prepared
 
-    def save_state(self, output_dir: str | Path | None = None, *args: Any, **kwargs: Any) -> str:  # type: ignore[override]
+    def save_state(self, output_dir: str | Path | None = None, *args: Any, **kwargs: Any) -> str:
         """As accelerate's, with the rounds; all replicas call this at the same step."""
         place = self._place(output_dir)
         new = generations.new_of(place)
@@ -146,20 +145,21 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         generations.put(place, self.seat, self._step, self._deadline_s)
         return str(place)
 
-    def load_state(self, input_dir: str | Path | None = None, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
+    def load_state(self, input_dir: str | Path | None = None, *args: Any, **kwargs: Any) -> None:
         """As accelerate's, with the rounds: the newest state of this folder that all replicas have whole."""
         folder = generations.newest_common(self._place(input_dir), self.seat, kept.step_of)
         super().load_state(str(folder), *args, **kwargs)
         kept.load(self.sessions, self.seat, kept.read(folder, self.seat), str(folder))
 
     def end_training(self) -> None:
-        """Ends the rounds: all replicas get the same, averaged weights. Then as accelerate's."""
+        """Ends the rounds, after which all replicas have the same, averaged weights, and the trackers."""
         for session in self.sessions:
             session.finish(average_weights=True)
             session.undo.close()
         self.sessions.clear()
         self.seat.leave()
-        super().end_training()
+        for tracker in self.trackers:  # accelerate's own would end torch's process group, too, which is the network's
+            tracker.finish()
 
     def _place(self, folder: str | Path | None) -> Path:
         if folder is None:

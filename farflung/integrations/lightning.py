@@ -18,15 +18,21 @@ from farflung.errors import UserError
 from farflung.integrations import kept
 from farflung.integrations.lightning_parts import OwnFiles, divide
 from farflung.integrations.replicas import Seat, refuse_meta
-from farflung.methods import Method
 from farflung.networks import Network, PeerLostError
-from farflung.outer import Session
+from farflung.outer import Method, Session
 from farflung.outer.options import Options, completed
 
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 """The names under which there is Lightning; each has a Trainer that takes only callbacks of its own."""
 
-SHOWN = ("ModelSummary", "RichModelSummary", "TQDMProgressBar", "RichProgressBar", "LearningRateMonitor", "DeviceStatsMonitor")
+SHOWN = (
+    "ModelSummary",
+    "RichModelSummary",
+    "TQDMProgressBar",
+    "RichProgressBar",
+    "LearningRateMonitor",
+    "DeviceStatsMonitor",
+)
 """Callbacks that show something, of which one replica's is enough."""
 
 if TYPE_CHECKING:
@@ -104,8 +110,8 @@ class Rounds(Callback):
         )
         if trainer.global_step and not self._resumed:
             raise UserError(
-                "this checkpoint holds no rounds, since it was saved without them or with save_weights_only; begin anew "
-                "with its weights"
+                "this checkpoint holds no rounds, since it was saved without them or with save_weights_only; begin "
+                "anew with its weights"
             )
         if self._resumed:
             kept.load([self.session], self._seat, self._resumed, "this checkpoint")

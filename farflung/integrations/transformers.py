@@ -21,9 +21,8 @@ from transformers.trainer_callback import EarlyStoppingCallback, PrinterCallback
 from farflung.errors import UserError
 from farflung.integrations import kept
 from farflung.integrations.replicas import Seat, believe_alone, refuse_meta
-from farflung.methods import Method
 from farflung.networks import Network, PeerLostError
-from farflung.outer import Session
+from farflung.outer import Method, Session
 from farflung.outer.options import Options, completed
 
 
@@ -48,9 +47,7 @@ class Rounds(TrainerCallback):  # type: ignore[misc]
         self._seat = Seat(network, chosen["starting_s"])
         self._made = self._ended = False
 
-    def on_init_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
-    ) -> None:
+    def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any) -> None:
         """Gives this replica its data and its folder. Raises UserError."""
         trainer = _trainer()
         believe_alone()
@@ -99,9 +96,7 @@ class Rounds(TrainerCallback):  # type: ignore[misc]
             folder = _folder(args, state)
             kept.load([self.session], self._seat, kept.read(folder, self._seat), str(folder))
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
-    ) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any) -> None:
         """Ends the rounds at the last step, before the Trainer evaluates and saves the weights."""
         if state.global_step >= state.max_steps:
             self._finish()
@@ -116,9 +111,7 @@ class Rounds(TrainerCallback):  # type: ignore[misc]
             except PeerLostError as lost:
                 warnings.warn(f"checkpoint {state.global_step} may not be whole everywhere: {lost}", stacklevel=2)
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
-    ) -> None:
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any) -> None:
         """Ends the rounds where training has ended before its last step."""
         self._finish()
         if self.session:
@@ -178,6 +171,7 @@ def _refuse(trainer: Trainer, args: TrainingArguments) -> None:
         )
     if args.n_gpu > 1:
         raise UserError(
-            f"this process sees {args.n_gpu} GPUs and would use them all; make the network before anything touches a GPU"
+            f"this process sees {args.n_gpu} GPUs and would use them all; make network and Rounds before anything "
+            "touches a GPU"
         )
     refuse_meta(trainer.model)
