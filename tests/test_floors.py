@@ -33,6 +33,7 @@ FLOORS = {
     "report": 8,
     "planner": 8,
     "cli": 9,
+    "integrations": 9,
     "testing": 9,
     "__init__": 10,
     "__main__": 10,
