@@ -75,12 +75,12 @@ def write(folder: Path, sessions: Sequence[Session], seat: Seat) -> None:
 
 def read(folder: Path, seat: Seat) -> dict[str, Any]:
     """What `write` has written. Raises UserError where it is not there, not this replica's, or without rounds."""
-    if not (path := folder / ROUNDS).exists():
+    state = _stored(folder)
+    if "replica" not in state:
         raise UserError(
             f"{folder} holds no rounds: it was cut off while it was saved, or is of training without farflung, or lies "
             "elsewhere than where this replica saves; begin anew with its weights, or resume another checkpoint"
         )
-    state = cast(dict[str, Any], checkpoint.read(path))
     refuse_other_seat(seat, state, str(folder))
     if "outer" not in state:
         raise UserError(
@@ -95,7 +95,15 @@ def step_of(folder: Path) -> int | None:
     if fault := _fault(folder):
         warnings.warn(f"{folder} is left out: {fault}", stacklevel=2)
         return None
-    return int(cast(dict[str, Any], checkpoint.read(folder / ROUNDS)).get("step", 0))
+    return int(_stored(folder).get("step", 0))
+
+
+def _stored(folder: Path) -> dict[str, Any]:
+    """The file of rounds in a folder; nothing where there is none, or one that farflung has not written."""
+    try:
+        return cast(dict[str, Any], checkpoint.read(path)) if (path := folder / ROUNDS).exists() else {}
+    except (KeyError, TypeError, AttributeError):
+        return {}
 
 
 def set_aside_what_not_all_have(folder: Path, seat: Seat) -> None:
@@ -130,7 +138,7 @@ def _fault(folder: Path) -> str:
     if not (folder / ROUNDS).exists():
         return "it was cut off while it was saved"
     try:
-        sizes = cast(dict[str, Any], checkpoint.read(folder / ROUNDS)).get("files", {})
+        sizes = _stored(folder).get("files", {})
     except UserError as error:
         return str(error)
     for name, size in sizes.items():
