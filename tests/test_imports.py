@@ -16,7 +16,8 @@ from farflung.scoped import environment, quiet
 
 ALL_ROOMS = """
 import importlib, json, logging, os, pkgutil, sys, warnings
-import accelerate, datasets, hivemind, lightning.pytorch, torch, transformers, torch.distributed.elastic.multiprocessing.errors
+import accelerate, lightning.pytorch, datasets, hivemind, torch, transformers
+import torch.distributed.elastic.multiprocessing.errors
 import torch.distributed.pipelining.schedules, huggingface_hub, plotly, rich, tyro
 
 def seen():

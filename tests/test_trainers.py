@@ -46,12 +46,6 @@ def test_of_a_model_with_adapters_only_these_travel(seen: list[Any]) -> None:
     assert torch.equal(one["weights"], other["weights"])
 
 
-@pytest.mark.slow
-def test_attach_warns_of_a_model_whose_gradients_travel(seen: list[Any]) -> None:
-    for replica in seen:
-        assert any("joins replicas 0, 1, so that gradients travel" in told for told in replica["warnings"])
-
-
 CASES = {
     "trainer_lora": (["--steps", "30"], 17, "final/adapter_model.safetensors"),
     "trainer_lightning": (["--steps", "120"], 50, "final.pt"),

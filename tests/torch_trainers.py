@@ -7,7 +7,6 @@ method and trainer the weights at the end, and the bytes that were sent from one
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -156,11 +155,6 @@ def main(out: Path) -> None:
         for trainer, train in trainers.items():
             sent = []
             seen[f"{name} {trainer}"] = flat(train(method(), network, sent, out / trainer)), sent
-    joined = nn.parallel.DistributedDataParallel(small_model())
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        methods.diloco(every=4).attach(joined, adamw(joined), network).undo.close()
-    seen["warnings"] = [str(one.message) for one in told]
     seen["lora"] = lora(network, out / "lora")
     torch.save(seen, out / f"{network.rank}.pt")
 

@@ -115,8 +115,11 @@ def set_aside_what_not_all_have(folder: Path, seat: Seat) -> None:
     of_rounds = any((path / ROUNDS).exists() for path in found.values())
     faults = {step: _fault(path) for step, path in found.items() if of_rounds or _cut(path)}
     whole = [step for step in found if step in faults and not faults[step]]
-    said = seat.told("checkpoints", {"whole": whole, "rounds": of_rounds})
-    if not any(one["rounds"] for one in said.values()):
+    others = {_stored(found[step]).get("replicas", seat.replicas) for step in whole} - {seat.replicas}
+    if others:
+        warnings.warn(f"{folder} is of {min(others)} replicas, and there are {seat.replicas}", stacklevel=2)
+    said = seat.told("checkpoints", {"whole": whole, "rounds": of_rounds, "other": bool(others)})
+    if any(one["other"] for one in said.values()) or not any(one["rounds"] for one in said.values()):
         return
     common = set.intersection(*(set(one["whole"]) for one in said.values()))
     for step in sorted(faults):

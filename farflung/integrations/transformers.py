@@ -76,6 +76,8 @@ class Rounds(TrainerCallback):  # type: ignore[misc]
             )
         model, optimizer = given["model"], given["optimizer"]
         refuse_meta(model)
+        folder = _folder(args, state)
+        resumed = kept.read(folder, self._seat) if state.global_step else None
         for module in _saved_by_rank_0(model):
             module.should_save_on_this_rank = _always  # type: ignore[assignment]
         optimizer = getattr(optimizer, "optimizer", optimizer)  # accelerate has wrapped it
@@ -92,9 +94,8 @@ class Rounds(TrainerCallback):  # type: ignore[misc]
             self.session.undo.close()
         self._ended = False
         self.session = self._method.attach(model, optimizer, self._seat.network, **self._options)
-        if state.global_step:
-            folder = _folder(args, state)
-            kept.load([self.session], self._seat, kept.read(folder, self._seat), str(folder))
+        if resumed:
+            kept.load([self.session], self._seat, resumed, str(folder))
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any) -> None:
         """Ends the rounds at the last step, before the Trainer evaluates and saves the weights."""
