@@ -67,6 +67,12 @@ class RunSettings(Checked):
     """Inner steps between two checkpoints; 0 writes none until the end."""
     keep_checkpoints: int = setting(2, least=1, may_differ=BETWEEN_MACHINES)
     """Older checkpoints are removed once this many newer ones are whole."""
+    track: str = setting("", may_differ=AFTER_RESUME | BETWEEN_MACHINES | BETWEEN_PEERS)
+    """Trackers that get the events' figures: tensorboard, wandb, trackio, mlflow, with commas between several."""
+    track_replicas: Literal["first", "all"] = setting(
+        "first", may_differ=AFTER_RESUME | BETWEEN_MACHINES | BETWEEN_PEERS
+    )
+    """Whose figures trackers get: those of the first replica, or of all, each as a run of its own in one group."""
 
 
 @dataclass(frozen=True)

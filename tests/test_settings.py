@@ -120,15 +120,20 @@ def test_a_table_that_there_is_not_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("where", "free"),
     [
-        (AFTER_RESUME, "boundary deadline device islands microbatches pipeline_schedule restarts shard stages"),
+        (
+            AFTER_RESUME,
+            "boundary deadline device islands microbatches pipeline_schedule restarts shard stages track "
+            "track_replicas",
+        ),
         (
             BETWEEN_MACHINES,
-            "data deadline device keep_checkpoints log_every offload out outer_device starting tokenizer",
+            "data deadline device keep_checkpoints log_every offload out outer_device starting tokenizer track "
+            "track_replicas",
         ),
         (
             BETWEEN_PEERS,
             "batch_size boundary checkpoint_every data deadline device eval_every gateway log_every max_tokens "
-            "microbatches out pipeline_schedule restarts shard stages text_column",
+            "microbatches out pipeline_schedule restarts shard stages text_column track track_replicas",
         ),
     ],
 )

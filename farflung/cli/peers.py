@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import tyro
 
 from farflung.cli.arguments import FAILURE, flag, free_folder, given, kinds_among, parse, unset, with_field, without
-from farflung.cli.training import tell_result, telling_how_to_go_on, watched
+from farflung.cli.training import check_trackers, tell_result, telling_how_to_go_on, tracking, watched
 from farflung.errors import UserError, counted
 from farflung.networks.listening import ListenAddress
 from farflung.settings import Settings
@@ -106,7 +106,9 @@ def invite(arguments: list[str]) -> None:
     ticket = peer.internet().Ticket.new(options.name, peer.shared_settings(options.settings))
     if options.train:
         folder = Path(options.settings.run.out) if options.settings.run.out else free_folder(options.name)
-        settings = peer.ticket_settings(ticket).changed(out=str(folder))
+        run = options.settings.run
+        own = {"track": run.track, "track_replicas": run.track_replicas}
+        settings = peer.ticket_settings(ticket).changed(out=str(folder), **own)
         _train(ticket, settings, options, True, lambda network: _hand_out(network.invitation(), options.ticket))
         return
     node = peer.looking_on(ticket, options.local, options.key, options.called, bootstrap=True)
@@ -207,6 +209,7 @@ def _train(
     if part and (STARTED_HERE in os.environ or local_rank()):
         peer.run_part(ticket, settings, local, first, seat.called, alone)
         return
+    check_trackers(settings)
     say(f"{ticket.name}: {settings.rounds.method}, {counted(settings.run.steps, 'step')}; run folder {folder}")
 
     def come_back() -> str:
@@ -214,7 +217,7 @@ def _train(
         return f"come back with: {join_command(folder, *flags, *alone_there)}"
 
     with telling_how_to_go_on(come_back):
-        with watched(folder, sys.stderr) as show:
+        with tracking(settings, folder), watched(folder, sys.stderr) as show:
 
             def tell(network: Any) -> None:
                 joined(network)

@@ -90,6 +90,7 @@ def train(arguments: list[str]) -> None:
         from farflung.training.beginning import how_to_go_on
 
     by_torchrun = under_torchrun and STARTED_HERE not in os.environ  # which would start again what has not ended well
+    check_trackers(asked.settings)
     with telling_how_to_go_on(lambda: how_to_go_on(asked.folder), 0 if by_torchrun else INTERRUPTED):
         if (_train_part if under_torchrun else _train_all)(asked):
             tell_result(asked.folder, simulated=network.kind.simulate is not None)
@@ -121,7 +122,7 @@ def _train_all(asked: Asked) -> bool:
         with working("checking settings, model and data"):
             prepare(asked.settings, asked.folder, asked.resume, asked.restart)
         _announce(asked)
-        with watched(asked.folder) as show:
+        with tracking(asked.settings, asked.folder), watched(asked.folder) as show:
             show()
             launch_all(asked.settings, asked.folder, asked.resume)
     return True
@@ -133,10 +134,19 @@ def _train_part(asked: Asked) -> bool:
 
     started_here = STARTED_HERE in os.environ
     shows = "LOCAL_RANK" not in os.environ or (os.environ["LOCAL_RANK"] == "0" and not started_here)
+    run = asked.settings.run
+    tracks = shows and (run.track_replicas == "all" or os.environ.get("GROUP_RANK", "0") == "0")
     if shows:
         _announce(asked)
-    with watched(asked.folder) if shows else contextlib.nullcontext(lambda: None) as show:
-        tells = run_torch_replica(asked.settings, asked.folder, asked.resume, asked.restart, show)
+    with contextlib.ExitStack() as stack:
+        show: Callable[[], None] = stack.enter_context(watched(asked.folder)) if shows else lambda: None
+
+        def begun() -> None:
+            show()
+            if tracks:
+                stack.enter_context(tracking(asked.settings, asked.folder))
+
+        tells = run_torch_replica(asked.settings, asked.folder, asked.resume, asked.restart, begun)
     return bool(tells) and not started_here
 
 
@@ -214,6 +224,24 @@ def _with_replicas(settings: Settings) -> Settings:
     if "WORLD_SIZE" not in os.environ:
         return settings
     return settings.changed(replicas=whole_replicas(int(os.environ["WORLD_SIZE"]), settings.island))
+
+
+def check_trackers(settings: Settings) -> None:
+    """Refuses trackers that there are not, or whose packages are missing. Raises UserError."""
+    if settings.run.track:
+        from farflung.report.trackers import named
+
+        named(settings.run.track)
+
+
+@contextlib.contextmanager
+def tracking(settings: Settings, folder: Path) -> Iterator[None]:
+    """Hands the run on to the trackers that are asked for."""
+    from farflung.report.trackers import tracked
+    from farflung.training.terminal import say
+
+    with tracked(folder, settings.run.track, settings.run.track_replicas, say):
+        yield
 
 
 @contextlib.contextmanager
