@@ -21,7 +21,7 @@ from processes import farflung, free_port, run_here, same_weights, train_togethe
 from warm import Python
 
 from farflung import cli
-from farflung.cli import peers, runs, training
+from farflung.cli import peers, runs, training, watching
 from farflung.cli.arguments import parse
 from farflung.errors import UserError
 from farflung.networks.listening import ListenAddress
@@ -106,11 +106,12 @@ def test_a_mistake_gets_one_line_and_exit_code_2(
 
 
 OPTIONS = (*map(type, vars(Settings()).values()), ListenAddress, PlanOptions, SimulateOptions)
+OF_TRACKERS = {"logdir", "project"}
 OF_TORCHRUN = {"nnodes", "node-rank", "nproc-per-node", "master-addr", "master-port", "max-restarts"}
 
 
 def test_every_flag_that_a_message_or_the_documentation_names_exists() -> None:
-    own = [kind for room in (peers, runs, training) for kind in vars(room).values() if is_dataclass(kind)]
+    own = [kind for room in (peers, runs, training, watching) for kind in vars(room).values() if is_dataclass(kind)]
     known = {field.name.replace("_", "-") for kind in (*OPTIONS, *own) for field in fields(kind)}
     package = Path(cli.__file__).parents[1]
     texts = {path: path.read_text() for path in package.rglob("*.py")}
@@ -121,7 +122,7 @@ def test_every_flag_that_a_message_or_the_documentation_names_exists() -> None:
     assert {"resume", "announce", "adapt"} <= set.union(*named.values())
     for path, flags in named.items():
         # No field can have the name of --as, which is a word of Python's own.
-        assert flags <= known | OF_TORCHRUN | {"help", "version", "as"}, path
+        assert flags <= known | OF_TORCHRUN | OF_TRACKERS | {"help", "version", "as"}, path
 
 
 @pytest.mark.parametrize("command", [["report", "wan"], ["export", "wan", "model"], ["train", "--resume", "wan"]])

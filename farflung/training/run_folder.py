@@ -154,7 +154,7 @@ class RunFolder:
         self._events.write(WarningEvent(step=self._begun().step, message=message))
 
     def save(self, **own: Any) -> None:
-        """Writes a checkpoint, with what the loop itself has to keep: plain values, tensors, and `state_dict`s.
+        """Writes a checkpoint, with what the loop itself keeps: plain values, tensors, and what `state_dict` gives.
 
         All replicas are to save at the same steps. What is logged after it is lost where the run resumes from here, so
         save last. Where the disk is full, a line tells, and the last checkpoint stays.
