@@ -98,7 +98,7 @@ def test_a_run_outlives_the_shell_that_has_started_it(tmp_path: Path, how: str, 
 
 @pytest.mark.skipif(not shutil.which("systemd-analyze"), reason="there is no systemd")
 def test_systemd_has_nothing_to_say_against_the_unit_of_the_docs(tmp_path: Path) -> None:
-    text = (Path(__file__).parent.parent / "docs" / "internet.md").read_text()
+    text = (Path(__file__).parent.parent / "docs" / "how-to" / "service.md").read_text()
     (unit,) = re.findall(r"```ini\n(.*?)```", text, re.DOTALL)
     (command,) = re.findall(r"^ExecStart=(\S+)", unit, re.MULTILINE)
     (path := tmp_path / "stories.service").write_text(unit.replace(command, sys.executable))
