@@ -82,7 +82,7 @@ QUICK = [
         (["train", "--restart", "--out", "x"], ["say which: farflung train --resume RUN --restart"]),
         (
             ["train", "--resume", "x", "--steps", 8],
-            ["--steps cannot go with --resume", "only --device, --microbatches, --stages, --shard"],
+            ["--steps cannot go with --resume", "only --device, --track, --track-replicas, --microbatches"],
         ),
         (["train", "--resume=x", "--every_final=8"], ["--every-final cannot go with --resume"]),
         (["train", "config.toml", "--resume", "x"], ["config.toml cannot go with --resume", "--deadline can change"]),
