@@ -14,10 +14,11 @@ from farflung.pipeline.boundaries import boundary_named
 from farflung.settings import Settings, read_settings
 from farflung.training import checkpoint
 from farflung.training.resharding import mean_weights, whole_weights
+from farflung.workloads import Language, Workload
 
 
-def export(folder: Path, target: Path) -> str:
-    """Writes a model with the replicas' averaged weights to `target`; returns which weights these are.
+def export(folder: Path, target: Path, adapter: bool = False) -> str:
+    """Writes a model with the replicas' averaged weights to `target`, or its `adapter` alone; returns which these are.
 
     Of a run that has not ended, or whose averaged weights are damaged, the last whole checkpoint is averaged, or the
     last one of each independent replica. Raises UserError.
@@ -31,14 +32,25 @@ def export(folder: Path, target: Path) -> str:
     beside = target.with_name(f"{target.name}.tmp")
     with disk_errors(f"write to {target}", "give another folder, or make room"):
         try:
-            constrained_to, _ = boundary_named(settings.island.boundary)
-            settings.made_workload().export(weights, beside, settings.run.seed, constrained_to)
+            workload = settings.made_workload()
+            if adapter:
+                _adapters_of(workload).export_adapter(weights, beside)
+            else:
+                constrained_to, _ = boundary_named(settings.island.boundary)
+                workload.export(weights, beside, settings.run.seed, constrained_to)
         except SafetensorError as error:
             raise OSError(str(error)) from error
         if target.exists():
             target.rmdir()
         beside.rename(target)
     return origin
+
+
+def _adapters_of(workload: Workload) -> Language:
+    """A workload whose adapters can be written alone. Raises UserError."""
+    if not isinstance(workload, Language):
+        raise UserError(f"{type(workload).__name__} trains no adapters; leave out --adapter")
+    return workload
 
 
 def _averaged(folder: Path, settings: Settings) -> tuple[dict[str, Any], str]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from farflung.errors import UserError
+from farflung.workloads import templates
+from farflung.workloads.templates import Message
 
 
 class Bytes:
@@ -24,6 +27,18 @@ class Bytes:
         """The text of some tokens; what is no byte or no UTF-8 becomes replacement characters."""
         return bytes(token if token < self.size else 0xFF for token in tokens).decode(errors="replace")
 
+    def chat(self, messages: Sequence[Message]) -> templates.Rendered:
+        """A line `ROLE: CONTENT` of each message; an answer ends with byte 0 in place of the line's end."""
+        text, spans = "", []
+        for message in messages:
+            text += f"{message['role']}: "
+            begin = len(text.encode())
+            answers = message["role"] == templates.ANSWERS
+            text += f"{message.get('content', '')}" + ("\0" if answers else "\n")
+            spans += [(begin, len(text.encode()))] if answers else []
+        tokens = self.encode(text)
+        return templates.Rendered(tokens, templates.within(spans, np.arange(len(tokens))))
+
     def save(self, folder: str) -> None:
         """Writes nothing: a byte is its own token."""
 
@@ -39,6 +54,7 @@ class Pretrained:
         except Exception as error:  # the many kinds that loading raises
             why = reason(name, error)
             raise UserError(f"tokenizer {name!r}: {why}; give bytes, a folder, or a name on the hub") from error
+        self._name = name
         self.size: int = len(self._tokenizer)
         end = self._tokenizer.eos_token_id
         self.end: int = 0 if end is None else end
@@ -51,6 +67,10 @@ class Pretrained:
     def decode(self, tokens: list[int]) -> str:
         """The text of some tokens, without special ones."""
         return str(self._tokenizer.decode(tokens, skip_special_tokens=True))
+
+    def chat(self, messages: Sequence[Message]) -> templates.Rendered:
+        """A chat as the tokenizer's own template renders it. Raises UserError, and ChatError for a chat it refuses."""
+        return templates.rendered(self._tokenizer, self._name, messages)
 
     def save(self, folder: str) -> None:
         """Writes what AutoTokenizer loads beside an exported model."""
