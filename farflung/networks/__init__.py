@@ -22,7 +22,7 @@ from farflung.networks.base import (
     Traffic,
 )
 from farflung.networks.distributed import TorchNetwork
-from farflung.networks.membership import among_members, among_survivors
+from farflung.networks.membership import among_members, among_replicas_left, among_survivors
 from farflung.networks.simulator.conditions import Conditions
 from farflung.networks.simulator.network import ReplicaDiedError, SimulatedNetwork, Simulation
 from farflung.networks.simulator.presets import conditions_named
@@ -49,6 +49,7 @@ __all__ = [
     "TorchNetwork",
     "Traffic",
     "among_members",
+    "among_replicas_left",
     "among_survivors",
     "conditions_named",
     "from_env",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import ChainMap
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
@@ -18,7 +18,6 @@ from farflung.cells import Cell
 from farflung.codecs.packets import described
 from farflung.errors import UserError
 from farflung.formats import ROUNDS
-from farflung.hooks.buffers import average
 from farflung.hooks.digests import digest
 from farflung.hooks.layouts import first_told
 from farflung.hooks.shards import reshard
@@ -26,12 +25,13 @@ from farflung.hooks.start import SETTING, DisagreementError, Fact, agree_on_star
 from farflung.hooks.steps import hook_steps
 from farflung.hooks.trained import Trained
 from farflung.hooks.untrained import Untrained
-from farflung.networks import Group, Network, among_members
-from farflung.outer.columns import Column, Columns, Message
+from farflung.networks import Network
+from farflung.outer.columns import Columns, Message
 from farflung.outer.faults import Faults
 from farflung.outer.fragments import split
 from farflung.outer.options import Options
 from farflung.outer.outcomes import Round
+from farflung.outer.those_left import ThoseLeft
 
 if TYPE_CHECKING:
     from farflung.outer.method import Method
@@ -86,6 +86,7 @@ class Session:
         number = network.attachment()
         self._name = f"attachment {number}"
         self.columns = Columns(network)
+        self._those_left = ThoseLeft(network, END_DEADLINES * self.deadline_s)
         self._options = setup.options
         self._begun = False
         self._noted = False
@@ -131,8 +132,8 @@ class Session:
         Every replica must call it alike. The end of the `with` statement does, if the loop has not. With
         `average_weights` all replicas end with the same ones; an optimizer that has others for evaluation must be
         switched to these before, as with `optimizer.eval()` of schedule-free ones. Steps after it are this replica's
-        alone. Raises PeerLostError when somebody does not come to that within ten deadlines, and UserError when what is
-        trained has changed.
+        alone. Replicas that are lost, or do not come to that within ten deadlines, are left out. Raises PeerLostError
+        where the rest cannot be reached, and UserError when what is trained has changed.
         """
         if average_weights:
             self.trained.check()
@@ -170,13 +171,16 @@ class Session:
 
         So it does with frozen weights that differ, since the loop moves them itself. Floating ones get their mean,
         whole numbers their largest, and unit vectors, such as spectral norm's, are taken from the lowest rank.
-        Raises PeerLostError, and UserError where sizes differ.
+        Replicas that are lost are left out. Raises PeerLostError where the rest cannot be reached, and UserError where
+        sizes differ.
         """
-        if not self.network.elastic:
-            self._meet_islands()
-            self._average(
-                self._averaged_besides(), Column(self.network, ()), self._next_key("buffers"), directions=True
-            )
+        if self.network.elastic:
+            return
+        self._meet_islands()
+        tensors = self._averaged_besides()
+        if not self.trained.layout.total(torch.tensor([len(tensors)], dtype=torch.float64)):
+            return
+        self._those_left.average(tensors, self._next_key("buffers"))
 
     def catch_up(self, wait: float) -> bool:
         """Takes the state of others before training, where it can be had within `wait` seconds; whether it was."""
@@ -347,25 +351,12 @@ class Session:
             return
         reshard(self.trained.model)
         self._meet_islands()
-        key = self._next_key("weights")
         (fragment,) = split(self.trained.model, 1, self.trained.named)
-        message = fragment.message(fragment.read())
-        for column in self.columns.of(self.network.members(), message.names):
-            named = {f"{cell} {n}": one for cell in column.cells for n, one in enumerate(message.cells[cell])}
-            self._average(named, column, key, directions=False)
-        fragment.write(message.flat)
+        fragment.write(self._those_left.mean(fragment, self.columns, self._next_key("weights")))
 
     def _next_key(self, what: str) -> str:
         self._exchanges += 1
         return self.key(f"{what} {self._exchanges}")
-
-    def _average(self, tensors: Mapping[str, Tensor], column: Column, key: str, directions: bool) -> None:
-        network, seconds = column.network, END_DEADLINES * self.deadline_s
-
-        def exchange(group: Group) -> None:
-            average(tensors, network, group, f"{column.key(key)} of {group}", seconds, directions)
-
-        among_members(network, exchange)
 
 
 def _check_elastic(number: int, untrained: Untrained, buffers: str) -> None:
