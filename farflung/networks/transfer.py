@@ -13,6 +13,7 @@ from typing import Generic, TypeVar
 from torch import Tensor
 
 from farflung.networks.base import Group, Packets, PeerLostError, Traffic
+from farflung.networks.board import Board
 
 T = TypeVar("T")
 
@@ -25,6 +26,7 @@ class RealNetwork:
 
     rank: int
     timed = None
+    board: Board | None = None
 
     def __init__(self) -> None:
         self.traffic = Traffic()

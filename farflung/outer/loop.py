@@ -39,6 +39,9 @@ if TYPE_CHECKING:
     from farflung.outer.aggregation import Aggregation
 
 
+LEFT_OVER = "no partner was left for this replica in this round"
+
+
 class OuterLoop(Session):
     """Holds rounds with other replicas while the user trains, hooked to the inner optimizers' steps.
 
@@ -125,7 +128,10 @@ class OuterLoop(Session):
 
     def _group(self, sync: Sync[Tensor]) -> Group:
         """With whom the next round is to be held."""
-        return sync.group(self.network.rank, self.network.members(), self.method.topology)
+        members, topology = self.network.members(), self.method.topology
+        if topology.identical:  # who draws groups at random must draw from the same members, whoever knows of what
+            members = self.departures.without(members, sync.index, sync.rounds)
+        return sync.group(self.network.rank, members, topology)
 
     def _fault(self, sync: Sync[Tensor]) -> str:
         return self._replica.fault(sync.rounds, self.step, self._rounds.pending)
@@ -134,7 +140,7 @@ class OuterLoop(Session):
         """Starts averaging a message, and comparing anchors."""
         began = self.network.now()
         if not group:
-            return Exchange(began, Finished(Result(offer.message, (), Outcome.SAT_OUT), began))
+            return Exchange(began, Finished(Result(offer.message, (), Outcome.SAT_OUT, LEFT_OVER), began))
         message = self._weights[sync.index].fragment.message(offer.message)
         columns, key = self.columns.of(group, message.names), self._round_key(sync.index, sync.rounds)
         meetings = [Meeting(column.network, group, column.key(key), sync.rounds) for column in columns]
@@ -200,7 +206,8 @@ class OuterLoop(Session):
     def _result(self, pending: PendingRound[Tensor, Exchange]) -> Result:
         """What an exchange came to: the mean, or this replica's own message if a peer is lost."""
         try:
-            result = pending.exchange.result.wait(self.deadline_s)
+            one, exchange = pending, pending.exchange.result
+            result = self.departures.wait(exchange, one.group, one.fragment, one.round, self.deadline_s)
         except PeerLostError as lost:
             # A copy: a peer that is only late may still be writing its values into the message.
             result = Result(pending.offer.message.clone(), pending.group, Outcome.PEER_LOST, str(lost))
@@ -291,6 +298,9 @@ class OuterLoop(Session):
 
     def _writing_weights(self) -> AbstractContextManager[None]:
         return self._replica.copies.following()
+
+    def _next_rounds(self) -> list[int]:
+        return [sync.rounds for sync in self._rounds.syncs]
 
     def _settle_at_end(self) -> None:
         if fault := self._replica.settle(self.step, self.step, self._rounds.pending):

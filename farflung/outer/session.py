@@ -27,6 +27,7 @@ from farflung.hooks.trained import Trained
 from farflung.hooks.untrained import Untrained
 from farflung.networks import Network
 from farflung.outer.columns import Columns, Message
+from farflung.outer.departures import Departures
 from farflung.outer.faults import Faults
 from farflung.outer.fragments import split
 from farflung.outer.options import Options
@@ -87,6 +88,7 @@ class Session:
         self._name = f"attachment {number}"
         self.columns = Columns(network)
         self._those_left = ThoseLeft(network, END_DEADLINES * self.deadline_s)
+        self.departures = Departures(network, self._name)
         self._options = setup.options
         self._begun = False
         self._noted = False
@@ -112,6 +114,8 @@ class Session:
         self._left = True
         if error is None:
             self.finish()
+        elif not self._ended:
+            self.departures.leave(self._next_rounds())
         self.undo.close()
 
     def apply_pending(self) -> None:
@@ -148,6 +152,7 @@ class Session:
         if not self._begun and self.method.exchanges:
             warnings.warn(UNSEEN, stacklevel=4)
         self.apply_pending()
+        self.departures.leave(self._next_rounds())
         self._settle_at_end()
         self.undo.close()
         self.undo.callback(hook_steps(self.trained.optimizers[-1], after=self._warn_of_steps_alone))
@@ -157,6 +162,10 @@ class Session:
     def _writing_weights(self) -> AbstractContextManager[None]:
         """Within, all weights are written; what optimizers keep beside them goes along."""
         return nullcontext()
+
+    def _next_rounds(self) -> list[int]:
+        """The number of each fragment's next round."""
+        return []
 
     def _settle_at_end(self) -> None:
         """Takes back what is not sound in the weights when the rounds end."""
