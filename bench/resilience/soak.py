@@ -1,17 +1,18 @@
 """Does a run bear everything, for long?
 On the internet network, in namespaces: every 20 seconds one trouble in turn: a peer is killed, one stands still, some
-are cut off, a disk is full, the daemon dies, or one of each kind of attacker comes; then the same tokens undisturbed.
-Takes 40 minutes, as root.
+are cut off, a disk is full, the daemon dies, or one of each kind of attacker comes; then the same steps undisturbed.
+The learning rate is constant; both runs are judged at the last step that all have come to. Takes 40 minutes, as root.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,9 +21,9 @@ from bench.lib.attacker import KINDS
 from bench.lib.hardship import Check, Hardship, check, checks, running
 from bench.lib.store import Settings, Store
 from bench.lib.table import Part
-from bench.resilience.killed import final_loss
 from bench.resilience.nuisances import free, small_disk
-from farflung.events import RoundEvent, StepEvent, WarningEvent
+from farflung.events import EvaluationEvent, RoundEvent, StepEvent, WarningEvent
+from farflung.report.read import mean
 from farflung.testing.hosts import Host, NetLab, unavailable
 from farflung.testing.peers import PeerProcess, PeerProcesses
 
@@ -37,7 +38,7 @@ class Options(Hardship):
     minutes: float = 20.0
     """How long there are troubles."""
     undisturbed: bool = True
-    """Whether to train on the same tokens undisturbed, too."""
+    """Whether to train the same steps undisturbed, too."""
 
 
 SMOKE = Options(peers=3, step_ms=20, pace=0.1, minutes=0.2, undisturbed=False)
@@ -45,7 +46,7 @@ SMOKE = Options(peers=3, step_ms=20, pace=0.1, minutes=0.2, undisturbed=False)
 
 def run(options: Options, store: Store) -> Iterator[Part]:
     steps = max(60, round(options.minutes * 60e3 / options.step_ms))
-    everything: Settings = {"steps": steps, "eval_every": max(20, steps // 5)}
+    everything: Settings = {"steps": steps, "eval_every": max(20, steps // 20), "warmup": 0, "lr_final": 1.0}
     count = options.peers
     with running(options, store, "soak", peers=count + 1, **everything) as (lab, peers), ExitStack() as disks:
         training = list(peers)[:-1]
@@ -84,20 +85,28 @@ def judged(
         check(f"{len(troubles)} troubles: peers that stopped", ", ".join(gone) or "none", "none", not gone),
         check("memory since the first minute, MB, of those never restarted", told, "+20", most <= 20),
     ]
-    if options.undisturbed:
-        tokens = sum(peer.events(StepEvent)[-1].tokens for peer in training)
-        share = tokens / (options.peers * everything["steps"] * 1024)
-        disturbed = final_loss(training)
-        with running(options, store, "calm", **{**everything, "steps": round(everything["steps"] * share)}) as (
-            _,
-            calm,
-        ):
+    losses = evaluations(training)
+    if options.undisturbed and not losses:
+        rows.append(check("validation loss", "no step at which all were judged", "2 %", False))
+    elif options.undisturbed:
+        step = max(losses)
+        with running(options, store, "calm", **{**everything, "steps": step + 20}) as (_, calm):
             calm.start(options.peers)
             calm.wait(120 * options.minutes)
-        change = disturbed / final_loss(calm) - 1
-        measured = f"{disturbed:.4f}, {change:+.1%}; {share:.0%} of the tokens"
-        rows.append(check("validation loss, beside the same tokens undisturbed", measured, "2 %", change <= 0.02))
+        undisturbed = evaluations(calm)[step]
+        change = losses[step] / undisturbed - 1
+        tokens = [sum(peer.events(StepEvent)[-1].tokens for peer in each) for each in (training, calm)]
+        measured = f"{losses[step]:.4f}, {undisturbed:.4f}, {change:+.1%}; {tokens[0] / tokens[1]:.0%} of the tokens"
+        rows.append(check(f"validation loss at step {step}, undisturbed", measured, "2 %", change <= 0.02))
     return rows
+
+
+def evaluations(peers: Iterable[PeerProcess]) -> dict[int, float]:
+    """The mean validation loss of all peers, for each step at which each was judged."""
+    each = [{event.step: event.validation_loss for event in peer.events(EvaluationEvent)} for peer in peers]
+    common = set[int].intersection(*(set(losses) for losses in each))
+    means = {step: mean([losses[step] for losses in each]) for step in common}
+    return {step: math.nan if loss is None else loss for step, loss in means.items()}
 
 
 def trouble(options: Options, lab: NetLab, peers: PeerProcesses, steps: int) -> Iterator[str]:

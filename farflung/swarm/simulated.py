@@ -15,14 +15,41 @@ T = TypeVar("T")
 
 
 @dataclass
+class Links:
+    """Every peer's own link, the same both ways; packets leave and come in one behind the other.
+
+    Args:
+        mbit: what each peer's link carries, in Mbit/s.
+        packet_bytes: of the hidden states of a microbatch, or of their gradient.
+    """
+
+    mbit: Callable[[int], float]
+    packet_bytes: float
+    _sends_until: dict[int, float] = field(default_factory=dict)
+    _receives_until: dict[int, float] = field(default_factory=dict)
+
+    def seconds(self, sender: int, receiver: int, now: float) -> float:
+        """How long a packet that is sent now is under way."""
+        leaves = max(now, self._sends_until.get(sender, 0.0))
+        comes = max(leaves, self._receives_until.get(receiver, 0.0))
+        slowest = min(self.mbit(sender), self.mbit(receiver))
+        there = comes + 8e-6 * self.packet_bytes / slowest
+        self._sends_until[sender] = leaves + 8e-6 * self.packet_bytes / self.mbit(sender)
+        self._receives_until[receiver] = there
+        return there - now
+
+
+@dataclass
 class SimulatedPost:
     """Letters between the peers of one process, in virtual time.
 
     Args:
-        seconds: how long a letter is under way, from one peer to another.
+        seconds: how long a word is under way, from one peer to another.
+        links: what packets take besides; None where they are as quick as words.
     """
 
     seconds: Callable[[int, int], float] = lambda sender, receiver: 0.0
+    links: Links | None = None
     peers: dict[int, StagePeer] = field(default_factory=dict)
     """Those that live, by their numbers."""
     _tasks: dict[int, set[asyncio.Task[Any]]] = field(default_factory=dict)
@@ -111,13 +138,13 @@ class _Call:
     async def _serve(self, forward: Forward) -> None:
         self._post.count(self._receiver, 1)
         try:
-            await self._under_way()
+            await self._carried(self._sender, self._receiver)
             await self._post.peers[self._receiver].serve(forward, self)
         finally:
             self._post.count(self._receiver, -1)
 
     async def give(self, gradient: Gradient) -> None:
-        await self._under_way()
+        await self._carried(self._receiver, self._sender)
         if self._sender not in self._post.peers or self._gradient.done():
             raise LostError("gone")
         self._gradient.set_result(gradient)
@@ -135,6 +162,12 @@ class _Call:
             raise lost
         if not self._gradient.done():
             self._gradient.set_exception(LostError(str(lost) if lost else "gone"))
+
+    async def _carried(self, sender: int, receiver: int) -> None:
+        if self._post.links is not None:
+            now = asyncio.get_running_loop().time()
+            await asyncio.sleep(self._post.links.seconds(sender, receiver, now))
+        await self._under_way()
 
     async def _under_way(self) -> None:
         await asyncio.sleep(self._post.seconds(self._sender, self._receiver))
