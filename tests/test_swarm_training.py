@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
+import itertools
 import random
 from collections import Counter
 from collections.abc import Callable
@@ -107,7 +108,7 @@ class Swarm:
             quick = in_virtual_seconds(self.random.uniform(0.1, 1), self.random.uniform(0.1, 2))
             made = StagePeer(stage, stages, work, quick, self.post.of(peer), router, self.patience, clock)
             self.post.peers[peer] = made
-            self.seats[peer] = Synchronous(made, work, self, lambda peer=peer: self.post.under_way(peer))
+            self.seats[peer] = Synchronous(made, work, self)
 
     def living(self) -> dict[int, Participant]:
         return {peer: Asked(self, peer) for peer in sorted(self.post.peers)}
@@ -130,6 +131,9 @@ class Noted:
         self.came[forward.microbatch] = self.work.version
         return self.work.forward(forward)
 
+    def check(self, gradient: Gradient) -> None:
+        self.work.check(gradient)
+
     def backward(self, forward: Forward, gradient: Gradient) -> Gradient:
         self.learnt.append(forward.microbatch)
         return self.work.backward(forward, gradient)
@@ -150,20 +154,27 @@ class Asked:
 
     def __getattr__(self, name: str) -> Any:
         seat = self.swarm.seats[self.peer]
-        return lambda *given: self.swarm.post.ask(-1, self.peer, lambda: getattr(seat, name)(*given))
+
+        async def asked(*given: Any) -> Any:
+            # What a leader has ordered is under way, and comes, though the leader is gone.
+            order = asyncio.ensure_future(self.swarm.post.ask(-1, self.peer, lambda: getattr(seat, name)(*given)))
+            order.add_done_callback(lambda done: done.cancelled() or done.exception())
+            return await asyncio.shield(order)
+
+        return asked
 
 
 async def train(
     swarm: Swarm, steps: int, microbatches: int, deaths: list[float], terms: tuple[float, ...] = ()
 ) -> list[float]:
     swarm.begin()
-    losses = []
+    losses, numbers = [], itertools.count()
     killing = [asyncio.get_running_loop().call_later(when, swarm.kill) for when in deaths]
     for step in range(steps):
         # A leader that dies is followed by another: each time a new one, that knows nothing.
         names = [Microbatch(step, number) for number in range(microbatches)]
         for patience in (*terms, None):
-            leader = Leader(swarm, len(swarm.sizes))
+            leader = Leader(swarm, len(swarm.sizes), next(numbers))
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(leader.step(step, names), patience)
         losses.append(sum(leader.losses.get(name, 0.0) for name in names) / microbatches)

@@ -58,6 +58,10 @@ class LostError(Exception):
     """A peer is gone, or does not do what it was asked."""
 
 
+class FalseLetterError(LostError):
+    """A peer has sent what cannot be right."""
+
+
 class Call(Protocol):
     """A microbatch that was handed on to a peer. Whoever made it ends it: with `keep`, or with `drop`."""
 
@@ -69,8 +73,11 @@ class Call(Protocol):
         """Tells that the gradient has reached the head: what was counted stays counted."""
         ...
 
-    def drop(self) -> None:
-        """Tells that the gradient is not wanted: what was counted is taken back, there and behind."""
+    def drop(self, false: str = "") -> None:
+        """Tells that the gradient is not wanted: what was counted is taken back, there and behind.
+
+        Where it is `false`, the word says why it cannot be right.
+        """
         ...
 
 

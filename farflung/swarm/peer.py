@@ -4,27 +4,35 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from statistics import median_low
 from typing import Any, Protocol
 
-from farflung.swarm.letters import Call, Caller, Forward, Gradient, LostError, Microbatch, Post
+from farflung.swarm.letters import Call, Caller, FalseLetterError, Forward, Gradient, LostError, Microbatch, Post
 from farflung.swarm.processor import Pass, Processor
 from farflung.swarm.routers import Router
 
 PAUSE_SECONDS = 1.0
 """Between two looks for somebody who serves the next stage, where nobody does."""
+LATELY = 32
+"""Microbatches of which a peer knows how long the stages behind the next one took."""
 
 
 class Work(Protocol):
     """What a stage computes."""
 
     def forward(self, forward: Forward) -> Any:
-        """The packet for the next stage; of the last stage, None. Raises LostError for a packet that is not right."""
+        """The packet for the next stage; of the last stage, None. Raises LostError; FalseLetterError for the packet."""
+        ...
+
+    def check(self, gradient: Gradient) -> None:
+        """Raises FalseLetterError for what cannot be this stage's gradient."""
         ...
 
     def backward(self, forward: Forward, gradient: Gradient) -> Gradient:
-        """What goes back, once the stage has learnt from it. Raises LostError as `forward` does."""
+        """What goes back, once the stage has learnt from a checked gradient. Raises LostError."""
         ...
 
     def take_back(self, forward: Forward) -> None:
@@ -59,12 +67,23 @@ class StagePeer:
     now: Callable[[], float]
     struck: dict[str, int] = field(default_factory=dict)
     """How often somebody was passed by, by the reason."""
+    under_way: int = 0
+    """Microbatches of which it is not settled yet whether they are kept, a head's own among them."""
+    _behind_lately: deque[float] = field(default_factory=lambda: deque([0.0], LATELY))
+    """What those of the next stage say that they have waited. One alone is not believed: it could seem the quickest."""
 
     async def serve(self, forward: Forward, caller: Caller) -> None:
         """Takes a microbatch through this stage and those behind it, and its gradient back.
 
         Raises LostError for a packet that cannot be right. Cancelling it drops the microbatch.
         """
+        self.under_way += 1
+        try:
+            await self._served(forward, caller)
+        finally:
+            self.under_way -= 1
+
+    async def _served(self, forward: Forward, caller: Caller) -> None:
         behind: Call | None = None
         learnt = kept = False
         try:
@@ -108,7 +127,7 @@ class StagePeer:
             try:
                 return call, await self._answer(peer, call, patience)
             except BaseException as error:
-                call.drop()
+                call.drop(str(error) if isinstance(error, FalseLetterError) else "")
                 if not isinstance(error, LostError | TimeoutError):
                     raise
                 tried.add(peer)
@@ -120,7 +139,10 @@ class StagePeer:
         began = self.now()
         async with asyncio.timeout(patience):
             gradient = await call.gradient()
-        self.next_stage.observe(peer, max(self.now() - began - gradient.behind, 0.0))
+        took = self.now() - began
+        self.work.check(gradient)
+        self._behind_lately.append(gradient.behind)
+        self.next_stage.observe(peer, max(took - median_low(self._behind_lately), took / self.stages))
         return gradient
 
     def _pass_by(self, peer: int, error: Exception) -> None:

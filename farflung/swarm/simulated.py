@@ -53,7 +53,6 @@ class SimulatedPost:
     peers: dict[int, StagePeer] = field(default_factory=dict)
     """Those that live, by their numbers."""
     _tasks: dict[int, set[asyncio.Task[Any]]] = field(default_factory=dict)
-    _serving: dict[int, int] = field(default_factory=dict)
 
     def of(self, sender: int) -> _Desk:
         """One peer's post."""
@@ -78,14 +77,6 @@ class SimulatedPost:
             raise LostError("gone")
         await asyncio.sleep(self.seconds(peer, sender))
         return answering.result()
-
-    def count(self, peer: int, more: int) -> None:
-        """Counts a microbatch that begins or ends at a peer."""
-        self._serving[peer] = self._serving.get(peer, 0) + more
-
-    def under_way(self, peer: int) -> int:
-        """Microbatches that a peer serves."""
-        return self._serving.get(peer, 0)
 
     def kill(self, peer: int) -> None:
         """A peer is gone at once, with all that it had under way; nobody is told but by calls that break."""
@@ -126,7 +117,7 @@ class _Call:
         finally:
             self._say(self._sender in self._post.peers)
 
-    def drop(self) -> None:
+    def drop(self, false: str = "") -> None:
         self._say(False)
         if self._serving is not None and not self._gradient.done():
             self._serving.cancel()
@@ -136,12 +127,8 @@ class _Call:
             self._gradient.exception()  # was seen
 
     async def _serve(self, forward: Forward) -> None:
-        self._post.count(self._receiver, 1)
-        try:
-            await self._carried(self._sender, self._receiver)
-            await self._post.peers[self._receiver].serve(forward, self)
-        finally:
-            self._post.count(self._receiver, -1)
+        await self._carried(self._sender, self._receiver)
+        await self._post.peers[self._receiver].serve(forward, self)
 
     async def give(self, gradient: Gradient) -> None:
         await self._carried(self._receiver, self._sender)
@@ -190,6 +177,9 @@ class TimeAlone:
         self.learnt: list[Forward] = []
 
     def forward(self, forward: Forward) -> None:
+        """See Work."""
+
+    def check(self, gradient: Gradient) -> None:
         """See Work."""
 
     def backward(self, forward: Forward, gradient: Gradient) -> Gradient:

@@ -15,14 +15,22 @@ SETTLING_SECONDS = 0.05
 """Between two looks whether what is under way has come to its end."""
 
 T = TypeVar("T")
+Term = tuple[int, int]
+"""A leader's rank among all that lead a run one after the other: a count, and its number. An earlier one is refused:
+what it has ordered may still be under way when it is gone."""
 Counts = frozenset[int] | None
 Missing = dict[Microbatch, set[int]]
 
 
 @dataclass(frozen=True)
 class Report:
-    """What a peer says of a step: the steps that its weights have taken, what it has learnt, and what is under way."""
+    """What a peer says of a step: the steps that its weights have taken, what it has learnt, and what is under way.
 
+    Args:
+        term: of the newest leader that it has heard of.
+    """
+
+    term: Term
     stage: int
     version: int
     learnt: frozenset[Microbatch]
@@ -30,13 +38,13 @@ class Report:
 
 
 class Participant(Protocol):
-    """What a step's leader asks of each peer. All raise LostError where the peer is gone."""
+    """What a step's leader asks of each peer. All raise LostError where the peer is gone, or follows a later leader."""
 
-    async def report(self) -> Report:
-        """See Report."""
+    async def report(self, term: Term) -> Report:
+        """See Report. From now on it follows this leader, or a later one that it knows."""
         ...
 
-    async def run(self, microbatches: list[Microbatch], counts_in: Counts) -> dict[Microbatch, float]:
+    async def run(self, term: Term, microbatches: list[Microbatch], counts_in: Counts) -> dict[Microbatch, float]:
         """Of a head: takes these through all stages; their losses."""
         ...
 
@@ -44,11 +52,11 @@ class Participant(Protocol):
         """What it has learnt in this step."""
         ...
 
-    async def gather(self, mates: list[int]) -> None:
+    async def gather(self, term: Term, mates: list[int]) -> None:
         """Fetches what its stage mates have learnt, so that it can take the step."""
         ...
 
-    async def step(self) -> None:
+    async def step(self, term: Term) -> None:
         """Takes the step with what it has gathered."""
         ...
 
@@ -63,25 +71,23 @@ class Members(Protocol):
 
 @dataclass
 class Synchronous:
-    """One peer's part in such steps.
-
-    Args:
-        serving: how many microbatches it has under way.
-    """
+    """One peer's part in such steps."""
 
     peer: StagePeer
     work: StageWork
     members: Members
-    serving: Callable[[], int]
+    _term: Term = field(default=(0, 0), init=False)
     _gathered: Learnt | None = field(default=None, init=False)
 
-    async def report(self) -> Report:
+    async def report(self, term: Term) -> Report:
         """See Participant."""
+        self._term = max(self._term, term)
         learnt = frozenset(self.work.learnt.samples)
-        return Report(self.peer.stage, self.work.version, learnt, self.serving())
+        return Report(self._term, self.peer.stage, self.work.version, learnt, self.peer.under_way)
 
-    async def run(self, microbatches: list[Microbatch], counts_in: Counts) -> dict[Microbatch, float]:
+    async def run(self, term: Term, microbatches: list[Microbatch], counts_in: Counts) -> dict[Microbatch, float]:
         """See Participant."""
+        self._follow(term)
         version = self.work.version
         runs = [self.peer.start(one, version, counts_in) for one in microbatches]
         losses = await asyncio.gather(*runs, return_exceptions=True)
@@ -93,19 +99,25 @@ class Synchronous:
         """See Participant."""
         return self.work.learnt
 
-    async def gather(self, mates: list[int]) -> None:
+    async def gather(self, term: Term, mates: list[int]) -> None:
         """See Participant. Sums are added in the order of the peers' numbers, alike everywhere. Raises LostError."""
+        self._follow(term)
         living = self.members.living()
         if missing := [mate for mate in mates if mate not in living]:
             raise LostError(f"peers {missing} are gone")
         found = await asyncio.gather(*(living[mate].learnt_now() for mate in sorted(mates)))
         self._gathered = found[0].with_others(list(found[1:]))
 
-    async def step(self) -> None:
+    async def step(self, term: Term) -> None:
         """See Participant."""
+        self._follow(term)
         assert self._gathered is not None, "it has gathered nothing"
         self.work.step(self._gathered)
         self._gathered = None
+
+    def _follow(self, term: Term) -> None:
+        if term < self._term:
+            raise LostError("another peer leads now")
 
 
 @dataclass
@@ -114,20 +126,33 @@ class Leader:
 
     A step is taken once each stage has learnt from each microbatch, and each peer has what its mates have learnt: then
     no death can undo it. What a dead peer had learnt alone is run again, and only its stage counts it.
+
+    Args:
+        number: its own, unlike those of all other leaders.
     """
 
     members: Members
     stages: int
+    number: int
     losses: dict[Microbatch, float] = field(default_factory=dict)
+    _count: int = field(default=0, init=False)
+
+    @property
+    def term(self) -> Term:
+        """See Term."""
+        return self._count, self.number
 
     async def step(self, step: int, microbatches: list[Microbatch]) -> None:
         """Sees to it that all living peers take a step."""
         while True:
             living = self.members.living()
-            reports = await self._asked(living, lambda _, one: one.report())
+            reports = await self._asked(living, lambda _, one: one.report(self.term))
+            if any(report.term > self.term for report in reports.values()):
+                self._count = 1 + max(report.term[0] for report in reports.values())
+                continue
             if any(report.version > step for report in reports.values()):
                 behind = {peer: living[peer] for peer, report in reports.items() if report.version == step}
-                await self._asked(behind, lambda _, one: one.step())
+                await self._asked(behind, lambda _, one: one.step(self.term))
                 return
             if any(report.under_way for report in reports.values()):
                 await asyncio.sleep(SETTLING_SECONDS)
@@ -136,7 +161,7 @@ class Leader:
             if missing:
                 await self._run(living, reports, missing)
             elif await self._gathered(living, reports):
-                await self._asked(living, lambda _, one: one.step())
+                await self._asked(living, lambda _, one: one.step(self.term))
                 return
 
     async def _run(self, living: dict[int, Participant], reports: dict[int, Report], missing: Missing) -> None:
@@ -149,7 +174,7 @@ class Leader:
         for place, (microbatch, where) in enumerate(sorted(missing.items())):
             counts_in = None if len(where) == self.stages else frozenset(where)
             shares.setdefault((heads[place % len(heads)], counts_in), []).append(microbatch)
-        runs = [living[head].run(share, counts_in) for (head, counts_in), share in shares.items()]
+        runs = [living[head].run(self.term, share, counts_in) for (head, counts_in), share in shares.items()]
         for losses in await asyncio.gather(*runs, return_exceptions=True):
             if isinstance(losses, dict):
                 self.losses |= losses
@@ -160,7 +185,7 @@ class Leader:
         for peer, report in sorted(reports.items()):
             mates.setdefault(report.stage, []).append(peer)
         asked = {peer: living[peer] for peer in reports}
-        done = await self._asked(asked, lambda peer, one: one.gather(mates[reports[peer].stage]))
+        done = await self._asked(asked, lambda peer, one: one.gather(self.term, mates[reports[peer].stage]))
         return len(done) == len(living)
 
     async def _asked(

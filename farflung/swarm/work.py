@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Any
 
 import torch
@@ -11,9 +13,12 @@ from torch import Tensor
 from torch.func import functional_call
 
 from farflung.pipeline.boundaries import Boundary
-from farflung.swarm.letters import Forward, Gradient, LostError, Microbatch
+from farflung.swarm.letters import FalseLetterError, Forward, Gradient, LostError, Microbatch
 
 Weights = dict[str, Tensor]
+
+LATELY, TOO_LARGE = 16, 1000.0
+"""A gradient whose root mean square is so many times the median of so many before it is not believed."""
 
 
 @dataclass
@@ -91,6 +96,7 @@ class StageWork:
         self.learnt = Learnt.nothing(self._parameters)
         self._stash: Weights = {}
         self._under_way: dict[Forward, _Under] = {}
+        self._sizes: deque[float] = deque(maxlen=LATELY)
 
     def forward(self, forward: Forward) -> Tensor | None:
         """See Work."""
@@ -100,7 +106,7 @@ class StageWork:
         if self._before is None:
             entering = batch.to(self._device)
         else:
-            self._check(forward.packet, self._before)
+            _check(forward.packet, self._before)
             entering = self._before.unpack(forward.packet, batch).requires_grad_()
         under = _Under(self._weights(), entering, None, batch)
         under.leaving = self._compute(under)
@@ -109,11 +115,19 @@ class StageWork:
             return None
         return _finite(self._after, self._after.pack(under.leaving, batch))
 
+    def check(self, gradient: Gradient) -> None:
+        """See Work."""
+        if self._after is None:
+            return
+        _check(gradient.packet, self._after)
+        size = float(self._after.unpack_gradient(gradient.packet).square().mean())
+        if len(self._sizes) == self._sizes.maxlen and size > TOO_LARGE**2 * median(self._sizes):
+            raise FalseLetterError("a gradient that is far too large")
+        self._sizes.append(size)
+
     def backward(self, forward: Forward, gradient: Gradient) -> Gradient:
         """See Work."""
         under = self._under_way[forward]
-        if self._after is not None:
-            self._check(gradient.packet, self._after)
         under.gradient = gradient.packet
         assert under.leaving is not None
         loss = gradient.loss if self._after is not None else float(under.leaving.detach()) / len(under.batch)
@@ -188,12 +202,13 @@ class StageWork:
         found = torch.autograd.grad(under.leaving, wanted, along, allow_unused=True, materialize_grads=True)
         return found[-1], dict(zip(under.weights, found, strict=False))
 
-    def _check(self, packet: Any, boundary: Boundary) -> None:
-        room = boundary.room()
-        if not isinstance(packet, Tensor) or packet.shape != room.shape or packet.dtype != room.dtype:
-            raise LostError("a packet of another shape")
-        if packet.is_floating_point() and not packet.isfinite().all():
-            raise LostError("numbers that are not finite")
+
+def _check(packet: Any, boundary: Boundary) -> None:
+    room = boundary.room()
+    if not isinstance(packet, Tensor) or packet.shape != room.shape or packet.dtype != room.dtype:
+        raise FalseLetterError("a packet of another shape")
+    if packet.is_floating_point() and not packet.isfinite().all():
+        raise FalseLetterError("numbers that are not finite")
 
 
 def _finite(boundary: Boundary, packet: Tensor) -> Tensor:

@@ -1,0 +1,231 @@
+"""Microbatches that visit other peers over the streams of a run on the internet; nobody else is on their way."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from farflung.networks.internet.contact.frames import (
+    SLOWEST,
+    Frame,
+    FrameError,
+    entry,
+    number,
+    read_payload,
+    reading,
+    whole,
+    write_payload,
+)
+from farflung.networks.internet.contact.host import UNREACHABLE
+from farflung.networks.internet.contact.member import Member
+from farflung.networks.internet.contact.peers import Peers
+from farflung.networks.internet.contact.streams import PeerStream, RequestRefusedError
+from farflung.swarm.letters import Call, Caller, FalseLetterError, Forward, Gradient, LostError, Microbatch
+
+VISIT = "visit"
+MOST = 1 << 40
+"""The largest step or number of a microbatch."""
+LOST = (*UNREACHABLE, RequestRefusedError, FrameError, TimeoutError)
+
+Serve = Callable[[Forward, Caller], Coroutine[Any, Any, None]]
+
+
+@dataclass
+class Visits:
+    """One peer's `Post`, and its door for others' visits. All methods run in the thread of the peers.
+
+    A visit is one stream: the microbatch's name and packet go there, the gradient comes back on it, then the word
+    whether that is kept. So a peer that dies ends its visits with it, at both ends.
+
+    Args:
+        stage: that this peer serves.
+        entering, leaving: a packet's form on the boundaries before and after it; None at the model's ends.
+        serve: takes a microbatch that comes through the stage.
+        stall_s: seconds without a byte after which a packet is given up.
+        word_s: seconds for which a peer waits, after its gradient, for the word whether that is kept.
+    """
+
+    peers: Peers
+    stage: int
+    stages: int
+    entering: Tensor | None
+    leaving: Tensor | None
+    serve: Serve
+    stall_s: float = 20.0
+    word_s: float = 600.0
+
+    def open(self) -> None:
+        """Lets others' microbatches in."""
+        self.peers.handlers[VISIT] = self._on_visit
+
+    def call(self, peer: int, forward: Forward) -> Call:
+        """See Post."""
+        return _Call(self, peer, forward)
+
+    async def _on_visit(self, stream: PeerStream, frame: Frame) -> None:
+        forward = await self._entered(stream, frame)
+        visit = _Visitor(self, stream)
+        visit.word = asyncio.ensure_future(_word(stream))
+        serving = asyncio.ensure_future(self.serve(forward, visit))
+        try:
+            await asyncio.wait([serving, visit.word], return_when=asyncio.FIRST_COMPLETED)
+            if not visit.given and not serving.done():
+                serving.cancel()  # nobody wants it any more
+            with contextlib.suppress(asyncio.CancelledError):
+                await serving
+        except FalseLetterError as false:
+            raise FrameError(str(false)) from false  # counts against who has sent it
+        except LostError as lost:
+            raise RequestRefusedError(str(lost)) from lost
+        finally:
+            serving.cancel()
+            visit.word.cancel()
+
+    async def _entered(self, stream: PeerStream, frame: Frame) -> Forward:
+        """The microbatch that comes. Raises FrameError."""
+        name = read_visit(frame, self.stages)
+        if name.stage != self.stage or self.entering is None:
+            raise RequestRefusedError(f"stage {name.stage} is not served here")
+        packet = await _read(stream, self.entering, self.stall_s)
+        return Forward(name.microbatch, name.stage, name.version, name.counts_in, packet)
+
+
+@dataclass
+class _Visitor:
+    """Who has brought a microbatch, as the stage sees it."""
+
+    visits: Visits
+    stream: PeerStream
+    word: asyncio.Future[bool] | None = None
+    given: bool = False
+
+    async def give(self, gradient: Gradient) -> None:
+        self.given = True
+        try:
+            await self.stream.tell({"loss": gradient.loss, "behind": gradient.behind})
+            await _write(self.stream, gradient.packet, self.visits.stall_s)
+        except LOST as error:
+            raise LostError(str(error) or "gone") from error
+
+    async def kept(self) -> bool:
+        assert self.word is not None
+        try:
+            async with asyncio.timeout(self.visits.word_s):
+                return await asyncio.shield(self.word)
+        except TimeoutError:
+            return False
+
+
+class _Call:
+    """A microbatch that was handed on."""
+
+    def __init__(self, visits: Visits, peer: int, forward: Forward) -> None:
+        self._visits = visits
+        self._member: Member | None = None
+        loop = asyncio.get_running_loop()
+        self._gradient: asyncio.Future[Gradient] = loop.create_future()
+        self._word: asyncio.Future[bool] = loop.create_future()
+        self._visit = asyncio.ensure_future(self._paid(peer, forward))
+
+    async def gradient(self) -> Gradient:
+        return await asyncio.shield(self._gradient)
+
+    async def keep(self) -> None:
+        if not self._word.done():
+            self._word.set_result(True)
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.wait([self._visit])
+
+    def drop(self, false: str = "") -> None:
+        if false and self._member is not None:
+            peers = self._visits.peers
+            peers.guard.strike(peers.liable(self._member.peer), "false gradient", false)
+        if not self._word.done():
+            self._word.set_result(False)
+        if not self._gradient.done():
+            self._visit.cancel()
+            self._gradient.cancel()
+        elif not self._gradient.cancelled():
+            self._gradient.exception()  # was seen
+
+    async def _paid(self, peer: int, forward: Forward) -> None:
+        """Pays the visit. Nothing is raised: who waits for the gradient hears of it."""
+        try:
+            await self._go(peer, forward)
+        except LOST as error:
+            self._lost(str(error) or "gone")
+        finally:
+            self._lost("gone")
+
+    async def _go(self, peer: int, forward: Forward) -> None:
+        visits = self._visits
+        self._member = await visits.peers.found(peer, visits.stall_s)
+        if self._member is None:
+            raise RequestRefusedError("it is not there")
+        async with visits.peers.stream(self._member) as stream:
+            await stream.tell(told_visit(forward))
+            await _write(stream, forward.packet, visits.stall_s)
+            frame = await stream.hear(visits.word_s)
+            assert visits.leaving is not None
+            with reading("a gradient"):
+                loss, behind = number(frame.get("loss"), -MOST), number(frame.get("behind"))
+            packet = await _read(stream, visits.leaving, visits.stall_s)
+            if not self._gradient.done():
+                self._gradient.set_result(Gradient(packet, loss, behind))
+            await stream.tell({"kept": await self._word})
+            with contextlib.suppress(*LOST):
+                await stream.hear_the_end(visits.stall_s)
+
+    def _lost(self, why: str) -> None:
+        if not self._gradient.done():
+            self._gradient.set_exception(LostError(why))
+            self._gradient.exception()  # who waits for it may have gone
+
+
+def told_visit(forward: Forward) -> Frame:
+    """A microbatch's name, as it is announced."""
+    one = forward.microbatch
+    return {
+        "kind": VISIT,
+        "stage": forward.stage,
+        "microbatch": [one.step, one.number, one.stream],
+        "version": forward.version,
+        "counts_in": None if forward.counts_in is None else sorted(forward.counts_in),
+    }
+
+
+@reading("a visit")
+def read_visit(frame: Frame, stages: int) -> Forward:
+    """What was announced, without its packet. Raises FrameError."""
+    step, place, stream = (whole(one, MOST) for one in entry(frame, "microbatch", list))
+    counts_in = frame.get("counts_in")
+    if counts_in is not None:
+        counts_in = frozenset(whole(one, stages - 1) for one in entry(frame, "counts_in", list)[:stages])
+    stage, version = whole(frame.get("stage"), stages - 1), whole(frame.get("version"), MOST)
+    return Forward(Microbatch(step, place, stream), stage, version, counts_in)
+
+
+async def _word(stream: PeerStream) -> bool:
+    """Whether the caller keeps a gradient; it does not where it has gone, or says anything else."""
+    try:
+        return entry(await stream.hear(float(MOST)), "kept", bool) is True
+    except LOST:
+        return False
+
+
+async def _write(stream: PeerStream, packet: Tensor, stall_s: float) -> None:
+    content = packet.contiguous().view(torch.uint8).reshape(-1).numpy().data
+    await write_payload(stream.writer, content, stall_s)
+
+
+async def _read(stream: PeerStream, room: Tensor, stall_s: float) -> Tensor:
+    """A packet of the form of `room`, which is not changed."""
+    packet = torch.empty_like(room)
+    await read_payload(stream.reader, packet.view(torch.uint8).reshape(-1).numpy().data, stall_s, SLOWEST)
+    return packet
