@@ -86,13 +86,14 @@ class Visits:
         finally:
             serving.cancel()
             visit.word.cancel()
+            await asyncio.wait([serving, visit.word])  # one reader after the other: what follows reads to the end
 
     async def _entered(self, stream: PeerStream, frame: Frame) -> Forward:
         """The microbatch that comes. Raises FrameError."""
         name = read_visit(frame, self.stages)
         if name.stage != self.stage or self.entering is None:
             raise RequestRefusedError(f"stage {name.stage} is not served here")
-        packet = await _read(stream, self.entering, self.stall_s)
+        packet = await _read(stream, frame, self.entering, self.stall_s)
         return Forward(name.microbatch, name.stage, name.version, name.counts_in, packet)
 
 
@@ -108,7 +109,8 @@ class _Visitor:
     async def give(self, gradient: Gradient) -> None:
         self.given = True
         try:
-            await self.stream.tell({"loss": gradient.loss, "behind": gradient.behind})
+            told = {"loss": gradient.loss, "behind": gradient.behind, "size": gradient.packet.nbytes}
+            await self.stream.tell(told)
             await _write(self.stream, gradient.packet, self.visits.stall_s)
         except LOST as error:
             raise LostError(str(error) or "gone") from error
@@ -156,12 +158,17 @@ class _Call:
 
     async def _paid(self, peer: int, forward: Forward) -> None:
         """Pays the visit. Nothing is raised: who waits for the gradient hears of it."""
+        lost: LostError = LostError("gone")
         try:
             await self._go(peer, forward)
+        except FrameError as error:
+            lost = FalseLetterError(str(error))
         except LOST as error:
-            self._lost(str(error) or "gone")
+            lost = LostError(str(error) or "gone")
         finally:
-            self._lost("gone")
+            if not self._gradient.done():
+                self._gradient.set_exception(lost)
+                self._gradient.exception()  # who waits for it may have gone
 
     async def _go(self, peer: int, forward: Forward) -> None:
         visits = self._visits
@@ -169,23 +176,18 @@ class _Call:
         if self._member is None:
             raise RequestRefusedError("it is not there")
         async with visits.peers.stream(self._member) as stream:
-            await stream.tell(told_visit(forward))
+            await stream.tell({**told_visit(forward), "size": forward.packet.nbytes})
             await _write(stream, forward.packet, visits.stall_s)
             frame = await stream.hear(visits.word_s)
             assert visits.leaving is not None
             with reading("a gradient"):
                 loss, behind = number(frame.get("loss"), -MOST), number(frame.get("behind"))
-            packet = await _read(stream, visits.leaving, visits.stall_s)
+            packet = await _read(stream, frame, visits.leaving, visits.stall_s)
             if not self._gradient.done():
                 self._gradient.set_result(Gradient(packet, loss, behind))
             await stream.tell({"kept": await self._word})
             with contextlib.suppress(*LOST):
-                await stream.hear_the_end(visits.stall_s)
-
-    def _lost(self, why: str) -> None:
-        if not self._gradient.done():
-            self._gradient.set_exception(LostError(why))
-            self._gradient.exception()  # who waits for it may have gone
+                await stream.hear(visits.stall_s)  # closing before it has come could cut it off
 
 
 def told_visit(forward: Forward) -> Frame:
@@ -214,7 +216,10 @@ def read_visit(frame: Frame, stages: int) -> Forward:
 async def _word(stream: PeerStream) -> bool:
     """Whether the caller keeps a gradient; it does not where it has gone, or says anything else."""
     try:
-        return entry(await stream.hear(float(MOST)), "kept", bool) is True
+        kept: bool = entry(await stream.hear(float(MOST)), "kept", bool)
+        with contextlib.suppress(*LOST):
+            await stream.tell({"heard": kept})
+        return kept
     except LOST:
         return False
 
@@ -224,8 +229,10 @@ async def _write(stream: PeerStream, packet: Tensor, stall_s: float) -> None:
     await write_payload(stream.writer, content, stall_s)
 
 
-async def _read(stream: PeerStream, room: Tensor, stall_s: float) -> Tensor:
-    """A packet of the form of `room`, which is not changed."""
+async def _read(stream: PeerStream, told: Frame, room: Tensor, stall_s: float) -> Tensor:
+    """A packet of the form of `room`, which is not changed. Raises FrameError where another one is told of."""
+    if told.get("size") != room.nbytes:
+        raise FrameError(f"a packet has {told.get('size')!r:.20} bytes; {room.nbytes} were expected")
     packet = torch.empty_like(room)
     await read_payload(stream.reader, packet.view(torch.uint8).reshape(-1).numpy().data, stall_s, SLOWEST)
     return packet

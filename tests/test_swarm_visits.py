@@ -1,0 +1,257 @@
+"""Microbatches that visit real peers, each with a libp2p host of its own, on loopback."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from patience import patience, until
+from processes import free_port
+from test_internet import INFO
+from test_swarm_training import OPTIMIZERS, Piece, batch_of, boundary, pieces, work_of
+from torch import Tensor
+
+from farflung.networks.internet import Identity, ListenAddress, Peers, Ticket
+from farflung.networks.internet.contact.frames import FrameError, write_payload
+from farflung.networks.internet.contact.streams import RequestRefusedError
+from farflung.swarm.letters import Caller, Forward, Gradient, Microbatch
+from farflung.swarm.peer import StagePeer
+from farflung.swarm.processor import Pass, Processor, T
+from farflung.swarm.routers import ThroughputRouter
+from farflung.swarm.visits import Visits, read_visit, told_visit
+
+
+class Seat:
+    """One peer of a swarm: its host, and its stage."""
+
+    def __init__(self, peers: Peers, stage: int, stages: int) -> None:
+        self.peers, self.stages = peers, stages
+        self.work = work_of(stage, stages, OPTIMIZERS["sgd"])
+        room = boundary().room()
+        entering, leaving = room if stage else None, room if stage < stages - 1 else None
+        self.visits = Visits(peers, stage, stages, entering, leaving, self.serve, patience(20), patience(60))
+        self.router = ThroughputRouter() if leaving is not None else None
+        self.seconds = 0.0
+        self.stage = StagePeer(
+            stage, stages, self.work, Processor(self.compute), self.visits, self.router, patience(60), time.monotonic
+        )
+        self.visits.open()
+
+    async def compute(self, which: Pass, work: Callable[[], T]) -> T:
+        await asyncio.sleep(self.seconds)
+        return await asyncio.to_thread(work)
+
+    async def serve(self, forward: Forward, caller: Caller) -> None:
+        await self.stage.serve(forward, caller)
+
+    def start(self, microbatches: list[Microbatch], told: Callable[[], Awaitable[None]] | None = None) -> list[float]:
+        async def all_of_them() -> list[float]:
+            runs = [asyncio.ensure_future(self.stage.start(one, 0)) for one in microbatches]
+            if told:
+                await told()
+            return await asyncio.gather(*runs)
+
+        return self.peers.background.run(all_of_them(), patience(120))
+
+
+class Swarm:
+    """Peers of stages, in this process."""
+
+    def __init__(self, folder: Path, sizes: list[int]) -> None:
+        port = free_port()
+        first = Identity(folder / "0.key")
+        ticket = Ticket.new("test", {}).at((f"/ip4/127.0.0.1/tcp/{port}/p2p/{first.peer}",))
+        self.told: list[str] = []
+        self.seats: list[Seat] = []
+        for stage in [stage for stage, size in enumerate(sizes) for _ in range(size)]:
+            number = len(self.seats)
+            local = ListenAddress("127.0.0.1", 0 if number else port)
+            identity = Identity(folder / f"{number}.key")
+            peers = Peers(ticket, identity, local, dict(INFO), self.told.append, first=not number)
+            peers.start(patience(40))
+            self.seats.append(Seat(peers, stage, len(sizes)))
+        until(lambda: all(len(seat.peers.members.proven()) == len(self.seats) - 1 for seat in self.seats))
+        for seat in self.seats:
+            for other in self.of(seat.stage.stage + 1):
+                assert seat.router is not None
+                seat.router.join(other.peers.identity.rank)
+
+    def of(self, stage: int) -> list[Seat]:
+        return [seat for seat in self.seats if seat.stage.stage == stage]
+
+    def counted(self, stage: int) -> Counter[Microbatch]:
+        return Counter(one for seat in self.of(stage) for one in seat.work.learnt.samples)
+
+    def settle(self) -> None:
+        until(lambda: not any(seat.stage.under_way for seat in self.seats))
+
+    def close(self) -> None:
+        for seat in self.seats:
+            seat.peers.close()
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Iterator[Callable[[list[int]], Swarm]]:
+    swarms: list[Swarm] = []
+
+    def make(sizes: list[int]) -> Swarm:
+        swarms.append(Swarm(tmp_path, sizes))
+        return swarms[-1]
+
+    yield make
+    for one in swarms:
+        one.close()
+
+
+Make = Callable[[list[int]], Swarm]
+
+
+def gradients(stages: int, microbatches: list[Microbatch]) -> list[Piece]:
+    """One process with the whole model: nothing but torch."""
+    made = pieces(stages)
+    for one in microbatches:
+        leaving = batch = batch_of(one)
+        for piece in made:
+            leaving = piece(leaving)
+        (made[-1].loss(leaving, batch) * len(batch)).backward()
+    return made
+
+
+def assert_learnt(swarm: Swarm, stage: int, piece: Piece) -> None:
+    for name, parameter in piece.named_parameters():
+        total = sum(seat.work.learnt.sums[name] for seat in swarm.of(stage))
+        torch.testing.assert_close(total, parameter.grad, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_gradients_equal_those_of_one_process_and_a_death_is_routed_around(made: Make) -> None:
+    swarm = made([1, 2, 2])
+    before, after = [[Microbatch(0, number) for number in range(begin, begin + 12)] for begin in (0, 12)]
+    losses = swarm.seats[0].start(before)
+    swarm.settle()
+    reference = gradients(3, before)
+    assert len(losses) == len(before)
+    for stage in range(3):
+        assert swarm.counted(stage) == Counter(before)
+        assert_learnt(swarm, stage, reference[stage])
+    assert all(seat.work.learnt.samples for seat in swarm.seats)
+
+    dies, lives = swarm.of(1)
+    for seat in swarm.seats:
+        seat.seconds = 0.05
+
+    async def death() -> None:
+        await asyncio.sleep(0.3)
+        await asyncio.to_thread(dies.peers.close)
+
+    swarm.seats[0].start(after, death)
+    swarm.seats.remove(dies)
+    swarm.settle()
+    assert swarm.counted(0) == Counter(before + after)
+    # What was on its way through the one that died may be lost with it, and is then learnt by nobody behind.
+    assert swarm.counted(2) <= Counter(before + after)
+    assert len(swarm.counted(2)) >= len(before) + 1
+    for stage in (0, 2):
+        assert_learnt(swarm, stage, gradients(3, list(swarm.counted(stage)))[stage])
+    assert set(lives.work.learnt.samples) <= set(before + after)
+    assert sum(swarm.seats[0].stage.struck.values()) > 0
+
+
+LIES: list[Callable[[Tensor], Tensor]] = [
+    lambda packet: packet[:, :2],
+    lambda packet: packet * torch.nan,
+    lambda packet: packet * 1e6,
+]
+
+
+@pytest.mark.slow
+def test_peers_whose_gradients_are_false_are_refused_counted_and_routed_around(made: Make) -> None:
+    swarm = made([1, 1 + len(LIES)])
+    head, liars = swarm.seats[0], swarm.of(1)[1:]
+    many = [Microbatch(0, number) for number in range(24)]
+    for one in many:
+        head.start([one])  # what is usual is known then
+    for liar, lie in zip(liars, LIES, strict=True):
+
+        def backward(forward: Forward, gradient: Gradient, work: Any = liar.work, lie: Any = lie) -> Gradient:
+            true = type(work).backward(work, forward, gradient)
+            return Gradient(lie(true.packet), true.loss)
+
+        liar.work.backward = backward  # type: ignore[method-assign]
+    while head.peers.guard.refused["false gradient"] < len(LIES) and len(many) < 500:
+        many.append(Microbatch(0, len(many)))
+        head.start(many[-1:])
+    swarm.settle()
+    assert swarm.counted(0) == Counter(many)
+    assert_learnt(swarm, 0, gradients(2, many)[0])
+    for stage in (0, 1):
+        assert max(swarm.counted(stage).values()) == 1
+    told = [
+        "a gradient that is far too large",
+        "a packet has 24 bytes; 72 were expected",
+        "numbers that are not finite",
+    ]
+    assert head.stage.struck == dict.fromkeys(told, 1)
+
+
+@pytest.mark.slow
+def test_what_cannot_be_a_visit_is_refused_and_its_sender_struck(made: Make) -> None:
+    swarm = made([1, 1])
+    head, target = swarm.seats
+    member = head.peers.members.by_rank[target.peers.identity.rank]
+
+    async def sent(forward: Forward, packet: Tensor) -> None:
+        async with head.peers.stream(member) as stream:
+            await stream.tell({**told_visit(forward), "size": packet.nbytes})
+            await write_payload(stream.writer, packet.numpy().view("u1").reshape(-1).data, patience(5))
+            await stream.hear(patience(20))
+
+    for forward, packet, why in (
+        (Forward(Microbatch(0, 0), 1, 0), torch.zeros(3, 5), "60 bytes; 72 were expected"),
+        (Forward(Microbatch(0, 0), 1, 0), torch.full((3, 6), torch.nan), "not finite"),
+        (Forward(Microbatch(0, 0), 0, 0), torch.zeros(3, 6), "stage 0 is not served here"),
+        (Forward(Microbatch(0, 0), 1, 5), torch.zeros(3, 6), "weights of another step"),
+        (Forward(Microbatch(0, 0), 7, 0), torch.zeros(3, 6), "no whole number from 0 to 1"),
+    ):
+        with pytest.raises(RequestRefusedError, match=why):
+            head.peers.background.run(sent(forward, packet), patience(60))
+    swarm.settle()
+    assert not target.work.learnt.samples
+    assert target.peers.guard.refused["bad request"] == 3  # all but another stage, and another step
+
+
+@given(
+    st.builds(Microbatch, st.integers(0, 10**9), st.integers(0, 10**9), st.integers(0, 10**9)),
+    st.integers(0, 7),
+    st.integers(0, 10**9),
+    st.none() | st.frozensets(st.integers(0, 7), max_size=8),
+)
+def test_a_visit_is_read_as_it_was_told(
+    microbatch: Microbatch, stage: int, version: int, counts: frozenset[int] | None
+) -> None:
+    forward = Forward(microbatch, stage, version, counts)
+    assert read_visit(told_visit(forward), 8) == forward
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(st.fixed_dictionaries({}, optional=dict.fromkeys(["microbatch", "stage", "version", "counts_in"], JSON)))
+def test_whatever_comes_in_place_of_a_visit_is_refused_or_read(frame: dict[str, object]) -> None:
+    try:
+        read = read_visit(frame, 4)
+    except FrameError:
+        return
+    assert 0 <= read.stage < 4
