@@ -107,7 +107,7 @@ def invite(arguments: list[str]) -> None:
     if options.train:
         folder = Path(options.settings.run.out) if options.settings.run.out else free_folder(options.name)
         run = options.settings.run
-        own = {"track": run.track, "track_replicas": run.track_replicas}
+        own = {"track": run.track, "track_replicas": run.track_replicas, "max_hours": run.max_hours}
         settings = peer.ticket_settings(ticket).changed(out=str(folder), **own)
         _train(ticket, settings, options, True, lambda network: _hand_out(network.invitation(), options.ticket))
         return
@@ -216,7 +216,7 @@ def _train(
         alone_there = [] if island.knows_others(folder) else ["--first"]
         return f"come back with: {join_command(folder, *flags, *alone_there)}"
 
-    with telling_how_to_go_on(come_back):
+    with telling_how_to_go_on(come_back, max_hours=settings.run.max_hours):
         with tracking(settings, folder), watched(folder, sys.stderr) as show:
 
             def tell(network: Any) -> None:

@@ -24,7 +24,7 @@ from farflung.training import beginning, checkpoint, launch, peer
 from farflung.training.events import holds_a_run, tell_death
 from farflung.training.failures import RunFailedError, described_exit
 from farflung.training.finish import finish_apart
-from farflung.training.stopping import StoppedError
+from farflung.training.stopping import StoppedError, seconds_here
 from farflung.training.terminal import BEGIN_WITH, WATCHED_BY, say
 
 JOIN = (sys.executable, "-m", "farflung", "join")
@@ -158,6 +158,8 @@ def launch_all(settings: Settings, folder: Path, resume: bool) -> None:
                 member.start(ticket, first, together)
             if asked.wait(POLL_SECONDS):
                 raise StoppedError("stopped by a signal")
+            if (hours := settings.run.max_hours) and seconds_here() > 3600 * hours:
+                raise StoppedError(f"stopped after {hours:g} hours")
     ended = {member.number: member.folder for member in members if member.finished}
     if not ended:
         raise RunFailedError(f"no replica has come to its end; their output lies in {folder}/logs")

@@ -53,7 +53,7 @@ def shared_settings(settings: Settings) -> dict[str, Any]:
     if settings.island.divided or settings.island.gateway:
         raise UserError("stages, shard and gateway are each peer's own; leave them out, and give them to farflung join")
     check_for_internet(settings)
-    own = {"out": "", "track": "", "track_replicas": RunSettings.track_replicas}
+    own = {"out": "", "track": "", "track_replicas": RunSettings.track_replicas, "max_hours": None}
     return settings.changed(**own, network=NetworkSettings.network).changes()
 
 
