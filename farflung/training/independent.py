@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import os
 import subprocess
 import sys
@@ -51,11 +52,19 @@ def prepare(settings: Settings, folder: Path, resume: bool, restart: bool = Fals
     elif resume:
         beginning.refuse_other_replicas(settings, folder)
         beginning.refuse_edited(settings, folder)
+        _let_go_on(settings.run.steps, folder)
     launch.write_settings(settings, folder)
     path = folder / "run.ticket"
     ticket = parts.read_ticket(path) if path.exists() else parts.Ticket.new(folder.name, {})
     with disk_errors(f"write to {folder}", "choose another folder with --out"):
         dataclasses.replace(ticket, settings=shared).write(path)
+
+
+def _let_go_on(steps: int, folder: Path) -> None:
+    """Has replicas train on that have ended, where a run is to have more steps now."""
+    for summary in folder.glob("replica-*/summary.json"):
+        if json.loads(summary.read_text("utf-8"))["steps"] < steps:
+            checkpoint.forget_results(summary.parent, summary.parent.name)
 
 
 def _shared(settings: Settings) -> dict[str, object]:
