@@ -101,8 +101,8 @@ def _best(folder: Path) -> tuple[dict[str, Any], str]:
         )
     steps, loss = sorted({step for _, step, _ in found}), sum(loss for *_, loss in found) / len(found)
     at = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
-    whose = counted(len(parts), "replica")
-    return mean_weights(parts), f"the mean of the checkpoints of {whose} at {at}, the best: validation loss {loss:.4f}"
+    origin = f"the mean of the checkpoints of {counted(len(parts), 'replica')} at {at}, the best"
+    return resharding.mean_weights(parts), f"{origin}: validation loss {loss:.4f}"
 
 
 def _damaged(folder: Path, homes: Sequence[Path]) -> list[Path]:
