@@ -22,7 +22,7 @@ from warm import Python
 
 from farflung import cli
 from farflung.cli import peers, runs, training, watching
-from farflung.cli.arguments import parse
+from farflung.cli.arguments import flag, parse
 from farflung.errors import UserError
 from farflung.networks.listening import ListenAddress
 from farflung.planner.options import PlanOptions
@@ -123,7 +123,7 @@ def test_every_flag_that_a_message_or_the_documentation_names_exists() -> None:
     assert {"resume", "announce", "adapt"} <= set.union(*named.values())
     for path, flags in named.items():
         # No field can have the name of --as, which is a word of Python's own.
-        assert flags <= known | OF_TORCHRUN | OF_TRACKERS | {"help", "version", "as"}, path
+        assert flags <= known | OF_TORCHRUN | OF_TRACKERS | {"help", "help-all", "version", "as"}, path
 
 
 @pytest.mark.parametrize("command", [["report", "wan"], ["export", "wan", "model"], ["train", "--resume", "wan"]])
@@ -155,11 +155,25 @@ def test_a_simulation_writes_over_nothing(
         assert [path.read_text() for path in folder.rglob("*") if path.is_file()] == ["mine"]
 
 
-def test_the_options_of_train_have_resume_and_restart(capsys: pytest.CaptureFixture[str]) -> None:
+def flags_shown(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
+    """The flags that a command's help shows, which says nothing of what is unset."""
     with pytest.raises(SystemExit):
-        cli.training.train(["--help"])
+        cli.command_named(arguments[0])(list(arguments[1:]))
     plain = re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out)
-    assert {"--resume", "--restart", "--every-final"} <= set(re.findall(r"^\W*? (--[\w-]+)", plain, re.MULTILINE))
+    assert not re.search(r"\{None|default:[\s│]+(None|False|'')?\)", plain)
+    return re.findall(r"^\W? (--\w[\w-]+)", plain, re.MULTILINE)
+
+
+@pytest.mark.parametrize("command", [["train"], ["invite", "--name", "x"]], ids=" ".join)
+def test_help_shows_what_matters_first_and_all_on_request(
+    capsys: pytest.CaptureFixture[str], command: list[str]
+) -> None:
+    module = {"train": training, "invite": peers}[command[0]]
+    shown = flags_shown(capsys, *command, "--help")
+    assert shown[-10:] == [flag(name) for name in module.FIRST] and "--help-all" in shown and len(shown) < 18
+    assert {*shown, "--every-final", "--adapt"} - {*flags_shown(capsys, *command, "--help-all")} == {"--help-all"}
+    if command == ["train"]:
+        assert {"--resume", "--restart"} <= {*shown}
 
 
 @pytest.mark.parametrize("columns", [60, 80])

@@ -16,6 +16,7 @@ from typing import Annotated, Any
 
 import tyro
 
+from farflung.cli import helping
 from farflung.cli.arguments import FAILURE, flag, free_folder, given, kinds_among, parse, unset, with_field, without
 from farflung.cli.training import check_trackers, tell_result, telling_how_to_go_on, tracking, watched
 from farflung.errors import UserError, counted
@@ -28,9 +29,11 @@ from farflung.workloads.registry import WORKLOADS
 
 NOT_INVITED = (
     *("replicas", "shares", "network", "independent", "restarts", "conditions", "bandwidth_mbps", "latency_ms"),
-    *("step_ms", "stages", "shard", "islands", "gateway", "offload"),
+    *("step_ms", "stages", "shard", "islands", "gateway", "offload", "routes"),
 )
 """Settings that a run on the internet does not have, or that each peer gives to farflung join."""
+FIRST = ("model", "data", "method", "every", "steps", "batch_size", "lr", "robust", "listen", "port")
+"""The settings that whoever begins a run on the internet asks for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,9 +99,9 @@ class _Examine:
 def invite(arguments: list[str]) -> None:
     """Start a run on the internet: write its ticket, and be its first peer or a bootstrap node."""
     settings = Settings.of(**kinds_among(arguments))
-    if {"-h", "--help"} & set(arguments):  # else each that is given is refused with a reason
+    if {*helping.ASKED} & {*arguments}:  # else each that is given is refused with a reason
         settings = Settings(**{name: without(table, NOT_INVITED) for name, table in vars(settings).items()})
-    options: Any = parse(with_field(_Invite, "settings", settings), arguments, "invite", invite.__doc__)
+    options: Any = parse(with_field(_Invite, "settings", settings), arguments, "invite", invite.__doc__, FIRST)
     _refuse_several("start it without torchrun")
 
     from farflung.training import peer

@@ -38,6 +38,8 @@ from farflung.signals import INTERRUPTED
 from farflung.tables import AFTER_RESUME, new_names
 from farflung.training.terminal import STARTED_HERE
 
+FIRST = ("model", "data", "method", "every", "replicas", "steps", "batch_size", "lr", "network", "out")
+"""The settings that whoever begins asks for."""
 MAY_CHANGE = ", ".join(flag(name) for name in names_that_may_differ(AFTER_RESUME, Settings()))
 
 
@@ -193,7 +195,7 @@ def what_is_asked(arguments: list[str]) -> Asked:
         defaults, arguments = read_settings(Path(arguments[0]), **over), arguments[1:]
     else:
         defaults = Settings.of(**over)
-    found: Any = parse(with_field(_Train, "settings", defaults), arguments, "train", HELP)
+    found: Any = parse(with_field(_Train, "settings", defaults), arguments, "train", HELP, FIRST)
     if found.restart:
         raise UserError("--restart begins a run anew that is there; say which: farflung train --resume RUN --restart")
     settings = _with_replicas(found.settings)
