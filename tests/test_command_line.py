@@ -27,7 +27,7 @@ from farflung.errors import UserError
 from farflung.networks.listening import ListenAddress
 from farflung.planner.options import PlanOptions
 from farflung.planner.simulation import SimulateOptions
-from farflung.settings import Settings
+from farflung.settings import Settings, read_settings
 from farflung.training import checkpoint, launch
 
 QUICK = [
@@ -174,6 +174,17 @@ def test_help_shows_what_matters_first_and_all_on_request(
     assert {*shown, "--every-final", "--adapt"} - {*flags_shown(capsys, *command, "--help-all")} == {"--help-all"}
     if command == ["train"]:
         assert {"--resume", "--restart"} <= {*shown}
+
+
+def test_a_printed_config_is_the_settings_without_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--method", "dilocox", "--adapt", "False", "--lr", "0.002", "--data", 'a "b".txt', "--recompute"]
+    assert run_here(monkeypatch, tmp_path, "train", *flags, "--out", "mine", "--print-config") == 0
+    (tmp_path / "1.toml").write_text(capsys.readouterr().out)
+    wanted = training.what_is_asked(flags).settings
+    assert read_settings(tmp_path / "1.toml") == wanted.changed(out="") != Settings.of(method="dilocox")
+    assert [path.name for path in tmp_path.iterdir()] == ["1.toml"]
 
 
 @pytest.mark.parametrize("columns", [60, 80])

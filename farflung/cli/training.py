@@ -30,6 +30,7 @@ from farflung.cli.arguments import (
     value_among,
     with_field,
 )
+from farflung.cli.previews import dry_run, print_config
 from farflung.cli.printing import working
 from farflung.errors import UserError, counted
 from farflung.files import event_files, holds_no_run
@@ -53,6 +54,10 @@ class _Train:
     ] = None
     restart: bool = False
     """With --resume: start that run again from the beginning; its events and checkpoints are removed."""
+    print_config: bool = False
+    """Print the TOML file that the other flags mean, and train nothing."""
+    dry_run: bool = False
+    """Show what would be trained, its size, bytes, memory and time, and train nothing."""
 
 
 @dataclass(frozen=True)
@@ -73,11 +78,16 @@ class Asked:
     folder: Path
     resume: bool = False
     restart: bool = False
+    instead: Callable[[Settings], None] | None = None
+    """What to do with the settings in place of training."""
 
 
 def train(arguments: list[str]) -> None:
     """Train a model with several replicas, or resume a run."""
     asked = what_is_asked(arguments)
+    if asked.instead:
+        asked.instead(asked.settings)
+        return
     under_torchrun = "WORLD_SIZE" in os.environ
     network = asked.settings.network
     if network.independent and under_torchrun:
@@ -200,7 +210,8 @@ def what_is_asked(arguments: list[str]) -> Asked:
         raise UserError("--restart begins a run anew that is there; say which: farflung train --resume RUN --restart")
     settings = _with_replicas(found.settings)
     folder = Path(settings.run.out) if settings.run.out else free_folder(settings.rounds.method)
-    return Asked(settings.changed(out=str(folder)), folder)
+    instead = print_config if found.print_config else dry_run if found.dry_run else None
+    return Asked(settings.changed(out=str(folder)), folder, instead=instead)
 
 
 def _resumed(arguments: list[str]) -> Asked:
