@@ -51,7 +51,7 @@ class _Peer:
 
 
 @dataclass(frozen=True)
-class _Invite(_Peer):
+class InviteOptions(_Peer):
     """Which run to start; most settings of farflung train can be given, too."""
 
     name: str
@@ -65,7 +65,7 @@ class _Invite(_Peer):
 
 
 @dataclass(frozen=True)
-class _Join(_Peer):
+class JoinOptions(_Peer):
     """Which run to join."""
 
     ticket: tyro.conf.Positional[Path]
@@ -75,7 +75,7 @@ class _Join(_Peer):
 
 
 @dataclass(frozen=True)
-class _Look:
+class StatusOptions:
     """Which run to look at."""
 
     ticket: tyro.conf.Positional[Path]
@@ -87,7 +87,7 @@ class _Look:
 
 
 @dataclass(frozen=True)
-class _Examine:
+class DoctorOptions:
     """Which run this machine would take part in."""
 
     ticket: tyro.conf.Positional[Path]
@@ -101,7 +101,7 @@ def invite(arguments: list[str]) -> None:
     settings = Settings.of(**kinds_among(arguments))
     if {*helping.ASKED} & {*arguments}:  # else each that is given is refused with a reason
         settings = Settings(**{name: without(table, NOT_INVITED) for name, table in vars(settings).items()})
-    options: Any = parse(with_field(_Invite, "settings", settings), arguments, "invite", invite.__doc__, FIRST)
+    options: Any = parse(with_field(InviteOptions, "settings", settings), arguments, "invite", invite.__doc__, FIRST)
     _refuse_several("start it without torchrun")
 
     from farflung.training import peer
@@ -143,12 +143,15 @@ def _hand_out(ticket: Any, path: Path | None) -> None:
     say(f"the ticket is in {path}; hand it over as you would a password")
 
 
+def join_options() -> type[JoinOptions]:
+    """The arguments of join: its own, and what may differ between peers."""
+    tables = (*map(type, vars(Settings()).values()), *(kind.Settings for _, kind in WORKLOADS.usable()))
+    return with_field(JoinOptions, "own", unset(tables, BETWEEN_PEERS))
+
+
 def join(arguments: list[str]) -> None:
     """Join a run on the internet as one more peer; Ctrl-C leaves, the same command with --out rejoins."""
-    own = unset(
-        (*map(type, vars(Settings()).values()), *(kind.Settings for _, kind in WORKLOADS.usable())), BETWEEN_PEERS
-    )
-    options: Any = parse(with_field(_Join, "own", own), arguments, "join", join.__doc__)
+    options: Any = parse(join_options(), arguments, "join", join.__doc__)
 
     from farflung.training import peer
 
@@ -165,7 +168,7 @@ def join(arguments: list[str]) -> None:
 
 def status(arguments: list[str]) -> None:
     """Show the peers of a run on the internet: their step, speed, and when they were last heard."""
-    options = parse(_Look, arguments, "status", status.__doc__)
+    options = parse(StatusOptions, arguments, "status", status.__doc__)
 
     from farflung.report.peers import show
     from farflung.training import peer
@@ -177,7 +180,7 @@ def status(arguments: list[str]) -> None:
 
 def doctor(arguments: list[str]) -> None:
     """Check whether this machine can join a run on the internet, and say what to fix."""
-    options = parse(_Examine, arguments, "doctor", doctor.__doc__)
+    options = parse(DoctorOptions, arguments, "doctor", doctor.__doc__)
 
     from farflung.training.peer import examined
 
@@ -192,7 +195,7 @@ def doctor(arguments: list[str]) -> None:
 def _train(
     ticket: Any,
     settings: Settings,
-    seat: _Invite | _Join,
+    seat: InviteOptions | JoinOptions,
     first: bool,
     joined: Callable[[Any], None] = lambda network: None,
     again: Sequence[str] = (),

@@ -45,7 +45,7 @@ MAY_CHANGE = ", ".join(flag(name) for name in names_that_may_differ(AFTER_RESUME
 
 
 @dataclass(frozen=True)
-class _Train:
+class TrainOptions:
     """What to train, or which run to go on with."""
 
     resume: Annotated[
@@ -205,7 +205,7 @@ def what_is_asked(arguments: list[str]) -> Asked:
         defaults, arguments = read_settings(Path(arguments[0]), **over), arguments[1:]
     else:
         defaults = Settings.of(**over)
-    found: Any = parse(with_field(_Train, "settings", defaults), arguments, "train", HELP, FIRST)
+    found: Any = parse(with_field(TrainOptions, "settings", defaults), arguments, "train", HELP, FIRST)
     if found.restart:
         raise UserError("--restart begins a run anew that is there; say which: farflung train --resume RUN --restart")
     settings = _with_replicas(found.settings)
