@@ -29,8 +29,8 @@ def completion(arguments: list[str]) -> None:
     kinds = [
         Annotated[kind, tyro.conf.subcommand(name, prefix_name=False)] for name, kind in options_of_commands().items()
     ]
-    commands: Any = functools.reduce(operator.or_, kinds)
-    tyro.cli(commands, args=["--tyro-print-completion", asked.shell], prog="farflung", config=LIKE_A_FILE)
+    any_of_them: Any = functools.reduce(operator.or_, kinds)
+    tyro.cli(any_of_them, args=["--tyro-print-completion", asked.shell], prog="farflung", config=LIKE_A_FILE)
 
 
 def options_of_commands() -> dict[str, Any]:
@@ -38,7 +38,7 @@ def options_of_commands() -> dict[str, Any]:
     return {
         "train": with_field(training.TrainOptions, "settings", Settings()),
         "invite": with_field(peers.InviteOptions, "settings", Settings()),
-        "join": peers.joinoptions_of_commands(),
+        "join": peers.join_options(),
         "status": peers.StatusOptions,
         "doctor": peers.DoctorOptions,
         "plan": PlanOptions,
