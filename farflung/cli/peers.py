@@ -88,10 +88,10 @@ class StatusOptions:
 
 @dataclass(frozen=True)
 class DoctorOptions:
-    """Which run this machine would take part in."""
+    """What to check."""
 
-    ticket: tyro.conf.Positional[Path]
-    """The ticket's file, or the folder of a run on the internet."""
+    ticket: tyro.conf.Positional[Path | None] = None
+    """The ticket's file, or the folder of a run on the internet; without, the machine alone is checked."""
     local: tyro.conf.OmitArgPrefixes[ListenAddress] = field(default_factory=ListenAddress)
     """The same settings as for farflung join on this machine; doctor tries them."""
 
@@ -179,14 +179,15 @@ def status(arguments: list[str]) -> None:
 
 
 def doctor(arguments: list[str]) -> None:
-    """Check whether this machine can join a run on the internet, and say what to fix."""
+    """Check what this machine needs to train, or with a ticket, to join that run; and say what to fix."""
     options = parse(DoctorOptions, arguments, "doctor", doctor.__doc__)
 
-    from farflung.training.peer import examined
+    from farflung.training import machine, peer
 
+    checks = machine.checked(options.local, Path.cwd())
     healthy = True
-    for finding in examined(options.ticket, options.local):
-        print(f"{'ok  ' if finding.good else 'BAD '} {finding.text}", flush=True)
+    for finding in peer.examined(options.ticket, options.local) if options.ticket else checks:
+        print(finding.line, flush=True)
         healthy = healthy and finding.good
     if not healthy:
         sys.exit(FAILURE)
