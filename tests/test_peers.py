@@ -58,8 +58,9 @@ def test_a_bootstrap_invites_peers_meet_leave_and_come_back_and_onlookers_see_it
 
     one.send_signal(signal.SIGINT)
     assert one.wait(patience(60)) == 130
-    assert "come back with: farflung join one/run.ticket --out one" in swarm.said("one")
-    left_at = swarm.step("one")
+    said, left_at = swarm.said("one"), swarm.step("one")
+    kept = f"its last checkpoint is of step {left_at}; "
+    assert f"{kept}come back with: farflung join one/run.ticket --out one" in said, said
     bootstrap.send_signal(signal.SIGINT)
     assert bootstrap.wait(patience(30)) == 0
     swarm.join("one", ticket="two/run.ticket")  # the bootstrap is gone

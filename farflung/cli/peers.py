@@ -204,6 +204,7 @@ def _train(
 ) -> None:
     """Trains as a peer, with some settings of its `own`; an island's processes are started to do so `again`."""
     from farflung.training import island, peer
+    from farflung.training.checkpoint import whole_steps
     from farflung.training.events import join_command
     from farflung.training.launch import local_rank
 
@@ -221,7 +222,8 @@ def _train(
 
     def come_back() -> str:
         alone_there = [] if island.knows_others(folder) else ["--first"]
-        return f"come back with: {join_command(folder, *flags, *alone_there)}"
+        kept = "".join(f"its last checkpoint is of step {step}; " for step in whole_steps(folder)[:1])
+        return f"{kept}come back with: {join_command(folder, *flags, *alone_there)}"
 
     with telling_how_to_go_on(come_back, max_hours=settings.run.max_hours):
         with tracking(settings, folder), watched(folder, sys.stderr) as show:
