@@ -49,8 +49,10 @@ class RunSettings(Checked):
     """What to train; its settings have a table of their own."""
     replicas: int = setting(4, least=1)
     """Copies of the model; under torchrun, set by the number of its processes."""
-    steps: int = setting(400, least=1)
+    steps: int = setting(400, least=1, may_differ=AFTER_RESUME)
     """Inner steps of each replica."""
+    max_hours: float | None = setting(None, above=0, may_differ=AFTER_RESUME | BETWEEN_MACHINES | BETWEEN_PEERS)
+    """Stop after so many hours from this start, all replicas at one step and with a checkpoint to go on from."""
     seed: int = setting(0, least=0)
     """The seed of the weights, the data's order and the pairs."""
     shares: Literal["alike", "apart"] = "alike"
@@ -59,14 +61,14 @@ class RunSettings(Checked):
     """auto, cpu, cuda, cuda:N or mps."""
     out: str = setting("", may_differ=BETWEEN_MACHINES | BETWEEN_PEERS)
     """The run folder; unset: runs/METHOD-N with the first N that is free."""
-    log_every: int = setting(10, least=1, may_differ=BETWEEN_MACHINES | BETWEEN_PEERS)
+    log_every: int = setting(10, least=1, may_differ=AFTER_RESUME | BETWEEN_MACHINES | BETWEEN_PEERS)
     """Inner steps between two lines of loss in the events."""
-    eval_every: int = setting(50, least=1, may_differ=BETWEEN_PEERS)
+    eval_every: int = setting(50, least=1, may_differ=AFTER_RESUME | BETWEEN_PEERS)
     """Inner steps between two measurements of the validation loss."""
-    checkpoint_every: int = setting(100, least=0, may_differ=BETWEEN_PEERS)
+    checkpoint_every: int = setting(100, least=0, may_differ=AFTER_RESUME | BETWEEN_PEERS)
     """Inner steps between two checkpoints; 0 writes none until the end."""
-    keep_checkpoints: int = setting(2, least=1, may_differ=BETWEEN_MACHINES)
-    """Older checkpoints are removed once this many newer ones are whole."""
+    keep_checkpoints: int = setting(2, least=1, may_differ=AFTER_RESUME | BETWEEN_MACHINES)
+    """Older checkpoints are removed once this many newer ones are whole, but for the best by validation loss."""
     track: str = setting("", may_differ=AFTER_RESUME | BETWEEN_MACHINES | BETWEEN_PEERS)
     """Trackers that get the events' figures: tensorboard, wandb, trackio, mlflow, with commas between several."""
     track_replicas: Literal["first", "all"] = setting(
@@ -81,7 +83,7 @@ class InnerSettings(Checked):
 
     inner: Literal["adamw", "muon", "sign"] | None = None
     """The inner optimizer; muon is for the layers' matrices, AdamW for the rest. Unset: muon, or adamw with shards."""
-    lr: float | None = setting(None, above=0)
+    lr: float | None = setting(None, above=0, may_differ=AFTER_RESUME)
     """Highest learning rate of the inner optimizer; unset: 0.01, or 0.003 with adamw."""
     warmup: int = setting(40, least=0)
     """Inner steps in which the learning rate rises; it then falls as lr_schedule says."""

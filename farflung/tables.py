@@ -109,7 +109,11 @@ def help_of(kind: type) -> dict[str, str]:
     """What stands below each field of a dataclass, by name."""
     found: dict[str, str] = {}
     for one in reversed(kind.__mro__[:-1]):
-        (definition,) = ast.parse(textwrap.dedent(inspect.getsource(one))).body
+        try:
+            source = inspect.getsource(one)
+        except OSError:  # the class was made while the program ran
+            continue
+        (definition,) = ast.parse(textwrap.dedent(source)).body
         assert isinstance(definition, ast.ClassDef)
         for field, below in zip(definition.body, definition.body[1:], strict=False):
             if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(below, ast.Expr):

@@ -22,12 +22,12 @@ from warm import Python
 
 from farflung import cli
 from farflung.cli import peers, runs, training, watching
-from farflung.cli.arguments import parse
+from farflung.cli.arguments import flag, parse
 from farflung.errors import UserError
 from farflung.networks.listening import ListenAddress
 from farflung.planner.options import PlanOptions
 from farflung.planner.simulation import SimulateOptions
-from farflung.settings import Settings
+from farflung.settings import Settings, read_settings
 from farflung.training import checkpoint, launch
 
 QUICK = [
@@ -75,14 +75,15 @@ QUICK = [
         (["train", "--network", "simulated", "--conditions", "hme"], ["'hme'", "did you mean 'home'"]),
         (["train", "--data", "/no/such"], ["/no/such", "no such file"]),
         (["train", "--model", "/no/such"], ["/no/such", "no such folder"]),
+        (["train", "--model", "micr"], ["there is no model 'micr'; did you mean 'micro'?"]),
         (["train", "--tokenizer", "/no/such"], ["/no/such", "no such folder"]),
         (["train", "--out", "/proc/x"], ["/proc/x", "choose another folder"]),
         (["train", "missing.toml"], ["missing.toml", "No such file"]),
         (["train", "--resume", "/no/such"], ["/no/such", "holds no run"]),
         (["train", "--restart", "--out", "x"], ["say which: farflung train --resume RUN --restart"]),
         (
-            ["train", "--resume", "x", "--steps", 8],
-            ["--steps cannot go with --resume", "only --device, --track, --track-replicas, --microbatches"],
+            ["train", "--resume", "x", "--seed", 8],
+            ["--seed cannot go with --resume", "only --steps, --max-hours, --device,", "--lr, --microbatches"],
         ),
         (["train", "--resume=x", "--every_final=8"], ["--every-final cannot go with --resume"]),
         (["train", "config.toml", "--resume", "x"], ["config.toml cannot go with --resume", "--deadline can change"]),
@@ -122,7 +123,7 @@ def test_every_flag_that_a_message_or_the_documentation_names_exists() -> None:
     assert {"resume", "announce", "adapt"} <= set.union(*named.values())
     for path, flags in named.items():
         # No field can have the name of --as, which is a word of Python's own.
-        assert flags <= known | OF_TORCHRUN | OF_TRACKERS | {"help", "version", "as"}, path
+        assert flags <= known | OF_TORCHRUN | OF_TRACKERS | {"help", "help-all", "version", "as"}, path
 
 
 @pytest.mark.parametrize("command", [["report", "wan"], ["export", "wan", "model"], ["train", "--resume", "wan"]])
@@ -154,11 +155,36 @@ def test_a_simulation_writes_over_nothing(
         assert [path.read_text() for path in folder.rglob("*") if path.is_file()] == ["mine"]
 
 
-def test_the_options_of_train_have_resume_and_restart(capsys: pytest.CaptureFixture[str]) -> None:
+def flags_shown(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
+    """The flags that a command's help shows, which says nothing of what is unset."""
     with pytest.raises(SystemExit):
-        cli.training.train(["--help"])
+        cli.command_named(arguments[0])(list(arguments[1:]))
     plain = re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out)
-    assert {"--resume", "--restart", "--every-final"} <= set(re.findall(r"^\W*? (--[\w-]+)", plain, re.MULTILINE))
+    assert not re.search(r"\{None|default:[\s│]+(None|False|'')?\)", plain)
+    return re.findall(r"^\W? (--\w[\w-]+)", plain, re.MULTILINE)
+
+
+@pytest.mark.parametrize("command", [["train"], ["invite", "--name", "x"]], ids=" ".join)
+def test_help_shows_what_matters_first_and_all_on_request(
+    capsys: pytest.CaptureFixture[str], command: list[str]
+) -> None:
+    module = {"train": training, "invite": peers}[command[0]]
+    shown = flags_shown(capsys, *command, "--help")
+    assert shown[-10:] == [flag(name) for name in module.FIRST] and "--help-all" in shown and len(shown) < 18
+    assert {*shown, "--every-final", "--adapt"} - {*flags_shown(capsys, *command, "--help-all")} == {"--help-all"}
+    if command == ["train"]:
+        assert {"--resume", "--restart"} <= {*shown}
+
+
+def test_a_printed_config_is_the_settings_without_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--method", "dilocox", "--adapt", "False", "--lr", "0.002", "--data", 'a "b".txt', "--recompute"]
+    assert run_here(monkeypatch, tmp_path, "train", *flags, "--out", "mine", "--print-config") == 0
+    (tmp_path / "1.toml").write_text(capsys.readouterr().out)
+    wanted = training.what_is_asked(flags).settings
+    assert read_settings(tmp_path / "1.toml") == wanted.changed(out="") != Settings.of(method="dilocox")
+    assert [path.name for path in tmp_path.iterdir()] == ["1.toml"]
 
 
 @pytest.mark.parametrize("columns", [60, 80])

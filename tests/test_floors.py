@@ -9,6 +9,7 @@ import farflung
 PACKAGE = Path(farflung.__file__).parent
 FLOORS = {
     "errors": 0,
+    "findings": 0,
     "cells": 0,
     "lazy": 0,
     "renamed": 1,

@@ -102,7 +102,7 @@ print(json.dumps([told.getvalue(), [name for name in heavy if name in sys.module
 HELP = [[]] + [[name] for name in ("train", "invite", "join", "status", "doctor", "plan", "simulate", "methods")]
 
 
-@pytest.mark.parametrize("command", [*HELP, ["report"], ["export"]], ids=" ".join)
+@pytest.mark.parametrize("command", [*HELP, ["report"], ["export"], ["completion"]], ids=" ".join)
 def test_help_waits_for_no_large_library(command: list[str]) -> None:
     assert python(COMMAND.format(arguments=[*command, "--help"])) == ["", []]
 

@@ -70,10 +70,10 @@ def test_a_pattern_that_the_shell_has_filled_in_is_to_be_quoted(
 
 
 def help_of_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str) -> str:
-    """What a command's --help prints, on one line."""
+    """What a command's --help-all prints, on one line."""
     with monkeypatch.context() as wide, pytest.raises(SystemExit):
         wide.setenv("COLUMNS", "100")
-        cli.command_named(command)(["--help"])
+        cli.command_named(command)(["--help-all"])
     return re.sub(r"[\s│]+", " ", re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out))
 
 

@@ -91,7 +91,7 @@ def test_what_it_cannot_is_refused(packages: Path, arguments: list[object], word
 
 @pytest.mark.slow
 def test_its_settings_are_in_the_help_and_in_the_file(packages: Path, runs: dict[str, Path]) -> None:
-    shown = farflung_with(packages, "train", "--workload", "regression", "--help").stdout
+    shown = farflung_with(packages, "train", "--workload", "regression", "--help-all").stdout
     assert "--examples" in shown and "--sequence-length" not in shown
     written = (runs["torch"] / "config.toml").read_text()
     assert 'workload = "regression"' in written and "[workload]\nfeatures = 6\nexamples = 256\n" in written

@@ -58,7 +58,7 @@ def test_they_are_listed_and_planned_beside_ours(package: Path) -> None:
 
 @pytest.mark.slow
 def test_a_setting_of_their_method_reaches_the_command_line(package: Path) -> None:
-    shown = farflung_with(package, "train", "--method", "ring", "--help").stdout
+    shown = farflung_with(package, "train", "--method", "ring", "--help-all").stdout
     assert "--pull" in shown
     done = farflung_with(package, "train", "--method", "ring", "--gamma", "1")
     assert done.returncode == 2 and "ring has no setting gamma" in done.stderr

@@ -58,8 +58,9 @@ def test_a_bootstrap_invites_peers_meet_leave_and_come_back_and_onlookers_see_it
 
     one.send_signal(signal.SIGINT)
     assert one.wait(patience(60)) == 130
-    assert "come back with: farflung join one/run.ticket --out one" in swarm.said("one")
-    left_at = swarm.step("one")
+    said, left_at = swarm.said("one"), swarm.step("one")
+    kept = f"its last checkpoint is of step {left_at}; "
+    assert f"{kept}come back with: farflung join one/run.ticket --out one" in said, said
     bootstrap.send_signal(signal.SIGINT)
     assert bootstrap.wait(patience(30)) == 0
     swarm.join("one", ticket="two/run.ticket")  # the bootstrap is gone
@@ -308,3 +309,16 @@ def test_a_read_only_folder_and_another_runs_folder_are_refused(swarm: Swarm) ->
     type(ticket).new("another", {}).write(other / "run.ticket")
     refused = farflung("join", swarm.folder / "run.ticket", "--out", other, "--listen", "127.0.0.1")
     assert refused.returncode == 2 and "holds another run" in refused.stderr, refused
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", ["status", "doctor"])
+def test_who_looks_at_a_run_that_is_gone_gives_up_soon_in_one_line(swarm: Swarm, command: str) -> None:
+    node = swarm.start("invite", "--name", "gone", "--port", swarm.port, "--ticket", "run.ticket", log="node")
+    until(lambda: (swarm.folder / "run.ticket").exists())
+    node.kill()
+    node.wait()
+    found = farflung(command, swarm.folder / "run.ticket", "--listen", "127.0.0.1")
+    lines = [line for line in (found.stdout + found.stderr).splitlines() if "ticket to gone" not in line]
+    assert found.returncode and len(lines) == 1, lines
+    assert "where nobody has answered for 20 s; ask a peer that is there" in lines[0]

@@ -486,13 +486,13 @@ def test_what_training_would_refuse_is_not_planned(tmp_path: Path) -> None:
     """Eight stages of four microbatches."""
     text = "[[machines]]\ncount = 8\nmemory_gb = 24\ntflops = 100\n"
     with pytest.raises(UserError, match="8 stages x 1 shards: microbatches is 4, too few to fill 8 stages"):
-        plan(options(tmp_path / "m.toml", text, model="llama-125m", batch_tokens=4096.0))
+        plan(options(tmp_path / "m.toml", text, model="llama-125m", batch_tokens=4096.0, sequence_length=1024))
 
 
 @pytest.mark.slow
 def test_settings_of_training_change_what_a_plan_costs(tmp_path: Path) -> None:
     def costs(**asked: Any) -> Any:
-        plans, _, _ = plan(options(tmp_path / "m.toml", methods="diloco", **asked))
+        plans, _, _ = plan(options(tmp_path / "m.toml", methods="diloco", sequence_length=1024, **asked))
         return next(p for p in plans if (p.choice.layout.stages, p.choice.layout.shards) == (8, 1))
 
     usual = costs()

@@ -231,13 +231,26 @@ def test_only_what_everyone_has_counts_as_whole() -> None:
     living = [0, 1, 2]
     kept = Kept(HashStore(), lambda: living)
     for process, steps in enumerate([{10, 20, 30, 40}, {10, 20}, {10}]):
-        kept.tell(process, steps)
-    assert kept.whole() == [10] and kept.oldest_needed(0, keep=1) == 10 and kept.oldest_needed(0, keep=2) == 0
-    kept.add(1, 30)
+        kept.tell(process, dict.fromkeys(steps))
+    assert kept.whole() == [10] and kept.needed(0, keep=1) == (10, None) and kept.needed(0, keep=2) == (0, None)
+    kept.add(1, 30, None)
     living.remove(2)
-    assert kept.whole() == [30, 20, 10] and kept.oldest_needed(0, keep=2) == 20
+    assert kept.whole() == [30, 20, 10] and kept.needed(0, keep=2) == (20, None)
     living.append(3)  # who has said nothing yet
     assert kept.whole() == []
+
+
+def test_the_best_checkpoint_is_the_one_of_the_least_mean_loss_and_stays() -> None:
+    kept = Kept(HashStore(), lambda: (0, 1))
+    for process, losses in enumerate([{10: 1.0, 20: 3.0, 40: float("nan")}, {10: 4.0, 20: 1.5, 40: 0.1}]):
+        kept.tell(process, losses)
+    assert kept.best() == 20  # 10 is better for one of them only, and what is not finite is no loss
+    assert kept.needed(0, keep=1) == (40, 20)
+    kept.add(0, 50, None)
+    kept.add(1, 50, 0.0)
+    assert kept.best() == 20  # until all have judged the new one
+    kept.add(0, 50, 0.5)
+    assert kept.needed(0, keep=1) == (50, 50)
 
 
 def test_on_each_machine_one_replica_writes_and_one_process_tells() -> None:
@@ -440,3 +453,34 @@ def test_an_island_on_two_machines_ends_well_and_is_exported_from_both_folders_t
     for path in tmp_path.glob("machine-0/checkpoints/averaged*"):
         path.unlink()
     assert "checkpoints at step 25" in export(tmp_path / "machine-0", tmp_path / "other")
+
+
+def test_a_run_that_has_ended_goes_on_with_more_steps_and_its_best_weights_are_exported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The learning rate then rises so far that the loss does, too."""
+    assert run_here(monkeypatch, tmp_path, "train", *SIMULATED, "--steps", "10", "--out", "run") == 0
+    before = json.loads((tmp_path / "run" / "summary.json").read_text())
+    on = ["train", "--resume", "run", "--lr", "3.0", "--keep-checkpoints", "1"]
+    assert run_here(monkeypatch, tmp_path, *on, "--steps", "9") == 2
+    assert "--steps is 9, but run has come to step 10; give more" in capsys.readouterr().err
+    assert run_here(monkeypatch, tmp_path, *on, "--steps", "30") == 0
+    after = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (before["steps"], after["steps"], after["rounds"]) == (10, 30, 6)
+    assert after["validation_loss"] > before["validation_loss"]
+    assert checkpoint.whole_steps(tmp_path / "run") == [30, 10]  # the last, and the best
+    capsys.readouterr()
+    assert run_here(monkeypatch, tmp_path, "export", "run", "best", "--best") == 0
+    loss = f"{before['validation_loss']:.4f}"
+    assert f"the checkpoints of 2 replicas at step 10, the best: validation loss {loss}" in capsys.readouterr().out
+    assert (tmp_path / "best" / "model.safetensors").exists()
+
+
+def test_after_max_hours_all_stop_at_one_step_with_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [*SIMULATED, "--steps", "100000", "--max-hours", "1e-9", "--out", "run"]
+    assert run_here(monkeypatch, tmp_path, "train", *arguments) == 0
+    (step,) = checkpoint.whole_steps(tmp_path / "run")[:1]
+    said = capsys.readouterr().err
+    assert f"max_hours is over: stopped after step {step}; its last checkpoint is of step {step}; go on with" in said

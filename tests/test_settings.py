@@ -122,18 +122,18 @@ def test_a_table_that_there_is_not_is_named(tmp_path: Path) -> None:
     [
         (
             AFTER_RESUME,
-            "boundary deadline device islands microbatches pipeline_schedule restarts shard stages track "
-            "track_replicas",
+            "boundary checkpoint_every deadline device eval_every force_tokenizer islands keep_checkpoints log_every "
+            "lr max_hours microbatches pipeline_schedule restarts shard stages steps track track_replicas",
         ),
         (
             BETWEEN_MACHINES,
-            "data deadline device keep_checkpoints log_every offload out outer_device starting tokenizer track "
-            "track_replicas",
+            "data deadline device keep_checkpoints log_every max_hours offload out outer_device starting tokenizer "
+            "track track_replicas",
         ),
         (
             BETWEEN_PEERS,
-            "batch_size boundary checkpoint_every data deadline device eval_every gateway log_every max_tokens "
-            "microbatches out pipeline_schedule restarts shard stages text_column track track_replicas",
+            "batch_size boundary checkpoint_every data deadline device eval_every gateway log_every max_hours "
+            "max_tokens microbatches out pipeline_schedule restarts shard stages text_column track track_replicas",
         ),
     ],
 )

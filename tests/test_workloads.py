@@ -1,6 +1,8 @@
 """Data, tokenizers and models, on small folders made here."""
 
 import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +55,8 @@ def write_all_kinds(folder: Path) -> dict[str, Path]:
     lines = "\n".join(json.dumps({"id": i, "text": text}) for i, text in enumerate(TEXTS))
     (folder / "rows.jsonl").write_text(lines + "\n")
     pa.parquet.write_table(pa.table({"id": range(60), "text": TEXTS}), folder / "rows.parquet")
-    return {"folder": folder / "texts", "jsonl": folder / "rows.jsonl", "parquet": folder / "rows.parquet"}
+    (folder / "rows.csv").write_text("id,text\n" + "".join(f'{i},"{text}"\n' for i, text in enumerate(TEXTS)))
+    return {"folder": folder / "texts"} | {kind: folder / f"rows.{kind}" for kind in ("jsonl", "parquet", "csv")}
 
 
 def test_every_kind_of_file_gives_the_same_documents(tmp_path: Path) -> None:
@@ -115,14 +118,19 @@ def test_max_tokens_stops_reading(tmp_path: Path) -> None:
     ("content", "words"),
     [
         (None, ["no such file", "stdlib"]),
-        ("", ["holds no text"]),
+        ("", ["the file is empty; give one with text in it"]),
+        ("\n\ufeffwide".encode("utf-16"), ["UTF-16", "iconv -f UTF-16 -t UTF-8"]),
+        (b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR", ["the file is binary", "'*.txt'"]),
         ("short", ["fewer than one sequence of 128", "sequence_length"]),
     ],
 )
-def test_bad_text_is_refused(tmp_path: Path, content: str | None, words: list[str]) -> None:
+def test_bad_text_is_refused(tmp_path: Path, content: str | bytes | None, words: list[str]) -> None:
     path = tmp_path / "x.txt"
     if content is not None:
-        path.write_text(content)
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    if not content:
+        with pytest.raises(UserError, match=words[0]):
+            Language(LanguageSettings(data=str(path))).check()
     with pytest.raises(UserError) as error:
         data.load(LanguageSettings(data=str(path)), tokenizers.Bytes())
     assert "\n" not in str(error.value) and all(word in str(error.value) for word in [str(path), *words])
@@ -268,6 +276,43 @@ def test_a_tokenizer_larger_than_the_model_is_refused(saved_model: str) -> None:
 
     with pytest.raises(UserError, match=r"257 tokens but model .* only 256"):
         models.model_config(LanguageSettings(model=saved_model, sequence_length=64), Large())
+
+
+@pytest.fixture(scope="module")
+def model_with_tokenizer(tmp_path_factory: pytest.TempPathFactory, trained_tokenizer: str) -> str:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    folder = tmp_path_factory.mktemp("published")
+    shutil.copytree(trained_tokenizer, folder, dirs_exist_ok=True)
+    GPT2LMHeadModel(GPT2Config(vocab_size=300, n_embd=32, n_layer=1, n_head=2, n_positions=64)).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize("pretrained", [True, False])
+def test_a_models_own_tokenizer_is_the_default(
+    model_with_tokenizer: str, trained_tokenizer: str, pretrained: bool
+) -> None:
+    settings = LanguageSettings(model=model_with_tokenizer, pretrained=pretrained)
+    own, same = Language(settings).tokenizer, tokenizers.load(trained_tokenizer)
+    assert np.array_equal(own.encode(TEXTS[3]), same.encode(TEXTS[3]))
+    assert isinstance(Language(replace(settings, tokenizer=trained_tokenizer)).tokenizer, tokenizers.Pretrained)
+    other = replace(settings, tokenizer="bytes")
+    if pretrained:
+        with pytest.raises(UserError, match=r"tokenizer bytes is not the one .* leave out --tokenizer, or add --force"):
+            _ = Language(other).tokenizer
+    assert isinstance(Language(replace(other, force_tokenizer=pretrained)).tokenizer, tokenizers.Bytes)
+
+
+def test_published_weights_without_their_tokenizer_are_refused_unless_they_read_bytes(
+    saved_model: str, tmp_path: Path
+) -> None:
+    from transformers import GPT2Config
+
+    assert isinstance(Language(LanguageSettings(model=saved_model, pretrained=True)).tokenizer, tokenizers.Bytes)
+    GPT2Config(vocab_size=300, n_embd=32, n_layer=1, n_head=2, n_positions=64).save_pretrained(tmp_path)
+    assert isinstance(Language(LanguageSettings(model=str(tmp_path))).tokenizer, tokenizers.Bytes)
+    with pytest.raises(UserError, match="no tokenizer with it, and 300 tokens are not bytes; give the one"):
+        _ = Language(LanguageSettings(model=str(tmp_path), pretrained=True)).tokenizer
 
 
 def test_a_missing_tokenizer_is_refused() -> None:

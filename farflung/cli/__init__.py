@@ -30,6 +30,7 @@ COMMANDS = {
     **dict.fromkeys(("plan", "simulate"), "farflung.cli.planning"),
     **dict.fromkeys(("methods", "report", "export"), "farflung.cli.runs"),
     "track": "farflung.cli.watching",
+    "completion": "farflung.cli.completion",
 }
 """The modules of the commands, which are functions of the same names; one is imported when it is run."""
 
@@ -134,7 +135,7 @@ def _no_interrupt_lost() -> Iterator[None]:
 
 
 def _usage() -> str:
-    lines = [f"  farflung {name:9} {command_named(name).__doc__}" for name in COMMANDS]
+    lines = [f"  farflung {name:10} {command_named(name).__doc__}" for name in COMMANDS]
     return "\n".join(
         [
             "Train one model on machines that are far apart.",

@@ -8,43 +8,44 @@ import functools
 import io
 import os
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import tyro
 from typing_extensions import Doc
 
+from farflung.cli import helping
 from farflung.errors import UserError, suggestion
 from farflung.tables import MayDiffer, help_of, hints_of, rule_of, tell_renamed
 
 T = TypeVar("T")
 MISUSE, FAILURE = 2, 1
+LIKE_A_FILE = (tyro.conf.FlagCreatePairsOff, tyro.conf.OmitArgPrefixes)
+"""Flags are called as keys of a file are, without their tables, and those that are on or off take no value."""
 
 
-def parse(kind: type[T], arguments: list[str], command: str, about: str | None, default: T | None = None) -> T:
-    """Arguments as a dataclass, by tyro. Raises UserError, in one line, where tyro would print a box."""
+def parse(kind: type[T], arguments: list[str], command: str, about: str | None, first: Sequence[str] = ()) -> T:
+    """Arguments as a dataclass, by tyro. Raises UserError, in one line, where tyro would print a box.
+
+    Help shows of the settings in tables those that matter `first`; --help-all shows all.
+    """
     run: Callable[..., T] = functools.partial(
-        tyro.cli,
-        kind,
-        args=arguments,
-        prog=f"farflung {command}",
-        description=about or "",
-        config=(tyro.conf.FlagCreatePairsOff, tyro.conf.OmitArgPrefixes),
+        tyro.cli, kind, args=arguments, prog=f"farflung {command}", description=about or "", config=LIKE_A_FILE
     )
-    if default is not None:
-        run = functools.partial(run, default=default)
+    if asked := {*helping.ASKED} & {*arguments}:
+        shown = helping.shown(kind, () if "--help-all" in asked else first)
+        config = (*LIKE_A_FILE, tyro.conf.DisallowNone)
+        tyro.cli(shown, args=["--help"], prog=f"farflung {command}", description=about or "", config=config)
     try:
         with _as_plain_text() as printed:
             return run()
     except SystemExit as exit:
-        if exit.code:
-            own = next((error for error in _causes(exit) if isinstance(error, UserError)), None)
-            line = _with_flag(str(own), arguments) if own else _one_line(printed.getvalue(), arguments, command)
-            if without := re.match("(--[\\w-]+) is given without a value", line):
-                line = line.replace(without[0], without[0] + _wanted(without[1], run))
-            raise UserError(line) from None
-    return run()  # help, which the terminal may well have in colours
+        own = next((error for error in _causes(exit) if isinstance(error, UserError)), None)
+        line = _with_flag(str(own), arguments) if own else _one_line(printed.getvalue(), arguments, command)
+        if without := re.match("(--[\\w-]+) is given without a value", line):
+            line = line.replace(without[0], without[0] + _wanted(without[1], run))
+        raise UserError(line) from None
 
 
 def _wanted(name: str, run: Callable[..., Any]) -> str:

@@ -16,6 +16,7 @@ from typing import Annotated, Any
 
 import tyro
 
+from farflung.cli import helping
 from farflung.cli.arguments import FAILURE, flag, free_folder, given, kinds_among, parse, unset, with_field, without
 from farflung.cli.training import check_trackers, tell_result, telling_how_to_go_on, tracking, watched
 from farflung.errors import UserError, counted
@@ -28,9 +29,11 @@ from farflung.workloads.registry import WORKLOADS
 
 NOT_INVITED = (
     *("replicas", "shares", "network", "independent", "restarts", "conditions", "bandwidth_mbps", "latency_ms"),
-    *("step_ms", "stages", "shard", "islands", "gateway", "offload"),
+    *("step_ms", "stages", "shard", "islands", "gateway", "offload", "routes"),
 )
 """Settings that a run on the internet does not have, or that each peer gives to farflung join."""
+FIRST = ("model", "data", "method", "every", "steps", "batch_size", "lr", "robust", "listen", "port")
+"""The settings that whoever begins a run on the internet asks for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +51,7 @@ class _Peer:
 
 
 @dataclass(frozen=True)
-class _Invite(_Peer):
+class InviteOptions(_Peer):
     """Which run to start; most settings of farflung train can be given, too."""
 
     name: str
@@ -62,7 +65,7 @@ class _Invite(_Peer):
 
 
 @dataclass(frozen=True)
-class _Join(_Peer):
+class JoinOptions(_Peer):
     """Which run to join."""
 
     ticket: tyro.conf.Positional[Path]
@@ -72,7 +75,7 @@ class _Join(_Peer):
 
 
 @dataclass(frozen=True)
-class _Look:
+class StatusOptions:
     """Which run to look at."""
 
     ticket: tyro.conf.Positional[Path]
@@ -84,11 +87,11 @@ class _Look:
 
 
 @dataclass(frozen=True)
-class _Examine:
-    """Which run this machine would take part in."""
+class DoctorOptions:
+    """What to check."""
 
-    ticket: tyro.conf.Positional[Path]
-    """The ticket's file, or the folder of a run on the internet."""
+    ticket: tyro.conf.Positional[Path | None] = None
+    """The ticket's file, or the folder of a run on the internet; without, the machine alone is checked."""
     local: tyro.conf.OmitArgPrefixes[ListenAddress] = field(default_factory=ListenAddress)
     """The same settings as for farflung join on this machine; doctor tries them."""
 
@@ -96,9 +99,9 @@ class _Examine:
 def invite(arguments: list[str]) -> None:
     """Start a run on the internet: write its ticket, and be its first peer or a bootstrap node."""
     settings = Settings.of(**kinds_among(arguments))
-    if {"-h", "--help"} & set(arguments):  # else each that is given is refused with a reason
+    if {*helping.ASKED} & {*arguments}:  # else each that is given is refused with a reason
         settings = Settings(**{name: without(table, NOT_INVITED) for name, table in vars(settings).items()})
-    options: Any = parse(with_field(_Invite, "settings", settings), arguments, "invite", invite.__doc__)
+    options: Any = parse(with_field(InviteOptions, "settings", settings), arguments, "invite", invite.__doc__, FIRST)
     _refuse_several("start it without torchrun")
 
     from farflung.training import peer
@@ -107,7 +110,7 @@ def invite(arguments: list[str]) -> None:
     if options.train:
         folder = Path(options.settings.run.out) if options.settings.run.out else free_folder(options.name)
         run = options.settings.run
-        own = {"track": run.track, "track_replicas": run.track_replicas}
+        own = {"track": run.track, "track_replicas": run.track_replicas, "max_hours": run.max_hours}
         settings = peer.ticket_settings(ticket).changed(out=str(folder), **own)
         _train(ticket, settings, options, True, lambda network: _hand_out(network.invitation(), options.ticket))
         return
@@ -140,12 +143,15 @@ def _hand_out(ticket: Any, path: Path | None) -> None:
     say(f"the ticket is in {path}; hand it over as you would a password")
 
 
+def join_options() -> type[JoinOptions]:
+    """The arguments of join: its own, and what may differ between peers."""
+    tables = (*map(type, vars(Settings()).values()), *(kind.Settings for _, kind in WORKLOADS.usable()))
+    return with_field(JoinOptions, "own", unset(tables, BETWEEN_PEERS))
+
+
 def join(arguments: list[str]) -> None:
     """Join a run on the internet as one more peer; Ctrl-C leaves, the same command with --out rejoins."""
-    own = unset(
-        (*map(type, vars(Settings()).values()), *(kind.Settings for _, kind in WORKLOADS.usable())), BETWEEN_PEERS
-    )
-    options: Any = parse(with_field(_Join, "own", own), arguments, "join", join.__doc__)
+    options: Any = parse(join_options(), arguments, "join", join.__doc__)
 
     from farflung.training import peer
 
@@ -162,7 +168,7 @@ def join(arguments: list[str]) -> None:
 
 def status(arguments: list[str]) -> None:
     """Show the peers of a run on the internet: their step, speed, and when they were last heard."""
-    options = parse(_Look, arguments, "status", status.__doc__)
+    options = parse(StatusOptions, arguments, "status", status.__doc__)
 
     from farflung.report.peers import show
     from farflung.training import peer
@@ -173,14 +179,15 @@ def status(arguments: list[str]) -> None:
 
 
 def doctor(arguments: list[str]) -> None:
-    """Check whether this machine can join a run on the internet, and say what to fix."""
-    options = parse(_Examine, arguments, "doctor", doctor.__doc__)
+    """Check what this machine needs to train, or with a ticket, to join that run; and say what to fix."""
+    options = parse(DoctorOptions, arguments, "doctor", doctor.__doc__)
 
-    from farflung.training.peer import examined
+    from farflung.training import machine, peer
 
+    checks = machine.checked(options.local, Path.cwd())
     healthy = True
-    for finding in examined(options.ticket, options.local):
-        print(f"{'ok  ' if finding.good else 'BAD '} {finding.text}", flush=True)
+    for finding in peer.examined(options.ticket, options.local) if options.ticket else checks:
+        print(finding.line, flush=True)
         healthy = healthy and finding.good
     if not healthy:
         sys.exit(FAILURE)
@@ -189,7 +196,7 @@ def doctor(arguments: list[str]) -> None:
 def _train(
     ticket: Any,
     settings: Settings,
-    seat: _Invite | _Join,
+    seat: InviteOptions | JoinOptions,
     first: bool,
     joined: Callable[[Any], None] = lambda network: None,
     again: Sequence[str] = (),
@@ -197,6 +204,7 @@ def _train(
 ) -> None:
     """Trains as a peer, with some settings of its `own`; an island's processes are started to do so `again`."""
     from farflung.training import island, peer
+    from farflung.training.checkpoint import whole_steps
     from farflung.training.events import join_command
     from farflung.training.launch import local_rank
 
@@ -214,9 +222,10 @@ def _train(
 
     def come_back() -> str:
         alone_there = [] if island.knows_others(folder) else ["--first"]
-        return f"come back with: {join_command(folder, *flags, *alone_there)}"
+        kept = "".join(f"its last checkpoint is of step {step}; " for step in whole_steps(folder)[:1])
+        return f"{kept}come back with: {join_command(folder, *flags, *alone_there)}"
 
-    with telling_how_to_go_on(come_back):
+    with telling_how_to_go_on(come_back, max_hours=settings.run.max_hours):
         with tracking(settings, folder), watched(folder, sys.stderr) as show:
 
             def tell(network: Any) -> None:

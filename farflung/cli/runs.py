@@ -15,12 +15,12 @@ from farflung.errors import UserError, counted, disk_errors
 
 
 @dataclass(frozen=True)
-class _NoArguments:
+class MethodsOptions:
     """No arguments."""
 
 
 @dataclass(frozen=True)
-class _ReportOptions:
+class ReportOptions:
     """Which runs to report on."""
 
     runs: tyro.conf.Positional[tuple[Path, ...]]
@@ -36,18 +36,20 @@ class _ReportOptions:
 
 
 @dataclass(frozen=True)
-class _ExportOptions:
+class ExportOptions:
     """What to export, and where to."""
 
     run: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
     """The run folder."""
     folder: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="OUT")]
     """The folder to write; it must not exist, or be empty."""
+    best: bool = False
+    """Export the checkpoint with the least validation loss, instead of what the run ended with."""
 
 
 def methods(arguments: list[str]) -> None:
     """List the methods: what each does, its paper, its bytes, its settings and their defaults."""
-    parse(_NoArguments, arguments, "methods", methods.__doc__)
+    parse(MethodsOptions, arguments, "methods", methods.__doc__)
 
     from farflung.codecs import CODECS
     from farflung.methods import RECIPES, defaults_of
@@ -68,7 +70,7 @@ def methods(arguments: list[str]) -> None:
 
 def report(arguments: list[str]) -> None:
     """Write one self-contained report.html about one run, or comparing several."""
-    options = parse(_ReportOptions, arguments, "report", report.__doc__)
+    options = parse(ReportOptions, arguments, "report", report.__doc__)
 
     from farflung.report import write_report
 
@@ -82,10 +84,10 @@ def report(arguments: list[str]) -> None:
 
 def export(arguments: list[str]) -> None:
     """Write a run's averaged weights as a folder that AutoModelForCausalLM.from_pretrained loads."""
-    options = parse(_ExportOptions, arguments, "export", export.__doc__)
+    options = parse(ExportOptions, arguments, "export", export.__doc__)
 
     from farflung.training.export import export as write_export
 
     with working("averaging the replicas' weights"):
-        origin = write_export(options.run, options.folder)
+        origin = write_export(options.run, options.folder, options.best)
     print(f"farflung: {options.folder} holds {origin}")

@@ -30,6 +30,7 @@ from farflung.cli.arguments import (
     value_among,
     with_field,
 )
+from farflung.cli.previews import dry_run, print_config
 from farflung.cli.printing import working
 from farflung.errors import UserError, counted
 from farflung.files import event_files, holds_no_run
@@ -38,11 +39,13 @@ from farflung.signals import INTERRUPTED
 from farflung.tables import AFTER_RESUME, new_names
 from farflung.training.terminal import STARTED_HERE
 
+FIRST = ("model", "data", "method", "every", "replicas", "steps", "batch_size", "lr", "network", "out")
+"""The settings that whoever begins asks for."""
 MAY_CHANGE = ", ".join(flag(name) for name in names_that_may_differ(AFTER_RESUME, Settings()))
 
 
 @dataclass(frozen=True)
-class _Train:
+class TrainOptions:
     """What to train, or which run to go on with."""
 
     resume: Annotated[
@@ -51,6 +54,10 @@ class _Train:
     ] = None
     restart: bool = False
     """With --resume: start that run again from the beginning; its events and checkpoints are removed."""
+    print_config: bool = False
+    """Print the TOML file that the other flags mean, and train nothing."""
+    dry_run: bool = False
+    """Show what would be trained, its size, bytes, memory and time, and train nothing."""
 
 
 @dataclass(frozen=True)
@@ -71,11 +78,16 @@ class Asked:
     folder: Path
     resume: bool = False
     restart: bool = False
+    instead: Callable[[Settings], None] | None = None
+    """What to do with the settings in place of training."""
 
 
 def train(arguments: list[str]) -> None:
     """Train a model with several replicas, or resume a run."""
     asked = what_is_asked(arguments)
+    if asked.instead:
+        asked.instead(asked.settings)
+        return
     under_torchrun = "WORLD_SIZE" in os.environ
     network = asked.settings.network
     if network.independent and under_torchrun:
@@ -91,22 +103,30 @@ def train(arguments: list[str]) -> None:
 
     by_torchrun = under_torchrun and STARTED_HERE not in os.environ  # which would start again what has not ended well
     check_trackers(asked.settings)
-    with telling_how_to_go_on(lambda: how_to_go_on(asked.folder), 0 if by_torchrun else INTERRUPTED):
+    hours = asked.settings.run.max_hours
+    with telling_how_to_go_on(lambda: how_to_go_on(asked.folder), 0 if by_torchrun else INTERRUPTED, hours):
         if (_train_part if under_torchrun else _train_all)(asked):
             tell_result(asked.folder, simulated=network.kind.simulate is not None)
 
 
 @contextlib.contextmanager
-def telling_how_to_go_on(how: Callable[[], str], stopped: int = INTERRUPTED) -> Iterator[None]:
-    """Where a run ends early, says why and `how` to go on, and exits: with `stopped` where it was asked to end."""
+def telling_how_to_go_on(
+    how: Callable[[], str], stopped: int = INTERRUPTED, max_hours: float | None = None
+) -> Iterator[None]:
+    """Where a run ends early, says why and `how` to go on, and exits.
+
+    With `stopped` where it was asked to end, and with 0 after `max_hours`, as it was told to.
+    """
     from farflung.training.failures import RUN_ERRORS
-    from farflung.training.stopping import StoppedError
+    from farflung.training.stopping import StoppedError, seconds_here
 
     try:
         yield
     except (StoppedError, *RUN_ERRORS) as error:
-        print(f"farflung: {error}; {how()}", file=sys.stderr, flush=True)
-        sys.exit(stopped if isinstance(error, StoppedError) else FAILURE)
+        over = max_hours is not None and seconds_here() > 3600 * max_hours and isinstance(error, StoppedError)
+        why = f"max_hours is over: {error}" if over else str(error)
+        print(f"farflung: {why}; {how()}", file=sys.stderr, flush=True)
+        sys.exit(0 if over else stopped if isinstance(error, StoppedError) else FAILURE)
 
 
 def _train_all(asked: Asked) -> bool:
@@ -159,8 +179,20 @@ def _announce(asked: Asked) -> None:
     replicas, steps = counted(run.replicas, kind), counted(run.steps, "step")
     print(f"farflung: {replicas}{divided}, {asked.settings.rounds.method}, {steps}; run folder {asked.folder}")
     print(f"farflung: starting; {'it' if run.replicas == 1 else 'each'} reads its data and makes its model", flush=True)
-    if asked.resume and (asked.folder / "summary.json").exists():
-        print("farflung: this run has ended already: no step is left to train, and its results are written again")
+    if asked.resume and _last_step(asked.folder) >= run.steps:
+        print(
+            "farflung: this run has ended already: no step is left to train, and its results are written again; "
+            f"to go on, give more than --steps {run.steps}"
+        )
+
+
+def _last_step(folder: Path) -> int:
+    """The step of a run's end, or before it of its last whole checkpoint."""
+    from farflung.training.checkpoint import whole_steps
+
+    if (folder / "summary.json").exists():
+        return int(json.loads((folder / "summary.json").read_text("utf-8"))["steps"])
+    return max(whole_steps(folder), default=0)
 
 
 def what_is_asked(arguments: list[str]) -> Asked:
@@ -173,12 +205,13 @@ def what_is_asked(arguments: list[str]) -> Asked:
         defaults, arguments = read_settings(Path(arguments[0]), **over), arguments[1:]
     else:
         defaults = Settings.of(**over)
-    found: Any = parse(with_field(_Train, "settings", defaults), arguments, "train", HELP)
+    found: Any = parse(with_field(TrainOptions, "settings", defaults), arguments, "train", HELP, FIRST)
     if found.restart:
         raise UserError("--restart begins a run anew that is there; say which: farflung train --resume RUN --restart")
     settings = _with_replicas(found.settings)
     folder = Path(settings.run.out) if settings.run.out else free_folder(settings.rounds.method)
-    return Asked(settings.changed(out=str(folder)), folder)
+    instead = print_config if found.print_config else dry_run if found.dry_run else None
+    return Asked(settings.changed(out=str(folder)), folder, instead=instead)
 
 
 def _resumed(arguments: list[str]) -> Asked:
@@ -196,6 +229,8 @@ def _resumed(arguments: list[str]) -> Asked:
     settings = before.changed(**given(options.changes))
     from farflung.pipeline.check import refuse_other_weights
 
+    if options.changes.steps and not options.restart and settings.run.steps < (reached := _last_step(folder)):
+        raise UserError(f"--steps is {settings.run.steps}, but {folder} has come to step {reached}; give more")
     refuse_other_weights(before.island, settings.island)
     return Asked(_with_replicas(settings), folder, not options.restart, options.restart)
 

@@ -18,7 +18,7 @@ from farflung.signals import on_stop_signals
 
 
 @dataclass(frozen=True)
-class _Track:
+class TrackOptions:
     """Which run to hand on, and to what."""
 
     run: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
@@ -35,7 +35,7 @@ def track(arguments: list[str]) -> None:
     """Hand a run's figures on to trackers: TensorBoard, Weights & Biases, Trackio, MLflow."""
     from farflung.report import trackers
 
-    options = parse(_Track, arguments, "track", track.__doc__)
+    options = parse(TrackOptions, arguments, "track", track.__doc__)
     chosen = trackers.named(options.to)
     if not chosen:
         raise UserError(f"to is {options.to!r}; name at least one tracker: {', '.join(trackers.TRACKERS)}")

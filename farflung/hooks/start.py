@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
@@ -27,6 +28,8 @@ STATE = (
     "seed every replica alike before making the model, or load the same weights into all, and attach in the same order "
     "everywhere"
 )
+SETTING_IN_TEXT = re.compile(r"'?(\w+)'?(?:=|: )([^,(){}\[\]]+)")
+"""A setting and its value, as texts of methods and optimizers have them."""
 
 
 class Fact(NamedTuple):
@@ -66,10 +69,20 @@ def agree_within(layout: Layout, replica: int, settings: Mapping[str, str]) -> N
     for process, theirs in enumerate(others, start=1):
         for what, value in first.items():
             if theirs[what] != value:
+                unlike = differences(theirs[what], value)
+                told = ", ".join(f"{name}: {other}, not {own}" for name, other, own in unlike)
                 raise DisagreementError(
                     f"process {process} of replica {replica} is given another {what} than its process 0: "
-                    f"{theirs[what]}, not {value}; {WITHIN}"
+                    f"{told or f'{theirs[what]}, not {value}'}; {WITHIN}"
                 )
+
+
+def differences(one: str, other: str) -> list[tuple[str, str, str]]:
+    """The settings in which two texts of the same ones differ, each with both values; none where more differs."""
+    if SETTING_IN_TEXT.sub(r"\1", one) != SETTING_IN_TEXT.sub(r"\1", other):
+        return []
+    pairs = zip(SETTING_IN_TEXT.findall(one), SETTING_IN_TEXT.findall(other), strict=True)
+    return [(name, value, theirs) for (name, value), (_, theirs) in pairs if value != theirs]
 
 
 def _values(network: Network, key: str, fact: Fact, seconds: float) -> dict[int, str]:
@@ -81,7 +94,11 @@ def _values(network: Network, key: str, fact: Fact, seconds: float) -> dict[int,
 def _described(own: int, fact: Fact, others: Sequence[int], values: Mapping[int, str]) -> str:
     """Which replicas differ from this one, their values if known, and the remedy."""
     unlike = next((rank for rank in others if values and values[rank] != values[own]), None)
-    said = "" if unlike is None else f": {values[own]}, and replica {unlike} from {values[unlike]}"
+    said = ""
+    if unlike is not None:
+        named = differences(values[own], values[unlike])
+        told = ", ".join(f"{name}: {here} here, {there} at replica {unlike}" for name, here, there in named)
+        said = f": {told or f'{values[own]} here, {values[unlike]} at replica {unlike}'}"
     return f"replica {own} starts from other {fact.what} than {', '.join(map(str, others))}{said}; {fact.remedy}"
 
 

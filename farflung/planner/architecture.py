@@ -18,6 +18,7 @@ from farflung.workloads import Language, models
 from farflung.workloads.base import Span
 from farflung.workloads.decoder import anatomy, is_tied, loads
 from farflung.workloads.experts import active_shares, chosen_experts
+from farflung.workloads.settings import LanguageSettings
 from farflung.workloads.subspace import constrain, subspace_of
 
 VOCABULARY = 32_000
@@ -132,7 +133,9 @@ class Architecture:
         return (8 if recompute else 6) * (layers + attention) + (6 * self.last.work if span.last else 0.0)
 
 
-def architecture_of(name: str, sequence_length: int = 1024, tokenizer: str = "") -> Architecture:
+def architecture_of(
+    name: str, sequence_length: int = LanguageSettings.sequence_length, tokenizer: str = ""
+) -> Architecture:
     """A preset, or a model that transformers can configure, without memory for its weights. Raises UserError."""
     settings = Language.Settings(model=name, tokenizer=tokenizer or "bytes", sequence_length=sequence_length)
     config = Language(settings).config

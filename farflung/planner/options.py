@@ -11,6 +11,7 @@ from farflung.errors import UserError
 from farflung.lazy import Later
 from farflung.networks.simulator.conditions import SMALLEST
 from farflung.tables import Checked, setting
+from farflung.workloads.settings import LanguageSettings
 
 if TYPE_CHECKING:
     from farflung.pipeline import boundaries
@@ -28,7 +29,7 @@ class PlanOptions(Checked):
     """A TOML file of machines and links (docs: Plan before paying)."""
     tokens: float
     """Tokens to train on, such as 100e9."""
-    tokenizer: str = "bytes"
+    tokenizer: str | None = None
     """bytes, or anything that AutoTokenizer loads; a preset has as many embeddings as it has tokens."""
     methods: str = "ddp,diloco,noloco,dilocox,nolocox"
     """Names, with commas between: see `farflung methods`. A single island trains with local."""
@@ -48,7 +49,7 @@ class PlanOptions(Checked):
     """Keep weights and the state of both optimizers on the CPU; the device holds only what it is computing with."""
     batch_tokens: float = setting(524288, least=1, most=1e12)
     """Tokens that all replicas together train on in one inner step."""
-    sequence_length: int = setting(1024, least=2)
+    sequence_length: int = setting(LanguageSettings.sequence_length, least=2)
     """Tokens in one sequence."""
     micro_batch: int = setting(1, least=1, most=1e12)
     """Sequences that pass through a pipeline together."""

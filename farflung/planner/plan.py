@@ -49,7 +49,7 @@ class Plan:
 def plan(options: PlanOptions) -> tuple[list[Plan], list[Infeasible], Cluster]:
     """All choices that work, the fastest first; and those that fail. Raises UserError."""
     cluster = read_cluster(options.machines)
-    model = architecture_of(options.model, options.sequence_length, options.tokenizer)
+    model = architecture_of(options.model, options.sequence_length, options.tokenizer or "bytes")
     fitting = Feasibility(model, cluster)
     plans, failures = [], []
     for choice in choices(options, model, cluster):

@@ -87,7 +87,7 @@ COLUMNS = (
     Column("blocked", "% of time", lambda r: 1 - r.computing, percent),
     Column("uplinks used", "% of rate", lambda r: r.timing.uplink, percent),
     Column("sent", "MB a replica and round", lambda r: r.sent, figures),
-    Column("sent", "GB in all", lambda r: r.timing.bytes_sent / 1e9, figures),
+    Column("sent by all", "GB in all", lambda r: r.timing.bytes_sent / 1e9, figures),
     Column("failed", "rounds a replica", lambda r: sum(one.failed for one in r.timing.rounds) / r.replicas, figures),
 )
 

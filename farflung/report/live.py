@@ -68,7 +68,7 @@ def _watch_on_terminal(
             run.refresh()
             first = next(iter(run.all_of(StartEvent)), None)
             if first:
-                progress.update(task, description=first.method, total=first.steps, completed=_slowest_step(run))
+                progress.update(task, description=first.method, total=_steps(run), completed=_slowest_step(run))
             beside: list[RenderableType] = [peers.table(others(), "other peer"), Text()] if others else []
             live.update(Group(progress, table(run), *beside, *_notes(run)), refresh=True)
 
@@ -191,7 +191,7 @@ def _slowest_step(run: Run) -> int:
 
 def _steps(run: Run) -> int:
     """The steps that the run is to have."""
-    return run.all_of(StartEvent)[0].steps
+    return max(run.all_of(StartEvent), key=lambda start: start.step).steps  # more may be asked for when it goes on
 
 
 def _print(console: Console, text: str) -> None:

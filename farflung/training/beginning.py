@@ -176,7 +176,9 @@ def left_as_it_was(folder: Path) -> Iterator[None]:
 
 def how_to_go_on(folder: Path) -> str:
     """What to tell the user of a run that has ended early, by what is in its folder."""
-    if checkpoint.whole_steps(folder) or not events.tell_of_training(folder.glob("events/*.jsonl")):
+    if steps := checkpoint.whole_steps(folder):
+        return f"its last checkpoint is of step {steps[0]}; go on with: {events.resume_command(folder)}"
+    if not events.tell_of_training(folder.glob("events/*.jsonl")):
         return f"go on with: {events.resume_command(folder)}"
     return f"there is no checkpoint to go on from; begin anew with: {restart_command(folder)}"
 

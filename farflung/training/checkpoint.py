@@ -21,7 +21,7 @@ from torch import Tensor
 from farflung.errors import UserError
 from farflung.files import replacing
 from farflung.formats import CHECKPOINT
-from farflung.training.events import died
+from farflung.training.events import died, losses
 from farflung.training.migrations import migrated
 
 _PART_NAME = re.compile(r"replica-([0-9]+)(?:-part-([0-9]+)-of-([0-9]+))?")
@@ -210,17 +210,35 @@ def whole_steps(folder: Path) -> list[int]:
     return sorted(set.intersection(*steps), reverse=True) if steps else []
 
 
+def best_step(folder: Path) -> tuple[int, float] | None:
+    """The step of the checkpoint with the least validation loss, as the mean of the replicas, and that loss.
+
+    None where no checkpoint is of a step at which all replicas were judged.
+    """
+    told = [losses(folder, replica) for replica in replicas_of(folder)]
+    steps = [step for step in whole_steps(folder) if all(step in one for one in told)]
+    means = {step: sum(one[step] for one in told) / len(told) for step in steps}
+    best = min(means, key=lambda step: (means[step], -step), default=None)
+    return None if best is None else (best, means[best])
+
+
 def replicas_of(folder: Path) -> list[int]:
     """The living replicas that this folder knows of."""
     names = [_PART_NAME.fullmatch(path.stem) for path in (folder / "events").glob("replica-*.jsonl")]
     return sorted({int(found[1]) for found in names if found} - died(folder))
 
 
-def prune(folder: Path, replica: int, before: int) -> None:
-    """Removes a replica's files of earlier steps."""
+def prune(folder: Path, replica: int, before: int, best: int | None = None) -> None:
+    """Removes a replica's files of earlier steps, but for the best one."""
     for step in _steps(folder):
-        if step < before:
+        if step < before and step != best:
             _remove(folder, step, replica)
+
+
+def forget_results(folder: Path, stem: str) -> None:
+    """Removes what a run left that had ended and goes on: its averaged weights, and what tells of its end."""
+    for path in (average_of(folder, stem), folder / "summary.json"):
+        path.unlink(missing_ok=True)
 
 
 def forget_after(folder: Path, replica: int, step: int) -> None:

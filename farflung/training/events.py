@@ -14,7 +14,7 @@ from io import FileIO
 from pathlib import Path
 
 from farflung.errors import UserError, counted, disk_errors
-from farflung.events import EndEvent, Event, RoundEvent, WarningEvent, events_in, line_of
+from farflung.events import EndEvent, EvaluationEvent, Event, RoundEvent, WarningEvent, events_in, line_of
 from farflung.outer import Round
 from farflung.training.terminal import WATCHED_BY, say
 
@@ -194,6 +194,14 @@ def died(folder: Path) -> set[int]:
     """The simulated replicas whose machines have stopped for good."""
     ends = [event for path in folder.glob("events/replica-*.jsonl") for event in _whole_lines(path)[-1:]]
     return {event.replica for event in ends if isinstance(event, EndEvent) and event.reason == "died"}
+
+
+def losses(folder: Path, replica: int) -> dict[int, float]:
+    """A replica's validation losses so far, by the step; those that were not finite are left out."""
+    path = folder / "events" / f"replica-{replica}.jsonl"
+    told = _whole_lines(path) if path.exists() else []
+    judged = [event for event in told if isinstance(event, EvaluationEvent)]
+    return {event.step: event.validation_loss for event in judged if event.validation_loss is not None}
 
 
 def tell_death(path: Path) -> None:

@@ -23,11 +23,11 @@ else:
     resharding = Later("farflung.training.resharding")
 
 
-def export(folder: Path, target: Path) -> str:
+def export(folder: Path, target: Path, best: bool = False) -> str:
     """Writes a model with the replicas' averaged weights to `target`; returns which weights these are.
 
     Of a run that has not ended, or whose averaged weights are damaged, the last whole checkpoint is averaged, or the
-    last one of each independent replica. Raises UserError.
+    last one of each independent replica; the `best` ones by validation loss if asked for. Raises UserError.
     """
     if not (folder / "config.toml").exists():
         raise UserError(holds_no_run(folder, "there is no config.toml; give a folder that farflung train has made"))
@@ -40,7 +40,7 @@ def export(folder: Path, target: Path) -> str:
             f"{_own_weights(folder)}"
         )
     settings = read_settings(folder / "config.toml")
-    weights, origin = _averaged(folder, settings)
+    weights, origin = _best(folder) if best else _averaged(folder, settings)
     beside = target.with_name(f"{target.name}.tmp")
     with disk_errors(f"write to {target}", "give another folder, or make room"):
         try:
@@ -83,6 +83,26 @@ def _averaged(folder: Path, settings: Settings) -> tuple[dict[str, Any], str]:
     steps = sorted({step for _, step in last})
     at = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
     return resharding.mean_weights(complete), f"the mean of {len(complete)}{of} replicas' checkpoints at {at}{but}"
+
+
+def _best(folder: Path) -> tuple[dict[str, Any], str]:
+    """The mean of the replicas' weights at the step where they were judged best; independent ones at a step each."""
+    homes = sorted({path.parent.parent for path in event_files(folder)})
+    found = [(home, *best) for home in homes if (best := checkpoint.best_step(home))]
+    if not found:
+        raise UserError(
+            f"{folder} has no checkpoint of a step at which all replicas were judged; let the run go on, with "
+            "--checkpoint-every a multiple of --eval-every, or leave out --best"
+        )
+    parts = [checkpoint.complete(home, step, one) for home, step, _ in found for one in checkpoint.replicas_of(home)]
+    if not all(parts):
+        raise UserError(
+            f"{folder} has only parts of replicas; copy the folders of all machines together, and export that"
+        )
+    steps, loss = sorted({step for _, step, _ in found}), sum(loss for *_, loss in found) / len(found)
+    at = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
+    origin = f"the mean of the checkpoints of {counted(len(parts), 'replica')} at {at}, the best"
+    return resharding.mean_weights(parts), f"{origin}: validation loss {loss:.4f}"
 
 
 def _damaged(folder: Path, homes: Sequence[Path]) -> list[Path]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import os
 import subprocess
 import sys
@@ -24,7 +25,7 @@ from farflung.training import beginning, checkpoint, launch, peer
 from farflung.training.events import holds_a_run, tell_death
 from farflung.training.failures import RunFailedError, described_exit
 from farflung.training.finish import finish_apart
-from farflung.training.stopping import StoppedError
+from farflung.training.stopping import StoppedError, seconds_here
 from farflung.training.terminal import BEGIN_WITH, WATCHED_BY, say
 
 JOIN = (sys.executable, "-m", "farflung", "join")
@@ -51,11 +52,19 @@ def prepare(settings: Settings, folder: Path, resume: bool, restart: bool = Fals
     elif resume:
         beginning.refuse_other_replicas(settings, folder)
         beginning.refuse_edited(settings, folder)
+        _let_go_on(settings.run.steps, folder)
     launch.write_settings(settings, folder)
     path = folder / "run.ticket"
     ticket = parts.read_ticket(path) if path.exists() else parts.Ticket.new(folder.name, {})
     with disk_errors(f"write to {folder}", "choose another folder with --out"):
         dataclasses.replace(ticket, settings=shared).write(path)
+
+
+def _let_go_on(steps: int, folder: Path) -> None:
+    """Has replicas train on that have ended, where a run is to have more steps now."""
+    for summary in folder.glob("replica-*/summary.json"):
+        if json.loads(summary.read_text("utf-8"))["steps"] < steps:
+            checkpoint.forget_results(summary.parent, summary.parent.name)
 
 
 def _shared(settings: Settings) -> dict[str, object]:
@@ -158,6 +167,8 @@ def launch_all(settings: Settings, folder: Path, resume: bool) -> None:
                 member.start(ticket, first, together)
             if asked.wait(POLL_SECONDS):
                 raise StoppedError("stopped by a signal")
+            if (hours := settings.run.max_hours) and seconds_here() > 3600 * hours:
+                raise StoppedError(f"stopped after {hours:g} hours")
     ended = {member.number: member.folder for member in members if member.finished}
     if not ended:
         raise RunFailedError(f"no replica has come to its end; their output lies in {folder}/logs")

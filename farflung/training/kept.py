@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -16,38 +17,58 @@ from farflung.training.stopping import Stop
 class Kept:
     """The checkpoints that each process has reported, in a shared store; reports may lag behind.
 
-    A checkpoint is whole when `everyone` has it; the dead are left out.
+    A checkpoint is whole when `everyone` has it; the dead are left out. The best one is that of the least validation
+    loss, as the mean of what all have told of it.
     """
 
     def __init__(self, store: Store, everyone: Callable[[], Iterable[int]]) -> None:
         self._store, self._everyone = store, everyone
-        self._own: dict[int, set[int]] = {}
+        self._own: dict[int, dict[int, float | None]] = {}
 
-    def tell(self, process: int, steps: Iterable[int]) -> None:
-        """Says at which steps a process has its part of a checkpoint, before it trains."""
-        self._own[process] = set(steps)
+    def tell(self, process: int, losses: Mapping[int, float | None]) -> None:
+        """Says at which steps a process has its part of a checkpoint, and its validation losses there if known."""
+        self._own[process] = dict(losses)
         with contextlib.suppress(dist.DistError, RuntimeError):  # others then keep their files for longer
-            self._store.set(f"kept/{process}", json.dumps(sorted(self._own[process])))
+            self._store.set(f"kept/{process}", json.dumps(sorted(self._own[process].items())))
 
-    def add(self, process: int, step: int) -> None:
-        """Says that a process has written one more."""
-        self.tell(process, {*self._own[process], step})
+    def add(self, process: int, step: int, loss: float | None) -> None:
+        """Says that a process has written one more, with the validation loss at its step if known."""
+        self.tell(process, {**self._own[process], step: loss})
 
-    def oldest_needed(self, process: int, keep: int) -> int:
-        """The step before which a process may remove its own: all are known to have `keep` newer ones."""
+    def needed(self, process: int, keep: int) -> tuple[int, int | None]:
+        """The step before which a process may remove its own, as all are known to have `keep` newer ones; but the best.
+
+        None where no checkpoint is known to be the best.
+        """
         whole = self.whole()
-        oldest = whole[keep - 1] if len(whole) >= keep else 0
-        self._own[process] = {step for step in self._own[process] if step >= oldest}
-        return oldest
+        oldest, best = whole[keep - 1] if len(whole) >= keep else 0, self.best()
+        self._own[process] = {step: loss for step, loss in self._own[process].items() if step >= oldest or step == best}
+        return oldest, best
 
     def whole(self) -> list[int]:
         """The steps at which everyone has said to have a checkpoint, newest first; none while that is not known."""
+        return sorted(self._together(), reverse=True)
+
+    def best(self) -> int | None:
+        """The step of the least validation loss; of several, the last."""
+        means = {step: sum(told) / len(told) for step, losses in self._together().items() if (told := _known(losses))}
+        return min(means, key=lambda step: (means[step], -step), default=None)
+
+    def _together(self) -> dict[int, list[float | None]]:
+        """What everyone has told of the steps at which all have a checkpoint."""
         keys = [f"kept/{process}" for process in self._everyone()]
         try:
             told = self._store.multi_get(keys) if self._store.check(keys) else [b"[]"]
         except (dist.DistError, RuntimeError):
-            return []
-        return sorted(set.intersection(*(set(json.loads(steps)) for steps in told)), reverse=True)
+            return {}
+        every = [dict(json.loads(one)) for one in told]
+        return {step: [one[step] for one in every] for step in set.intersection(*map(set, every))}
+
+
+def _known(losses: list[float | None]) -> list[float]:
+    """The losses, if all are known and finite; else none."""
+    known = [loss for loss in losses if loss is not None and math.isfinite(loss)]
+    return known if len(known) == len(losses) else []
 
 
 @dataclass(frozen=True)

@@ -159,7 +159,7 @@ def run_simulated(settings: Settings, folder: Path, resume: bool) -> None:
 
     def replica(network: SimulatedNetwork) -> None:
         if step and step not in (steps := checkpoint.steps_of(folder, network.rank)):
-            kept.tell(network.rank, steps)
+            kept.tell(network.rank, dict.fromkeys(steps))
             network.stay_dead()
         device = pick_device(settings.run.device, network.rank)
         trainer = Trainer(settings, network, folder, coordination, device, step, workload)

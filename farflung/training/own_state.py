@@ -131,17 +131,17 @@ class Kept:
     def tell(self, replica: int) -> None:
         """Says which checkpoints a replica has, before it trains."""
         if self._told:
-            self._told.tell(replica, checkpoint.steps_of(self._folder, replica))
+            self._told.tell(replica, dict.fromkeys(checkpoint.steps_of(self._folder, replica)))
 
     def add(self, replica: int, step: int) -> None:
         """Says that it has written one more."""
         if self._told:
-            self._told.add(replica, step)
+            self._told.add(replica, step, None)  # a loop of one's own judges where it likes
 
     def oldest_needed(self, replica: int) -> int:
         """The step before which a replica may remove its own."""
         if self._told:
-            return self._told.oldest_needed(replica, self._keep)
+            return self._told.needed(replica, self._keep)[0]
         everyone = [replica] if self._outer.network.elastic else self._outer.network.members()
         whole = sorted(set.intersection(*(checkpoint.steps_of(self._folder, one) for one in everyone)), reverse=True)
         return whole[self._keep - 1] if len(whole) >= self._keep else 0

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from farflung.errors import UserError, counted
+from farflung.findings import Finding
 from farflung.networks.following import FollowingNetwork
 from farflung.networks.listening import ListenAddress
 from farflung.networks.settings import NetworkSettings
@@ -32,7 +33,7 @@ from farflung.training.trainer import Trainer
 
 if TYPE_CHECKING:
     from farflung.networks import Network, TorchNetwork
-    from farflung.networks.internet import DoorNetwork, Finding, Identity, InternetNetwork, Peers, Ticket
+    from farflung.networks.internet import DoorNetwork, Identity, InternetNetwork, Peers, Ticket
     from farflung.networks.internet.contact.member import Member
 
 TICKET_SECONDS = 10.0
@@ -53,7 +54,7 @@ def shared_settings(settings: Settings) -> dict[str, Any]:
     if settings.island.divided or settings.island.gateway:
         raise UserError("stages, shard and gateway are each peer's own; leave them out, and give them to farflung join")
     check_for_internet(settings)
-    own = {"out": "", "track": "", "track_replicas": RunSettings.track_replicas}
+    own = {"out": "", "track": "", "track_replicas": RunSettings.track_replicas, "max_hours": None}
     return settings.changed(**own, network=NetworkSettings.network).changes()
 
 
@@ -315,13 +316,13 @@ def examined(path: Path, local: ListenAddress) -> Iterator[Finding]:
     try:
         ticket = parts.read_ticket(path)
         places = counted(len(ticket.addresses), "address")
-        yield parts.Finding(True, f"{path} is a ticket to {ticket.name}, with {places}")
+        yield Finding(True, f"{path} is a ticket to {ticket.name}, with {places}")
         ticket_settings(ticket)
         with looking_on(ticket, local) as network:
-            yield parts.Finding(True, "the run's peers accept the ticket; clocks and versions agree with theirs")
+            yield Finding(True, "the run's peers accept the ticket; clocks and versions agree with theirs")
             yield from parts.examine(network.peers)
     except UserError as error:
-        yield parts.Finding(False, str(error))
+        yield Finding(False, str(error))
 
 
 def _shapes_of(settings: Settings) -> tuple[str, int]:

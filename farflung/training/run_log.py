@@ -138,19 +138,21 @@ class RunLog:
         if ended.reason:
             self.warn(f"round {ended.round}: {ended.outcome}: {ended.reason}")
 
-    def evaluate(self) -> None:
-        """Judges the weights as they are now, and writes some of them down."""
+    def evaluate(self) -> float:
+        """Judges the weights as they are now, and writes some of them down. Returns the validation loss."""
         with self.rate.paused():
+            loss = self.island.evaluate()
             sample = self._sampled_weights().numpy().astype(np.dtype("<f4"))
             self.events.write(
                 EvaluationEvent(
                     step=self.progress.step,
                     tokens=self.units,
                     bytes_sent=self._total(self.network.traffic.bytes_sent),
-                    validation_loss=self.island.evaluate(),
+                    validation_loss=loss,
                     sample=base64.b64encode(sample.tobytes()).decode(),
                 )
             )
+        return loss
 
     def checkpoint(self, seconds: float) -> None:
         """A checkpoint was written, in so long."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import queue
 import threading
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -17,6 +18,14 @@ POLL_SECONDS = 1.0
 """Seconds between two checks whether the run should stop."""
 AGREEMENT_SECONDS = 20.0
 """Longest wait of a stopping process for the others' answers, in seconds."""
+
+
+_BEGAN = time.monotonic()
+
+
+def seconds_here() -> float:
+    """Seconds since this process began, but for what it had imported before."""
+    return time.monotonic() - _BEGAN
 
 
 class StoppedError(Exception):

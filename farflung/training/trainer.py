@@ -15,12 +15,12 @@ from farflung.pipeline.assemble import assemble
 from farflung.settings import Settings
 from farflung.training import checkpoint
 from farflung.training.checkpoint import Checkpoint
-from farflung.training.events import EventLog
+from farflung.training.events import EventLog, losses
 from farflung.training.kept import Coordination
 from farflung.training.learning_rate import lr_scale
 from farflung.training.resharding import buffer_names, load_state
 from farflung.training.run_log import Progress, RunLog
-from farflung.training.stopping import StoppedError
+from farflung.training.stopping import StoppedError, seconds_here
 from farflung.training.tail import TailAverage
 from farflung.workloads import Workload
 
@@ -68,6 +68,8 @@ class Trainer:
         torch.manual_seed(seed * 1_000_003 + mesh.first + self.process)  # dropout differs between processes
         self.progress = Progress(resume_step or 0, trained=resume_step or 0)
         self.tail = TailAverage(self.model)
+        self._loss: float | None = None
+        """The validation loss at this step, if it was measured."""
         self._saved = self._load(resume_step)
         if self._saved and network.timed:
             network.timed.resume(self._saved["clock"])
@@ -109,8 +111,8 @@ class Trainer:
             while self.step < self.settings.run.steps:
                 self._train_step(session)
         self.island.after_step()  # leaving has applied what was pending
+        self._loss = self.log.evaluate()  # first, so that the events that go with the checkpoint tell of it
         self.save(session)
-        self.log.evaluate()
         self.log.end("finished")
 
     def _train_step(self, session: Session) -> None:
@@ -118,6 +120,7 @@ class Trainer:
         lr = self.lr * lr_scale(self.settings.inner, self.step, run.steps)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
+        self._loss = None
         loss, fault = self.island.gradients(progress.trained)
         if fault:
             # Without gradients the optimizer changes nothing, but the step still counts for the rounds.
@@ -139,9 +142,11 @@ class Trainer:
             self.log.step(loss, lr, self.device)
         if comes(run.eval_every) and not last:
             session.average_buffers()
-            self.log.evaluate()
+            self._loss = self.log.evaluate()
         if run.checkpoint_every and comes(run.checkpoint_every) and not last:
             self.save(session)
+        if run.max_hours and seconds_here() > 3600 * run.max_hours:
+            self.stop.request()
         if self.stop.due_after(self.process, self.step) and not last:
             self.save(session)
             self.log.end("stopped")
@@ -157,14 +162,14 @@ class Trainer:
                 fault = error.strerror or error
                 self.log.warn(f"no checkpoint of step {self.step}: {fault}; see to {self.folder}; the last one stays")
                 return
-            self.kept.add(self.process, self.step)
+            self.kept.add(self.process, self.step, self._loss)
             self.prune()
             self.log.checkpoint(self.network.now() - began)
 
     def prune(self) -> None:
-        """Removes old checkpoints, once all are known to have as many newer ones as are to be kept."""
-        oldest = self.kept.oldest_needed(self.process, self.settings.run.keep_checkpoints)
-        checkpoint.prune(self.folder, self.island.coordinates.replica, before=oldest)
+        """Removes old checkpoints but the best, once all are known to have as many newer ones as are to be kept."""
+        oldest, best = self.kept.needed(self.process, self.settings.run.keep_checkpoints)
+        checkpoint.prune(self.folder, self.island.coordinates.replica, before=oldest, best=best)
 
     def _event_log(self, network: Network, resume_step: int | None) -> EventLog:
         """Its file is called after the replica where this process leads it."""
@@ -185,8 +190,8 @@ class Trainer:
         state = None
         if resume_step:
             state = load_state(self.folder, resume_step, mesh, coordinates, self.model, self.optimizer)
-        there = checkpoint.steps_of(self.folder, coordinates.replica)
-        self.kept.tell(self.process, (step for step in there if step <= self.step))
+        there, judged = checkpoint.steps_of(self.folder, coordinates.replica), losses(self.folder, coordinates.replica)
+        self.kept.tell(self.process, {step: judged.get(step) for step in there if step <= self.step})
         return state
 
     def _forget_the_rest(self) -> None:
@@ -196,6 +201,8 @@ class Trainer:
             for path in checkpoint.damaged(self.folder, replica, self.step):
                 self.log.warn(f"{path} is damaged, so this run goes on from step {self.step}")
         checkpoint.forget_after(self.folder, replica, self.step)
+        if self.step < self.settings.run.steps:
+            checkpoint.forget_results(self.folder, self.file_stem)
 
     def _state(self, session: Session) -> Checkpoint:
         return {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -77,13 +78,20 @@ def load(settings: LanguageSettings, tokenizer: Tokenizer, shares: int = 1) -> D
         chosen = hashlib.sha256(str(number).encode()).digest()[0] * HELD_OUT_SHARE < 256
         (held_out if chosen else training).append(tokens)
     if not training and not held_out:
-        raise UserError(f"data {settings.data}: holds no text; give another path, or another text_column")
+        raise no_text(settings.data)
     if len(training) + len(held_out) < HELD_OUT_SHARE:
         # Too few documents to hold out whole ones: the end of the text is held out instead.
         tokens = np.concatenate(training + held_out)
         cut = len(tokens) - len(tokens) // HELD_OUT_SHARE
         return Data(tokens[:cut], tokens[cut:], settings.sequence_length, settings.data, shares)
     return Data(_joined(training), _joined(held_out), settings.sequence_length, settings.data, shares)
+
+
+def no_text(data: str) -> UserError:
+    """The error of data in which there is no letter."""
+    if Path(data).is_file() and not Path(data).stat().st_size:
+        return UserError(f"data {data}: the file is empty; give one with text in it")
+    return UserError(f"data {data}: holds no text; give another path, or another text_column")
 
 
 def _tokenized(settings: LanguageSettings, tokenizer: Tokenizer) -> Iterator[NDArray[np.integer]]:

@@ -59,7 +59,7 @@ class Language:
     @cached_property
     def tokenizer(self) -> tokenizers.Tokenizer:
         """Makes tokens of text. Raises UserError."""
-        return tokenizers.load(self.settings.tokenizer)
+        return models.tokenizer_of(self.settings)
 
     @cached_property
     def config(self) -> Any:
@@ -84,7 +84,8 @@ class Language:
     def check(self) -> None:
         """See Workload."""
         _ = self.config
-        next(documents(self.settings.data, self.settings.text_column), None)
+        if not any(documents(self.settings.data, self.settings.text_column)):
+            raise data.no_text(self.settings.data)
 
     def outline(self) -> Any:
         """See Workload."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import difflib
 import logging
 import zlib
 from collections.abc import Iterator
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +19,7 @@ from farflung.errors import UserError
 from farflung.scoped import quiet
 from farflung.workloads.base import Reshape
 from farflung.workloads.settings import LanguageSettings
-from farflung.workloads.tokenizers import Tokenizer, reason
+from farflung.workloads.tokenizers import Bytes, Pretrained, Tokenizer, comes_with, load, reason
 
 PRESETS: dict[str, dict[str, int]] = {
     "micro": {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 176},
@@ -108,9 +110,36 @@ def _pretrained(kind: type, name: str, reshape: Reshape) -> Any:
         return made.from_pretrained(name, dtype=torch.float32)
 
 
+def tokenizer_of(settings: LanguageSettings) -> Tokenizer:
+    """The tokenizer that the settings name, or else the model's own.
+
+    Raises UserError where it cannot be loaded, or is another one than published weights were trained with.
+    """
+    given = settings.tokenizer
+    if settings.model in PRESETS:
+        return load(given or "bytes")
+    vocabulary = getattr(_loaded_config(settings.model), "vocab_size", Bytes.size)
+    if not comes_with(settings.model):
+        if settings.pretrained and not given and vocabulary != Bytes.size:
+            raise UserError(
+                f"model {settings.model} has no tokenizer with it, and {vocabulary} tokens are not bytes; give the "
+                "one that it was trained with: --tokenizer, a folder or a name on the hub"
+            )
+        return load(given or "bytes")
+    if not given:
+        return Pretrained(settings.model)
+    tokenizer = load(given)
+    if settings.pretrained and not settings.force_tokenizer and not Pretrained(settings.model).alike(tokenizer):
+        raise UserError(
+            f"tokenizer {given} is not the one that the weights of {settings.model} were trained with, so they would "
+            "make nothing of the text; leave out --tokenizer, or add --force-tokenizer"
+        )
+    return tokenizer
+
+
 def model_config(settings: LanguageSettings, tokenizer: Tokenizer) -> Any:
     """The model's transformers configuration, checked against tokenizer and sequences. Raises UserError."""
-    from transformers import AutoConfig, LlamaConfig
+    from transformers import LlamaConfig
 
     if settings.model in PRESETS:
         if settings.pretrained:
@@ -122,16 +151,12 @@ def model_config(settings: LanguageSettings, tokenizer: Tokenizer) -> Any:
             bos_token_id=tokenizer.end,
             eos_token_id=tokenizer.end,
         )
-    try:
-        with quiet("huggingface_hub", logging.ERROR):  # it would log each attempt to find a name
-            config = AutoConfig.from_pretrained(settings.model)
-    except (OSError, ValueError) as error:
-        raise _cannot_load(settings.model, error) from error
+    config = _loaded_config(settings.model)
     vocabulary = getattr(config, "vocab_size", tokenizer.size)
     if tokenizer.size > vocabulary:
         raise UserError(
-            f"tokenizer {settings.tokenizer} has {tokenizer.size} tokens but model {settings.model} only {vocabulary}; "
-            "use the tokenizer that belongs to the model"
+            f"tokenizer {settings.tokenizer or 'bytes'} has {tokenizer.size} tokens but model {settings.model} only "
+            f"{vocabulary}; use the tokenizer that belongs to the model"
         )
     longest = getattr(config, "max_position_embeddings", None) or settings.sequence_length
     if settings.sequence_length > longest:
@@ -139,6 +164,17 @@ def model_config(settings: LanguageSettings, tokenizer: Tokenizer) -> Any:
             f"sequence_length is {settings.sequence_length} but model {settings.model} takes at most {longest} tokens"
         )
     return config
+
+
+def _loaded_config(model: str) -> Any:
+    """What AutoConfig loads of a folder, or of a name on the hub. Raises UserError."""
+    from transformers import AutoConfig
+
+    try:
+        with quiet("huggingface_hub", logging.ERROR):  # it would log each attempt to find a name
+            return AutoConfig.from_pretrained(model)
+    except (OSError, ValueError) as error:
+        raise _cannot_load(model, error) from error
 
 
 def sequence_loss(model: nn.Module, sequences: torch.Tensor) -> torch.Tensor:
@@ -182,5 +218,8 @@ def check_causal(model: Any) -> None:
 
 
 def _cannot_load(name: str, error: Exception) -> UserError:
+    meant = difflib.get_close_matches(name, PRESETS, n=1)
+    if meant and not Path(name).exists():
+        return UserError(f"there is no model {name!r}; did you mean {meant[0]!r}?")
     known = ", ".join(PRESETS)
     return UserError(f"model {name!r}: {reason(name, error)}; give a preset ({known}), a folder, or a name on the hub")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from farflung.tables import BETWEEN_MACHINES, BETWEEN_PEERS, Checked, setting
+from farflung.tables import AFTER_RESUME, BETWEEN_MACHINES, BETWEEN_PEERS, Checked, setting
 
 
 @dataclass(frozen=True)
@@ -16,11 +16,13 @@ class LanguageSettings(Checked):
     pretrained: bool = False
     """Start from the model's published weights instead of random ones."""
     data: str = setting("stdlib", may_differ=BETWEEN_MACHINES | BETWEEN_PEERS)
-    """stdlib, a path or glob of text, JSON Lines or Parquet files, or hf:NAME to stream from the hub."""
-    tokenizer: str = setting("bytes", may_differ=BETWEEN_MACHINES)
-    """bytes, or anything that AutoTokenizer loads."""
+    """stdlib, a path or glob of text, JSON Lines, CSV or Parquet files, or hf:NAME to stream from the hub."""
+    tokenizer: str | None = setting(None, may_differ=BETWEEN_MACHINES)
+    """bytes, or anything that AutoTokenizer loads; unset: the model's own, or bytes for a preset."""
+    force_tokenizer: bool = setting(False, may_differ=AFTER_RESUME)
+    """Train published weights with another tokenizer than their own: each number then means another piece of text."""
     text_column: str = setting("text", may_differ=BETWEEN_PEERS)
-    """The column of JSON Lines, Parquet and hub data that holds the text."""
+    """The column of JSON Lines, CSV, Parquet and hub data that holds the text."""
     max_tokens: int = setting(100_000_000, least=1000, may_differ=BETWEEN_PEERS)
     """Read at most this many tokens of the data."""
     sequence_length: int = setting(128, least=2)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import codecs
 import glob
 import os
+import shlex
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +13,10 @@ from pathlib import Path
 from farflung.errors import UserError
 from farflung.files import written_by_farflung
 
-_LOADERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+_LOADERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
+
+LOOKED_AT = 1 << 13
+"""The bytes of a file that show whether it is text, in which no byte is zero."""
 
 COLUMNS_NAMED = 6
 """The most columns that a message names."""
@@ -67,10 +72,19 @@ def _below(folder: Path) -> Iterator[Path]:
 
 
 def _read(path: Path) -> str:
+    """The text of a file. Raises UserError for one that is no text, or in an encoding of two bytes a letter."""
     try:
-        return path.read_text(encoding="utf-8", errors="replace")
+        content = path.read_bytes()
     except OSError as error:
         raise UserError(f"data {path}: {error.strerror}; see that the file can be read") from error
+    if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        as_utf8 = shlex.quote(str(path.with_suffix(f".utf8{path.suffix}")))
+        remedy = f"iconv -f UTF-16 -t UTF-8 {shlex.quote(str(path))} > {as_utf8}"
+        raise UserError(f"data {path}: the text is UTF-16; make UTF-8 of it: {remedy}")
+    if b"\0" in content[:LOOKED_AT]:
+        kinds = "text, JSON Lines, CSV or Parquet"
+        raise UserError(f"data {path}: the file is binary; give {kinds}, or a glob such as '*.txt'")
+    return content.decode(errors="replace")
 
 
 def _rows(source: str, path: Path | None, column: str) -> Iterator[str]:

@@ -70,12 +70,20 @@ class Pretrained:
         """Bytes of text that some tokens stand for."""
         return len(self.decode(tokens).encode())
 
+    def alike(self, other: Tokenizer) -> bool:
+        """Whether each number means the same piece of text to another tokenizer."""
+        theirs = _byte_level(Bytes.end) if isinstance(other, Bytes) else other._tokenizer
+        return bool(self._tokenizer.get_vocab() == theirs.get_vocab())
+
     def save(self, folder: str) -> None:
         """Writes what AutoTokenizer loads beside an exported model."""
         self._tokenizer.save_pretrained(folder)
 
 
 Tokenizer = Bytes | Pretrained
+
+FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
+"""A folder with none of these has no tokenizer, of which AutoTokenizer would make an empty one."""
 
 
 def _byte_level(end: int) -> Any:
@@ -96,6 +104,12 @@ def _byte_level(end: int) -> Any:
 def load(name: str) -> Tokenizer:
     """The tokenizer that `--tokenizer` names. Raises UserError."""
     return Bytes() if name == "bytes" else Pretrained(name)
+
+
+def comes_with(model: str) -> bool:
+    """Whether a model, a folder or a name on the hub, may have a tokenizer of its own."""
+    folder = Path(model).expanduser()
+    return not folder.is_dir() or any((folder / name).exists() for name in FILES)
 
 
 def reason(name: str, error: Exception) -> str:

@@ -7,14 +7,13 @@ from farflung.networks.internet.contact.knocking import NobodyAnswersError
 from farflung.networks.internet.contact.peers import Peers
 from farflung.networks.internet.contact.ticket import Ticket, read_ticket
 from farflung.networks.internet.doors import DoorNetwork
-from farflung.networks.internet.examination import Finding, examine
+from farflung.networks.internet.examination import examine
 from farflung.networks.internet.network import InternetNetwork
 from farflung.networks.listening import ListenAddress
 from farflung.renamed import renamed
 
 __all__ = [
     "DoorNetwork",
-    "Finding",
     "Identity",
     "InternetNetwork",
     "ListenAddress",

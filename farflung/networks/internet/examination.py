@@ -6,9 +6,9 @@ import asyncio
 import os
 import time
 from collections.abc import Iterator
-from typing import NamedTuple
 
 from farflung.errors import UserError, counted
+from farflung.findings import Finding
 from farflung.networks.internet.contact.frames import Frame, FrameError, entry, plain, read_payload, write_payload
 from farflung.networks.internet.contact.host import UNREACHABLE, is_global, is_loopback
 from farflung.networks.internet.contact.member import Member
@@ -20,16 +20,9 @@ PROBE = 1 << 22
 PROBES_A_MINUTE = 6
 
 
-class Finding(NamedTuple):
-    """The result of one check."""
-
-    good: bool
-    text: str
-
-
 def examine(peers: Peers) -> Iterator[Finding]:
     """The checks of a peer that has just joined."""
-    yield Finding(True, _reachability(peers))
+    yield _reachability(peers)
     heard_of, answered = peers.members.all(), list[int]()
     for member in heard_of:
         link = peers.background.run(_link(peers, member), 10 * PROMPT_SECONDS)
@@ -41,18 +34,23 @@ def examine(peers: Peers) -> Iterator[Finding]:
     yield Finding(True, f"{counted(len(training), 'peer')} in training; {len(heard_of)} {were} heard of")
 
 
-def _reachability(peers: Peers) -> str:
+def _reachability(peers: Peers) -> Finding:
     own = [address for address in peers.info["addresses"] if address.rpartition("/p2p/")[0] != peers.seen]
     listed = ", ".join(own) or "no address"
     if any(map(is_global, own)):
-        return f"this machine has a public address ({listed}); others reach it there unless a firewall is in between"
+        return Finding(
+            True, f"this machine has a public address ({listed}), where others reach it if no firewall is between"
+        )
     if own and all(map(is_loopback, own)):
-        return f"only programs on this machine reach this peer ({listed}); for others to reach it, leave out --listen"
+        alone = f"only programs on this machine reach this peer ({listed})"
+        return Finding(True, alone, "for others to reach it, leave out --listen")
     private = f"this machine has private addresses only ({listed}): those on the same network reach it"
     remedy = "forward a port of the router to it, and give --port and --announce"
     if any(map(is_global, peers.addresses)):
-        return f"{private}, others through the run's public peers; to be reached without them, {remedy}"
-    return f"{private}, nobody else: no peer has a public address; {remedy}, or run farflung invite on a public machine"
+        helped = f"{private}, others through the run's public peers"
+        return Finding(True, helped, f"to be reached without them, {remedy}")
+    elsewhere = f"{remedy}, or run farflung invite on a public machine"
+    return Finding(True, f"{private}, nobody else: no peer has a public address", elsewhere)
 
 
 async def _link(peers: Peers, member: Member) -> Finding:
@@ -65,7 +63,7 @@ async def _link(peers: Peers, member: Member) -> Finding:
     except (*UNREACHABLE, RequestRefusedError, FrameError) as error:
         where = f"{member.described} at {', '.join(member.addresses) or 'no address'}"
         remedy = "see that it runs and that no firewall is in between"
-        return Finding(False, f"{where}: {plain(str(error)) or 'no answer'}; {remedy}")
+        return Finding(False, f"{where}: {plain(str(error)) or 'no answer'}", remedy)
     except UserError as error:
         return Finding(False, f"{member.described}: {plain(str(error))}")
     link = f"{(shaken - began) / 3 * 1e3:.0f} ms there and back, {up:.0f} Mbit/s to it, {down:.0f} back"

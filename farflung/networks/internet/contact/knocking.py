@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 KNOCK_SECONDS, TELL_SECONDS = 2.0, 10.0
 """How often a newcomer calls the peers of its ticket, and when it tells that nobody has answered yet."""
 
+LOOKING_SECONDS = 20.0
+"""How long one that only looks at the run calls: somebody sits before it and waits."""
 
 AT_FIRST_SECONDS = 5.0
 """How long one that can begin alone calls the peers of its ticket."""
@@ -37,7 +39,9 @@ class NobodyAnswersError(UserError):
 async def find_members(peers: Peers, addresses: Sequence[str], deadline_s: float) -> None:
     """Calls the peers at a ticket's addresses until one answers, or somebody comes. Raises UserError."""
     loop = asyncio.get_running_loop()
-    began, told = loop.time(), False
+    looks = not peers.info["listed"]
+    deadline_s = min(deadline_s, LOOKING_SECONDS) if looks else deadline_s
+    began, told = loop.time(), looks
     while not (peers.members.proven() or await _knock(peers, addresses, loop.time() - began > TELL_SECONDS)):
         if loop.time() - began > deadline_s:
             raise NobodyAnswersError(addresses, deadline_s)

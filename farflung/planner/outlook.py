@@ -1,0 +1,105 @@
+"""What a run would be, before it trains: `farflung train --dry-run`."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+
+import torch
+
+from farflung.cells import Cell, cells_among
+from farflung.errors import counted
+from farflung.outer import Method, message_bytes, traffic_per_hop
+from farflung.pipeline.settings import IslandSettings
+from farflung.planner.architecture import Architecture, architecture
+from farflung.planner.memory import RESERVED, memory_bytes
+from farflung.planner.table import figures
+from farflung.settings import Settings
+from farflung.workloads import Language, Workload
+
+SIDE, SECONDS = 1024, 0.2
+"""The side of the matrices that a device's speed is measured with, and for how long."""
+RUNTIME = f"{RESERVED / 1e9:g} GB of it for the runtime"
+
+
+def outlook(settings: Settings, device: torch.device) -> list[tuple[str, str]]:
+    """What is trained, sent and needed, and how long its steps take here at least; a name and a text each.
+
+    Measures the device for a moment, and reads no data. Raises UserError for settings that do not go together.
+    """
+    run, island, method = settings.run, settings.island, settings.method()
+    workload = settings.made_workload()
+    model = architecture(settings.workload.model, workload.outline()) if isinstance(workload, Language) else None
+    parameters = sum(one.numel() for one in workload.outline().parameters())
+    units = workload.units_per_sample * island.batch_size * run.replicas
+    rows = [
+        ("model", f"{getattr(settings.workload, 'model', run.workload)}, {parameters:,} parameters"),
+        ("replicas", f"{run.replicas}, {counted(settings.mesh().processes, 'process')} in all"),
+        ("trained on", f"{units * run.steps:,} {workload.units}: {counted(run.steps, 'step')} of {units:,}"),
+        ("rounds", _rounds(settings, method, _places(settings, model, workload))),
+    ]
+    if model:
+        rows.append(("memory", f"{figures(_memory(settings, model, method) / 1e9)} GB a process at most, {RUNTIME}"))
+    work = _work(settings, model, parameters) * units * run.steps
+    rate = _flops_per_second(device, island.precision) * _devices(device)
+    shown = f"{figures(work / rate / 60)} minutes or more for the steps, all on this machine's {device.type}"
+    return [*rows, ("time", f"{shown} at {figures(rate / 1e9)} GFLOP/s; rounds come on top")]
+
+
+def _memory(settings: Settings, model: Architecture, method: Method) -> float:
+    """The most bytes that any process needs."""
+
+    def need(island: IslandSettings) -> float:
+        trained = model.constrained(island.boundary, island.stages, settings.run.seed)
+        return memory_bytes(trained, island, method, settings.workload.sequence_length)
+
+    return max(need(settings.island.of(shape)) for shape in set(settings.mesh().shapes))
+
+
+def _rounds(settings: Settings, method: Method, places: Sequence[Sequence[Cell]]) -> str:
+    """How many there are, and what each replica sends in them."""
+    replicas, every, name = settings.run.replicas, method.schedule.every, settings.rounds.method
+    if not method.exchanges or every is None or replicas == 1:
+        return f"none ({name})"
+    members = max(map(len, method.topology.groups(tuple(range(replicas)), "dry run")))
+    size = sum(message_bytes(method, cells, members) for cells in places)
+    sent = (members - 1) * sum(traffic_per_hop(method.codec, method.averaging, members)) * size
+    count = settings.run.steps // every
+    told = f"{count} of {name}, each {counted(every, 'step')}"
+    return f"{told}; a replica sends {figures(sent / 1e6)} MB in one, {figures(count * sent / 1e6)} MB in all"
+
+
+def _places(settings: Settings, model: Architecture | None, workload: Workload) -> list[list[Cell]]:
+    """The cells that each process of a replica exchanges."""
+    shape = settings.mesh().shapes[0]
+    if model is None:
+        return [cells_among([[tuple(one.shape) for one in workload.outline().parameters()]])]
+    trained = model.constrained(settings.island.boundary, shape.stages, settings.run.seed)
+    return trained.kept_cells(shape.stages, shape.shards)
+
+
+def _work(settings: Settings, model: Architecture | None, parameters: int) -> float:
+    """Operations for one unit, forward and backward."""
+    if model is None:
+        return 6.0 * parameters
+    (whole,) = model.spans(1)
+    return model.flops_per_token(whole, settings.workload.sequence_length, settings.island.recompute)
+
+
+def _flops_per_second(device: torch.device, precision: str) -> float:
+    """Operations a second in products of matrices."""
+    matrix = torch.ones(SIDE, SIDE, device=device, dtype=getattr(torch, precision))
+    began, count = time.monotonic(), 0
+    while (took := time.monotonic() - began) < SECONDS or count < 2:
+        (matrix @ matrix)[0, 0].item()  # which waits for the device
+        count += 1
+    return 2.0 * SIDE**3 * count / took
+
+
+def _devices(device: torch.device) -> float:
+    """How many times what was measured this machine has."""
+    if device.type == "cuda":
+        return torch.cuda.device_count()
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return cores / torch.get_num_threads() if device.type == "cpu" else 1

@@ -1,0 +1,27 @@
+"""What farflung train --dry-run says is what the run then does."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from processes import SMALL, run_here
+
+
+def test_a_dry_run_tells_what_the_run_then_sends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = [*map(str, SMALL), "--replicas", "2", "--steps", "20", "--every", "5", "--network", "simulated"]
+    assert run_here(monkeypatch, tmp_path, "train", *flags, "--dry-run") == 0
+    told = dict(re.split(r"\s{2,}", line, maxsplit=1) for line in capsys.readouterr().out.splitlines()[:-1])
+    assert list(told) == ["model", "replicas", "trained on", "rounds", "memory", "time"] and not [*tmp_path.iterdir()]
+    assert run_here(monkeypatch, tmp_path, "train", *flags, "--out", "run") == 0
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert f", {summary['parameters']:,} parameters" in told["model"]
+    assert told["trained on"].startswith(f"{summary['tokens']:,} tokens")
+    assert told["rounds"].startswith(f"{summary['rounds']} of noloco, each 5 steps")
+    in_all = float(re.findall(r"([\d.,]+) MB in all", told["rounds"])[0])
+    # Beside messages, what replicas tell each other about rounds is sent.
+    assert 0.9 * summary["bytes_sent"] / 2 < 1e6 * in_all <= 1.01 * summary["bytes_sent"] / 2, summary
