@@ -43,6 +43,8 @@ class _ExportOptions:
     """The run folder."""
     folder: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="OUT")]
     """The folder to write; it must not exist, or be empty."""
+    adapter: bool = False
+    """Of a run with --lora: write the adapter alone, as peft loads it; else it is merged into its base model."""
 
 
 def methods(arguments: list[str]) -> None:
@@ -87,5 +89,5 @@ def export(arguments: list[str]) -> None:
     from farflung.training.export import export as write_export
 
     with working("averaging the replicas' weights"):
-        origin = write_export(options.run, options.folder)
+        origin = write_export(options.run, options.folder, options.adapter)
     print(f"farflung: {options.folder} holds {origin}")

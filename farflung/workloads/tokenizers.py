@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from farflung.errors import UserError
+from farflung.workloads import templates
+from farflung.workloads.templates import Message
 
 
 class Bytes:
@@ -28,6 +31,18 @@ class Bytes:
     def count_bytes(self, tokens: list[int]) -> int:
         """Bytes of text that some tokens stand for."""
         return len(tokens)
+
+    def chat(self, messages: Sequence[Message]) -> templates.Rendered:
+        """A line `ROLE: CONTENT` of each message; an answer ends with byte 0 in place of the line's end."""
+        text, spans = "", []
+        for message in messages:
+            text += f"{message['role']}: "
+            begin = len(text.encode())
+            answers = message["role"] == templates.ANSWERS
+            text += f"{message.get('content', '')}" + ("\0" if answers else "\n")
+            spans += [(begin, len(text.encode()))] if answers else []
+        tokens = self.encode(text)
+        return templates.Rendered(tokens, templates.within(spans, np.arange(len(tokens))))
 
     def save(self, folder: str) -> None:
         """Writes what AutoTokenizer loads beside an exported model, with these very tokens."""
@@ -53,6 +68,7 @@ class Pretrained:
         except Exception as error:  # the many kinds that loading raises
             why = reason(name, error)
             raise UserError(f"tokenizer {name!r}: {why}; give bytes, a folder, or a name on the hub") from error
+        self._name = name
         self.size: int = len(self._tokenizer)
         end = self._tokenizer.eos_token_id
         self.end: int = 0 if end is None else end
@@ -69,6 +85,10 @@ class Pretrained:
     def count_bytes(self, tokens: list[int]) -> int:
         """Bytes of text that some tokens stand for."""
         return len(self.decode(tokens).encode())
+
+    def chat(self, messages: Sequence[Message]) -> templates.Rendered:
+        """A chat as the tokenizer's own template renders it. Raises UserError, and ChatError for a chat it refuses."""
+        return templates.rendered(self._tokenizer, self._name, messages)
 
     def save(self, folder: str) -> None:
         """Writes what AutoTokenizer loads beside an exported model."""
