@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import shutil
 from collections.abc import Mapping
@@ -58,7 +59,10 @@ class Language:
         remedy = "leave out --stages, --shard, --islands and --offload"
         if self.settings.lora:
             raise UserError(f"lora trains layers beside frozen ones, which stages and shards cannot hold yet; {remedy}")
-        if self.holds_chats:
+        chats_there = False
+        with contextlib.suppress(UserError):  # data that cannot be read is for `check` to tell of
+            chats_there = self.holds_chats
+        if chats_there:
             raise UserError(
                 f"data {self.settings.data} holds chats, whose prompts stages and shards do not mask; {remedy}"
             )
