@@ -13,6 +13,9 @@ from warm import Python
 
 from farflung.errors import UserError
 from farflung.events import RoundEvent
+from farflung.pipeline import Mesh
+from farflung.pipeline.island import WholeIsland
+from farflung.pipeline.settings import IslandSettings, IslandShape
 from farflung.report.read import read_run
 from farflung.training import checkpoint
 from farflung.training.resharding import whole_weights
@@ -35,6 +38,8 @@ ROWS = [
     {"messages": [{"role": "user", "content": f"what does {i} do"}, {"role": "assistant", "content": answer}]}
     for i, answer in enumerate(ANSWERS)
 ]
+LONG = {"prompt": "what does this do " * 30, "completion": "never"}
+SILENT = {"messages": [{"role": "user", "content": "hello"}]}
 TWO_TURNS = [
     {"role": "system", "content": "be brief"},
     *({"role": role, "content": f"{role} fox {turn}"} for turn in (1, 2) for role in ("user", "assistant")),
@@ -121,7 +126,11 @@ def test_bytes_and_all_forms_of_records_give_the_same_labels(tmp_path: Path) -> 
         ("{{ raise_exception('no users here') }}", ROWS, ["record 1", "no users here"]),
         (PLAIN, [ROWS[0], {"messages": []}], ["record 2", "without messages"]),
         (PLAIN, [ROWS[0], {"text": "x", "messages": None}], ["record 2", "is no chat"]),
-        (PLAIN, ROWS[:1], ["1 chat to learn from", "give more chats"]),
+        (PLAIN, ROWS[:1], ["1 chat to learn from", "give at least 3"]),
+        (PLAIN, ROWS[:2], ["2 chats to learn from", "give at least 3"]),
+        (PLAIN, [ROWS[0], LONG, LONG], ["1 chat to learn from", "2 of 3 chats are longer", "larger sequence_length"]),
+        (PLAIN, [LONG] * 9, ["all 9 chats are cut at sequence_length 64, before their answers begin; give a larger"]),
+        (PLAIN, [SILENT] * 9, ["0 chats to learn from", "9 of 9 chats are left out, which have no answer"]),
     ],
 )
 def test_chats_that_cannot_be_learnt_are_refused_in_a_line(
@@ -134,8 +143,7 @@ def test_chats_that_cannot_be_learnt_are_refused_in_a_line(
 
 
 def test_long_chats_are_cut_or_left_out_with_their_count(tmp_path: Path) -> None:
-    long = {"prompt": "x" * 90, "completion": "never"}
-    rows = [{"prompt": "a", "completion": "b" * n} for n in (2, 3, 200)] + [long]
+    rows = [{"prompt": "a", "completion": "b" * n} for n in (2, 3, 200)] + [LONG]
     settings = LanguageSettings(data=written(tmp_path / "c.jsonl", rows), sequence_length=40)
     with pytest.warns(UserWarning, match=r"2 of 4 chats are longer than sequence_length 40 \(1 are cut, 1 left out"):
         found = chats.load(settings, tokenizers.Bytes())
@@ -209,3 +217,35 @@ def test_a_run_of_adapters_is_killed_resumed_and_exported(
     config = tmp_path / "whole" / "config.toml"
     config.write_text(config.read_text().replace('\nbase = "', '\nbase = "0'))
     assert run_here(monkeypatch, tmp_path, "export", "whole", "other") == 2
+
+
+def test_a_step_is_the_mean_over_all_its_answers_in_any_microbatches(base: str, tmp_path: Path) -> None:
+    """Answers of 1 to 32 tokens: the mean of microbatches' means would be another one."""
+    rows = [{"prompt": "ab", "completion": "x" * (2 ** (n % 6))} for n in range(60)]
+    settings = LanguageSettings(
+        model=base, pretrained=True, lora=4, data=written(tmp_path / "c.jsonl", rows), sequence_length=64
+    )
+    workload = Language(settings)
+    tokens, labels = workload.batch(workload.sample_ids(5, 0, 0, 8))
+    model = workload.build(5)
+    told = model(input_ids=tokens).logits[:, :-1].log_softmax(-1)
+    learnt = labels[:, 1:] != -100
+    nll = -told.gather(2, tokens[:, 1:, None])[..., 0]
+    expected = nll[learnt].mean()
+    expected.backward()
+    assert learnt.sum(1).min() < learnt.sum(1).max()
+    for parts in (1, 2, 4):
+        island = WholeIsland(
+            IslandSettings(microbatches=parts, clip=0),
+            workload,
+            workload.build(5),
+            Mesh((IslandShape(),)),
+            Mesh((IslandShape(),)).coordinates(0),
+            5,
+            torch.device("cpu"),
+        )
+        loss, fault = island.gradients(0)
+        assert not fault and loss == pytest.approx(float(expected), rel=1e-6)
+        for one, other in zip(model.parameters(), island.model.parameters(), strict=True):
+            assert (one.grad is None) == (other.grad is None)
+            assert one.grad is None or torch.allclose(one.grad, other.grad, atol=1e-7)

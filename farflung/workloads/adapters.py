@@ -55,7 +55,8 @@ def refuse_other_base(model: nn.Module, settings: LanguageSettings) -> None:
     if settings.base and digest(model) != settings.base:
         raise UserError(
             f"model {settings.model}: its weights are not those that the run's adapters are for; "
-            "get the same base model as the run was begun with, and give where it lies with --model"
+            "put the base that the run began with there, or name another place: in the run's config.toml, or with "
+            "farflung join --model"
         )
 
 

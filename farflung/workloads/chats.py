@@ -28,6 +28,10 @@ Labelled = tuple[Tensor, Tensor]
 """Tokens (n, length) int64, and what is to be predicted of them: the tokens themselves, or IGNORED."""
 
 
+LEAST_TRAINING = 2
+"""The fewest chats that are trained on."""
+
+
 class Chats:
     """Chats to train on and chats held out; the beginning of a sequence is a prompt.
 
@@ -112,11 +116,17 @@ def load(settings: LanguageSettings, tokenizer: Tokenizer, shares: int = 1) -> C
             silent += not chat.answers.any()
     told = _told_of_lost(settings, len(kept) + left_out + silent, cut, left_out, silent)
     training, held_out = _dealt(kept)
-    if len(training) < shares or not held_out:
+    least = max(shares, LEAST_TRAINING)
+    if not kept and left_out:
+        raise UserError(
+            f"data {settings.data}: all {left_out} chats are cut at sequence_length {settings.sequence_length}, before "
+            "their answers begin; give a larger sequence_length, or shorter prompts"
+        )
+    if len(training) < least:
         longer = ", or a larger sequence_length" if left_out else ""
         raise UserError(
-            f"data {settings.data}: {counted(len(kept), 'chat')} to learn from, too few for "
-            f"{counted(shares, 'share')} and one held out{f' ({told})' if told else ''}; give more chats{longer}"
+            f"data {settings.data}: {counted(len(kept), 'chat')} to learn from{f' ({told})' if told else ''}; "
+            f"give at least {least + 1}: {least} to train on, and one held out{longer}"
         )
     if told:
         warnings.warn(f"data {settings.data}: {told}", stacklevel=2)

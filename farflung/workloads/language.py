@@ -156,11 +156,16 @@ class Language:
         """See Workload; of chats, the mean over the tokens of their answers."""
         return models.sequence_loss(model, *_parts(batch))
 
+    def weight(self, batch: Tensor | Labelled) -> int:
+        """See Workload: its sequences, or the tokens of answers that are predicted in it."""
+        return len(batch) if isinstance(batch, torch.Tensor) else int((batch[1][:, 1:] != chats.IGNORED).sum())
+
     def evaluate(self, model: Any, size: int, device: torch.device) -> float:
         """The mean cross-entropy, in nats a token, of the sequences held out, or of the answers in them."""
-        batches = list(zip(*(torch.split(part, size) for part in _parts(self._held_out)), strict=True))
-        losses = [float(models.sequence_loss(model, *base.to(batch, device))) for batch in batches]
-        weights = [_weight(*batch) for batch in batches]
+        held_out = (torch.split(part, size) for part in _parts(self._held_out))
+        batches = [parts[0] if len(parts) == 1 else parts for parts in zip(*held_out, strict=True)]
+        losses = [float(self.loss(model, base.to(batch, device))) for batch in batches]
+        weights = [self.weight(batch) for batch in batches]
         return sum(loss * weight for loss, weight in zip(losses, weights, strict=True)) / sum(weights)
 
     def digest(self) -> str:
@@ -311,8 +316,3 @@ class Language:
 def _parts(batch: Tensor | Labelled) -> Labelled | tuple[Tensor]:
     """Sequences, and their labels if they have others."""
     return (batch,) if isinstance(batch, torch.Tensor) else batch
-
-
-def _weight(sequences: Tensor, labels: Tensor | None = None) -> int:
-    """What a batch's loss counts: its sequences, or the tokens of answers that are predicted in it."""
-    return len(sequences) if labels is None else int((labels[:, 1:] != chats.IGNORED).sum())
