@@ -118,6 +118,15 @@ def test_bytes_and_all_forms_of_records_give_the_same_labels(tmp_path: Path) -> 
         assert all(map(torch.equal, other.batch(np.arange(3)), (tokens, labels)))
 
 
+def test_an_exported_byte_tokenizer_renders_chats_as_bytes_do(tmp_path: Path) -> None:
+    own = tokenizers.Bytes()
+    own.save(str(tmp_path))
+    theirs = tokenizers.load(str(tmp_path))
+    for chat in (TWO_TURNS, ROWS[0]["messages"]):
+        (tokens, answers), (other, marked) = own.chat(chat), theirs.chat(chat)
+        assert tokens.tolist() == other.tolist() and answers.tolist() == marked.tolist() and answers.any()
+
+
 @pytest.mark.parametrize(
     ("template", "rows", "words"),
     [

@@ -13,6 +13,14 @@ from farflung.errors import UserError
 from farflung.workloads import templates
 from farflung.workloads.templates import Message
 
+BYTES_TEMPLATE = (
+    "{% for message in messages %}{{ message.role + ': ' }}"
+    "{% if message.role == 'assistant' %}{% generation %}{{ message.content + eos_token }}{% endgeneration %}"
+    "{% else %}{{ message.content + '\\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+)
+"""Chats as `Bytes.chat` renders them, for the tokenizer that is exported."""
+
 
 class Bytes:
     """UTF-8 bytes as tokens; byte 0 ends a document."""
@@ -53,6 +61,7 @@ class Bytes:
             tokenizer_object=_byte_level(self.end),
             bos_token=ended_by,
             eos_token=ended_by,
+            chat_template=BYTES_TEMPLATE,
             clean_up_tokenization_spaces=False,
         ).save_pretrained(folder)
 
