@@ -12,7 +12,7 @@ from processes import farflung, run_here, same, saved
 from warm import Python
 
 from farflung.errors import UserError
-from farflung.events import RoundEvent
+from farflung.events import EvaluationEvent, RoundEvent
 from farflung.pipeline import Mesh
 from farflung.pipeline.island import WholeIsland
 from farflung.pipeline.settings import IslandSettings, IslandShape
@@ -258,3 +258,21 @@ def test_a_step_is_the_mean_over_all_its_answers_in_any_microbatches(base: str, 
         for one, other in zip(model.parameters(), island.model.parameters(), strict=True):
             assert (one.grad is None) == (other.grad is None)
             assert one.grad is None or torch.allclose(one.grad, other.grad, atol=1e-7)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("method", "codec", "share"), [("diloco", "int4", 1 / 8), ("noloco", "modulo4", 1 / 8)])
+def test_adapters_travel_by_any_codec_and_learn(
+    base: str, method: str, codec: str, share: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = written(tmp_path / "c.jsonl", ROWS)
+    words = ["--model", base, "--pretrained", "--lora", "4", "--data", data, "--sequence-length", "64", "--lr", "0.02"]
+    words += ["--method", method, "--codec", codec, "--every", "5", "--steps", "20", "--microbatches", "2"]
+    words += ["--eval-every", "10", "--batch-size", "4", "--replicas", "2", "--network", "simulated", "--out", "run"]
+    assert run_here(monkeypatch, tmp_path, "train", *words) == 0
+    run = read_run(tmp_path / "run")
+    losses = [event.validation_loss for event in run.of(0, EvaluationEvent)]
+    assert losses[-1] < losses[0] - 0.05, losses
+    values = sum(map(torch.numel, saved(tmp_path / "run", 20, 0)["model"].values()))
+    sizes = [event.bytes_sent for event in run.of(0, RoundEvent)]
+    assert len(sizes) == 4 and all(size < 4 * values * share * 1.5 + 2000 for size in sizes), (values, sizes)
