@@ -7,6 +7,7 @@ so all replicas begin equal, and as the published model.
 from __future__ import annotations
 
 import hashlib
+import warnings
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -63,7 +64,9 @@ def refuse_other_base(model: nn.Module, settings: LanguageSettings) -> None:
 def save(base: Any, settings: LanguageSettings, weights: Mapping[str, Tensor], target: Path, merged: bool) -> None:
     """Writes a base model with trained adapters `merged` into it, or in peft's own form without it."""
     peft = _peft()
-    model = peft.get_peft_model(base, _config(settings))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of transformers, about what peft asks it
+        model = peft.get_peft_model(base, _config(settings))
     loaded = base.load_state_dict(weights, strict=False)
     absent = [name for name, parameter in base.named_parameters() if parameter.requires_grad and name not in weights]
     assert not loaded.unexpected_keys and not absent, f"no weights for {absent}, no place for {loaded.unexpected_keys}"
