@@ -13,6 +13,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -32,7 +33,17 @@ from farflung.workloads import Language
 from farflung.workloads.settings import LanguageSettings
 
 SYLLABLES = [consonant + vowel for consonant in "bdfgklmnprst" for vowel in "aeiou"]
-ALONE = "each replica alone"
+ALONE, TOGETHER, TRL = "each replica alone", "train --lora", "SFTTrainer"
+SHARED: Settings = {
+    "batch_size": 8,
+    "sequence_length": 64,
+    "eval_sequences": 64,
+    "inner": "adamw",
+    "lr": 3e-3,
+    "tokenizer": "bytes",
+}
+"""Of all runs."""
+
 FOLLOWERS = 4
 """How many words may follow a word."""
 
@@ -76,35 +87,24 @@ def write_texts(path: Path, count: int, seed: int) -> str:
     return str(path)
 
 
-def shared(options: Options, folder: Path) -> Settings:
-    """The settings of all runs; makes the base and the texts that they name."""
-    size = {"batch_size": 8, "sequence_length": 64, "eval_sequences": 64, "inner": "adamw", "tokenizer": "bytes"}
-    if not (base := folder / "base").exists():
-        texts = write_texts(folder / "before.jsonl", 4 * options.texts, seed=1)
-        run = folder / "pretraining"
-        steps = options.pretraining
-        simulate(
-            run,
-            **size,
-            model=options.model,
-            data=texts,
-            replicas=1,
-            steps=steps,
-            checkpoint_every=0,
-            lr=3e-3,
-            method="local",
-        )
-        export(run, base)
+def prepared(options: Options, folder: Path) -> Settings:
+    """The base and the texts to fine-tune on, as settings; makes them where they are not there yet."""
+    base = folder / f"base-{options.model}-{options.pretraining}-{options.texts}"
+    if not base.exists():
+        before = {"data": write_texts(folder / "before.jsonl", 4 * options.texts, seed=1), "method": "local"}
+        plan = {"model": options.model, "replicas": 1, "steps": options.pretraining, "checkpoint_every": 0}
+        simulate(folder / "pretraining", **SHARED, **before, **plan)
+        export(folder / "pretraining", base)
     data = write_texts(folder / "after.jsonl", options.texts, seed=2)
-    return {**size, "model": str(base), "pretrained": True, "lora": options.rank, "data": data, "lr": 3e-3}
+    return {**SHARED, "model": str(base), "pretrained": True, "lora": options.rank, "data": data}
 
 
-def replicas_run(options: Options, settings: Settings, method: Settings, seed: int) -> Result:
+def replicas_run(options: Options, settings: Settings, seed: int) -> Result:
     """What each replica reaches, and the bytes of its adapter's values and of a round."""
     with tempfile.TemporaryDirectory() as scratch:
         plan = {"replicas": options.replicas, "steps": options.steps, "checkpoint_every": 0, "shares": "apart"}
         end = {"eval_every": options.steps, "log_every": options.steps, "seed": seed}
-        run = simulate(Path(scratch) / "run", **settings, **plan, **end, **method).run
+        run = simulate(Path(scratch) / "run", **settings, **plan, **end).run
         assert run.summary
         ends = [run.of(replica, EvaluationEvent)[-1].validation_loss for replica in range(options.replicas)]
         rounds = [event.bytes_sent for event in run.of(0, RoundEvent)]
@@ -165,21 +165,18 @@ def process(options: Options, settings: Settings, seed: int) -> None:
 
 
 def run(options: Options, store: Store) -> Iterator[Part]:
-    settings = shared(options, store.scratch)
-    names = {name: value for name, value in settings.items() if name not in ("model", "data")} | vars(options)
-    with_rounds = {"method": "noloco", "every": options.every}
+    wanted = SHARED | {"pretrained": True, "lora": options.rank} | vars(options)
+    del wanted["seeds"]
 
-    def results(way: str) -> list[Result]:
-        def made(seed: int) -> Result:
-            if way == "SFTTrainer":
-                return trl_run(options, settings, seed)
-            return replicas_run(options, settings, {"method": "local"} if way == ALONE else with_rounds, seed)
-
-        wanted = {name: value for name, value in names.items() if name != "seeds"} | {"way": way}
-        return [store.once(wanted, seed, lambda seed=seed: made(seed)) for seed in options.seeds]  # type: ignore[misc]
+    def made(way: str, seed: int) -> Result:
+        settings = prepared(options, store.scratch)
+        if way == TRL:
+            return trl_run(options, settings, seed)
+        rounds = {"method": "local"} if way == ALONE else {"method": "noloco", "every": options.every}
+        return replicas_run(options, settings | rounds, seed)
 
     def row(way: str) -> tuple[Cell, ...]:
-        found = results(way)
+        found = [store.once(wanted | {"way": way}, seed, partial(made, way, seed)) for seed in options.seeds]
         losses = [loss for one in found for loss in one["losses"]]
         return way, mean(losses), min(losses), max(losses), found[0]["bytes"], 4 * found[0]["values"]
 
@@ -188,7 +185,7 @@ def run(options: Options, store: Store) -> Iterator[Part]:
         f"{options.replicas} replicas, rank {options.rank}, {options.steps} steps, every={options.every}, "
         f"{options.model} pre-trained for {options.pretraining} steps; loss held out, in nats a byte"
     )
-    yield Table(columns, map(row, (ALONE, "train --lora", "SFTTrainer")), title)
+    yield Table(columns, map(row, (ALONE, TOGETHER, TRL)), title)
 
 
 if __name__ == "__main__":
