@@ -169,10 +169,11 @@ class Settings:
         return WORKLOADS[self.run.workload](self.workload, shares)
 
     def settled(self) -> Settings:
-        """With the inner optimizer and the learning rate that a run takes where they do not say. Raises UserError."""
+        """With what a run takes where they do not say, such as the learning rate. Raises UserError."""
         chosen = self.method().inner
         name = next((name for name, known in inner.INNER.items() if known is chosen), None)  # None: a method's very own
-        return self.changed(inner=name, lr=self.inner.lr or chosen.lr)
+        settled = self.changed(inner=name, lr=self.inner.lr or chosen.lr)
+        return replace(settled, workload=self.workload.settled()) if isinstance(self.workload, Checked) else settled
 
 
 def names_that_may_differ(where: MayDiffer, settings: Settings) -> list[str]:

@@ -16,7 +16,7 @@ import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 from farflung.errors import UserError, suggestion
 
@@ -93,6 +93,10 @@ class Checked:
             value = getattr(self, field.name)
             _check_type(field.name, value, hints_of(type(self))[field.name])
             rule_of(field).check(field.name, value)
+
+    def settled(self) -> Self:
+        """With values for what is left to be found out. Raises UserError."""
+        return self
 
 
 def hints_of(kind: type) -> dict[str, Any]:

@@ -2,8 +2,8 @@
 
 A page's blocks run in order in one folder. A comment before a block says how, where it is not simply run:
 `<!-- not run: WHY -->`; `<!-- file: NAME -->`, so it is written there; `<!-- run small: FLAGS -->`, so runs that it
-begins get these flags and those of a run of seconds; `<!-- run as peers -->`, so its lines run at the same time, as in
-terminals of their own, until the last of them has held a round.
+begins get these flags and those of a run of seconds; `<!-- run as peers: FLAGS -->`, so its lines run at the same time,
+as in terminals of their own, with these flags, until the last of them has held a round.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def test_every_block_runs(page: Path, tmp_path: Path, monkeypatch: pytest.Monkey
         elif block.language == "sh":
             lines = [line for line in block.text.replace("\\\n", " ").splitlines() if line.strip()]
             if "run as peers" in block.marks:
-                run_as_peers(lines)
+                run_as_peers(lines, block.marks["run as peers"])
             else:
                 for line in lines:
                     run_line(smaller(line, block.marks["run small"]) if "run small" in block.marks else line)
@@ -103,7 +103,7 @@ def run_line(line: str) -> None:
         assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
 
 
-def run_as_peers(lines: list[str]) -> None:
+def run_as_peers(lines: list[str], flags: str) -> None:
     """Lines that begin and join a run on the internet, each a peer of its own; Ctrl-C ends them."""
     pytest.importorskip("hivemind")
     peers: list[Python] = []
@@ -114,7 +114,7 @@ def run_as_peers(lines: list[str]) -> None:
                 words += ["--max-tokens", "100000"]
                 until(Path(words[words.index("join") + 1]).exists, 60)
             else:
-                words = [*shlex.split(smaller(line), comments=True), "--steps", "1000000"]
+                words = [*shlex.split(smaller(line, flags), comments=True), "--steps", "1000000"]
             peers.append(Python("-m", *words))
         folder = Path(words[words.index("--out") + 1])
         until(lambda: any('"averaged"' in path.read_text() for path in folder.glob("events/*.jsonl")), 120)

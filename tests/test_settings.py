@@ -133,7 +133,8 @@ def test_a_table_that_there_is_not_is_named(tmp_path: Path) -> None:
         (
             BETWEEN_PEERS,
             "batch_size boundary checkpoint_every data deadline device eval_every gateway log_every max_hours "
-            "max_tokens microbatches out pipeline_schedule restarts shard stages text_column track track_replicas",
+            "max_tokens microbatches model out pipeline_schedule restarts shard stages text_column tokenizer track "
+            "track_replicas",
         ),
     ],
 )

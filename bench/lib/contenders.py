@@ -56,7 +56,9 @@ class Replica:
     def validation_loss(self) -> float:
         """Of this replica's weights."""
         self.model.eval()
-        return float(sequence_loss(self.model, self._workload.data.held_out(128)))
+        held_out = self._workload.data.held_out(128)
+        assert isinstance(held_out, torch.Tensor)  # of text
+        return float(sequence_loss(self.model, held_out))
 
     def meet(self, where: str) -> None:
         """Waits until all replicas have come so far."""

@@ -159,7 +159,9 @@ def trained(options: Options, kind: str, rank: int) -> Result:
     config = config_of(options)
     chain = Chain(config, kind, rank)
     workload = Language(config.workload)
-    held_out = workload.data.held_out(64).split(options.batch_size)
+    texts = workload.data.held_out(64)
+    assert isinstance(texts, torch.Tensor)
+    held_out = texts.split(options.batch_size)
     optimizer = torch.optim.AdamW(chain.parameters, lr=LEARNING_RATE, weight_decay=0.1, betas=(0.9, 0.95), fused=True)
     losses = {}
     for step in range(options.steps):

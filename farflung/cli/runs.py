@@ -45,6 +45,8 @@ class ExportOptions:
     """The folder to write; it must not exist, or be empty."""
     best: bool = False
     """Export the checkpoint with the least validation loss, instead of what the run ended with."""
+    adapter: bool = False
+    """Of a run with --lora: write the adapter alone, as peft loads it; else it is merged into its base model."""
 
 
 def methods(arguments: list[str]) -> None:
@@ -89,5 +91,5 @@ def export(arguments: list[str]) -> None:
     from farflung.training.export import export as write_export
 
     with working("averaging the replicas' weights"):
-        origin = write_export(options.run, options.folder, options.best)
+        origin = write_export(options.run, options.folder, options.best, options.adapter)
     print(f"farflung: {options.folder} holds {origin}")

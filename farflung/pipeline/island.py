@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from farflung.networks import Traffic
 from farflung.pipeline.mesh import Mesh, MeshCoordinates
 from farflung.pipeline.settings import IslandSettings
-from farflung.workloads.base import Ids, Workload, to
+from farflung.workloads.base import Batch, Workload, to
 
 
 class Island(Protocol):
@@ -76,10 +76,12 @@ class WholeIsland:
         """See Island."""
         settings = self.settings
         ids = self.workload.sample_ids(self.seed, self.coordinates.replica, step, settings.batch_size)
-        parts = np.array_split(ids, settings.microbatches or 1)
+        batches = [self.workload.batch(part) for part in np.array_split(ids, settings.microbatches or 1)]
+        weigh = getattr(self.workload, "weight", lambda _: 1)
+        weights = [weigh(batch) for batch in batches]
         total = 0.0
-        for part in parts:
-            loss = self._loss(part) / len(parts)
+        for batch, weight in zip(batches, weights, strict=True):
+            loss = self._loss(batch) * (weight / sum(weights))
             value = float(loss.detach())
             total += value
             if not math.isfinite(value):
@@ -111,9 +113,9 @@ class WholeIsland:
         """See Island."""
         return values
 
-    def _loss(self, ids: Ids) -> Tensor:
+    def _loss(self, batch: Batch) -> Tensor:
         with self._precision():
-            return self.workload.loss(self.model, to(self.workload.batch(ids), self.device))
+            return self.workload.loss(self.model, to(batch, self.device))
 
     def _precision(self) -> torch.autocast:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.settings.precision == "bfloat16")

@@ -18,13 +18,14 @@ from farflung.tables import toml_table
 if TYPE_CHECKING:
     from farflung.pipeline import boundaries
     from farflung.training import checkpoint, resharding
+    from farflung.workloads import Language, Workload
 else:
     boundaries, checkpoint = Later("farflung.pipeline.boundaries"), Later("farflung.training.checkpoint")
     resharding = Later("farflung.training.resharding")
 
 
-def export(folder: Path, target: Path, best: bool = False) -> str:
-    """Writes a model with the replicas' averaged weights to `target`; returns which weights these are.
+def export(folder: Path, target: Path, best: bool = False, adapter: bool = False) -> str:
+    """Writes a model with the replicas' averaged weights to `target`, or its `adapter` alone; returns which these are.
 
     Of a run that has not ended, or whose averaged weights are damaged, the last whole checkpoint is averaged, or the
     last one of each independent replica; the `best` ones by validation loss if asked for. Raises UserError.
@@ -44,8 +45,12 @@ def export(folder: Path, target: Path, best: bool = False) -> str:
     beside = target.with_name(f"{target.name}.tmp")
     with disk_errors(f"write to {target}", "give another folder, or make room"):
         try:
-            constrained_to, _ = boundaries.boundary_named(settings.island.boundary)
-            settings.made_workload().export(weights, beside, settings.run.seed, constrained_to)
+            workload = settings.made_workload()
+            if adapter:
+                _adapters_of(workload).export_adapter(weights, beside)
+            else:
+                constrained_to, _ = boundaries.boundary_named(settings.island.boundary)
+                workload.export(weights, beside, settings.run.seed, constrained_to)
         except SafetensorError as error:
             raise OSError(str(error)) from error
         if target.exists():
@@ -58,6 +63,15 @@ def _own_weights(folder: Path) -> str:
     if not (steps := checkpoint.whole_steps(folder)):
         return "but there is no whole checkpoint yet; let the loop call save() of its run folder"
     return f"these are the mean of {counted(len(checkpoint.replicas_of(folder)), 'replica')} at step {steps[0]}"
+
+
+def _adapters_of(workload: Workload) -> Language:
+    """A workload whose adapters can be written alone. Raises UserError."""
+    from farflung.workloads.language import Language
+
+    if not isinstance(workload, Language):
+        raise UserError(f"{type(workload).__name__} trains no adapters; leave out --adapter")
+    return workload
 
 
 def _averaged(folder: Path, settings: Settings) -> tuple[dict[str, Any], str]:

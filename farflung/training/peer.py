@@ -24,6 +24,7 @@ from farflung.networks.listening import ListenAddress
 from farflung.networks.settings import NetworkSettings
 from farflung.pipeline.boundaries import boundary_named
 from farflung.settings import RunSettings, Settings
+from farflung.tables import Checked
 from farflung.training import beginning, island, launch
 from farflung.training.failures import OneLine
 from farflung.training.finish import finish, write_results
@@ -54,6 +55,8 @@ def shared_settings(settings: Settings) -> dict[str, Any]:
     if settings.island.divided or settings.island.gateway:
         raise UserError("stages, shard and gateway are each peer's own; leave them out, and give them to farflung join")
     check_for_internet(settings)
+    if isinstance(settings.workload, Checked):  # such as the hash of the base that adapters are for
+        settings = dataclasses.replace(settings, workload=settings.workload.settled())
     own = {"out": "", "track": "", "track_replicas": RunSettings.track_replicas, "max_hours": None}
     return settings.changed(**own, network=NetworkSettings.network).changes()
 
@@ -328,8 +331,9 @@ def examined(path: Path, local: ListenAddress) -> Iterator[Finding]:
 def _shapes_of(settings: Settings) -> tuple[str, int]:
     """A hash of the model's shapes, and its number of values."""
     outline = settings.made_workload().outline()
-    shapes = [(name, tuple(parameter.shape)) for name, parameter in outline.named_parameters()]
-    values = sum(parameter.numel() for parameter in outline.parameters())
+    trained = [(name, parameter) for name, parameter in outline.named_parameters() if parameter.requires_grad]
+    shapes = [(name, tuple(parameter.shape)) for name, parameter in trained]
+    values = sum(parameter.numel() for _, parameter in trained)
     return hashlib.sha256(repr(shapes).encode()).hexdigest()[:16], values
 
 

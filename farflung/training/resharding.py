@@ -66,7 +66,7 @@ def load_state(
     names = names_of(optimizer)
     if own in paths:
         state = checkpoint.read(own)
-        alike = (state["model"][name].shape == one.shape for name, one in model.named_parameters())
+        alike = (state["model"][name].shape == one.shape for name, one in model.named_parameters() if one.requires_grad)
         if state["names"] == names and all(alike):
             return state
     if not checkpoint.complete(folder, step, coordinates.replica):

@@ -77,7 +77,7 @@ class RunLog:
     def start(self, device: torch.device, resumed: bool) -> None:
         """The process begins, or goes on."""
         settings, island = self.settings, self.island
-        own = sum(p.numel() for p in island.model.parameters())
+        own = sum(p.numel() for p in island.model.parameters() if p.requires_grad)
         self.events.write(
             StartEvent(
                 step=self.progress.step,
@@ -176,5 +176,5 @@ class RunLog:
 
     def _sampled_weights(self) -> torch.Tensor:
         """Some of the replica's weights, always the same ones."""
-        named = dict(self.island.model.named_parameters())
+        named = {name: p for name, p in self.island.model.named_parameters() if p.requires_grad}
         return self.island.total(sampled(named, layout_of(self.island.model, named), SAMPLED_WEIGHTS))

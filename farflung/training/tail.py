@@ -15,7 +15,7 @@ class TailAverage:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._parameters = dict(model.named_parameters())
+        self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._mean: dict[str, torch.Tensor] = {}
         self._count = 0
 

@@ -63,7 +63,7 @@ class Trainer:
         self.file_stem = mesh.file_stem(coordinates)
         self.method = dataclasses.replace(settings.method(), needs_inner=None)  # of which launch.prepare has told
         self.lr = settings.inner.lr or self.method.inner.lr
-        named = self.model.named_parameters()
+        named = [(name, parameter) for name, parameter in self.model.named_parameters() if parameter.requires_grad]
         self.optimizer = self.method.inner.make(named, lr=self.lr, weight_decay=settings.inner.weight_decay)
         torch.manual_seed(seed * 1_000_003 + mesh.first + self.process)  # dropout differs between processes
         self.progress = Progress(resume_step or 0, trained=resume_step or 0)

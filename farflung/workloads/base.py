@@ -25,6 +25,9 @@ class Workload(Protocol):
 
     It is made from an instance of its `Settings`. With several `shares`, the data is cut into so many stretches of one
     length, and a replica sees one of them. Making it reads no data; the first use of data reads it, once.
+
+    Where the microbatches of a step do not count the same, it has `weight(batch)`: what a batch's mean loss was taken
+    over, such as its number of tokens.
     """
 
     Settings: Any
@@ -71,7 +74,7 @@ class Workload(Protocol):
         ...
 
     def loss(self, model: Any, batch: Batch) -> Tensor:
-        """What training minimises: a mean over the batch's samples."""
+        """What training minimises: a mean over the batch's samples, or over what is learnt of them; see `weight`."""
         ...
 
     def evaluate(self, model: Any, size: int, device: torch.device) -> float:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import shutil
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,14 +20,16 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-    from farflung.workloads import base, data, decoder, models, tokenizers
+    from farflung.workloads import adapters, base, chats, data, decoder, models, tokenizers
     from farflung.workloads import subspace as subspaces
-    from farflung.workloads.base import Coordinates, Forward, Ids, Load, Reshape, Span
+    from farflung.workloads.base import Batch, Coordinates, Forward, Ids, Load, Reshape, Span
+    from farflung.workloads.chats import Chats, Labelled
     from farflung.workloads.data import Data
 else:
     torch, subspaces = Later("torch"), Later("farflung.workloads.subspace")
-    base, data, decoder, models, tokenizers = (
-        Later(f"farflung.workloads.{name}") for name in ("base", "data", "decoder", "models", "tokenizers")
+    adapters, base, chats, data, decoder, models, tokenizers = (
+        Later(f"farflung.workloads.{name}")
+        for name in ("adapters", "base", "chats", "data", "decoder", "models", "tokenizers")
     )
 
 PROMPT_TOKENS = 16
@@ -36,7 +40,10 @@ TEMPERATURE = 0.7
 
 
 class Language:
-    """A causal language model on sequences of tokens. A workload that can be divided: see Workload and Divisible."""
+    """A causal language model on sequences of tokens, or on the answers of chats; or an adapter of one.
+
+    A workload that can be divided where it trains on text, and all of the model: see Workload and Divisible.
+    """
 
     Settings = LanguageSettings
     units = "tokens"
@@ -48,13 +55,28 @@ class Language:
 
     @property
     def divisible(self) -> Language:
-        """See Workload."""
+        """See Workload. Raises UserError where the settings are for a whole model."""
+        remedy = "leave out --stages, --shard, --islands and --offload"
+        if self.settings.lora:
+            raise UserError(f"lora trains layers beside frozen ones, which stages and shards cannot hold yet; {remedy}")
+        chats_there = False
+        with contextlib.suppress(UserError):  # data that cannot be read is for `check` to tell of
+            chats_there = self.holds_chats
+        if chats_there:
+            raise UserError(
+                f"data {self.settings.data} holds chats, whose prompts stages and shards do not mask; {remedy}"
+            )
         return self
 
     @property
     def units_per_sample(self) -> int:
-        """See Workload."""
-        return self.settings.sequence_length
+        """See Workload: of a chat, the tokens of its answers, in the mean."""
+        return self.data.answer_tokens if isinstance(self.data, chats.Chats) else self.settings.sequence_length
+
+    @cached_property
+    def holds_chats(self) -> bool:
+        """Whether it trains on the answers of chats. Raises UserError."""
+        return chats.holds_chats(self.settings)
 
     @cached_property
     def tokenizer(self) -> tokenizers.Tokenizer:
@@ -67,61 +89,91 @@ class Language:
         return models.model_config(self.settings, self.tokenizer)
 
     @cached_property
-    def data(self) -> Data:
+    def data(self) -> Data | Chats:
         """The tokens. Raises UserError."""
+        if self.holds_chats:
+            return chats.load(self.settings, self.tokenizer, self._shares)
         return data.load(self.settings, self.tokenizer, self._shares)
 
     @cached_property
-    def _held_out(self) -> Tensor:
+    def _held_out(self) -> Tensor | Labelled:
         return self.data.held_out(self.settings.eval_sequences)
 
     @cached_property
     def bytes_per_unit(self) -> float:
-        """The bytes of held-out text that a token stands for, on average."""
-        tokens = self._held_out.flatten().tolist()
+        """The bytes of held-out text that a token stands for, on average; of chats, of their answers' text."""
+        parts = _parts(self._held_out)
+        tokens = parts[-1][parts[-1] != chats.IGNORED].tolist()
         return self.tokenizer.count_bytes(tokens) / len(tokens)
 
     def check(self) -> None:
         """See Workload."""
         _ = self.config
-        if not any(documents(self.settings.data, self.settings.text_column)):
+        if self.settings.lora:
+            self.outline()
+            if self.settings.base:
+                adapters.refuse_other_base(self._base(), self.settings)
+        if self.holds_chats:
+            chats.check(self.settings, self.tokenizer)
+        elif not any(documents(self.settings.data, self.settings.text_column)):
             raise data.no_text(self.settings.data)
+
+    def settled(self) -> LanguageSettings:
+        """Its settings with the hash of the base, where adapters are trained. Raises UserError."""
+        if not self.settings.lora or self.settings.base:
+            return self.settings
+        return replace(self.settings, base=adapters.digest(self._base()))
+
+    def _base(self) -> Any:
+        return models.build(self.settings, self.tokenizer, seed=0)
 
     def outline(self) -> Any:
         """See Workload."""
-        return models.outline(self.config)
+        model = models.outline(self.config)
+        if self.settings.lora:
+            adapters.add(model, self.settings, seed=0)
+        return model
 
     def build(self, seed: int, reshape: Reshape | None = None) -> Any:
         """See Workload."""
         model = models.build(self.settings, self.tokenizer, seed, reshape)
         if reshape is None:
             models.check_causal(model)
+        if self.settings.lora:
+            adapters.refuse_other_base(model, self.settings)
+            adapters.add(model, self.settings, seed)
         return model
 
     def sample_ids(self, seed: int, replica: int, step: int, size: int) -> Ids:
         """See Workload."""
         return base.drawn_ids(seed, replica, step, size, self.data.available, self._shares)
 
-    def batch(self, ids: Ids) -> Tensor:
-        """Sequences (n, length) int64."""
+    def batch(self, ids: Ids) -> Batch:
+        """Sequences (n, length) int64; of chats, with their labels."""
         return self.data.batch(ids)
 
-    def loss(self, model: Any, batch: Tensor) -> Tensor:
-        """See Workload."""
-        return models.sequence_loss(model, batch)
+    def loss(self, model: Any, batch: Tensor | Labelled) -> Tensor:
+        """See Workload; of chats, the mean over the tokens of their answers."""
+        return models.sequence_loss(model, *_parts(batch))
+
+    def weight(self, batch: Tensor | Labelled) -> int:
+        """See Workload: its sequences, or the tokens of answers that are predicted in it."""
+        return len(batch) if isinstance(batch, torch.Tensor) else int((batch[1][:, 1:] != chats.IGNORED).sum())
 
     def evaluate(self, model: Any, size: int, device: torch.device) -> float:
-        """The mean cross-entropy, in nats a token, of the sequences held out."""
-        parts = torch.split(self._held_out, size)
-        losses = [float(models.sequence_loss(model, part.to(device))) * len(part) for part in parts]
-        return sum(losses) / len(self._held_out)
+        """The mean cross-entropy, in nats a token, of the sequences held out, or of the answers in them."""
+        held_out = (torch.split(part, size) for part in _parts(self._held_out))
+        batches = [parts[0] if len(parts) == 1 else parts for parts in zip(*held_out, strict=True)]
+        losses = [float(self.loss(model, base.to(batch, device))) for batch in batches]
+        weights = [self.weight(batch) for batch in batches]
+        return sum(loss * weight for loss, weight in zip(losses, weights, strict=True)) / sum(weights)
 
     def digest(self) -> str:
         """See Workload."""
-        return hashlib.sha256(self._held_out.numpy().tobytes()).hexdigest()
+        return hashlib.sha256(b"".join(part.numpy().tobytes() for part in _parts(self._held_out))).hexdigest()
 
     def sample(self, model: Any, seed: int, device: torch.device) -> str:
-        """How a model continues the beginning of a sequence held out."""
+        """How a model continues the beginning of a sequence held out, or answers a prompt held out."""
         torch.manual_seed(seed)
         prompt = self._prompt().to(device)
         with models.without_remarks():
@@ -132,13 +184,19 @@ class Language:
                 do_sample=True,
                 temperature=TEMPERATURE,
                 pad_token_id=self.tokenizer.end,
-            )
-        return self.tokenizer.decode(tokens[0].tolist())
+            )[0].tolist()
+        if not self.holds_chats:
+            return self.tokenizer.decode(tokens)
+        asked = prompt.shape[1]
+        return "\n".join(self.tokenizer.decode(part).strip() for part in (tokens[:asked], tokens[asked:]))
 
     def export(self, weights: Mapping[str, Tensor], target: Path, seed: int, constrained_to: int = 0) -> None:
-        """A folder that AutoModelForCausalLM loads, with the tokenizer in it."""
+        """A folder that AutoModelForCausalLM loads, with the tokenizer in it; adapters are merged into their base."""
         from transformers import AutoModelForCausalLM
 
+        if self.settings.lora:
+            self._export_adapter(weights, target, merged=True)
+            return
         shutil.rmtree(target, ignore_errors=True)
         target.parent.mkdir(parents=True, exist_ok=True)
         with models.without_remarks():
@@ -152,14 +210,34 @@ class Language:
             model.save_pretrained(target)
             self.tokenizer.save(str(target))
 
+    def export_adapter(self, weights: Mapping[str, Tensor], target: Path) -> None:
+        """A folder that peft's PeftModel loads beside the base model. Raises UserError where none is trained."""
+        if not self.settings.lora:
+            raise UserError("this run has trained all of its model's weights, and no adapter; leave out --adapter")
+        self._export_adapter(weights, target, merged=False)
+
+    def _export_adapter(self, weights: Mapping[str, Tensor], target: Path, merged: bool) -> None:
+        model = self._base()
+        adapters.refuse_other_base(model, self.settings)
+        shutil.rmtree(target, ignore_errors=True)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with models.without_remarks():
+            adapters.save(model, self.settings, weights, target, merged)
+            self.tokenizer.save(str(target))
+
     @property
     def held_out(self) -> int:
         """See Divisible."""
-        return len(self._held_out)
+        return len(self._texts_held_out)
 
     def held_out_batch(self, ids: Ids) -> Tensor:
         """See Divisible."""
-        return self._held_out[torch.from_numpy(ids)]
+        return self._texts_held_out[torch.from_numpy(ids)]
+
+    @property
+    def _texts_held_out(self) -> Tensor:
+        assert isinstance(self._held_out, torch.Tensor)  # chats cannot be divided
+        return self._held_out
 
     def loads(self, model: Any) -> tuple[list[Load], Load, Load]:
         """See Divisible."""
@@ -224,7 +302,17 @@ class Language:
 
     @property
     def _sample_length(self) -> int:
-        return min(SAMPLE_TOKENS, self.settings.sequence_length)
+        longest = self._prompt().shape[1] + SAMPLE_TOKENS if self.holds_chats else SAMPLE_TOKENS
+        return min(longest, self.settings.sequence_length)
 
     def _prompt(self) -> Tensor:
-        return self._held_out[:1, : min(PROMPT_TOKENS, self._sample_length // 2)]
+        """(1, tokens): the beginning of a sequence held out; of a chat, all that comes before its first answer."""
+        if isinstance(self._held_out, torch.Tensor):
+            return self._held_out[:1, : min(PROMPT_TOKENS, min(SAMPLE_TOKENS, self.settings.sequence_length) // 2)]
+        tokens, labels = self._held_out
+        return tokens[:1, : int((labels[0, 1:] != chats.IGNORED).nonzero()[0]) + 1]
+
+
+def _parts(batch: Tensor | Labelled) -> Labelled | tuple[Tensor]:
+    """Sequences, and their labels if they have others."""
+    return (batch,) if isinstance(batch, torch.Tensor) else batch

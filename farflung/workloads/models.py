@@ -141,6 +141,13 @@ def model_config(settings: LanguageSettings, tokenizer: Tokenizer) -> Any:
     """The model's transformers configuration, checked against tokenizer and sequences. Raises UserError."""
     from transformers import LlamaConfig
 
+    if settings.lora and not settings.pretrained:
+        raise UserError(
+            f"lora is {settings.lora}, but adapters are for a model's published weights; add --pretrained, or leave "
+            "out --lora to train all weights from random ones"
+        )
+    if settings.lora_modules and not settings.lora:
+        raise UserError("lora_modules says which layers get adapters, but lora is 0; give --lora RANK, or leave it out")
     if settings.model in PRESETS:
         if settings.pretrained:
             raise UserError(f"model {settings.model} is a preset without published weights; remove pretrained")
@@ -177,20 +184,22 @@ def _loaded_config(model: str) -> Any:
         raise _cannot_load(model, error) from error
 
 
-def sequence_loss(model: nn.Module, sequences: torch.Tensor) -> torch.Tensor:
+def sequence_loss(model: nn.Module, sequences: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
     """The mean cross-entropy, in nats a token, of predicting each token of (n, length) sequences from those before.
 
-    In training mode, a family's other losses are added, such as that of a mixture's routers.
+    Of `labels`, those that are -100 are not predicted. In training mode, a family's other losses are added, such as
+    that of a mixture's routers.
     """
+    labels = sequences if labels is None else labels
     if not model.training:
-        return cross_entropy(model, model(input_ids=sequences, use_cache=False).logits, sequences)
-    loss: torch.Tensor = model(input_ids=sequences, labels=sequences, use_cache=False).loss
+        return cross_entropy(model, model(input_ids=sequences, use_cache=False).logits, labels)
+    loss: torch.Tensor = model(input_ids=sequences, labels=labels, use_cache=False).loss
     return loss
 
 
-def cross_entropy(model: Any, logits: torch.Tensor, sequences: torch.Tensor) -> torch.Tensor:
-    """The mean cross-entropy, in nats a token, of a model's (n, length, tokens) logits for (n, length) sequences."""
-    loss: torch.Tensor = model.loss_function(logits=logits, labels=sequences, vocab_size=logits.shape[-1])
+def cross_entropy(model: Any, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """The mean cross-entropy, in nats a token, of a model's (n, length, tokens) logits for (n, length) labels."""
+    loss: torch.Tensor = model.loss_function(logits=logits, labels=labels, vocab_size=logits.shape[-1])
     return loss
 
 

@@ -11,13 +11,20 @@ from farflung.tables import AFTER_RESUME, BETWEEN_MACHINES, BETWEEN_PEERS, Check
 class LanguageSettings(Checked):
     """The language model, and the text that it is trained on."""
 
-    model: str = "tiny"
+    model: str = setting("tiny", may_differ=BETWEEN_PEERS)
     """A preset (micro, tiny, small, llama-125m, llama-1.3b, llama-6.8b), or anything that AutoConfig loads."""
     pretrained: bool = False
     """Start from the model's published weights instead of random ones."""
+    lora: int = setting(0, least=0)
+    """Train adapters of this rank (LoRA) beside the published weights, which stay as they are; 0 trains the weights."""
+    lora_modules: str = ""
+    """The layers that get adapters, such as q_proj,v_proj; unset: all linear layers but the head."""
+    base: str = ""
+    """The hash of the weights that adapters are for; farflung fills it in, and a machine that has others is refused."""
     data: str = setting("stdlib", may_differ=BETWEEN_MACHINES | BETWEEN_PEERS)
-    """stdlib, a path or glob of text, JSON Lines, CSV or Parquet files, or hf:NAME to stream from the hub."""
-    tokenizer: str | None = setting(None, may_differ=BETWEEN_MACHINES)
+    """stdlib, a path or glob of text, JSON Lines, CSV or Parquet files, or hf:NAME to stream from the hub. Rows with
+    messages, prompt and completion, or instruction and output are chats: only their answers are learnt."""
+    tokenizer: str | None = setting(None, may_differ=BETWEEN_MACHINES | BETWEEN_PEERS)
     """bytes, or anything that AutoTokenizer loads; unset: the model's own, or bytes for a preset."""
     force_tokenizer: bool = setting(False, may_differ=AFTER_RESUME)
     """Train published weights with another tokenizer than their own: each number then means another piece of text."""
@@ -29,3 +36,9 @@ class LanguageSettings(Checked):
     """Tokens in one training sequence."""
     eval_sequences: int = setting(64, least=1)
     """Held-out sequences that a validation loss is measured on."""
+
+    def settled(self) -> LanguageSettings:
+        """With the hash of the base, where adapters are trained. Raises UserError."""
+        from farflung.workloads.language import Language  # which needs these settings
+
+        return Language(self).settled()

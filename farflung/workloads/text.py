@@ -7,8 +7,9 @@ import glob
 import os
 import shlex
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from farflung.errors import UserError
 from farflung.files import written_by_farflung
@@ -32,15 +33,31 @@ def documents(data: str, column: str) -> Iterator[str]:
     Raises:
         UserError: there is nothing there, or it cannot be read.
     """
+    for where, record in records(data):
+        if isinstance(record, str):
+            yield record
+        elif column not in record:
+            named = ", ".join([*list(record)[:COLUMNS_NAMED], *(["…"] if len(record) > COLUMNS_NAMED else [])])
+            narrower = "" if where.startswith("hf:") else ", or give a narrower path or glob"
+            raise UserError(f"data {where}: no column {column!r}; set text_column to one of {named}{narrower}")
+        elif isinstance(record[column], str):
+            yield record[column]
+
+
+def records(data: str) -> Iterator[tuple[str, str | Mapping[str, Any]]]:
+    """Where each document of `--data` lies, and the document itself: a text, or a row by its columns.
+
+    Raises UserError: there is nothing there, or it cannot be read.
+    """
     if data.startswith("hf:"):
-        yield from _rows(data.removeprefix("hf:"), None, column)
+        yield from _rows(data.removeprefix("hf:"), None)
         return
     paths = _standard_library() if data == "stdlib" else _matching(data)
     for path in paths:
         if path.suffix in _LOADERS:
-            yield from _rows(_LOADERS[path.suffix], path, column)
+            yield from _rows(_LOADERS[path.suffix], path)
         else:
-            yield _read(path)
+            yield str(path), _read(path)
 
 
 def _standard_library() -> list[Path]:
@@ -87,22 +104,17 @@ def _read(path: Path) -> str:
     return content.decode(errors="replace")
 
 
-def _rows(source: str, path: Path | None, column: str) -> Iterator[str]:
-    """The text of each row, streamed, of a data set on the hub or of one file."""
+def _rows(source: str, path: Path | None) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """The rows, streamed, of a data set on the hub or of one file."""
     import datasets  # slow to import, and only rows need it
 
-    where = path or f"hf:{source}"
+    where = str(path or f"hf:{source}")
     try:
-        rows = datasets.load_dataset(source, data_files=str(path) if path else None, split="train", streaming=True)
-        for row in rows:
-            if column not in row:
-                named = ", ".join([*list(row)[:COLUMNS_NAMED], *(["…"] if len(row) > COLUMNS_NAMED else [])])
-                narrower = ", or give a narrower path or glob" if path else ""
-                raise UserError(f"data {where}: no column {column!r}; set text_column to one of {named}{narrower}")
-            if isinstance(row[column], str):
-                yield row[column]
-    except UserError:
-        raise
+        rows = iter(
+            datasets.load_dataset(source, data_files=str(path) if path else None, split="train", streaming=True)
+        )
+        while (row := next(rows, None)) is not None:
+            yield where, row
     except Exception as error:  # the many kinds that readers and hubs raise
         first_line = str(error).partition("\n")[0]
         raise UserError(f"data {where}: cannot be read: {first_line}; see that it is there and whole") from error

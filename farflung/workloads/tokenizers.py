@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from farflung.errors import UserError
+from farflung.workloads import templates
+from farflung.workloads.templates import Message
+
+BYTES_TEMPLATE = (
+    "{% for message in messages %}{{ message.role + ': ' }}"
+    "{% if message.role == 'assistant' %}{% generation %}{{ message.content + eos_token }}{% endgeneration %}"
+    "{% else %}{{ message.content + '\\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+)
+"""Chats as `Bytes.chat` renders them, for the tokenizer that is exported."""
 
 
 class Bytes:
@@ -29,6 +40,18 @@ class Bytes:
         """Bytes of text that some tokens stand for."""
         return len(tokens)
 
+    def chat(self, messages: Sequence[Message]) -> templates.Rendered:
+        """A line `ROLE: CONTENT` of each message; an answer ends with byte 0 in place of the line's end."""
+        text, spans = "", []
+        for message in messages:
+            text += f"{message['role']}: "
+            begin = len(text.encode())
+            answers = message["role"] == templates.ANSWERS
+            text += f"{message.get('content', '')}" + ("\0" if answers else "\n")
+            spans += [(begin, len(text.encode()))] if answers else []
+        tokens = self.encode(text)
+        return templates.Rendered(tokens, templates.within(spans, np.arange(len(tokens))))
+
     def save(self, folder: str) -> None:
         """Writes what AutoTokenizer loads beside an exported model, with these very tokens."""
         from transformers import PreTrainedTokenizerFast
@@ -38,6 +61,7 @@ class Bytes:
             tokenizer_object=_byte_level(self.end),
             bos_token=ended_by,
             eos_token=ended_by,
+            chat_template=BYTES_TEMPLATE,
             clean_up_tokenization_spaces=False,
         ).save_pretrained(folder)
 
@@ -53,6 +77,7 @@ class Pretrained:
         except Exception as error:  # the many kinds that loading raises
             why = reason(name, error)
             raise UserError(f"tokenizer {name!r}: {why}; give bytes, a folder, or a name on the hub") from error
+        self._name = name
         self.size: int = len(self._tokenizer)
         end = self._tokenizer.eos_token_id
         self.end: int = 0 if end is None else end
@@ -74,6 +99,10 @@ class Pretrained:
         """Whether each number means the same piece of text to another tokenizer."""
         theirs = _byte_level(Bytes.end) if isinstance(other, Bytes) else other._tokenizer
         return bool(self._tokenizer.get_vocab() == theirs.get_vocab())
+
+    def chat(self, messages: Sequence[Message]) -> templates.Rendered:
+        """A chat as the tokenizer's own template renders it. Raises UserError, and ChatError for a chat it refuses."""
+        return templates.rendered(self._tokenizer, self._name, messages)
 
     def save(self, folder: str) -> None:
         """Writes what AutoTokenizer loads beside an exported model."""
