@@ -132,7 +132,10 @@ def test_a_simulations_folder_is_told_from_a_run(
 ) -> None:
     simulated = ["simulate", "--model", "micro", "--replicas", "2", "--rounds", "2", "--methods", "noloco"]
     assert run_here(monkeypatch, tmp_path, *simulated, "--out", "wan") == 0
-    capsys.readouterr()
+    said = capsys.readouterr().out
+    (computing,) = re.findall(r"^noloco +\S+ +\S+ +\S+ +(\S+)", said, re.MULTILINE)
+    (slowed,) = re.findall(r"^the links of two-data-centres slow steps down, times: noloco (\S+)$", said, re.MULTILINE)
+    assert float(slowed) == pytest.approx(100 / float(computing), rel=0.01)
     assert run_here(monkeypatch, tmp_path, *command) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "wan holds no run: farflung simulate has written it" in line and "simulation.html" in line

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -66,7 +67,18 @@ def failure_of(error: ChildFailedError, folder: Path, mesh: Mesh) -> Exception:
         return UserError(text)
     if kind == StoppedError.__name__:
         return StoppedError(text)
-    return RunFailedError(f"{mesh.describe(rank)} failed: {causes[rank]}; its output lies in {folder}/logs")
+    log = folder / "logs" / f"{mesh.file_stem(mesh.coordinates(rank))}.log"
+    output = _kept(error.failures[rank].error_file, log)
+    return RunFailedError(f"{mesh.describe(rank)} failed: {causes[rank]}; its output lies in {output}")
+
+
+def _kept(error_file: str, log: Path) -> Path:
+    """Where a process's output lies: under a name that one can type, unless the disk is full."""
+    try:
+        shutil.copyfile(Path(error_file).with_name("stderr.log"), log)
+    except OSError:
+        return log.parent
+    return log
 
 
 def _describe(message: Any, exitcode: int) -> str:
