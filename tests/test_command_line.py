@@ -253,6 +253,16 @@ def test_a_simulated_run_tells_its_time_and_one_that_had_ended_says_so(
     assert "farflung: report of 1 run in run/report.html" in capsys.readouterr().out
 
 
+def test_methods_tells_of_those_that_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_here(monkeypatch, tmp_path, "methods", "diloco") == 0
+    said = capsys.readouterr().out
+    assert re.findall(r"^\S+", said, re.MULTILINE) == ["diloco"] and "outer_momentum=" in said
+    assert run_here(monkeypatch, tmp_path, "methods", "dilocoo") == 2
+    assert "there is no method 'dilocoo'; did you mean 'diloco'?" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_methods_lists_each_with_paper_and_settings() -> None:
     """In a process as users start it, where others here are forks."""
