@@ -67,18 +67,17 @@ def failure_of(error: ChildFailedError, folder: Path, mesh: Mesh) -> Exception:
         return UserError(text)
     if kind == StoppedError.__name__:
         return StoppedError(text)
-    log = folder / "logs" / f"{mesh.file_stem(mesh.coordinates(rank))}.log"
-    output = _kept(error.failures[rank].error_file, log)
+    output = _kept(folder / "logs", rank, mesh.file_stem(mesh.coordinates(rank)))
     return RunFailedError(f"{mesh.describe(rank)} failed: {causes[rank]}; its output lies in {output}")
 
 
-def _kept(error_file: str, log: Path) -> Path:
+def _kept(logs: Path, process: int, name: str) -> Path:
     """Where a process's output lies: under a name that one can type, unless the disk is full."""
+    written = sorted(logs.glob(f"*/*/attempt_*/{process}/stderr.log"), key=lambda path: path.stat().st_mtime)
     try:
-        shutil.copyfile(Path(error_file).with_name("stderr.log"), log)
-    except OSError:
-        return log.parent
-    return log
+        return Path(shutil.copyfile(written[-1], logs / f"{name}.log"))
+    except (OSError, IndexError):
+        return logs
 
 
 def _describe(message: Any, exitcode: int) -> str:
