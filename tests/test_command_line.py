@@ -108,6 +108,7 @@ def test_a_mistake_gets_one_line_and_exit_code_2(
 
 OPTIONS = (*map(type, vars(Settings()).values()), ListenAddress, PlanOptions, SimulateOptions)
 OF_TRACKERS = {"logdir", "project"}
+OF_TYRO = {"tyro-print-completion"}
 OF_TORCHRUN = {"nnodes", "node-rank", "nproc-per-node", "master-addr", "master-port", "max-restarts"}
 
 
@@ -123,7 +124,7 @@ def test_every_flag_that_a_message_or_the_documentation_names_exists() -> None:
     assert {"resume", "announce", "adapt"} <= set.union(*named.values())
     for path, flags in named.items():
         # No field can have the name of --as, which is a word of Python's own.
-        assert flags <= known | OF_TORCHRUN | OF_TRACKERS | {"help", "help-all", "version", "as"}, path
+        assert flags <= known | OF_TORCHRUN | OF_TRACKERS | OF_TYRO | {"help", "help-all", "version", "as"}, path
 
 
 @pytest.mark.parametrize("command", [["report", "wan"], ["export", "wan", "model"], ["train", "--resume", "wan"]])
