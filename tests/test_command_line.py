@@ -108,6 +108,7 @@ def test_a_mistake_gets_one_line_and_exit_code_2(
 
 OPTIONS = (*map(type, vars(Settings()).values()), ListenAddress, PlanOptions, SimulateOptions)
 OF_TRACKERS = {"logdir", "project"}
+OF_TYRO = {"tyro-print-completion"}
 OF_TORCHRUN = {"nnodes", "node-rank", "nproc-per-node", "master-addr", "master-port", "max-restarts"}
 
 
@@ -123,7 +124,7 @@ def test_every_flag_that_a_message_or_the_documentation_names_exists() -> None:
     assert {"resume", "announce", "adapt"} <= set.union(*named.values())
     for path, flags in named.items():
         # No field can have the name of --as, which is a word of Python's own.
-        assert flags <= known | OF_TORCHRUN | OF_TRACKERS | {"help", "help-all", "version", "as"}, path
+        assert flags <= known | OF_TORCHRUN | OF_TRACKERS | OF_TYRO | {"help", "help-all", "version", "as"}, path
 
 
 @pytest.mark.parametrize("command", [["report", "wan"], ["export", "wan", "model"], ["train", "--resume", "wan"]])
@@ -132,7 +133,10 @@ def test_a_simulations_folder_is_told_from_a_run(
 ) -> None:
     simulated = ["simulate", "--model", "micro", "--replicas", "2", "--rounds", "2", "--methods", "noloco"]
     assert run_here(monkeypatch, tmp_path, *simulated, "--out", "wan") == 0
-    capsys.readouterr()
+    said = capsys.readouterr().out
+    (computing,) = re.findall(r"^noloco +\S+ +\S+ +\S+ +(\S+)", said, re.MULTILINE)
+    (slowed,) = re.findall(r"^the links of two-data-centres slow steps down, times: noloco (\S+)$", said, re.MULTILINE)
+    assert float(slowed) == pytest.approx(100 / float(computing), rel=0.01)
     assert run_here(monkeypatch, tmp_path, *command) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "wan holds no run: farflung simulate has written it" in line and "simulation.html" in line
@@ -248,6 +252,16 @@ def test_a_simulated_run_tells_its_time_and_one_that_had_ended_says_so(
     assert "farflung: this run has ended already: no step is left" in capsys.readouterr().out
     assert run_here(monkeypatch, tmp_path, "report", "run") == 0
     assert "farflung: report of 1 run in run/report.html" in capsys.readouterr().out
+
+
+def test_methods_tells_of_those_that_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_here(monkeypatch, tmp_path, "methods", "diloco") == 0
+    said = capsys.readouterr().out
+    assert re.findall(r"^\S+", said, re.MULTILINE) == ["diloco"] and "outer_momentum=" in said
+    assert run_here(monkeypatch, tmp_path, "methods", "dilocoo") == 2
+    assert "there is no method 'dilocoo'; did you mean 'diloco'?" in capsys.readouterr().err
 
 
 @pytest.mark.slow

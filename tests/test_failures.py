@@ -35,3 +35,12 @@ def test_who_is_killed_for_not_ending_is_not_the_cause(
     killed.timestamp = told.timestamp + seconds_later
     error = ChildFailedError("farflung", {0: told, 1: killed})
     assert str(failure_of(error, tmp_path, Mesh.alike(1, stages=2))).startswith(blamed)
+
+
+def test_what_a_failed_process_has_printed_lies_under_a_name_that_one_can_type(tmp_path: Path) -> None:
+    (parts := tmp_path / "logs" / "tmp1a" / "x_9" / "attempt_0" / "0").mkdir(parents=True)
+    (parts / "stderr.log").write_text("out of memory")
+    failure = ProcessFailure(0, 1, -9, str(parts / "error.json"))
+    told = str(failure_of(ChildFailedError("run", {0: failure}), tmp_path, Mesh.alike(1)))
+    assert told.endswith(f"its output lies in {tmp_path}/logs/replica-0.log")
+    assert (tmp_path / "logs" / "replica-0.log").read_text() == "out of memory"

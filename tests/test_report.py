@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from patience import patience, until
-from processes import SMALL, trained
+from processes import SMALL, run_here, trained
 from rich.console import Console
 
 from farflung.errors import UserError
@@ -205,7 +205,7 @@ def test_the_plain_log_has_no_boxes_and_says_everything_once(run: Path) -> None:
     last = both(run, "step", 20)
     assert lines[-1] == (
         f"step 20/20 · loss {mean(last, 'loss'):.4f} · {2 * mean(last, 'tokens_per_second'):,.0f} tokens/s · "
-        f"sent {nbytes(2 * mean(last, 'bytes_sent'))} · blocked {mean(last, 'seconds_blocked'):.1f} s · "
+        f"sent by all {nbytes(2 * mean(last, 'bytes_sent'))} · blocked {mean(last, 'seconds_blocked'):.1f} s · "
         f"consensus distance {consensus_distance(run, 20):.3g} (sampled)"
     )
     assert sum(line.startswith("step 20/20 ") for line in lines) == 1
@@ -478,4 +478,15 @@ def test_the_curves_go_on_when_a_replica_has_died(dead: Path) -> None:
     assert list(training.x) == [one["tokens"] + other["tokens"] for one, other in zip(living, counted, strict=True)]
     assert list(training.y) == pytest.approx([mean(both(dead, "step", step), "loss") for step in (5, 10, 15, 20)])
     assert plain_line(read).startswith(f"step 20/20 · loss {living[-1]['loss']:.4f}")
-    assert f"sent {nbytes(living[-1]['bytes_sent'] + gone[-1]['bytes_sent'])}" in plain_line(read)
+    assert f"sent by all {nbytes(living[-1]['bytes_sent'] + gone[-1]['bytes_sent'])}" in plain_line(read)
+
+
+def test_a_folder_of_runs_is_reported_as_its_runs(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(run, run.with_name("other"))
+    (run.with_name("none")).mkdir()
+    assert run_here(monkeypatch, run.parent, "report", ".", "--out", "both.html") == 0
+    assert capsys.readouterr().out == "farflung: report of 2 runs in both.html\n"
+    page = (run.parent / "both.html").read_text()
+    assert "other" in page and "none" not in re.findall(r"<th[^>]*>([^<]*)", page)

@@ -325,3 +325,11 @@ def test_whether_a_model_can_be_divided_is_told_without_reading_data() -> None:
     assert divisible(workload) is workload
     with pytest.raises(UserError, match="none"):
         workload.sample_ids(0, 0, 0, 1)
+
+
+def test_a_run_is_no_data(tmp_path: Path) -> None:
+    (tmp_path / "events").mkdir()
+    (tmp_path / "events" / "replica-0.jsonl").write_text('{"text": "no"}\n')
+    (tmp_path / "config.toml").write_text("")
+    with pytest.raises(UserError, match="this is a run of farflung, and holds no text"):
+        next(documents(str(tmp_path), "text"))

@@ -22,7 +22,7 @@ def plan(arguments: list[str]) -> None:
 
     plans, failures, cluster = make_plans(options)
     listed = best_per_method(plans, options.show)
-    print(f"farflung: {options.model}, {options.tokens:.3g} tokens, {counted(len(cluster.workers), 'worker')}\n")
+    print(f"farflung: {options.model}, {options.tokens:,.0f} tokens, {counted(len(cluster.workers), 'worker')}\n")
     print(plan_table(listed, cluster.currency).text())
     if plans[0].placed:
         print("\n* stages placed on the links that suit them; the best:")
@@ -45,14 +45,15 @@ def simulate(arguments: list[str]) -> None:
     _refuse_taken(folder)
 
     from farflung.planner.page import write_simulation
+    from farflung.planner.simulation import pace_line, simulation_table, write_events
     from farflung.planner.simulation import simulate as time_methods
-    from farflung.planner.simulation import simulation_table, write_events
 
     results = time_methods(options)
-    size = f"{options.params:.3g} parameters" if options.params else options.model
+    size = f"{options.params:,.0f} parameters" if options.params else options.model
     replicas, rounds = counted(options.replicas, "replica"), counted(options.rounds, "round")
     described = f"{replicas} of {size}, {rounds}, conditions {options.conditions}"
     print(f"farflung: {described}\n\n{simulation_table(results).text()}\n")
+    print(f"{pace_line(results, options.conditions)}\n")
     with disk_errors(f"write to {folder}", "give another folder with --out"):
         write_events(results, folder / "events")
         write_simulation(results, described, folder / "simulation.html")

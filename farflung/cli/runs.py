@@ -12,11 +12,15 @@ import tyro
 from farflung.cli.arguments import parse
 from farflung.cli.printing import working
 from farflung.errors import UserError, counted, disk_errors
+from farflung.files import event_files
 
 
 @dataclass(frozen=True)
 class MethodsOptions:
-    """No arguments."""
+    """Which methods to list."""
+
+    names: tyro.conf.Positional[tuple[str, ...]] = ()
+    """Their names; without, all."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +28,7 @@ class ReportOptions:
     """Which runs to report on."""
 
     runs: tyro.conf.Positional[tuple[Path, ...]]
-    """The run folders."""
+    """The run folders, or folders of them."""
     out: Path | None = None
     """The file to write; unset: report.html in the run's folder, or here for several runs."""
     small: bool = False
@@ -51,13 +55,14 @@ class ExportOptions:
 
 def methods(arguments: list[str]) -> None:
     """List the methods: what each does, its paper, its bytes, its settings and their defaults."""
-    parse(MethodsOptions, arguments, "methods", methods.__doc__)
+    wanted = parse(MethodsOptions, arguments, "methods", methods.__doc__).names
 
     from farflung.codecs import CODECS
     from farflung.methods import RECIPES, defaults_of
     from farflung.outer import bytes_per_parameter
 
-    for name, recipe in RECIPES.usable():
+    chosen = [(RECIPES.current(name), RECIPES[name]) for name in wanted] or RECIPES.usable()
+    for name, recipe in chosen:
         what, _, paper = (recipe.__doc__ or "").partition("\n")
         method = recipe()
         shown = {key: value for key, value in defaults_of(name).items() if key != "seed"}
@@ -65,6 +70,8 @@ def methods(arguments: list[str]) -> None:
         size = f"{bytes_per_parameter(method):.3g} bytes a parameter and round: {method.codec!r}"
         lines = [what, paper.strip(), size, f"settings: {settings or 'none'}"]
         print(f"{name:16} " + f"\n{'':17}".join(lines) + "\n")
+    if wanted:
+        return
     print("--codec takes one of these, or several joined with - (lowrank64-int4):")
     for _, row in CODECS.usable():
         print(f"{', '.join(row.examples):26} {row.travels}")
@@ -76,12 +83,19 @@ def report(arguments: list[str]) -> None:
 
     from farflung.report import write_report
 
-    out = options.out or (options.runs[0] / "report.html" if len(options.runs) == 1 else Path("report.html"))
+    runs = [run for folder in options.runs for run in _runs_in(folder)]
+    out = options.out or (runs[0] / "report.html" if len(runs) == 1 else Path("report.html"))
     with disk_errors(f"write {out}", "give another file with --out"):
-        unread = write_report(list(options.runs), out, options.small)
+        unread = write_report(runs, out, options.small)
     for line in unread:
         print(f"farflung: {line}", file=sys.stderr)
-    print(f"farflung: report of {counted(len(options.runs), 'run')} in {out}")
+    print(f"farflung: report of {counted(len(runs), 'run')} in {out}")
+
+
+def _runs_in(folder: Path) -> list[Path]:
+    """A run folder itself, or those right below a folder that is none."""
+    below = [] if event_files(folder) else [one for one in folder.glob("*/") if (one / "config.toml").exists()]
+    return sorted(one for one in below if event_files(one)) or [folder]
 
 
 def export(arguments: list[str]) -> None:

@@ -315,10 +315,11 @@ def tell_result(folder: Path, to: TextIO | None = None, simulated: bool = False)
     ddp = summary["ddp_bytes"] if summary["rounds"] else 0  # without a round, only notes are sent
     without = f"{told}\n" if (told := missing_from(summary)) else ""
     took = f"took {summary['seconds']:,.1f} s of simulated time\n" if simulated else ""
+    sender = "this peer" if "peers" in summary else "all replicas"
     fewer = f", {ddp / sent:.0f} times fewer than ddp's {ddp / 1e6:,.1f} MB" if sent and ddp else ""
     print(
         f"\n{_losses(summary)}\n"
-        f"sent {sent / 1e6:,.1f} MB{fewer}\n{took}{without}\n"
+        f"sent by {sender}: {sent / 1e6:,.1f} MB{fewer}\n{took}{without}\n"
         f"a sample from the trained model:\n{_indented(summary['sample'])}\n\n"
         f"run folder {folder}\nreport     {_report_of(folder)}",
         file=to,

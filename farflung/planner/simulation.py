@@ -97,6 +97,12 @@ def simulation_table(results: Sequence[Simulated]) -> Table:
     return Table(COLUMNS, results)
 
 
+def pace_line(results: Sequence[Simulated], conditions: str) -> str:
+    """How much longer steps take than without links, method by method."""
+    slowed = ", ".join(f"{one.name} {1 / max(one.computing, 1e-9):.3g}" for one in results)
+    return f"the links of {conditions} slow steps down, times: {slowed}"
+
+
 def write_events(results: Sequence[Simulated], folder: Path) -> None:
     """One JSON object a line for every round: when it began and ended, and how long all replicas together waited."""
     for result in results:

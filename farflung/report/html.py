@@ -94,7 +94,7 @@ def _results(runs: list[Run]) -> str:
         ("stages × shards of a replica", lambda s: s.get("islands") or f"{s['stages']} × {s['shards']}"),
         ("parameters", lambda s: f"{s['parameters']:,}"),
         (figures.units_of(runs), lambda s: f"{s['tokens']:,}"),
-        ("sent by the replicas", lambda s: nbytes(s["bytes_sent"])),
+        ("sent by all replicas", lambda s: nbytes(s["bytes_sent"])),
         ("sending gradients every step would take", _ddp),
         ("rounds of a replica", lambda s: str(s["rounds"])),
         ("time", lambda s: f"{s['seconds']:.1f} s"),

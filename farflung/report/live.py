@@ -156,7 +156,7 @@ def plain_line(run: Run) -> str:
         f"step {_slowest_step(run)}/{_steps(run)}",
         f"loss {number(mean([event.loss for event in last]))}",
         f"{sum(event.tokens_per_second for event in last):,.0f} {run.units}/s",
-        f"sent {nbytes(sent)}",
+        f"sent {'' if run.is_one_peer else 'by all '}{nbytes(sent)}",
         f"blocked {number(mean([event.seconds_blocked for event in last]), 1)} s",
         *(f"consensus distance {last:.3g} (sampled)" for last in list(run.consensus_distance().values())[-1:]),
     ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -66,7 +67,17 @@ def failure_of(error: ChildFailedError, folder: Path, mesh: Mesh) -> Exception:
         return UserError(text)
     if kind == StoppedError.__name__:
         return StoppedError(text)
-    return RunFailedError(f"{mesh.describe(rank)} failed: {causes[rank]}; its output lies in {folder}/logs")
+    output = _kept(folder / "logs", rank, mesh.file_stem(mesh.coordinates(rank)))
+    return RunFailedError(f"{mesh.describe(rank)} failed: {causes[rank]}; its output lies in {output}")
+
+
+def _kept(logs: Path, process: int, name: str) -> Path:
+    """Where a process's output lies: under a name that one can type, unless the disk is full."""
+    written = sorted(logs.glob(f"*/*/attempt_*/{process}/stderr.log"), key=lambda path: path.stat().st_mtime)
+    try:
+        return Path(shutil.copyfile(written[-1], logs / f"{name}.log"))
+    except (OSError, IndexError):
+        return logs
 
 
 def _describe(message: Any, exitcode: int) -> str:

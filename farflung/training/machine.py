@@ -96,9 +96,9 @@ def _disk(folder: Path) -> Finding:
 
 def _clock() -> Finding:
     says = f"the clock says {time.strftime('%Y-%m-%d %H:%M:%S', time.gmtime())} UTC"
-    asked = ["timedatectl", "show", "--property=NTPSynchronized", "--value"]
+    asked = ["timedatectl", "show", "-p", "NTPSynchronized"]
     try:
-        kept = subprocess.run(asked, capture_output=True, text=True, timeout=10).stdout.strip()
+        kept = subprocess.run(asked, capture_output=True, text=True, timeout=10).stdout.strip().rpartition("=")[2]
     except (OSError, subprocess.TimeoutExpired):
         kept = ""
     if kept == "no":

@@ -74,6 +74,8 @@ def _standard_library() -> list[Path]:
 def _matching(data: str) -> list[Path]:
     """The files that a path, folder or glob names."""
     found = Path(data).expanduser()
+    if written_by_farflung(found):
+        raise UserError(f"data {data!r}: this is a run of farflung, and holds no text to train on; give other data")
     names = _below(found) if found.is_dir() else map(Path, glob.glob(str(found), recursive=True))
     paths = sorted(path for path in names if path.is_file())
     if not paths:
