@@ -91,7 +91,7 @@ class DoctorOptions:
     """What to check."""
 
     ticket: tyro.conf.Positional[Path | None] = None
-    """The ticket's file, or the folder of a run on the internet; without, the machine alone is checked."""
+    """The ticket's file, or the folder of a run on the internet. Without it, the machine alone is checked."""
     local: tyro.conf.OmitArgPrefixes[ListenAddress] = field(default_factory=ListenAddress)
     """The same settings as for farflung join on this machine; doctor tries them."""
 
