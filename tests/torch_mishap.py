@@ -5,6 +5,9 @@ Four processes are two islands of two shards, or one of two shards twice. The us
 
 from __future__ import annotations
 
+import io
+import logging
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -162,12 +165,46 @@ def kept_twice(everyone: TorchNetwork) -> str:
     return ""
 
 
+def dies(everyone: TorchNetwork, islands: list[tuple[int, ...]]) -> Any:
+    """The last process dies in training; the rest end with the mean of their weights and of their statistics.
+
+    Returns what each process had, and ended with, and what it said.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+
+    said = io.StringIO()
+    logging.getLogger("farflung").addHandler(logging.StreamHandler(said))
+    network = everyone.of_islands(islands) if islands else everyone
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("island", "shard"))
+    shards = islands[network.rank] if islands else [everyone.process]
+    model: nn.Module = sharded(mesh["shard"]) if len(shards) > 1 else Model()
+    if not islands:
+        model.register_buffer("seen", torch.zeros(2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with methods.noloco(every=3).attach(model, optimizer, network, deadline_s=60) as outer:
+        for step in range(8):
+            if everyone.process == 3 and step == 7:
+                os._exit(1)
+            for buffer in model.buffers():
+                buffer.fill_(everyone.process)
+            part = batch(network.rank, step).chunk(len(shards))[shards.index(everyone.process)]
+            model(part).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        before = whole(model)
+        outer.finish(average_weights=True)
+        ended = {**whole(model), **dict(model.named_buffers())}
+    return before, ended, said.getvalue()
+
+
 CASES: dict[str, Callable[[TorchNetwork], Any]] = {
     "spoilt": lambda everyone: spoilt(everyone, once),
     "spoilt, HSDP": lambda everyone: spoilt_twice_sharded(everyone, once),
     "diverged, HSDP": lambda everyone: spoilt_twice_sharded(everyone, always),
     "bad gradient": lambda everyone: bad_gradients(everyone, ""),
     "bad gradient, scaled": lambda everyone: bad_gradients(everyone, "scaled"),
+    "dies": lambda everyone: dies(everyone, []),
+    "dies in an island": lambda everyone: dies(everyone, [(0, 1), (2,), (3,)]),
     "kept twice": kept_twice,
     "unlike": lambda everyone: {what: unlike(everyone, what) for what in UNLIKE},
 }

@@ -134,8 +134,8 @@ class Session:
         Every replica must call it alike. The end of the `with` statement does, if the loop has not. With
         `average_weights` all replicas end with the same ones; an optimizer that has others for evaluation must be
         switched to these before, as with `optimizer.eval()` of schedule-free ones. Steps after it are this replica's
-        alone. Raises PeerLostError when somebody does not come to that within ten deadlines, and UserError when what is
-        trained has changed.
+        alone. Replicas that are lost, or do not come to that within ten deadlines, are left out. Raises PeerLostError
+        where the rest cannot be reached, and UserError when what is trained has changed.
         """
         if average_weights:
             self.trained.check()
@@ -173,7 +173,8 @@ class Session:
 
         So it does with frozen weights that differ, since the loop moves them itself. Floating ones get their mean,
         whole numbers their largest, and unit vectors, such as spectral norm's, are taken from the lowest rank.
-        Raises PeerLostError, and UserError where sizes differ.
+        Replicas that are lost are left out. Raises PeerLostError where the rest cannot be reached, and UserError where
+        sizes differ.
         """
         self._averages.buffers()
 
