@@ -11,6 +11,8 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from farflung.networks.board import Board
+
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
@@ -126,6 +128,7 @@ class Network(Protocol):
         processes: the ranks of the replicas in torch.distributed's process group, in order, where they are such
             processes; then `among` some of them there is a network, too.
         islands: itself, where replicas are several processes each.
+        board: where replicas leave each other words, if there is such a place.
         near: the network of the processes that are this replica together, where this one alone, or one of the others
             for it, is on this network.
     """
@@ -144,6 +147,9 @@ class Network(Protocol):
 
     @property
     def islands(self) -> IslandNetwork | None: ...  # noqa: D102
+
+    @property
+    def board(self) -> Board | None: ...  # noqa: D102
 
     @property
     def near(self) -> Network | None: ...  # noqa: D102

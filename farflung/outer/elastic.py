@@ -57,6 +57,8 @@ HELD_UP = "held_up_s"
 
 STAYED_OUT = "this replica's link is slower than the others', who would wait for it in every round"
 
+NOBODY_CAME = "no other peer came to this round"
+
 OTHER_SHAPES = "the run's anchors have other shapes than the model here; see that both use the same model"
 
 
@@ -161,7 +163,8 @@ class ElasticLoop(OuterLoop):
                 why = f"the round's host (replica {party.host}) says that its anchors are not the others'"
                 return Result(message, (), Outcome.BEHIND, why, host=party.host)
             if len(party.group) < 2:
-                return Result(message, (), Outcome.SAT_OUT, STAYED_OUT if group == (self.network.rank,) else "")
+                why = STAYED_OUT if group == (self.network.rank,) else NOBODY_CAME
+                return Result(message, (), Outcome.SAT_OUT, why)
             columns = of_party(self._elastic, party, whole.names)
             meetings = [
                 Meeting(column.network, party.group, column.key(key), number, party.weights) for column in columns

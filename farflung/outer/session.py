@@ -30,6 +30,7 @@ from farflung.hooks.untrained import Untrained
 from farflung.networks import Network
 from farflung.outer.averages import Averages
 from farflung.outer.columns import Columns, Message
+from farflung.outer.departures import Departures
 from farflung.outer.faults import Faults
 from farflung.outer.fragments import split
 from farflung.outer.options import Options
@@ -85,6 +86,7 @@ class Session:
         number = network.attachment()
         self._name = f"attachment {number}"
         self.columns = Columns(network)
+        self.departures = Departures(network, self._name)
         self._options = setup.options
         self._begun = False
         self._noted = False
@@ -114,6 +116,8 @@ class Session:
         self._left = True
         if error is None:
             self.finish()
+        elif not self._ended:
+            self.departures.leave(self._next_rounds())
         self.undo.close()
 
     def apply_pending(self) -> None:
@@ -150,6 +154,7 @@ class Session:
         if not self._begun and self.method.exchanges:
             warnings.warn(UNSEEN, stacklevel=4)
         self.apply_pending()
+        self.departures.leave(self._next_rounds())
         self._settle_at_end()
         self.undo.close()
         self.undo.callback(hook_steps(self.trained.optimizers[-1], after=self._warn_of_steps_alone))
@@ -159,6 +164,10 @@ class Session:
     def writing_weights(self) -> AbstractContextManager[None]:
         """Within, all weights are written; what optimizers keep beside them goes along."""
         return nullcontext()
+
+    def _next_rounds(self) -> list[int]:
+        """The number of each fragment's next round."""
+        return []
 
     def _settle_at_end(self) -> None:
         """Takes back what is not sound in the weights when the rounds end."""
@@ -385,14 +394,3 @@ def _check_elastic(number: int, untrained: Untrained, buffers: str) -> None:
             f"the model keeps {floating[0]} besides its weights, which peers on the internet cannot average; "
             "replace BatchNorm by LayerNorm or GroupNorm, or register such buffers with persistent=False"
         )
-
-
-def copied(state: Any, device: torch.device) -> Any:
-    """The same containers with copies of all tensors in them, on `device`: what is loaded twice must not change."""
-    if isinstance(state, Tensor):
-        return state.to(device, copy=True)
-    if isinstance(state, dict):
-        return {key: copied(value, device) for key, value in state.items()}
-    if isinstance(state, list | tuple):
-        return type(state)(copied(value, device) for value in state)
-    return state
