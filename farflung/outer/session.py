@@ -235,6 +235,10 @@ class Session:
                 f"this state belongs to another method or model ({type(error).__name__}: {reason}); attach that one"
             ) from error
 
+    def has_cells(self, state: dict[str, Any]) -> bool:
+        """Whether a state has all cells that this process keeps: other processes kept them behind a gateway."""
+        return all(cell.name in state.get("cells", {}) for cell in self._cells_here())
+
     def _check_state(self, state: dict[str, Any]) -> None:
         own, told = self.choices(), state.get("choices", {})  # migrated ones tell of none
         for what, value in own.items():
