@@ -96,6 +96,27 @@ def test_a_run_outlives_the_shell_that_has_started_it(tmp_path: Path, how: str, 
     assert codes == [0] * len(commands) and "Traceback" not in said, (codes, said)
 
 
+LAUNCHER = """
+import os, subprocess, sys
+from farflung.training.terminal import STARTED_HERE, say, share_terminal
+share_terminal()
+say("the launcher starts")
+part = "from farflung.training.terminal import say; say('a process of it speaks, through its launcher')"
+subprocess.run([sys.executable, "-c", part], env={**os.environ, STARTED_HERE: "1"}, stderr=subprocess.DEVNULL)
+say("the launcher ends")
+"""
+
+
+@pytest.mark.parametrize("mode", ["w", "a"])
+def test_processes_overwrite_nothing_that_their_launcher_says_in_a_file_nor_it_their_words(
+    mode: str, tmp_path: Path
+) -> None:
+    with (tmp_path / "log").open(mode) as log:
+        subprocess.run([sys.executable, "-c", LAUNCHER], stderr=log, check=True, timeout=patience(60))
+    words = ["the launcher starts", "a process of it speaks, through its launcher", "the launcher ends"]
+    assert (tmp_path / "log").read_text().splitlines() == [f"farflung: {line}" for line in words]
+
+
 @pytest.mark.skipif(not shutil.which("systemd-analyze"), reason="there is no systemd")
 def test_systemd_has_nothing_to_say_against_the_unit_of_the_docs(tmp_path: Path) -> None:
     text = (Path(__file__).parent.parent / "docs" / "how-to" / "service.md").read_text()

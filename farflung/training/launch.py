@@ -36,7 +36,7 @@ from farflung.training.failures import OneLine, failure_of
 from farflung.training.finish import Endings, ended_together, finish, write_events, write_results
 from farflung.training.kept import Coordination, Kept
 from farflung.training.stopping import Stop, StoppedError
-from farflung.training.terminal import STARTED_HERE, say, watcher
+from farflung.training.terminal import STARTED_HERE, say, share_terminal, watcher
 from farflung.training.trainer import Trainer
 
 
@@ -282,6 +282,7 @@ def run_processes(settings: Settings, folder: Path, arguments: Sequence[str]) ->
 
     Raises StoppedError, UserError or RunFailedError.
     """
+    share_terminal()
     environment = {
         "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
         "OMP_NUM_THREADS": str(cores_for(settings.mesh().processes)),

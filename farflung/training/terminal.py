@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import sys
 from pathlib import Path
@@ -22,6 +23,13 @@ def watcher() -> int | None:
     if STARTED_HERE in os.environ:
         return os.getppid()
     return int(os.environ.get(WATCHED_BY, "0")) or None
+
+
+def share_terminal() -> None:
+    """Lets lines of this process follow those that processes it starts `say` there, also where its output is a file."""
+    with contextlib.suppress(OSError, ValueError):  # what is no file of the system's
+        place = sys.stderr.fileno()
+        fcntl.fcntl(place, fcntl.F_SETFL, fcntl.fcntl(place, fcntl.F_GETFL) | os.O_APPEND)
 
 
 def say(line: str, urgent: bool = False) -> None:
