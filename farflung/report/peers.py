@@ -105,6 +105,7 @@ _COLUMNS: dict[str, Callable[[Row], str]] = {
     "heard": lambda row: f"{row['heard']:.0f} s ago",
 }
 _IF_ANY: dict[str, Callable[[Row], str]] = {
+    "alone": _of_trainers(lambda row: str(row.get("alone", ""))),
     "processes": _of_trainers(lambda row: f"{row.get('processes', 1):.0f}"),
     "refused": _of_trainers(lambda row: f"{row.get('refused', 0):.0f}"),
 }

@@ -19,9 +19,11 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from farflung.errors import UserError, counted
 from farflung.findings import Finding
+from farflung.networks.base import ALONE
 from farflung.networks.following import FollowingNetwork
 from farflung.networks.listening import ListenAddress
 from farflung.networks.settings import NetworkSettings
+from farflung.outer.elastic import WHY_ALONE
 from farflung.pipeline.boundaries import boundary_named
 from farflung.settings import RunSettings, Settings
 from farflung.training import beginning, island, launch
@@ -293,6 +295,7 @@ def seen(network: InternetNetwork) -> list[dict[str, Any]]:
     return [
         {
             **member.facts,
+            WHY_ALONE: dict(enumerate(ALONE, 1)).get(int(member.facts.get(WHY_ALONE, 0)), ""),
             "name": member.host if called[member.host] == 1 else member.described,
             "state": _state(member),
             "step": member.step,
