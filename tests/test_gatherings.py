@@ -232,6 +232,7 @@ def test_one_that_stays_alone_hears_why(host: Run) -> None:
     assert heard("round 3", (11, first), (12, first), (13, second))[2] == "late"
     unloved = {"wants": [12, LIAR], "patience": 6.0}
     assert heard("round 4", (11, {**first, "shuns": [LIAR]}), (LIAR, unloved))[0] == "shuns"
-    assert heard("round 5", (11, {**first, "shuns": [LIAR], "patience": 6.0}), (LIAR, {**unloved, "patience": 1.0}))[
-        1
-    ] == "shunned"
+    assert (
+        heard("round 5", (11, {**first, "shuns": [LIAR], "patience": 6.0}), (LIAR, {**unloved, "patience": 1.0}))[1]
+        == "shunned"
+    )

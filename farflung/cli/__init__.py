@@ -19,7 +19,7 @@ from farflung.cli.printing import printing
 from farflung.errors import UserError, suggestion
 from farflung.formats import FORMATS, package_version
 from farflung.scoped import environment
-from farflung.signals import INTERRUPTED, Interrupt, on_stop_signals
+from farflung.signals import INTERRUPTED, Interrupt, leave, on_stop_signals
 from farflung.training.terminal import STARTED_HERE, say
 
 __all__ = ["main"]
@@ -48,7 +48,8 @@ def main() -> None:
         _no_interrupt_lost(),
         printing("farflung"),
         environment(THP_MEM_ALLOC_ENABLE="1"),
-        on_stop_signals(interrupt),
+        # What a launcher has started has nothing to clear up yet, and must not be lost in an import's bare `except`.
+        on_stop_signals(leave if STARTED_HERE in os.environ else interrupt),
     ):
         try:
             _run()

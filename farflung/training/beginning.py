@@ -50,12 +50,8 @@ class Standing:
     def of(cls, folder: Path, replica: int, stem: str, way: str = "") -> Standing:
         """A folder's content for a process, by the stem of its files: its own parts, or all of its replica."""
         machine = f"{socket.gethostname()}, node {os.environ.get('GROUP_RANK', 0)}, {folder.resolve()}"
-        steps = tuple(
-            step
-            for step in sorted(checkpoint.steps_of(folder, replica))
-            if checkpoint.whole(checkpoint.path_of(folder, step, stem)) or checkpoint.complete(folder, step, replica)
-        )
-        damaged = tuple(str(path) for path in checkpoint.damaged(folder, replica))
+        steps = tuple(checkpoint.sound_steps(folder, replica, stem))
+        damaged = tuple(str(path) for path in checkpoint.damaged(folder, replica, max(steps, default=0)))
         trained = bool(steps or damaged) or events.tell_of_training(folder.glob("events/*.jsonl"))
         return cls(replica, machine, steps, trained, way, damaged)
 

@@ -26,6 +26,7 @@ from farflung.networks.settings import NetworkSettings
 from farflung.outer.elastic import WHY_ALONE
 from farflung.pipeline.boundaries import boundary_named
 from farflung.settings import RunSettings, Settings
+from farflung.signals import Interrupt, on_stop_signals
 from farflung.training import beginning, island, launch
 from farflung.training.failures import OneLine
 from farflung.training.finish import finish, write_results
@@ -170,7 +171,8 @@ def _finish(trainer: Trainer, near: TorchNetwork | None, network: InternetNetwor
 @functools.partial(record, error_handler=OneLine())
 def run_part(ticket: Ticket, settings: Settings, local: ListenAddress, first: bool, name: str, alone: str) -> None:
     """One of the processes of an island; see `run_peer`. A launcher learns why it failed."""
-    run_peer(ticket, settings, local, first, lambda network: None, name, alone)
+    with on_stop_signals(Interrupt()):  # which lets it end its daemon
+        run_peer(ticket, settings, local, first, lambda network: None, name, alone)
 
 
 @contextlib.contextmanager

@@ -164,9 +164,7 @@ def shun_each_other(one: Guest, other: Guest) -> bool:
     return one.rank in other.shuns or other.rank in one.shuns
 
 
-def _group(
-    guests: list[Guest], rendezvous: Rendezvous, kept: Collection[int] = (), alone: str = Party.alone
-) -> None:
+def _group(guests: list[Guest], rendezvous: Rendezvous, kept: Collection[int] = (), alone: str = Party.alone) -> None:
     """Makes a group of those with the most common anchors, among equals with more work; the others are behind.
 
     Whom they shun may be `kept` by others. If it is one alone, says why.

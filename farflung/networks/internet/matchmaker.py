@@ -97,7 +97,7 @@ class Matchmaker:
         return Party((), {}, alone=alone)
 
     async def _visit(self, host: int, request: Frame) -> Party | int | str | None:
-        """The group of a round at another host, or a better host; what this one says, if not; None if it is not there."""
+        """The group of a round at another host, or a better host, or a word of ALONE; None if it is not there."""
         if host not in self._expected():
             return None  # it has been gone for too long meanwhile
         member = self._peers.members.by_rank[host]
