@@ -123,6 +123,7 @@ def run_peer(
     with contextlib.ExitStack() as leaving, _told_where_nobody_answers(alone):
         if owns_folder:
             leaving.enter_context(beginning.left_as_it_was(folder))
+            beginning.refuse_while_trained(folder)  # before the others hear of this peer
         check_for_internet(settings, local)
         near = island.opened(settings, ticket) if settings.island.divided else None
         resumed = island.led(near, settings, "begun", launch.is_begun(folder))
