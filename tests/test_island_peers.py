@@ -98,6 +98,17 @@ def test_an_island_comes_back_with_a_gateway_and_without(swarm: Swarm) -> None:
         assert checkpoint.whole_steps(swarm.folder / "island")
 
 
+@pytest.mark.slow
+def test_an_island_that_is_stopped_before_it_joins_is_told_a_command_that_there_is(swarm: Swarm) -> None:
+    Ticket.new("test", {"model": "micro", "batch_size": 4, "inner": "adamw"}).write(swarm.folder / "run.ticket")
+    island = swarm.join("island", "--stages", 2)
+    until(lambda: list(swarm.folder.glob("island/logs/*/*/*/*/stderr.log")))
+    island.send_signal(signal.SIGINT)
+    assert island.wait(patience(120)) == 130
+    (told,) = re.findall("come back with: farflung join (.*)", swarm.said("island"))
+    assert told == "run.ticket --out island --stages 2 --listen 127.0.0.1"
+
+
 def children(process: int) -> list[int]:
     """The processes that one has started, in order."""
     return [int(child) for child in Path(f"/proc/{process}/task/{process}/children").read_text().split()]

@@ -172,11 +172,13 @@ def left_as_it_was(folder: Path) -> Iterator[None]:
 
 def how_to_go_on(folder: Path) -> str:
     """What to tell the user of a run that has ended early, by what is in its folder."""
+    machines = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
+    on_all = f"torchrun on all {machines} machines as before, and -m " if machines > 1 else ""
     if steps := checkpoint.whole_steps(folder):
-        return f"its last checkpoint is of step {steps[0]}; go on with: {events.resume_command(folder)}"
+        return f"its last checkpoint is of step {steps[0]}; go on with: {on_all}{events.resume_command(folder)}"
     if not events.tell_of_training(folder.glob("events/*.jsonl")):
-        return f"go on with: {events.resume_command(folder)}"
-    return f"there is no checkpoint to go on from; begin anew with: {restart_command(folder)}"
+        return f"go on with: {on_all}{events.resume_command(folder)}"
+    return f"there is no checkpoint to go on from; begin anew with: {on_all}{restart_command(folder)}"
 
 
 def restart_command(folder: Path) -> str:
