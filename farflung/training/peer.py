@@ -298,7 +298,7 @@ def seen(network: InternetNetwork) -> list[dict[str, Any]]:
     return [
         {
             **member.facts,
-            WHY_ALONE: dict(enumerate(ALONE, 1)).get(int(member.facts.get(WHY_ALONE, 0)), ""),
+            WHY_ALONE: dict(enumerate(ALONE.values(), 1)).get(int(member.facts.get(WHY_ALONE, 0)), ""),
             "name": member.host if called[member.host] == 1 else member.described,
             "state": _state(member),
             "step": member.step,
