@@ -137,7 +137,7 @@ cli.main()
 
 
 def test_what_swallows_an_interrupt_keeps_no_process_of_a_launcher() -> None:
-    environment = {**os.environ, "FARFLUNG_STARTED_HERE": "1"}
+    environment = {**os.environ, "FARFLUNG_STARTED_HERE": str(os.getpid())}
     process = subprocess.Popen([sys.executable, "-c", SWALLOWED], stdout=subprocess.PIPE, env=environment)
     assert process.stdout and process.stdout.readline() == b"begun\n"
     process.send_signal(signal.SIGTERM)
