@@ -23,7 +23,7 @@ LONGEST_SECONDS = 1e6
 class Between:
     """The seat of a process among some of other replicas, in the order of the replicas."""
 
-    elastic = timed = islands = near = None
+    elastic = timed = islands = near = board = None
     processes: tuple[int, ...] = ()
 
     def __init__(self, network: SimulatedNetwork, seats: Sequence[int]) -> None:

@@ -44,13 +44,19 @@ def cut(path: Path, length: int) -> None:
     path.write_bytes(path.read_bytes()[:length])
 
 
-@pytest.mark.parametrize("length", [0, 1000, -1])
-def test_a_checkpoint_that_was_cut_counts_as_none_and_is_named(
-    run: Path, copied: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], length: int
+def flip_a_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("length", [0, 1000, -1, None])
+def test_a_checkpoint_that_was_cut_or_has_a_wrong_bit_counts_as_none_and_is_named(
+    run: Path, copied: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], length: int | None
 ) -> None:
     """Resume and export go on from the newest one that all replicas have whole."""
     spoilt = checkpoint.path_of(copied, STEPS, "replica-1")
-    cut(spoilt, length)
+    flip_a_bit(spoilt) if length is None else cut(spoilt, length)
     assert run_here(monkeypatch, copied.parent, "export", "run", "model") == 0
     said = capsys.readouterr().out
     assert "checkpoints at step 15" in said and "step-000020/replica-1.pt" in said and "damaged" in said
@@ -92,15 +98,15 @@ def test_averaged_weights_that_were_cut_are_passed_over(run: Path, tmp_path: Pat
     assert "checkpoints at step 20" in origin and "averaged.pt" in origin and "damaged" in origin
 
 
-def test_one_wrong_bit_in_a_checkpoint_is_found(copied: Path) -> None:
+def test_one_wrong_bit_in_a_file_is_found_where_it_is_read(run: Path, copied: Path) -> None:
     path = checkpoint.path_of(copied, STEPS, "replica-0")
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
+    flip_a_bit(path)
     with pytest.raises(UserError, match=r"step-000020/replica-0.pt is damaged: .* or remove it"):
-        export(copied, copied.parent / "model")
-    path.unlink()
-    assert "checkpoints at step 15" in export(copied, copied.parent / "model")
+        checkpoint.read(path)
+    shutil.copy(run / "checkpoints" / "averaged.pt", copied / "checkpoints")
+    flip_a_bit(copied / "checkpoints" / "averaged.pt")
+    origin = export(copied, copied.parent / "model")
+    assert "checkpoints at step 15" in origin and "averaged.pt" in origin and "step-000020/replica-0.pt" in origin
 
 
 def test_events_that_cannot_be_read_are_left_out(

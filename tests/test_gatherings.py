@@ -210,3 +210,29 @@ def test_nobody_comes_to_a_round_twice_or_to_very_many_and_none_that_is_live_is_
 
     assert host.peers[0].peers.background.run(besiege(), patience(30)) == 500 - VISITS
     assert len(matchmaker._rendezvous) <= RENDEZVOUS_KEPT + VISITS
+
+
+def test_one_that_stays_alone_hears_why(host: Run) -> None:
+    matchmaker = host.peers[0]._matchmaker
+
+    async def one(number: int, rank: int, asked: dict[str, Any]) -> str:
+        await asyncio.sleep(0.5 * number)
+        return str((await matchmaker._welcome(rank, asked))["alone"])
+
+    async def all_of(key: str, *guests: tuple[int, dict[str, Any]]) -> list[str]:
+        asked = [(rank, {**request(rank, key=key, wait_s=3.0), **more}) for rank, more in guests]
+        return await asyncio.gather(*(one(number, *guest) for number, guest in enumerate(asked)))
+
+    def heard(key: str, *guests: tuple[int, dict[str, Any]]) -> list[str]:
+        return host.peers[0].peers.background.run(all_of(f"{key} of fragment 1", *guests), patience(60))
+
+    first, second = {"wants": [11, 12]}, {"wants": [13, 14]}
+    assert heard("round 1", (11, first)) == ["nobody"]
+    assert heard("round 2", (13, second), (11, first), (12, first))[0] == "left over"
+    assert heard("round 3", (11, first), (12, first), (13, second))[2] == "late"
+    unloved = {"wants": [12, LIAR], "patience": 6.0}
+    assert heard("round 4", (11, {**first, "shuns": [LIAR]}), (LIAR, unloved))[0] == "shuns"
+    assert (
+        heard("round 5", (11, {**first, "shuns": [LIAR], "patience": 6.0}), (LIAR, {**unloved, "patience": 1.0}))[1]
+        == "shunned"
+    )

@@ -64,10 +64,12 @@ def test_an_island_is_a_member_like_others_and_keeps_up_with_them(swarm: Swarm, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("process", [0, 1])
-def test_a_process_of_an_island_dies_and_the_island_comes_back(swarm: Swarm, process: int) -> None:
+@pytest.mark.parametrize(("process", "gateway"), [(0, ()), (1, ("--gateway",))])
+def test_a_process_of_an_island_dies_and_the_island_comes_back(
+    swarm: Swarm, process: int, gateway: tuple[str, ...]
+) -> None:
     swarm.invite(*DILOCO)
-    island = swarm.join("island", "--stages", 2, "--checkpoint-every", 20)
+    island = swarm.join("island", "--stages", 2, "--checkpoint-every", 20, *gateway)
     until(lambda: swarm.averaged("island") > 0 and checkpoint.whole_steps(swarm.folder / "island"), 120)
     parts = children(island.pid)
     assert len(parts) == 2
@@ -80,6 +82,31 @@ def test_a_process_of_an_island_dies_and_the_island_comes_back(swarm: Swarm, pro
     island.send_signal(signal.SIGINT)
     assert island.wait(patience(120)) == 130
     assert "come back with: farflung join island/run.ticket --out island" in swarm.said("island")
+
+
+@pytest.mark.slow
+def test_an_island_comes_back_with_a_gateway_and_without(swarm: Swarm) -> None:
+    swarm.invite("--every", 10, "--delay", 5, "--codec", "ef-int8", "--inner", "adamw", "--batch-size", 4)
+    shape = ("--shard", 2, "--checkpoint-every", 10, "--first")
+    for gateway in ((), ("--gateway",), ()):
+        before, met = swarm.step("island"), swarm.averaged("island")
+        island = swarm.join("island", *shape, *gateway)
+        until(lambda: island.poll() is not None or swarm.averaged("island") > met + 1, 120)  # noqa: B023
+        assert island.poll() is None and swarm.step("island") > before, swarm.said("island")
+        island.send_signal(signal.SIGINT)
+        assert island.wait(patience(120)) == 130, swarm.said("island")
+        assert checkpoint.whole_steps(swarm.folder / "island")
+
+
+@pytest.mark.slow
+def test_an_island_that_is_stopped_before_it_joins_is_told_a_command_that_there_is(swarm: Swarm) -> None:
+    Ticket.new("test", {"model": "micro", "batch_size": 4, "inner": "adamw"}).write(swarm.folder / "run.ticket")
+    island = swarm.join("island", "--stages", 2)
+    until(lambda: list(swarm.folder.glob("island/logs/*/*/*/*/stderr.log")))
+    island.send_signal(signal.SIGINT)
+    assert island.wait(patience(120)) == 130
+    (told,) = re.findall("come back with: farflung join (.*)", swarm.said("island"))
+    assert told == "run.ticket --out island --stages 2 --listen 127.0.0.1"
 
 
 def children(process: int) -> list[int]:

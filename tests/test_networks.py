@@ -12,12 +12,13 @@ import torch
 from internet import run_peers
 from patience import patience
 from problem import replica
-from processes import run_replicas
+from processes import HERE, run_replicas
 from torch_replica import METHODS, SHORT, contract
 
 from farflung import methods
 from farflung.networks import NETWORKS, Conditions, NetworkKind, PeerLostError, SimulatedNetwork, Simulation
 from farflung.outer import bundles
+from farflung.testing.hosts import torch_rendezvous
 
 
 def observe_simulated(network: SimulatedNetwork) -> Any:
@@ -116,6 +117,19 @@ def test_a_late_peer_costs_one_deadline_and_the_network_stays_whole(tmp_path: Pa
     (first, after_first), (second, after_second) = run_replicas(2, "late", "", tmp_path)
     assert first.startswith("(1,) replica 1 (") and "did not deliver within 1 s" in first and second == "delivered"
     assert after_first == after_second == [0.5]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["open", "destroyed"])
+def test_a_process_that_waits_in_vain_for_another_ends_well(how: str, tmp_path: Path) -> None:
+    common = {**os.environ, **torch_rendezvous(2), "GLOO_SOCKET_IFNAME": "lo"}
+    script = [sys.executable, HERE / "torch_last_words.py", how, tmp_path]  # forks are not torn down as these are
+    processes = [
+        subprocess.Popen(script, env={**common, "RANK": str(rank)}, stderr=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    told = [process.communicate(timeout=patience(60))[1] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], told
 
 
 @pytest.mark.slow

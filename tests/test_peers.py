@@ -256,6 +256,19 @@ def test_a_mistake_gets_one_line(
     assert all(word in lines[-1] for word in words), told
 
 
+def test_the_folder_of_a_peer_that_trains_is_refused_before_anybody_is_called(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    Ticket.new("test", {"model": "micro", "batch_size": 2}).write(tmp_path / "run.ticket")
+    Identity(tmp_path / "out" / "peer.key")
+    log = EventLog(tmp_path / "out", 1, "replica-1", time.monotonic)
+    arguments = ("join", "run.ticket", "--out", "out", "--listen", "127.0.0.1")
+    assert run_here(monkeypatch, tmp_path, *arguments) == 2
+    (line,) = [line for line in capfd.readouterr().err.splitlines() if "run folder" not in line]
+    assert line.startswith(f"farflung: out is being trained by another process (number {os.getpid()} on "), line
+    log.close()
+
+
 def test_a_peer_that_does_not_come_to_train_leaves_folders_as_they_were(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -416,6 +416,14 @@ def test_status_is_readable_on_a_narrow_terminal() -> None:
     assert [line.split()[1] for line in lines if " ago" in line] == ["trains", "gone", "bootstrap"]
 
 
+def test_status_says_why_a_peer_was_alone() -> None:
+    why = "all others who came to this round had found partners"
+    out = io.StringIO()
+    rows = [peer_row("alice", alone=""), peer_row("bob", alone=why), peer_row("carol", state="gone", alone=why)]
+    Console(file=out, width=80).print(peers.table(rows))
+    assert [line.strip() for line in out.getvalue().splitlines() if why in line] == [f"bob: {why}"]
+
+
 @pytest.mark.parametrize("terminal", [False, True])
 def test_the_live_view_of_a_peer_shows_the_others(run: Path, terminal: bool) -> None:
     config = run / "config.toml"

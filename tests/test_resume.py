@@ -18,7 +18,7 @@ from torch.distributed import HashStore
 from farflung.errors import UserError
 from farflung.pipeline import Mesh
 from farflung.training import checkpoint, finish
-from farflung.training.beginning import summary_writers, writing_replicas
+from farflung.training.beginning import how_to_go_on, summary_writers, writing_replicas
 from farflung.training.events import EventLog
 from farflung.training.export import export
 from farflung.training.kept import Kept
@@ -123,8 +123,15 @@ def test_a_run_that_is_being_trained_is_left_alone(
     log = EventLog(folder, 1, "replica-1", time.monotonic, keep=0)
     before = everything_in(folder)
     assert run_here(monkeypatch, tmp_path, "train", "--resume", "run", *how) == 2
-    assert "being trained by another process" in one_line(capsys) and everything_in(folder) == before
+    assert f"being trained by another process (number {os.getpid()} on " in one_line(capsys)
+    assert everything_in(folder) == before
     log.close()
+
+
+def test_of_a_run_on_several_machines_the_command_is_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
+    told = how_to_go_on(tmp_path)
+    assert told == f"go on with: torchrun on all 2 machines as before, and -m farflung train --resume {tmp_path}"
 
 
 @pytest.mark.slow

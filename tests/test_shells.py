@@ -96,6 +96,55 @@ def test_a_run_outlives_the_shell_that_has_started_it(tmp_path: Path, how: str, 
     assert codes == [0] * len(commands) and "Traceback" not in said, (codes, said)
 
 
+LAUNCHER = """
+import os, subprocess, sys
+from farflung.training.terminal import STARTED_HERE, say, share_terminal
+share_terminal()
+say("the launcher starts")
+part = "from farflung.training.terminal import say; say('a process of it speaks, through its launcher')"
+environment = {**os.environ, STARTED_HERE: str(os.getpid())}
+subprocess.run([sys.executable, "-c", part], env=environment, stderr=subprocess.DEVNULL)
+say("the launcher ends")
+"""
+
+
+ENDS_WHILE_IT_STARTS_ANOTHER = """
+import os, subprocess, sys
+from farflung.training.terminal import STARTED_HERE
+environment = {**os.environ, STARTED_HERE: str(os.getpid()), "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1",
+               "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": sys.argv[1]}
+process = subprocess.Popen([sys.executable, "-m", "farflung", "train", *sys.argv[2:]], env=environment)
+print(process.pid)
+"""
+
+
+@pytest.mark.slow
+def test_a_process_that_its_launcher_has_lost_while_it_started_it_does_not_wait_for_the_others(tmp_path: Path) -> None:
+    arguments = (str(free_port()), *map(str, SMALL), "--steps", "20", "--out", str(tmp_path / "run"))
+    with adopting():
+        launcher = [sys.executable, "-c", ENDS_WHILE_IT_STARTS_ANOTHER, *arguments]
+        told = subprocess.run(launcher, stdout=subprocess.PIPE, text=True, check=True, timeout=patience(60)).stdout
+        codes = list[int]()
+
+        def has_ended() -> bool:
+            ended, status = os.waitpid(int(told), os.WNOHANG)
+            codes.extend([os.waitstatus_to_exitcode(status)] if ended else [])
+            return bool(ended)
+
+        until(has_ended)
+    assert codes == [130]
+
+
+@pytest.mark.parametrize("mode", ["w", "a"])
+def test_processes_overwrite_nothing_that_their_launcher_says_in_a_file_nor_it_their_words(
+    mode: str, tmp_path: Path
+) -> None:
+    with (tmp_path / "log").open(mode) as log:
+        subprocess.run([sys.executable, "-c", LAUNCHER], stderr=log, check=True, timeout=patience(60))
+    words = ["the launcher starts", "a process of it speaks, through its launcher", "the launcher ends"]
+    assert (tmp_path / "log").read_text().splitlines() == [f"farflung: {line}" for line in words]
+
+
 @pytest.mark.skipif(not shutil.which("systemd-analyze"), reason="there is no systemd")
 def test_systemd_has_nothing_to_say_against_the_unit_of_the_docs(tmp_path: Path) -> None:
     text = (Path(__file__).parent.parent / "docs" / "how-to" / "service.md").read_text()

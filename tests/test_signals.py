@@ -122,6 +122,29 @@ def test_a_command_ends_in_one_line_at_every_instant(swarm: Swarm, tmp_path: Pat
             assert code == 0 and name in ("bootstrap", "status"), told
 
 
+SWALLOWED = """
+import sys, time
+from farflung import cli
+def run():
+    try:
+        print("begun", flush=True)
+        time.sleep(600)
+    except:  # as some modules do while they are imported
+        time.sleep(600)
+cli._run = run
+cli.main()
+"""
+
+
+def test_what_swallows_an_interrupt_keeps_no_process_of_a_launcher() -> None:
+    environment = {**os.environ, "FARFLUNG_STARTED_HERE": str(os.getpid())}
+    process = subprocess.Popen([sys.executable, "-c", SWALLOWED], stdout=subprocess.PIPE, env=environment)
+    assert process.stdout and process.stdout.readline() == b"begun\n"
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(patience(20)) == 130
+    process.stdout.close()
+
+
 def test_a_ctrl_c_reaches_no_daemon_that_is_needed_to_leave() -> None:
     """It goes to all processes of a terminal's session."""
     from farflung.networks.internet.contact.background import Background

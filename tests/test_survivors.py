@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from patience import patience
-from processes import SMALL, free_port, saved
+from processes import SMALL, free_port, run_replicas, same, saved
 from warm import Python
 
 from farflung.networks import Group, PeerLostError, SimulatedNetwork, Simulation
@@ -106,6 +106,38 @@ def test_who_reaches_the_fewest_is_left_out() -> None:
     assert connected({0: {0, 1}, 1: {0, 1, 2, 3}, 2: {1, 2, 3}, 3: {1, 2, 3}}) == (1, 2, 3)
     assert connected({0: {0, 1}, 1: {1}}) == (0,)
     assert connected({4: {4}}) == (4,)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("case", "of_each"), [("dies", [0, 1, 2]), ("dies in an island", [0, 2])])
+def test_who_is_left_of_a_loop_of_ones_own_averages_among_themselves(
+    case: str, of_each: list[int], tmp_path: Path
+) -> None:
+    seen = run_replicas(4, case, "", tmp_path, may_die=frozenset({3}), script="torch_mishap.py")
+    left, lost = [told[case] for told in seen[:3]], "3" if case == "dies" else "2"
+    for _, ended, _ in left:
+        for name in left[0][0]:
+            expected = torch.stack([left[process][0][name] for process in of_each]).mean(0)
+            torch.testing.assert_close(ended[name], expected)
+        if "seen" in ended:
+            torch.testing.assert_close(ended["seen"], torch.ones(2))
+    assert left[0][2] == f"replica 0 averages without those that are lost: {lost}\n"
+
+
+@pytest.mark.slow
+def test_nobody_waits_for_a_replica_with_fewer_batches(tmp_path: Path) -> None:
+    seen = run_replicas(4, "fewer", "", tmp_path, script="torch_mishap.py")
+    for name in ("pairs", "pairs, delayed", "everyone", "everyone, delayed", "fragments"):
+        told = [one["fewer"][name] for one in seen]
+        assert all(same(told[0][2], weights) for _, _, weights in told), name
+        for rounds, _, _ in told[:3]:
+            lost = [round for round in rounds if round[2] != "averaged"]
+            assert all("replica 3 has ended its rounds" in reason and 3 in group for _, group, _, reason in lost), lost
+            if "everyone" in name:
+                assert len(lost) == 1 and rounds[-1][1] == (0, 1, 2), rounds
+    for one in seen[:3]:
+        rounds, error, _ = one["fewer"]["gradients"]
+        assert len(rounds) == 5 and error == "replica 3 has ended its rounds"
 
 
 MORTAL = """

@@ -5,6 +5,9 @@ Four processes are two islands of two shards, or one of two shards twice. The us
 
 from __future__ import annotations
 
+import io
+import logging
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,8 +21,8 @@ from torch_shard import Model, batch, sharded, whole
 from farflung import methods
 from farflung.errors import UserError
 from farflung.hooks.shards import own_of
-from farflung.networks import Network, TorchNetwork
-from farflung.outer import DisagreementError, DivergedError
+from farflung.networks import Network, PeerLostError, TorchNetwork
+from farflung.outer import DisagreementError, DivergedError, GradientLoop, Session
 
 EVERY = 3
 SPOILT_AT = EVERY + 1
@@ -162,12 +165,87 @@ def kept_twice(everyone: TorchNetwork) -> str:
     return ""
 
 
+def dies(everyone: TorchNetwork, islands: list[tuple[int, ...]]) -> Any:
+    """The last process dies in training; the rest end with the mean of their weights and of their statistics.
+
+    Returns what each process had, and ended with, and what it said.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+
+    said = io.StringIO()
+    logging.getLogger("farflung").addHandler(logging.StreamHandler(said))
+    network = everyone.of_islands(islands) if islands else everyone
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("island", "shard"))
+    shards = islands[network.rank] if islands else [everyone.process]
+    model: nn.Module = sharded(mesh["shard"]) if len(shards) > 1 else Model()
+    if not islands:
+        model.register_buffer("seen", torch.zeros(2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with methods.noloco(every=3).attach(model, optimizer, network, deadline_s=60) as outer:
+        for step in range(8):
+            if everyone.process == 3 and step == 7:
+                os._exit(1)
+            for buffer in model.buffers():
+                buffer.fill_(everyone.process)
+            part = batch(network.rank, step).chunk(len(shards))[shards.index(everyone.process)]
+            model(part).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        before = whole(model)
+        outer.finish(average_weights=True)
+        ended = {**whole(model), **dict(model.named_buffers())}
+    return before, ended, said.getvalue()
+
+
+FEWER = {
+    "pairs": methods.noloco(every=2),
+    "pairs, delayed": methods.noloco(every=4, delay=3),
+    "everyone": methods.diloco(every=2),
+    "everyone, delayed": methods.dilocox(every=4),
+    "fragments": methods.diloco(every=4, fragments=2),
+    "gradients": methods.ddp(),
+}
+
+
+def fewer(everyone: TorchNetwork, method: methods.Method) -> Any:
+    """The last replica has fewer batches, and deadlines are long; rounds, an error if any, and the last weights."""
+    model, rounds = Model(), list[Any]()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    steps = 5 if everyone.rank == 3 else 16
+    with patient(method, model, optimizer, everyone, rounds) as outer:
+        try:
+            for step in range(steps):
+                model(batch(everyone.rank, step)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        except PeerLostError as error:
+            return rounds, str(error), None
+        outer.finish(average_weights=not isinstance(outer, GradientLoop))
+    return rounds, "", whole(model)
+
+
+def patient(
+    method: methods.Method, model: nn.Module, optimizer: torch.optim.Optimizer, network: Network, rounds: list[Any]
+) -> Session:
+    """The method with long deadlines."""
+    return method.attach(
+        model,
+        optimizer,
+        network,
+        deadline_s=10_000,
+        on_round=lambda round: rounds.append((round.round, round.group, round.outcome.value, round.reason)),
+    )
+
+
 CASES: dict[str, Callable[[TorchNetwork], Any]] = {
     "spoilt": lambda everyone: spoilt(everyone, once),
     "spoilt, HSDP": lambda everyone: spoilt_twice_sharded(everyone, once),
     "diverged, HSDP": lambda everyone: spoilt_twice_sharded(everyone, always),
     "bad gradient": lambda everyone: bad_gradients(everyone, ""),
     "bad gradient, scaled": lambda everyone: bad_gradients(everyone, "scaled"),
+    "dies": lambda everyone: dies(everyone, []),
+    "dies in an island": lambda everyone: dies(everyone, [(0, 1), (2,), (3,)]),
+    "fewer": lambda everyone: {name: fewer(everyone, method) for name, method in FEWER.items()},
     "kept twice": kept_twice,
     "unlike": lambda everyone: {what: unlike(everyone, what) for what in UNLIKE},
 }

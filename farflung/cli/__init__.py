@@ -19,8 +19,8 @@ from farflung.cli.printing import printing
 from farflung.errors import UserError, suggestion
 from farflung.formats import FORMATS, package_version
 from farflung.scoped import environment
-from farflung.signals import INTERRUPTED, Interrupt, on_stop_signals
-from farflung.training.terminal import STARTED_HERE, say
+from farflung.signals import INTERRUPTED, Interrupt, leave, on_stop_signals
+from farflung.training.terminal import STARTED_HERE, leave_without_launcher, say
 
 __all__ = ["main"]
 
@@ -48,8 +48,10 @@ def main() -> None:
         _no_interrupt_lost(),
         printing("farflung"),
         environment(THP_MEM_ALLOC_ENABLE="1"),
-        on_stop_signals(interrupt),
+        # What a launcher has started has nothing to clear up yet, and must not be lost in an import's bare `except`.
+        on_stop_signals(leave if STARTED_HERE in os.environ else interrupt),
     ):
+        leave_without_launcher()
         try:
             _run()
         except (Exception, KeyboardInterrupt) as error:

@@ -221,9 +221,12 @@ def _train(
     say(f"{ticket.name}: {settings.rounds.method}, {counted(settings.run.steps, 'step')}; run folder {folder}")
 
     def come_back() -> str:
-        alone_there = [] if island.knows_others(folder) else ["--first"]
         kept = "".join(f"its last checkpoint is of step {step}; " for step in whole_steps(folder)[:1])
-        return f"{kept}come back with: {join_command(folder, *flags, *alone_there)}"
+        if seat.ticket and not (folder / "run.ticket").exists():  # it was not in the run yet
+            again = join_command(folder, *flags, *(["--first"] if first else []), ticket=seat.ticket)
+        else:
+            again = join_command(folder, *flags, *([] if island.knows_others(folder) else ["--first"]))
+        return f"{kept}come back with: {again}"
 
     with telling_how_to_go_on(come_back, max_hours=settings.run.max_hours):
         with tracking(settings, folder), watched(folder, sys.stderr) as show:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
         Traffic,
     )
     from farflung.networks.distributed import TorchNetwork
-    from farflung.networks.membership import among_members, among_survivors
+    from farflung.networks.membership import among_members, among_replicas_left, among_survivors
     from farflung.networks.registry import NETWORKS, NetworkKind, from_env
     from farflung.networks.simulator.conditions import Conditions
     from farflung.networks.simulator.network import ReplicaDiedError, SimulatedNetwork, Simulation
@@ -46,6 +46,7 @@ __all__ = [
     "TorchNetwork",
     "Traffic",
     "among_members",
+    "among_replicas_left",
     "among_survivors",
     "conditions_named",
     "from_env",

@@ -11,6 +11,8 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from farflung.networks.board import Board
+
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
@@ -92,6 +94,19 @@ HOSTS_AGREE = 2
 """So many hosts must say the same of a replica before it believes it: one may lie."""
 
 
+ALONE = {
+    "nobody": "nobody else came to this round",
+    "left over": "all others who came to this round had found partners",
+    "late": "the others had met before this peer came",
+    "shunned": "those who came take none of this peer's messages",
+    "shuns": "this peer takes no messages of those who came",
+    "refused": "no host of this round let this peer in",
+    "unreachable": "no host of this round could be reached",
+    "slow link": "this replica's link is slower than the others', who would wait for it in every round",
+}
+"""Why a peer stays alone in a round: in a word, and as its events tell it."""
+
+
 @dataclass(frozen=True)
 class Party:
     """Who takes part in a round, less than two when this replica stays alone, and each message's weight in the mean."""
@@ -104,6 +119,8 @@ class Party:
     """The member that has made the groups, and may lie."""
     seats: Mapping[int, Mapping[str, int]] = field(default_factory=dict)
     """The seat of the process that keeps each cell, by the cell's name, of members that are islands with several."""
+    alone: str = "nobody"
+    """Why this replica stays alone, if it does: a word of ALONE."""
 
 
 @dataclass(frozen=True)
@@ -126,6 +143,7 @@ class Network(Protocol):
         processes: the ranks of the replicas in torch.distributed's process group, in order, where they are such
             processes; then `among` some of them there is a network, too.
         islands: itself, where replicas are several processes each.
+        board: where replicas leave each other words, if there is such a place.
         near: the network of the processes that are this replica together, where this one alone, or one of the others
             for it, is on this network.
     """
@@ -144,6 +162,9 @@ class Network(Protocol):
 
     @property
     def islands(self) -> IslandNetwork | None: ...  # noqa: D102
+
+    @property
+    def board(self) -> Board | None: ...  # noqa: D102
 
     @property
     def near(self) -> Network | None: ...  # noqa: D102

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 import time
 import zlib
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -18,8 +16,10 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from farflung.errors import UserError
 from farflung.networks.base import Combine, Finished, Group, Packets, Pending, mean_in_order
+from farflung.networks.board import Board
 from farflung.networks.torchrun import join
 from farflung.networks.transfer import RealNetwork, Transfer
+from farflung.networks.works import Work, end_all, in_thread
 from farflung.renamed import Formerly
 
 T = TypeVar("T")
@@ -29,10 +29,6 @@ CHUNK = 1 << 16
 
 IN_FLIGHT = 32
 """Chunks on the wire at a time in each phase: 8 MB of float32, about what one TCP connection keeps in flight."""
-
-# Gloo closes ALL of a process's connections when one operation times out, so its own limit must never
-# be what ends a wait: `_Exchange.wait` keeps the deadlines.
-_NEVER = timedelta(days=30)
 
 _GRACE_SECONDS = 0.5
 """Time after a passed deadline to find out who has delivered."""
@@ -65,6 +61,7 @@ class TorchNetwork(RealNetwork):
         self._addresses = addresses or {}
         self.island_processes: Sequence[Group] = ()
         self.store = store or _get_default_store()
+        self.board = Board(self.store, self.processes, self.process)
 
     @classmethod
     def from_env(cls, starting: float = 600.0) -> TorchNetwork:
@@ -172,8 +169,9 @@ class TorchNetwork(RealNetwork):
         return self._addresses.get(process, "address unknown")
 
     def close(self) -> None:
-        """Leaves the process group."""
+        """Leaves the process group, once what is under way has ended."""
         if dist.is_initialized():
+            end_all()
             dist.destroy_process_group()
 
     def _swap_packets(self, packets: Packets, transfer: _Exchange[Any], key: str) -> Packets:
@@ -202,7 +200,7 @@ class TorchNetwork(RealNetwork):
         transfer.raise_if_lost()
         return tensor
 
-    def _collect(self, chunk: Tensor, transfer: _Exchange[Tensor], key: str) -> tuple[Packets, Packets, list[_Work]]:
+    def _collect(self, chunk: Tensor, transfer: _Exchange[Tensor], key: str) -> tuple[Packets, Packets, list[Work]]:
         """Starts sending each member its part of a chunk, and collecting everyone's values of the own part."""
         parts = dict(zip(transfer.group, chunk.tensor_split(len(transfer.group)), strict=True))
         inbox = {peer: torch.empty_like(parts[self.rank]) for peer in transfer.others}
@@ -210,8 +208,8 @@ class TorchNetwork(RealNetwork):
         return parts, inbox, self._swap(inbox, outgoing, key)
 
     def _hand_round(
-        self, parts: Packets, inbox: Packets, works: list[_Work], transfer: _Exchange[Tensor], key: str
-    ) -> tuple[Packets, Packets, list[_Work]]:
+        self, parts: Packets, inbox: Packets, works: list[Work], transfer: _Exchange[Tensor], key: str
+    ) -> tuple[Packets, Packets, list[Work]]:
         """Averages the own part, and starts sending it to all for theirs."""
         transfer.complete(works)
         transfer.raise_if_lost()
@@ -222,7 +220,7 @@ class TorchNetwork(RealNetwork):
         averaged = {peer: torch.empty_like(parts[peer]) for peer in transfer.others}
         return parts, averaged, self._swap(averaged, dict.fromkeys(transfer.others, own), key)
 
-    def _swap(self, incoming: Packets, outgoing: Packets, key: str) -> list[_Work]:
+    def _swap(self, incoming: Packets, outgoing: Packets, key: str) -> list[Work]:
         """Starts receiving and sending, receives first: Gloo needs them posted to use both directions of a link."""
         peers, posts = [], []
         for op, count, tensors in (
@@ -236,44 +234,8 @@ class TorchNetwork(RealNetwork):
                     posts.append(dist.P2POp(op, tensor, self.processes[peer], tag=_tag(key, tensor)))
         if posts and self.device.type == "cuda":
             # NCCL would wait for each operation in turn; as one batch they run together.
-            return [_Work(peers[0], work) for work in dist.batch_isend_irecv(posts)]
-        return [_start(post, peer) for post, peer in zip(posts, peers, strict=True)]
-
-
-class _Work:
-    """One send or receive with a peer; `work` is None where it failed at once."""
-
-    def __init__(self, peer: int, work: dist.Work | None, error: str = "") -> None:
-        self.peer = peer
-        self.error = error
-        self._work = work
-        self._one_waits = threading.Lock()  # Gloo would let the second of two wait for ever
-        self._watch: threading.Thread | None = None
-
-    def failed(self) -> bool:
-        """Waits for its end, however long; whether it failed."""
-        with self._one_waits:
-            if self._work is not None:
-                try:
-                    self._work.wait(_NEVER)
-                except RuntimeError as error:
-                    self.error = str(error)
-                self._work = None
-        return bool(self.error)
-
-    def watch(self) -> threading.Thread:
-        """A thread that lives until its end: Gloo tells it only to those who wait."""
-        if self._watch is None:
-            self._watch = threading.Thread(target=self.failed, daemon=True)
-            self._watch.start()
-        return self._watch
-
-
-def _start(post: dist.P2POp, peer: int) -> _Work:
-    try:
-        return _Work(peer, post.op(post.tensor, post.peer, tag=post.tag))
-    except RuntimeError as error:  # the connection is known to be broken
-        return _Work(peer, None, str(error))
+            return [Work(peers[0], work) for work in dist.batch_isend_irecv(posts)]
+        return [Work.of(post, peer) for post, peer in zip(posts, peers, strict=True)]
 
 
 class _Exchange(Transfer[T]):
@@ -281,15 +243,15 @@ class _Exchange(Transfer[T]):
 
     def __init__(self, network: TorchNetwork, group: Group, work: Callable[[_Exchange[T]], T]) -> None:
         super().__init__(network, group)
-        self._awaited: list[_Work] = []
-        threading.Thread(target=self._run, args=(work, network.device), daemon=True).start()
+        self._awaited: list[Work] = []
+        in_thread(lambda: self._run(work, network.device))
 
     @property
     def alive(self) -> list[int]:
         """The others that have not been lost."""
         return [rank for rank in self.others if rank not in self.lost]
 
-    def complete(self, works: list[_Work]) -> None:
+    def complete(self, works: list[Work]) -> None:
         """Waits for sends and receives; who fails in one is lost, the rest goes on."""
         self._awaited = works
         for work in works:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Set
+from itertools import islice
 from typing import NamedTuple, TypeVar
 
 from farflung.networks.base import Group, Network, PeerLostError, packet_of, words_of
@@ -32,8 +33,32 @@ class Row(NamedTuple):
     word: str
 
 
+def among_replicas_left(network: Network, work: Callable[[Group], T], seconds: float, key: str) -> tuple[Group, T]:
+    """As `among_survivors`, of replicas; an island counts where all of its processes are left.
+
+    All processes of all islands call it alike, each time with another key, and decide alike. Raises PeerLostError.
+    """
+    if (islands := network.islands) is None:
+        return among_survivors(network, lambda group: group, work, seconds, key)
+    seats = iter(range(sum(map(len, islands.island_processes))))
+    seated = [tuple(islice(seats, len(island))) for island in islands.island_processes]
+
+    def replicas(group: Group) -> Group:
+        return tuple(replica for replica, island in enumerate(seated) if set(island) <= set(group))
+
+    def whole(group: Group) -> Group:
+        return tuple(seat for replica in replicas(group) for seat in seated[replica])
+
+    group, result = among_survivors(islands.everyone(), whole, lambda group: work(replicas(group)), seconds, key)
+    return replicas(group), result
+
+
 def among_survivors(
-    network: Network, whole: Callable[[Group], Group], work: Callable[[Group], T], seconds: float
+    network: Network,
+    whole: Callable[[Group], Group],
+    work: Callable[[Group], T],
+    seconds: float,
+    key: str = "survivors",
 ) -> tuple[Group, T]:
     """The result of `work` among the replicas that are left, and their ranks; the same on all of them.
 
@@ -48,7 +73,7 @@ def among_survivors(
     while True:
         attempt += 1
         candidates, patience = (before, LONGER) if before else (network.members(), 1.0)
-        said = _reachable(network, candidates, f"survivors {attempt}", word, patience * seconds)
+        said = _reachable(network, candidates, f"{key} {attempt}", word, patience * seconds)
         group = whole(tuple(said))
         if network.rank not in group:
             lost = sorted(set(network.members()) - set(said)) or [network.rank]

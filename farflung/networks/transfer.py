@@ -5,19 +5,27 @@ from __future__ import annotations
 import itertools
 import math
 import time
+from collections.abc import Callable
+from concurrent import futures
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
 from contextvars import ContextVar
 from typing import Generic, TypeVar
 
 from torch import Tensor
 
 from farflung.networks.base import Group, Packets, PeerLostError, Traffic
+from farflung.networks.board import Board
 
 T = TypeVar("T")
 
 IN_BACKGROUND: ContextVar[bool] = ContextVar("in background", default=False)
 """Whether this wait blocks no training."""
+
+GONE: ContextVar[Callable[[], bool] | None] = ContextVar("gone", default=None)
+"""Says whether somebody who is waited for is known not to come."""
+
+LOOK_SECONDS = 0.5
+"""How often a wait asks that."""
 
 
 class RealNetwork:
@@ -25,6 +33,7 @@ class RealNetwork:
 
     rank: int
     timed = None
+    board: Board | None = None
 
     def __init__(self) -> None:
         self.traffic = Traffic()
@@ -74,11 +83,13 @@ class Transfer(Generic[T]):
 
     def wait(self, timeout: float) -> T:
         """See Pending."""
-        network = self._network
+        network, gone = self._network, GONE.get()
         began = network.now()
         try:
-            return self._result.result(timeout)
-        except FutureTimeout:
+            while (left := began + timeout - network.now()) > 0 and not self.done() and not (gone and gone()):
+                futures.wait([self._result], min(left, LOOK_SECONDS) if gone else left)
+            if self.done():
+                return self._result.result()
             self.finished_at = network.now()
             late = self.late()
             names = ", ".join(map(network.address, late))
@@ -88,7 +99,7 @@ class Transfer(Generic[T]):
                 f"see whether {'it is' if len(late) == 1 else 'they are'} running and can be reached, "
                 "or raise the deadline",
                 dict(self.delivered),
-            ) from None
+            )
         finally:
             if not IN_BACKGROUND.get():
                 network.traffic.seconds_blocked += network.now() - began

@@ -1,23 +1,25 @@
-"""What replicas average outside of rounds: buffers and weights, on demand and at the end."""
+"""What replicas average outside of rounds: buffers and weights, on demand and at the end; who is lost is left out."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
-from torch import Tensor
 
 from farflung.errors import UserError
-from farflung.hooks.buffers import average
+from farflung.hooks.buffers import average, real_view
 from farflung.hooks.shards import own_of, reshard
-from farflung.networks import Group, among_members
-from farflung.outer.columns import Column
+from farflung.networks import Group, among_replicas_left
+from farflung.networks.torchrun import log
+from farflung.outer.columns import Message
 from farflung.outer.fragments import split
 
 if TYPE_CHECKING:
     from farflung.outer.session import Session
+
+T = TypeVar("T")
 
 END_DEADLINES = 10
 """The end waits this many times the deadline: replicas that never met may be far apart in time."""
@@ -26,20 +28,35 @@ END_DEADLINES = 10
 class Averages:
     """Averages a session's replicas on demand; all of them must call alike. Who comes and goes has nobody to end with.
 
-    Its methods raise PeerLostError, and UserError where sizes differ.
+    Replicas that are lost are left out. Its methods raise PeerLostError where the rest cannot be reached, and UserError
+    where sizes differ.
     """
 
     def __init__(self, session: Session) -> None:
         self._session = session
         self._count = 0
+        self._everyone = session.network.members()
+        self._told_lost: Group = ()
 
     def buffers(self) -> None:
         """Gives all replicas the mean of their buffers, and of frozen weights that the loop moves."""
         session = self._session
-        if not session.network.elastic:
-            session.meet_islands()
-            column = Column(session.network, ())
-            self._average(session.averaged_besides(), column, self._next_key("buffers"), directions=True)
+        if session.network.elastic:
+            return
+        session.meet_islands()
+        tensors = session.averaged_besides()
+        if not session.trained.layout.total(torch.tensor([len(tensors)], dtype=torch.float64)):
+            return
+        before = {name: real_view(tensor).clone() for name, tensor in tensors.items()}
+        key, seconds = self._next_key("buffers"), END_DEADLINES * session.deadline_s
+
+        def work(group: Group) -> None:
+            for name, values in before.items():
+                if not (view := real_view(tensors[name])).equal(values):  # somebody was lost on the way
+                    view.copy_(values)
+            average(tensors, session.network, group, f"{key} of {group}", seconds, directions=True)
+
+        self._among_those_left(work, key, seconds)
 
     def weights(self) -> None:
         """Gives all replicas the mean of their weights."""
@@ -48,13 +65,17 @@ class Averages:
             return
         reshard(session.trained.model)
         session.meet_islands()
-        key = self._next_key("weights")
         (fragment,) = split(session.trained.model, 1, session.trained.named)
-        message = fragment.message(fragment.read())
-        for column in session.columns.of(session.network.members(), message.names):
-            named = {f"{cell} {n}": one for cell in column.cells for n, one in enumerate(message.cells[cell])}
-            self._average(named, column, key, directions=False)
-        fragment.write(message.flat)
+        key, seconds = self._next_key("weights"), END_DEADLINES * session.deadline_s
+
+        def work(group: Group) -> Message:
+            message = fragment.message(fragment.read())
+            for column in session.columns.of(group, message.names):
+                named = {f"{cell} {n}": one for cell in column.cells for n, one in enumerate(message.cells[cell])}
+                average(named, column.network, group, column.key(f"{key} of {group}"), seconds)
+            return message
+
+        fragment.write(self._among_those_left(work, key, seconds).flat)
 
     @contextmanager
     def shown(self) -> Iterator[None]:
@@ -82,10 +103,12 @@ class Averages:
         self._count += 1
         return self._session.key(f"{what} {self._count}")
 
-    def _average(self, tensors: Mapping[str, Tensor], column: Column, key: str, directions: bool) -> None:
-        network, seconds = column.network, END_DEADLINES * self._session.deadline_s
-
-        def exchange(group: Group) -> None:
-            average(tensors, network, group, f"{column.key(key)} of {group}", seconds, directions)
-
-        among_members(network, exchange)
+    def _among_those_left(self, work: Callable[[Group], T], key: str, seconds: float) -> T:
+        """What some work comes to among the replicas that are left; tells once who is lost."""
+        network = self._session.network
+        group, result = among_replicas_left(network, work, seconds, f"{key}, those left")
+        lost = tuple(sorted(set(self._everyone) - set(group)))
+        if lost and lost != self._told_lost:
+            self._told_lost, named = lost, ", ".join(map(str, lost))
+            log.warning("replica %d averages without those that are lost: %s", network.rank, named)
+        return result

@@ -19,7 +19,7 @@ from farflung.codecs import finite
 from farflung.errors import UserError
 from farflung.hooks.digests import digest
 from farflung.networks import Group, Party, PeerLostError, Pending, SharedState
-from farflung.networks.base import HOSTS_AGREE
+from farflung.networks.base import ALONE, HOSTS_AGREE
 from farflung.outer.aggregation import Aggregation
 from farflung.outer.averaging import Meeting
 from farflung.outer.columns import of_party
@@ -55,7 +55,8 @@ NEW_ROUNDS = 4
 HELD_UP = "held_up_s"
 """The fact that replicas tell each other of their links."""
 
-STAYED_OUT = "this replica's link is slower than the others', who would wait for it in every round"
+WHY_ALONE = "alone"
+"""The fact of why a replica was alone in its last round: the word's place in ALONE, from 1; 0 where it was not."""
 
 OTHER_SHAPES = "the run's anchors have other shapes than the model here; see that both use the same model"
 
@@ -148,6 +149,8 @@ class ElasticLoop(OuterLoop):
         self._link.landed(round)
         if (held_up_s := self._link.held_up_s) is not None:
             self._elastic.tell_others(**{HELD_UP: held_up_s})
+        reasons = list(ALONE.values())
+        self._elastic.tell_others(**{WHY_ALONE: float(round.reason in reasons and reasons.index(round.reason) + 1)})
 
     def _exchange(self, sync: Sync[Tensor], offer: Offer[Tensor], group: Group) -> Exchange:
         """Starts a round with the members of the group that come, or with others left without partners."""
@@ -161,7 +164,8 @@ class ElasticLoop(OuterLoop):
                 why = f"the round's host (replica {party.host}) says that its anchors are not the others'"
                 return Result(message, (), Outcome.BEHIND, why, host=party.host)
             if len(party.group) < 2:
-                return Result(message, (), Outcome.SAT_OUT, STAYED_OUT if group == (self.network.rank,) else "")
+                why = "slow link" if group == (self.network.rank,) else party.alone
+                return Result(message, (), Outcome.SAT_OUT, ALONE[why])
             columns = of_party(self._elastic, party, whole.names)
             meetings = [
                 Meeting(column.network, party.group, column.key(key), number, party.weights) for column in columns

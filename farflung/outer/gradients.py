@@ -9,6 +9,7 @@ from torch import nn
 
 from farflung.cells import Cell
 from farflung.errors import UserError
+from farflung.hooks.buffers import average
 from farflung.hooks.digests import digest
 from farflung.hooks.shards import own_of
 from farflung.hooks.steps import hook_steps
@@ -46,7 +47,8 @@ class GradientLoop(Session):
             self.untrained.look()
             self._look_beside()
         if self._options["buffers"] == "round":
-            self.average_buffers()
+            key, everyone = self.key(f"buffers, step {self.step}"), self.network.members()
+            average(self.averaged_besides(), self.network, everyone, key, self.deadline_s, directions=True)
 
     def _look_beside(self) -> None:
         """Parameters without an optimizer may change, as a teacher does, but equally on all replicas."""
@@ -71,6 +73,9 @@ class GradientLoop(Session):
 
     def _cells_here(self) -> list[Cell]:
         return [cell for mean in self._means for cell in mean.fragment.cells]
+
+    def _next_rounds(self) -> list[int]:
+        return [mean.next_round for mean in self._means]
 
     def _starts_from(self) -> list[Message]:
         return [mean.fragment.message(mean.fragment.read()) for mean in self._means]

@@ -27,6 +27,7 @@ from farflung.networks.torchrun import log
 from farflung.outer.adaptation import Adaptation, effective_ranks
 from farflung.outer.averaging import Averaging, Meeting
 from farflung.outer.columns import Column, Message
+from farflung.outer.departures import has_left
 from farflung.outer.exchange import Exchange, start_columns
 from farflung.outer.fragments import Weights, split
 from farflung.outer.healing import draw_together, sketch, stay_away
@@ -34,7 +35,8 @@ from farflung.outer.optimizers import gradient_of, load_into, refuse_rounded_wei
 from farflung.outer.outcomes import Outcome, Result, Round
 from farflung.outer.replica import Replica
 from farflung.outer.round import Offer, PendingRound, Rounds, Sync
-from farflung.outer.session import Session, Setup, copied
+from farflung.outer.session import Session, Setup
+from farflung.outer.states import copied, packed, unpacked
 
 if TYPE_CHECKING:
     from farflung.outer.aggregation import Aggregation
@@ -43,6 +45,8 @@ if TYPE_CHECKING:
 LATE_LOAD = (
     "weights were loaded while a round was under way, which now changes them; call apply_pending() before loading"
 )
+
+LEFT_OVER = "no partner was left for this replica in this round"
 
 
 class OuterLoop(Session):
@@ -131,7 +135,10 @@ class OuterLoop(Session):
 
     def _group(self, sync: Sync[Tensor]) -> Group:
         """With whom the next round is to be held."""
-        return sync.group(self.network.rank, self.network.members(), self.method.topology)
+        members, topology = self.network.members(), self.method.topology
+        if topology.identical:  # who draws groups at random must draw from the same members, whoever knows of what
+            members = self.departures.without(members, sync.index, sync.rounds)
+        return sync.group(self.network.rank, members, topology)
 
     def _fault(self, sync: Sync[Tensor]) -> str:
         return self._replica.fault(sync.rounds, self.step, self._rounds.pending)
@@ -140,7 +147,10 @@ class OuterLoop(Session):
         """Starts averaging a message, and comparing anchors."""
         began = self.network.now()
         if not group:
-            return Exchange(began, Finished(Result(offer.message, (), Outcome.SAT_OUT), began))
+            return Exchange(began, Finished(Result(offer.message, (), Outcome.SAT_OUT, LEFT_OVER), began))
+        if gone := self.departures.gone(group, sync.index, sync.rounds):
+            lost = Result(offer.message, group, Outcome.PEER_LOST, has_left(gone), missing=gone)
+            return Exchange(began, Finished(lost, began))
         message = self._weights[sync.index].fragment.message(offer.message)
         columns, key = self.columns.of(group, message.names), self._round_key(sync.index, sync.rounds)
         meetings = [Meeting(column.network, group, column.key(key), sync.rounds) for column in columns]
@@ -207,7 +217,8 @@ class OuterLoop(Session):
     def _result(self, pending: PendingRound[Tensor, Exchange]) -> Result:
         """What an exchange came to: the mean, or this replica's own message if a peer is lost."""
         try:
-            result = pending.exchange.result.wait(self.deadline_s)
+            with self.departures.watched(pending.group, pending.fragment, pending.round):
+                result = pending.exchange.result.wait(self.deadline_s)
         except PeerLostError as lost:
             # A copy: a peer that is only late may still be writing its values into the message.
             result = Result(
@@ -302,6 +313,9 @@ class OuterLoop(Session):
         """See Session."""
         return self._replica.copies.following()
 
+    def _next_rounds(self) -> list[int]:
+        return [sync.rounds for sync in self._rounds.syncs]
+
     def _settle_at_end(self) -> None:
         if fault := self._replica.settle(self.step, self.step, self._rounds.pending):
             log.warning("replica %d ends with the weights of its last round: %s", self.network.rank, fault)
@@ -342,27 +356,10 @@ class OuterLoop(Session):
                 yield cell.name, values | {"codecs": codecs.get(cell.name, {}), "values": cell.numel}
 
     def _packed(self, pending: PendingRound[Tensor, Exchange]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """As plain values and tensors, once the mean is there; times as ages, since clocks start at their own zeros."""
+        """As plain values and tensors, once the mean is there."""
         exchange, result = pending.exchange, self._result(pending)
-        now = self.network.now()
         exchange.result = Finished(result, exchange.result.finished_at)
-        times = {"started": exchange.started_s - now, "finished": exchange.result.finished_at - now}
-        offer = {**vars(pending.offer), "message": result.mean.clone()}
-        tensors = {name: value for name, value in offer.items() if isinstance(value, Tensor)}
-        became = {**vars(result), "mean": None, "outcome": result.outcome.value}
-        del became["missing"]  # earlier releases know nothing of it
-        offer = {name: value for name, value in offer.items() if name not in tensors}
-        told = {**vars(pending), **times, "offer": offer, "exchange": became, "tensors": list(tensors)}
-        return told, tensors
-
-    def _unpacked(self, saved: dict[str, Any], tensors: dict[str, Tensor]) -> PendingRound[Tensor, Exchange]:
-        now = self.network.now()
-        values = {name: value for name, value in saved.items() if name != "tensors"}
-        started_s, finished = values.pop("started") + now, values.pop("finished") + now
-        offer = Offer(**values.pop("offer") | tensors)
-        result = Result(**values.pop("exchange") | {"mean": offer.message})
-        result.outcome = Outcome(result.outcome)
-        return PendingRound(**values, offer=offer, exchange=Exchange(started_s, Finished(result, finished)))
+        return packed(pending, result, self.network.now())
 
     @torch.no_grad()
     def _load(self, state: dict[str, Any]) -> None:
@@ -383,7 +380,8 @@ class OuterLoop(Session):
             self._averagings[sync.index].load_state_dict(codecs)
             self._keep_pace(sync, saved)
             sync.load_state_dict(saved["sync"])
-        self._rounds.pending = [self._unpacked(told, pending[place]) for place, told in enumerate(state["pending"])]
+        now, saved_rounds = self.network.now(), enumerate(state["pending"])
+        self._rounds.pending = [unpacked(told, pending[place], now) for place, told in saved_rounds]
 
 
 def _of_pending(place: int, name: str) -> str:

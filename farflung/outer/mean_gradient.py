@@ -22,7 +22,8 @@ from farflung.outer.faults import Faults
 from farflung.outer.fragments import split
 from farflung.outer.outcomes import Outcome, Round
 from farflung.outer.pending import Together
-from farflung.outer.session import Session, copied
+from farflung.outer.session import Session
+from farflung.outer.states import copied
 from farflung.outer.topologies import group_of
 
 NOTES = "notes"
@@ -81,6 +82,11 @@ class MeanGradient:
         session.undo.callback(step_always(optimizer))
         session.undo.callback(hook_steps(optimizer, self._before_step, self._after_step))
 
+    @property
+    def next_round(self) -> int:
+        """The number of the next exchange."""
+        return self._exchanges + 1
+
     def _before_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Arguments | None:
@@ -127,7 +133,9 @@ class MeanGradient:
         group = group_of(network.rank, self._topology.groups(network.members(), str(number)))
         started = network.now()
         pending, error = self._start(gradients, notes, group)
-        found = self._found(pending.wait(self._session.deadline_s), gradients)
+        with self._session.departures.watched(group, self._index, number):
+            means = pending.wait(self._session.deadline_s)
+        found = self._found(means, gradients)
         if found.overflowed:
             take_gradients(self._optimizer)
             if remembered is not None:

@@ -30,6 +30,7 @@ from farflung.hooks.untrained import Untrained
 from farflung.networks import Network
 from farflung.outer.averages import Averages
 from farflung.outer.columns import Columns, Message
+from farflung.outer.departures import Departures
 from farflung.outer.faults import Faults
 from farflung.outer.fragments import split
 from farflung.outer.options import Options
@@ -85,6 +86,7 @@ class Session:
         number = network.attachment()
         self._name = f"attachment {number}"
         self.columns = Columns(network)
+        self.departures = Departures(network, self._name)
         self._options = setup.options
         self._begun = False
         self._noted = False
@@ -114,6 +116,8 @@ class Session:
         self._left = True
         if error is None:
             self.finish()
+        elif not self._ended:
+            self.departures.leave(self._next_rounds())
         self.undo.close()
 
     def apply_pending(self) -> None:
@@ -134,8 +138,8 @@ class Session:
         Every replica must call it alike. The end of the `with` statement does, if the loop has not. With
         `average_weights` all replicas end with the same ones; an optimizer that has others for evaluation must be
         switched to these before, as with `optimizer.eval()` of schedule-free ones. Steps after it are this replica's
-        alone. Raises PeerLostError when somebody does not come to that within ten deadlines, and UserError when what is
-        trained has changed.
+        alone. Replicas that are lost, or do not come to that within ten deadlines, are left out. Raises PeerLostError
+        where the rest cannot be reached, and UserError when what is trained has changed.
         """
         if average_weights:
             self.trained.check()
@@ -150,6 +154,7 @@ class Session:
         if not self._begun and self.method.exchanges:
             warnings.warn(UNSEEN, stacklevel=4)
         self.apply_pending()
+        self.departures.leave(self._next_rounds())
         self._settle_at_end()
         self.undo.close()
         self.undo.callback(hook_steps(self.trained.optimizers[-1], after=self._warn_of_steps_alone))
@@ -159,6 +164,10 @@ class Session:
     def writing_weights(self) -> AbstractContextManager[None]:
         """Within, all weights are written; what optimizers keep beside them goes along."""
         return nullcontext()
+
+    def _next_rounds(self) -> list[int]:
+        """The number of each fragment's next round."""
+        return []
 
     def _settle_at_end(self) -> None:
         """Takes back what is not sound in the weights when the rounds end."""
@@ -173,7 +182,8 @@ class Session:
 
         So it does with frozen weights that differ, since the loop moves them itself. Floating ones get their mean,
         whole numbers their largest, and unit vectors, such as spectral norm's, are taken from the lowest rank.
-        Raises PeerLostError, and UserError where sizes differ.
+        Replicas that are lost are left out. Raises PeerLostError where the rest cannot be reached, and UserError where
+        sizes differ.
         """
         self._averages.buffers()
 
@@ -224,6 +234,10 @@ class Session:
             raise UserError(
                 f"this state belongs to another method or model ({type(error).__name__}: {reason}); attach that one"
             ) from error
+
+    def has_cells(self, state: dict[str, Any]) -> bool:
+        """Whether a state has all cells that this process keeps: other processes kept them behind a gateway."""
+        return all(cell.name in state.get("cells", {}) for cell in self._cells_here())
 
     def _check_state(self, state: dict[str, Any]) -> None:
         own, told = self.choices(), state.get("choices", {})  # migrated ones tell of none
@@ -384,14 +398,3 @@ def _check_elastic(number: int, untrained: Untrained, buffers: str) -> None:
             f"the model keeps {floating[0]} besides its weights, which peers on the internet cannot average; "
             "replace BatchNorm by LayerNorm or GroupNorm, or register such buffers with persistent=False"
         )
-
-
-def copied(state: Any, device: torch.device) -> Any:
-    """The same containers with copies of all tensors in them, on `device`: what is loaded twice must not change."""
-    if isinstance(state, Tensor):
-        return state.to(device, copy=True)
-    if isinstance(state, dict):
-        return {key: copied(value, device) for key, value in state.items()}
-    if isinstance(state, list | tuple):
-        return type(state)(copied(value, device) for value in state)
-    return state

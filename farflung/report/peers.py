@@ -35,12 +35,17 @@ def show(source: Callable[[], list[Row]], finished: threading.Event, once: bool)
 
 
 def table(rows: list[Row], what: str = "peer") -> Table:
-    """One row a peer, those in training first: its step, loss and speed, and how long ago it was heard."""
+    """One row a peer, those in training first: its step, loss and speed, and how long ago it was heard.
+
+    Below them is why some were alone in their last round.
+    """
     trains = [row for row in rows if row["state"] == TRAINS]
     speed = sum(row.get("tokens_per_second", 0.0) for row in trains)
     shown = Table(
         title=f"{counted(len(trains), what)} in training · {speed:,.0f} tokens/s",
         title_justify="left",
+        caption="\n".join(f"{row['name']}: {row['alone']}" for row in ordered(trains) if row.get("alone")),
+        caption_justify="left",
         box=None,
         padding=(0, 2, 0, 0),
     )

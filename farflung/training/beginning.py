@@ -50,12 +50,8 @@ class Standing:
     def of(cls, folder: Path, replica: int, stem: str, way: str = "") -> Standing:
         """A folder's content for a process, by the stem of its files: its own parts, or all of its replica."""
         machine = f"{socket.gethostname()}, node {os.environ.get('GROUP_RANK', 0)}, {folder.resolve()}"
-        steps = tuple(
-            step
-            for step in sorted(checkpoint.steps_of(folder, replica))
-            if checkpoint.whole(checkpoint.path_of(folder, step, stem)) or checkpoint.complete(folder, step, replica)
-        )
-        damaged = tuple(str(path) for path in checkpoint.damaged(folder, replica))
+        steps = tuple(checkpoint.sound_steps(folder, replica, stem))
+        damaged = tuple(str(path) for path in checkpoint.damaged(folder, replica, max(steps, default=0)))
         trained = bool(steps or damaged) or events.tell_of_training(folder.glob("events/*.jsonl"))
         return cls(replica, machine, steps, trained, way, damaged)
 
@@ -176,11 +172,13 @@ def left_as_it_was(folder: Path) -> Iterator[None]:
 
 def how_to_go_on(folder: Path) -> str:
     """What to tell the user of a run that has ended early, by what is in its folder."""
+    machines = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
+    on_all = f"torchrun on all {machines} machines as before, and -m " if machines > 1 else ""
     if steps := checkpoint.whole_steps(folder):
-        return f"its last checkpoint is of step {steps[0]}; go on with: {events.resume_command(folder)}"
+        return f"its last checkpoint is of step {steps[0]}; go on with: {on_all}{events.resume_command(folder)}"
     if not events.tell_of_training(folder.glob("events/*.jsonl")):
-        return f"go on with: {events.resume_command(folder)}"
-    return f"there is no checkpoint to go on from; begin anew with: {restart_command(folder)}"
+        return f"go on with: {on_all}{events.resume_command(folder)}"
+    return f"there is no checkpoint to go on from; begin anew with: {on_all}{restart_command(folder)}"
 
 
 def restart_command(folder: Path) -> str:

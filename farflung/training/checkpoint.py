@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import os
 import pickle
 import re
 import zipfile
+import zlib
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, NotRequired, TypedDict, cast
 
@@ -111,7 +113,7 @@ def average_of(folder: Path, stem: str = "replica-0") -> Path:
 
 def averages(folder: Path) -> list[Path]:
     """The parts of the averaged weights, in order; empty unless all are there and whole."""
-    found = {part: path for path in _averaged(folder) if (part := _part_of_average(path)) and whole(path)}
+    found = {part: path for path in _averaged(folder) if (part := _part_of_average(path)) and sound(path)}
     if Part(1, 0) in found:
         return [found[Part(1, 0)]]
     parts = sorted(found)
@@ -145,16 +147,34 @@ def whole(path: Path) -> bool:
         return False
 
 
+def sound(path: Path) -> bool:
+    """Whether a file is whole, and its content is what was written, by its checksums: all of it is read, once."""
+    try:
+        about = path.stat()
+    except OSError:
+        return False
+    return _sound(path, about.st_size, about.st_mtime_ns)
+
+
+@functools.lru_cache(maxsize=1024)
+def _sound(path: Path, size: int, written: int) -> bool:
+    try:
+        with zipfile.ZipFile(path) as file:
+            return file.testzip() is None
+    except (OSError, ValueError, NotImplementedError, zipfile.BadZipFile, zlib.error):
+        return False
+
+
 def damaged(folder: Path, replica: int, after: int = 0) -> list[Path]:
-    """A replica's files of checkpoints that are not whole, of steps later than `after`."""
+    """A replica's files of checkpoints that are not sound, of steps later than `after`."""
     steps = sorted(step for step in _steps(folder) if step > after)
     files = (path for step in steps for path in _of_replica(_folder_of(folder, step), replica, "pt"))
-    return [path for path in files if not whole(path)]
+    return [path for path in files if not sound(path)]
 
 
 def damaged_averages(folder: Path) -> list[Path]:
-    """The files of averaged weights that are not whole."""
-    return [path for path in _averaged(folder) if not whole(path)]
+    """The files of averaged weights that are not sound."""
+    return [path for path in _averaged(folder) if not sound(path)]
 
 
 def _averaged(folder: Path) -> list[Path]:
@@ -202,6 +222,29 @@ def complete(folder: Path, step: int, replica: int) -> list[Path]:
 def steps_of(folder: Path, replica: int) -> set[int]:
     """The steps at which a replica's checkpoint is whole."""
     return {step for step in _steps(folder) if parts_of(folder, step, replica)}
+
+
+def sound_steps(folder: Path, replica: int, stem: str) -> list[int]:
+    """The steps that a process can go on from, by the stem of its files: its own part is sound, or all of a replica's.
+
+    Of other parts, the processes that read them find out.
+    """
+
+    def usable(step: int) -> bool:
+        own = path_of(folder, step, stem)
+        parts = complete(folder, step, replica)
+        return sound(own) if own.exists() and (own in parts or not parts) else bool(parts) and all(map(sound, parts))
+
+    return sorted(filter(usable, steps_of(folder, replica)))
+
+
+def last_sound(folder: Path) -> int | None:
+    """The last step whose checkpoint is whole and sound, as far as this folder knows of living replicas."""
+    return next((step for step in whole_steps(folder) if _all_sound(folder, step)), None)
+
+
+def _all_sound(folder: Path, step: int) -> bool:
+    return all(sound(path) for replica in replicas_of(folder) for path in parts_of(folder, step, replica))
 
 
 def whole_steps(folder: Path) -> list[int]:

@@ -8,6 +8,7 @@ import fcntl
 import functools
 import os
 import shlex
+import socket
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from io import FileIO
@@ -144,8 +145,21 @@ def locked(path: Path) -> FileIO:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         folder = path.parent.parent
-        raise UserError(f"{folder} is being trained by another process; wait for it, or stop it first") from error
+        raise UserError(
+            f"{folder} is being trained by another process{_holder(path)}; wait for it, or stop it first"
+        ) from error
     return file
+
+
+def _holder(path: Path) -> str:
+    """Which process of this machine has a file locked, where the system tells."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        inode = path.stat().st_ino
+        for line in Path("/proc/locks").read_text().splitlines():
+            _, kind, *_, process, place, _, _ = line.split()
+            if kind == "FLOCK" and int(place.rpartition(":")[2]) == inode and int(process) > 0:
+                return f" (number {process} on {socket.gethostname()})"
+    return ""
 
 
 def _begun_again(path: Path, keep: int) -> FileIO:

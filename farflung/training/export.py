@@ -79,7 +79,7 @@ def _averaged(folder: Path, settings: Settings) -> tuple[dict[str, Any], str]:
         return resharding.whole_weights(averaged), "the replicas' weights averaged at the end"
     # Independent replicas have run folders of their own.
     homes = sorted({path.parent.parent for path in event_files(folder)})
-    last = [(home, step) for home in homes for step in checkpoint.whole_steps(home)[:1]]
+    last = [(home, step) for home in homes if (step := checkpoint.last_sound(home)) is not None]
     but = f" ({', '.join(map(str, damaged))} cannot be used: damaged)" if (damaged := _damaged(folder, homes)) else ""
     if not last:
         raise UserError(
@@ -123,7 +123,7 @@ def _damaged(folder: Path, homes: Sequence[Path]) -> list[Path]:
     """The files that would be later than what is used in the folders of a run's replicas."""
     damaged = checkpoint.damaged_averages(folder)
     for home in homes:
-        last = max(checkpoint.whole_steps(home), default=0)
+        last = checkpoint.last_sound(home) or 0
         damaged += [
             path for replica in checkpoint.replicas_of(home) for path in checkpoint.damaged(home, replica, last)
         ]

@@ -26,7 +26,7 @@ from farflung.training.events import holds_a_run, tell_death
 from farflung.training.failures import RunFailedError, described_exit
 from farflung.training.finish import finish_apart
 from farflung.training.stopping import StoppedError, seconds_here
-from farflung.training.terminal import BEGIN_WITH, WATCHED_BY, say
+from farflung.training.terminal import BEGIN_WITH, WATCHED_BY, say, share_terminal
 
 JOIN = (sys.executable, "-m", "farflung", "join")
 """What starts a replica, before its arguments."""
@@ -153,6 +153,7 @@ def launch_all(settings: Settings, folder: Path, resume: bool) -> None:
 
     Raises StoppedError, UserError, RunFailedError and NoRoomError.
     """
+    share_terminal()
     count = settings.run.replicas
     members = [_Member(folder, number, count) for number in range(count)]
     ticket, asked = folder / "run.ticket", threading.Event()

@@ -36,7 +36,7 @@ from farflung.training.failures import OneLine, failure_of
 from farflung.training.finish import Endings, ended_together, finish, write_events, write_results
 from farflung.training.kept import Coordination, Kept
 from farflung.training.stopping import Stop, StoppedError
-from farflung.training.terminal import STARTED_HERE, say, watcher
+from farflung.training.terminal import STARTED_HERE, looks_by_itself, say, share_terminal, watcher
 from farflung.training.trainer import Trainer
 
 
@@ -282,10 +282,11 @@ def run_processes(settings: Settings, folder: Path, arguments: Sequence[str]) ->
 
     Raises StoppedError, UserError or RunFailedError.
     """
+    share_terminal()
     environment = {
         "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
         "OMP_NUM_THREADS": str(cores_for(settings.mesh().processes)),
-        STARTED_HERE: "1",
+        STARTED_HERE: str(os.getpid()),
     }
     with disk_errors(f"write to {folder}", "make room, or choose another folder with --out"):
         (folder / "logs").mkdir(parents=True, exist_ok=True)
@@ -325,6 +326,7 @@ def local_rank() -> int:
 def stopping_on_signals(stop: Stop) -> Iterator[None]:
     """Ctrl-C and similar signals ask for a stop; a second one while stopping changes nothing."""
     with stop.listening(), on_stop_signals(stop.request):
+        looks_by_itself()
         yield
 
 

@@ -83,13 +83,13 @@ def set_random_state(state: dict[str, Any]) -> None:
     np.random.set_state(state["numpy"])
 
 
-def agreed_step(folder: Path, replica: int, outer: Session) -> int:
+def agreed_step(folder: Path, replica: int, stem: str, outer: Session) -> int:
     """The step of the last checkpoint that all replicas have; 0 where the run begins. Raises UserError.
 
     A replica may have been killed before its first checkpoint was whole, when others had one. One that has lost its
     own, or comes from another machine, is refused.
     """
-    steps, network = sorted(checkpoint.steps_of(folder, replica)), outer.network
+    steps, network = checkpoint.sound_steps(folder, replica, stem), outer.network
     if network.elastic:
         return max(steps, default=0)
     own = {"steps": steps, "could_have": int(_could_have(folder, replica))}

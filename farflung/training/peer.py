@@ -19,11 +19,14 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from farflung.errors import UserError, counted
 from farflung.findings import Finding
+from farflung.networks.base import ALONE
 from farflung.networks.following import FollowingNetwork
 from farflung.networks.listening import ListenAddress
 from farflung.networks.settings import NetworkSettings
+from farflung.outer.elastic import WHY_ALONE
 from farflung.pipeline.boundaries import boundary_named
 from farflung.settings import RunSettings, Settings
+from farflung.signals import Interrupt, on_stop_signals
 from farflung.tables import Checked
 from farflung.training import beginning, island, launch
 from farflung.training.failures import OneLine
@@ -123,6 +126,7 @@ def run_peer(
     with contextlib.ExitStack() as leaving, _told_where_nobody_answers(alone):
         if owns_folder:
             leaving.enter_context(beginning.left_as_it_was(folder))
+            beginning.refuse_while_trained(folder)  # before the others hear of this peer
         check_for_internet(settings, local)
         near = island.opened(settings, ticket) if settings.island.divided else None
         resumed = island.led(near, settings, "begun", launch.is_begun(folder))
@@ -171,7 +175,8 @@ def _finish(trainer: Trainer, near: TorchNetwork | None, network: InternetNetwor
 @functools.partial(record, error_handler=OneLine())
 def run_part(ticket: Ticket, settings: Settings, local: ListenAddress, first: bool, name: str, alone: str) -> None:
     """One of the processes of an island; see `run_peer`. A launcher learns why it failed."""
-    run_peer(ticket, settings, local, first, lambda network: None, name, alone)
+    with on_stop_signals(Interrupt()):  # which lets it end its daemon
+        run_peer(ticket, settings, local, first, lambda network: None, name, alone)
 
 
 @contextlib.contextmanager
@@ -296,6 +301,7 @@ def seen(network: InternetNetwork) -> list[dict[str, Any]]:
     return [
         {
             **member.facts,
+            WHY_ALONE: dict(enumerate(ALONE.values(), 1)).get(int(member.facts.get(WHY_ALONE, 0)), ""),
             "name": member.host if called[member.host] == 1 else member.described,
             "state": _state(member),
             "step": member.step,

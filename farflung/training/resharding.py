@@ -69,13 +69,25 @@ def load_state(
         alike = (state["model"][name].shape == one.shape for name, one in model.named_parameters() if one.requires_grad)
         if state["names"] == names and all(alike):
             return state
-    if not checkpoint.complete(folder, step, coordinates.replica):
-        raise UserError(
-            f"{folder} has only parts of replica {coordinates.replica} at step {step}, of other stages, shards or "
-            "another schedule; copy the folders of all machines together, or go on as these were saved"
-        )
     groups = optimizer.state_dict()["param_groups"]
-    return _reshaped([checkpoint.read(path) for path in paths], mesh, coordinates, model, names, groups)
+    return _reshaped(_all_parts(folder, step, coordinates.replica), mesh, coordinates, model, names, groups)
+
+
+def whole_rounds(folder: Path, step: int, replica: int) -> State:
+    """The state of a replica's rounds with the cells of all of its processes, as one needs it that keeps others now.
+
+    Raises UserError where some of its parts lie elsewhere.
+    """
+    return _rounds_state([part["outer"] for part in _all_parts(folder, step, replica)])
+
+
+def _all_parts(folder: Path, step: int, replica: int) -> list[Checkpoint]:
+    if not (paths := checkpoint.complete(folder, step, replica)):
+        raise UserError(
+            f"{folder} has only parts of replica {replica} at step {step}, of other stages, shards, another schedule "
+            "or gateway; copy the folders of all machines together, or go on as these were saved"
+        )
+    return [checkpoint.read(path) for path in paths]
 
 
 def _reshaped(

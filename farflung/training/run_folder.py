@@ -89,7 +89,7 @@ class RunFolder:
         self._replica = 0 if network.elastic else network.rank
         self._stem = f"replica-{self._replica}"
         self._kept = Kept(self.folder, outer, self._keep)
-        step = agreed_step(self.folder, self._replica, outer)
+        step = agreed_step(self.folder, self._replica, self._stem, outer)
         saved = self._read(step, outer) if step else None
         begun = (self.folder / "events" / f"{self._stem}.jsonl").exists()
         self._write_settings(outer, settings)
@@ -179,10 +179,10 @@ class RunFolder:
 
         Raises UserError where there is none.
         """
-        if not (steps := checkpoint.whole_steps(self.folder)):
+        if (step := checkpoint.last_sound(self.folder)) is None:
             raise UserError(f"{self.folder} has no whole checkpoint; let the loop call save() of its run folder")
         replicas = checkpoint.replicas_of(self.folder)
-        return mean_weights([checkpoint.complete(self.folder, steps[0], replica) for replica in replicas])
+        return mean_weights([checkpoint.complete(self.folder, step, replica) for replica in replicas])
 
     def close(self, reason: str = "finished") -> None:
         """Ends the events; leaving the `with` statement does."""

@@ -22,7 +22,7 @@ from farflung.events import (
 )
 from farflung.hooks.layouts import layout_of
 from farflung.networks import Network
-from farflung.outer import Round
+from farflung.outer import Outcome, Round
 from farflung.pipeline import Island
 from farflung.settings import Settings
 from farflung.training.events import EventLog
@@ -63,6 +63,7 @@ class RunLog:
 
     def __post_init__(self) -> None:
         self.rate = Rate(self.network)
+        self._told_why_alone = set[str]()
 
     @property
     def units_per_step(self) -> int:
@@ -135,8 +136,14 @@ class RunLog:
         """A round has ended."""
         before, self.progress.bytes_told = self.progress.bytes_told, self.network.traffic.bytes_sent
         self.events.round(dataclasses.replace(ended, bytes_sent=self.progress.bytes_told - before))
-        if ended.reason:
+        if ended.reason and (ended.outcome != Outcome.SAT_OUT or self._tells_why_alone(ended.reason)):
             self.warn(f"round {ended.round}: {ended.outcome}: {ended.reason}")
+
+    def _tells_why_alone(self, reason: str) -> bool:
+        """Once each, where others come and go; elsewhere now and then one is left over."""
+        new = reason not in self._told_why_alone
+        self._told_why_alone.add(reason)
+        return new and self.network.elastic is not None
 
     def evaluate(self) -> float:
         """Judges the weights as they are now, and writes some of them down. Returns the validation loss."""

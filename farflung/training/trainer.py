@@ -18,7 +18,7 @@ from farflung.training.checkpoint import Checkpoint
 from farflung.training.events import EventLog, losses
 from farflung.training.kept import Coordination
 from farflung.training.learning_rate import lr_scale
-from farflung.training.resharding import buffer_names, load_state
+from farflung.training.resharding import buffer_names, load_state, whole_rounds
 from farflung.training.run_log import Progress, RunLog
 from farflung.training.stopping import StoppedError, seconds_here
 from farflung.training.tail import TailAverage
@@ -228,7 +228,10 @@ class Trainer:
     def _restore(self, state: Checkpoint, session: Session) -> None:
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
-        session.load_state_dict(state["outer"])
+        rounds = state["outer"]
+        if not session.has_cells(rounds):
+            rounds = whole_rounds(self.folder, self.step, self.island.coordinates.replica)
+        session.load_state_dict(rounds)
         torch.set_rng_state(state["random"])
         if state["random_cuda"] is not None:
             torch.cuda.set_rng_state(state["random_cuda"], self.device)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter, defaultdict
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from farflung.networks.base import Party
+from farflung.networks.base import ALONE, Party
 from farflung.networks.internet.contact.frames import Frame, FrameError, entry, name_in, number, reading, whole
 from farflung.networks.internet.contact.member import FURTHEST, LAST_RANK
 from farflung.networks.internet.contact.members import KNOWN, LOST
@@ -47,6 +48,8 @@ class Rendezvous:
     gone: set[int] = field(default_factory=set)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     settling: asyncio.Task[None] | None = None
+    met: float = -math.inf
+    """When some last met here."""
 
 
 @reading("a request to meet")
@@ -90,7 +93,9 @@ def party_of(answer: Frame, own: int, weight: float) -> Party:
         weights[own] = weight
     heaviest = HEAVIEST * max(min((heavy for heavy in weights.values() if heavy > 0), default=0.0), 1.0)
     weights = {rank: min(heavy, heaviest) for rank, heavy in weights.items()}
-    return Party(tuple(sorted(weights)), weights, bool(answer.get("behind")))
+    why = answer.get("alone")  # earlier releases say nothing of it
+    alone = why if isinstance(why, str) and why in ALONE else Party.alone
+    return Party(tuple(sorted(weights)), weights, bool(answer.get("behind")), alone=alone)
 
 
 def circle_of(guest: Guest, waiting: dict[int, Guest]) -> list[Guest]:
@@ -125,7 +130,19 @@ def bring_together(guests: list[Guest], rendezvous: Rendezvous) -> None:
         _group(list(together.values()), rendezvous)
     for guest in guests:
         if guest.rank not in together:
-            _group([guest], rendezvous, guest.shuns & together.keys())
+            alone = "shuns" if guest.rank in liked else "shunned"
+            _group([guest], rendezvous, guest.shuns & together.keys(), alone)
+
+
+def leave_alone(guest: Guest, rendezvous: Rendezvous) -> None:
+    """Tells one that nobody is left for it, and why."""
+    others = [other for other in rendezvous.waiting.values() if other is not guest]
+    alone = Party.alone
+    if others:
+        alone = "shuns" if any(other.rank in guest.shuns for other in others) else "shunned"
+    elif len(rendezvous.gone) > 1:  # who stayed alone has gone, too
+        alone = "late" if guest.came > rendezvous.met else "left over"
+    _group([guest], rendezvous, alone=alone)
 
 
 def make_pairs(guests: list[Guest], rendezvous: Rendezvous) -> list[Guest]:
@@ -147,11 +164,13 @@ def shun_each_other(one: Guest, other: Guest) -> bool:
     return one.rank in other.shuns or other.rank in one.shuns
 
 
-def _group(guests: list[Guest], rendezvous: Rendezvous, kept: Collection[int] = ()) -> None:
+def _group(guests: list[Guest], rendezvous: Rendezvous, kept: Collection[int] = (), alone: str = Party.alone) -> None:
     """Makes a group of those with the most common anchors, among equals with more work; the others are behind.
 
-    Whom they shun may be `kept` by others.
+    Whom they shun may be `kept` by others. If it is one alone, says why.
     """
+    if len(guests) > 1:
+        rendezvous.met = asyncio.get_running_loop().time()
     weights_of: defaultdict[str, list[float]] = defaultdict(list)
     for guest in guests:
         weights_of[guest.anchor_digest].append(guest.weight)
@@ -161,6 +180,6 @@ def _group(guests: list[Guest], rendezvous: Rendezvous, kept: Collection[int] = 
         behind = guest.anchor_digest != common
         if not guest.answer.done():
             weighed = [] if behind else weights
-            guest.answer.set_result({"weights": weighed, "behind": behind, "kept": sorted(kept)})
+            guest.answer.set_result({"weights": weighed, "behind": behind, "kept": sorted(kept), "alone": alone})
         rendezvous.waiting.pop(guest.rank, None)
         rendezvous.gone.add(guest.rank)

@@ -30,6 +30,7 @@ from farflung.networks.internet.gathering import (
     bring_together,
     circle_of,
     guest_of,
+    leave_alone,
     make_pairs,
     open_group,
     party_of,
@@ -81,7 +82,7 @@ class Matchmaker:
         """The group of those who came to a round; see Network. Never fails: at worst this peer stays alone."""
         request = {"wants": list(wanted), "key": key, "step": step, "weight": weight, "lineage": anchor_digest}
         request |= {"patience": patience_s, "shuns": self._peers.members.shunned()[:SHUNNED]}
-        hosts, asked = deque(self._hosts(key)[:HOSTS_TRIED]), list[int]()
+        hosts, asked, alone = deque(self._hosts(key)[:HOSTS_TRIED]), list[int](), "unreachable"
         while hosts and len(asked) < VISITED:
             asked.append(hosts.popleft())
             if asked[-1] == self._peers.identity.rank:
@@ -89,12 +90,14 @@ class Matchmaker:
             found = await self._visit(asked[-1], {"kind": "meet", **request, "asked": asked})
             if isinstance(found, Party):
                 return found
-            if found is not None:
+            if isinstance(found, str):
+                alone = found
+            elif found is not None:
                 hosts.extendleft((asked[-1], found))  # back to this one if the better one is not there
-        return Party((), {})
+        return Party((), {}, alone=alone)
 
-    async def _visit(self, host: int, request: Frame) -> Party | int | None:
-        """The group of a round at another host, or a better host; None if this one is not there, or takes no part."""
+    async def _visit(self, host: int, request: Frame) -> Party | int | str | None:
+        """The group of a round at another host, or a better host, or a word of ALONE; None if it is not there."""
         if host not in self._expected():
             return None  # it has been gone for too long meanwhile
         member = self._peers.members.by_rank[host]
@@ -107,7 +110,7 @@ class Matchmaker:
         except FrameError as error:
             self._peers.guard.strike(member.peer, "bad answer", str(error))
         except RequestRefusedError:
-            pass  # it is there
+            return "refused"  # it is there
         except UNREACHABLE:
             self._peers.members.failed(host)
         return None
@@ -129,8 +132,10 @@ class Matchmaker:
             answer = await self._welcome(own, request)
             self._forgive(answer, own)
             return replace(party_of(answer, own, weight), host=own)
-        except (TimeoutError, RequestRefusedError):
+        except TimeoutError:
             return Party((), {})
+        except RequestRefusedError:
+            return Party((), {}, alone="refused")
 
     def _forgive(self, answer: Frame, host: int) -> None:
         """Forgives those that others keep in their groups, when this peer itself or two hosts say so.
@@ -240,7 +245,7 @@ class Matchmaker:
         pairs = [guest for guest in free if len(guest.wants) <= 2 and guest.rank in waiting]
         for left in make_pairs(pairs, rendezvous):
             if left.until <= now or not self._anybody(left, rendezvous):
-                bring_together([left], rendezvous)
+                leave_alone(left, rendezvous)
 
     def _free(self, guest: Guest, rendezvous: Rendezvous, now: float) -> bool:
         """Whether nobody whom a guest wants to meet can still come, or it waits no longer."""

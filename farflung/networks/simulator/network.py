@@ -156,7 +156,7 @@ class SimulatedNetwork:
     """One simulated replica's seat. Made by `Simulation`, or alone by `alone()`."""
 
     relay, computed = Formerly("scatter_combine_gather"), Formerly("advance")
-    elastic = islands = near = None
+    elastic = islands = near = board = None
     processes: tuple[int, ...] = ()
 
     def __init__(self, simulation: Simulation, rank: int) -> None:

@@ -29,7 +29,7 @@ FASTER = 32.0
 ALIVE_SECONDS = 20.0
 """A member that was not heard for so long counts as gone."""
 
-FACTS = ("loss", "tokens_per_second", "rounds", "refused", "processes", "held_up_s")
+FACTS = ("loss", "tokens_per_second", "rounds", "refused", "processes", "held_up_s", "alone")
 """The facts that a peer publishes, all numbers."""
 LARGEST_FACT = 1e15
 FASTEST, FURTHEST = 1e6, 1 << 40

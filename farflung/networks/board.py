@@ -1,0 +1,59 @@
+"""Words that processes leave each other in their process group's store."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Sequence
+from functools import cached_property, partial
+from threading import Thread
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import Store
+
+from farflung.networks.works import in_thread
+
+
+class Board:
+    """Where a network's replicas leave each other words; threads write and read them, so that nobody waits for a store.
+
+    Args:
+        store: shared by all processes; this has a connection of its own, made when it is first used.
+        processes: the replicas' ranks in the process group, in order.
+        process: this one's.
+    """
+
+    def __init__(self, store: Store, processes: Sequence[int], process: int) -> None:
+        self._shared = store
+        self._processes = processes
+        self._process = process
+        self._looks: dict[str, Thread] = {}
+        self._known: dict[str, dict[int, Any]] = {}
+
+    @cached_property
+    def _store(self) -> Store:
+        return self._shared.clone()  # type: ignore[attr-defined, no-any-return]
+
+    def leave(self, topic: str, word: Any) -> None:
+        """Leaves a word, which JSON can hold; in vain where the store is gone."""
+        in_thread(partial(self._leave, topic, word))
+
+    def words(self, topic: str, seconds: float = 0.0) -> dict[int, Any]:
+        """What replicas have left, by their ranks, as far as is known within so many seconds; looks for more."""
+        look = self._looks.get(topic)
+        if look is None or not look.is_alive():
+            look = self._looks[topic] = in_thread(partial(self._look, topic))
+        look.join(seconds)
+        return self._known.get(topic, {})
+
+    def _leave(self, topic: str, word: Any) -> None:
+        with contextlib.suppress(dist.DistError, RuntimeError):
+            self._store.append(f"words/{topic}", json.dumps([self._process, word]) + "\n")  # type: ignore[attr-defined]
+
+    def _look(self, topic: str) -> None:
+        with contextlib.suppress(dist.DistError, RuntimeError):
+            if self._store.check([f"words/{topic}"]):
+                told = dict(map(json.loads, self._store.get(f"words/{topic}").decode().splitlines()))
+                ranks = enumerate(self._processes)
+                self._known[topic] = {rank: told[process] for rank, process in ranks if process in told}
