@@ -166,6 +166,14 @@ class EvaluationEvent(ProgressEvent):
 
 
 @dataclass(frozen=True, kw_only=True)
+class TextEvent(Event):
+    """What the model made as its weights were then, to look at."""
+
+    kind = "text"
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class CheckpointEvent(Event):
     """A checkpoint was written."""
 
@@ -204,17 +212,28 @@ class EndEvent(Event):
 _KINDS: dict[str, type[Event]] = {
     kind.kind: kind
     for kind in (
-        *(StartEvent, StepEvent, RoundEvent, EvaluationEvent),
+        *(StartEvent, StepEvent, RoundEvent, EvaluationEvent, TextEvent),
         *(CheckpointEvent, JoinedEvent, WarningEvent, EndEvent),
     )
 }
 
 
-_TYPES: dict[type[Event], dict[str, Any]] = {
-    kind: {field.name: typing.get_type_hints(kind)[field.name] for field in dataclasses.fields(kind)}
+def _plain_types(hint: Any) -> frozenset[type] | None:
+    """The types that JSON gives for a field of plain values; None where what is inside counts, too."""
+    kinds = typing.get_args(hint) if typing.get_origin(hint) is types.UnionType else (hint,)
+    if not all(isinstance(kind, type) for kind in kinds):
+        return None
+    return frozenset({*kinds, int} if float in kinds else kinds)
+
+
+_TYPES: dict[type[Event], dict[str, tuple[Any, frozenset[type] | None]]] = {
+    kind: {
+        field.name: (hint := typing.get_type_hints(kind)[field.name], _plain_types(hint))
+        for field in dataclasses.fields(kind)
+    }
     for kind in _KINDS.values()
 }
-"""Of each kind's fields, by name."""
+"""Of each kind's fields, by name; plain ones, which are most, are looked up: a run has a hundred thousand lines."""
 
 
 def line_of(event: Event) -> bytes:
@@ -258,11 +277,15 @@ def _table_in(line: bytes) -> dict[str, Any]:
 
 def _event_of(kind: type[Event], table: dict[str, Any]) -> Event | None:
     """None when a field is missing, or is of another type."""
-    hints = _TYPES[kind]
-    known = {name: value for name, value in table.items() if name in hints}
-    known |= {name: math.nan for name, value in known.items() if value is None and hints[name] is float}
-    if not all(_fits(value, hints[name]) for name, value in known.items()):
-        return None
+    hints, known = _TYPES[kind], {}
+    for name, value in table.items():
+        if name in hints:
+            hint, plain = hints[name]
+            if value is None and hint is float:
+                value = math.nan
+            if not (type(value) in plain if plain else _fits(value, hint)):
+                return None
+            known[name] = value
     try:
         return kind(**known)
     except (TypeError, ValueError):

@@ -75,6 +75,8 @@ class RunSettings(Checked):
         "first", may_differ=AFTER_RESUME | BETWEEN_MACHINES | BETWEEN_PEERS
     )
     """Whose figures trackers get: those of the first replica, or of all, each as a run of its own in one group."""
+    text_share: float = setting(0.02, least=0, most=1, may_differ=AFTER_RESUME | BETWEEN_MACHINES | BETWEEN_PEERS)
+    """The most of its time that the first replica, or a peer, spends on writing text to look at; 0 for none."""
 
 
 @dataclass(frozen=True)

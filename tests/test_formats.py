@@ -31,6 +31,7 @@ from farflung.settings import read_settings
 from farflung.training import checkpoint, launch
 
 SAMPLES = Path(__file__).parent / "samples"
+EVENTS_NOW = "events-3.jsonl"
 RUNS = sorted(SAMPLES.glob("run-*"))
 HANDSHAKES = sorted(SAMPLES.glob("handshake-*"))
 
@@ -99,7 +100,8 @@ def lines_of(sample: str) -> list[dict[str, object]]:
 @pytest.mark.parametrize("sample", [path.name for path in sorted(SAMPLES.glob("events-*.jsonl"))])
 def test_every_kind_of_line_is_read_with_all_that_it_says(sample: str) -> None:
     events, spoilt = events_in((SAMPLES / sample).read_bytes(), sample)
-    assert not spoilt and {event.kind for event in events} == {kind.kind for kind in kinds()}
+    known = {kind.kind for kind in kinds()} - ({"text"} if sample < "events-3" else set())  # which came later
+    assert not spoilt and {event.kind for event in events} == known
     for event, line in zip(events, lines_of(sample), strict=True):
         told = {name: value for name, value in line.items() if name not in ("event", "format")}
         assert told.items() <= dataclasses.asdict(event).items()
@@ -110,7 +112,7 @@ def kinds() -> list[type[Event]]:
 
 
 def test_what_is_written_is_read_again() -> None:
-    for event in events_in((SAMPLES / f"events-{EVENTS.version}.jsonl").read_bytes(), "")[0]:
+    for event in events_in((SAMPLES / EVENTS_NOW).read_bytes(), "")[0]:
         assert events_in(line_of(event), "") == ([event], 0)
 
 
@@ -129,7 +131,7 @@ def test_unknown_kinds_and_fields_are_left_out_and_spoilt_lines_counted() -> Non
 
 @pytest.mark.parametrize("kind", kinds(), ids=lambda kind: kind.kind)
 def test_a_line_whose_value_is_of_another_type_is_left_out_and_counted(kind: type[Event]) -> None:
-    lines = {str(line["event"]): line for line in lines_of(f"events-{EVENTS.version}.jsonl")}
+    lines = {str(line["event"]): line for line in lines_of(EVENTS_NOW)}
     line = lines[kind.kind]
     assert events_in(json.dumps(line).encode(), "")[1] == 0
     for field in dataclasses.fields(kind):
@@ -141,7 +143,7 @@ def test_a_line_whose_value_is_of_another_type_is_left_out_and_counted(kind: typ
 
 @pytest.mark.parametrize("sample", ["###", "AAA=", "AAAA", "é"])
 def test_a_sample_that_is_no_numbers_is_left_out_and_counted(sample: str) -> None:
-    lines = {str(line["event"]): line for line in lines_of(f"events-{EVENTS.version}.jsonl")}
+    lines = {str(line["event"]): line for line in lines_of(EVENTS_NOW)}
     assert events_in(json.dumps(lines["evaluation"] | {"sample": sample}).encode(), "") == ([], 1)
 
 

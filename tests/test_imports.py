@@ -96,13 +96,13 @@ sys.argv = ["farflung", *{arguments!r}]
 with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()) as told:
     with contextlib.suppress(SystemExit):
         main()
-heavy = ["torch", "numpy", "transformers", "datasets", "plotly", "hivemind"]
+heavy = ["torch", "numpy", "transformers", "datasets", "plotly", "hivemind", "starlette", "uvicorn"]
 print(json.dumps([told.getvalue(), [name for name in heavy if name in sys.modules]]))
 """
 HELP = [[]] + [[name] for name in ("train", "invite", "join", "status", "doctor", "plan", "simulate", "methods")]
 
 
-@pytest.mark.parametrize("command", [*HELP, ["report"], ["export"], ["completion"]], ids=" ".join)
+@pytest.mark.parametrize("command", [*HELP, ["report"], ["export"], ["completion"], ["track"], ["watch"]], ids=" ".join)
 def test_help_waits_for_no_large_library(command: list[str]) -> None:
     assert python(COMMAND.format(arguments=[*command, "--help"])) == ["", []]
 
@@ -116,6 +116,7 @@ def test_help_waits_for_no_large_library(command: list[str]) -> None:
         ("train nosuch.toml", "cannot read nosuch.toml"),
         ("train --resume nosuch", "nosuch holds no run"),
         ("export nosuch out", "nosuch holds no run"),
+        ("watch nosuch", "there is no nosuch"),
         ("exprt", "did you mean 'export'?"),
     ],
 )

@@ -376,8 +376,9 @@ def test_the_report_is_one_whole_file_that_needs_no_network(run: Path, adapting:
     assert f"{blocked:.1f} s ({100 * blocked / seconds:.1f}%)" in own
     assert "Virtual time on the simulated network" in own
     assert "<b>bold</b>" not in own and "&lt;b&gt;bold" in own
-    # Results, settings, losses, distance, compression, adaptation; timelines and samples of both; warnings of one.
-    assert "Plotly.newPlot" in page and page.count("<section>") == 2 + 3 + 1 + 1 + 1 + 2 + 2 + 1
+    # Results, settings, losses, distance, compression, adaptation; timelines, rounds and samples of both; warnings of
+    # one.
+    assert "Plotly.newPlot" in page and page.count("<section>") == 2 + 3 + 1 + 1 + 1 + 2 + 2 + 2 + 1
     assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["report.html"]
 
 

@@ -123,18 +123,19 @@ def test_a_table_that_there_is_not_is_named(tmp_path: Path) -> None:
         (
             AFTER_RESUME,
             "boundary checkpoint_every deadline device eval_every force_tokenizer islands keep_checkpoints log_every "
-            "lr max_hours microbatches pipeline_schedule restarts shard stages steps track track_replicas",
+            "lr max_hours microbatches pipeline_schedule restarts shard stages steps text_share track "
+            "track_replicas",
         ),
         (
             BETWEEN_MACHINES,
-            "data deadline device keep_checkpoints log_every max_hours offload out outer_device starting tokenizer "
-            "track track_replicas",
+            "data deadline device keep_checkpoints log_every max_hours offload out outer_device starting text_share "
+            "tokenizer track track_replicas",
         ),
         (
             BETWEEN_PEERS,
             "batch_size boundary checkpoint_every data deadline device eval_every gateway log_every max_hours "
-            "max_tokens microbatches model out pipeline_schedule restarts shard stages text_column tokenizer track "
-            "track_replicas",
+            "max_tokens microbatches model out pipeline_schedule restarts shard stages text_column text_share "
+            "tokenizer track track_replicas",
         ),
     ],
 )

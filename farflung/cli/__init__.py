@@ -29,7 +29,7 @@ COMMANDS = {
     **dict.fromkeys(("invite", "join", "status", "doctor"), "farflung.cli.peers"),
     **dict.fromkeys(("plan", "simulate"), "farflung.cli.planning"),
     **dict.fromkeys(("methods", "report", "export"), "farflung.cli.runs"),
-    "track": "farflung.cli.watching",
+    **dict.fromkeys(("track", "watch"), "farflung.cli.watching"),
     "completion": "farflung.cli.completion",
 }
 """The modules of the commands, which are functions of the same names; one is imported when it is run."""

@@ -47,5 +47,6 @@ def options_of_commands() -> dict[str, Any]:
         "report": runs.ReportOptions,
         "export": runs.ExportOptions,
         "track": watching.TrackOptions,
+        "watch": watching.WatchOptions,
         "completion": CompletionOptions,
     }

@@ -1,20 +1,25 @@
-"""farflung track: runs in other views than our own."""
+"""farflung track and watch: runs in trackers, and on a page."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
 from farflung.cli.arguments import FAILURE, parse
 from farflung.errors import UserError
-from farflung.files import event_files, holds_no_run
+from farflung.files import event_files, holds_no_run, written_by_farflung
 from farflung.signals import on_stop_signals
+
+if TYPE_CHECKING:
+    from farflung.report.watching import Visited
 
 
 @dataclass(frozen=True)
@@ -33,9 +38,10 @@ class TrackOptions:
 
 def track(arguments: list[str]) -> None:
     """Hand a run's figures on to trackers: TensorBoard, Weights & Biases, Trackio, MLflow."""
+    options = parse(TrackOptions, arguments, "track", track.__doc__)
+
     from farflung.report import trackers
 
-    options = parse(TrackOptions, arguments, "track", track.__doc__)
     chosen = trackers.named(options.to)
     if not chosen:
         raise UserError(f"to is {options.to!r}; name at least one tracker: {', '.join(trackers.TRACKERS)}")
@@ -53,6 +59,55 @@ def track(arguments: list[str]) -> None:
     for outcome in told:
         print(f"farflung: {outcome.line}", flush=True)
     trackers.leave(FAILURE if any(outcome.failed for outcome in told) else 0)
+
+
+@dataclass(frozen=True)
+class WatchOptions:
+    """What to watch."""
+
+    runs: tyro.conf.Positional[tuple[Path, ...]]
+    """Run folders, and tickets of runs on the internet."""
+    port: int = 7447
+    """Where the page is served on this machine; 0 takes a free port."""
+    open: bool = False
+    """Open the page in a browser."""
+
+    def __post_init__(self) -> None:
+        if not self.runs:
+            raise UserError("no run is given; give at least one folder, such as runs/noloco-1, or a ticket")
+
+
+def watch(arguments: list[str]) -> None:
+    """Show runs on a page in a browser on this machine, live while they train."""
+    options = parse(WatchOptions, arguments, "watch", watch.__doc__)
+    for path in options.runs:
+        if not (path.is_file() or event_files(path) or written_by_farflung(path)):
+            fault = "there are no events in it; give a folder that farflung train made, or a ticket"
+            raise UserError(holds_no_run(path, fault) if path.exists() else f"there is no {path}; name a run folder")
+    try:
+        from farflung.report import watching
+    except ImportError as error:
+        raise UserError(
+            f"the page needs {error.name}, which is not installed; install it with: pip install 'farflung[watch]'"
+        ) from error
+    with contextlib.ExitStack() as visits:
+        watched = [
+            visits.enter_context(_visited(path)) if path.is_file() else watching.Followed(path) for path in options.runs
+        ]
+        watching.serve(watched, options.port, options.open, lambda line: print(f"farflung: {line}", flush=True))
+
+
+@contextlib.contextmanager
+def _visited(path: Path) -> Iterator[Visited]:
+    """A run on the internet, of which a ticket tells. Raises UserError."""
+    from farflung.networks.listening import ListenAddress
+    from farflung.report.watching import Visited
+    from farflung.training import peer
+
+    ticket = peer.internet().read_ticket(path)
+    settings = peer.ticket_settings(ticket).flat()
+    with peer.looking_on(ticket, ListenAddress()) as network:
+        yield Visited(ticket.name, settings, lambda: peer.seen(network))
 
 
 def _when_closed(ended: threading.Event) -> None:

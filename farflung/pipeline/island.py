@@ -123,6 +123,8 @@ class WholeIsland:
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
         self.model.eval()
-        with torch.no_grad():
-            yield
-        self.model.train()
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            self.model.train()

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from html import escape
 
+from farflung.report.facts import Facts
 from farflung.report.numbers import number
 from farflung.report.read import Run
 
@@ -16,13 +17,13 @@ SAME_BYTES = 0.01
 """Tokens of so nearly the same length may well be of one tokenizer under two names."""
 
 
-def bits_per_byte(run: Run, loss: float | None) -> float | None:
+def bits_per_byte(run: Facts, loss: float | None) -> float | None:
     """A loss in nats a token as bits for each byte of text; None where that is not known."""
     length = run.bytes_per_unit
     return None if loss is None or not length else loss / math.log(2) / length
 
 
-def unlike_tokens(runs: Sequence[Run]) -> bool:
+def unlike_tokens(runs: Sequence[Facts]) -> bool:
     """Whether runs count loss for each token, and their tokens are of different tokenizers."""
     told = [run for run in runs if run.tokenizer]
     lengths = [run.bytes_per_unit for run in told]

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import plotly.graph_objects as go
 
-from farflung.events import EvaluationEvent, ProgressEvent, RoundEvent, StepEvent
+from farflung.events import RoundEvent
 from farflung.report.comparison import bits_per_byte, unlike_tokens
-from farflung.report.read import P, Run, mean
-
-Line = tuple[list[float], list[float | None]]
-"""The x and y of a line's points; None interrupts the line."""
+from farflung.report.facts import Axis, Facts, Line, What
+from farflung.report.read import Run
 
 COLOURS = ("#1f6feb", "#d1495b", "#2a9d8f", "#e9a03b", "#7b5ea7", "#5c6770", "#b5651d", "#3a3a8c")
 """One colour a run, the same in every picture."""
@@ -23,48 +21,79 @@ ROUNDS_SHOWN = 200
 """The most rounds of a replica that a timeline shows: its last ones."""
 
 AXES = {"bytes": "megabytes sent, all replicas together", "seconds": "seconds"}
-_SCALE = {"tokens": 1.0, "bytes": 1e-6, "seconds": 1.0}
+MOST_DOTTED = 16
+"""The most replicas that have lines of their own; of more, nobody could tell them apart."""
 
 
-def units_of(runs: list[Run]) -> str:
+def units_of(runs: Sequence[Facts]) -> str:
     """The units of these runs' samples, such as tokens."""
     return " or ".join(dict.fromkeys(run.units for run in runs))
 
 
-def loss_figure(runs: list[Run], axis: str) -> go.Figure:
+@dataclass(frozen=True)
+class Trace:
+    """One line of a picture: of which run, and how it is drawn."""
+
+    run: Facts
+    what: What
+    axis: Axis
+    name: str
+    colour: str
+    how: Mapping[str, Any]
+    bits: bool = False
+    """Whether the y are nats a token, and are to be bits a byte."""
+
+    def points(self, begin: int = 0) -> Line:
+        """The line's points, from one on."""
+        xs, ys = self.run.line(self.what, self.axis)
+        return xs[begin:], [bits_per_byte(self.run, y) if self.bits else y for y in ys[begin:]]
+
+
+def loss_traces(runs: Sequence[Facts], axis: Axis) -> list[Trace]:
     """The replicas' mean losses against `axis` (tokens, bytes or seconds): validation, and lighter, training."""
-    bits = unlike_tokens(runs) and all(run.bytes_per_unit for run in runs)
-    measures = "bits a byte" if bits else " or ".join(dict.fromkeys(run.measure for run in runs))
-    figure = _figure(AXES.get(axis, f"{units_of(runs)}, all replicas together"), f"loss, {measures}")
-    for colour, run in zip(_colours(runs), runs, strict=True):
-        told = partial(bits_per_byte, run) if bits else _same
-        training = _mean_line(run, StepEvent, lambda event: told(event.loss), axis)  # noqa: B023
-        _draw(figure, training, f"{run.name}, training", colour, width=1.5, mode="lines", opacity=0.45)
-        for replica in run.replicas if len(runs) == 1 else ():
-            line = _replica_line(run, replica, axis)
-            _draw(figure, line, run.called(replica), colour, width=1, dash="dot", mode="lines", opacity=0.6)
-        validation = _mean_line(run, EvaluationEvent, lambda event: told(event.validation_loss), axis)  # noqa: B023
-        _draw(figure, validation, f"{run.name}, validation", colour)
-    return figure
+    bits, traces = _in_bits(runs), []
+    for colour, run in zip(colours_of(runs), runs, strict=True):
+        lighter = {"width": 1.5, "mode": "lines", "opacity": 0.6}
+        traces.append(Trace(run, "training", axis, f"{run.name}, training", colour, lighter, bits))
+        for replica in run.replicas if len(runs) == 1 and 1 < len(run.replicas) <= MOST_DOTTED else ():
+            dotted = {"width": 1, "dash": "dot", "mode": "lines", "opacity": 0.6}
+            traces.append(Trace(run, replica, axis, run.called(replica), colour, dotted, bits))
+        traces.append(Trace(run, "validation", axis, f"{run.name}, validation", colour, {}, bits))
+    return traces
 
 
-def _same(loss: float | None) -> float | None:
-    return loss
+def loss_figure(runs: Sequence[Facts], axis: Axis) -> go.Figure:
+    """What `loss_traces` are."""
+    measures = "bits a byte" if _in_bits(runs) else " or ".join(dict.fromkeys(run.measure for run in runs))
+    title = AXES.get(axis, f"{units_of(runs)}, all replicas together")
+    return _drawn(_figure(title, f"loss, {measures}"), loss_traces(runs, axis))
 
 
-def consensus_figure(runs: list[Run]) -> go.Figure:
+def _in_bits(runs: Sequence[Facts]) -> bool:
+    return unlike_tokens(runs) and all(run.bytes_per_unit for run in runs)
+
+
+def consensus_traces(runs: Sequence[Facts]) -> list[Trace]:
     """The consensus distance of the replicas, against steps."""
-    figure = _figure("inner steps", "rms of sampled weights")
-    for colour, run in zip(_colours(runs), runs, strict=True):
-        distances = run.consensus_distance()
-        _draw(figure, (list(distances), list(distances.values())), run.name, colour)
+    colours = zip(colours_of(runs), runs, strict=True)
+    return [Trace(run, "distance", "steps", run.name, colour, {}) for colour, run in colours]
+
+
+def consensus_figure(runs: Sequence[Facts]) -> go.Figure:
+    """What `consensus_traces` are."""
+    return _drawn(_figure("inner steps", "rms of sampled weights"), consensus_traces(runs))
+
+
+def _drawn(figure: go.Figure, traces: Sequence[Trace]) -> go.Figure:
+    for trace in traces:
+        _draw(figure, trace.points(), trace.name, trace.colour, **trace.how)
     return figure
 
 
 def compression_figure(runs: list[Run]) -> go.Figure:
     """The share of messages that packets left out, against steps; the mean of the replicas."""
     figure = _figure("inner steps", "left out, share of the norm")
-    for colour, run in zip(_colours(runs), runs, strict=True):
+    for colour, run in zip(colours_of(runs), runs, strict=True):
         _draw(figure, _by_started_step(run, lambda event: event.compression_error), run.name, colour)
     figure.update_yaxes(rangemode="tozero")
     return figure
@@ -137,7 +166,7 @@ def timeline_figure(run: Run) -> go.Figure:
         )
     rows = [row for r in reversed(run.replicas) for row in (f"{run.called(r)}, link", run.called(r))]
     figure.update_layout(barmode="overlay", bargap=0.15, height=190 + 46 * len(run.replicas))
-    figure.update_yaxes(categoryorder="array", categoryarray=rows, gridcolor="white")
+    figure.update_yaxes(categoryorder="array", categoryarray=rows, showgrid=False)
     return figure
 
 
@@ -164,33 +193,6 @@ def _draw(
     figure.add_scatter(x=line[0], y=line[1], name=name, line=style, **{**how, "mode": mode})
 
 
-def _mean_line(run: Run, kind: type[P], value: Callable[[P], float | None], axis: str) -> Line:
-    xs: list[float] = []
-    ys: list[float | None] = []
-    for step, events in run.by_step(kind).items():
-        if (height := mean([value(event) for event in events])) is not None:
-            xs.append(_position(run, step, events, axis))
-            ys.append(height)
-    return xs, ys
-
-
-def _replica_line(run: Run, replica: int, axis: str) -> Line:
-    """One replica's validation loss, at the place on the axis that all replicas together had reached."""
-    xs, ys = [], []
-    for step, events in run.by_step(EvaluationEvent).items():
-        for event in events:
-            if event.replica == replica:
-                xs.append(_position(run, step, events, axis))
-                ys.append(event.validation_loss)
-    return xs, ys
-
-
-def _position(run: Run, step: int, events: Sequence[ProgressEvent], axis: str) -> float:
-    if axis == "seconds":
-        return max(event.at for event in events)
-    everyone = run.up_to(step, events)
-    return sum(event.tokens if axis == "tokens" else event.bytes_sent for event in everyone) * _SCALE[axis]
-
-
-def _colours(runs: list[Run]) -> list[str]:
+def colours_of(runs: Sequence[Facts]) -> list[str]:
+    """The runs' colours."""
     return [COLOURS[number % len(COLOURS)] for number in range(len(runs))]

@@ -18,6 +18,7 @@ from farflung.report.numbers import nbytes, number
 from farflung.report.page import page, picture, plotly_inside, plotly_shared
 from farflung.report.peers import last_told
 from farflung.report.read import Run, missing_from, read_run
+from farflung.report.rounds import Rounds
 
 WARNINGS_SHOWN = 20
 
@@ -71,6 +72,7 @@ def _page(runs: list[Run], plotly: str) -> str:
         *_compression(runs),
         *each("Adaptation", lambda run: picture(figures.adaptation_figure(run)), figures.adapts),
         *each("Timeline", lambda run: _timeline_note(run) + picture(figures.timeline_figure(run))),
+        *each("The latest rounds: who met whom", _latest_rounds, lambda run: run.all_of(RoundEvent)),
         *each("Inside the islands", islands_table, lambda run: run.parts),
         *each("Other peers, as they last told", _others, lambda run: run.results().get("peers")),
         *each("Warnings", _warnings, lambda run: run.all_of(WarningEvent)),
@@ -169,6 +171,13 @@ def _warnings(run: Run) -> str:
 
 def _whose(run: Run, warning: WarningEvent) -> str:
     return "" if run.is_one_peer else f", replica {warning.replica}"
+
+
+def _latest_rounds(run: Run) -> str:
+    rounds = Rounds()
+    for event in run.all_of(RoundEvent):
+        rounds.add(event)
+    return rounds.html(run.replicas, run.ranks)
 
 
 def _others(run: Run) -> str:

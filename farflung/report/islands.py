@@ -20,11 +20,11 @@ def islands_table(run: Run) -> str:
     return f"<p>{nbytes(crossed)} went from stage to stage, in all replicas.</p>{wide_table(HEADINGS, rows)}"
 
 
-def wide_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table whose cells are HTML, which scrolls on narrow screens."""
+def wide_table(heads: Sequence[str], rows: Sequence[Sequence[str]], high: bool = False) -> str:
+    """A table whose cells are HTML, which scrolls on narrow screens; a `high` one scrolls up and down, too."""
     head = "".join(f"<th>{cell}</th>" for cell in heads)
     body = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows)
-    return f'<div class="wide"><table><tr>{head}</tr>{body}</table></div>'
+    return f'<div class="wide{" high" if high else ""}"><table><tr>{head}</tr>{body}</table></div>'
 
 
 def _row(events: list[Event]) -> tuple[str, ...]:

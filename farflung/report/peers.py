@@ -49,14 +49,20 @@ def table(rows: list[Row], what: str = "peer") -> Table:
         box=None,
         padding=(0, 2, 0, 0),
     )
-    columns = _COLUMNS | {name: cell for name, cell in _IF_ANY.items() if any(row.get(name) for row in rows)}
-    for heading in columns:
+    headings, cells = cells_of(rows)
+    for heading in headings:
         side: Literal["left", "right"] = "left" if heading in ("peer", "state") else "right"
         # Where a terminal is too narrow for all, only names go over several lines.
         shown.add_column(heading, justify=side, no_wrap=heading != "peer", overflow="fold")
-    for row in ordered(rows):
-        shown.add_row(*(cell(row) for cell in columns.values()))
+    for row in cells:
+        shown.add_row(*row)
     return shown
+
+
+def cells_of(rows: list[Row]) -> tuple[list[str], list[list[str]]]:
+    """The headings of a table of peers, and its cells."""
+    columns = _COLUMNS | {name: cell for name, cell in _IF_ANY.items() if any(row.get(name) for row in rows)}
+    return list(columns), [[cell(row) for cell in columns.values()] for row in ordered(rows)]
 
 
 def line(rows: list[Row]) -> str:

@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
-import re
-import tomllib
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 
-from farflung import formats
 from farflung.errors import UserError, disk_errors
 from farflung.events import EndEvent, EvaluationEvent, Event, ProgressEvent, StartEvent, StepEvent, events_in
 from farflung.files import event_files, holds_no_run
-from farflung.formats import OWN_LOOP, RUN_FOLDER
-from farflung.tables import flattened
+from farflung.formats import OWN_LOOP
+from farflung.report.facts import Axis, Facts, Line, What, place_of
 
 E = TypeVar("E", bound=Event)
 P = TypeVar("P", bound=ProgressEvent)
-
-_EVENTS_OF = re.compile(r"replica-(\d+)(?:-part-(\d+)-of-(\d+))?")
 
 
 class EventReader:
@@ -45,12 +38,16 @@ class EventReader:
             self._file_number, self._position, self.spoilt = status.st_ino, 0, 0
         return changed
 
-    def read(self) -> list[Event]:
-        """The events since the last call. Raises UserError for those of a format that cannot be read."""
+    def read(self, chosen: Callable[[bytes], bytes] = bytes) -> list[Event]:
+        """The events since the last call, of the lines `chosen` among them.
+
+        Raises UserError for those of a format that cannot be read.
+        """
         with self.path.open("rb") as file:
             file.seek(self._position)
             whole, newline, _ = file.read().rpartition(b"\n")
         self._position += len(whole) + len(newline)
+        whole = chosen(whole)
         events, spoilt = events_in(whole, str(self.path))
         self.spoilt += spoilt
         return events
@@ -63,20 +60,12 @@ def _same_at_first(before: Sequence[Event], now: Sequence[Event]) -> int:
 
 
 @dataclass
-class Run:
+class Run(Facts):
     """What is in a run folder so far: each replica's events in order, the settings, and at the end the summary."""
 
-    folder: Path
-    settings: dict[str, Any] = field(default_factory=dict)
     events: dict[int, list[Event]] = field(default_factory=lambda: defaultdict(list))
-    summary: dict[str, Any] | None = None
     _parts: dict[tuple[int, int, int], list[Event]] = field(default_factory=lambda: defaultdict(list))
     _readers: dict[Path, EventReader] = field(default_factory=dict)
-
-    @property
-    def name(self) -> str:
-        """The folder's name."""
-        return self.folder.resolve().name
 
     @property
     def parts(self) -> dict[tuple[int, int], list[Event]]:
@@ -102,62 +91,27 @@ class Run:
         return sorted((e for replica in self.replicas for e in self.of(replica, kind)), key=lambda e: e.at)
 
     @property
-    def is_one_peer(self) -> bool:
-        """Whether it is what one peer on the internet does, whose number nobody knows it by."""
-        return self.settings.get("network") == "internet"
-
-    def called(self, replica: int) -> str:
-        """What a replica is called in the report; a peer on the internet knows no other by its number."""
-        return "this peer" if self.is_one_peer else f"replica {replica}"
+    def starts(self) -> list[StartEvent]:
+        """The replicas' events of starting, in order of time."""
+        return self.all_of(StartEvent)
 
     @property
-    def units(self) -> str:
-        """The units of the samples, such as tokens."""
-        return next((start.units for start in self.all_of(StartEvent)), StartEvent.units)
-
-    @property
-    def measure(self) -> str:
-        """What losses are measured in."""
-        return next((start.measure for start in self.all_of(StartEvent)), StartEvent.measure)
-
-    @property
-    def tokenizer(self) -> str:
-        """What makes tokens of text, where losses are measured for each token; "" elsewhere."""
-        if self.measure != "nats a token":
-            return ""
-        return str(self.settings.get("tokenizer") or self.settings.get("model") or "bytes")
-
-    @property
-    def bytes_per_unit(self) -> float | None:
-        """Bytes of text in a token, on average; None where that is not known."""
-        told = next((start.bytes_per_unit for start in self.all_of(StartEvent) if start.bytes_per_unit), None)
-        return told or (1.0 if self.tokenizer == "bytes" else None)
+    def ranks(self) -> dict[int, int]:
+        """The replicas by their numbers in rounds' groups."""
+        places = [place_of(path, self.folder) for path in self._readers]
+        return {place.rank: place.replica for place in places if place}
 
     def refresh(self) -> None:
         """Reads what has been written since the last call. Raises UserError for formats that cannot be read."""
-        for name, loads in (("config.toml", tomllib.loads), ("summary.json", json.loads)):
-            path = self.folder / name
-            # One that is being written, or is not there yet, is read the next time.
-            with contextlib.suppress(OSError, ValueError):
-                read = loads(path.read_text("utf-8"))
-                if name == "config.toml":
-                    self.settings = flattened(read)
-                else:
-                    self.summary = read if isinstance(read, dict) else None
-        RUN_FOLDER.check(self.settings, str(self.folder))
-        self.settings.pop(formats.KEY, None)
+        self.read_facts()
         for path in event_files(self.folder):
-            found = _EVENTS_OF.fullmatch(path.stem)
-            if found is None:
+            if (place := place_of(path, self.folder)) is None:
                 continue
-            replica, part, island = (int(number or 0) for number in found.groups())
             reader = self._readers.setdefault(path, EventReader(path))
             restarted, new = reader.restarted(), reader.read()
-            if independent := _EVENTS_OF.fullmatch(path.relative_to(self.folder).parts[0]):
-                # On the internet network replicas have long numbers; here they are counted, as their folders are.
-                replica = int(independent[1])
-                new = [replace(event, replica=replica) for event in new]
-            events = self._parts[replica, part, island] if part else self.events[replica]
+            if place.independent:
+                new = [replace(event, replica=place.replica) for event in new]
+            events = self._parts[place[:3]] if place.part else self.events[place.replica]
             same = _same_at_first(events, new) if restarted else len(events)
             events[:] = [*events[:same], *(new[same:] if restarted else new)]
 
@@ -199,10 +153,38 @@ class Run:
                 complete[step] = [seen[replica] for replica in alive]
         return complete
 
-    def up_to(self, step: int, events: Sequence[P]) -> list[P]:
-        """The given events of a step, and the last ones of the same kind of replicas that had died before."""
-        gone = [replica for replica, last in self.died().items() if last < step]
+    def up_to(self, step: int, events: Sequence[P], died: Mapping[int, int]) -> list[P]:
+        """The given events of a step, and the last ones of the same kind of replicas that had `died` before."""
+        gone = [replica for replica, last in died.items() if last < step]
         return [*events, *(event for replica in gone for event in self.of(replica, type(events[0]))[-1:])]
+
+    def line(self, what: What, axis: Axis) -> Line:
+        """See Facts."""
+        if what == "distance":
+            distances = self.consensus_distance()
+            return list(distances), list(distances.values())
+        if what == "training":
+            return self._mean_line(StepEvent, lambda event: event.loss, axis)
+        if what == "validation":
+            return self._mean_line(EvaluationEvent, lambda event: event.validation_loss, axis)
+        points = [
+            (place[axis], event.validation_loss)
+            for place, events in self._places(EvaluationEvent)
+            for event in events
+            if event.replica == what
+        ]
+        return [x for x, _ in points], [y for _, y in points]
+
+    def _mean_line(self, kind: type[P], value: Callable[[P], float | None], axis: Axis) -> Line:
+        points = [(place[axis], mean([value(event) for event in events])) for place, events in self._places(kind)]
+        told = [(x, y) for x, y in points if y is not None]
+        return [x for x, _ in told], [y for _, y in told]
+
+    def _places(self, kind: type[P]) -> Iterator[tuple[dict[Axis, float], list[P]]]:
+        """The events of each step that all have come to, and where that is on each axis."""
+        died = self.died()
+        for step, events in self.by_step(kind).items():
+            yield positions(step, events, self.up_to(step, events, died)), events
 
     def results(self) -> dict[str, Any]:
         """The summary of a run that has ended; before that, the figures of it that events give."""
@@ -213,7 +195,7 @@ class Run:
             results |= {"method": start.method, "replicas": start.replicas, "parameters": start.parameters}
             results |= {"stages": start.stages, "shards": start.shards}
         for step, steps in list(self.by_step(StepEvent).items())[-1:]:
-            everyone = self.up_to(step, steps)
+            everyone = self.up_to(step, steps, self.died())
             results |= {
                 "steps": step,
                 "tokens": sum(event.tokens for event in everyone),
@@ -234,13 +216,27 @@ class Run:
 
         The root mean square, over replicas and the sampled weights, of the deviation from the replicas' mean.
         """
-        distances = {}
-        for step, events in self.by_step(EvaluationEvent).items():
-            if len(events) < 2 or len({len(event.weights) for event in events}) > 1:
-                continue  # one alone, or of other models, which have no distance
-            samples = np.stack([np.frombuffer(event.weights, dtype="<f4") for event in events])
-            distances[step] = float(np.sqrt(np.square(samples - samples.mean(0, dtype=np.float64)).mean()))
-        return distances
+        told = {step: distance_of(events) for step, events in self.by_step(EvaluationEvent).items()}
+        return {step: distance for step, distance in told.items() if distance is not None}
+
+
+def distance_of(events: Sequence[EvaluationEvent]) -> float | None:
+    """The consensus distance of the replicas by their evaluations of one step; None where they have none."""
+    samples = [np.frombuffer(event.weights, dtype="<f4") for event in events]
+    if len(samples) < 2 or len({len(one) for one in samples}) > 1:
+        return None  # one alone, or of other models
+    stacked = np.stack(samples)
+    return float(np.sqrt(np.square(stacked - stacked.mean(0, dtype=np.float64)).mean()))
+
+
+def positions(step: int, events: Sequence[ProgressEvent], everyone: Sequence[ProgressEvent]) -> dict[Axis, float]:
+    """Where the replicas were at a step, on each axis; `everyone` has the last events of those that are gone, too."""
+    return {
+        "steps": step,
+        "tokens": sum(event.tokens for event in everyone),
+        "bytes": sum(event.bytes_sent for event in everyone) / 1e6,
+        "seconds": max(event.at for event in events),
+    }
 
 
 def mean(values: Sequence[float | None]) -> float | None:

@@ -18,6 +18,7 @@ from farflung.events import (
     JoinedEvent,
     StartEvent,
     StepEvent,
+    TextEvent,
     WarningEvent,
 )
 from farflung.hooks.layouts import layout_of
@@ -27,6 +28,7 @@ from farflung.pipeline import Island
 from farflung.settings import Settings
 from farflung.training.events import EventLog
 from farflung.training.measures import Rate, peak_memory, sampled
+from farflung.training.writing import Writing
 from farflung.workloads import Workload
 
 SAMPLED_WEIGHTS = 1024
@@ -160,6 +162,12 @@ class RunLog:
                 )
             )
         return loss
+
+    def text(self, writing: Writing, device: torch.device) -> None:
+        """Has the model write something, where it can."""
+        with self.rate.paused():
+            if text := writing.text(device):
+                self.events.write(TextEvent(step=self.progress.step, text=text))
 
     def checkpoint(self, seconds: float) -> None:
         """A checkpoint was written, in so long."""

@@ -22,6 +22,7 @@ from farflung.training.resharding import buffer_names, load_state, whole_rounds
 from farflung.training.run_log import Progress, RunLog
 from farflung.training.stopping import StoppedError, seconds_here
 from farflung.training.tail import TailAverage
+from farflung.training.writing import Writing
 from farflung.workloads import Workload
 
 
@@ -76,6 +77,10 @@ class Trainer:
         events = self._event_log(network, resume_step)
         self.log = RunLog(settings, self.workload, self.island, self.network, events, self.progress)
         self._resumed = resume_step is not None
+        first = coordinates.replica == 0 or network.elastic is not None
+        # All processes of an island would have to agree on the time; and a simulated run is the same each time.
+        writes = first and not (settings.island.divided or network.timed) and device.type in ("cpu", "cuda")
+        self.writing = Writing(self.island, settings.run.text_share if writes else 0.0)
 
     @property
     def step(self) -> int:
@@ -140,6 +145,8 @@ class Trainer:
         last = self.step >= run.steps
         if progress.trained % run.log_every == 0 or last:
             self.log.step(loss, lr, self.device)
+            if self.writing.due():
+                self.log.text(self.writing, self.device)
         if comes(run.eval_every) and not last:
             session.average_buffers()
             self._loss = self.log.evaluate()

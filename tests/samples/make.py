@@ -12,7 +12,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from farflung.events import JoinedEvent, StartEvent, StepEvent, WarningEvent, events_in, line_of
+from farflung.events import JoinedEvent, StartEvent, StepEvent, TextEvent, WarningEvent, events_in, line_of
 from farflung.networks.internet import Identity, ListenAddress, Peers, Ticket, newcomer_info
 from farflung.networks.internet.contact.frames import Frame, read_frame, write_frame
 from farflung.networks.internet.contact.handshake import Handshake
@@ -56,6 +56,7 @@ def events(path: Path, run: Path) -> None:
     found[0] = StartEvent(**{**vars(found[0]), "network": "internet", "clock": 1.75e9})
     found[1] = StepEvent(**{**vars(found[1]), "refused": {"stranger": 3}, "peak_memory": 1 << 30})
     found[1:1] = [JoinedEvent(step=0, at=0.1, seconds=0.1), WarningEvent(step=0, at=0.1, message="round 1: peer lost")]
+    found.insert(-1, TextEvent(step=2, at=0.3, text="The quick brown …\n<b>fox</b>"))
     path.write_bytes(b"".join(line_of(event) + b"\n" for event in found))
 
 
