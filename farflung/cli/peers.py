@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import stat
@@ -204,8 +205,6 @@ def _train(
 ) -> None:
     """Trains as a peer, with some settings of its `own`; an island's processes are started to do so `again`."""
     from farflung.training import island, peer
-    from farflung.training.checkpoint import whole_steps
-    from farflung.training.events import join_command
     from farflung.training.launch import local_rank
 
     folder, local = Path(settings.run.out), seat.local
@@ -220,14 +219,7 @@ def _train(
     check_trackers(settings)
     say(f"{ticket.name}: {settings.rounds.method}, {counted(settings.run.steps, 'step')}; run folder {folder}")
 
-    def come_back() -> str:
-        kept = "".join(f"its last checkpoint is of step {step}; " for step in whole_steps(folder)[:1])
-        if seat.ticket and not (folder / "run.ticket").exists():  # it was not in the run yet
-            again = join_command(folder, *flags, *(["--first"] if first else []), ticket=seat.ticket)
-        else:
-            again = join_command(folder, *flags, *([] if island.knows_others(folder) else ["--first"]))
-        return f"{kept}come back with: {again}"
-
+    come_back = functools.partial(_how_to_come_back, seat.ticket, folder, flags, first)
     with telling_how_to_go_on(come_back, max_hours=settings.run.max_hours):
         with tracking(settings, folder), watched(folder, sys.stderr) as show:
 
@@ -245,6 +237,20 @@ def _train(
             else:
                 peer.run_peer(ticket, settings, local, first, tell, seat.called, alone)
         tell_result(folder, sys.stderr)
+
+
+def _how_to_come_back(ticket: Path | None, folder: Path, flags: Sequence[str], first: bool) -> str:
+    """What to do where a peer has stopped: by the ticket that it keeps, unless it was not in the run yet."""
+    from farflung.training import island
+    from farflung.training.checkpoint import whole_steps
+    from farflung.training.events import join_command
+
+    kept = "".join(f"its last checkpoint is of step {step}; " for step in whole_steps(folder)[:1])
+    if ticket and not (folder / "run.ticket").exists():
+        again = join_command(folder, *flags, *(["--first"] if first else []), ticket=ticket)
+    else:
+        again = join_command(folder, *flags, *([] if island.knows_others(folder) else ["--first"]))
+    return f"{kept}come back with: {again}"
 
 
 def _how_to_begin_again(ticket: Path, folder: Path, flags: Sequence[str]) -> str:

@@ -11,7 +11,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -135,11 +135,9 @@ def run_peer(
             joining = _joining(ticket, settings, local, first, tell, near, name)
             leaving.callback(joining.close)
             joined(joining)
-        rank, addresses = island.led(near, settings, "rank", _reached_at(joining))
-        network = joining or leaving.enter_context(
-            _following(near, settings, rank, ticket.at(tuple(addresses)), local, tell)
-        )
-        step = island.step_of(near, settings, folder, rank) if resumed else None
+        at = island.led(near, settings, "rank", _reached_at(joining))
+        network = joining or leaving.enter_context(_following(near, settings, at, ticket, local, tell))
+        step = island.step_of(near, settings, folder, at[0]) if resumed else None
         away = island.led(near, settings, "away", joining is not None and _away(joining, settings, step))
         if owns_folder:
             launch.prepare(settings, folder, launch.is_begun(folder))
@@ -216,13 +214,18 @@ def _joining(
 def _following(
     near: Network | None,
     settings: Settings,
-    rank: int,
+    at: tuple[int, Sequence[str]],
     ticket: Ticket,
     local: ListenAddress,
     tell: Callable[[str], None],
 ) -> Iterator[FollowingNetwork]:
-    """The network of a process of an island that does not join, with a door of its own unless there is a gateway."""
+    """The network of a process of an island that does not join, with a door of its own unless there is a gateway.
+
+    `at` is the rank of the one that joins, and its addresses.
+    """
     assert near is not None
+    rank, addresses = at
+    ticket = ticket.at(tuple(addresses))
     if settings.island.gateway:
         yield FollowingNetwork(rank, near)
         return
