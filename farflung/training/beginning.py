@@ -15,7 +15,7 @@ from farflung.errors import UserError, disk_errors
 from farflung.files import event_files, write_text
 from farflung.pipeline import Mesh, MeshCoordinates
 from farflung.settings import Settings, names_that_may_differ, read_settings
-from farflung.tables import MayDiffer
+from farflung.tables import AFTER_RESUME, BETWEEN_MACHINES
 from farflung.training import checkpoint, events
 from farflung.training.failures import RUN_ERRORS
 from farflung.training.stopping import StoppedError
@@ -116,7 +116,9 @@ def refuse_edited(settings: Settings, folder: Path) -> None:
     if not (path := begun_with(folder)).exists():
         return  # by a release that kept no second file of them
     before, now = read_settings(path).flat(), settings.settled().flat()
-    free = {name for where in MayDiffer for name in names_that_may_differ(where, settings)} | {*vars(settings.network)}
+    # What peers may each choose, such as where the model lies, stays as it was where one has begun.
+    free = {name for where in (AFTER_RESUME, BETWEEN_MACHINES) for name in names_that_may_differ(where, settings)}
+    free |= {*vars(settings.network)}
     for name in sorted((before.keys() | now.keys()) - free):
         if before.get(name) != now.get(name):
             raise UserError(
