@@ -22,8 +22,7 @@ class LanguageSettings(Checked):
     base: str = ""
     """The hash of the weights that adapters are for; farflung fills it in, and a machine that has others is refused."""
     data: str = setting("stdlib", may_differ=BETWEEN_MACHINES | BETWEEN_PEERS)
-    """stdlib, a path or glob of text, JSON Lines, CSV or Parquet files, or hf:NAME to stream from the hub. Rows with
-    messages, prompt and completion, or instruction and output are chats: only their answers are learnt."""
+    """stdlib, hf:NAME (hub), or a path or glob of text, JSON Lines, CSV or Parquet; of chats, answers are learnt."""
     tokenizer: str | None = setting(None, may_differ=BETWEEN_MACHINES | BETWEEN_PEERS)
     """bytes, or anything that AutoTokenizer loads; unset: the model's own, or bytes for a preset."""
     force_tokenizer: bool = setting(False, may_differ=AFTER_RESUME)
