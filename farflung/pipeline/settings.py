@@ -48,6 +48,8 @@ class IslandSettings(Checked):
     """Processes that the layers of one replica are divided among: a pipeline."""
     shard: int = setting(1, least=1, may_differ=AFTER_RESUME | BETWEEN_PEERS)
     """Processes that the parameters of each stage are divided among (FSDP); they share its batch."""
+    swarm: int = setting(0, least=0)
+    """On the internet: stages of a swarm, of which each peer serves one; microbatches find their way among them."""
     islands: str | None = setting(None, may_differ=AFTER_RESUME)
     """Replicas that are not alike, as stages x shards of each: "1x1 2x4"; in place of replicas, stages and shard."""
     gateway: bool = setting(False, may_differ=BETWEEN_PEERS)

@@ -29,8 +29,8 @@ from farflung.networks.internet.contact.streams import PeerStream, RequestRefuse
 from farflung.swarm.letters import Call, Caller, FalseLetterError, Forward, Gradient, LostError, Microbatch
 
 VISIT = "visit"
-MOST = 1 << 40
-"""The largest step or number of a microbatch."""
+MOST = 1 << 53
+"""The largest step, number or stream of a microbatch."""
 LOST = (*UNREACHABLE, RequestRefusedError, FrameError, TimeoutError)
 
 Serve = Callable[[Forward, Caller], Coroutine[Any, Any, None]]

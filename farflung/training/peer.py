@@ -31,6 +31,7 @@ from farflung.tables import Checked
 from farflung.training import beginning, island, launch
 from farflung.training.failures import OneLine
 from farflung.training.finish import finish, write_results
+from farflung.training.seats import take_stage
 from farflung.training.stopping import Stop
 from farflung.training.terminal import BEGIN_WITH, say
 from farflung.training.trainer import Trainer
@@ -143,6 +144,8 @@ def run_peer(
             launch.prepare(settings, folder, launch.is_begun(folder))
         island.led(near, settings, "prepared", None)
         launch.use_cores_of(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        if joining and settings.island.swarm:
+            say(f"serves stage {take_stage(joining, settings.island.swarm, folder)} of {settings.island.swarm}")
         network.expect_model(*_shapes_of(settings))
         if joining:
             leaving.enter_context(_ticket_kept(joining, folder / "run.ticket"))

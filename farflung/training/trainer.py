@@ -11,7 +11,6 @@ from farflung.inner import names_of
 from farflung.networks import Network
 from farflung.outer import Round, Session
 from farflung.outer.elastic import CATCH_UP_SECONDS
-from farflung.pipeline.assemble import assemble
 from farflung.settings import Settings
 from farflung.training import checkpoint
 from farflung.training.checkpoint import Checkpoint
@@ -20,6 +19,7 @@ from farflung.training.kept import Coordination
 from farflung.training.learning_rate import lr_scale
 from farflung.training.resharding import buffer_names, load_state, whole_rounds
 from farflung.training.run_log import Progress, RunLog
+from farflung.training.seats import seated
 from farflung.training.stopping import StoppedError, seconds_here
 from farflung.training.tail import TailAverage
 from farflung.training.writing import Writing
@@ -54,10 +54,7 @@ class Trainer:
         self.settings, self.folder, self.device = settings, folder, device
         self.stop, self.kept = coordination.stop, coordination.kept
         self.workload = workload or settings.made_workload()
-        seed, waits = settings.run.seed, settings.network
-        self.island, self.network = assemble(
-            settings.island, self.workload, network, settings.mesh(), seed, waits, device
-        )
+        self.island, self.network = seated(settings, self.workload, network, device)
         self.model = self.island.model
         mesh, coordinates = self.island.mesh, self.island.coordinates
         self.process = mesh.process(coordinates.replica, coordinates.stage, coordinates.shard)
@@ -66,7 +63,9 @@ class Trainer:
         self.lr = settings.inner.lr or self.method.inner.lr
         named = [(name, parameter) for name, parameter in self.model.named_parameters() if parameter.requires_grad]
         self.optimizer = self.method.inner.make(named, lr=self.lr, weight_decay=settings.inner.weight_decay)
-        torch.manual_seed(seed * 1_000_003 + mesh.first + self.process)  # dropout differs between processes
+        torch.manual_seed(
+            settings.run.seed * 1_000_003 + mesh.first + self.process
+        )  # dropout differs between processes
         self.progress = Progress(resume_step or 0, trained=resume_step or 0)
         self.tail = TailAverage(self.model)
         self._loss: float | None = None

@@ -113,8 +113,9 @@ class Members:
         return [member.rank for member in self.proven() if self._guard.shuns(member.peer)]
 
     def training(self) -> list[Member]:
-        """Those that are there, train and are not banned, in order of rank."""
-        return [member for member in self.in_good_standing() if member.trains and not member.stalled]
+        """Those that are there, train what this peer does and are not banned, in order of rank."""
+        own = self._own["stage"]
+        return [one for one in self.in_good_standing() if one.trains and one.stage == own and not one.stalled]
 
     def in_good_standing(self) -> list[Member]:
         """Those that are there, have been spoken with and are not banned, in order of rank."""
