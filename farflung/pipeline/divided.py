@@ -124,6 +124,9 @@ class DividedIsland:
                     weight.copy_(self._received(weight.shape, 0))
                     self.traffic.received(weight.nbytes)
 
+    def stay(self) -> None:
+        """See Island."""
+
     @torch.no_grad()
     def evaluate(self) -> float:
         """See Island. Each shard takes a part of the samples; the last ones may take one that does not count."""

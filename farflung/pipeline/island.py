@@ -46,6 +46,10 @@ class Island(Protocol):
         """Is called when the weights have changed. Raises PeerLostError."""
         ...
 
+    def stay(self) -> None:
+        """Is called after the last step, and returns when nobody else needs this process any more."""
+        ...
+
     def evaluate(self) -> float:
         """The workload's measure of the model, without compression between stages. Raises PeerLostError."""
         ...
@@ -97,6 +101,9 @@ class WholeIsland:
         return ""
 
     def after_step(self) -> None:
+        """See Island."""
+
+    def stay(self) -> None:
         """See Island."""
 
     def evaluate(self) -> float:

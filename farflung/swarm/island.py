@@ -40,8 +40,8 @@ T = TypeVar("T")
 
 HELD_OUT = 1 << 20
 """The number of a microbatch of held-out samples; its step says which, and no stage learns from it."""
-NO_STEPS = 1 << 30
-"""Microbatches that never are enough for a step."""
+LOOK_SECONDS = 0.2
+"""How often a peer that waits for microbatches looks whether it still has to."""
 ROUTES_SECONDS = 1.0
 """How often a peer looks who serves the next stage."""
 
@@ -53,8 +53,8 @@ class SwarmIsland:
     `gradients` and `after_step` nothing is computed here, since the weights change.
 
     Args:
-        stage: that this peer serves.
-        deadline_s: how long a stage may take for a microbatch, and a peer waits for its first one.
+        network: on which it says which stage it serves.
+        waits: the run's last step, and the seconds that a stage may take for a microbatch.
     """
 
     def __init__(
@@ -64,11 +64,12 @@ class SwarmIsland:
         network: InternetNetwork,
         seed: int,
         device: torch.device,
-        deadline_s: float,
+        waits: tuple[int, float],
     ) -> None:
         self.settings, self.traffic = settings, Traffic()
         self.mesh, self.coordinates = Mesh(Mesh.alike(1).shapes, network.rank), MeshCoordinates(network.rank)
-        self._workload, self._network, self._seed, self._deadline_s = workload, network, seed, deadline_s
+        self._workload, self._network, self._seed = workload, network, seed
+        self._steps, self._deadline_s = waits
         self._peers, self.stage = network.peers, int(network.peers.info["stage"])
         divided = IslandSettings(**{**vars(settings), "swarm": 0, "stages": settings.swarm})
         if settings.batch_size % divided.parts:
@@ -86,37 +87,53 @@ class SwarmIsland:
         ends = self.stage > 0, self.stage < settings.swarm - 1
         before, after = (Boundary(shape, division.codec, division.subspace, device) if end else None for end in ends)
         self._parts = divided.parts
-        self._work = StageWork(piece, self._batch, None, before, after, alone=divided.parts)
-        self._work.take_step = self._hand_over
+        self._work = StageWork(piece, self._batch, None, before, after, alone=1)
         self._router = ThroughputRouter() if after else None
         entering, leaving = (end.room() if end else None for end in (before, after))
         self._visits = Visits(self._peers, self.stage, settings.swarm, entering, leaving, self._served)
         processor = Processor(self._computed)
         self._peer = StagePeer(
             *(self.stage, settings.swarm, self._work, processor, self._visits, self._router),
-            deadline_s,
+            self._deadline_s,
             time.monotonic,
         )
         self._thread = ThreadPoolExecutor(1, "stage")
         self._weights = threading.Lock()
         """Held by what needs the weights as they are, or changes them."""
-        self._ready, self._stepped = threading.Semaphore(0), threading.Semaphore(0)
-        self._handed = self._serving = self._held = False
+        self._came = threading.Event()
+        """A microbatch has been learnt from."""
+        self._work.take_step = self._came.set
+        self._serving = self._stepping = False
+        self._loss = math.nan
+        self._taken, self._due = 0, 0.0
+        """Microbatches that steps were taken with, and those that should have been, at the heads' pace."""
 
     def gradients(self, step: int) -> tuple[float, str]:
-        """See Island: those of what has come since the last step. A fault where nothing comes."""
+        """See Island: those of what was learnt since the last step. Raises UserError where no head is there any more.
+
+        A stage's peers take as many steps as the heads do, each with less where they are more. When the heads have
+        ended, the steps that are left change nothing.
+        """
         if not self._serving:
             self._serve(step)
-        self._work.alone = self._share()
-        self._handed = self._ready.acquire(timeout=self._deadline_s)
+        began = time.monotonic()
+        while not (learnt := self._enough()) and not self._over():
+            self._came.clear()
+            self._came.wait(LOOK_SECONDS)
+            if time.monotonic() > began + self._deadline_s:
+                self._refuse_without_heads()
+                began = time.monotonic()
         self._weights.acquire()
-        self._held = True
-        if not self._handed:
-            return math.nan, f"no microbatch has come in {self._deadline_s:.0f} s"
-        learnt = self._work.learnt
-        if self.settings.clip:
-            nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.clip)
-        return learnt.losses / sum(learnt.samples.values()), ""
+        self._stepping = True
+        if learnt:
+            done = self._work.learnt
+            self._loss = done.losses / sum(done.samples.values())
+            self._taken += len(done.samples)
+            self._due += self._share()
+            self._work.fill(done)
+            if self.settings.clip:
+                nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.clip)
+        return self._loss, ""
 
     def slow_link(self) -> str:
         """See Island."""
@@ -124,28 +141,28 @@ class SwarmIsland:
 
     def after_step(self) -> None:
         """See Island. Microbatches go on, with the weights as they are now."""
-        if self._handed:
+        if self._stepping:
             self._work.advance()
-            self._stepped.release()
-        if self._held:
+            self._stepping = False
             self._weights.release()
-        self._handed = self._held = False
+
+    def stay(self) -> None:
+        """See Island. The heads, which end last, still need the other stages."""
+        ends = time.monotonic() + self._deadline_s
+        while self.stage and not self._over() and time.monotonic() < ends:
+            time.sleep(LOOK_SECONDS)
+            if self._serving_stage(0):
+                ends = time.monotonic() + self._deadline_s
 
     def evaluate(self) -> float:
         """See Island. Heads have the held-out samples pass through the swarm; others know what heads say."""
         if self.stage:
             told = [one.facts["loss"] for one in self._serving_stage(0) if "loss" in one.facts]
             return mean(told) if told else math.nan
-        self._work.alone = NO_STEPS
-        evaluating = self._peers.background.submit(self._evaluated())
-        ends = time.monotonic() + 4 * self._deadline_s
-        while not evaluating.done():
-            if self._ready.acquire(timeout=0.05):
-                self._stepped.release()  # the step comes later: until then what waits for it would hold up all else
-            if time.monotonic() > ends:
-                evaluating.cancel()
-                return math.nan
-        return evaluating.result()
+        try:
+            return self._peers.background.run(self._evaluated(), 4 * self._deadline_s)
+        except TimeoutError:
+            return math.nan
 
     def sample(self) -> str:
         """See Island. No peer has all of the model."""
@@ -180,14 +197,6 @@ class SwarmIsland:
 
         return await asyncio.get_running_loop().run_in_executor(self._thread, locked)
 
-    def _hand_over(self) -> None:
-        """Lets the trainer take the step; in the thread that computes, which holds the weights."""
-        self._work.fill(self._work.learnt)
-        self._ready.release()
-        self._weights.release()
-        self._stepped.acquire()
-        self._weights.acquire()
-
     async def _look_for_others(self) -> None:
         assert self._router is not None
         known = set[int]()
@@ -204,10 +213,27 @@ class SwarmIsland:
         """The peers that serve a stage."""
         return [one for one in self._peers.members.in_good_standing() if one.stage == stage and one.shapes]
 
-    def _share(self) -> int:
-        """Microbatches of a step: as many as let this stage's peers and the heads take as many steps."""
-        counts = [len(self._serving_stage(stage)) + (stage == self.stage) for stage in (0, self.stage)]
-        return max(1, round(self._parts * counts[0] / counts[1]))
+    def _enough(self) -> bool:
+        """Whether the stage has learnt enough for its next step."""
+        learnt = len(self._work.learnt.samples)
+        return learnt > 0 and self._taken + learnt >= self._due + self._share()
+
+    def _share(self) -> float:
+        """Microbatches of a step that let this peer take as many steps as a head; in the mean, since none is half."""
+        heads, mates = self._serving_stage(0), self._serving_stage(self.stage)
+        return self._parts * max(1, len(heads)) / (len(mates) + 1) if self.stage else self._parts
+
+    def _over(self) -> bool:
+        """Whether the heads have come to their last step, and left."""
+        ended = any(one.step >= self._steps for one in self._peers.members.all() if one.stage == 0 and one.shapes)
+        return self.stage > 0 and ended and not self._serving_stage(0)
+
+    def _refuse_without_heads(self) -> None:
+        if self.stage and not self._serving_stage(0):
+            raise UserError(
+                f"no peer has served stage 0 for {self._deadline_s:.0f} s, so no microbatches are started; "
+                "come back when some do"
+            )
 
     def _batch(self, microbatch: Microbatch) -> Tensor:
         """Its samples; a pure function of its name."""

@@ -28,7 +28,8 @@ def seated(settings: Settings, workload: Workload, network: Network, device: tor
     from farflung.swarm.island import SwarmIsland  # what it imports is an extra
 
     peers: InternetNetwork = network  # type: ignore[assignment]
-    return SwarmIsland(settings.island, divisible(workload), peers, seed, device, waits.deadline), network
+    bounds = settings.run.steps, waits.deadline
+    return SwarmIsland(settings.island, divisible(workload), peers, seed, device, bounds), network
 
 
 def take_stage(network: InternetNetwork, stages: int, folder: Path) -> int:

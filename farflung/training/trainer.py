@@ -115,6 +115,7 @@ class Trainer:
             while self.step < self.settings.run.steps:
                 self._train_step(session)
         self.island.after_step()  # leaving has applied what was pending
+        self.island.stay()
         self._loss = self.log.evaluate()  # first, so that the events that go with the checkpoint tell of it
         self.save(session)
         self.log.end("finished")
