@@ -224,7 +224,7 @@ def test_one_that_stays_alone_hears_why(host: Run) -> None:
         return await asyncio.gather(*(one(number, *guest) for number, guest in enumerate(asked)))
 
     def heard(key: str, *guests: tuple[int, dict[str, Any]]) -> list[str]:
-        return host.peers[0].peers.background.run(all_of(f"{key} of fragment 1", *guests), patience(60))
+        return host.peers[0].peers.background.run(all_of(f"{key} of fragment 11", *guests), patience(60))
 
     first, second = {"wants": [11, 12]}, {"wants": [13, 14]}
     assert heard("round 1", (11, first)) == ["nobody"]
