@@ -174,8 +174,11 @@ class Settings:
         """With what a run takes where they do not say, such as the learning rate. Raises UserError."""
         chosen = self.method().inner
         name = next((name for name, known in inner.INNER.items() if known is chosen), None)  # None: a method's very own
-        settled = self.changed(inner=name, lr=self.inner.lr or chosen.lr)
-        return replace(settled, workload=self.workload.settled()) if isinstance(self.workload, Checked) else settled
+        return self.changed(inner=name, lr=self.inner.lr or chosen.lr).with_settled_workload()
+
+    def with_settled_workload(self) -> Settings:
+        """With what only the workload finds out, as the hash of the base that adapters are for. Raises UserError."""
+        return replace(self, workload=self.workload.settled()) if isinstance(self.workload, Checked) else self
 
 
 def names_that_may_differ(where: MayDiffer, settings: Settings) -> list[str]:

@@ -11,6 +11,7 @@ FLOORS = {
     "errors": 0,
     "findings": 0,
     "cells": 0,
+    "cores": 0,
     "lazy": 0,
     "renamed": 1,
     "tables": 2,

@@ -28,12 +28,13 @@ from warm import Python
 from bench.speed.watch_page import CHROMIUM, DRAWN, made_run, needs
 from farflung import Simulation
 from farflung.events import RoundEvent, StepEvent, TextEvent, WarningEvent, line_of
+from farflung.files import lock_holders
 from farflung.pipeline import Island
 from farflung.pipeline.assemble import assemble
 from farflung.report import read_run
 from farflung.report.facts import Facts
 from farflung.report.rounds import Rounds
-from farflung.report.watching import Followed, Visited, locks, view
+from farflung.report.watching import Followed, Visited, view
 from farflung.report.watching.view import View
 from farflung.settings import Settings
 from farflung.training.writing import FIRST_S, Writing
@@ -358,7 +359,7 @@ def served(*arguments: object) -> Iterator[str]:
 def pid_of(folder: Path, replica: int) -> int:
     """The process that writes a replica's events."""
     inode = (folder / "events" / f"replica-{replica}.jsonl").stat().st_ino
-    assert inode in (locks.held() or ())
+    assert inode in (lock_holders() or ())
     found = re.findall(rf"FLOCK +ADVISORY +WRITE +(\d+) +\S+:{inode} ", Path("/proc/locks").read_text())
     return int(found[0])
 

@@ -29,6 +29,11 @@ def attached() -> list[Trained]:
         return list(_ATTACHED)
 
 
+def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters of a model that are to be trained, by name: beside adapters, others stay as they are."""
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
 class Trained:
     """The parameters of a model that some optimizers train, and that are averaged over a network.
 

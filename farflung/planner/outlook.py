@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Sequence
 
 import torch
+from torch import nn
 
 from farflung.cells import Cell, cells_among
+from farflung.cores import usable_cores
 from farflung.errors import counted
 from farflung.outer import Method, message_bytes, traffic_per_hop
 from farflung.pipeline.settings import IslandSettings
@@ -16,7 +17,7 @@ from farflung.planner.architecture import Architecture, architecture
 from farflung.planner.memory import RESERVED, memory_bytes
 from farflung.planner.table import figures
 from farflung.settings import Settings
-from farflung.workloads import Language, Workload
+from farflung.workloads import Language
 
 SIDE, SECONDS = 1024, 0.2
 """The side of the matrices that a device's speed is measured with, and for how long."""
@@ -30,14 +31,15 @@ def outlook(settings: Settings, device: torch.device) -> list[tuple[str, str]]:
     """
     run, island, method = settings.run, settings.island, settings.method()
     workload = settings.made_workload()
-    model = architecture(settings.workload.model, workload.outline()) if isinstance(workload, Language) else None
-    parameters = sum(one.numel() for one in workload.outline().parameters())
+    outline = workload.outline()
+    model = architecture(settings.workload.model, outline) if isinstance(workload, Language) else None
+    parameters = sum(one.numel() for one in outline.parameters())
     units = workload.units_per_sample * island.batch_size * run.replicas
     rows = [
         ("model", f"{getattr(settings.workload, 'model', run.workload)}, {parameters:,} parameters"),
         ("replicas", f"{run.replicas}, {counted(settings.mesh().processes, 'process')} in all"),
         ("trained on", f"{units * run.steps:,} {workload.units}: {counted(run.steps, 'step')} of {units:,}"),
-        ("rounds", _rounds(settings, method, _places(settings, model, workload))),
+        ("rounds", _rounds(settings, method, _places(settings, model, outline))),
     ]
     if model:
         rows.append(("memory", f"{figures(_memory(settings, model, method) / 1e9)} GB a process at most, {RUNTIME}"))
@@ -70,11 +72,11 @@ def _rounds(settings: Settings, method: Method, places: Sequence[Sequence[Cell]]
     return f"{told}; a replica sends {figures(sent / 1e6)} MB in one, {figures(count * sent / 1e6)} MB in all"
 
 
-def _places(settings: Settings, model: Architecture | None, workload: Workload) -> list[list[Cell]]:
+def _places(settings: Settings, model: Architecture | None, outline: nn.Module) -> list[list[Cell]]:
     """The cells that each process of a replica exchanges."""
     shape = settings.mesh().shapes[0]
     if model is None:
-        return [cells_among([[tuple(one.shape) for one in workload.outline().parameters()]])]
+        return [cells_among([[tuple(one.shape) for one in outline.parameters()]])]
     trained = model.constrained(settings.island.boundary, shape.stages, settings.run.seed)
     return trained.kept_cells(shape.stages, shape.shards)
 
@@ -101,5 +103,4 @@ def _devices(device: torch.device) -> float:
     """How many times what was measured this machine has."""
     if device.type == "cuda":
         return torch.cuda.device_count()
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return cores / torch.get_num_threads() if device.type == "cpu" else 1
+    return usable_cores() / torch.get_num_threads() if device.type == "cpu" else 1

@@ -75,10 +75,11 @@ class Visits:
         serving = asyncio.ensure_future(self.serve(forward, visit))
         try:
             await asyncio.wait([serving, visit.word], return_when=asyncio.FIRST_COMPLETED)
-            if not visit.given and not serving.done():
+            if not visit.given:
                 serving.cancel()  # nobody wants it any more
-            with contextlib.suppress(asyncio.CancelledError):
-                await serving
+            await asyncio.wait([serving])
+            if not serving.cancelled():
+                serving.result()
         except FalseLetterError as false:
             raise FrameError(str(false)) from false  # counts against who has sent it
         except LostError as lost:
@@ -141,8 +142,7 @@ class _Call:
     async def keep(self) -> None:
         if not self._word.done():
             self._word.set_result(True)
-        with contextlib.suppress(asyncio.CancelledError):
-            await asyncio.wait([self._visit])
+        await asyncio.wait([self._visit])
 
     def drop(self, false: str = "") -> None:
         if false and self._member is not None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.func import functional_call
 
+from farflung.hooks.trained import trainable
 from farflung.pipeline.boundaries import Boundary
 from farflung.swarm.letters import FalseLetterError, Forward, Gradient, LostError, Microbatch
 
@@ -92,7 +93,7 @@ class StageWork:
         self.piece, self.optimizer, self.alone = piece, optimizer, alone
         self.version = 0
         self._batch_of, self._before, self._after = batch_of, before, after
-        self._parameters = {name: one for name, one in piece.named_parameters() if one.requires_grad}
+        self._parameters = trainable(piece)
         self.learnt = Learnt.nothing(self._parameters)
         self._stash: Weights = {}
         self._under_way: dict[Forward, _Under] = {}

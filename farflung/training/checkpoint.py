@@ -9,11 +9,13 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
+import math
 import os
 import pickle
 import re
 import zipfile
 import zlib
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, NotRequired, TypedDict, cast
 
@@ -259,10 +261,23 @@ def best_step(folder: Path) -> tuple[int, float] | None:
     None where no checkpoint is of a step at which all replicas were judged.
     """
     told = [losses(folder, replica) for replica in replicas_of(folder)]
-    steps = [step for step in whole_steps(folder) if all(step in one for one in told)]
-    means = {step: sum(one[step] for one in told) / len(told) for step in steps}
+    return best_of({step: [one.get(step) for one in told] for step in whole_steps(folder)})
+
+
+def best_of(judged: Mapping[int, Sequence[float | None]]) -> tuple[int, float] | None:
+    """The step with the least mean of its losses, and that mean; of several, the last.
+
+    Steps of which a loss is unknown or not finite do not count.
+    """
+    means = {step: sum(known) / len(known) for step, told in judged.items() if (known := _known(told))}
     best = min(means, key=lambda step: (means[step], -step), default=None)
     return None if best is None else (best, means[best])
+
+
+def _known(losses: Sequence[float | None]) -> list[float]:
+    """The losses, if all are known and finite; else none."""
+    known = [loss for loss in losses if loss is not None and math.isfinite(loss)]
+    return known if len(known) == len(losses) else []
 
 
 def replicas_of(folder: Path) -> list[int]:

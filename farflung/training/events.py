@@ -16,6 +16,7 @@ from pathlib import Path
 
 from farflung.errors import UserError, counted, disk_errors
 from farflung.events import EndEvent, EvaluationEvent, Event, RoundEvent, WarningEvent, events_in, line_of
+from farflung.files import lock_holders
 from farflung.outer import Round
 from farflung.training.terminal import WATCHED_BY, say
 
@@ -153,13 +154,8 @@ def locked(path: Path) -> FileIO:
 
 def _holder(path: Path) -> str:
     """Which process of this machine has a file locked, where the system tells."""
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        inode = path.stat().st_ino
-        for line in Path("/proc/locks").read_text().splitlines():
-            _, kind, *_, process, place, _, _ = line.split()
-            if kind == "FLOCK" and int(place.rpartition(":")[2]) == inode and int(process) > 0:
-                return f" (number {process} on {socket.gethostname()})"
-    return ""
+    process = (lock_holders() or {}).get(path.stat().st_ino, 0)
+    return f" (number {process} on {socket.gethostname()})" if process > 0 else ""
 
 
 def _begun_again(path: Path, keep: int) -> FileIO:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from farflung.files import write_text
+from farflung.hooks.trained import trainable
 from farflung.networks import (
     Group,
     Network,
@@ -155,7 +156,7 @@ def finish_apart(settings: Settings, folder: Path, ended: Mapping[int, Path], de
     files = {replica: checkpoint.averages(path) for replica, path in ended.items()}
     mean = mean_weights(list(files.values()))
     island.model.load_state_dict(mean)
-    names = [name for name, parameter in island.model.named_parameters() if parameter.requires_grad]
+    names = trainable(island.model)
     numel = sum(mean[name].numel() for name in names)
     facts = []
     for replica, path in ended.items():

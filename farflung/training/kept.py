@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch.distributed as dist
 from torch.distributed import Store
 
+from farflung.training.checkpoint import best_of
 from farflung.training.stopping import Stop
 
 
@@ -51,8 +51,8 @@ class Kept:
 
     def best(self) -> int | None:
         """The step of the least validation loss; of several, the last."""
-        means = {step: sum(told) / len(told) for step, losses in self._together().items() if (told := _known(losses))}
-        return min(means, key=lambda step: (means[step], -step), default=None)
+        found = best_of(self._together())
+        return None if found is None else found[0]
 
     def _together(self) -> dict[int, list[float | None]]:
         """What everyone has told of the steps at which all have a checkpoint."""
@@ -63,12 +63,6 @@ class Kept:
             return {}
         every = [dict(json.loads(one)) for one in told]
         return {step: [one[step] for one in every] for step in set.intersection(*map(set, every))}
-
-
-def _known(losses: list[float | None]) -> list[float]:
-    """The losses, if all are known and finite; else none."""
-    known = [loss for loss in losses if loss is not None and math.isfinite(loss)]
-    return known if len(known) == len(losses) else []
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, r
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from farflung import formats, scoped
+from farflung.cores import usable_cores
 from farflung.errors import UserError, disk_errors
 from farflung.files import event_files, write_text
 from farflung.formats import RUN_FOLDER
@@ -349,8 +350,7 @@ def cores_for(replicas: int) -> int:
     """How many of this machine's cores each of its replicas gets, unless OMP_NUM_THREADS says."""
     if re.fullmatch("[0-9]+", threads := os.environ.get("OMP_NUM_THREADS", "")):
         return int(threads)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // replicas)
+    return max(1, usable_cores() // replicas)
 
 
 def use_cores_of(replicas: int) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from farflung.cores import usable_cores
 from farflung.errors import counted
 from farflung.findings import Finding
 from farflung.formats import package_version
@@ -56,8 +57,7 @@ def _devices() -> Finding:
 
 
 def _cores() -> Finding:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    told = counted(cores, "core")
+    told = counted(usable_cores(), "core")
     if threads := os.environ.get("OMP_NUM_THREADS"):
         told += f", of which each process uses {threads} (OMP_NUM_THREADS)"
     if "SC_AVPHYS_PAGES" not in os.sysconf_names:

@@ -19,6 +19,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from farflung.errors import UserError, counted
 from farflung.findings import Finding
+from farflung.hooks.trained import trainable
 from farflung.networks.base import ALONE
 from farflung.networks.following import FollowingNetwork
 from farflung.networks.listening import ListenAddress
@@ -27,7 +28,6 @@ from farflung.outer.elastic import WHY_ALONE
 from farflung.pipeline.boundaries import boundary_named
 from farflung.settings import RunSettings, Settings
 from farflung.signals import Interrupt, on_stop_signals
-from farflung.tables import Checked
 from farflung.training import beginning, island, launch
 from farflung.training.failures import OneLine
 from farflung.training.finish import finish, write_results
@@ -58,8 +58,7 @@ def shared_settings(settings: Settings) -> dict[str, Any]:
     if settings.island.divided or settings.island.gateway:
         raise UserError("stages, shard and gateway are each peer's own; leave them out, and give them to farflung join")
     check_for_internet(settings)
-    if isinstance(settings.workload, Checked):  # such as the hash of the base that adapters are for
-        settings = dataclasses.replace(settings, workload=settings.workload.settled())
+    settings = settings.with_settled_workload()
     own = {"out": "", "track": "", "track_replicas": RunSettings.track_replicas, "max_hours": None}
     return settings.changed(**own, network=NetworkSettings.network).changes()
 
@@ -340,9 +339,9 @@ def examined(path: Path, local: ListenAddress) -> Iterator[Finding]:
 def _shapes_of(settings: Settings) -> tuple[str, int]:
     """A hash of the model's shapes, and its number of values."""
     outline = settings.made_workload().outline()
-    trained = [(name, parameter) for name, parameter in outline.named_parameters() if parameter.requires_grad]
-    shapes = [(name, tuple(parameter.shape)) for name, parameter in trained]
-    values = sum(parameter.numel() for _, parameter in trained)
+    trained = trainable(outline)
+    shapes = [(name, tuple(parameter.shape)) for name, parameter in trained.items()]
+    values = sum(parameter.numel() for parameter in trained.values())
     return hashlib.sha256(repr(shapes).encode()).hexdigest()[:16], values
 
 

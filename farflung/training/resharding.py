@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from farflung.errors import UserError
 from farflung.hooks.shards import merged
+from farflung.hooks.trained import trainable
 from farflung.inner import names_of
 from farflung.networks import Traffic
 from farflung.pipeline import Mesh, MeshCoordinates
@@ -66,7 +67,7 @@ def load_state(
     names = names_of(optimizer)
     if own in paths:
         state = checkpoint.read(own)
-        alike = (state["model"][name].shape == one.shape for name, one in model.named_parameters() if one.requires_grad)
+        alike = (state["model"][name].shape == one.shape for name, one in trainable(model).items())
         if state["names"] == names and all(alike):
             return state
     groups = optimizer.state_dict()["param_groups"]

@@ -22,6 +22,7 @@ from farflung.events import (
     WarningEvent,
 )
 from farflung.hooks.layouts import layout_of
+from farflung.hooks.trained import trainable
 from farflung.networks import Network
 from farflung.outer import Outcome, Round
 from farflung.pipeline import Island
@@ -80,7 +81,7 @@ class RunLog:
     def start(self, device: torch.device, resumed: bool) -> None:
         """The process begins, or goes on."""
         settings, island = self.settings, self.island
-        own = sum(p.numel() for p in island.model.parameters() if p.requires_grad)
+        own = sum(p.numel() for p in trainable(island.model).values())
         self.events.write(
             StartEvent(
                 step=self.progress.step,
@@ -191,5 +192,5 @@ class RunLog:
 
     def _sampled_weights(self) -> torch.Tensor:
         """Some of the replica's weights, always the same ones."""
-        named = {name: p for name, p in self.island.model.named_parameters() if p.requires_grad}
+        named = trainable(self.island.model)
         return self.island.total(sampled(named, layout_of(self.island.model, named), SAMPLED_WEIGHTS))

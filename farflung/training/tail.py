@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from farflung.hooks.trained import trainable
+
 
 class TailAverage:
     """A running mean of weights, one sample a call: the mean of late anchors has a lower loss than the last one.
@@ -15,7 +17,7 @@ class TailAverage:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self._parameters = trainable(model)
         self._mean: dict[str, torch.Tensor] = {}
         self._count = 0
 

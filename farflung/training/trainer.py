@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from farflung.hooks.trained import trainable
 from farflung.inner import names_of
 from farflung.networks import Network
 from farflung.outer import Round, Session
@@ -64,7 +65,7 @@ class Trainer:
         self.file_stem = mesh.file_stem(coordinates)
         self.method = dataclasses.replace(settings.method(), needs_inner=None)  # of which launch.prepare has told
         self.lr = settings.inner.lr or self.method.inner.lr
-        named = [(name, parameter) for name, parameter in self.model.named_parameters() if parameter.requires_grad]
+        named = trainable(self.model).items()
         self.optimizer = self.method.inner.make(named, lr=self.lr, weight_decay=settings.inner.weight_decay)
         torch.manual_seed(seed * 1_000_003 + mesh.first + self.process)  # dropout differs between processes
         self.progress = Progress(resume_step or 0, trained=resume_step or 0)

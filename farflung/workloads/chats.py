@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from farflung.errors import UserError, counted
 from farflung.workloads.base import Ids
-from farflung.workloads.data import HELD_OUT_SHARE
+from farflung.workloads.data import HELD_OUT_SHARE, evenly, is_held_out
 from farflung.workloads.settings import LanguageSettings
 from farflung.workloads.templates import ANSWERS, ChatError, Message, Rendered
 from farflung.workloads.text import records
@@ -60,8 +59,7 @@ class Chats:
 
     def held_out(self, most: int) -> Labelled:
         """Up to `most` held-out chats, evenly spread; the same for every replica and step."""
-        available = len(self._held_out)
-        return self._held_out.batch(np.linspace(0, available - 1, min(most, available), dtype=np.int64), self._padding)
+        return self._held_out.batch(evenly(len(self._held_out), most), self._padding)
 
 
 class _Rows:
@@ -151,8 +149,7 @@ def _dealt(chats: list[Rendered]) -> tuple[list[Rendered], list[Rendered]]:
     training: list[Rendered] = []
     held_out: list[Rendered] = []
     for number, chat in enumerate(chats):
-        chosen = hashlib.sha256(str(number).encode()).digest()[0] * HELD_OUT_SHARE < 256
-        (held_out if chosen else training).append(chat)
+        (held_out if is_held_out(number) else training).append(chat)
     return (training, held_out) if held_out else (training[:-1], training[-1:])
 
 

@@ -63,11 +63,21 @@ class Data:
     def held_out(self, most: int) -> Tensor:
         """Up to `most` held-out sequences (n, length) int64, evenly spread; the same for every replica and step."""
         available = len(self._held_out) // self._length
-        return self._sequences(self._held_out, np.linspace(0, available - 1, min(most, available), dtype=np.int64))
+        return self._sequences(self._held_out, evenly(available, most))
 
     def _sequences(self, tokens: NDArray[np.integer], ids: Ids) -> Tensor:
         positions = ids[:, None] * self._length + np.arange(self._length)
         return torch.from_numpy(tokens[positions].astype(np.int64))
+
+
+def is_held_out(number: int) -> bool:
+    """Whether a document is held out for validation: by its number alone, one in HELD_OUT_SHARE on average."""
+    return hashlib.sha256(str(number).encode()).digest()[0] * HELD_OUT_SHARE < 256
+
+
+def evenly(available: int, most: int) -> Ids:
+    """Up to `most` of so many numbers from 0, evenly spread."""
+    return np.linspace(0, available - 1, min(most, available), dtype=np.int64)
 
 
 def load(settings: LanguageSettings, tokenizer: Tokenizer, shares: int = 1) -> Data:
@@ -75,8 +85,7 @@ def load(settings: LanguageSettings, tokenizer: Tokenizer, shares: int = 1) -> D
     training: list[NDArray[np.integer]] = []
     held_out: list[NDArray[np.integer]] = []
     for number, tokens in enumerate(_tokenized(settings, tokenizer)):
-        chosen = hashlib.sha256(str(number).encode()).digest()[0] * HELD_OUT_SHARE < 256
-        (held_out if chosen else training).append(tokens)
+        (held_out if is_held_out(number) else training).append(tokens)
     if not training and not held_out:
         raise no_text(settings.data)
     if len(training) + len(held_out) < HELD_OUT_SHARE:

@@ -10,13 +10,12 @@ from pathlib import Path
 
 from farflung.errors import UserError
 from farflung.events import EndEvent, EvaluationEvent, Event, RoundEvent, StartEvent, StepEvent, TextEvent, WarningEvent
-from farflung.files import event_files
+from farflung.files import event_files, lock_holders
 from farflung.report.facts import Axis, Line, Place, What, place_of
 from farflung.report.read import EventReader, distance_of, mean, positions
 from farflung.report.rounds import Rounds
 from farflung.report.watching import cards
 from farflung.report.watching.curves import Curve, Together
-from farflung.report.watching.locks import held
 from farflung.report.watching.replica import OVER, Replica, State
 from farflung.report.watching.watched import Shown, Watched
 
@@ -113,7 +112,7 @@ class Followed(Watched):
         if readers and (readers.keys() != places.keys() or any(reader.restarted() for reader in readers.values())):
             self.kept = Kept()
             self.forgotten += 1
-        holders = held()
+        holders = lock_holders()
         for path, place in places.items():
             if path not in self.kept.readers:
                 self.kept.readers[path] = EventReader(path)

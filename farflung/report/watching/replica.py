@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Literal
@@ -45,8 +46,8 @@ class Replica:
         self.gap_s = max(0.0, event.at - self.last.at) if self.last else 0.0
         self.last = event
 
-    def look(self, file: os.stat_result, held: frozenset[int] | None) -> None:
-        """Its file as it is; `held` are the inodes of files that processes of this machine hold."""
+    def look(self, file: os.stat_result, held: Mapping[int, int] | None) -> None:
+        """Its file as it is; `held` are the files that processes of this machine hold: see `lock_holders`."""
         self.written, self.size = file.st_mtime, file.st_size
         if held is not None and (file.st_ino in held or self.process is not None):
             self.process = file.st_ino in held
