@@ -18,7 +18,7 @@ from processes import same, saved
 from torch import nn
 
 from farflung.errors import UserError
-from farflung.inner import ADAMW, MUON, SIGN, MuonAdamW, names_of
+from farflung.inner import ADAMW, MUON, SIGN, Muon, MuonAdamW, names_of
 from farflung.settings import Settings
 from farflung.training import launch
 from farflung.training.learning_rate import lr_scale
@@ -62,7 +62,7 @@ def test_muon_is_for_the_matrices_of_layers_and_adamw_for_the_rest() -> None:
     named = dict(theirs.named_parameters())
     matrices = [named.pop("layers.0.weight"), named.pop("layers.1.weight")]
     by_hand = [
-        torch.optim.Muon(matrices, lr=0.01, weight_decay=0.2, adjust_lr_fn="match_rms_adamw"),
+        Muon(matrices, lr=0.01, weight_decay=0.2),
         torch.optim.AdamW(named.values(), lr=0.01, weight_decay=0.2, betas=(0.9, 0.95), fused=True),
     ]
     optimizer = MuonAdamW(ours.named_parameters(), lr=0.01, weight_decay=0.2)
@@ -75,6 +75,38 @@ def test_muon_is_for_the_matrices_of_layers_and_adamw_for_the_rest() -> None:
     trained(ours, [optimizer], range(5, 8))
     trained(theirs, by_hand, range(5, 8))
     assert torch.equal(weights(ours), weights(theirs))
+
+
+@pytest.mark.parametrize("shape", [(6, 4), (4, 6), (5, 5)])
+def test_muons_steps_are_those_of_its_polynomial_on_singular_values(shape: tuple[int, int]) -> None:
+    gradients = torch.randn(3, *shape, generator=torch.Generator().manual_seed(1))
+    parameter = nn.Parameter(torch.ones(shape))
+    optimizer = Muon([parameter], lr=0.1, weight_decay=0.2)
+    expected, mean = np.ones(shape), np.zeros(shape)
+    for gradient in gradients:
+        parameter.grad = gradient.clone()
+        optimizer.step()
+        mean = 0.95 * mean + 0.05 * gradient.double().numpy()
+        left, values, right = np.linalg.svd(0.05 * gradient.double().numpy() + 0.95 * mean, full_matrices=False)
+        values = values / np.sqrt(np.sum(values**2))
+        for _ in range(5):
+            values = 3.4445 * values - 4.7750 * values**3 + 2.0315 * values**5
+        expected = expected * (1 - 0.1 * 0.2) - 0.1 * 0.2 * np.sqrt(max(shape)) * (left * values) @ right
+    np.testing.assert_allclose(parameter.detach().numpy(), expected, atol=1e-5)
+
+
+def test_muon_goes_as_torchs_does_within_the_rounding_of_bfloat16() -> None:
+    ours, theirs = nn.Parameter(torch.zeros(16, 24)), nn.Parameter(torch.zeros(16, 24))
+    both = [
+        Muon([ours], lr=0.1),
+        torch.optim.Muon([theirs], lr=0.1, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
+    ]
+    for seed in range(4):
+        gradient = torch.randn(16, 24, generator=torch.Generator().manual_seed(seed))
+        for parameter, optimizer in zip((ours, theirs), both, strict=True):
+            parameter.grad = gradient.clone()
+            optimizer.step()
+    torch.testing.assert_close(ours, theirs, rtol=0.05, atol=0.002)
 
 
 def test_muon_goes_on_from_its_state_bit_for_bit(tmp_path: Path) -> None:
