@@ -28,6 +28,7 @@ from farflung.networks.listening import ListenAddress
 from farflung.planner.options import PlanOptions
 from farflung.planner.simulation import SimulateOptions
 from farflung.settings import Settings, read_settings
+from farflung.testing.hosts import processes_of
 from farflung.training import checkpoint, launch
 
 QUICK = [
@@ -313,8 +314,7 @@ def start(folder: Path) -> tuple[Python, list[int]]:
     process = Python("-m", "farflung", "train", *QUICK, "--steps", 40, "--out", folder)
     until(lambda: checkpoint.whole_steps(folder) or process.poll() is not None)
     assert process.poll() is None, process.communicate()
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    return process, [int(child) for child in children]
+    return process, processes_of(folder)
 
 
 def gone(pids: list[int]) -> bool:

@@ -65,7 +65,7 @@ def test_a_run_folder_of_each_version_goes_on_to_where_it_went(
     launch.run_simulated(config, folder, resume=True)
     found = checkpoint.read(averaged)["model"]
     assert found.keys() == expected.keys()
-    tolerance = 1e-4 if run == RUNS[-1] else 1e-3  # Muon rounded to bfloat16; before version 2, codecs saw messages whole
+    tolerance = 1e-4 if run == RUNS[-1] else 1e-3  # Muon rounded; before, codecs saw messages whole
     for name, tensor in expected.items():
         torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=tolerance)
     assert checkpoint.read(checkpoint.path_of(folder, 4, "replica-1"))["format"] == CHECKPOINT.version

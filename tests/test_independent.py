@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
@@ -20,6 +19,7 @@ from warm import Python
 
 from farflung.events import JoinedEvent, RoundEvent, StartEvent, StepEvent
 from farflung.report.read import E, Run
+from farflung.testing.hosts import processes_of
 from farflung.training import checkpoint
 
 SETTINGS = [
@@ -46,12 +46,10 @@ class Launched:
 
     def process(self, number: int) -> int:
         """The process of a replica; 0 while there is none."""
-        wanted = f"run/replica-{number}".encode()
-        for path in Path("/proc").glob("[0-9]*/cmdline"):
-            with contextlib.suppress(OSError):
-                if wanted in path.read_bytes().split(b"\0") and (path.parent / "cwd").resolve() == self.folder:
-                    return int(path.parent.name)
-        return 0
+        mine = [
+            pid for pid in processes_of(self.run) if Path(f"/proc/{pid}/fd/2").readlink().stem == f"replica-{number}"
+        ]
+        return mine[0] if mine else 0
 
     def kill(self, number: int) -> None:
         os.kill(self.process(number), signal.SIGKILL)

@@ -17,7 +17,7 @@ from warm import Python
 
 from farflung.events import JoinedEvent, RoundEvent, StartEvent
 from farflung.networks.internet import Ticket
-from farflung.testing.hosts import torch_rendezvous
+from farflung.testing.hosts import processes_of, torch_rendezvous
 from farflung.training import checkpoint
 from farflung.training.resharding import whole_weights
 
@@ -42,7 +42,8 @@ def weights(swarm: Swarm, name: str) -> dict[str, torch.Tensor]:
 @pytest.mark.slow
 @pytest.mark.parametrize("gateway", [False, True], ids=["keeper to keeper", "gateway"])
 def test_an_island_is_a_member_like_others_and_keeps_up_with_them(swarm: Swarm, gateway: bool) -> None:
-    first = swarm.invite(*DILOCO, "--eval-every", 5000, "--checkpoint-every", 500, steps=3000)
+    rarely = ("--eval-every", 5000, "--checkpoint-every", 500)
+    first = swarm.invite(*DILOCO, "--batch-size", 96, *rarely, steps=120)  # so slow that the other comes in time
     island = swarm.join("island", "--stages", 2, "--shard", 2, "--batch-size", 8, *(["--gateway"] if gateway else []))
     until(lambda: swarm.averaged("island") > 1, 120)
     status = ("status", swarm.folder / "run.ticket", "--once", "--listen", "127.0.0.1")
@@ -71,7 +72,7 @@ def test_a_process_of_an_island_dies_and_the_island_comes_back(
     swarm.invite(*DILOCO)
     island = swarm.join("island", "--stages", 2, "--checkpoint-every", 20, *gateway)
     until(lambda: swarm.averaged("island") > 0 and checkpoint.whole_steps(swarm.folder / "island"), 120)
-    parts = children(island.pid)
+    parts = processes_of(swarm.folder / "island")
     assert len(parts) == 2
     os.kill(parts[process], signal.SIGKILL)
     until(lambda: "the island is started again (1 of 3)" in swarm.said("island"), 120)
@@ -107,11 +108,6 @@ def test_an_island_that_is_stopped_before_it_joins_is_told_a_command_that_there_
     assert island.wait(patience(120)) == 130
     (told,) = re.findall("come back with: farflung join (.*)", swarm.said("island"))
     assert told == "run.ticket --out island --stages 2 --listen 127.0.0.1"
-
-
-def children(process: int) -> list[int]:
-    """The processes that one has started, in order."""
-    return [int(child) for child in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,7 @@ from farflung.pipeline.routes import random_routes
 from farflung.pipeline.settings import IslandSettings
 from farflung.report.read import read_run
 from farflung.settings import Settings
+from farflung.testing.hosts import processes_of
 from farflung.training.export import export
 from farflung.workloads import Language
 from farflung.workloads.models import sequence_loss
@@ -281,9 +282,8 @@ def test_a_stage_that_dies_stops_its_island_and_is_named(tmp_path: Path) -> None
     run = Python("-m", "farflung", "train", *TRAIN, *arguments, "--out", folder)
     try:
         until(lambda: list(folder.glob("checkpoints/step-000005/replica-0-part-1-of-2.pt")) or run.poll())
-        children = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
-        (stage_1,) = [p for p in children if b"\0LOCAL_RANK=1\0" in Path(f"/proc/{p}/environ").read_bytes()]
-        os.kill(int(stage_1), signal.SIGKILL)
+        _, stage_1 = processes_of(folder)
+        os.kill(stage_1, signal.SIGKILL)
         _, complaint = run.communicate(timeout=patience(60))
     finally:
         run.kill()

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from multiprocessing import forkserver
 from pathlib import Path
 
 SERVER = multiprocessing.get_context("forkserver")
@@ -86,6 +87,10 @@ def _kill_all() -> None:
 atexit.register(_kill_all)
 
 
+def _nothing() -> None:
+    """All is there."""
+
+
 def _run(arguments: list[str], folder: str, out: str, err: str, environment: dict[str, str]) -> None:
     for path, stream in ((out, 1), (err, 2)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644), stream)
@@ -93,6 +98,8 @@ def _run(arguments: list[str], folder: str, out: str, err: str, environment: dic
     os.environ.update(environment)
     os.chdir(folder)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    forkserver.ensure_running = _nothing  # what it starts are forks of the same process, whose address forks know
+    forkserver._forkserver.ensure_running = _nothing
     option, *rest = arguments
     sys.argv = arguments
     if option == "-m":

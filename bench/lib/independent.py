@@ -13,6 +13,6 @@ from farflung.training import independent
 
 if __name__ == "__main__":
     step_ms, *arguments = sys.argv[1:]
-    independent.JOIN = (sys.executable, "-m", hardship.__name__, step_ms)
+    independent.JOIN = (hardship.__name__, step_ms)
     sys.argv = ["farflung", "train", "--independent", *arguments]
     main()

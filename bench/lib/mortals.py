@@ -19,7 +19,7 @@ from bench.lib.environments import python_of
 from bench.lib.store import ROOT
 from farflung.events import StepEvent
 from farflung.report.read import Run
-from farflung.testing.hosts import LOOPBACK, Process, free_port
+from farflung.testing.hosts import LOOPBACK, Process, free_port, processes_of
 
 TIMEOUT_S = 120.0
 """How long processes may take to end."""
@@ -78,8 +78,7 @@ class Ours(Mortals):
             self._launcher = LOOPBACK.popen(command, {"OMP_NUM_THREADS": "1"}, stdout=log, stderr=log, cwd=ROOT)
 
     def living(self) -> list[int]:
-        children = Path(f"/proc/{self._launcher.pid}/task/{self._launcher.pid}/children")
-        return [int(pid) for pid in children.read_text().split()] if children.exists() else []
+        return processes_of(self._run.folder)
 
     def standing(self) -> Standing:
         self._run.refresh()

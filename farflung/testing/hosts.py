@@ -54,6 +54,17 @@ class Host:
         return subprocess.Popen([*enter, *arguments], env=environment, text=True, **options)
 
 
+def processes_of(folder: Path) -> list[int]:
+    """The processes that a run's launcher has started, in the order of their logs in the run's folder."""
+    logs = (folder / "logs").resolve()
+    found = {}
+    for entry in Path("/proc").glob("[0-9]*/fd/2"):
+        with contextlib.suppress(OSError):  # it has ended
+            if (log := entry.resolve()).is_relative_to(logs):
+                found[log] = int(entry.parts[2])
+    return [found[log] for log in sorted(found, key=lambda log: (len(str(log)), log))]
+
+
 LOOPBACK = Host("", "lo", "127.0.0.1")
 """This machine, on its loopback: several processes on it share one address."""
 

@@ -9,11 +9,10 @@ import contextlib
 import dataclasses
 import json
 import os
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from farflung.errors import UserError, disk_errors
@@ -25,11 +24,12 @@ from farflung.training import beginning, checkpoint, launch, peer
 from farflung.training.events import holds_a_run, tell_death
 from farflung.training.failures import RunFailedError, described_exit
 from farflung.training.finish import finish_apart
+from farflung.training.forks import PROCESSES, import_ahead, run_module
 from farflung.training.stopping import StoppedError, seconds_here
 from farflung.training.terminal import BEGIN_WITH, WATCHED_BY, say, share_terminal
 
-JOIN = (sys.executable, "-m", "farflung", "join")
-"""What starts a replica, before its arguments."""
+JOIN = ("farflung", "join")
+"""What a replica runs: a module, and the first of its arguments."""
 LOOPBACK = "127.0.0.1"
 POLL_SECONDS = 0.2
 """Seconds between two looks at the replicas."""
@@ -94,7 +94,7 @@ class _Member:
         self.log = run / "logs" / f"replica-{number}.log"
         self.deaths = 0
         self.given_up = False
-        self.process: subprocess.Popen[bytes] | None = None
+        self.process: BaseProcess | None = None
         self._ticket_before = 0
 
     @property
@@ -119,19 +119,15 @@ class _Member:
         where = [str(ticket), "--out", str(self.folder), "--listen", LOOPBACK]
         own = {"OMP_NUM_THREADS": launch.cores_for(self._of), "LOCAL_RANK": self.number, WATCHED_BY: os.getpid()}
         own |= {} if self.deaths else {BEGIN_WITH: together}
-        with self.log.open("ab") as log:
-            self.process = subprocess.Popen(
-                [*JOIN, *where, *(["--first"] if first else [])],
-                env={**os.environ, **{name: str(value) for name, value in own.items()}},
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,  # a Ctrl-C is for the launcher, which stops all
-            )
+        environment = {**os.environ, **{name: str(value) for name, value in own.items()}}
+        arguments = [*JOIN, *where, *(["--first"] if first else [])]
+        # A session of its own: a Ctrl-C is for the launcher, which stops all.
+        self.process = PROCESSES.Process(target=run_module, args=(environment, arguments, self.log))
+        self.process.start()
 
     def ended(self) -> int | None:
         """The code with which its process has ended since it was last asked."""
-        code = self.process.poll() if self.process else None
+        code = self.process.exitcode if self.process else None
         if code is not None:
             self.process = None
         return code
@@ -154,6 +150,7 @@ def launch_all(settings: Settings, folder: Path, resume: bool) -> None:
     Raises StoppedError, UserError, RunFailedError and NoRoomError.
     """
     share_terminal()
+    import_ahead()
     count = settings.run.replicas
     members = [_Member(folder, number, count) for number in range(count)]
     ticket, asked = folder / "run.ticket", threading.Event()
@@ -229,7 +226,6 @@ def _stopped_at_the_end(members: Sequence[_Member], timeout_s: float) -> Iterato
             process.terminate()
         ends = time.monotonic() + timeout_s
         for process in running:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(max(0.0, ends - time.monotonic()))
+            process.join(max(0.0, ends - time.monotonic()))
             process.kill()
-            process.wait()
+            process.join()

@@ -18,7 +18,7 @@ from farflung.training.agreement import all_gather_facts, refuse_other_settings
 from farflung.training.failures import RunFailedError
 from farflung.training.kept import Coordination, Kept
 from farflung.training.stopping import Stop
-from farflung.training.terminal import say, watcher
+from farflung.training.terminal import say
 
 if TYPE_CHECKING:
     from farflung.networks.internet import Ticket
@@ -102,7 +102,7 @@ def coordination(near: TorchNetwork | None) -> Coordination:
     """What the peer's processes agree on."""
     processes, own = (range(len(near.processes)), near.process) if near else (range(1), 0)
     store = near.store if near else HashStore()
-    return Coordination(Stop(store, processes, [own], watcher()), Kept(store, lambda: processes))
+    return Coordination(Stop(store, processes, [own]), Kept(store, lambda: processes))
 
 
 def alone(near: TorchNetwork | None) -> Network:

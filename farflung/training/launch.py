@@ -35,9 +35,10 @@ from farflung.training.agreement import all_gather_facts, other_data, refuse_oth
 from farflung.training.events import holds_a_run
 from farflung.training.failures import OneLine, failure_of
 from farflung.training.finish import Endings, ended_together, finish, write_events, write_results
+from farflung.training.forks import PROCESSES, import_ahead, run_module
 from farflung.training.kept import Coordination, Kept
 from farflung.training.stopping import Stop, StoppedError
-from farflung.training.terminal import STARTED_HERE, looks_by_itself, say, share_terminal, watcher
+from farflung.training.terminal import STARTED_HERE, looks_by_itself, say, share_terminal
 from farflung.training.trainer import Trainer
 
 
@@ -196,7 +197,7 @@ def run_torch_replica(
     mesh = settings.mesh()
     coordinates = mesh.coordinates(network.process)
     everyone = range(mesh.processes)
-    stop = Stop(network.store, everyone, [network.process], watcher())
+    stop = Stop(network.store, everyone, [network.process])
     with stopping_on_signals(stop):
         refuse_other_settings(network, settings)
         own = beginning.Standing.of(folder, coordinates.replica, mesh.file_stem(coordinates), way)
@@ -303,6 +304,7 @@ def run_processes(settings: Settings, folder: Path, arguments: Sequence[str]) ->
         max_restarts=0,
         logs_specs=DefaultLogsSpecs(log_dir=logs, redirects=Std.ALL),
         shutdown_timeout=round(2 * settings.network.deadline),
+        start_method=PROCESSES.get_start_method(),
         signals_to_handle=",".join(number.name for number in (*stop_signals(), signal.SIGQUIT)),
     )
     try:
@@ -311,7 +313,8 @@ def run_processes(settings: Settings, folder: Path, arguments: Sequence[str]) ->
             scoped.environment(**environment),
             on_stop_signals(Interrupt()),  # until torch sets handlers of its own, which then go again
         ):
-            elastic_launch(launcher, sys.executable)("-m", "farflung", *arguments)
+            import_ahead()
+            elastic_launch(launcher, run_module)(dict(os.environ), ["farflung", *arguments])
     except (SignalException, Interrupted) as error:
         raise StoppedError("stopped by a signal") from error
     except ChildFailedError as error:

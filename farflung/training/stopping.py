@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import queue
 import threading
 import time
@@ -13,6 +12,8 @@ from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import Store
+
+from farflung.training.terminal import abandoned
 
 POLL_SECONDS = 1.0
 """Seconds between two checks whether the run should stop."""
@@ -44,14 +45,12 @@ class Stop:
         store: shared by all processes; this one gets a connection of its own.
         everyone: all processes, or replicas where one process has several.
         mine: those that this one answers for.
-        watcher: the process, if any, that has started this one to watch over it, and without which it is to stop.
     """
 
-    def __init__(self, store: Store, everyone: Iterable[int], mine: Iterable[int], watcher: int | None = None) -> None:
+    def __init__(self, store: Store, everyone: Iterable[int], mine: Iterable[int]) -> None:
         self._store: Store = store.clone()  # type: ignore[attr-defined]
         self._everyone = list(everyone)
         self._steps = dict.fromkeys(mine, 0)
-        self._watcher = watcher
         self._calls: queue.SimpleQueue[str] = queue.SimpleQueue()  # may be put to out of a signal handler
         self.requested = False
         """Whether this process was asked to stop."""
@@ -81,7 +80,7 @@ class Stop:
 
         Raises StoppedError if the others cannot be asked: there is no checkpoint then.
         """
-        if self._watcher and os.getppid() != self._watcher:
+        if abandoned():
             raise StoppedError("the launcher that started this replica is gone")
         with self._lock:
             if not (self.requested or self._answered):

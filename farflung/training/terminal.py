@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import multiprocessing
 import os
 import sys
 import threading
@@ -26,6 +27,12 @@ def watcher() -> int | None:
     return int(os.environ.get(STARTED_HERE) or os.environ.get(WATCHED_BY) or 0) or None
 
 
+def abandoned() -> bool:
+    """Whether the farflung process that watches over this one is gone."""
+    launcher = multiprocessing.parent_process()
+    return bool(watcher()) and launcher is not None and not launcher.is_alive()
+
+
 _trains = threading.Event()
 
 LOOK_SECONDS = 1.0
@@ -37,7 +44,7 @@ def leave_without_launcher() -> None:
 
     def look() -> None:
         while not _trains.wait(LOOK_SECONDS):
-            if os.getppid() != watcher():
+            if abandoned():
                 leave()
 
     if STARTED_HERE in os.environ:

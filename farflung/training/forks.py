@@ -1,0 +1,60 @@
+"""A run's processes on this machine start at once: they are forks of one that has imported what all of them need.
+
+A fork has memory, files, threads and signals of its own, as a process that a user starts; it shares only what was
+imported, and the memory that this takes.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import runpy
+import signal
+import sys
+import traceback
+from collections.abc import Mapping
+from multiprocessing import forkserver, resource_tracker
+from pathlib import Path
+
+from farflung.signals import leave, stop_signals
+
+FORKED = sys.platform == "linux"  # elsewhere not every library bears it
+PROCESSES = multiprocessing.get_context("forkserver") if FORKED else multiprocessing.get_context("spawn")
+NEEDED = (
+    *("farflung.cli.training", "farflung.cli.peers", "farflung.training.launch", "farflung.training.peer"),
+    *("transformers.models.auto.modeling_auto", "transformers.models.llama.modeling_llama", "transformers.generation"),
+    "torch._dynamo",  # which torch imports at an optimizer's first step
+)
+
+
+def import_ahead() -> None:
+    """Has all that processes need imported by another one, while this one gets ready to start them."""
+    if not FORKED:
+        return
+    PROCESSES.set_forkserver_preload(list(NEEDED))
+    resource_tracker.ensure_running()  # which lets signals through again that are blocked
+    # It tells how the others have ended, so it must not end by a signal that is for all processes of a terminal.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {*stop_signals(), signal.SIGQUIT})
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def run_module(environment: Mapping[str, str], arguments: list[str], log: Path | None = None) -> None:
+    """`python -m ARGUMENTS` in a fork. With a log, it writes there, and a terminal's signals do not reach it."""
+    os.environ.update(environment)
+    for number in stop_signals():
+        signal.signal(number, leave)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {*stop_signals(), signal.SIGQUIT})
+    if log:
+        os.setsid()
+        place = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        for stream in (1, 2):
+            os.dup2(place, stream)
+    sys.argv = arguments
+    try:
+        runpy.run_module(arguments[0], run_name="__main__")
+    except Exception:  # which is recorded by now, or nobody's to record
+        traceback.print_exc()
+        sys.exit(1)
