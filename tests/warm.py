@@ -6,7 +6,6 @@ A fork has memory, files, threads and signals of its own, as a process that a us
 from __future__ import annotations
 
 import atexit
-import multiprocessing
 import os
 import runpy
 import signal
@@ -16,13 +15,12 @@ import tempfile
 from multiprocessing import forkserver
 from pathlib import Path
 
-SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(
-    [
-        *("farflung.cli", "farflung.training.launch", "farflung.training.export", "farflung.report"),
-        *("farflung.networks.internet", "transformers.models.llama.modeling_llama", "transformers.models.auto"),
-        *("transformers.models.auto.modeling_auto", "transformers.generation", "torch._dynamo"),
-    ]
+from farflung.training.forks import PROCESSES, hear_signals, import_ahead
+
+IMPORTED = (
+    *("farflung.cli", "farflung.training.launch", "farflung.training.export", "farflung.report"),
+    *("farflung.networks.internet", "transformers.models.llama.modeling_llama", "transformers.models.auto"),
+    *("transformers.models.auto.modeling_auto", "transformers.generation", "torch._dynamo"),
 )
 
 
@@ -43,7 +41,8 @@ class Python:
         self.out.touch()
         self.err.touch()
         where = os.fspath(cwd or Path.cwd())
-        self._process = SERVER.Process(
+        import_ahead(IMPORTED)
+        self._process = PROCESSES.Process(
             target=_run, args=(self.args, where, str(self.out), str(self.err), {**os.environ, **environment})
         )
         self._process.start()
@@ -98,6 +97,7 @@ def _run(arguments: list[str], folder: str, out: str, err: str, environment: dic
     os.environ.update(environment)
     os.chdir(folder)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    hear_signals()
     forkserver.ensure_running = _nothing  # what it starts are forks of the same process, whose address forks know
     forkserver._forkserver.ensure_running = _nothing
     option, *rest = arguments

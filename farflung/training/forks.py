@@ -11,8 +11,10 @@ import os
 import runpy
 import signal
 import sys
+import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 
@@ -27,13 +29,14 @@ NEEDED = (
 )
 
 
-def import_ahead() -> None:
-    """Has all that processes need imported by another one, while this one gets ready to start them."""
+def import_ahead(modules: Sequence[str] = NEEDED) -> None:
+    """Has what processes need imported by another one, while this one gets ready to start them."""
     if not FORKED:
         return
-    PROCESSES.set_forkserver_preload(list(NEEDED))
+    PROCESSES.set_forkserver_preload(list(modules))
     resource_tracker.ensure_running()  # which lets signals through again that are blocked
-    # It tells how the others have ended, so it must not end by a signal that is for all processes of a terminal.
+    # It tells how the others have ended, so it must not end by a signal that is for all processes of a terminal; and
+    # none is lost on a fork that has no handlers yet.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {*stop_signals(), signal.SIGQUIT})
     try:
         forkserver.ensure_running()
@@ -41,12 +44,34 @@ def import_ahead() -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
+def hear_signals() -> None:
+    """Lets through what was kept back from a fork until it has handlers."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {*stop_signals(), signal.SIGQUIT})
+
+
+@contextmanager
+def none_left(timeout_s: float) -> Iterator[None]:
+    """Ends the processes that were started meanwhile and are still there, however it is left."""
+    before = multiprocessing.active_children()
+    try:
+        yield
+    finally:
+        left = [process for process in multiprocessing.active_children() if process not in before]
+        for process in left:
+            process.terminate()
+        ends = time.monotonic() + timeout_s
+        for process in left:
+            process.join(max(0.0, ends - time.monotonic()))
+            process.kill()
+            process.join()
+
+
 def run_module(environment: Mapping[str, str], arguments: list[str], log: Path | None = None) -> None:
     """`python -m ARGUMENTS` in a fork. With a log, it writes there, and a terminal's signals do not reach it."""
     os.environ.update(environment)
     for number in stop_signals():
         signal.signal(number, leave)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {*stop_signals(), signal.SIGQUIT})
+    hear_signals()
     if log:
         os.setsid()
         place = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)

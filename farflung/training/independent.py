@@ -10,8 +10,7 @@ import dataclasses
 import json
 import os
 import threading
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -24,7 +23,7 @@ from farflung.training import beginning, checkpoint, launch, peer
 from farflung.training.events import holds_a_run, tell_death
 from farflung.training.failures import RunFailedError, described_exit
 from farflung.training.finish import finish_apart
-from farflung.training.forks import PROCESSES, import_ahead, run_module
+from farflung.training.forks import PROCESSES, import_ahead, none_left, run_module
 from farflung.training.stopping import StoppedError, seconds_here
 from farflung.training.terminal import BEGIN_WITH, WATCHED_BY, say, share_terminal
 
@@ -155,7 +154,7 @@ def launch_all(settings: Settings, folder: Path, resume: bool) -> None:
     members = [_Member(folder, number, count) for number in range(count)]
     ticket, asked = folder / "run.ticket", threading.Event()
     together = sum(member.waits for member in members)
-    with on_stop_signals(lambda *_: asked.set()), _stopped_at_the_end(members, 2 * settings.network.deadline):
+    with on_stop_signals(lambda *_: asked.set()), none_left(2 * settings.network.deadline):
         while any(member.waits or member.process for member in members):
             for member in members:
                 if (code := member.ended()) is not None:
@@ -213,19 +212,3 @@ def _written(path: Path) -> int:
         return path.stat().st_mtime_ns
     except FileNotFoundError:
         return 0
-
-
-@contextlib.contextmanager
-def _stopped_at_the_end(members: Sequence[_Member], timeout_s: float) -> Iterator[None]:
-    """Stops the replicas that still run, after a checkpoint of each where that can be in time."""
-    try:
-        yield
-    finally:
-        running = [member.process for member in members if member.process]
-        for process in running:
-            process.terminate()
-        ends = time.monotonic() + timeout_s
-        for process in running:
-            process.join(max(0.0, ends - time.monotonic()))
-            process.kill()
-            process.join()
