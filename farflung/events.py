@@ -110,6 +110,17 @@ class StepEvent(ProgressEvent):
 
 
 @dataclass(frozen=True, kw_only=True)
+class LearntEvent(Event):
+    """A peer of a swarm has taken a step with these microbatches: each is counted once in a stage."""
+
+    kind = "learnt"
+    microbatches: Sequence[Sequence[int]]
+    """Lists of a stream, a step, and the numbers of its microbatches."""
+    unlearnt: Sequence[Sequence[int]] | None = None
+    """Likewise: those that an earlier step had learnt from, and that were lost on their way back."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class RoundEvent(Event):
     """A round has ended, and its result is applied. Its moments are seconds as `at` is."""
 
@@ -212,7 +223,7 @@ class EndEvent(Event):
 _KINDS: dict[str, type[Event]] = {
     kind.kind: kind
     for kind in (
-        *(StartEvent, StepEvent, RoundEvent, EvaluationEvent, TextEvent),
+        *(StartEvent, StepEvent, LearntEvent, RoundEvent, EvaluationEvent, TextEvent),
         *(CheckpointEvent, JoinedEvent, WarningEvent, EndEvent),
     )
 }

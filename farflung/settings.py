@@ -161,6 +161,8 @@ class Settings:
     def mesh(self) -> Mesh:
         """Which process is which part of which replica. Raises UserError."""
         shapes, replicas = self.island.shapes(), self.run.replicas
+        if self.island.swarm:  # whose peers are one process each
+            return Mesh.alike(replicas)
         if self.island.islands and len(shapes) != replicas:
             raise UserError(f"islands names {len(shapes)} replicas, and replicas is {replicas}; give the same number")
         return Mesh(tuple(shapes) if self.island.islands else tuple(shapes * replicas))

@@ -103,7 +103,7 @@ class World:
 async def _head(peer: StagePeer, column: int, heads: int, flight: int) -> None:
     """Keeps microbatches under way whose numbers make them stay in this head's column where routes are fixed."""
     numbers = itertools.count(column, heads)
-    await under_way(peer, lambda: peer.start(Microbatch(0, next(numbers)), 0), max(1, flight // heads))
+    await under_way(lambda: peer.start(Microbatch(0, next(numbers)), 0), max(1, flight // heads))
 
 
 def shuffled(speeds: Sequence[float], stages: int) -> list[list[float]]:

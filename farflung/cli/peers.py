@@ -31,7 +31,7 @@ from farflung.workloads.registry import WORKLOADS
 
 NOT_INVITED = (
     *("replicas", "shares", "network", "independent", "restarts", "conditions", "bandwidth_mbps", "latency_ms"),
-    *("step_ms", "stages", "shard", "islands", "gateway", "offload", "routes"),
+    *("step_ms", "shard", "islands", "gateway", "offload", "routes"),
 )
 """Settings that a run on the internet does not have, or that each peer gives to farflung join."""
 FIRST = ("model", "data", "method", "every", "steps", "batch_size", "lr", "robust", "listen", "port")
@@ -106,9 +106,9 @@ def invite(arguments: list[str]) -> None:
     options: Any = parse(with_field(InviteOptions, "settings", settings), arguments, "invite", invite.__doc__, FIRST)
     _refuse_several("start it without torchrun")
 
-    from farflung.training import peer
+    from farflung.training import onlooker, peer
 
-    ticket = peer.internet().Ticket.new(options.name, peer.shared_settings(options.settings))
+    ticket = onlooker.internet().Ticket.new(options.name, peer.shared_settings(options.settings))
     if options.train:
         folder = Path(options.settings.run.out) if options.settings.run.out else free_folder(options.name)
         run = options.settings.run
@@ -116,7 +116,7 @@ def invite(arguments: list[str]) -> None:
         settings = peer.ticket_settings(ticket).changed(out=str(folder), **own)
         _train(ticket, settings, options, True, lambda network: _hand_out(network.invitation(), options.ticket))
         return
-    node = peer.looking_on(ticket, options.local, options.key, options.called, bootstrap=True)
+    node = onlooker.looking_on(ticket, options.local, options.key, options.called, bootstrap=True)
     with node as network, _until_stopped() as stopped:
         _hand_out(network.invitation(), options.ticket)
         say(f"a bootstrap node of {options.name}; Ctrl-C ends it")
@@ -155,9 +155,9 @@ def join(arguments: list[str]) -> None:
     """Join a run on the internet as one more peer; Ctrl-C leaves, the same command with --out rejoins."""
     options: Any = parse(join_options(), arguments, "join", join.__doc__)
 
-    from farflung.training import peer
+    from farflung.training import onlooker, peer
 
-    ticket = peer.internet().read_ticket(options.ticket)
+    ticket = onlooker.internet().read_ticket(options.ticket)
     settings = peer.ticket_settings(ticket).changed(**given(options.own))
     if not settings.island.divided:
         _refuse_several("say how they divide the model with --stages or --shard, or start it without torchrun")
@@ -173,11 +173,11 @@ def status(arguments: list[str]) -> None:
     options = parse(StatusOptions, arguments, "status", status.__doc__)
 
     from farflung.report.peers import show
-    from farflung.training import peer
+    from farflung.training import onlooker
 
-    ticket = peer.internet().read_ticket(options.ticket)
-    with peer.looking_on(ticket, options.local) as network, _until_stopped() as stopped:
-        show(lambda: peer.seen(network), stopped, options.once)
+    ticket = onlooker.internet().read_ticket(options.ticket)
+    with onlooker.looking_on(ticket, options.local) as network, _until_stopped() as stopped:
+        show(lambda: onlooker.seen(network), stopped, options.once)
 
 
 def doctor(arguments: list[str]) -> None:
@@ -205,7 +205,7 @@ def _train(
     own: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
     """Trains as a peer, with some settings of its `own`; an island's processes are started to do so `again`."""
-    from farflung.training import island, peer
+    from farflung.training import island, onlooker, peer
     from farflung.training.launch import local_rank
 
     folder, local = Path(settings.run.out), seat.local
@@ -223,10 +223,13 @@ def _train(
     come_back = functools.partial(_how_to_come_back, seat.ticket, folder, flags, first)
     with telling_how_to_go_on(come_back, max_hours=settings.run.max_hours):
         with tracking(settings, folder), watched(folder, sys.stderr) as show:
+            seats: list[Any] = []
 
             def tell(network: Any) -> None:
-                joined(network)
-                show(lambda: peer.seen(network))
+                seats.append(network)
+                if len(seats) == 1:  # a peer of a swarm that moves joins again
+                    joined(network)
+                    show(lambda: onlooker.seen(seats[-1]))
 
             if part:
                 show()

@@ -44,7 +44,7 @@ class ExportOptions:
     """What to export, and where to."""
 
     run: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
-    """The run folder."""
+    """The run folder, or the ticket of a swarm: its peers then give what they have."""
     folder: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="OUT")]
     """The folder to write; it must not exist, or be empty."""
     best: bool = False

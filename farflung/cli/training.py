@@ -323,7 +323,7 @@ def tell_result(folder: Path, to: TextIO | None = None, simulated: bool = False)
     print(
         f"\n{_losses(summary)}\n"
         f"sent by {sender}: {sent / 1e6:,.1f} MB{fewer}\n{took}{without}\n"
-        f"a sample from the trained model:\n{_indented(summary['sample'])}\n\n"
+        f"{_sample_of(summary)}"
         f"run folder {folder}\nreport     {_report_of(folder)}",
         file=to,
     )
@@ -353,6 +353,11 @@ def _report_of(folder: Path) -> str:
     except OSError as error:
         return f"cannot be written: {error.strerror}; see to it, then: farflung report {shlex.quote(str(folder))}"
     return str(folder / "report.html")
+
+
+def _sample_of(summary: dict[str, Any]) -> str:
+    """What the model makes, where this process has all of it."""
+    return f"a sample from the trained model:\n{_indented(summary['sample'])}\n\n" if summary["sample"] else ""
 
 
 def _indented(text: str) -> str:

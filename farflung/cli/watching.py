@@ -102,12 +102,12 @@ def _visited(path: Path) -> Iterator[Visited]:
     """A run on the internet, of which a ticket tells. Raises UserError."""
     from farflung.networks.listening import ListenAddress
     from farflung.report.watching import Visited
-    from farflung.training import peer
+    from farflung.training import onlooker, peer
 
-    ticket = peer.internet().read_ticket(path)
+    ticket = onlooker.internet().read_ticket(path)
     settings = peer.ticket_settings(ticket).flat()
-    with peer.looking_on(ticket, ListenAddress()) as network:
-        yield Visited(ticket.name, settings, lambda: peer.seen(network))
+    with onlooker.looking_on(ticket, ListenAddress()) as network:
+        yield Visited(ticket.name, settings, lambda: onlooker.seen(network))
 
 
 def _when_closed(ended: threading.Event) -> None:

@@ -8,7 +8,7 @@ from farflung.errors import UserError
 from farflung.pipeline.boundaries import boundary_named
 from farflung.pipeline.division import divisible, division_of
 from farflung.pipeline.settings import BETWEEN_STAGES, IslandSettings, IslandShape
-from farflung.workloads.base import Workload
+from farflung.workloads.base import Divisible, Span, Workload
 
 
 def check(settings: IslandSettings, workload: Workload, seed: int) -> None:
@@ -35,6 +35,8 @@ def _check_unlike(settings: IslandSettings, shapes: Sequence[IslandShape]) -> No
 
 def _check_shape(settings: IslandSettings, workload: Workload, seed: int) -> None:
     parts = settings.parts
+    if settings.swarm:
+        _check_swarm(settings, divisible(workload))
     if settings.batch_size % (settings.shard * parts):
         raise UserError(
             f"batch_size is {settings.batch_size}, which {settings.shard} shards × {parts} microbatches do not divide; "
@@ -45,7 +47,8 @@ def _check_shape(settings: IslandSettings, workload: Workload, seed: int) -> Non
     if settings.stages == 1:
         _check_one_stage(settings)
         return
-    _check_microbatches(settings, parts)
+    if not settings.swarm:
+        _check_microbatches(settings, parts)
     division = division_of(settings, divisible(workload), seed)
     divisible(workload).check_division(division.spans, division.subspace, seed)
 
@@ -58,6 +61,21 @@ def refuse_other_weights(before: IslandSettings, after: IslandSettings) -> None:
     for boundary in (before.boundary, after.boundary):
         if boundary_named(boundary)[0]:
             raise UserError(f"boundary {boundary} decides which weights exist; resume with the same {', '.join(fixed)}")
+
+
+def _check_swarm(settings: IslandSettings, workload: Divisible) -> None:
+    """Refuses what peers that each serve one stage, and meet any others, cannot do."""
+    if settings.stages == 1:
+        raise UserError("a swarm has two stages or more; say how many with --stages, or leave out --swarm")
+    usual = IslandSettings()
+    for name in ("shard", "gateway", "pipeline_schedule", "routes", "offload"):
+        if (value := getattr(settings, name)) != getattr(usual, name):
+            raise UserError(f"{name} is {value!r}, but a peer of a swarm is one process with one stage; leave it out")
+    outline = workload.outline()
+    if workload.tied_weight(outline) is not None:
+        raise UserError("the model's head is its embeddings, which peers of two stages cannot share; choose another")
+    if workload.piece(outline, Span(0, 0, first=True, last=False), half=False).sums:
+        raise UserError("a mixture of experts has a loss of all stages, which a swarm does not pass on; choose another")
 
 
 def _check_one_stage(settings: IslandSettings) -> None:

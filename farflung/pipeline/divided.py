@@ -26,6 +26,7 @@ from farflung.networks import Traffic
 from farflung.pipeline.boundaries import Boundary
 from farflung.pipeline.division import Division
 from farflung.pipeline.groups import ProcessGroups
+from farflung.pipeline.island import Ledger
 from farflung.pipeline.layout import IslandLayout
 from farflung.pipeline.local_model import LocalModel, persistent_buffers
 from farflung.pipeline.routes import Routes, fixed_routes, random_routes
@@ -76,6 +77,11 @@ class DividedIsland:
             loss_fn=self.pieces[-1].loss,
         )
 
+    @property
+    def part_stem(self) -> str:
+        """See Island."""
+        return self.mesh.file_stem(self.coordinates)
+
     def gradients(self, step: int) -> tuple[float, str]:
         """See Island. Unlike in `WholeIsland`, a gradient that is not finite is a fault."""
         settings = self.settings
@@ -123,6 +129,16 @@ class DividedIsland:
                 else:
                     weight.copy_(self._received(weight.shape, 0))
                     self.traffic.received(weight.nbytes)
+
+    def stay(self) -> None:
+        """See Island."""
+
+    def leave(self) -> None:
+        """See Island."""
+
+    def ledger(self) -> Ledger:
+        """See Island."""
+        return [], []
 
     @torch.no_grad()
     def evaluate(self) -> float:

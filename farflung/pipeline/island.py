@@ -17,12 +17,15 @@ from farflung.pipeline.mesh import Mesh, MeshCoordinates
 from farflung.pipeline.settings import IslandSettings
 from farflung.workloads.base import Batch, Workload, to
 
+Ledger = tuple[list[list[int]], list[list[int]]]
+"""The microbatches that a step has learnt from, and those that it unlearns: lists of stream, step and their numbers."""
+
 
 class Island(Protocol):
     """A replica's training, in one process or in several, which all make the same calls.
 
     `settings` are those of the replica's shape, `model` is what this process trains; `traffic` counts what it sends to
-    other stages.
+    other stages. Files with its part of a model's weights are called after `part_stem`.
     """
 
     settings: IslandSettings
@@ -30,6 +33,9 @@ class Island(Protocol):
     coordinates: MeshCoordinates
     model: nn.Module
     traffic: Traffic
+
+    @property
+    def part_stem(self) -> str: ...  # noqa: D102
 
     def gradients(self, step: int) -> tuple[float, str]:
         """Computes the clipped gradients of the replica's mean loss in a step.
@@ -44,6 +50,18 @@ class Island(Protocol):
 
     def after_step(self) -> None:
         """Is called when the weights have changed. Raises PeerLostError."""
+        ...
+
+    def stay(self) -> None:
+        """Is called after the last step, and returns when all others are done with theirs that need this process."""
+        ...
+
+    def leave(self) -> None:
+        """Is called when the results are written, and returns when nobody else needs this process any more."""
+        ...
+
+    def ledger(self) -> Ledger:
+        """Of the last step, once; empty where a replica's samples are known by their step."""
         ...
 
     def evaluate(self) -> float:
@@ -72,6 +90,11 @@ class WholeIsland:
     device: torch.device
     traffic: Traffic = field(default_factory=Traffic)
 
+    @property
+    def part_stem(self) -> str:
+        """See Island."""
+        return self.mesh.file_stem(self.coordinates)
+
     def gradients(self, step: int) -> tuple[float, str]:
         """See Island."""
         settings = self.settings
@@ -98,6 +121,16 @@ class WholeIsland:
 
     def after_step(self) -> None:
         """See Island."""
+
+    def stay(self) -> None:
+        """See Island."""
+
+    def leave(self) -> None:
+        """See Island."""
+
+    def ledger(self) -> Ledger:
+        """See Island."""
+        return [], []
 
     def evaluate(self) -> float:
         """See Island."""

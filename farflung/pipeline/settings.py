@@ -48,6 +48,8 @@ class IslandSettings(Checked):
     """Processes that the layers of one replica are divided among: a pipeline."""
     shard: int = setting(1, least=1, may_differ=AFTER_RESUME | BETWEEN_PEERS)
     """Processes that the parameters of each stage are divided among (FSDP); they share its batch."""
+    swarm: bool = False
+    """On the internet: each peer serves one of the stages, and microbatches find their way among those who do."""
     islands: str | None = setting(None, may_differ=AFTER_RESUME)
     """Replicas that are not alike, as stages x shards of each: "1x1 2x4"; in place of replicas, stages and shard."""
     gateway: bool = setting(False, may_differ=BETWEEN_PEERS)
@@ -82,8 +84,8 @@ class IslandSettings(Checked):
 
     @property
     def processes(self) -> int:
-        """Processes of one replica, where all are alike."""
-        return self.stages * self.shard
+        """Processes of one replica, where all are alike; of a swarm, of one peer."""
+        return 1 if self.swarm else self.stages * self.shard
 
     @property
     def sharded(self) -> bool:
@@ -92,8 +94,8 @@ class IslandSettings(Checked):
 
     @property
     def divided(self) -> bool:
-        """Whether some replica is several processes."""
-        return any(shape.processes > 1 for shape in self.shapes())
+        """Whether some replica is several processes that start together; the stages of a swarm do not."""
+        return not self.swarm and any(shape.processes > 1 for shape in self.shapes())
 
     @property
     def parts(self) -> int:

@@ -37,14 +37,15 @@ def show(source: Callable[[], list[Row]], finished: threading.Event, once: bool)
 def table(rows: list[Row], what: str = "peer") -> Table:
     """One row a peer, those in training first: its step, loss and speed, and how long ago it was heard.
 
-    Below them is why some were alone in their last round.
+    Below them is why some were alone in their last round, and of a swarm what each stage can do.
     """
     trains = [row for row in rows if row["state"] == TRAINS]
-    speed = sum(row.get("tokens_per_second", 0.0) for row in trains)
+    alone = [f"{row['name']}: {row['alone']}" for row in ordered(trains) if row.get("alone")]
+    speed = sum(row.get("tokens_per_second", 0.0) for row in trains if not row.get("stage"))  # the others' are the same
     shown = Table(
         title=f"{counted(len(trains), what)} in training · {speed:,.0f} tokens/s",
         title_justify="left",
-        caption="\n".join(f"{row['name']}: {row['alone']}" for row in ordered(trains) if row.get("alone")),
+        caption="\n".join([*stages_of(rows), *alone]),
         caption_justify="left",
         box=None,
         padding=(0, 2, 0, 0),
@@ -61,8 +62,25 @@ def table(rows: list[Row], what: str = "peer") -> Table:
 
 def cells_of(rows: list[Row]) -> tuple[list[str], list[list[str]]]:
     """The headings of a table of peers, and its cells."""
-    columns = _COLUMNS | {name: cell for name, cell in _IF_ANY.items() if any(row.get(name) for row in rows)}
+    columns = dict(_COLUMNS)
+    if any("stages" in row for row in rows):
+        columns |= _IN_SWARMS
+    columns |= {name: cell for name, cell in _IF_ANY.items() if any(row.get(name) for row in rows)}
     return list(columns), [[cell(row) for cell in columns.values()] for row in ordered(rows)]
+
+
+def stages_of(rows: list[Row]) -> list[str]:
+    """A line for each stage of a swarm: who serves it, and what they can do; all wait for the stage with the least."""
+    count = max((row.get("stages", 0) for row in rows), default=0)
+    serving = [[row for row in rows if row["state"] == TRAINS and row.get("stage") == s] for s in range(count)]
+    able = [sum(row.get("capacity", 0.0) for row in peers) for peers in serving]
+    told = []
+    for stage, peers in enumerate(serving):
+        queue = sum(row.get("queue", 0.0) for row in peers)
+        what = f"{counted(len(peers), 'peer')}, up to {able[stage]:,.1f} microbatches/s, {queue:.0f} waiting"
+        slowest = " · the bottleneck" if able[stage] == min(able) else ""
+        told.append(f"stage {stage}: {what if peers else 'nobody serves it: join, and it is yours'}{slowest}")
+    return told
 
 
 def line(rows: list[Row]) -> str:
@@ -115,6 +133,12 @@ _COLUMNS: dict[str, Callable[[Row], str]] = {
     "rounds": _of_trainers(lambda row: f"{row['rounds']:.0f}"),
     "heard": lambda row: f"{row['heard']:.0f} s ago",
 }
+_IN_SWARMS: dict[str, Callable[[Row], str]] = {
+    "stage": _of_trainers(lambda row: str(row["stage"])),
+    "queue": _of_trainers(lambda row: f"{row['queue']:.0f}"),
+    "microbatches/s": _of_trainers(lambda row: f"{row['microbatches_per_second']:,.1f}"),
+}
+"""Columns of a swarm's peers."""
 _IF_ANY: dict[str, Callable[[Row], str]] = {
     "processes": _of_trainers(lambda row: f"{row.get('processes', 1):.0f}"),
     "refused": _of_trainers(lambda row: f"{row.get('refused', 0):.0f}"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -99,3 +101,11 @@ class Post(Protocol):
     def call(self, peer: int, forward: Forward) -> Call:
         """Hands a microbatch on."""
         ...
+
+
+def ledger_of(microbatches: Iterable[Microbatch]) -> list[list[int]]:
+    """The microbatches' numbers, after each stream and step."""
+    found: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
+    for one in microbatches:
+        found[one.stream, one.step].append(one.number)
+    return [[*where, *sorted(numbers)] for where, numbers in sorted(found.items())]

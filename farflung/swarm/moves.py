@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 WORTH = 0.05
@@ -30,6 +30,14 @@ class Move:
     stage: int
 
 
+class MoveError(Exception):
+    """This peer is to serve another stage."""
+
+    def __init__(self, stage: int) -> None:
+        super().__init__(f"stage {stage} has nobody")
+        self.stage = stage
+
+
 def capacities(peers: Mapping[int, Standing], stages: int) -> list[float]:
     """Microbatches a second that each stage can do. The swarm does as many as the slowest one."""
     found = [0.0] * stages
@@ -38,10 +46,10 @@ def capacities(peers: Mapping[int, Standing], stages: int) -> list[float]:
     return found
 
 
-def stage_for_newcomer(peers: Mapping[int, Standing], stages: int) -> int:
-    """The stage that needs one more peer most."""
+def stage_for_newcomer(peers: Mapping[int, Standing], stages: int, able: Sequence[int] | None = None) -> int:
+    """The stage that needs one more peer most, of those that the newcomer is able to serve; unless given, all."""
     found = capacities(peers, stages)
-    return found.index(min(found))
+    return min(range(stages) if able is None else able, key=lambda stage: found[stage])
 
 
 def next_move(peers: Mapping[int, Standing], stages: int) -> Move | None:

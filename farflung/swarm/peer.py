@@ -168,12 +168,12 @@ class _Head:
         return True
 
 
-async def under_way(peer: StagePeer, start: Callable[[], Any], most: int) -> None:
-    """Keeps up to so many microbatches under way, for ever."""
+async def under_way(start: Callable[[], Any], most: int, goes_on: Callable[[], bool] = lambda: True) -> None:
+    """Keeps so many microbatches under way while it goes on, and then waits for the last ones."""
     running: set[asyncio.Task[Any]] = set()
     try:
-        while True:
-            while len(running) < most:
+        while running or goes_on():
+            while goes_on() and len(running) < most:
                 running.add(asyncio.ensure_future(start()))
             done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
             for one in done:

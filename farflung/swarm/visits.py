@@ -29,8 +29,8 @@ from farflung.networks.internet.contact.streams import PeerStream, RequestRefuse
 from farflung.swarm.letters import Call, Caller, FalseLetterError, Forward, Gradient, LostError, Microbatch
 
 VISIT = "visit"
-MOST = 1 << 40
-"""The largest step or number of a microbatch."""
+MOST = 1 << 53
+"""The largest step, number or stream of a microbatch."""
 LOST = (*UNREACHABLE, RequestRefusedError, FrameError, TimeoutError)
 
 Serve = Callable[[Forward, Caller], Coroutine[Any, Any, None]]
@@ -188,6 +188,15 @@ class _Call:
             await stream.tell({"kept": await self._word})
             with contextlib.suppress(*LOST):
                 await stream.hear(visits.stall_s)  # closing before it has come could cut it off
+
+
+def refuse_visits(peers: Peers) -> None:
+    """Sends microbatches on to others until this peer serves a stage; who does not know yet is not to blame."""
+
+    async def refuse(stream: PeerStream, frame: Frame) -> None:
+        raise RequestRefusedError("it serves no stage yet")
+
+    peers.handlers[VISIT] = refuse
 
 
 def told_visit(forward: Forward) -> Frame:

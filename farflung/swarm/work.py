@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -29,10 +30,14 @@ class Learnt:
     Args:
         sums: by the parameters' names; float32.
         samples: by the microbatches' names.
+        losses: the sum of the samples' losses.
+        taken_back: the microbatches that an earlier step had learnt from, and this one unlearns.
     """
 
     sums: Weights
     samples: dict[Microbatch, int] = field(default_factory=dict)
+    losses: float = 0.0
+    taken_back: list[Microbatch] = field(default_factory=list)
 
     @classmethod
     def nothing(cls, parameters: Mapping[str, Tensor]) -> Learnt:
@@ -75,28 +80,30 @@ class StageWork:
     Args:
         piece: see `Divisible.piece`.
         batch_of: a microbatch's samples, on the CPU: a pure function.
-        optimizer: of the piece's parameters.
+        optimizer: of the piece's parameters; None where somebody else takes the steps.
         before, after: the boundaries on both sides; None at the model's ends.
-        alone: after how many microbatches the stage steps by itself; 0 where `step` is called for it. Alone, it takes
-            microbatches of any version of the weights.
+        alone: after how many microbatches the stage steps by itself, by `take_step`; 0 where `step` is called for it.
+            Alone, it takes microbatches of any version of the weights.
     """
 
     def __init__(
         self,
         piece: Any,
         batch_of: Callable[[Microbatch], Tensor],
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | None,
         before: Boundary | None,
         after: Boundary | None,
         alone: int = 0,
     ) -> None:
         self.piece, self.optimizer, self.alone = piece, optimizer, alone
         self.version = 0
+        self.take_step: Callable[[], None] = self.step
         self._batch_of, self._before, self._after = batch_of, before, after
         self._parameters = trainable(piece)
         self.learnt = Learnt.nothing(self._parameters)
         self._stash: Weights = {}
         self._under_way: dict[Forward, _Under] = {}
+        self._learning = threading.Lock()
         self._sizes: deque[float] = deque(maxlen=LATELY)
 
     def forward(self, forward: Forward) -> Tensor | None:
@@ -138,10 +145,12 @@ class StageWork:
         under.leaving = None
         back = None if self._before is None else _finite(self._before, self._before.pack_gradient(entering))
         if forward.counts():
-            self.learnt.add(gradients)
-            self.learnt.samples[forward.microbatch] = len(under.batch)
+            with self._learning:
+                self.learnt.add(gradients)
+                self.learnt.samples[forward.microbatch] = len(under.batch)
+                self.learnt.losses += loss * len(under.batch)
             if self.alone and len(self.learnt.samples) >= self.alone:
-                self.step()
+                self.take_step()
         return Gradient(back, loss)
 
     def take_back(self, forward: Forward) -> None:
@@ -153,8 +162,11 @@ class StageWork:
             return
         under = self._under_way[forward]
         under.leaving = self._compute(under)
-        self.learnt.add(self._gradients(under)[1], sign=-1)
-        self.learnt.samples.pop(forward.microbatch, None)
+        gradients = self._gradients(under)[1]
+        with self._learning:
+            self.learnt.add(gradients, sign=-1)
+            if self.learnt.samples.pop(forward.microbatch, None) is None:
+                self.learnt.taken_back.append(forward.microbatch)
 
     def forget(self, forward: Forward) -> None:
         """See Work."""
@@ -162,13 +174,32 @@ class StageWork:
 
     def step(self, learnt: Learnt | None = None) -> None:
         """Takes the optimizer's step along the mean over the samples of what this peer, or its stage, has learnt."""
+        assert self.optimizer is not None
         learnt = learnt or self.learnt
+        with self._learning:
+            self.learnt = Learnt.nothing(self._parameters)
+        self.fill(learnt)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.advance()
+
+    def take(self) -> Learnt | None:
+        """What it has learnt since it was asked last; None where that is of no microbatch."""
+        with self._learning:
+            if not self.learnt.samples:
+                return None
+            taken, self.learnt = self.learnt, Learnt.nothing(self._parameters)
+        return taken
+
+    def fill(self, learnt: Learnt) -> None:
+        """Gives the parameters the mean gradient over the samples."""
         samples = sum(learnt.samples.values())
         for name, parameter in self._parameters.items():
             parameter.grad = (learnt.sums[name] / samples).to(parameter.dtype)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        self.learnt, self._stash = Learnt.nothing(self._parameters), {}
+
+    def advance(self) -> None:
+        """The weights are those of the next version."""
+        self._stash = {}
         self.version += 1
 
     @property

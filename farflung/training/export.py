@@ -27,13 +27,23 @@ else:
 def export(folder: Path, target: Path, best: bool = False, adapter: bool = False) -> str:
     """Writes a model with the replicas' averaged weights to `target`, or its `adapter` alone; returns which these are.
 
+    The folder may be the ticket of a swarm, whose peers are then asked.
     Of a run that has not ended, or whose averaged weights are damaged, the last whole checkpoint is averaged, or the
     last one of each independent replica; the `best` ones by validation loss if asked for. Raises UserError.
     """
-    if not (folder / "config.toml").exists():
-        raise UserError(holds_no_run(folder, "there is no config.toml; give a folder that farflung train has made"))
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UserError(f"{target} exists already; give a folder that does not, or an empty one")
+    if folder.is_file():
+        settings, weights, origin = _of_swarm(folder, best)
+    else:
+        settings, weights, origin = _of_folder(folder, best)
+    _write(settings, weights, target, adapter)
+    return origin
+
+
+def _of_folder(folder: Path, best: bool) -> tuple[Settings, dict[str, Any], str]:
+    if not (folder / "config.toml").exists():
+        raise UserError(holds_no_run(folder, "there is no config.toml; give a folder that farflung train has made"))
     if toml_table(folder / "config.toml").get("workload") == OWN_LOOP:
         raise UserError(
             f"{folder} is of a training loop of its own, whose model farflung does not know; load "
@@ -41,7 +51,27 @@ def export(folder: Path, target: Path, best: bool = False, adapter: bool = False
             f"{_own_weights(folder)}"
         )
     settings = read_settings(folder / "config.toml")
-    weights, origin = _best(folder) if best else _averaged(folder, settings)
+    if settings.island.swarm and not checkpoint.averages(folder):
+        return _of_swarm(folder / "run.ticket", best)
+    return settings, *(_best(folder) if best else _averaged(folder, settings))
+
+
+def _of_swarm(path: Path, best: bool) -> tuple[Settings, dict[str, Any], str]:
+    """What the living peers of a ticket's swarm have."""
+    from farflung.training.gathering import whole_swarm
+    from farflung.training.onlooker import internet
+    from farflung.training.peer import model_of, ticket_settings
+
+    ticket = internet().read_ticket(path)
+    settings = ticket_settings(ticket)
+    if not settings.island.swarm:
+        raise UserError(f"{ticket.name} is no swarm: each of its peers has all of the model; export one's run folder")
+    if best:
+        raise UserError("no peer of a swarm has all of a checkpoint to judge; leave out --best")
+    return settings, *whole_swarm(ticket, settings, model_of(settings))
+
+
+def _write(settings: Settings, weights: dict[str, Any], target: Path, adapter: bool) -> None:
     beside = target.with_name(f"{target.name}.tmp")
     with disk_errors(f"write to {target}", "give another folder, or make room"):
         try:
@@ -56,7 +86,6 @@ def export(folder: Path, target: Path, best: bool = False, adapter: bool = False
         if target.exists():
             target.rmdir()
         beside.rename(target)
-    return origin
 
 
 def _own_weights(folder: Path) -> str:
@@ -76,7 +105,8 @@ def _adapters_of(workload: Workload) -> Language:
 
 def _averaged(folder: Path, settings: Settings) -> tuple[dict[str, Any], str]:
     if averaged := checkpoint.averages(folder):
-        return resharding.whole_weights(averaged), "the replicas' weights averaged at the end"
+        origin = "the stages' weights" if settings.island.swarm else "the replicas' weights averaged"
+        return resharding.whole_weights(averaged), f"{origin} at the end"
     # Independent replicas have run folders of their own.
     homes = sorted({path.parent.parent for path in event_files(folder)})
     last = [(home, step) for home in homes if (step := checkpoint.last_sound(home)) is not None]

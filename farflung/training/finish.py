@@ -195,7 +195,7 @@ def write_results(trainer: Trainer, summary: dict[str, Any], tells: bool) -> Non
     def write() -> None:
         if tells:
             write_text(trainer.folder / "summary.json", json.dumps(summary, indent=2) + "\n")
-        checkpoint.write(checkpoint.average_of(trainer.folder, trainer.file_stem), average)
+        checkpoint.write(checkpoint.average_of(trainer.folder, trainer.island.part_stem), average)
 
     _keep_trying(write, trainer, json.dumps(summary))
 

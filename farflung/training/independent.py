@@ -19,7 +19,7 @@ from farflung.files import write_text
 from farflung.networks.settings import NetworkSettings
 from farflung.settings import RunSettings, Settings
 from farflung.signals import on_stop_signals
-from farflung.training import beginning, checkpoint, launch, peer
+from farflung.training import beginning, checkpoint, launch, onlooker, peer
 from farflung.training.events import holds_a_run, tell_death
 from farflung.training.failures import RunFailedError, described_exit
 from farflung.training.finish import finish_apart
@@ -41,7 +41,7 @@ def prepare(settings: Settings, folder: Path, resume: bool, restart: bool = Fals
 
     To `restart` removes the run that is in the folder; the settings are found to be good before that.
     """
-    shared, parts = _shared(settings), peer.internet()
+    shared, parts = _shared(settings), onlooker.internet()
     if resume or restart:
         beginning.refuse_while_trained(folder)
     elif launch.is_begun(folder):

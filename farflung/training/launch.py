@@ -98,6 +98,10 @@ def _check_island(settings: Settings) -> None:
         )
     if island.gateway and not settings.network.kind.elastic:
         raise UserError("gateway is for peers on the internet; leave it out")
+    if island.swarm and not settings.network.kind.elastic:
+        raise UserError("a swarm is of peers on the internet; begin it with farflung invite, or leave out --swarm")
+    if island.swarm and settings.inner.tail_average:
+        raise UserError("nobody has all of a swarm's weights to judge their tail average; leave out --tail-average")
     if settings.network.kind.simulate and (island.divided or island.offload):
         what = "stages and shards need" if island.divided else "offload needs"
         raise UserError(f"{what} real processes; leave out --network simulated")

@@ -10,7 +10,6 @@ import os
 import tempfile
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,17 +19,18 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from farflung.errors import UserError, counted
 from farflung.findings import Finding
 from farflung.hooks.trained import trainable
-from farflung.networks.base import ALONE
 from farflung.networks.following import FollowingNetwork
 from farflung.networks.listening import ListenAddress
 from farflung.networks.settings import NetworkSettings
-from farflung.outer.elastic import WHY_ALONE
 from farflung.pipeline.boundaries import boundary_named
 from farflung.settings import RunSettings, Settings
 from farflung.signals import Interrupt, on_stop_signals
-from farflung.training import beginning, island, launch
+from farflung.swarm.moves import MoveError
+from farflung.training import beginning, island, launch, seats
 from farflung.training.failures import OneLine
 from farflung.training.finish import finish, write_results
+from farflung.training.gathering import gather_at_the_end
+from farflung.training.onlooker import internet, looking_on, seen
 from farflung.training.stopping import Stop
 from farflung.training.terminal import BEGIN_WITH, say
 from farflung.training.trainer import Trainer
@@ -38,7 +38,6 @@ from farflung.training.trainer import Trainer
 if TYPE_CHECKING:
     from farflung.networks import Network, TorchNetwork
     from farflung.networks.internet import DoorNetwork, Identity, InternetNetwork, Peers, Ticket
-    from farflung.networks.internet.contact.member import Member
 
 TICKET_SECONDS = 10.0
 """How often a peer brings the ticket in its run folder up to date."""
@@ -56,8 +55,13 @@ def shared_settings(settings: Settings) -> dict[str, Any]:
     if settings.network.independent:
         raise UserError("independent replicas are started by farflung train; leave out --independent")
     if settings.island.divided or settings.island.gateway:
-        raise UserError("stages, shard and gateway are each peer's own; leave them out, and give them to farflung join")
+        raise UserError(
+            "stages, shard and gateway are each peer's own; leave them out, and give them to farflung join, or have "
+            "each peer serve one stage with --swarm"
+        )
     check_for_internet(settings)
+    if settings.island.swarm:
+        launch.check_settings(settings.changed(network="internet"))
     settings = settings.with_settled_workload()
     own = {"out": "", "track": "", "track_replicas": RunSettings.track_replicas, "max_hours": None}
     return settings.changed(**own, network=NetworkSettings.network).changes()
@@ -108,6 +112,25 @@ def run_peer(
     name: str = "",
     alone: str = "",
 ) -> None:
+    """Trains as `_run_peer` does; a peer of a swarm that takes over another stage joins again."""
+    while True:
+        try:
+            return _run_peer(ticket, settings, local, first, joined, name, alone)
+        except MoveError as move:
+            folder, first = Path(settings.run.out), False
+            seats.leave_stage(folder, move.stage)
+            say(f"{move}; this peer takes it over, and what it had is in {folder / 'earlier'}")
+
+
+def _run_peer(
+    ticket: Ticket,
+    settings: Settings,
+    local: ListenAddress,
+    first: bool,
+    joined: Callable[[InternetNetwork], None],
+    name: str = "",
+    alone: str = "",
+) -> None:
     """Trains as one peer, by a `name` if given, until the run's last step, the `first` if need be; tells when `joined`.
 
     Where nobody answers, says what one `alone` can do.
@@ -127,6 +150,7 @@ def run_peer(
             leaving.enter_context(beginning.left_as_it_was(folder))
             beginning.refuse_while_trained(folder)  # before the others hear of this peer
         check_for_internet(settings, local)
+        able = seats.stages_within_reach(settings, ticket_settings(ticket), folder)
         near = island.opened(settings, ticket) if settings.island.divided else None
         resumed = island.led(near, settings, "begun", launch.is_begun(folder))
         joining: InternetNetwork | None = None
@@ -137,12 +161,16 @@ def run_peer(
         at = island.led(near, settings, "rank", _reached_at(joining))
         network = joining or leaving.enter_context(_following(near, settings, at, ticket, local, tell))
         step = island.step_of(near, settings, folder, at[0]) if resumed else None
+        if joining and able:
+            joining.peers.info["stage"] = settings.island.stages  # none yet
+            joining.expect_model(*model_of(settings))
+            seats.take_stage(joining, able, settings.island.stages, folder)
         away = island.led(near, settings, "away", joining is not None and _away(joining, settings, step))
         if owns_folder:
             launch.prepare(settings, folder, launch.is_begun(folder))
         island.led(near, settings, "prepared", None)
         launch.use_cores_of(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-        network.expect_model(*_shapes_of(settings))
+        network.expect_model(*model_of(settings))
         if joining:
             leaving.enter_context(_ticket_kept(joining, folder / "run.ticket"))
         coordination = island.coordination(near)
@@ -155,6 +183,9 @@ def run_peer(
                 _begin_together(joining, step or 0, coordination.stop, settings.network.deadline)
             trainer.train(catch_up=away)
             _finish(trainer, near, joining)
+            if joining and able:
+                gather_at_the_end(joining, settings, folder, tell)
+            trainer.island.leave()
 
 
 def _reached_at(network: InternetNetwork | None) -> tuple[int, tuple[str, ...]]:
@@ -199,6 +230,8 @@ def _joining(
     ticket = _with_newer_addresses(ticket, folder / "run.ticket")
     identity = _own_identity(folder, launch.is_begun(folder))
     peers: Peers = parts.Peers(ticket, identity, local, parts.newcomer_info(ticket, name), tell, first)
+    if settings.island.swarm:
+        seats.expect_visits(peers)
     network: InternetNetwork = parts.InternetNetwork(
         peers,
         deadline=settings.network.deadline,
@@ -244,6 +277,8 @@ def _following(
 def _away(network: InternetNetwork, settings: Settings, step: int | None) -> bool:
     """Whether this peer was away for so long that it needs the others' state; then it is on its way."""
     method, behind = settings.method(), network.behind(step or 0)
+    if behind is None and settings.island.swarm:
+        behind = seats.furthest(network) - (step or 0)  # whose stage has nobody else; others keep copies of its state
     away = bool(behind and (step is None or behind > (method.schedule.every or 1)))
     if away:
         network.prefetch(method.topology.identical)  # while the rest is being prepared
@@ -274,53 +309,6 @@ def _own_identity(folder: Path, resumed: bool) -> Identity:
     raise UserError(f"{folder} holds another peer's run; choose another folder with --out")
 
 
-@contextlib.contextmanager
-def looking_on(
-    ticket: Ticket, local: ListenAddress, key: Path | None = None, name: str = "", bootstrap: bool = False
-) -> Iterator[InternetNetwork]:
-    """A member that trains nothing, with a new key unless given one. Raises UserError.
-
-    A `bootstrap` node starts the run and helps peers find each other; others are not listed.
-    """
-    parts = internet()
-    info = parts.newcomer_info(ticket, name)
-    with tempfile.TemporaryDirectory() as scratch:
-        identity = parts.Identity(key or Path(scratch) / "onlooker.key")
-        peers: Peers = parts.Peers(ticket, identity, local, info, say, first=bootstrap, listed=bootstrap)
-        network: InternetNetwork = parts.InternetNetwork(peers, largest=1 << 20)
-        try:
-            yield network
-        finally:
-            network.close()
-
-
-def seen(network: InternetNetwork) -> list[dict[str, Any]]:
-    """The facts of each other peer, in order of rank."""
-    members = network.peers.members
-    median = members.median_step() or 0.0
-    called = Counter(member.host for member in members.all())
-    called[network.peers.info["host"]] += network.peers.info["trains"]
-    return [
-        {
-            **member.facts,
-            WHY_ALONE: dict(enumerate(ALONE.values(), 1)).get(int(member.facts.get(WHY_ALONE, 0)), ""),
-            "name": member.host if called[member.host] == 1 else member.described,
-            "state": _state(member),
-            "step": member.step,
-            "behind": max(0.0, median - member.step_now()),
-            "heard": time.monotonic() - member.heard,
-        }
-        for member in members.all()
-    ]
-
-
-def _state(member: Member) -> str:
-    """What a peer does; one without a model only helps others find each other."""
-    if not member.alive:
-        return "gone"
-    return "trains" if member.trains else "begins" if member.shapes else "bootstrap"
-
-
 def examined(path: Path, local: ListenAddress) -> Iterator[Finding]:
     """The checks of a ticket and this machine, one after the other."""
     parts = internet()
@@ -336,7 +324,7 @@ def examined(path: Path, local: ListenAddress) -> Iterator[Finding]:
         yield Finding(False, str(error))
 
 
-def _shapes_of(settings: Settings) -> tuple[str, int]:
+def model_of(settings: Settings) -> tuple[str, int]:
     """A hash of the model's shapes, and its number of values."""
     outline = settings.made_workload().outline()
     trained = trainable(outline)
@@ -377,15 +365,3 @@ def _ticket_kept(network: InternetNetwork, path: Path) -> Iterator[None]:
     finally:
         over.set()
         thread.join(5)
-
-
-def internet() -> Any:
-    """The modules of the extra. Raises UserError where it is not installed."""
-    try:
-        from farflung.networks import internet
-    except ImportError as error:
-        raise UserError(
-            f"training on the internet needs {error.name or 'hivemind'}, which is not installed; "
-            "install it with: pip install 'farflung[internet]'"
-        ) from error
-    return internet

@@ -16,6 +16,7 @@ from farflung.events import (
     EndEvent,
     EvaluationEvent,
     JoinedEvent,
+    LearntEvent,
     StartEvent,
     StepEvent,
     TextEvent,
@@ -26,6 +27,7 @@ from farflung.hooks.trained import trainable
 from farflung.networks import Network
 from farflung.outer import Outcome, Round
 from farflung.pipeline import Island
+from farflung.pipeline.island import Ledger
 from farflung.settings import Settings
 from farflung.training.events import EventLog
 from farflung.training.measures import Rate, peak_memory, sampled
@@ -81,6 +83,7 @@ class RunLog:
     def start(self, device: torch.device, resumed: bool) -> None:
         """The process begins, or goes on."""
         settings, island = self.settings, self.island
+        shape = island.mesh.shape(island.coordinates.replica)
         own = sum(p.numel() for p in trainable(island.model).values())
         self.events.write(
             StartEvent(
@@ -91,9 +94,9 @@ class RunLog:
                 parameters=self._total(own),
                 own_parameters=own,
                 stage=island.coordinates.stage,
-                stages=island.settings.stages,
+                stages=shape.stages,
                 shard=island.coordinates.shard,
-                shards=island.settings.shard,
+                shards=shape.shards,
                 network=settings.network.network,
                 host=socket.gethostname(),
                 device=str(device),
@@ -134,6 +137,13 @@ class RunLog:
                 peak_memory=peak_memory(device) if self.settings.network.network == "torch" else None,
             )
         )
+
+    def learnt(self, ledger: Ledger) -> None:
+        """A step has learnt from microbatches that came from other processes."""
+        if any(ledger):
+            learnt, unlearnt = ledger
+            event = LearntEvent(step=self.progress.step, microbatches=learnt, unlearnt=unlearnt or None)
+            self.events.write(event)
 
     def round(self, ended: Round) -> None:
         """A round has ended."""

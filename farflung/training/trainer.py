@@ -12,7 +12,6 @@ from farflung.inner import names_of
 from farflung.networks import Network
 from farflung.outer import Round, Session
 from farflung.outer.elastic import CATCH_UP_SECONDS
-from farflung.pipeline.assemble import assemble
 from farflung.settings import Settings
 from farflung.training import checkpoint
 from farflung.training.checkpoint import Checkpoint
@@ -21,6 +20,7 @@ from farflung.training.kept import Coordination
 from farflung.training.learning_rate import lr_scale
 from farflung.training.resharding import buffer_names, load_state, whole_rounds
 from farflung.training.run_log import Progress, RunLog
+from farflung.training.seats import seated
 from farflung.training.stopping import StoppedError, seconds_here
 from farflung.training.tail import TailAverage
 from farflung.training.writing import Writing
@@ -55,10 +55,7 @@ class Trainer:
         self.settings, self.folder, self.device = settings, folder, device
         self.stop, self.kept = coordination.stop, coordination.kept
         self.workload = workload or settings.made_workload()
-        seed, waits = settings.run.seed, settings.network
-        self.island, self.network = assemble(
-            settings.island, self.workload, network, settings.mesh(), seed, waits, device
-        )
+        self.island, self.network = seated(settings, self.workload, network, folder, device, self.stop)
         self.model = self.island.model
         mesh, coordinates = self.island.mesh, self.island.coordinates
         self.process = mesh.process(coordinates.replica, coordinates.stage, coordinates.shard)
@@ -67,7 +64,8 @@ class Trainer:
         self.lr = settings.inner.lr or self.method.inner.lr
         named = trainable(self.model).items()
         self.optimizer = self.method.inner.make(named, lr=self.lr, weight_decay=settings.inner.weight_decay)
-        torch.manual_seed(seed * 1_000_003 + mesh.first + self.process)  # dropout differs between processes
+        place = mesh.first + self.process  # dropout differs between processes
+        torch.manual_seed(settings.run.seed * 1_000_003 + place)
         self.progress = Progress(resume_step or 0, trained=resume_step or 0)
         self.tail = TailAverage(self.model)
         self._loss: float | None = None
@@ -117,6 +115,7 @@ class Trainer:
             while self.step < self.settings.run.steps:
                 self._train_step(session)
         self.island.after_step()  # leaving has applied what was pending
+        self.island.stay()
         self._loss = self.log.evaluate()  # first, so that the events that go with the checkpoint tell of it
         self.save(session)
         self.log.end("finished")
@@ -138,6 +137,7 @@ class Trainer:
         progress.step = min(session.step, run.steps)  # others may have gone on
         progress.trained += 1
         self.log.rate.count(self.log.units_per_step)
+        self.log.learnt(self.island.ledger())
 
         def comes(every: int) -> bool:
             """Whether a multiple was reached or passed."""
@@ -210,7 +210,7 @@ class Trainer:
                 self.log.warn(f"{path} is damaged, so this run goes on from step {self.step}")
         checkpoint.forget_after(self.folder, replica, self.step)
         if self.step < self.settings.run.steps:
-            checkpoint.forget_results(self.folder, self.file_stem)
+            checkpoint.forget_results(self.folder, self.island.part_stem)
 
     def _state(self, session: Session) -> Checkpoint:
         return {

@@ -36,6 +36,9 @@ from farflung.networks.transfer import IN_BACKGROUND
 
 T = TypeVar("T")
 
+LONGEST_FETCH_SECONDS = 24 * 3600.0
+"""A download that stalls ends much earlier."""
+
 
 class InternetNetwork(Exchanges):
     """A peer's seat in a run on the internet. Its rank is a number made of its key.
@@ -175,6 +178,18 @@ class InternetNetwork(Exchanges):
         begun, self._prefetched = self._prefetched, None
         self.peers.info["trains"] = False  # until its next step: nobody waits for it, or asks it for the state
         return begun or self.begin(self.members(), lambda _: self._states.fetch(identical))
+
+    def state_of(self, stage: int) -> SharedState:
+        """See `asked_for`."""
+        return self.peers.background.run(self.asked_for(stage), LONGEST_FETCH_SECONDS)
+
+    async def asked_for(self, stage: int) -> SharedState:
+        """What the peers of any stage of a swarm have. Raises PeerLostError where nobody gives it."""
+        return await Fetching(self.peers, self._states.largest, stall_of(self._deadline), None, stage).fetch(False)
+
+    def lend(self, copies: Callable[[int], SharedState | None]) -> None:
+        """Lets others have the copies of the states of stages that nobody serves any more."""
+        self._snapshots.lent = copies
 
     def accept(self) -> None:
         """See ElasticNetwork."""

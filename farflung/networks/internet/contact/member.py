@@ -29,13 +29,16 @@ FASTER = 32.0
 ALIVE_SECONDS = 20.0
 """A member that was not heard for so long counts as gone."""
 
-FACTS = ("loss", "tokens_per_second", "rounds", "refused", "processes", "held_up_s", "alone")
-"""The facts that a peer publishes, all numbers."""
+FACTS = (
+    *("loss", "tokens_per_second", "rounds", "refused", "processes", "held_up_s", "alone"),
+    *("queue", "capacity", "microbatches_per_second", "validation_loss", "serves", "ended"),
+)
+"""The facts that a peer publishes, all numbers; the last ones of a swarm's stage."""
 LARGEST_FACT = 1e15
 FASTEST, FURTHEST = 1e6, 1 << 40
 """Steps a second, and steps, that nobody has."""
 LAST_RANK = (1 << 52) - 1
-MOST_DOORS = 256
+MOST_DOORS = MOST_STAGES = 256
 LARGEST_RECORD = 1 << 12
 LONGEST_WORD = 64
 """Letters of a session, of a machine's name and of a model's shapes."""
@@ -59,6 +62,8 @@ class Member:
     rate: float = 0.0
     trains: bool = True
     shapes: str = ""
+    stage: int = 0
+    """The part of the model that it holds; rounds and states are for those that hold the same."""
     facts: dict[str, Any] = field(default_factory=dict)
     doors: int = 0
     """Processes with connections of their own, of an island that has some."""
@@ -156,6 +161,7 @@ def member_in(record: Frame, age: float = 0.0) -> Member:
         rate=number(about.get("rate"), most=FASTEST),
         trains=entry(about, "trains", bool),
         shapes=entry(about, "shapes", str)[:LONGEST_WORD],
+        stage=whole(about.get("stage", 0), MOST_STAGES),
         facts=_facts_in(entry(about, "facts", dict)),
         doors=whole(about.get("doors", 0), MOST_DOORS),
         door_of=None if about.get("door_of") is None else whole(about["door_of"], LAST_RANK),

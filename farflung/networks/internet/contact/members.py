@@ -112,9 +112,10 @@ class Members:
         """The ranks of those that are there, but whose partner this peer will not be."""
         return [member.rank for member in self.proven() if self._guard.shuns(member.peer)]
 
-    def training(self) -> list[Member]:
-        """Those that are there, train and are not banned, in order of rank."""
-        return [member for member in self.in_good_standing() if member.trains and not member.stalled]
+    def training(self, stage: int | None = None) -> list[Member]:
+        """Those that are there, train a stage and are not banned, in order of rank; unless given, what this one has."""
+        stage = self._own.get("stage", 0) if stage is None else stage
+        return [one for one in self.in_good_standing() if one.trains and one.stage == stage and not one.stalled]
 
     def in_good_standing(self) -> list[Member]:
         """Those that are there, have been spoken with and are not banned, in order of rank."""

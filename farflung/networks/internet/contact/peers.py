@@ -84,6 +84,7 @@ class Peers:
             "listed": listed,
             "addresses": [],
             "step": 0,
+            "stage": 0,
             "rate": 0.0,
             "facts": {},
             "doors": 0,

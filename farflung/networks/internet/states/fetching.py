@@ -42,11 +42,15 @@ class Fetching:
     """Downloads others' states; all methods but `refuse` and `accept` run in the peers' thread.
 
     No state of more than `largest` bytes is taken; after `stall_s` seconds without a byte, a piece is given up. What
-    has come is kept in a folder, if one is given, until the state was taken.
+    has come is kept in a folder, if one is given, until the state was taken. It is the state of what this peer trains,
+    or of another `stage`.
     """
 
-    def __init__(self, peers: Peers, largest: int, stall_s: float, folder: Path | None) -> None:
+    def __init__(
+        self, peers: Peers, largest: int, stall_s: float, folder: Path | None, stage: int | None = None
+    ) -> None:
         self.largest = largest
+        self._stage = stage
         self._peers = peers
         self._stall_s = stall_s
         self._kept = Kept(folder)
@@ -110,7 +114,7 @@ class Fetching:
     async def _heard(self, silent: set[str]) -> list[Source]:
         """Live peers and what they say of their states: what is kept of first, then the furthest."""
         passed_over = self._refused | silent
-        members = [member for member in self._peers.members.training() if member.peer not in passed_over]
+        members = [one for one in self._holders() if one.peer not in passed_over]
         random.SystemRandom().shuffle(members)
         held = self._kept.snapshots()
         for begin in range(0, len(members), ASKED):
@@ -118,8 +122,14 @@ class Fetching:
             answers = await asyncio.gather(*(self._described(member, held) for member in asked))
             if found := [(member, answer) for member, answer in zip(asked, answers, strict=True) if answer]:
                 return sorted(found, key=lambda source: (source[1].id not in held, -source[1].step))
-        ranks = [member.rank for member in self._peers.members.training()]
+        ranks = [member.rank for member in self._peers.members.training(self._stage)]
         raise PeerLostError(ranks, f"no peer has the run's state {'that can be used' if passed_over else 'to give'}")
+
+    def _holders(self) -> list[Member]:
+        """Those that train it; where nobody does, the other stages' peers, which may keep copies."""
+        members = self._peers.members
+        copies = [one for one in members.in_good_standing() if "serves" in one.facts]
+        return members.training(self._stage) or copies
 
     async def _near(self, sources: list[Source]) -> Believed:
         """Those of some with the same tensors who lie near each other, by sketches."""
@@ -134,7 +144,8 @@ class Fetching:
     async def _described(self, member: Member, held: list[str]) -> Manifest | None:
         """What a peer says of its state, as it was when it was `held` for this peer before, or is now."""
         try:
-            told = await self._asked(member, {"kind": "state", "held": held}, LONGEST)
+            stage = self._peers.info["stage"] if self._stage is None else self._stage
+            told = await self._asked(member, {"kind": "state", "held": held, "stage": stage}, LONGEST)
             return manifest_of(parsed(told), self.largest, self._peers.members.median_step_at_most() + AHEAD)
         except FrameError as error:
             self.refuse(member, "bad state", str(error))

@@ -7,6 +7,7 @@ import contextlib
 import hashlib
 import json
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 from farflung.networks.base import SharedState
 from farflung.networks.internet.contact.frames import Frame, digest, entry, whole, write_payload
 from farflung.networks.internet.contact.host import UNREACHABLE
+from farflung.networks.internet.contact.member import MOST_STAGES
 from farflung.networks.internet.contact.peers import Peers
 from farflung.networks.internet.contact.streams import PeerStream, RequestRefusedError
 from farflung.networks.internet.states.believing import sketches_of
@@ -31,11 +33,12 @@ FRESH_SECONDS = 60.0
 
 @dataclass
 class Snapshot:
-    """A state as pieces of bytes; `manifest` says what they are."""
+    """A state as pieces of bytes; `manifest` says what they are, `stage` of which part of the model."""
 
     manifest: Frame
     pieces: list[memoryview]
     used: float
+    stage: int
 
 
 class Snapshots:
@@ -46,6 +49,8 @@ class Snapshots:
         self._stall_s = stall_s
         self._kept: dict[str, Snapshot] = {}
         self._wanted: list[asyncio.Future[Frame]] = []
+        self.lent: Callable[[int], SharedState | None] = lambda stage: None
+        """The copy of another stage's state, if this peer has one."""
         peers.handlers["state"] = self._on_state
         peers.handlers["piece"] = self._on_piece
         peers.handlers["sketch"] = self._on_sketch
@@ -57,13 +62,15 @@ class Snapshots:
 
     def give(self, state: SharedState) -> None:
         """Takes a copy of the state, at the end of a step, for those who wait."""
-        content = torch.cat([value.detach().flatten().to("cpu", torch.float32) for value in state.tensors.values()])
-        described = {"facts": state.facts, "tensors": [[name, value.numel()] for name, value in state.tensors.items()]}
         background = self._peers.background
-        background.look_after(background.submit(self._keep(content.view(torch.uint8), described)))
+        background.look_after(background.submit(self._keep(*_described(state))))
 
     async def _on_state(self, stream: PeerStream, frame: Frame) -> None:
-        manifest = self._held(frame.get("held")) or self._freshest() or await self._made()
+        stage = frame.get("stage", self._peers.info["stage"])
+        if stage == self._peers.info["stage"]:
+            manifest = self._held(frame.get("held")) or self._freshest() or await self._made()
+        else:
+            manifest = self._held(frame.get("held")) or await self._copied(whole(stage, MOST_STAGES))
         await self._answer(stream, json.dumps(manifest, separators=(",", ":")).encode())
 
     async def _on_sketch(self, stream: PeerStream, frame: Frame) -> None:
@@ -87,8 +94,8 @@ class Snapshots:
 
     def _freshest(self) -> Frame | None:
         own = self._peers.info
-        for kept in self._kept.values():
-            if kept.manifest["facts"].get("until", 0) > own["step"]:
+        for kept in reversed(self._kept.values()):
+            if kept.stage == own["stage"] and kept.manifest["facts"].get("until", 0) > own["step"]:
                 return kept.manifest
         return None
 
@@ -117,18 +124,28 @@ class Snapshots:
 
     async def _keep(self, content: Tensor, described: Frame) -> None:
         wanted, self._wanted = self._wanted, []
+        manifest = await self._made_of(content, described, self._peers.info["stage"])
+        for made in wanted:
+            if not made.done():
+                made.set_result(manifest)
+
+    async def _copied(self, stage: int) -> Frame:
+        """What this peer keeps of a stage that it does not serve. Raises RequestRefusedError."""
+        if (state := await asyncio.to_thread(self.lent, stage)) is None:
+            raise RequestRefusedError(f"this peer has no copy of stage {stage}")
+        return await self._made_of(*_described(state), stage)
+
+    async def _made_of(self, content: Tensor, described: Frame, stage: int) -> Frame:
         view = content.numpy().data
         pieces = [view[piece] for piece in pieces_of([length for _, length in described["tensors"]])]
         digests = await asyncio.to_thread(lambda: [digest(piece) for piece in pieces])
         name = hashlib.sha256("".join(digests).encode()).hexdigest()[:32]
         manifest = {"id": name, "digests": digests, **described}
-        self._kept[name] = Snapshot(manifest, pieces, time.monotonic())
+        self._kept[name] = Snapshot(manifest, pieces, time.monotonic(), stage)
         while len(self._kept) > SNAPSHOTS:  # the one that a newcomer is in the midst of stays
             del self._kept[min(self._kept, key=lambda name: self._kept[name].used)]
-        for made in wanted:
-            if not made.done():
-                made.set_result(manifest)
         self._peers.background.spawn(self._forget_in_time(name))
+        return manifest
 
     async def _forget_in_time(self, name: str) -> None:
         while name in self._kept:
@@ -145,3 +162,10 @@ class Snapshots:
         piece = pieces[whole(frame.get("number"), len(pieces) - 1)]
         with contextlib.suppress(*UNREACHABLE):
             await self._answer(stream, await asyncio.to_thread(packed, piece))
+
+
+def _described(state: SharedState) -> tuple[Tensor, Frame]:
+    """A state as bytes, and what they are."""
+    content = torch.cat([value.detach().flatten().to("cpu", torch.float32) for value in state.tensors.values()])
+    described = {"facts": state.facts, "tensors": [[name, value.numel()] for name, value in state.tensors.items()]}
+    return content.view(torch.uint8), described

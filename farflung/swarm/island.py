@@ -1,0 +1,294 @@
+"""A peer of a swarm as its trainer sees it: a replica of one stage, whose microbatches come from other peers."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from farflung.errors import UserError
+from farflung.hooks.trained import trainable
+from farflung.networks import SharedState, Traffic
+from farflung.pipeline.island import Ledger
+from farflung.pipeline.mesh import Mesh, MeshCoordinates
+from farflung.pipeline.settings import IslandSettings
+from farflung.swarm.copies import Copies
+from farflung.swarm.letters import LostError, Microbatch, ledger_of
+from farflung.swarm.moves import MoveError, Standing, next_move
+from farflung.swarm.seat import Seat, told
+from farflung.swarm.states import given
+from farflung.workloads.base import Divisible
+
+if TYPE_CHECKING:
+    from farflung.networks.internet import InternetNetwork
+    from farflung.networks.internet.contact.member import Member
+
+LOOK_SECONDS = 0.2
+"""How often a peer that waits for others looks whether it still has to."""
+LAST_STEP, JUDGED, LEAVES = 1.0, 2.0, 3.0
+"""What a peer says of its end: it has taken its last step; has judged what came of them all; needs nobody any more."""
+UNMANNED_SECONDS = 5.0
+"""For so long a stage has nobody before another one's peer takes it over."""
+LONGEST_EVALUATION_SECONDS = 24 * 3600.0
+LOST = (LostError, TimeoutError, asyncio.CancelledError)
+
+
+@dataclass(frozen=True)
+class End:
+    """What ends a peer's training, or another's.
+
+    Args:
+        steps: the run's last one.
+        deadline_s: seconds after which others that do nothing are not waited for.
+        stopping: whether this peer is asked to stop.
+        copies: the folder for what it keeps of other stages, where their last peers are gone.
+        copy_every: steps from one copy to the next.
+    """
+
+    steps: int
+    deadline_s: float
+    stopping: Callable[[], bool]
+    copies: Path
+    copy_every: int
+
+
+class SwarmIsland:
+    """See Island. The trainer's inner steps are this peer's own, each with what the stage has learnt since the last.
+
+    Between `gradients` and `after_step` nothing is computed here, since the weights change. A stage's peers take as
+    many steps as the heads do, each with less where they are more.
+
+    Args:
+        network: on which it says which stage it serves.
+    """
+
+    def __init__(
+        self,
+        settings: IslandSettings,
+        workload: Divisible,
+        network: InternetNetwork,
+        seed: int,
+        device: torch.device,
+        end: End,
+    ) -> None:
+        self.settings, self.traffic = settings, Traffic()
+        self._steps, self._deadline_s, self._stopping = end.steps, end.deadline_s, end.stopping
+        self._seat = Seat(settings, workload, network, seed, device, self._deadline_s)
+        self.model: nn.Module = self._seat.model
+        self.mesh, self.coordinates = Mesh(Mesh.alike(1).shapes, network.rank), MeshCoordinates(network.rank)
+        stages = Mesh(tuple(settings.shapes()))
+        self.part_stem = stages.file_stem(MeshCoordinates(0, self._seat.stage))
+        self._copies = Copies(network, settings.stages, end.copies, end.copy_every, self._keeps_copies)
+        self._network, self._turns = network, max(1, workload.held_out // self._seat.samples)
+        self._serving = self._stepping = self._ended = False
+        self._loss, self._judged = math.nan, math.nan
+        self._ledger: Ledger = ([], [])
+        self._streams: set[int] = set()
+        """The heads whose microbatches the last step has learnt from."""
+        self._told: list[int] = []
+        """The stages without anybody of which the user knows."""
+        self._taken, self._due = 0, 0.0
+        """Microbatches that steps were taken with, and those that should have been, at the heads' pace."""
+
+    def gradients(self, step: int) -> tuple[float, str]:
+        """See Island: those of what was learnt since the last step. Raises UserError where no head is there any more.
+
+        Raises MoveError where this peer is to take over a stage that nobody serves.
+        When the heads have ended, the steps that are left change nothing; nor does that in which this peer is stopped.
+        """
+        if not self._serving:
+            self._serving = True
+            self._network.peers.background.run(self._serve(), self._deadline_s)
+        enough = self._waited()
+        self._seat.weights.acquire()
+        self._stepping = True
+        self._network.tell_others(**self._seat.facts())
+        if enough and (done := self._seat.work.take()):
+            self._loss = done.losses / sum(done.samples.values())
+            self._ledger = ledger_of(done.samples), ledger_of(done.taken_back)
+            self._taken += len(done.samples)
+            self._due += self._share(done.samples)
+            self._streams = {one.stream for one in done.samples}
+            self._seat.work.fill(done)
+            if self.settings.clip:
+                nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.clip)
+        return self._loss, ""
+
+    def slow_link(self) -> str:
+        """See Island."""
+        return ""
+
+    def after_step(self) -> None:
+        """See Island. Microbatches go on, with the weights as they are now."""
+        if self._stepping:
+            self._seat.work.advance()
+            self._stepping = False
+            self._seat.weights.release()
+
+    def ledger(self) -> Ledger:
+        """See Island."""
+        told, self._ledger = self._ledger, ([], [])
+        return told
+
+    def stay(self) -> None:
+        """See Island. A head waits until the others have taken their last steps, and judges what has come of them."""
+        peers = self._network.peers
+        peers.background.run(self._seat.start_no_more(), 2 * self._deadline_s)
+        self._give()
+        told(peers, ended=LAST_STEP)
+        if self._seat.stage:
+            self._wait_for(JUDGED, lambda: self._seat.serving(0))
+        else:
+            self._wait_for(LAST_STEP, self._seat.everyone)
+        self.evaluate()
+        self._ended = True
+        told(peers, ended=JUDGED)
+
+    def leave(self) -> None:
+        """See Island. Heads go first: until then the others give what they have learnt."""
+        if self._seat.stage:
+            self._wait_for(LEAVES, lambda: self._seat.serving(0))
+        told(self._network.peers, ended=LEAVES)
+
+    def evaluate(self) -> float:
+        """See Island. Heads have the held-out samples pass through the swarm; others know what heads say."""
+        if self._ended:
+            return self._judged
+        if self._seat.stage:
+            heads = [one.facts for one in self._seat.serving(0)]
+            self._judged = _mean((one["validation_loss"] for one in heads if "validation_loss" in one), self._judged)
+        else:
+            self._judged = self._network.peers.background.run(self._evaluated(), LONGEST_EVALUATION_SECONDS)
+            self._network.tell_others(validation_loss=self._judged)
+        return self._judged
+
+    def sample(self) -> str:
+        """See Island. No peer has all of the model."""
+        return ""
+
+    def total(self, values: Tensor) -> Tensor:
+        """See Island."""
+        return values
+
+    async def _serve(self) -> None:
+        await self._seat.serve()
+        self._network.lend(self._copies.lent)
+        self._network.peers.background.keep("keeping a copy of a stage", self._copies.go_on)
+
+    def _keeps_copies(self) -> bool:
+        """Whether this peer is the one of its stage that does: the last one by rank. The first one moves."""
+        return all(one.rank < self._network.rank for one in self._seat.serving(self._seat.stage))
+
+    def _waited(self) -> bool:
+        """Waits for what the next step learns from; False where nothing will come. Raises UserError and MoveError."""
+        began = manned = time.monotonic()
+        while not (enough := self._enough()) and not self._over() and not self._stopping():
+            self._seat.learnt.clear()
+            self._seat.learnt.wait(LOOK_SECONDS)
+            if not (unmanned := self._unmanned()):
+                manned = time.monotonic()
+            elif time.monotonic() > manned + UNMANNED_SECONDS:
+                self._take_over(unmanned)
+            if time.monotonic() > began + self._deadline_s:
+                self._refuse_without_heads()
+                began = time.monotonic()
+        return enough
+
+    def _unmanned(self) -> list[int]:
+        """The stages that nobody serves, or is about to."""
+        there = {self._seat.stage, *(one.stage for one in self._network.peers.members.in_good_standing() if one.shapes)}
+        return [stage for stage in range(self.settings.stages) if stage not in there]
+
+    def _take_over(self, unmanned: list[int]) -> None:
+        """Raises MoveError where this peer is to serve one of these stages: all who know the same peers agree."""
+        rank, stages = self._network.rank, self.settings.stages
+        there = {one.rank: one.stage for one in self._seat.everyone()} | {rank: self._seat.stage}
+        move = next_move({one: Standing(stage) for one, stage in there.items()}, stages)
+        if move and move.peer == rank and move.stage in unmanned:
+            raise MoveError(move.stage)
+        if self._told != unmanned:
+            self._told = unmanned
+            numbers = " and ".join(map(str, unmanned))
+            self._network.peers.tell(f"nobody serves stage {numbers}: training waits until somebody joins")
+
+    def _enough(self) -> bool:
+        """Whether a step can be taken. The last one takes all that the heads have started."""
+        learnt = list(self._seat.work.learnt.samples)
+        if not learnt or self._over():
+            return bool(learnt)
+        last = self._seat.stage and self._network.peers.info["step"] >= self._steps - 1
+        return not last and self._taken + len(learnt) >= self._due + self._share(learnt)
+
+    def _share(self, learnt: Iterable[Microbatch]) -> float:
+        """Microbatches of a step that let this peer take as many steps as a head; in the mean, since none is half."""
+        if not self._seat.stage:
+            return self._seat.parts
+        heads = self._streams | {one.stream for one in learnt}
+        return self._seat.parts * len(heads) / (len(self._seat.serving(self._seat.stage)) + 1)
+
+    def _over(self) -> bool:
+        """Whether all heads have taken their last step."""
+        known = [one for one in self._network.peers.members.all() if one.stage == 0 and _ended(one) >= LAST_STEP]
+        return bool(self._seat.stage and known) and all(_ended(one) >= LAST_STEP for one in self._seat.serving(0))
+
+    def _refuse_without_heads(self) -> None:
+        if self._seat.stage and not self._seat.serving(0):
+            raise UserError(
+                f"no peer has served stage 0 for {self._deadline_s:.0f} s, so no microbatches are started; "
+                "come back when some do"
+            )
+
+    def _give(self) -> None:
+        """Lets others have the weights as they are now."""
+        step = int(self._network.peers.info["step"])
+        facts = {"step": step, "until": step + 1, "history": ""}
+        self._network.give(SharedState(given(trainable(self.model)), facts))
+
+    def _wait_for(self, end: float, others: Callable[[], list[Member]]) -> None:
+        """Waits for others to come so far, and gives its weights meanwhile; not for long where nothing comes."""
+        done = -1
+        while any(_ended(one) < end for one in others()) and not self._stopping():
+            if self._network.wanted:
+                self._give()
+            if self._seat.passes != done:
+                done, ends = self._seat.passes, time.monotonic() + self._deadline_s
+            if time.monotonic() > ends:
+                return
+            time.sleep(LOOK_SECONDS)
+
+    async def _evaluated(self) -> float:
+        """The mean of what comes of all held-out samples, but for those that are lost on their way."""
+        room = asyncio.Semaphore(2 * self.settings.stages)
+
+        async def one(turn: int) -> float:
+            async with room, asyncio.timeout(self._deadline_s * self.settings.stages):
+                return await self._seat.held_out(turn)
+
+        running = [asyncio.ensure_future(one(turn)) for turn in range(self._turns)]
+        left = set(running)
+        while left and not self._stopping():
+            _, left = await asyncio.wait(left, timeout=LOOK_SECONDS)
+        for late in left:
+            late.cancel()
+        losses = await asyncio.gather(*running, return_exceptions=True)
+        for lost in losses:
+            if isinstance(lost, BaseException) and not isinstance(lost, LOST):
+                raise lost
+        return _mean((loss for loss in losses if not isinstance(loss, BaseException)), math.nan)
+
+
+def _ended(member: Member) -> float:
+    return float(member.facts.get("ended", 0))
+
+
+def _mean(values: Iterable[float], otherwise: float) -> float:
+    found = list(values)
+    return mean(found) if found else otherwise

@@ -1,0 +1,185 @@
+"""A peer's seat in a swarm: the stage that it serves, and who else serves which."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from farflung.pipeline.assemble import training
+from farflung.pipeline.boundaries import Boundary
+from farflung.pipeline.build import pieces_of
+from farflung.pipeline.division import Division, division_of
+from farflung.pipeline.settings import IslandSettings
+from farflung.swarm.letters import Caller, Forward, Microbatch
+from farflung.swarm.peer import StagePeer, under_way
+from farflung.swarm.processor import Pass, Processor
+from farflung.swarm.routers import ThroughputRouter
+from farflung.swarm.visits import Visits
+from farflung.swarm.work import StageWork
+from farflung.workloads.base import Divisible
+
+if TYPE_CHECKING:
+    from farflung.networks.internet import InternetNetwork, Peers
+    from farflung.networks.internet.contact.member import Member
+
+T = TypeVar("T")
+
+HELD_OUT = 1 << 20
+"""The number of a microbatch of held-out samples; its step says which, and no stage learns from it."""
+ROUTES_SECONDS = 1.0
+"""How often a peer looks who serves the next stage."""
+PASSES = 2
+"""Of a microbatch through a stage: forward and back."""
+
+
+class Seat:
+    """What a peer of a swarm does for others' microbatches, and for its own where it is a head.
+
+    Args:
+        settings: the run's.
+        network: on which it says which stage it serves.
+        patience_s: the seconds that a stage may take for a microbatch.
+    """
+
+    def __init__(
+        self,
+        settings: IslandSettings,
+        workload: Divisible,
+        network: InternetNetwork,
+        seed: int,
+        device: torch.device,
+        patience_s: float,
+    ) -> None:
+        self.peers: Peers = network.peers
+        self.stage, self.stages, self.parts = int(self.peers.info["stage"]), settings.stages, settings.parts
+        self.samples = settings.batch_size // settings.parts
+        """Of a microbatch."""
+        self.learnt = threading.Event()
+        """A microbatch has been learnt from."""
+        self.weights = threading.Lock()
+        """Held by what needs the weights as they are, or changes them."""
+        self._workload, self._batch_size, self._seed = workload, settings.batch_size, seed
+        division = division_of(settings, workload, seed)
+        (piece,) = pieces_of(settings, workload, division, self.stage, seed)
+        self.model = training(piece.model, settings)
+        before, after = self._boundaries(division, device)
+        self.work = StageWork(piece.to(device), self._batch, None, before, after, alone=1)
+        self.work.take_step = self.learnt.set
+        self._router = ThroughputRouter() if after else None
+        self._processor = Processor(self._computed)
+        entering, leaving = (end.room() if end else None for end in (before, after))
+        self._visits = Visits(self.peers, self.stage, self.stages, entering, leaving, self._served)
+        self.peer = StagePeer(
+            *(self.stage, self.stages, self.work, self._processor, self._visits, self._router),
+            patience_s,
+            time.monotonic,
+        )
+        self._thread = ThreadPoolExecutor(1, "stage")
+        self._busy_s, self._began = 0.0, time.monotonic()
+        self._starts = True
+
+    async def serve(self) -> None:
+        """Begins to take microbatches and to hand them on; a head, to start some: two for each stage at a time."""
+        self._began = time.monotonic()
+        self._visits.open()
+        background = self.peers.background
+        await self.peers.announce(facts={**self.peers.info["facts"], "serves": 1.0})
+        if self._router:
+            background.keep("looking for the next stage", self._look_for_others)
+        if self.stage == 0:
+            numbers = itertools.count()
+            stream = int(self.peers.info["session"], 16) >> 12  # one that comes back gives no name again
+            start = lambda: self._start(stream, next(numbers))  # noqa: E731
+            starting = lambda: under_way(start, 2 * self.stages, lambda: self._starts)  # noqa: E731
+            background.keep("starting microbatches", starting)
+
+    async def start_no_more(self) -> None:
+        """Lets what a head has under way come to its end, for as long as one stage may take."""
+        self._starts = False
+        ends = time.monotonic() + self.peer.patience
+        while self.peer.under_way and time.monotonic() < ends:
+            await asyncio.sleep(0.05)
+
+    @property
+    def passes(self) -> int:
+        """Those that it has computed."""
+        return self._processor.computed
+
+    def serving(self, stage: int) -> list[Member]:
+        """The other peers that serve a stage."""
+        return [one for one in self.peers.members.in_good_standing() if one.stage == stage and "serves" in one.facts]
+
+    def everyone(self) -> list[Member]:
+        """The other peers that serve some stage."""
+        return [one for stage in range(self.stages) for one in self.serving(stage)]
+
+    def facts(self) -> dict[str, float]:
+        """What others should know of how it serves; microbatches a second."""
+        computed, since = self._processor.computed / PASSES, time.monotonic() - self._began
+        return {
+            "queue": float(self._processor.queue),
+            "capacity": computed / self._busy_s if self._busy_s else 0.0,
+            "microbatches_per_second": computed / since if since else 0.0,
+        }
+
+    async def held_out(self, turn: int) -> float:
+        """The loss of some held-out samples."""
+        return await self.peer.start(Microbatch(turn, HELD_OUT), self.work.version, frozenset())
+
+    def _boundaries(self, division: Division, device: torch.device) -> tuple[Boundary | None, Boundary | None]:
+        shape, _ = self._workload.shapes(self.model, self._workload.example(self.samples))
+        ends = self.stage > 0, self.stage < self.stages - 1
+        first, last = (Boundary(shape, division.codec, division.subspace, device) if end else None for end in ends)
+        return first, last
+
+    async def _start(self, stream: int, number: int) -> None:
+        await self.peer.start(Microbatch(*divmod(number, self.parts), stream), self.work.version)
+
+    async def _served(self, forward: Forward, caller: Caller) -> None:
+        await self.peer.serve(forward, caller)
+
+    async def _computed(self, which: Pass, work: Callable[[], T]) -> T:
+        def locked() -> T:
+            with self.weights:
+                began = time.monotonic()
+                try:
+                    return work()
+                finally:
+                    self._busy_s += time.monotonic() - began
+
+        return await asyncio.get_running_loop().run_in_executor(self._thread, locked)
+
+    async def _look_for_others(self) -> None:
+        assert self._router is not None
+        known = set[int]()
+        while True:
+            there = {one.rank for one in self.serving(self.stage + 1)}
+            for rank in known - there:
+                self._router.leave(rank)
+            for rank in there:
+                self._router.join(rank)
+            known = there
+            await asyncio.sleep(ROUTES_SECONDS)
+
+    def _batch(self, microbatch: Microbatch) -> Tensor:
+        """Its samples; a pure function of its name."""
+        if microbatch.number == HELD_OUT:
+            begin = microbatch.step * self.samples
+            return self._workload.held_out_batch(np.arange(begin, begin + self.samples) % self._workload.held_out)
+        ids = self._workload.sample_ids(self._seed, microbatch.stream, microbatch.step, self._batch_size)
+        found: Tensor = self._workload.batch(np.array_split(ids, self.parts)[microbatch.number % self.parts])
+        return found
+
+
+def told(peers: Peers, **facts: Any) -> None:
+    """Has others hear at once of what is new here."""
+    peers.background.run(peers.announce(facts={**peers.info["facts"], **facts}), 60.0)

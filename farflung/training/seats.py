@@ -1,0 +1,160 @@
+"""Which part of a replica this process has, and with whom it holds rounds."""
+
+from __future__ import annotations
+
+import os
+import resource
+from pathlib import Path
+from statistics import mean
+from typing import TYPE_CHECKING
+
+import torch
+
+from farflung.errors import UserError, disk_errors
+from farflung.files import write_text
+from farflung.networks import Network
+from farflung.pipeline.assemble import assemble
+from farflung.pipeline.division import divisible, division_of
+from farflung.pipeline.island import Island
+from farflung.settings import Settings
+from farflung.swarm.moves import Standing, stage_for_newcomer
+from farflung.training.stopping import Stop
+from farflung.training.terminal import say
+from farflung.workloads import Workload
+
+if TYPE_CHECKING:
+    from farflung.networks.internet import InternetNetwork, Peers
+    from farflung.networks.internet.contact.member import Member
+
+BYTES_A_PARAMETER = 32
+"""That a stage keeps: weights, their copy for microbatches under way, sum of gradients, gradients, the inner and outer
+optimizers' states and anchors; float32 each."""
+
+
+def seated(
+    settings: Settings, workload: Workload, network: Network, folder: Path, device: torch.device, stop: Stop
+) -> tuple[Island, Network]:
+    """This process's part, and the network of its rounds. Raises UserError and PeerLostError."""
+    seed, waits = settings.run.seed, settings.network
+    if not settings.island.swarm:
+        return assemble(settings.island, workload, network, settings.mesh(), seed, waits, device)
+    from farflung.swarm.island import End, SwarmIsland  # what it imports is an extra
+
+    peers: InternetNetwork = network  # type: ignore[assignment]
+    every = settings.run.checkpoint_every or settings.run.steps
+    end = End(settings.run.steps, waits.deadline, lambda: stop.requested, folder / "copies", every)
+    return SwarmIsland(settings.island, divisible(workload), peers, seed, device, end), network
+
+
+def expect_visits(peers: Peers) -> None:
+    """Before it joins a swarm, which may have known it before, and have microbatches for it at once."""
+    from farflung.swarm.visits import refuse_visits
+
+    refuse_visits(peers)
+
+
+def _refuse_other_microbatches(settings: Settings, shared: Settings) -> None:
+    """Refuses a peer of a swarm whose microbatches are not those of the run that it shares. Raises UserError."""
+    for name, value in vars(shared.island).items():
+        if vars(settings.island)[name] != value:
+            raise UserError(
+                f"{name} is {vars(settings.island)[name]!r}, and {value!r} in the run; all peers of a swarm have the "
+                f"same, so leave it out"
+            )
+
+
+def stages_within_reach(settings: Settings, shared: Settings, folder: Path) -> list[int]:
+    """The stages of a swarm that this peer can hold, or the one that it served before; none where there is no swarm.
+
+    The `shared` settings are the ticket's. Raises UserError.
+    """
+    if not shared.island.swarm:
+        return []
+    _refuse_other_microbatches(settings, shared)
+    kept, sizes, room = folder / "stage", _stage_bytes(settings), _room(settings.run.device)
+    wanted = [int(kept.read_text("utf-8"))] if kept.exists() else list(range(len(sizes)))
+    able = [stage for stage in wanted if sizes[stage] <= room]
+    if not able:
+        least = min(sizes[stage] for stage in wanted)
+        remedy = "join anew with another --out" if kept.exists() else "have the run begun with more --stages"
+        raise UserError(
+            f"this peer has {room / 1e9:.3g} GB of memory free, and a stage needs about {least / 1e9:.3g} GB; free "
+            f"some, or {remedy}"
+        )
+    return able
+
+
+def furthest(network: InternetNetwork) -> int:
+    """The step that the peers of all stages have reached."""
+    return max((one.step for one in network.peers.members.in_good_standing() if "serves" in one.facts), default=0)
+
+
+def leave_stage(folder: Path, other: int) -> None:
+    """Puts what a peer has of its stage aside, so that it begins anew with another one's. Raises UserError."""
+    kept = folder / "stage"
+    before = kept.read_text("utf-8").strip() if kept.exists() else "none"
+    aside = folder / "earlier" / f"{len(list((folder / 'earlier').glob('*')))}-stage-{before}"
+    with disk_errors(f"write to {folder}", "choose another folder with --out"):
+        aside.mkdir(parents=True)
+        for name in ("events", "checkpoints"):
+            if (folder / name).exists():
+                (folder / name).rename(aside / name)
+        write_text(kept, f"{other}\n")
+
+
+def take_stage(network: InternetNetwork, able: list[int], stages: int, folder: Path) -> None:
+    """Chooses the stage of a swarm that a peer serves: of those that it can, that which needs it most.
+
+    Raises UserError.
+    """
+    stage = able[0] if len(able) == 1 else _agreed(network, able, stages)
+    network.peers.info["stage"] = stage
+    with disk_errors(f"write to {folder}", "choose another folder with --out"):
+        write_text(folder / "stage", f"{stage}\n")
+    say(f"serves stage {stage} of {stages}, counted from 0")
+
+
+def _agreed(network: InternetNetwork, able: list[int], stages: int) -> int:
+    """The stage that needs one more most. Of newcomers who choose the same, the others think again."""
+    peers, chosen = network.peers, None
+    for _ in range(stages):
+        there = [one for one in peers.members.in_good_standing() if one.shapes and one.stage < stages]
+        rivals = [one.rank for one in there if one.stage == chosen and not one.trains]
+        if chosen is not None and min(rivals, default=network.rank) >= network.rank:
+            break
+        chosen = stage_for_newcomer(_standings(there), stages, able)
+        peers.background.run(peers.announce(stage=chosen), 60.0)
+    assert chosen is not None
+    return chosen
+
+
+def _standings(members: list[Member]) -> dict[int, Standing]:
+    """What is known of some peers; one that has not computed yet counts as quick as the others are in the mean."""
+    told = {one.rank: one.facts.get("capacity", 0.0) for one in members}
+    usual = mean([speed for speed in told.values() if speed] or [1.0])
+    return {one.rank: Standing(one.stage, told[one.rank] or usual) for one in members}
+
+
+def _stage_bytes(settings: Settings) -> list[int]:
+    """The memory that each stage takes, but for what is computed of microbatches under way."""
+    workload = divisible(settings.made_workload())
+    division = division_of(settings.island, workload, settings.run.seed)
+    layers, before, after = workload.loads(workload.outline())
+    return [
+        BYTES_A_PARAMETER
+        * int(
+            sum(load.memory for load in layers[span.begin : span.end])
+            + (before.memory if span.first else 0)
+            + (after.memory if span.last else 0)
+        )
+        for span in division.spans
+    ]
+
+
+def _room(device: str) -> float:
+    """Bytes of memory that this process can still take where it computes."""
+    if device != "cpu" and torch.cuda.is_available():
+        return float(torch.cuda.mem_get_info()[0])
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    most, _ = resource.getrlimit(resource.RLIMIT_DATA)
+    return float(free if most == resource.RLIM_INFINITY else min(free, most))

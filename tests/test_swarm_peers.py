@@ -1,0 +1,281 @@
+"""A swarm as users meet it: peers of the command line that serve a stage each, on loopback."""
+
+from __future__ import annotations
+
+import json
+import resource
+import signal
+import threading
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import FAMILIES, ROUTED
+from hypothesis import given
+from hypothesis import strategies as st
+from patience import patience, until
+from processes import farflung, free_port, run_here
+from swarm import SETTINGS, Swarm
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+from farflung.errors import UserError
+from farflung.events import JoinedEvent, LearntEvent, RoundEvent, StepEvent, events_in
+from farflung.report.peers import stages_of
+from farflung.settings import Settings, read_settings
+from farflung.swarm.states import given as given_by_cells
+from farflung.swarm.states import weights_in
+from farflung.testing.peers import join_network, write_ticket
+from farflung.training import seats
+from farflung.training.launch import check_settings
+
+TWO_STAGES = ("--swarm", "--stages", 2, "--batch-size", 4, "--microbatches", 2, "--eval-every", 1000, "--lr", 0.003)
+
+
+@pytest.fixture
+def swarm(tmp_path: Path) -> Iterator[Swarm]:
+    made = Swarm(tmp_path)
+    yield made
+    for process in made.processes:
+        process.kill()
+
+
+def stage_of(swarm: Swarm, name: str) -> int:
+    return int((swarm.folder / name / "stage").read_text())
+
+
+def counted(swarm: Swarm, stage: int) -> Counter[tuple[int, int, int]]:
+    """How often each microbatch was counted in a stage, by the ledgers of all that have served it."""
+    folders = [path.parent for path in swarm.folder.glob("*/stage") if path.read_text().strip() == str(stage)]
+    paths = [
+        *swarm.folder.glob(f"*/earlier/*-stage-{stage}/events/*"),
+        *(p for f in folders for p in f.glob("events/*")),
+    ]
+    found = Counter[tuple[int, int, int]]()
+    for path in paths:
+        events, spoilt = events_in(path.read_bytes().rpartition(b"\n")[0], str(path))
+        assert not spoilt
+        for event in events:
+            for sign, told in ledger(event) if isinstance(event, LearntEvent) else []:
+                for stream, step, *numbers in told:
+                    for number in numbers:
+                        found[stream, step, number] += sign
+    return found
+
+
+def ledger(event: LearntEvent) -> list[tuple[int, Sequence[Sequence[int]]]]:
+    return [(1, event.microbatches), (-1, event.unlearnt or [])]
+
+
+@pytest.mark.slow
+def test_a_swarm_trains_past_deaths_counts_each_microbatch_once_and_is_exported(swarm: Swarm) -> None:
+    waits = swarm.invite(*TWO_STAGES, steps=300)
+    until(lambda: "serves stage 0 of 2" in swarm.said("first"))
+    until((swarm.folder / "first" / "run.ticket").exists)
+    waits.send_signal(signal.SIGINT)  # nobody serves the stage behind it yet
+    assert waits.wait(patience(60)) == 130, swarm.said("first")
+    running = {"first": swarm.join("first", "--first", "--port", swarm.port)}
+    until(lambda: swarm.said("first").count("serves stage 0 of 2") == 2)
+    for name, stage in (("one", None), ("two", 0), ("three", 1)):
+        if stage is not None:  # as if it had served that before
+            (swarm.folder / name).mkdir()
+            (swarm.folder / name / "stage").write_text(f"{stage}\n")
+        running[name] = swarm.join(name)
+        until(lambda name=name: swarm.step(name) > 3)
+    stages = {name: stage_of(swarm, name) for name in running}
+    assert stages == {"first": 0, "one": 1, "two": 0, "three": 1}, "a newcomer goes where it is needed most"
+    status = farflung("status", "run.ticket", "--once", "--listen", "127.0.0.1", cwd=swarm.folder, COLUMNS="160")
+    assert "stage 1: 2 peers" in status.stdout and status.stdout.count("the bottleneck") == 1, status
+
+    dying = [name for name, stage in stages.items() if stage == 1]
+    heads = [name for name, stage in stages.items() if stage == 0]
+    running.pop(dying[0]).kill()
+    reached = swarm.step(heads[0])
+    until(lambda: swarm.step(heads[0]) > reached + 10)
+    running.pop(dying[1]).kill()  # nobody serves stage 1 any more
+    until(lambda: any("takes it over" in swarm.said(name) for name in heads))
+    for name, process in running.items():
+        assert process.wait(patience(120)) == 0, swarm.said(name)
+    moved, stayed = sorted(heads, key=lambda name: stage_of(swarm, name), reverse=True)
+    assert (stage_of(swarm, moved), stage_of(swarm, stayed)) == (1, 0)
+    started, ended = counted(swarm, 0), counted(swarm, 1)
+    assert {1} <= {*started.values(), *ended.values()} <= {0, 1}
+    # What those that died had learnt since their last step is lost with them, as is what they had in hand.
+    assert len(started - ended) < len(started) / 10
+    assert any(len(event.group) == 2 for event in swarm.events(stayed, RoundEvent))
+    assert swarm.events(moved, JoinedEvent), "it has begun with the copy that others kept of the stage"
+    losses = [event.loss for event in swarm.events(stayed, StepEvent) if event.loss is not None]
+    assert sum(losses[-10:]) / 10 < 3.5, "from 5.5 nats a token, untrained"
+
+    assert farflung("export", stayed, "model", cwd=swarm.folder).returncode == 0
+    model = AutoModelForCausalLM.from_pretrained(swarm.folder / "model")
+    workload = read_settings(swarm.folder / stayed / "config.toml").made_workload()
+    summary = json.loads((swarm.folder / stayed / "summary.json").read_text())
+    loss = workload.evaluate(model.eval(), 2, torch.device("cpu"))
+    assert loss == pytest.approx(summary["validation_loss"], abs=1e-4)
+
+
+REFUSED: list[tuple[list[object], str]] = [
+    (["--stages", 1], "a swarm has two stages or more; say how many with --stages"),
+    (["--shard", 2], "shard is 2, but a peer of a swarm is one process with one stage"),
+    (["--routes", "random"], "routes is 'random', but a peer of a swarm"),
+    (["--pipeline-schedule", "gpipe"], "pipeline_schedule is 'gpipe', but a peer of a swarm"),
+    (["--offload"], "leave out --offload"),
+    (["--batch-size", 3], "choose a multiple of 4, or set --microbatches"),
+    (["--tail-average", 0.5], "leave out --tail-average"),
+    (["--stages", 3, "--batch-size", 6], "layers"),
+    (["--network", "simulated"], "peers meet on the internet"),
+    (["--method", "ddp"], "ddp"),
+    (["--boundary", "nonsense"], "choose one of"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "told"), REFUSED, ids=lambda value: str(value)[:40])
+def test_what_a_swarm_cannot_do_is_refused_before_there_is_a_ticket(
+    arguments: list[object],
+    told: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ("invite", "--name", "x", *SETTINGS, "--swarm", "--stages", 2, "--batch-size", 4, *arguments)
+    assert run_here(monkeypatch, tmp_path, *map(str, words)) == 2
+    captured = capsys.readouterr()
+    assert told in captured.err and len(captured.err.strip().splitlines()) == 1, captured.err
+    assert "[settings]" not in captured.out
+
+
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        (FAMILIES["llama, tied"], "the model's head is its embeddings, which peers of two stages cannot share"),
+        (ROUTED["mixtral"], "a mixture of experts has a loss of all stages, which a swarm does not pass on"),
+    ],
+)
+def test_a_model_whose_stages_share_more_than_hidden_states_is_refused(
+    config: PretrainedConfig, told: str, tmp_path: Path
+) -> None:
+    config.save_pretrained(tmp_path)
+    settings = Settings.of(**SHARED | {"model": str(tmp_path)}, network="internet", sequence_length=32)
+    with pytest.raises(UserError, match=told):
+        check_settings(settings)
+
+
+def test_a_swarm_is_no_run_of_farflung_train(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("train", *SETTINGS, "--swarm", "--stages", 2, "--batch-size", 4)
+    assert run_here(monkeypatch, tmp_path, *map(str, words)) == 2
+    assert "begin it with farflung invite, or leave out --swarm" in capsys.readouterr().err
+
+
+@pytest.fixture
+def ticket(tmp_path: Path) -> Path:
+    """Of a swarm that nobody is in."""
+    write_ticket(tmp_path / "run.ticket", tmp_path / "0.key", "127.0.0.1", free_port(), **SHARED)
+    return tmp_path / "run.ticket"
+
+
+SHARED = {"swarm": True, "stages": 2, "model": "micro", "batch_size": 4, "method": "noloco"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--batch-size", "8"], "batch_size is 8, and 4 in the run; all peers of a swarm have the same"),
+        (["--stages", "4"], "stages is 4, and 2 in the run"),
+        (["--gateway"], "gateway"),
+    ],
+)
+def test_a_peer_whose_microbatches_would_be_others_is_refused(
+    arguments: list[str],
+    told: str,
+    ticket: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert run_here(monkeypatch, ticket.parent, "join", "run.ticket", "--out", "peer", *arguments) == 2
+    assert told in capsys.readouterr().err
+    assert not (ticket.parent / "peer").exists()
+
+
+def test_a_peer_too_small_for_any_stage_is_told_what_it_lacks(tmp_path: Path) -> None:
+    settings = Settings.of(**SHARED, network="internet")
+    assert seats.stages_within_reach(settings, settings, tmp_path) == [0, 1]
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (1000, before[1]))
+    try:
+        with pytest.raises(UserError, match=r"a stage needs about 0\.00\d+ GB; free some, or have the run begun with"):
+            seats.stages_within_reach(settings, settings, tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, before)
+    (tmp_path / "stage").write_text("1\n")
+    assert seats.stages_within_reach(settings, settings, tmp_path) == [1], "it comes back to its own"
+
+
+def test_only_a_swarm_is_exported_by_its_ticket(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_ticket(tmp_path / "run.ticket", tmp_path / "0.key", "127.0.0.1", free_port(), "plain", model="micro")
+    assert run_here(monkeypatch, tmp_path, "export", "run.ticket", "model") == 2
+    assert "plain is no swarm: each of its peers has all of the model" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_newcomers_that_choose_at_once_share_out_the_stages(tmp_path: Path) -> None:
+    port, stages = free_port(), 3
+    write_ticket(tmp_path / "run.ticket", tmp_path / "0.key", "127.0.0.1", port)
+    networks = [join_network(tmp_path, number, "127.0.0.1", port, patience(20)) for number in range(stages)]
+    try:
+        until(lambda: all(len(one.peers.members.proven()) == stages - 1 for one in networks))
+        for number, network in enumerate(networks):
+            network.peers.info.update(trains=False, stage=stages, shapes="alike")
+            (tmp_path / f"{number}").mkdir()
+
+        def choose(number: int) -> None:
+            seats.take_stage(networks[number], [*range(stages)], stages, tmp_path / f"{number}")
+
+        choosing = [threading.Thread(target=choose, args=(number,)) for number in range(stages)]
+        for one in choosing:
+            one.start()
+        for one in choosing:
+            one.join(patience(60))
+        assert sorted(network.peers.info["stage"] for network in networks) == [0, 1, 2]
+    finally:
+        for network in networks:
+            network.close()
+
+
+def test_the_bottleneck_is_the_stage_whose_peers_can_do_least_and_an_empty_one_before_all() -> None:
+    def row(stage: int, capacity: float, state: str = "trains") -> dict[str, Any]:
+        told = {"name": f"{stage}-{capacity}", "queue": 2.0, "microbatches_per_second": 1.0, "step": 1, "heard": 0.0}
+        return {**told, "state": state, "stage": stage, "stages": 3, "capacity": capacity}
+
+    rows = [row(0, 5.0), row(1, 2.0), row(1, 2.0), row(2, 30.0, "gone"), row(2, 4.5)]
+    told = stages_of(rows)
+    assert [line.endswith("the bottleneck") for line in told] == [False, True, False]
+    assert told[1].startswith("stage 1: 2 peers, up to 4.0 microbatches/s, 4 waiting")
+    alone = stages_of([one for one in rows if one["state"] == "gone" or one["stage"] < 2])
+    assert alone[2] == "stage 2: nobody serves it: join, and it is yours · the bottleneck"
+    assert stages_of([{"name": "plain", "state": "trains"}]) == []
+
+
+SHAPES = st.lists(st.lists(st.integers(1, 5), max_size=3).map(tuple), min_size=1, max_size=6)
+
+
+@given(SHAPES)
+def test_weights_come_out_of_a_state_as_they_went_in(shapes: list[tuple[int, ...]]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weights: dict[str, Tensor] = {
+        f"layers.{number % 3}.part{number}": torch.randn(shape, generator=generator)
+        for number, shape in enumerate(shapes)
+    }
+    state = given_by_cells(weights)
+    found = weights_in(state, weights)
+    assert found.keys() == weights.keys() and all(torch.equal(found[name], weights[name]) for name in weights)
+    state.pop(next(iter(state)))
+    with pytest.raises(UserError, match="other shapes"):
+        weights_in(state, weights)
