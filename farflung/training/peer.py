@@ -133,10 +133,8 @@ def _run_peer(
 ) -> None:
     """Trains as one peer, by a `name` if given, until the run's last step, the `first` if need be; tells when `joined`.
 
-    Where nobody answers, says what one `alone` can do.
-
-    Where the peer is an island, each of its processes calls this; the first of them joins. Raises StoppedError,
-    UserError and whatever training raises. Where it does not come to train, the folder stays as it was.
+    Of an island each process calls this, and the first one joins. Where nobody answers, says what one `alone` can do.
+    Raises StoppedError, UserError and what training raises; where it does not come to that, the folder stays as it was.
     """
     folder, told = Path(settings.run.out), list[Trainer]()
 
@@ -162,13 +160,9 @@ def _run_peer(
         network = joining or leaving.enter_context(_following(near, settings, at, ticket, local, tell))
         step = island.step_of(near, settings, folder, at[0]) if resumed else None
         if joining and able:
-            joining.peers.info["stage"] = settings.island.stages  # none yet
-            joining.expect_model(*model_of(settings))
-            seats.take_stage(joining, able, settings.island.stages, folder)
+            _take_stage(joining, able, settings)
         away = island.led(near, settings, "away", joining is not None and _away(joining, settings, step))
-        if owns_folder:
-            launch.prepare(settings, folder, launch.is_begun(folder))
-        island.led(near, settings, "prepared", None)
+        _prepare(near, settings, owns_folder)
         launch.use_cores_of(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
         network.expect_model(*model_of(settings))
         if joining:
@@ -183,9 +177,21 @@ def _run_peer(
                 _begin_together(joining, step or 0, coordination.stop, settings.network.deadline)
             trainer.train(catch_up=away)
             _finish(trainer, near, joining)
-            if joining and able:
-                gather_at_the_end(joining, settings, folder, tell)
-            trainer.island.leave()
+
+
+def _prepare(near: TorchNetwork | None, settings: Settings, owns_folder: bool) -> None:
+    """Has the process that owns the run folder prepare it; the others wait for it."""
+    folder = Path(settings.run.out)
+    if owns_folder:
+        launch.prepare(settings, folder, launch.is_begun(folder))
+    island.led(near, settings, "prepared", None)
+
+
+def _take_stage(network: InternetNetwork, able: list[int], settings: Settings) -> None:
+    """Chooses the stage that this peer of a swarm serves, of those that it is able to."""
+    network.peers.info["stage"] = settings.island.stages  # none yet
+    network.expect_model(*model_of(settings))
+    seats.take_stage(network, able, settings.island.stages, Path(settings.run.out))
 
 
 def _reached_at(network: InternetNetwork | None) -> tuple[int, tuple[str, ...]]:
@@ -198,6 +204,9 @@ def _finish(trainer: Trainer, near: TorchNetwork | None, network: InternetNetwor
     others = {"peers": seen(network)} if network else {}
     summary = finish(trainer, lambda ended: ended(island.alone(near)))
     write_results(trainer, summary | others, tells=island.leads(near))
+    if network and trainer.settings.island.swarm:
+        gather_at_the_end(network, trainer.settings, trainer.folder, trainer.log.warn)
+    trainer.island.leave()
 
 
 @functools.partial(record, error_handler=OneLine())
