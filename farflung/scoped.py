@@ -7,7 +7,7 @@ import logging
 import os
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 _lock = threading.Lock()
 _holders: Counter[str] = Counter()
@@ -49,3 +49,23 @@ def environment(**variables: str) -> Iterator[None]:
     finally:
         for name in ours:
             os.environ.pop(name, None)
+
+
+@contextlib.contextmanager
+def replaced(variables: Mapping[str, str | None]) -> Iterator[None]:
+    """Sets environment variables meanwhile, also those that the user has set; None removes one."""
+    before = {name: os.environ.get(name) for name in variables}
+    put(variables)
+    try:
+        yield
+    finally:
+        put(before)
+
+
+def put(variables: Mapping[str, str | None]) -> None:
+    """Sets environment variables for good; None removes one."""
+    for name, value in variables.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value

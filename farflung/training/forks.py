@@ -6,6 +6,7 @@ imported, and the memory that this takes.
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import runpy
@@ -15,10 +16,15 @@ import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 from multiprocessing import forkserver, resource_tracker
+from multiprocessing.context import ForkServerContext, SpawnContext
 from pathlib import Path
 
+from farflung import scoped
+from farflung.errors import UserError
 from farflung.signals import leave, stop_signals
+from farflung.training.ahead import TOLD
 
 FORKED = sys.platform == "linux"  # elsewhere not every library bears it
 PROCESSES = multiprocessing.get_context("forkserver") if FORKED else multiprocessing.get_context("spawn")
@@ -29,19 +35,33 @@ NEEDED = (
 )
 
 
-def import_ahead(modules: Sequence[str] = NEEDED) -> None:
-    """Has what processes need imported by another one, while this one gets ready to start them."""
+def import_ahead(modules: Sequence[str] = NEEDED) -> ForkServerContext | SpawnContext:
+    """Has what processes need imported by another one, while this one gets ready to start them; returns how to."""
     if not FORKED:
-        return
-    PROCESSES.set_forkserver_preload(list(modules))
-    resource_tracker.ensure_running()  # which lets signals through again that are blocked
-    # It tells how the others have ended, so it must not end by a signal that is for all processes of a terminal; and
-    # none is lost on a fork that has no handlers yet.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {*stop_signals(), signal.SIGQUIT})
-    try:
-        forkserver.ensure_running()
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        return PROCESSES
+    PROCESSES.set_forkserver_preload(["farflung.training.ahead"])
+    # It finds the modules that this process would, and none that only has the name of one and lies where it is started.
+    # No import takes hold of a GPU, which a fork could not use then.
+    needed = {
+        "PYTHONPATH": os.pathsep.join(sys.path),
+        "PYTHONSAFEPATH": "1",
+        "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+        # Whoever kills this process need not be told that what it has left was removed.
+        "PYTHONWARNINGS": ",".join(filter(None, [os.environ.get("PYTHONWARNINGS"), "ignore:resource_tracker"])),
+    }
+    told = json.dumps([[*modules], {name: os.environ.get(name) for name in needed}])
+    with scoped.replaced({**needed, TOLD: told}):
+        resource_tracker.ensure_running()  # which lets signals through again that are blocked
+        # It tells how the others have ended, so it must not end by a signal that is for all processes of a terminal;
+        # and none is lost on a fork that has no handlers yet.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {*stop_signals(), signal.SIGQUIT})
+        try:
+            forkserver.ensure_running()
+        except OSError:  # there is no place for its socket, or too long a way to that
+            return multiprocessing.get_context("spawn")
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    return PROCESSES
 
 
 def hear_signals() -> None:
@@ -51,11 +71,21 @@ def hear_signals() -> None:
 
 @contextmanager
 def none_left(timeout_s: float) -> Iterator[None]:
-    """Ends the processes that were started meanwhile and are still there, however it is left."""
+    """Ends the processes that were started meanwhile and are still there, however it is left.
+
+    These do not run the program first that starts them, which may be a user's own that calls farflung.
+    Raises UserError where the system lets it start no more.
+    """
     before = multiprocessing.active_children()
+    program = sys.modules["__main__"]
+    own, program.__spec__ = program.__spec__, find_spec("farflung.__main__")  # which multiprocessing leaves alone
     try:
         yield
+    except (OSError, EOFError) as error:  # the latter where the process is gone that is forked
+        remedy = "make room: memory, /dev/shm, processes (ulimit -u), open files (ulimit -n)"
+        raise UserError(f"cannot start a run's processes: {error}; {remedy}") from error
     finally:
+        program.__spec__ = own
         left = [process for process in multiprocessing.active_children() if process not in before]
         for process in left:
             process.terminate()

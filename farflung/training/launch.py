@@ -35,7 +35,7 @@ from farflung.training.agreement import all_gather_facts, other_data, refuse_oth
 from farflung.training.events import holds_a_run
 from farflung.training.failures import OneLine, failure_of
 from farflung.training.finish import Endings, ended_together, finish, write_events, write_results
-from farflung.training.forks import PROCESSES, import_ahead, none_left, run_module
+from farflung.training.forks import import_ahead, none_left, run_module
 from farflung.training.kept import Coordination, Kept
 from farflung.training.stopping import Stop, StoppedError
 from farflung.training.terminal import STARTED_HERE, looks_by_itself, say, share_terminal
@@ -308,7 +308,7 @@ def run_processes(settings: Settings, folder: Path, arguments: Sequence[str]) ->
         max_restarts=0,
         logs_specs=DefaultLogsSpecs(log_dir=logs, redirects=Std.ALL),
         shutdown_timeout=round(2 * settings.network.deadline),
-        start_method=PROCESSES.get_start_method(),
+        start_method=import_ahead().get_start_method(),
         signals_to_handle=",".join(number.name for number in (*stop_signals(), signal.SIGQUIT)),
     )
     try:
@@ -318,7 +318,6 @@ def run_processes(settings: Settings, folder: Path, arguments: Sequence[str]) ->
             on_stop_signals(Interrupt()),  # until torch sets handlers of its own, which then go again
             none_left(2 * settings.network.deadline),  # torch ends none while it still starts others
         ):
-            import_ahead()
             elastic_launch(launcher, run_module)(dict(os.environ), ["farflung", *arguments])
     except (SignalException, Interrupted) as error:
         raise StoppedError("stopped by a signal") from error
