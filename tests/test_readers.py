@@ -177,6 +177,7 @@ PARTS += [
 
 @settings(max_examples=1000)
 @given(st.lists(st.sampled_from(PARTS) | st.text(max_size=4), max_size=9).map("/".join))
+@example("unix/\n")
 def test_no_address_raises_where_it_is_used(path: str) -> None:
     address = f"/ip4/5.0.0.1/{path}/p2p/{PEER}"
     for told in (address, f"/{path}/p2p/{PEER}"):

@@ -56,7 +56,7 @@ OnStream = Callable[[Any, asyncio.StreamReader, asyncio.StreamWriter], Awaitable
 def leads_to(address: str, peer: str) -> bool:
     """Whether an address is one of libp2p's, that leads to a peer."""
     place, _, end = address.rpartition("/p2p/")
-    if not place.startswith(PLACES) or end != peer or len(address) > LONGEST_ADDRESS:
+    if not place.startswith(PLACES) or end != peer or len(address) > LONGEST_ADDRESS or not address.isprintable():
         return False
     try:
         return str(Multiaddr(place)) == place and str(readable(address)) == address
