@@ -25,3 +25,14 @@ def test_a_dry_run_tells_what_the_run_then_sends(
     in_all = float(re.findall(r"([\d.,]+) MB in all", told["rounds"])[0])
     # Beside messages, what replicas tell each other about rounds is sent.
     assert 0.9 * summary["bytes_sent"] / 2 < 1e6 * in_all <= 1.01 * summary["bytes_sent"] / 2, summary
+
+    resume = ["train", "--resume", "run", "--steps", "40"]
+    capsys.readouterr()
+    assert run_here(monkeypatch, tmp_path, *resume, "--dry-run") == 0
+    assert "40 steps of" in capsys.readouterr().out
+    assert run_here(monkeypatch, tmp_path, *resume, "--print-config") == 0
+    assert "steps = 40\n" in capsys.readouterr().out
+    assert "steps = 20\n" in (tmp_path / "run" / "config.toml").read_text(), "nothing was changed"
+    assert run_here(monkeypatch, tmp_path, "train", "--resume", "run") == 0  # which ends at once, at step 20
+    assert run_here(monkeypatch, tmp_path, *resume) == 0
+    assert "step 40/40" in capsys.readouterr().out

@@ -261,6 +261,8 @@ def test_the_bottleneck_is_the_stage_whose_peers_can_do_least_and_an_empty_one_b
     alone = stages_of([one for one in rows if one["state"] == "gone" or one["stage"] < 2])
     assert alone[2] == "stage 2: nobody serves it: join, and it is yours · the bottleneck"
     assert stages_of([{"name": "plain", "state": "trains"}]) == []
+    assert stages_of([row(0, 5.0, "gone"), row(1, 2.0, "gone")]) == [], "the run is over"
+    assert stages_of([row(0, 5.0), row(1, 0.0, "begins")])[1].startswith("stage 1: 1 peer, ")
 
 
 SHAPES = st.lists(st.lists(st.integers(1, 5), max_size=3).map(tuple), min_size=1, max_size=6)

@@ -69,6 +69,10 @@ class _Resume:
     """The run folder."""
     restart: bool = False
     """Start the run again from the beginning; its events and checkpoints are removed."""
+    print_config: bool = False
+    """Print the settings that it would go on with, and train nothing."""
+    dry_run: bool = False
+    """Show the whole run's size, bytes, memory and time, and train nothing."""
 
 
 @dataclass(frozen=True)
@@ -213,8 +217,11 @@ def what_is_asked(arguments: list[str]) -> Asked:
         raise UserError("--restart begins a run anew that is there; say which: farflung train --resume RUN --restart")
     settings = _with_replicas(found.settings)
     folder = Path(settings.run.out) if settings.run.out else free_folder(settings.rounds.method)
-    instead = print_config if found.print_config else dry_run if found.dry_run else None
-    return Asked(settings.changed(out=str(folder)), folder, instead=instead)
+    return Asked(settings.changed(out=str(folder)), folder, instead=_instead(found))
+
+
+def _instead(options: Any) -> Callable[[Settings], None] | None:
+    return print_config if options.print_config else dry_run if options.dry_run else None
 
 
 def _resumed(arguments: list[str]) -> Asked:
@@ -235,7 +242,7 @@ def _resumed(arguments: list[str]) -> Asked:
     if options.changes.steps and not options.restart and settings.run.steps < (reached := _last_step(folder)):
         raise UserError(f"--steps is {settings.run.steps}, but {folder} has come to step {reached}; give more")
     refuse_other_weights(before.island, settings.island)
-    return Asked(_with_replicas(settings), folder, not options.restart, options.restart)
+    return Asked(_with_replicas(settings), folder, not options.restart, options.restart, _instead(options))
 
 
 def _refuse_what_is_settled(arguments: list[str], settings: Settings) -> None:

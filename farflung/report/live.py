@@ -191,7 +191,8 @@ def _slowest_step(run: Run) -> int:
 
 def _steps(run: Run) -> int:
     """The steps that the run is to have."""
-    return max(run.all_of(StartEvent), key=lambda start: start.step).steps  # more may be asked for when it goes on
+    starts = reversed(run.all_of(StartEvent))  # of those at one step the last: more may be asked for when it goes on
+    return max(starts, key=lambda start: start.step).steps
 
 
 def _print(console: Console, text: str) -> None:

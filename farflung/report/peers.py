@@ -70,9 +70,13 @@ def cells_of(rows: list[Row]) -> tuple[list[str], list[list[str]]]:
 
 
 def stages_of(rows: list[Row]) -> list[str]:
-    """A line for each stage of a swarm: who serves it, and what they can do; all wait for the stage with the least."""
-    count = max((row.get("stages", 0) for row in rows), default=0)
-    serving = [[row for row in rows if row["state"] == TRAINS and row.get("stage") == s] for s in range(count)]
+    """A line for each stage of a swarm: who serves it, and what they can do; all wait for the stage with the least.
+
+    None where all peers are gone, as at a run's end.
+    """
+    there = [row for row in rows if row["state"] in (TRAINS, BEGINS)]
+    count = max((row.get("stages", 0) for row in there), default=0)
+    serving = [[row for row in there if row.get("stage") == stage] for stage in range(count)]
     able = [sum(row.get("capacity", 0.0) for row in peers) for peers in serving]
     told = []
     for stage, peers in enumerate(serving):
