@@ -28,6 +28,12 @@ settings.register_profile("tests", deadline=None, suppress_health_check=[HealthC
 settings.load_profile("tests")
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The file that takes longest comes first: else one worker may still have all of it when the others are done."""
+    items.sort(key=lambda item: item.path.name != "test_bench.py")
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
     """Whatever the order of tests, each draws the same numbers, and so do the fixtures that it is the first to need."""
