@@ -75,7 +75,7 @@ def test_nothing_is_left_of_the_process_that_imports_ahead(how: str, tmp_path: P
     with tempfile.TemporaryDirectory() as place:  # for its socket, to which tmp_path may be too long a way
         ended = program(tmp_path, how, TMPDIR=place)
         assert ended.returncode == (-signal.SIGKILL if how else 0) and not ended.stderr
-        until(lambda: not os.listdir(place))
+        until(lambda: not list(Path(place).iterdir()))
 
 
 def test_a_system_that_lets_no_process_start_is_a_line(tmp_path: Path) -> None:
