@@ -24,11 +24,8 @@ class Inner:
 ADAMW = Inner(partial(torch.optim.AdamW, betas=(0.9, 0.95), fused=True), lr=3e-3)
 
 
-class SignSGD(torch.optim.Optimizer):
-    """DeMo's (arXiv 2411.19870), which keeps nothing: θ ← θ - lr · (sign(gradient) + weight decay · θ)."""
-
-    def __init__(self, parameters: Any, lr: float = 1e-3, weight_decay: float = 0.0) -> None:
-        super().__init__(parameters, {"lr": lr, "weight_decay": weight_decay})
+class _EachByItself(torch.optim.Optimizer):
+    """Steps that decay each parameter and then move it along its own gradient."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -38,11 +35,24 @@ class SignSGD(torch.optim.Optimizer):
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     parameter.mul_(1 - group["lr"] * group["weight_decay"])
-                    parameter.add_(parameter.grad.sign(), alpha=-group["lr"])
+                    self._move(parameter, parameter.grad, group)
         return loss
 
+    def _move(self, parameter: nn.Parameter, gradient: torch.Tensor, group: dict[str, Any]) -> None:
+        raise NotImplementedError
 
-class Muon(torch.optim.Optimizer):
+
+class SignSGD(_EachByItself):
+    """DeMo's (arXiv 2411.19870), which keeps nothing: θ ← θ - lr · (sign(gradient) + weight decay · θ)."""
+
+    def __init__(self, parameters: Any, lr: float = 1e-3, weight_decay: float = 0.0) -> None:
+        super().__init__(parameters, {"lr": lr, "weight_decay": weight_decay})
+
+    def _move(self, parameter: nn.Parameter, gradient: torch.Tensor, group: dict[str, Any]) -> None:
+        parameter.add_(gradient.sign(), alpha=-group["lr"])
+
+
+class Muon(_EachByItself):
     """For matrices: steps along the orthogonal factor of the gradients' mean, with Nesterov's momentum.
 
     It differs from `torch.optim.Muon` on processors only: most of them have no bfloat16 and are ten times as slow with
@@ -52,24 +62,12 @@ class Muon(torch.optim.Optimizer):
     def __init__(self, matrices: Any, lr: float = 1e-3, weight_decay: float = 0.1, momentum: float = 0.95) -> None:
         super().__init__(matrices, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        """One step; parameters without a gradient stay. Returns what the closure, if there is one, returns."""
-        loss = _loss_of(closure)
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._step(parameter, group)
-        return loss
-
-    def _step(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
-        gradient, state = parameter.grad, self.state[parameter]
-        assert gradient is not None
+    def _move(self, parameter: nn.Parameter, gradient: torch.Tensor, group: dict[str, Any]) -> None:
+        state = self.state[parameter]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(gradient)
         mean = state["momentum_buffer"].lerp_(gradient, 1 - group["momentum"])
         update = _orthogonal(gradient.lerp(mean, group["momentum"]))
-        parameter.mul_(1 - group["lr"] * group["weight_decay"])
         parameter.add_(update, alpha=-group["lr"] * 0.2 * max(parameter.shape) ** 0.5)
 
 

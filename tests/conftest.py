@@ -16,6 +16,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
+    from swarm import Swarm
     from test_internet import Run
 
     from farflung.testing.liars import Liar
@@ -60,6 +61,17 @@ def disk(tmp_path: Path) -> Iterator[Path]:
         pytest.skip("a small disk can only be mounted by root")
     yield folder
     subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+@pytest.fixture
+def swarm(tmp_path: Path) -> Iterator[Swarm]:
+    """Peers in processes of their own, which are there no longer than the test."""
+    from swarm import Swarm  # which imports much, too, that most tests do not need
+
+    made = Swarm(tmp_path)
+    yield made
+    for process in made.processes:
+        process.kill()
 
 
 @pytest.fixture

@@ -14,12 +14,13 @@ from patience import patience, until
 
 PROGRAM = """
 import os, signal, sys
-from farflung.training.forks import import_ahead, none_left, run_module
+from farflung.training.forks import import_ahead, none_left, run_module, starting
 context = import_ahead(sys.argv[2:])
 with none_left(5):
     lock = context.Lock()
     process = context.Process(target=run_module, args=(dict(os.environ), ["a_part"]))
-    process.start()
+    with starting():
+        process.start()
     process.join()
     print("it ended with", process.exitcode, flush=True)
     if sys.argv[1] == "killed":

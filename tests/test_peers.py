@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
@@ -21,14 +20,6 @@ from farflung.events import JoinedEvent, StartEvent, StepEvent, WarningEvent
 from farflung.networks.internet import Identity, Ticket, read_ticket
 from farflung.training import checkpoint
 from farflung.training.events import EventLog
-
-
-@pytest.fixture
-def swarm(tmp_path: Path) -> Iterator[Swarm]:
-    made = Swarm(tmp_path)
-    yield made
-    for process in made.processes:
-        process.kill()
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ import resource
 import signal
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,14 +33,6 @@ from farflung.training import seats
 from farflung.training.launch import check_settings
 
 TWO_STAGES = ("--swarm", "--stages", 2, "--batch-size", 4, "--microbatches", 2, "--eval-every", 1000, "--lr", 0.003)
-
-
-@pytest.fixture
-def swarm(tmp_path: Path) -> Iterator[Swarm]:
-    made = Swarm(tmp_path)
-    yield made
-    for process in made.processes:
-        process.kill()
 
 
 def stage_of(swarm: Swarm, name: str) -> int:

@@ -205,7 +205,7 @@ def _train(
     own: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
     """Trains as a peer, with some settings of its `own`; an island's processes are started to do so `again`."""
-    from farflung.training import island, onlooker, peer
+    from farflung.training import island, onlooker, peer, seats
     from farflung.training.launch import local_rank
 
     folder, local = Path(settings.run.out), seat.local
@@ -223,13 +223,13 @@ def _train(
     come_back = functools.partial(_how_to_come_back, seat.ticket, folder, flags, first)
     with telling_how_to_go_on(come_back, max_hours=settings.run.max_hours):
         with tracking(settings, folder), watched(folder, sys.stderr) as show:
-            seats: list[Any] = []
+            networks: list[Any] = []
 
             def tell(network: Any) -> None:
-                seats.append(network)
-                if len(seats) == 1:  # a peer of a swarm that moves joins again
+                networks.append(network)
+                if len(networks) == 1:  # a peer of a swarm that moves joins again
                     joined(network)
-                    show(lambda: onlooker.seen(seats[-1]))
+                    show(lambda: onlooker.seen(networks[-1]))
 
             if part:
                 show()
@@ -240,7 +240,8 @@ def _train(
                 show()
                 island.launch_all(settings, folder, list(again))
             else:
-                peer.run_peer(ticket, settings, local, first, tell, seat.called, alone)
+                train = lambda first: peer.run_peer(ticket, settings, local, first, tell, seat.called, alone)  # noqa: E731
+                seats.keeping_on(train, first, folder)
         tell_result(folder, sys.stderr)
 
 

@@ -26,7 +26,7 @@ from farflung.networks import Traffic
 from farflung.pipeline.boundaries import Boundary
 from farflung.pipeline.division import Division
 from farflung.pipeline.groups import ProcessGroups
-from farflung.pipeline.island import Ledger
+from farflung.pipeline.island import Island
 from farflung.pipeline.layout import IslandLayout
 from farflung.pipeline.local_model import LocalModel, persistent_buffers
 from farflung.pipeline.routes import Routes, fixed_routes, random_routes
@@ -44,7 +44,7 @@ SCHEDULES = {
 
 
 @dataclass
-class DividedIsland:
+class DividedIsland(Island):
     """One process's part of a replica: `pieces` of the model, sharded or not, on their device.
 
     `seed` is that of batches, routes and samples.
@@ -76,11 +76,6 @@ class DividedIsland:
             n_microbatches=self._microbatches,
             loss_fn=self.pieces[-1].loss,
         )
-
-    @property
-    def part_stem(self) -> str:
-        """See Island."""
-        return self.mesh.file_stem(self.coordinates)
 
     def gradients(self, step: int) -> tuple[float, str]:
         """See Island. Unlike in `WholeIsland`, a gradient that is not finite is a fault."""
@@ -129,16 +124,6 @@ class DividedIsland:
                 else:
                     weight.copy_(self._received(weight.shape, 0))
                     self.traffic.received(weight.nbytes)
-
-    def stay(self) -> None:
-        """See Island."""
-
-    def leave(self) -> None:
-        """See Island."""
-
-    def ledger(self) -> Ledger:
-        """See Island."""
-        return [], []
 
     @torch.no_grad()
     def evaluate(self) -> float:

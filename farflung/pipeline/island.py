@@ -35,7 +35,9 @@ class Island(Protocol):
     traffic: Traffic
 
     @property
-    def part_stem(self) -> str: ...  # noqa: D102
+    def part_stem(self) -> str:
+        """That of a part of a replica, which the others have the rest of."""
+        return self.mesh.file_stem(self.coordinates)
 
     def gradients(self, step: int) -> tuple[float, str]:
         """Computes the clipped gradients of the replica's mean loss in a step.
@@ -54,15 +56,15 @@ class Island(Protocol):
 
     def stay(self) -> None:
         """Is called after the last step, and returns when all others are done with theirs that need this process."""
-        ...
+        return
 
     def leave(self) -> None:
         """Is called when the results are written, and returns when nobody else needs this process any more."""
-        ...
+        return
 
     def ledger(self) -> Ledger:
         """Of the last step, once; empty where a replica's samples are known by their step."""
-        ...
+        return [], []
 
     def evaluate(self) -> float:
         """The workload's measure of the model, without compression between stages. Raises PeerLostError."""
@@ -78,7 +80,7 @@ class Island(Protocol):
 
 
 @dataclass
-class WholeIsland:
+class WholeIsland(Island):
     """A replica that one process has all of; `seed` is that of batches and samples."""
 
     settings: IslandSettings
@@ -89,11 +91,6 @@ class WholeIsland:
     seed: int
     device: torch.device
     traffic: Traffic = field(default_factory=Traffic)
-
-    @property
-    def part_stem(self) -> str:
-        """See Island."""
-        return self.mesh.file_stem(self.coordinates)
 
     def gradients(self, step: int) -> tuple[float, str]:
         """See Island."""
@@ -121,16 +118,6 @@ class WholeIsland:
 
     def after_step(self) -> None:
         """See Island."""
-
-    def stay(self) -> None:
-        """See Island."""
-
-    def leave(self) -> None:
-        """See Island."""
-
-    def ledger(self) -> Ledger:
-        """See Island."""
-        return [], []
 
     def evaluate(self) -> float:
         """See Island."""

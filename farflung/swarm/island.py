@@ -11,7 +11,6 @@ from pathlib import Path
 from statistics import mean
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor, nn
 
 from farflung.errors import UserError
@@ -19,16 +18,13 @@ from farflung.hooks.trained import trainable
 from farflung.networks import SharedState, Traffic
 from farflung.pipeline.island import Ledger
 from farflung.pipeline.mesh import Mesh, MeshCoordinates
-from farflung.pipeline.settings import IslandSettings
 from farflung.swarm.copies import Copies
 from farflung.swarm.letters import LostError, Microbatch, ledger_of
 from farflung.swarm.moves import MoveError, Standing, next_move
 from farflung.swarm.seat import Seat, told
 from farflung.swarm.states import given
-from farflung.workloads.base import Divisible
 
 if TYPE_CHECKING:
-    from farflung.networks.internet import InternetNetwork
     from farflung.networks.internet.contact.member import Member
 
 LOOK_SECONDS = 0.2
@@ -65,29 +61,16 @@ class SwarmIsland:
 
     Between `gradients` and `after_step` nothing is computed here, since the weights change. A stage's peers take as
     many steps as the heads do, each with less where they are more.
-
-    Args:
-        network: on which it says which stage it serves.
     """
 
-    def __init__(
-        self,
-        settings: IslandSettings,
-        workload: Divisible,
-        network: InternetNetwork,
-        seed: int,
-        device: torch.device,
-        end: End,
-    ) -> None:
-        self.settings, self.traffic = settings, Traffic()
+    def __init__(self, seat: Seat, end: End) -> None:
+        self._seat, self._network, self.settings, self.traffic = seat, seat.network, seat.settings, Traffic()
         self._steps, self._deadline_s, self._stopping = end.steps, end.deadline_s, end.stopping
-        self._seat = Seat(settings, workload, network, seed, device, self._deadline_s)
-        self.model: nn.Module = self._seat.model
-        self.mesh, self.coordinates = Mesh(Mesh.alike(1).shapes, network.rank), MeshCoordinates(network.rank)
-        stages = Mesh(tuple(settings.shapes()))
-        self.part_stem = stages.file_stem(MeshCoordinates(0, self._seat.stage))
-        self._copies = Copies(network, settings.stages, end.copies, end.copy_every, self._keeps_copies)
-        self._network, self._turns = network, max(1, workload.held_out // self._seat.samples)
+        self.model: nn.Module = seat.model
+        rank = seat.network.rank
+        self.mesh, self.coordinates = Mesh(Mesh.alike(1).shapes, rank), MeshCoordinates(rank)
+        self.part_stem = Mesh(tuple(seat.settings.shapes())).file_stem(MeshCoordinates(0, seat.stage))
+        self._copies = Copies(seat.network, seat.stages, end.copies, end.copy_every, self._keeps_copies)
         self._serving = self._stepping = self._ended = False
         self._loss, self._judged = math.nan, math.nan
         self._ledger: Ledger = ([], [])
@@ -272,7 +255,7 @@ class SwarmIsland:
             async with room, asyncio.timeout(self._deadline_s * self.settings.stages):
                 return await self._seat.held_out(turn)
 
-        running = [asyncio.ensure_future(one(turn)) for turn in range(self._turns)]
+        running = [asyncio.ensure_future(one(turn)) for turn in range(self._seat.turns)]
         left = set(running)
         while left and not self._stopping():
             _, left = await asyncio.wait(left, timeout=LOOK_SECONDS)

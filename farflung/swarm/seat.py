@@ -59,10 +59,13 @@ class Seat:
         device: torch.device,
         patience_s: float,
     ) -> None:
+        self.settings, self.network = settings, network
         self.peers: Peers = network.peers
         self.stage, self.stages, self.parts = int(self.peers.info["stage"]), settings.stages, settings.parts
         self.samples = settings.batch_size // settings.parts
         """Of a microbatch."""
+        self.turns = max(1, workload.held_out // self.samples)
+        """Microbatches of held-out samples."""
         self.learnt = threading.Event()
         """A microbatch has been learnt from."""
         self.weights = threading.Lock()

@@ -70,13 +70,11 @@ def hear_signals() -> None:
 
 
 @contextmanager
-def none_left(timeout_s: float) -> Iterator[None]:
-    """Ends the processes that were started meanwhile and are still there, however it is left.
+def starting() -> Iterator[None]:
+    """While processes are started, which do not run the program first that does: it may be a user's own.
 
-    These do not run the program first that starts them, which may be a user's own that calls farflung.
     Raises UserError where the system lets it start no more.
     """
-    before = multiprocessing.active_children()
     program = sys.modules["__main__"]
     own, program.__spec__ = program.__spec__, find_spec("farflung.__main__")  # which multiprocessing leaves alone
     try:
@@ -86,6 +84,15 @@ def none_left(timeout_s: float) -> Iterator[None]:
         raise UserError(f"cannot start a run's processes: {error}; {remedy}") from error
     finally:
         program.__spec__ = own
+
+
+@contextmanager
+def none_left(timeout_s: float) -> Iterator[None]:
+    """Ends the processes that were started meanwhile and are still there, however it is left."""
+    before = multiprocessing.active_children()
+    try:
+        yield
+    finally:
         left = [process for process in multiprocessing.active_children() if process not in before]
         for process in left:
             process.terminate()

@@ -35,7 +35,7 @@ from farflung.training.agreement import all_gather_facts, other_data, refuse_oth
 from farflung.training.events import holds_a_run
 from farflung.training.failures import OneLine, failure_of
 from farflung.training.finish import Endings, ended_together, finish, write_events, write_results
-from farflung.training.forks import import_ahead, none_left, run_module
+from farflung.training.forks import import_ahead, none_left, run_module, starting
 from farflung.training.kept import Coordination, Kept
 from farflung.training.stopping import Stop, StoppedError
 from farflung.training.terminal import STARTED_HERE, looks_by_itself, say, share_terminal
@@ -317,6 +317,7 @@ def run_processes(settings: Settings, folder: Path, arguments: Sequence[str]) ->
             scoped.environment(**environment),
             on_stop_signals(Interrupt()),  # until torch sets handlers of its own, which then go again
             none_left(2 * settings.network.deadline),  # torch ends none while it still starts others
+            starting(),
         ):
             elastic_launch(launcher, run_module)(dict(os.environ), ["farflung", *arguments])
     except (SignalException, Interrupted) as error:

@@ -25,7 +25,6 @@ from farflung.networks.settings import NetworkSettings
 from farflung.pipeline.boundaries import boundary_named
 from farflung.settings import RunSettings, Settings
 from farflung.signals import Interrupt, on_stop_signals
-from farflung.swarm.moves import MoveError
 from farflung.training import beginning, island, launch, seats
 from farflung.training.failures import OneLine
 from farflung.training.finish import finish, write_results
@@ -112,29 +111,11 @@ def run_peer(
     name: str = "",
     alone: str = "",
 ) -> None:
-    """Trains as `_run_peer` does; a peer of a swarm that takes over another stage joins again."""
-    while True:
-        try:
-            return _run_peer(ticket, settings, local, first, joined, name, alone)
-        except MoveError as move:
-            folder, first = Path(settings.run.out), False
-            seats.leave_stage(folder, move.stage)
-            say(f"{move}; this peer takes it over, and what it had is in {folder / 'earlier'}")
-
-
-def _run_peer(
-    ticket: Ticket,
-    settings: Settings,
-    local: ListenAddress,
-    first: bool,
-    joined: Callable[[InternetNetwork], None],
-    name: str = "",
-    alone: str = "",
-) -> None:
     """Trains as one peer, by a `name` if given, until the run's last step, the `first` if need be; tells when `joined`.
 
     Of an island each process calls this, and the first one joins. Where nobody answers, says what one `alone` can do.
     Raises StoppedError, UserError and what training raises; where it does not come to that, the folder stays as it was.
+    Raises MoveError where this peer of a swarm is to serve another stage.
     """
     folder, told = Path(settings.run.out), list[Trainer]()
 
@@ -236,11 +217,13 @@ def _joining(
 ) -> InternetNetwork:
     """Joins the run. Raises UserError."""
     parts, folder = internet(), Path(settings.run.out)
+    from farflung.swarm.visits import refuse_visits  # what it imports is an extra, which is there by now
+
     ticket = _with_newer_addresses(ticket, folder / "run.ticket")
     identity = _own_identity(folder, launch.is_begun(folder))
     peers: Peers = parts.Peers(ticket, identity, local, parts.newcomer_info(ticket, name), tell, first)
-    if settings.island.swarm:
-        seats.expect_visits(peers)
+    if settings.island.swarm:  # which may have known it before, and have microbatches for it at once
+        refuse_visits(peers)
     network: InternetNetwork = parts.InternetNetwork(
         peers,
         deadline=settings.network.deadline,

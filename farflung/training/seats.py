@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+from collections.abc import Callable
 from pathlib import Path
 from statistics import mean
 from typing import TYPE_CHECKING
@@ -17,13 +18,13 @@ from farflung.pipeline.assemble import assemble
 from farflung.pipeline.division import divisible, division_of
 from farflung.pipeline.island import Island
 from farflung.settings import Settings
-from farflung.swarm.moves import Standing, stage_for_newcomer
+from farflung.swarm.moves import MoveError, Standing, stage_for_newcomer
 from farflung.training.stopping import Stop
 from farflung.training.terminal import say
 from farflung.workloads import Workload
 
 if TYPE_CHECKING:
-    from farflung.networks.internet import InternetNetwork, Peers
+    from farflung.networks.internet import InternetNetwork
     from farflung.networks.internet.contact.member import Member
 
 BYTES_A_PARAMETER = 32
@@ -38,19 +39,14 @@ def seated(
     seed, waits = settings.run.seed, settings.network
     if not settings.island.swarm:
         return assemble(settings.island, workload, network, settings.mesh(), seed, waits, device)
-    from farflung.swarm.island import End, SwarmIsland  # what it imports is an extra
+    from farflung.swarm.island import End, SwarmIsland  # what these import is an extra
+    from farflung.swarm.seat import Seat
 
     peers: InternetNetwork = network  # type: ignore[assignment]
+    seat = Seat(settings.island, divisible(workload), peers, seed, device, waits.deadline)
     every = settings.run.checkpoint_every or settings.run.steps
     end = End(settings.run.steps, waits.deadline, lambda: stop.requested, folder / "copies", every)
-    return SwarmIsland(settings.island, divisible(workload), peers, seed, device, end), network
-
-
-def expect_visits(peers: Peers) -> None:
-    """Before it joins a swarm, which may have known it before, and have microbatches for it at once."""
-    from farflung.swarm.visits import refuse_visits
-
-    refuse_visits(peers)
+    return SwarmIsland(seat, end), network
 
 
 def _refuse_other_microbatches(settings: Settings, shared: Settings) -> None:
@@ -89,8 +85,21 @@ def furthest(network: InternetNetwork) -> int:
     return max((one.step for one in network.peers.members.in_good_standing() if "serves" in one.facts), default=0)
 
 
-def leave_stage(folder: Path, other: int) -> None:
-    """Puts what a peer has of its stage aside, so that it begins anew with another one's. Raises UserError."""
+def keeping_on(train: Callable[[bool], None], first: bool, folder: Path) -> None:
+    """Trains, perhaps as the `first` peer; one of a swarm that is to serve another stage joins again. Raises UserError.
+
+    What it has of its stage is put aside in its folder then.
+    """
+    while True:
+        try:
+            return train(first)
+        except MoveError as move:
+            first = False
+            _leave_stage(folder, move.stage)
+            say(f"{move}; this peer takes it over, and what it had is in {folder / 'earlier'}")
+
+
+def _leave_stage(folder: Path, other: int) -> None:
     kept = folder / "stage"
     before = kept.read_text("utf-8").strip() if kept.exists() else "none"
     aside = folder / "earlier" / f"{len(list((folder / 'earlier').glob('*')))}-stage-{before}"
