@@ -19,6 +19,10 @@ context = import_ahead(sys.argv[2:])
 with none_left(5):
     lock = context.Lock()
     process = context.Process(target=run_module, args=(dict(os.environ), ["a_part"]))
+    if sys.argv[1] == "interrupted":  # before the fork is there, which then does not find the lock
+        process.lock = lock
+        signal.signal(signal.SIGALRM, lambda *_: sys.exit("interrupted"))
+        signal.setitimer(signal.ITIMER_REAL, 0.5)
     with starting():
         process.start()
     process.join()
@@ -34,6 +38,7 @@ names = ("PYTHONPATH", "PYTHONSAFEPATH", "PYTHONWARNINGS", "PYTORCH_NVML_BASED_C
 print("imported ahead:", "ahead" in sys.modules, "set:", [name for name in names if name in os.environ], flush=True)
 """
 
+SLOW = "import time; time.sleep(2)"
 DEADLY = "import os; os._exit(1)"
 TRAP = "raise RuntimeError('a file that only has the name of a module')"
 
@@ -42,7 +47,8 @@ def program(folder: Path, *arguments: str, where: str = "here", **environment: s
     """Runs it with modules of its own beside it, from where files have names of modules, or else from beside it."""
     (own := folder / "own").mkdir()
     (here := folder / "here").mkdir()
-    for name, text in (("program", PROGRAM), ("a_part", A_PART), ("broken", TRAP), ("ahead", ""), ("deadly", DEADLY)):
+    modules = {"a_part": A_PART, "broken": TRAP, "ahead": "", "deadly": DEADLY, "slow": SLOW}
+    for name, text in {"program": PROGRAM, **modules}.items():
         (own / f"{name}.py").write_text(text)
     for name in ("signal", "tokenize", "transformers", "ahead"):
         (here / f"{name}.py").write_text(TRAP)
@@ -69,6 +75,11 @@ def test_processes_start_where_no_socket_can_be(tmp_path: Path) -> None:
     (far := tmp_path / ("a" * 120)).mkdir()
     ended = program(tmp_path, "", "ahead", where="own", TMPDIR=str(far))
     assert (ended.stdout, ended.stderr) == ("imported ahead: False set: []\nit ended with 0\n", "")
+
+
+def test_a_fork_that_comes_after_its_launcher_was_interrupted_says_nothing(tmp_path: Path) -> None:
+    ended = program(tmp_path, "interrupted", "slow")
+    assert (ended.stdout, ended.stderr) == ("", "interrupted\n")
 
 
 @pytest.mark.parametrize("how", ["", "killed"])

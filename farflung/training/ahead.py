@@ -10,13 +10,18 @@ import contextlib
 import importlib
 import json
 import os
+import select
+import sys
 from multiprocessing import forkserver
 from pathlib import Path
+from types import TracebackType
 
 from farflung import scoped
 
 TOLD = "FARFLUNG_IMPORTS_AHEAD"
 """Set in its environment: the modules, and which environment variables it is to put back."""
+LAST_SECONDS = 10.0
+"""Seconds that a launcher takes to end, at most, once it has begun to."""
 
 
 def _remove_socket() -> None:
@@ -27,9 +32,19 @@ def _remove_socket() -> None:
         socket.parent.rmdir()
 
 
+def _tell_unless_left(launcher: int, error: BaseException, trace: TracebackType | None) -> None:
+    """Prints why a fork did not come to its program, unless its launcher ends, which takes along what forks need."""
+    gone = isinstance(error, (FileNotFoundError, EOFError)) and select.select([launcher], [], [], LAST_SECONDS)[0]
+    if not gone:
+        sys.__excepthook__(type(error), error, trace)
+
+
 if TOLD in os.environ:
     _modules, _before = json.loads(os.environ.pop(TOLD))
     atexit.register(_remove_socket)
+    with contextlib.suppress(OSError, AttributeError):  # systems that have none
+        _launcher = os.pidfd_open(os.getppid())
+        sys.excepthook = lambda _, error, trace: _tell_unless_left(_launcher, error, trace)
     for _name in _modules:
         with contextlib.suppress(Exception):
             importlib.import_module(_name)
