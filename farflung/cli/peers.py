@@ -25,7 +25,7 @@ from farflung.networks.listening import ListenAddress
 from farflung.settings import Settings
 from farflung.signals import on_stop_signals
 from farflung.tables import BETWEEN_PEERS
-from farflung.training.forks import import_ahead
+from farflung.training.forks import BY_PEERS, import_ahead
 from farflung.training.terminal import STARTED_HERE, say
 from farflung.workloads.registry import WORKLOADS
 
@@ -235,7 +235,7 @@ def _train(
                 show()
                 peer.run_part(ticket, settings, local, first, seat.called, alone)
             elif settings.island.divided:
-                import_ahead()
+                import_ahead(BY_PEERS)
                 peer.check_for_internet(settings, local)
                 show()
                 island.launch_all(settings, folder, list(again))

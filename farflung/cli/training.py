@@ -37,7 +37,7 @@ from farflung.files import event_files, holds_no_run
 from farflung.settings import RunSettings, Settings, names_that_may_differ, read_settings
 from farflung.signals import INTERRUPTED
 from farflung.tables import AFTER_RESUME, new_names
-from farflung.training.forks import import_ahead
+from farflung.training.forks import BY_PEERS, BY_REPLICAS, import_ahead
 from farflung.training.terminal import STARTED_HERE
 
 FIRST = ("model", "data", "method", "every", "replicas", "steps", "batch_size", "lr", "network", "out")
@@ -103,6 +103,8 @@ def train(arguments: list[str]) -> None:
         )
     if network.kind.simulate and under_torchrun:
         raise UserError(f"network is {network.network!r}, which one process does alone; start it without torchrun")
+    if not (network.kind.simulate or under_torchrun):
+        import_ahead(BY_PEERS if network.independent else BY_REPLICAS)
     with working("importing torch"):
         from farflung.training.beginning import how_to_go_on
 
@@ -136,8 +138,6 @@ def telling_how_to_go_on(
 
 def _train_all(asked: Asked) -> bool:
     """Starts all replicas from here. Returns whether to tell what has come of them."""
-    if not asked.settings.network.kind.simulate:
-        import_ahead()
     with working("importing torch"):
         from farflung.training import beginning, independent, launch
 

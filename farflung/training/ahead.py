@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -19,7 +20,7 @@ from types import TracebackType
 from farflung import scoped
 
 TOLD = "FARFLUNG_IMPORTS_AHEAD"
-"""Set in its environment: the modules, and which environment variables it is to put back."""
+"""Set in its environment: the modules, which environment variables it is to put back, and its launcher's id."""
 LAST_SECONDS = 10.0
 """Seconds that a launcher takes to end, at most, once it has begun to."""
 
@@ -40,12 +41,20 @@ def _tell_unless_left(launcher: int, error: BaseException, trace: TracebackType 
 
 
 if TOLD in os.environ:
-    _modules, _before = json.loads(os.environ.pop(TOLD))
+    _modules, _before, _pid = json.loads(os.environ.pop(TOLD))
     atexit.register(_remove_socket)
-    with contextlib.suppress(OSError, AttributeError):  # systems that have none
-        _launcher = os.pidfd_open(os.getppid())
+    try:
+        _launcher = os.pidfd_open(_pid)
+    except ProcessLookupError:  # it has ended, and nobody else asks for forks
+        sys.exit()
+    except (OSError, AttributeError):  # a system that has no such thing
+        pass
+    else:
         sys.excepthook = lambda _, error, trace: _tell_unless_left(_launcher, error, trace)
+    gc.disable()  # an import makes no garbage, and looking for it takes a tenth of the time
     for _name in _modules:
         with contextlib.suppress(Exception):
             importlib.import_module(_name)
+    gc.freeze()  # forks need not look through it either, and so share its memory
+    gc.enable()
     scoped.put(_before)

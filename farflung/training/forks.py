@@ -28,14 +28,15 @@ from farflung.training.ahead import TOLD
 
 FORKED = sys.platform == "linux"  # elsewhere not every library bears it
 PROCESSES = multiprocessing.get_context("forkserver") if FORKED else multiprocessing.get_context("spawn")
-NEEDED = (
-    *("farflung.cli.training", "farflung.cli.peers", "farflung.training.launch", "farflung.training.peer"),
+BY_REPLICAS = (
+    *("farflung.cli.training", "farflung.training.launch"),
     *("transformers.models.auto.modeling_auto", "transformers.models.llama.modeling_llama", "transformers.generation"),
     "torch._dynamo",  # which torch imports at an optimizer's first step
 )
+BY_PEERS = (*BY_REPLICAS, "farflung.cli.peers", "farflung.training.peer")
 
 
-def import_ahead(modules: Sequence[str] = NEEDED) -> ForkServerContext | SpawnContext:
+def import_ahead(modules: Sequence[str] = BY_REPLICAS) -> ForkServerContext | SpawnContext:
     """Has what processes need imported by another one, while this one gets ready to start them; returns how to."""
     if not FORKED:
         return PROCESSES
@@ -49,7 +50,7 @@ def import_ahead(modules: Sequence[str] = NEEDED) -> ForkServerContext | SpawnCo
         # Whoever kills this process need not be told that what it has left was removed.
         "PYTHONWARNINGS": ",".join(filter(None, [os.environ.get("PYTHONWARNINGS"), "ignore:resource_tracker"])),
     }
-    told = json.dumps([[*modules], {name: os.environ.get(name) for name in needed}])
+    told = json.dumps([[*modules], {name: os.environ.get(name) for name in needed}, os.getpid()])
     with scoped.replaced({**needed, TOLD: told}):
         resource_tracker.ensure_running()  # which lets signals through again that are blocked
         # It tells how the others have ended, so it must not end by a signal that is for all processes of a terminal;

@@ -23,7 +23,7 @@ from farflung.training import beginning, checkpoint, launch, onlooker, peer
 from farflung.training.events import holds_a_run, tell_death
 from farflung.training.failures import RunFailedError, described_exit
 from farflung.training.finish import finish_apart
-from farflung.training.forks import import_ahead, none_left, run_module, starting
+from farflung.training.forks import BY_PEERS, import_ahead, none_left, run_module, starting
 from farflung.training.stopping import StoppedError, seconds_here
 from farflung.training.terminal import BEGIN_WITH, WATCHED_BY, say, share_terminal
 
@@ -121,7 +121,7 @@ class _Member:
         environment = {**os.environ, **{name: str(value) for name, value in own.items()}}
         arguments = [*JOIN, *where, *(["--first"] if first else [])]
         # A session of its own: a Ctrl-C is for the launcher, which stops all.
-        process = import_ahead().Process(target=run_module, args=(environment, arguments, self.log))
+        process = import_ahead(BY_PEERS).Process(target=run_module, args=(environment, arguments, self.log))
         with starting():
             process.start()
         self.process = process
