@@ -8,6 +8,7 @@ import farflung
 
 PACKAGE = Path(farflung.__file__).parent
 FLOORS = {
+    "durations": 0,
     "errors": 0,
     "findings": 0,
     "cells": 0,

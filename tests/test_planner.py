@@ -485,7 +485,7 @@ def test_one_island_trains_alone(tmp_path: Path) -> None:
 def test_what_training_would_refuse_is_not_planned(tmp_path: Path) -> None:
     """Eight stages of four microbatches."""
     text = "[[machines]]\ncount = 8\nmemory_gb = 24\ntflops = 100\n"
-    with pytest.raises(UserError, match="8 stages x 1 shards: microbatches is 4, too few to fill 8 stages"):
+    with pytest.raises(UserError, match="8 stages × 1 shard: microbatches is 4, too few to fill 8 stages"):
         plan(options(tmp_path / "m.toml", text, model="llama-125m", batch_tokens=4096.0, sequence_length=1024))
 
 

@@ -32,6 +32,7 @@ from farflung.cli.arguments import (
 )
 from farflung.cli.previews import dry_run, print_config
 from farflung.cli.printing import working
+from farflung.durations import duration
 from farflung.errors import UserError, counted
 from farflung.files import event_files, holds_no_run
 from farflung.settings import RunSettings, Settings, names_that_may_differ, read_settings
@@ -179,9 +180,8 @@ def _train_part(asked: Asked) -> bool:
 
 def _announce(asked: Asked) -> None:
     run, island = asked.settings.run, asked.settings.island
-    divided = f" of {island.stages} stages × {island.shard} shards" if island.divided else ""
-    if island.islands:
-        divided = f" of {island.islands} stages x shards"
+    shapes = f"stages x shards {island.islands}" if island.islands else str(island.shapes()[0])
+    divided = f" of {shapes}" if island.divided else ""
     kind = "independent replica" if asked.settings.network.independent else "replica"
     replicas, steps = counted(run.replicas, kind), counted(run.steps, "step")
     print(f"farflung: {replicas}{divided}, {asked.settings.rounds.method}, {steps}; run folder {asked.folder}")
@@ -324,12 +324,15 @@ def tell_result(folder: Path, to: TextIO | None = None, simulated: bool = False)
     sent = summary["bytes_sent"]
     ddp = summary["ddp_bytes"] if summary["rounds"] else 0  # without a round, only notes are sent
     without = f"{told}\n" if (told := missing_from(summary)) else ""
-    took = f"took {summary['seconds']:,.1f} s of simulated time\n" if simulated else ""
+    took = f"took {duration(summary['seconds'])} of simulated time\n" if simulated else ""
     sender = "this peer" if "peers" in summary else "all replicas"
     fewer = f", {ddp / sent:.0f} times fewer than ddp's {ddp / 1e6:,.1f} MB" if sent and ddp else ""
+    traffic = (
+        f"sent by {sender}: {sent / 1e6:,.1f} MB{fewer}\n" if sent else "no round was held, and nothing was sent\n"
+    )
     print(
         f"\n{_losses(summary)}\n"
-        f"sent by {sender}: {sent / 1e6:,.1f} MB{fewer}\n{took}{without}\n"
+        f"{traffic}{took}{without}\n"
         f"{_sample_of(summary)}"
         f"run folder {folder}\nreport     {_report_of(folder)}",
         file=to,
@@ -341,6 +344,8 @@ def _losses(summary: dict[str, Any]) -> str:
     from farflung.report import last_told
 
     own = f"validation loss {summary['validation_loss']:.4f} {summary['measure']}"
+    if summary["replicas"] == 1 and "peers" not in summary:
+        return own
     if "peers" not in summary:
         averaged = f"{summary['validation_loss_averaged']:.4f} with their weights averaged"
         return f"{own} (mean of the replicas), {averaged}"

@@ -110,7 +110,7 @@ def whole_replicas(processes: int, settings: IslandSettings) -> int:
         )
     if processes % count:
         raise UserError(
-            f"{processes} processes cannot be replicas of {settings.stages} stages × {settings.shard} shards; "
+            f"{processes} processes cannot be replicas of {settings.shapes()[0]}; "
             f"start a multiple of {count}, or choose other --stages and --shard"
         )
     return processes // count * len(shapes)

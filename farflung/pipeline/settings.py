@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from farflung.errors import UserError
+from farflung.errors import UserError, counted
 from farflung.tables import AFTER_RESUME, BETWEEN_MACHINES, BETWEEN_PEERS, Checked, setting
 
 PIECES_EACH = {"1f1b": 1, "gpipe": 1, "zero-bubble": 1, "interleaved": 2}
@@ -28,6 +28,9 @@ class IslandShape:
     def processes(self) -> int:
         """All of them."""
         return self.stages * self.shards
+
+    def __str__(self) -> str:
+        return f"{counted(self.stages, 'stage')} × {counted(self.shards, 'shard')}"
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from farflung.errors import counted
+from farflung.pipeline.settings import IslandShape
 from farflung.planner.machines import Cluster
 
 
@@ -31,7 +33,7 @@ class Layout:
 
     def describe(self) -> str:
         """In words."""
-        return f"{self.replicas} islands of {self.stages} stages x {self.shards} shards"
+        return f"{counted(self.replicas, 'island')} of {IslandShape(self.stages, self.shards)}"
 
 
 Resource = tuple[str, int, int]

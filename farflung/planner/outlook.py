@@ -10,6 +10,7 @@ from torch import nn
 
 from farflung.cells import Cell, cells_among
 from farflung.cores import usable_cores
+from farflung.durations import duration
 from farflung.errors import counted
 from farflung.outer import Method, message_bytes, traffic_per_hop
 from farflung.pipeline.settings import IslandSettings
@@ -45,7 +46,7 @@ def outlook(settings: Settings, device: torch.device) -> list[tuple[str, str]]:
         rows.append(("memory", f"{figures(_memory(settings, model, method) / 1e9)} GB a process at most, {RUNTIME}"))
     work = _work(settings, model, parameters) * units * run.steps
     rate = _flops_per_second(device, island.precision) * _devices(device)
-    shown = f"{figures(work / rate / 60)} minutes or more for the steps, all on this machine's {device.type}"
+    shown = f"{duration(work / rate)} or more for the steps, all on this machine's {device.type}"
     return [*rows, ("time", f"{shown} at {figures(rate / 1e9)} GFLOP/s; rounds come on top")]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from farflung.durations import duration
 from farflung.planner.choices import Infeasible
 from farflung.planner.machines import Cluster
 from farflung.planner.plan import Plan
@@ -38,7 +39,7 @@ def plan_table(plans: Sequence[Plan], currency: str) -> Table:
         Column("round", "s", lambda plan: plan.round, figures),
         Column("speed", "tokens/s", lambda plan: plan.tokens_per_second, figures),
         Column("blocked", "% of time", lambda plan: plan.blocked, percent),
-        Column("time", "hours", lambda plan: plan.hours, figures),
+        Column("time", "in all", lambda plan: duration(3600 * plan.hours)),
         Column("in rounds", "TB in all", lambda plan: plan.bytes_sent / 1e12, figures),
         Column("by stages", "TB in all", lambda plan: plan.bytes_inside / 1e12, figures),
         *([Column("cost", currency, lambda plan: plan.price, figures)] if currency else []),

@@ -80,6 +80,17 @@ class Facts(ABC):
         """Whether it is what one peer on the internet does, whose number nobody knows it by."""
         return self.settings.get("network") == "internet"
 
+    @property
+    def asked_for(self) -> int:
+        """How many replicas the run has, on all machines."""
+        return max((start.replicas for start in self.starts), default=0)
+
+    @property
+    def elsewhere(self) -> int:
+        """How many of them have written their events on other machines, into other folders."""
+        here = self.is_one_peer or self.settings.get("independent")
+        return 0 if here else max(0, self.asked_for - len(self.replicas))
+
     def called(self, replica: int) -> str:
         """What a replica is called in the report; a peer on the internet knows no other by its number."""
         return "this peer" if self.is_one_peer else f"replica {replica}"

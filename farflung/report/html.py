@@ -8,6 +8,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from farflung.durations import duration
 from farflung.events import RoundEvent, WarningEvent
 from farflung.files import write_text
 from farflung.methods import RECIPES, defaults_of
@@ -30,6 +31,10 @@ _LOSSES_OF_REPLICAS: _Rows = [
     ("validation loss, each replica", lambda s: ", ".join(map(number, s["validation_loss_per_replica"]))),
 ]
 
+_DISTANCE_NOTE = (
+    "<p>How far the replicas' weights are from their mean: the root mean square over a sample of weights. It is measured "
+    "with the validation loss (<code>--eval-every</code>); where a round ends at the same step, after the round.</p>"
+)
 _COMPRESSION_NOTE = (
     "<p>The share of a message that its packet left out: 0 is nothing, 1 everything. With error feedback, the message "
     "includes what was left out before.</p>"
@@ -68,7 +73,7 @@ def _page(runs: list[Run], plotly: str) -> str:
         _section(f"Loss against {units}", picture(figures.loss_figure(runs, "tokens"))),
         _section("Loss against bytes", picture(figures.loss_figure(runs, "bytes"))),
         _section("Loss against time", _clock_note(runs) + picture(figures.loss_figure(runs, "seconds"))),
-        _section("Consensus distance", picture(figures.consensus_figure(runs))),
+        *_consensus(runs),
         *_compression(runs),
         *each("Adaptation", lambda run: picture(figures.adaptation_figure(run)), figures.adapts),
         *each("Timeline", lambda run: _timeline_note(run) + picture(figures.timeline_figure(run))),
@@ -80,6 +85,12 @@ def _page(runs: list[Run], plotly: str) -> str:
         *(settings if len(runs) == 1 else []),
     ]
     return page(title, sections, plotly)
+
+
+def _consensus(runs: list[Run]) -> list[str]:
+    if not any(run.consensus_distance() for run in runs):
+        return []
+    return [_section("Consensus distance", _DISTANCE_NOTE + picture(figures.consensus_figure(runs)))]
 
 
 def _compression(runs: list[Run]) -> list[str]:
@@ -99,8 +110,8 @@ def _results(runs: list[Run]) -> str:
         ("sent by all replicas", lambda s: nbytes(s["bytes_sent"])),
         ("sending gradients every step would take", _ddp),
         ("rounds of a replica", lambda s: str(s["rounds"])),
-        ("time", lambda s: f"{s['seconds']:.1f} s"),
-        ("of it blocked", lambda s: f"{s['seconds_blocked']:.1f} s{_share(s)}"),
+        ("time", lambda s: duration(s["seconds"])),
+        ("of it blocked", lambda s: duration(s["seconds_blocked"]) + _share(s)),
         ("consensus distance", _distance),
     ]
     results = [run.results() for run in runs]
@@ -108,12 +119,22 @@ def _results(runs: list[Run]) -> str:
     cells = [[escape(label), *(escape(_known(text, result)) for result in results)] for label, text in rows]
     if any(bits):
         place = [label for label, _ in rows].index("replicas × steps")
-        cells.insert(place, ["the first in bits a byte", *("…" if one is None else number(one) for one in bits)])
+        label = f"{rows[1][0]}, in bits for each byte of text"
+        cells.insert(place, [escape(label), *("…" if one is None else number(one) for one in bits)])
     cells.append(["rounds of all replicas, by outcome", *(_outcomes(run) for run in runs)])
     going = "".join(f"<p>{escape(run.name)} has not ended: so far.</p>" for run in runs if not run.ended)
     missing = "".join(f"<p>{escape(run.name)}: {told}.</p>" for run in runs if (told := missing_from(run.results())))
+    elsewhere = "".join(map(_elsewhere, runs))
     unread = "".join(f"<p>{escape(line)}.</p>" for run in runs for line in run.unread())
-    return verdict(runs) + going + missing + unread + _table(runs, cells, best_of(runs))
+    return verdict(runs) + going + missing + elsewhere + unread + _table(runs, cells, best_of(runs))
+
+
+def _elsewhere(run: Run) -> str:
+    """Which replicas are on other machines, as HTML."""
+    if not run.elsewhere:
+        return ""
+    here = f"only {len(run.replicas)} of {run.asked_for} replicas have events in this folder, and pictures show these alone"
+    return f"<p>{escape(run.name)}: {here}. For all, copy the run folders of all machines together.</p>"
 
 
 def _distance(summary: dict[str, Any]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
+from farflung.durations import duration
 from farflung.events import Event, RoundEvent, StartEvent, StepEvent
 from farflung.report.numbers import nbytes
 from farflung.report.read import Run
@@ -39,5 +40,5 @@ def _row(events: list[Event]) -> tuple[str, ...]:
         nbytes(memory[-1]) if memory else "…",
         str(len(rounds)),
         nbytes(sum(event.bytes_sent for event in rounds)),
-        f"{waited:.1f} s",
+        duration(waited),
     )

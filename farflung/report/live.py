@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -13,6 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from farflung.durations import duration
 from farflung.events import EvaluationEvent, Event, StartEvent, StepEvent, WarningEvent
 from farflung.report import peers
 from farflung.report.numbers import nbytes, number
@@ -94,23 +95,31 @@ def _watch_plainly(
         evaluations = run.by_step(EvaluationEvent)
         untold = [step for step, events in evaluations.items() if not any(id(event) in told for event in events)]
         distances = run.consensus_distance() if untold else {}
-        for step in untold:
-            loss = mean([event.validation_loss for event in evaluations[step]])
-            apart = f" · consensus distance {distances[step]:.3g} (sampled)" if step in distances else ""
-            _print(console, f"step {step} · validation loss {number(loss)}{apart}")
-            told |= {id(event): event for event in evaluations[step]}
+        lines = [(one, 1, _evaluation_line(run, one, evaluations[one], distances.get(one))) for one in untold]
+        told |= {id(event): event for one in untold for event in evaluations[one]}
+        if (step := _slowest_step(run)) > told_step and (done or _is_due(step - told_step, told_at, step, _steps(run))):
+            beside = [peers.line(others())] if others else []
+            lines.append(
+                (step, 0, "\n".join([plain_line(run), *beside]))
+            )  # first what was trained, then how it is judged
+            told_step, told_at = step, time.monotonic()
+        for _, _, line in sorted(lines):
+            _print(console, line)
         for warning in run.all_of(WarningEvent):
             if id(warning) not in told:
                 _print(console, f"warning: {_whose(run, warning)}{warning.message}")
                 told[id(warning)] = warning
-        if not (step := _slowest_step(run)):
-            continue
-        due = time.monotonic() - told_at >= PLAIN_SECONDS or step - told_step >= PLAIN_SHARE * _steps(run)
-        if (done or due) and step > told_step:
-            _print(console, plain_line(run))
-            if others:
-                _print(console, peers.line(others()))
-            told_step, told_at = step, time.monotonic()
+
+
+def _is_due(untold_steps: int, told_at: float, step: int, steps: int) -> bool:
+    """Whether the state is to be told in a line again; the last step's always is, before the run's end."""
+    return time.monotonic() - told_at >= PLAIN_SECONDS or untold_steps >= PLAIN_SHARE * steps or step == steps
+
+
+def _evaluation_line(run: Run, step: int, events: Sequence[EvaluationEvent], distance: float | None) -> str:
+    apart = "" if distance is None else f" · consensus distance {distance:.3g} (of sampled weights)"
+    loss = number(mean([event.validation_loss for event in events]))
+    return f"step {step}{_of_whom(run)} · validation loss {loss}{apart}"
 
 
 def table(run: Run) -> Table:
@@ -140,33 +149,39 @@ def table(run: Run) -> Table:
                 f"{last.tokens_per_second:,.0f}",
                 str(last.rounds),
                 nbytes(last.bytes_sent),
-                f"{last.seconds_blocked:.1f} s",
+                duration(last.seconds_blocked),
             )
         else:
-            values = ("0", "…", validation, "…", "0", nbytes(0), "0.0 s")
+            values = ("0", "…", validation, "…", "0", nbytes(0), duration(0))
         shown.add_row("this peer" if alone else str(replica), *values)
     return shown
 
 
 def plain_line(run: Run) -> str:
-    """The state of all replicas in one line."""
+    """The state of all replicas whose events are here, in one line."""
     last = [steps[-1] for replica in run.alive if (steps := run.of(replica, StepEvent))]
     sent = sum(steps[-1].bytes_sent for replica in run.replicas if (steps := run.of(replica, StepEvent)))
     parts = [
-        f"step {_slowest_step(run)}/{_steps(run)}",
+        f"step {_slowest_step(run)}/{_steps(run)}{_of_whom(run)}",
         f"loss {number(mean([event.loss for event in last]))}",
         f"{sum(event.tokens_per_second for event in last):,.0f} {run.units}/s",
-        f"sent {'' if run.is_one_peer else 'by all '}{nbytes(sent)}",
-        f"blocked {number(mean([event.seconds_blocked for event in last]), 1)} s",
-        *(f"consensus distance {last:.3g} (sampled)" for last in list(run.consensus_distance().values())[-1:]),
+        f"sent {'' if run.is_one_peer or run.elsewhere or len(run.replicas) == 1 else 'by all '}{nbytes(sent)}",
+        f"blocked {duration(sum(event.seconds_blocked for event in last) / max(1, len(last)))}",
     ]
     return " · ".join(parts)
+
+
+def _of_whom(run: Run) -> str:
+    """Of which replicas a line tells, where other machines have the others' events."""
+    return f" · on this machine {len(run.replicas)} of {run.asked_for} replicas" if run.elsewhere else ""
 
 
 def _notes(run: Run) -> list[Text]:
     notes = []
     for step, distance in list(run.consensus_distance().items())[-1:]:
-        notes.append(Text(f"consensus distance {distance:.3g} (sampled, at step {step})"))
+        often = f", each {every} steps" if (every := run.settings.get("eval_every")) else ""
+        measured = f"of sampled weights, measured with the validation loss{often}"
+        notes.append(Text(f"consensus distance {distance:.3g} at step {step} ({measured})"))
     for warning in run.all_of(WarningEvent)[-WARNINGS_SHOWN:]:
         notes.append(Text(f"{_whose(run, warning)}{warning.message}", style="yellow"))
     return notes

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from farflung.durations import duration
 from farflung.errors import counted
 from farflung.report.numbers import number
 
@@ -135,7 +136,7 @@ _COLUMNS: dict[str, Callable[[Row], str]] = {
     "loss": _of_trainers(lambda row: number(row["loss"])),
     "tokens/s": _of_trainers(lambda row: f"{row['tokens_per_second']:,.0f}" if row["state"] == TRAINS else ""),
     "rounds": _of_trainers(lambda row: f"{row['rounds']:.0f}"),
-    "heard": lambda row: f"{row['heard']:.0f} s ago",
+    "heard": lambda row: f"{duration(row['heard'], 0)} ago",
 }
 _IN_SWARMS: dict[str, Callable[[Row], str]] = {
     "stage": _of_trainers(lambda row: str(row["stage"])),

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from farflung.durations import duration
 from farflung.files import write_text
 from farflung.hooks.trained import trainable
 from farflung.networks import (
@@ -266,7 +267,7 @@ def _keep_trying(write: Callable[[], None], trainer: Trainer, summary: str = "")
                 raise NoRoomError(f"{fault}; the summary is: {summary}" if summary else fault) from error
         if not told:
             say(
-                f"{fault}; make room: it is tried again for {TRY_FOR_SECONDS / 60:g} minutes, unless you press Ctrl-C. "
+                f"{fault}; make room: it is tried again for {duration(TRY_FOR_SECONDS)}, unless you press Ctrl-C. "
                 f"The summary is: {summary}",
                 urgent=True,
             )

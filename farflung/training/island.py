@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from torch.distributed import HashStore
 
-from farflung.errors import UserError
+from farflung.errors import UserError, counted
 from farflung.networks import Network, SimulatedNetwork, TorchNetwork
 from farflung.pipeline import Mesh
 from farflung.settings import Settings
@@ -59,8 +59,7 @@ def opened(settings: Settings, ticket: Ticket) -> TorchNetwork:
     shape, count = settings.island.shapes()[0], len(near.processes)
     if count != shape.processes:
         raise UserError(
-            f"{shape.stages} stages x {shape.shards} shards are {shape.processes} processes, and {count} are started; "
-            f"start {shape.processes}"
+            f"{shape} take {counted(shape.processes, 'process')}, and {count} came; start {shape.processes}"
         )
     secret = hashlib.sha256(json.dumps([ticket.name, str(ticket.secret)]).encode()).hexdigest()
     (_, (name, first)), *others = all_gather_facts(

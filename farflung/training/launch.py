@@ -109,11 +109,14 @@ def _check_island(settings: Settings) -> None:
 
 def without_rounds(settings: Settings) -> str:
     """A warning for a run that ends before its first round; "" for others."""
+    if settings.run.replicas == 1 and not settings.network.kind.elastic:
+        return ""  # there is nobody to hold it with
     schedule = settings.method().schedule
     first = min(schedule.first(fragment) for fragment in range(schedule.fragments))
     if first <= settings.run.steps:
         return ""
-    return f"no round will be held: the first comes after step {first} of {settings.run.steps}; give a smaller --every"
+    ends = f"the run ends at step {settings.run.steps}, before its first round, which comes after step {first}"
+    return f"{ends}; its replicas exchange nothing; give a smaller --every"
 
 
 def another_method(settings: Settings) -> str:

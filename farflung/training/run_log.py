@@ -25,6 +25,7 @@ from farflung.events import (
 from farflung.hooks.layouts import layout_of
 from farflung.hooks.trained import trainable
 from farflung.networks import Network
+from farflung.networks.base import ALONE
 from farflung.outer import Outcome, Round
 from farflung.pipeline import Island
 from farflung.pipeline.island import Ledger
@@ -36,6 +37,9 @@ from farflung.workloads import Workload
 
 SAMPLED_WEIGHTS = 1024
 """Weights that an evaluation writes down, by which reports estimate the consensus distance of the replicas."""
+
+BY_CHANCE, ALONE_IN_A_ROW = ("nobody", "left over", "late"), 3
+"""Why a peer may well be alone in a round, in words of ALONE; and after how many rounds in a row it is told of that."""
 
 
 @dataclass
@@ -69,6 +73,8 @@ class RunLog:
     def __post_init__(self) -> None:
         self.rate = Rate(self.network)
         self._told_why_alone = set[str]()
+        self._alone = 0
+        """Rounds in a row that it has sat out."""
 
     @property
     def units_per_step(self) -> int:
@@ -149,14 +155,26 @@ class RunLog:
         """A round has ended."""
         before, self.progress.bytes_told = self.progress.bytes_told, self.network.traffic.bytes_sent
         self.events.round(dataclasses.replace(ended, bytes_sent=self.progress.bytes_told - before))
-        if ended.reason and (ended.outcome != Outcome.SAT_OUT or self._tells_why_alone(ended.reason)):
+        if ended.outcome == Outcome.SAT_OUT:
+            self._alone += 1
+            if self._tells_why_alone(ended.reason):
+                self.warn(f"round {ended.round}: {ended.outcome}: {ended.reason}")
+            return
+        self._alone = 0
+        if ended.reason:
             self.warn(f"round {ended.round}: {ended.outcome}: {ended.reason}")
 
     def _tells_why_alone(self, reason: str) -> bool:
-        """Once each, where others come and go; elsewhere now and then one is left over."""
-        new = reason not in self._told_why_alone
+        """Once each, where others come and go, and there are any; elsewhere now and then one is left over.
+
+        To miss others once or twice is no fault: so it goes when a peer or a partner joins.
+        """
+        others = self.network.elastic is not None and len(self.network.members()) > 1
+        by_chance = reason in (ALONE[why] for why in BY_CHANCE) and self._alone < ALONE_IN_A_ROW
+        if not others or by_chance or reason in self._told_why_alone:
+            return False
         self._told_why_alone.add(reason)
-        return new and self.network.elastic is not None
+        return True
 
     def evaluate(self) -> float:
         """Judges the weights as they are now, and writes some of them down. Returns the validation loss."""

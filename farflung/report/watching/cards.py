@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from html import escape
 from typing import TYPE_CHECKING
 
+from farflung.durations import duration
 from farflung.report.islands import wide_table
 from farflung.report.numbers import nbytes, number
 from farflung.report.watching.replica import OVER, Replica
@@ -60,7 +60,9 @@ def _facts(run: Followed) -> dict[str, str]:
         "sent": nbytes(sum(line.bytes_sent for line in lines)),
         "rounds of a replica": str(max((line.rounds for line in lines), default=0)),
         "blocked": _share(sum(line.seconds_blocked for line in lines), sum(line.at for line in lines)),
-        "consensus distance": DOTS if distance is None else f"{distance:.3g} (sampled)",
+        "consensus distance": DOTS
+        if distance is None
+        else f"{distance:.3g} (of sampled weights, at the last evaluation)",
         "time": _time(run, step, steps),
     }
 
@@ -78,11 +80,11 @@ def _state(run: Followed) -> str:
 
 def _time(run: Followed, step: int, steps: int) -> str:
     at = max((one.at for one in run.kept.replicas.values()), default=0.0)
-    told = f"{_lasted(at)}"
+    told = duration(at, 0)
     if run.settings.get("network") == "simulated":
         return f"{told} (simulated)"
     trains = any(run.state(one) == "trains" for one in run.kept.replicas.values())
-    return f"{told}, about {_lasted(at / step * (steps - step))} left" if trains and 0 < step < steps else told
+    return f"{told}, about {duration(at / step * (steps - step), 0)} left" if trains and 0 < step < steps else told
 
 
 def _table(run: Followed) -> str:
@@ -105,7 +107,7 @@ def _table(run: Followed) -> str:
         "rounds": lambda one: str(one.last.rounds) if one.last else "0",
         "since round": lambda one: f"{one.step - one.round_steps[-1]} steps" if one.round_steps else DOTS,
         "sent": lambda one: nbytes(one.last.bytes_sent if one.last else 0),
-        "heard": lambda one: "" if run.state(one) in OVER else f"{_lasted(one.quiet_s(run.now))} ago",
+        "heard": lambda one: "" if run.state(one) in OVER else f"{duration(one.quiet_s(run.now), 0)} ago",
     }
     if any(one.last and one.last.refused for one in replicas):
         columns["refused"] = lambda one: str(sum((one.last.refused or {}).values()) if one.last else 0)
@@ -145,7 +147,7 @@ def _death(run: Followed, one: Replica) -> str:
     return {
         "died": f"has died, at step {one.step}; the others go on without it",
         "dead": f"is dead: its process has ended without a word, after step {one.step}",
-        "silent": f"is silent: it has written nothing for {_lasted(one.quiet_s(run.now))}, since step {one.step}",
+        "silent": f"is silent: it has written nothing for {duration(one.quiet_s(run.now), 0)}, since step {one.step}",
     }.get(run.state(one), "")
 
 
@@ -175,12 +177,3 @@ def _loss(value: float | None, known: bool = False) -> str:
 
 def _share(part: float, whole: float) -> str:
     return f"{part / whole:.1%}" if whole else DOTS
-
-
-def _lasted(seconds: float) -> str:
-    """A time for people."""
-    if seconds < 100:
-        return f"{seconds:.0f} s"
-    if seconds < 86400:
-        return time.strftime("%H:%M:%S", time.gmtime(seconds))
-    return f"{seconds / 86400:.1f} days"

@@ -6,6 +6,7 @@ import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 
+from farflung.durations import duration
 from farflung.networks.internet.contact.frames import plain
 
 STRIKES = 3
@@ -49,7 +50,7 @@ class Guard:
         often = len(strikes) == STRIKES and now - strikes[0] < BAN_SECONDS
         if often and not self.bans(peer) and peer not in self._forgiven:
             self._banned[peer] = now
-            self._tell(f"peer {peer[-8:]} is banned for {BAN_SECONDS / 60:g} minutes: {plain(why)}")
+            self._tell(f"peer {peer[-8:]} is banned for {duration(BAN_SECONDS)}: {plain(why)}")
 
     def delivered(self, peer: str) -> None:
         """A partner in a round has delivered what it had to."""
