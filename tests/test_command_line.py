@@ -426,7 +426,11 @@ def test_a_run_that_ends_before_its_first_round_says_so(
 ) -> None:
     small = ["--network", "simulated", "--model", "micro", *map(str, QUICK), "--out", "run"]
     assert run_here(monkeypatch, tmp_path, "train", *small, "--steps", "8", "--every", "9") == 0
-    assert "no round will be held: the first comes after step 9 of 8" in capsys.readouterr().err
+    assert "the run ends at step 8, before its first round, which comes after step 9" in capsys.readouterr().err
+    assert run_here(monkeypatch, tmp_path, "train", *small, "--replicas", "1", "--steps", "8", "--out", "alone") == 0
+    said = capsys.readouterr()
+    assert "before its first round" not in said.err and "no round was held, and nothing was sent" in said.out
+    assert "averaged" not in said.out and "by all" not in said.out, "there is one replica"
     for arguments in (["--every", "8"], ["--every", "9", "--fragments", "2", "--method", "diloco"]):
         assert not launch.without_rounds(training.what_is_asked(["--steps", "8", *arguments]).settings)
 

@@ -65,6 +65,9 @@ def test_one_with_first_beside_others_that_train_takes_their_state_before_it_tra
     swarm.join("two", "--first")
     until(lambda: swarm.averaged("two") > 0)
     assert swarm.events("two", JoinedEvent)
+    assert not [
+        one.message for one in warnings_of(swarm, "first") + warnings_of(swarm, "two") if "sat out" in one.message
+    ]
     begun, learnt = swarm.events("two", StepEvent)[0], swarm.events("first", StepEvent)
     assert begun.loss < (learnt[0].loss + learnt[40].loss) / 2, "it has not begun with random weights"
 

@@ -32,8 +32,8 @@ _LOSSES_OF_REPLICAS: _Rows = [
 ]
 
 _DISTANCE_NOTE = (
-    "<p>How far the replicas' weights are from their mean: the root mean square over a sample of weights. It is measured "
-    "with the validation loss (<code>--eval-every</code>); where a round ends at the same step, after the round.</p>"
+    "<p>How far the replicas' weights are from their mean: the root mean square over a sample of weights. It is "
+    "measured with the validation loss (<code>--eval-every</code>); where a round ends at that step, after it.</p>"
 )
 _COMPRESSION_NOTE = (
     "<p>The share of a message that its packet left out: 0 is nothing, 1 everything. With error feedback, the message "
@@ -133,8 +133,11 @@ def _elsewhere(run: Run) -> str:
     """Which replicas are on other machines, as HTML."""
     if not run.elsewhere:
         return ""
-    here = f"only {len(run.replicas)} of {run.asked_for} replicas have events in this folder, and pictures show these alone"
-    return f"<p>{escape(run.name)}: {here}. For all, copy the run folders of all machines together.</p>"
+    here = f"{len(run.replicas)} of {run.asked_for} replicas have their events in this folder"
+    return (
+        f"<p>{escape(run.name)}: {here}; pictures, rounds and warnings are of these alone. For all, copy the run "
+        "folders of all machines together, and write the report again.</p>"
+    )
 
 
 def _distance(summary: dict[str, Any]) -> str:

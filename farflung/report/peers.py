@@ -18,6 +18,8 @@ Row = dict[str, Any]
 REFRESH_SECONDS = 3.0
 STATES = TRAINS, BEGINS, GONE, BOOTSTRAP = "trains", "begins", "gone", "bootstrap"
 """What a peer does, as they are listed."""
+WHOLE = 1000
+"""Columns of characters where no terminal says how many there are."""
 NAMED = 3
 """Peers that one line names."""
 
@@ -25,6 +27,8 @@ NAMED = 3
 def show(source: Callable[[], list[Row]], finished: threading.Event, once: bool) -> None:
     """Shows what `source` says of each peer: once, or every few seconds until `finished`."""
     console = Console()
+    if not console.is_terminal:
+        console.width = WHOLE  # who reads a file or a pipe gets all of each line
     if once or not console.is_terminal:
         console.print(table(source()))
         while not once and not finished.wait(REFRESH_SECONDS * 5):
