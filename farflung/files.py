@@ -15,6 +15,12 @@ def beside(path: Path) -> Path:
     return path.with_name(f"{path.name}.{socket.gethostname()}-{os.getpid()}.tmp")
 
 
+def typed(path: Path) -> Path:
+    """The path as one would type it: relative where it lies below the current folder."""
+    here, whole = Path.cwd(), path.absolute()
+    return whole.relative_to(here) if here in whole.parents else path
+
+
 def event_files(folder: Path) -> list[Path]:
     """The files of events in a run folder; those of independent replicas lie in run folders of their own below it."""
     return sorted([*folder.glob("events/*.jsonl"), *folder.glob("replica-*/events/*.jsonl")])

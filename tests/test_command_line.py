@@ -421,6 +421,14 @@ def test_who_was_started_with_nohup_goes_on_when_the_shell_has_ended(tmp_path: P
         assert (folder / "run" / "summary.json").exists(), (folder / "err").read_text()
 
 
+def test_messages_name_folders_as_one_would_type_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    for given, told in ((tmp_path / "here/runs/a", "runs/a"), (tmp_path / "b", str(tmp_path / "b")), ("../c", "../c")):
+        asked = training.what_is_asked(["--out", str(given)])
+        assert str(asked.folder) == asked.settings.run.out == told
+
+
 def test_a_run_that_ends_before_its_first_round_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -429,7 +437,7 @@ def test_a_run_that_ends_before_its_first_round_says_so(
     assert "the run ends at step 8, before its first round, which comes after step 9" in capsys.readouterr().err
     assert run_here(monkeypatch, tmp_path, "train", *small, "--replicas", "1", "--steps", "8", "--out", "alone") == 0
     said = capsys.readouterr()
-    assert "before its first round" not in said.err and "no round was held, and nothing was sent" in said.out
+    assert "before its first round" not in said.err and "no round was held" in said.out
     assert "averaged" not in said.out and "by all" not in said.out, "there is one replica"
     for arguments in (["--every", "8"], ["--every", "9", "--fragments", "2", "--method", "diloco"]):
         assert not launch.without_rounds(training.what_is_asked(["--steps", "8", *arguments]).settings)

@@ -21,6 +21,7 @@ from farflung.cli import helping
 from farflung.cli.arguments import FAILURE, flag, free_folder, given, kinds_among, parse, unset, with_field, without
 from farflung.cli.training import check_trackers, tell_result, telling_how_to_go_on, tracking, watched
 from farflung.errors import UserError, counted
+from farflung.files import typed
 from farflung.networks.listening import ListenAddress
 from farflung.settings import Settings
 from farflung.signals import on_stop_signals
@@ -110,7 +111,7 @@ def invite(arguments: list[str]) -> None:
 
     ticket = onlooker.internet().Ticket.new(options.name, peer.shared_settings(options.settings))
     if options.train:
-        folder = Path(options.settings.run.out) if options.settings.run.out else free_folder(options.name)
+        folder = typed(Path(options.settings.run.out)) if options.settings.run.out else free_folder(options.name)
         run = options.settings.run
         own = {"track": run.track, "track_replicas": run.track_replicas, "max_hours": run.max_hours}
         settings = peer.ticket_settings(ticket).changed(out=str(folder), **own)
@@ -161,7 +162,7 @@ def join(arguments: list[str]) -> None:
     settings = peer.ticket_settings(ticket).changed(**given(options.own))
     if not settings.island.divided:
         _refuse_several("say how they divide the model with --stages or --shard, or start it without torchrun")
-    folder = Path(options.own.out) if options.own.out else free_folder(ticket.name)
+    folder = typed(Path(options.own.out)) if options.own.out else free_folder(ticket.name)
     settings = settings.changed(out=str(folder))
     again = ["join", *arguments, *([] if options.own.out else ["--out", str(folder)])]
     own = {name: value for name, value in given(options.own).items() if name != "out"}

@@ -12,7 +12,7 @@ import tyro
 from farflung.cli.arguments import parse
 from farflung.cli.printing import working
 from farflung.errors import UserError, counted, disk_errors
-from farflung.files import event_files
+from farflung.files import event_files, typed
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def report(arguments: list[str]) -> None:
 
     from farflung.report import write_report
 
-    runs = [run for folder in options.runs for run in _runs_in(folder)]
+    runs = [run for folder in options.runs for run in _runs_in(typed(folder))]
     out = options.out or (runs[0] / "report.html" if len(runs) == 1 else Path("report.html"))
     with disk_errors(f"write {out}", "give another file with --out"):
         unread = write_report(runs, out, options.small)

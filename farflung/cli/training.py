@@ -34,7 +34,7 @@ from farflung.cli.previews import dry_run, print_config
 from farflung.cli.printing import working
 from farflung.durations import duration
 from farflung.errors import UserError, counted
-from farflung.files import event_files, holds_no_run
+from farflung.files import event_files, holds_no_run, typed
 from farflung.settings import RunSettings, Settings, names_that_may_differ, read_settings
 from farflung.signals import INTERRUPTED
 from farflung.tables import AFTER_RESUME, new_names
@@ -216,7 +216,7 @@ def what_is_asked(arguments: list[str]) -> Asked:
     if found.restart:
         raise UserError("--restart begins a run anew that is there; say which: farflung train --resume RUN --restart")
     settings = _with_replicas(found.settings)
-    folder = Path(settings.run.out) if settings.run.out else free_folder(settings.rounds.method)
+    folder = typed(Path(settings.run.out)) if settings.run.out else free_folder(settings.rounds.method)
     return Asked(settings.changed(out=str(folder)), folder, instead=_instead(found))
 
 
@@ -228,7 +228,7 @@ def _resumed(arguments: list[str]) -> Asked:
     given_folder = value_among(arguments, "--resume") or ""
     if not given_folder or given_folder.startswith("--"):
         raise UserError("--resume needs the run's folder: farflung train --resume RUN")
-    folder = Path(given_folder)
+    folder = typed(Path(given_folder))
     there = (folder / "config.toml").exists()
     before = read_settings(folder / "config.toml") if there else Settings()
     _refuse_what_is_settled(arguments, before)
@@ -322,17 +322,18 @@ def tell_result(folder: Path, to: TextIO | None = None, simulated: bool = False)
         return  # all replicas have died
     summary = json.loads((folder / "summary.json").read_text("utf-8"))
     sent = summary["bytes_sent"]
-    ddp = summary["ddp_bytes"] if summary["rounds"] else 0  # without a round, only notes are sent
+    ddp = summary["ddp_bytes"]
     without = f"{told}\n" if (told := missing_from(summary)) else ""
     took = f"took {duration(summary['seconds'])} of simulated time\n" if simulated else ""
     sender = "this peer" if "peers" in summary else "all replicas"
     fewer = f", {ddp / sent:.0f} times fewer than ddp's {ddp / 1e6:,.1f} MB" if sent and ddp else ""
+    held = summary["rounds"]  # without a round, only notes are sent
     traffic = (
-        f"sent by {sender}: {sent / 1e6:,.1f} MB{fewer}\n" if sent else "no round was held, and nothing was sent\n"
+        f"sent by {sender}: {sent / 1e6:,.1f} MB{fewer}" if held else "no round was held: the replicas sent no weights"
     )
     print(
         f"\n{_losses(summary)}\n"
-        f"{traffic}{took}{without}\n"
+        f"{traffic}\n{took}{without}\n"
         f"{_sample_of(summary)}"
         f"run folder {folder}\nreport     {_report_of(folder)}",
         file=to,

@@ -55,10 +55,14 @@ def loss_traces(runs: Sequence[Facts], axis: Axis) -> list[Trace]:
     for colour, run in zip(colours_of(runs), runs, strict=True):
         lighter = {"width": 1.5, "mode": "lines", "opacity": 0.6}
         traces.append(Trace(run, "training", axis, f"{run.name}, training", colour, lighter, bits))
-        for replica in run.replicas if len(runs) == 1 and 1 < len(run.replicas) <= MOST_DOTTED else ():
-            dotted = {"width": 1, "dash": "dot", "mode": "lines", "opacity": 0.6}
-            traces.append(Trace(run, replica, axis, run.called(replica), colour, dotted, bits))
         traces.append(Trace(run, "validation", axis, f"{run.name}, validation", colour, {}, bits))
+        # Above their mean and in other colours: where they are all alike, one line would hide the others.
+        for place, replica in enumerate(
+            run.replicas if len(runs) == 1 and 1 < len(run.replicas) <= MOST_DOTTED else ()
+        ):
+            dotted = {"width": 1.5, "dash": "dot", "mode": "lines"}
+            other = COLOURS[1:][place % (len(COLOURS) - 1)]
+            traces.append(Trace(run, replica, axis, run.called(replica), other, dotted, bits))
     return traces
 
 
@@ -155,6 +159,8 @@ def timeline_figure(run: Run) -> go.Figure:
         last = run.events[replica][-1].at
         bars["compute"].append((busy_from, max(last, busy_from), who))
     for (kind, pieces), colour in zip(bars.items(), (WORK, EXCHANGE, WAITING), strict=True):
+        if not pieces:
+            continue
         figure.add_bar(
             base=[begin for begin, _, _ in pieces],
             x=[end - begin for begin, end, _ in pieces],
@@ -164,8 +170,9 @@ def timeline_figure(run: Run) -> go.Figure:
             marker={"color": colour, "line": {"width": 0}},
             hovertemplate=kind + " from %{base:.3f} s for %{x:.3f} s<extra></extra>",
         )
-    rows = [row for r in reversed(run.replicas) for row in (f"{run.called(r)}, link", run.called(r))]
-    figure.update_layout(barmode="overlay", bargap=0.15, height=190 + 46 * len(run.replicas))
+    links = bool(bars["exchange"])
+    rows = [row for r in reversed(run.replicas) for row in (*([f"{run.called(r)}, link"] * links), run.called(r))]
+    figure.update_layout(barmode="overlay", bargap=0.15, height=190 + 23 * len(rows), showlegend=True)
     figure.update_yaxes(categoryorder="array", categoryarray=rows, showgrid=False)
     return figure
 

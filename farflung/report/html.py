@@ -71,7 +71,7 @@ def _page(runs: list[Run], plotly: str) -> str:
         _section("Results", _results(runs)),
         *(settings if len(runs) > 1 else []),
         _section(f"Loss against {units}", picture(figures.loss_figure(runs, "tokens"))),
-        _section("Loss against bytes", picture(figures.loss_figure(runs, "bytes"))),
+        *_against_bytes(runs),
         _section("Loss against time", _clock_note(runs) + picture(figures.loss_figure(runs, "seconds"))),
         *_consensus(runs),
         *_compression(runs),
@@ -85,6 +85,12 @@ def _page(runs: list[Run], plotly: str) -> str:
         *(settings if len(runs) == 1 else []),
     ]
     return page(title, sections, plotly)
+
+
+def _against_bytes(runs: list[Run]) -> list[str]:
+    if not any(run.results().get("bytes_sent") for run in runs):
+        return []
+    return [_section("Loss against bytes", picture(figures.loss_figure(runs, "bytes")))]
 
 
 def _consensus(runs: list[Run]) -> list[str]:
@@ -119,8 +125,8 @@ def _results(runs: list[Run]) -> str:
     cells = [[escape(label), *(escape(_known(text, result)) for result in results)] for label, text in rows]
     if any(bits):
         place = [label for label, _ in rows].index("replicas × steps")
-        label = f"{rows[1][0]}, in bits for each byte of text"
-        cells.insert(place, [escape(label), *("…" if one is None else number(one) for one in bits)])
+        label = "mean validation loss, in bits a byte of text"
+        cells.insert(place, [label, *("…" if one is None else number(one) for one in bits)])
     cells.append(["rounds of all replicas, by outcome", *(_outcomes(run) for run in runs)])
     going = "".join(f"<p>{escape(run.name)} has not ended: so far.</p>" for run in runs if not run.ended)
     missing = "".join(f"<p>{escape(run.name)}: {told}.</p>" for run in runs if (told := missing_from(run.results())))
@@ -141,6 +147,8 @@ def _elsewhere(run: Run) -> str:
 
 
 def _distance(summary: dict[str, Any]) -> str:
+    if summary["replicas"] == 1:
+        return "none: there is one replica"
     if "sample" in summary and "weight_spread" not in summary:
         return "not known: the others' weights are not in this folder"
     return f"{summary['weight_spread']:.3g} (of {'all' if 'sample' in summary else 'sampled'} weights)"
@@ -227,7 +235,7 @@ def _ddp(summary: dict[str, Any]) -> str:
     sent, ddp = summary["bytes_sent"], summary["ddp_bytes"]
     if sent and not ddp:
         return "not known: the others' runs are not in this folder"
-    return nbytes(ddp) + (f" ({ddp / sent:.0f} times as much)" if sent else "")
+    return nbytes(ddp) + (f" ({ddp / sent:.0f} times as much)" if summary["rounds"] else "")
 
 
 def _share(summary: dict[str, Any]) -> str:

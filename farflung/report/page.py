@@ -19,6 +19,8 @@ from farflung.files import write_text
 
 def picture(figure: go.Figure) -> str:
     """A figure as HTML, which the page's script draws."""
+    if len(figure.data) == 1 and not figure.layout.showlegend:  # which has no legend, nor room for one
+        figure.update_layout(margin_b=60, height=figure.layout.height - 44)
     inside = str(figure.to_json()).replace("<", "\\u003c")  # or a name could end the script
     height = figure.layout.height
     return f'<div style="height:{height}px"></div><script type="application/json" class="figure">{inside}</script>'

@@ -317,6 +317,7 @@ def run_processes(settings: Settings, folder: Path, arguments: Sequence[str]) ->
     try:
         with (
             scoped.quiet("torch.distributed.elastic"),
+            scoped.quiet("torch.multiprocessing.spawn"),
             scoped.environment(**environment),
             on_stop_signals(Interrupt()),  # until torch sets handlers of its own, which then go again
             none_left(2 * settings.network.deadline),  # torch ends none while it still starts others

@@ -18,7 +18,13 @@ function colours() {
     });
   return changes;
 }
+// Where nothing hovers, as on a phone, dragging scrolls the page, and there are no tools in the way.
+const hovers = matchMedia("(hover: hover)").matches;
+const usable = {
+  displaylogo: false, responsive: true, displayModeBar: hovers && "hover", modeBarButtons: [["resetScale2d", "toImage"]],
+};
 function dressed(layout) {
+  if (!hovers) layout.dragmode = false;
   for (const [path, colour] of Object.entries(colours())) {
     const [key, within] = path.split(".");
     if (within) layout[key] = {...layout[key], [within]: colour}; else layout[key] = colour;
@@ -28,7 +34,7 @@ function dressed(layout) {
 function draw() {
   for (const figure of document.querySelectorAll("script.figure")) {
     const {data, layout} = JSON.parse(figure.textContent);
-    Plotly.newPlot(figure.previousElementSibling, data, dressed(layout), {displaylogo: false, responsive: true});
+    Plotly.newPlot(figure.previousElementSibling, data, dressed(layout), usable);
   }
 }
 function apologise(error) {
