@@ -38,7 +38,7 @@ from farflung.workloads import Workload
 SAMPLED_WEIGHTS = 1024
 """Weights that an evaluation writes down, by which reports estimate the consensus distance of the replicas."""
 
-BY_CHANCE, ALONE_IN_A_ROW = ("nobody", "left over", "late"), 3
+BY_CHANCE, ALONE_IN_A_ROW = ("nobody", "left over", "late"), 5
 """Why a peer may well be alone in a round, in words of ALONE; and after how many rounds in a row it is told of that."""
 
 
@@ -74,7 +74,7 @@ class RunLog:
         self.rate = Rate(self.network)
         self._told_why_alone = set[str]()
         self._alone = 0
-        """Rounds in a row that it has sat out."""
+        """Rounds in a row that it has sat out while others were there."""
 
     @property
     def units_per_step(self) -> int:
@@ -156,8 +156,9 @@ class RunLog:
         before, self.progress.bytes_told = self.progress.bytes_told, self.network.traffic.bytes_sent
         self.events.round(dataclasses.replace(ended, bytes_sent=self.progress.bytes_told - before))
         if ended.outcome == Outcome.SAT_OUT:
-            self._alone += 1
-            if self._tells_why_alone(ended.reason):
+            others = self.network.elastic is not None and len(self.network.members()) > 1
+            self._alone = self._alone + 1 if others else 0
+            if others and self._tells_why_alone(ended.reason):
                 self.warn(f"round {ended.round}: {ended.outcome}: {ended.reason}")
             return
         self._alone = 0
@@ -165,13 +166,9 @@ class RunLog:
             self.warn(f"round {ended.round}: {ended.outcome}: {ended.reason}")
 
     def _tells_why_alone(self, reason: str) -> bool:
-        """Once each, where others come and go, and there are any; elsewhere now and then one is left over.
-
-        To miss others once or twice is no fault: so it goes when a peer or a partner joins.
-        """
-        others = self.network.elastic is not None and len(self.network.members()) > 1
+        """Once each; that others were missed by chance, only after some rounds: so it goes when a peer joins."""
         by_chance = reason in (ALONE[why] for why in BY_CHANCE) and self._alone < ALONE_IN_A_ROW
-        if not others or by_chance or reason in self._told_why_alone:
+        if by_chance or reason in self._told_why_alone:
             return False
         self._told_why_alone.add(reason)
         return True
