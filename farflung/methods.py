@@ -38,9 +38,9 @@ class RoundSettings(Checked):
     method: str = "noloco"
     """The method: see `farflung methods`."""
     every: int | None = setting(None, least=1)
-    """Inner steps between rounds; unset: the method's own default, as for all settings of a method."""
+    """Inner steps between two rounds. What is unset here has the method's own default."""
     delay: int | None = setting(None, least=0)
-    """Training steps between sending an update and applying the result."""
+    """Inner steps between a round's start and the moment its result is applied."""
     fragments: int | None = setting(None, least=1)
     """Parts that the model is split into; each is exchanged in its own rounds."""
     outer_lr: float | None = setting(None, above=0)
@@ -50,7 +50,7 @@ class RoundSettings(Checked):
     codec: str | None = None
     """How messages become bytes, such as int8, modulo4, topk2-int2 or ef-lowrank64-int4 (see `farflung methods`)."""
     merge: Literal["kept", "dropped", "mixed", "eager"] | None = None
-    """What becomes of the steps trained during a round."""
+    """What happens to the steps that a replica trains during a round."""
     adapt: bool | None = None
     """Adapt compression and the steps between rounds to the effective rank of the messages."""
     gamma: float | None = setting(None, least=0)
@@ -58,11 +58,11 @@ class RoundSettings(Checked):
     group_size: int | None = setting(None, least=2)
     """Replicas that average with each other in a round (noloco, diloco)."""
     averaging: Literal["whole", "parts"] | None = None
-    """How groups of more than two average: whole: all-gather, as published; parts: reduce-scatter, with fewer bytes."""
+    """How groups of more than two average. whole: all-gather, as published; parts: reduce-scatter, fewer bytes."""
     every_final: int | None = setting(None, least=1)
-    """Inner steps between rounds at the end of the run; reached from every, in equal factors."""
+    """Inner steps between two rounds at the end of the run; --every grows or shrinks to it by a constant factor."""
     robust: Literal["mean", "median", "clipped"] = "mean"
-    """Aggregation rule of groups on the internet: median and clipped tolerate a minority of arbitrary messages."""
+    """How groups on the internet average. median and clipped stay right where a minority sends wrong messages."""
     outer_device: Literal["model", "cpu"] = setting("model", may_differ=BETWEEN_MACHINES)
     """Where anchors and outer momentum are kept: beside the model, or on the CPU."""
 

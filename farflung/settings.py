@@ -68,15 +68,15 @@ class RunSettings(Checked):
     checkpoint_every: int = setting(100, least=0, may_differ=AFTER_RESUME | BETWEEN_PEERS)
     """Inner steps between two checkpoints; 0 writes none until the end."""
     keep_checkpoints: int = setting(2, least=1, may_differ=AFTER_RESUME | BETWEEN_MACHINES)
-    """Older checkpoints are removed once this many newer ones are whole, but for the best by validation loss."""
+    """Checkpoints to keep. Older ones are removed, except the one with the lowest validation loss."""
     track: str = setting("", may_differ=AFTER_RESUME | BETWEEN_MACHINES | BETWEEN_PEERS)
     """Trackers that get the events' figures: tensorboard, wandb, trackio, mlflow, with commas between several."""
     track_replicas: Literal["first", "all"] = setting(
         "first", may_differ=AFTER_RESUME | BETWEEN_MACHINES | BETWEEN_PEERS
     )
-    """Whose figures trackers get: those of the first replica, or of all, each as a run of its own in one group."""
+    """Whose figures trackers get: the first replica's, or those of all, each as its own run in one group."""
     text_share: float = setting(0.02, least=0, most=1, may_differ=AFTER_RESUME | BETWEEN_MACHINES | BETWEEN_PEERS)
-    """The most of its time that the first replica, or a peer, spends on writing text to look at; 0 for none."""
+    """The share of its time, 0 to 1, that the first replica, or a peer, may spend on writing sample text."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class InnerSettings(Checked):
     weight_decay: float = setting(0.1, least=0)
     """The inner optimizer's weight decay."""
     tail_average: float = setting(0.0, least=0, most=1, formerly="late_average")
-    """Tail averaging: the part of the run, at its end, over which weights after rounds are averaged."""
+    """The last part of the run, 0 to 1, over whose rounds the final weights are averaged; 0: no average."""
 
 
 @dataclass(frozen=True)

@@ -127,7 +127,7 @@ def test_help_says_what_may_change_and_what_an_argument_is(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     free = ", ".join(f"--{name.replace('_', '-')}" for name in names_that_may_differ(AFTER_RESUME, Settings()))
-    assert f"Only {free} can be others then" in help_of_command(monkeypatch, capsys, "train")
+    assert f"only {free} can then change" in help_of_command(monkeypatch, capsys, "train")
     assert "farflung export [-h] RUN OUT" in help_of_command(monkeypatch, capsys, "export")
     for command in ("status", "doctor"):
         assert "The ticket's file, or the folder of a run on the internet." in help_of_command(

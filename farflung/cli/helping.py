@@ -42,7 +42,7 @@ def shown(kind: type, first: Sequence[str]) -> type:
     leaves = {leaf.name: leaf for leaf in _leaves(kind)}
     own = [leaf.field for leaf in _own(kind)]
     more: Any = Annotated[bool, Doc("show all options, in groups, and exit")]
-    about = {"__doc__": "What one asks for first; --help-all shows the others."}
+    about = {"__doc__": "The settings to begin with; --help-all shows all."}
     chosen = [leaves[name].field for name in first if name in leaves]
     common = dataclasses.make_dataclass("Common", chosen, frozen=True, namespace=about)
     fields = [_Leaf("help_all", more, False).field, *own, ("common", common, dataclasses.field(default=common()))]

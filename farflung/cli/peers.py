@@ -74,7 +74,7 @@ class JoinOptions(_Peer):
     ticket: tyro.conf.Positional[Path]
     """The ticket's file, or a run folder with one."""
     first: bool = False
-    """Where no other peer answers at once, start the run, or start it again from this peer's checkpoint."""
+    """If no other peer answers, start the run here, or go on from this peer's checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class StatusOptions:
     once: bool = False
     """Show it once, instead of anew every few seconds."""
     local: tyro.conf.OmitArgPrefixes[ListenAddress] = field(default_factory=ListenAddress)
-    """Where this machine listens; only needed where a firewall lets one interface or port through."""
+    """Where this machine listens. Needed only where a firewall lets just one interface or port through."""
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ class ReportOptions:
     out: Path | None = None
     """The file to write; unset: report.html in the run's folder, or here for several runs."""
     small: bool = False
-    """Keep plotly's program out of the report, in a file that all small reports beside it share; do not mail one."""
+    """Write a small report. It needs the file with plotly's program that lies beside it, so do not mail it alone."""
 
     def __post_init__(self) -> None:
         if not self.runs:
@@ -50,7 +50,7 @@ class ExportOptions:
     best: bool = False
     """Export the checkpoint with the least validation loss, instead of what the run ended with."""
     adapter: bool = False
-    """Of a run with --lora: write the adapter alone, as peft loads it; else it is merged into its base model."""
+    """For a run with --lora: write only the adapter, as peft loads it. Without this, it is merged into the model."""
 
 
 def methods(arguments: list[str]) -> None:

@@ -52,7 +52,7 @@ class TrainOptions:
 
     resume: Annotated[
         Path | None,
-        Doc(f"Resume the run in this folder, from its last whole checkpoint. Only {MAY_CHANGE} can be others then."),
+        Doc(f"Go on with the run in this folder, from its last whole checkpoint; only {MAY_CHANGE} can then change."),
     ] = None
     restart: bool = False
     """With --resume: start that run again from the beginning; its events and checkpoints are removed."""
@@ -380,7 +380,7 @@ def _indented(text: str) -> str:
 
 HELP = f"{train.__doc__}" + (
     "\n\nfarflung train [CONFIG.toml] [flags] starts a run: every flag is also a key of the file, and flags win. "
-    "farflung train --resume RUN goes on with one from its last whole checkpoint. It is refused where replicas have no "
-    "checkpoint in common; with --restart, the run begins anew from its settings, and what is in the folder is lost. "
+    "farflung train --resume RUN goes on with one from its last whole checkpoint. This is refused if the replicas have "
+    "no checkpoint in common. --restart then begins the run anew, with its settings, and deletes what it had come to. "
     "Under torchrun, this process becomes one of the replicas, or a part of one."
 )

@@ -31,7 +31,7 @@ class TrackOptions:
     to: str = "tensorboard"
     """tensorboard, wandb, trackio or mlflow; several with commas between them."""
     replicas: Literal["first", "all"] = "first"
-    """Whose figures: the first replica's, or all, each as a run of its own in one group."""
+    """Whose figures: the first replica's, or those of all, each as its own run in one group."""
     follow: bool = False
     """Go on as the run does, until Ctrl-C."""
 
@@ -68,7 +68,7 @@ class WatchOptions:
     runs: tyro.conf.Positional[tuple[Path, ...]]
     """Run folders, and tickets of runs on the internet."""
     port: int = 7447
-    """Where the page is served on this machine; 0 takes a free port."""
+    """The page's port on this machine; 0 takes a free one."""
     open: bool = False
     """Open the page in a browser."""
 

@@ -10,8 +10,8 @@ class ListenAddress:
     """Where a peer can be reached."""
 
     listen: str = "0.0.0.0"
-    """The address of the interface to listen at; 0.0.0.0 for all, with help to get through NAT."""
+    """The address to listen at. 0.0.0.0 is all of this machine's, and gets help to pass NAT."""
     port: int = 0
     """The TCP port to listen at; 0 takes a free one."""
     announce: tuple[str, ...] = ()
-    """libp2p addresses to tell others instead of those found out, such as /ip4/203.0.113.7/tcp/4001."""
+    """The addresses that others are told, in place of those that farflung finds, such as /ip4/203.0.113.7/tcp/4001."""

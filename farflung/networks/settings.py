@@ -20,9 +20,9 @@ class NetworkSettings(Checked):
     starting: float = setting(600.0, above=0, may_differ=BETWEEN_MACHINES)
     """Longest wait for the other replicas to start, in seconds."""
     independent: bool = False
-    """Each replica is a member of its own on this machine, as on the internet: a death costs only that replica."""
+    """Replicas on this machine are separate peers, as on the internet: when one dies, the others train on."""
     restarts: int = setting(3, least=0, may_differ=AFTER_RESUME | BETWEEN_PEERS)
-    """How often an independent replica that dies, or a peer that is several processes, is started again."""
+    """How often a replica is started again when it dies: an independent one, or a peer of several processes."""
     deadline: float = setting(120.0, above=0, may_differ=AFTER_RESUME | BETWEEN_MACHINES | BETWEEN_PEERS)
     """Longest wait for other replicas, in seconds."""
     conditions: str = ""

@@ -52,11 +52,11 @@ class IslandSettings(Checked):
     shard: int = setting(1, least=1, may_differ=AFTER_RESUME | BETWEEN_PEERS)
     """Processes that the parameters of each stage are divided among (FSDP); they share its batch."""
     swarm: bool = False
-    """On the internet: each peer serves one of the stages, and microbatches find their way among those who do."""
+    """On the internet: each peer serves one stage, and each microbatch goes through a peer of every stage."""
     islands: str | None = setting(None, may_differ=AFTER_RESUME)
-    """Replicas that are not alike, as stages x shards of each: "1x1 2x4"; in place of replicas, stages and shard."""
+    """Stages x shards of each replica where they differ: "1x1 2x4"; replaces --replicas, --stages and --shard."""
     gateway: bool = setting(False, may_differ=BETWEEN_PEERS)
-    """On the internet: the first process, at one port, does all of a replica's exchange, and keeps all its anchors."""
+    """On the internet: a replica's first process exchanges for all of them, at one port, and keeps all anchors."""
     pipeline_schedule: Literal["1f1b", "gpipe", "interleaved", "zero-bubble"] = setting(
         "1f1b", may_differ=AFTER_RESUME | BETWEEN_PEERS, formerly="schedule"
     )

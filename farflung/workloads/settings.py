@@ -16,17 +16,17 @@ class LanguageSettings(Checked):
     pretrained: bool = False
     """Start from the model's published weights instead of random ones."""
     lora: int = setting(0, least=0)
-    """Train adapters of this rank (LoRA) beside the published weights, which stay as they are; 0 trains the weights."""
+    """Train adapters of this rank (LoRA), and leave the published weights as they are; 0 trains the weights."""
     lora_modules: str = ""
     """The layers that get adapters, such as q_proj,v_proj; unset: all linear layers but the head."""
     base: str = ""
-    """The hash of the weights that adapters are for; farflung fills it in, and a machine that has others is refused."""
+    """Hash of the weights that adapters belong to. farflung fills it in, and refuses machines with other weights."""
     data: str = setting("stdlib", may_differ=BETWEEN_MACHINES | BETWEEN_PEERS)
-    """stdlib, hf:NAME (hub), or a path or glob of text, JSON Lines, CSV or Parquet; of chats, answers are learnt."""
+    """stdlib, hf:NAME (hub), or a path or glob of text, JSON Lines, CSV or Parquet. Of chats, answers are learnt."""
     tokenizer: str | None = setting(None, may_differ=BETWEEN_MACHINES | BETWEEN_PEERS)
     """bytes, or anything that AutoTokenizer loads; unset: the model's own, or bytes for a preset."""
     force_tokenizer: bool = setting(False, may_differ=AFTER_RESUME)
-    """Train published weights with another tokenizer than their own: each number then means another piece of text."""
+    """Train published weights with a tokenizer that is not theirs, so that each token means other text than before."""
     text_column: str = setting("text", may_differ=BETWEEN_PEERS)
     """The column of JSON Lines, CSV, Parquet and hub data that holds the text."""
     max_tokens: int = setting(100_000_000, least=1000, may_differ=BETWEEN_PEERS)
