@@ -328,9 +328,7 @@ def tell_result(folder: Path, to: TextIO | None = None, simulated: bool = False)
     sender = "this peer" if "peers" in summary else "all replicas"
     fewer = f", {ddp / sent:.0f} times fewer than ddp's {ddp / 1e6:,.1f} MB" if sent and ddp else ""
     held = summary["rounds"]  # without a round, only notes are sent
-    traffic = (
-        f"sent by {sender}: {sent / 1e6:,.1f} MB{fewer}" if held else "no round was held: the replicas sent no weights"
-    )
+    traffic = f"sent by {sender}: {sent / 1e6:,.1f} MB{fewer}" if held else "no round was held"
     print(
         f"\n{_losses(summary)}\n"
         f"{traffic}\n{took}{without}\n"
