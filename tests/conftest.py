@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,6 +24,11 @@ if TYPE_CHECKING:
 
 torch.set_num_threads(1)
 patience.measure()
+
+# Tokens are made once, for all workers; and no test leaves any in a user's own cache.
+CACHE = tempfile.TemporaryDirectory(prefix="farflung-tests-") if "FARFLUNG_CACHE" not in os.environ else None
+if CACHE:
+    os.environ["FARFLUNG_CACHE"] = CACHE.name
 
 # Time is no part of any claim: a test of a busy machine says the same as one of an idle one.
 settings.register_profile("tests", deadline=None, suppress_health_check=[HealthCheck.too_slow])

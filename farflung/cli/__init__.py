@@ -29,6 +29,7 @@ COMMANDS = {
     **dict.fromkeys(("invite", "join", "status", "doctor"), "farflung.cli.peers"),
     **dict.fromkeys(("plan", "simulate"), "farflung.cli.planning"),
     **dict.fromkeys(("methods", "report", "export"), "farflung.cli.runs"),
+    "prepare": "farflung.cli.preparing",
     **dict.fromkeys(("track", "watch"), "farflung.cli.watching"),
     "completion": "farflung.cli.completion",
 }

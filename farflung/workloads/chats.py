@@ -14,7 +14,7 @@ from torch import Tensor
 
 from farflung.errors import UserError, counted
 from farflung.workloads.base import Ids
-from farflung.workloads.data import HELD_OUT_SHARE, evenly, is_held_out
+from farflung.workloads.held_out import HELD_OUT_SHARE, evenly, is_held_out
 from farflung.workloads.settings import LanguageSettings
 from farflung.workloads.templates import ANSWERS, ChatError, Message, Rendered
 from farflung.workloads.text import records
@@ -166,8 +166,7 @@ def _rendered(settings: LanguageSettings, tokenizer: Tokenizer) -> Iterator[Rend
         except ChatError as error:
             raise UserError(f"{at}: the tokenizer's chat template refuses it: {error}; mend or remove it") from error
         yield chat
-        room -= len(chat.tokens)
-        if room <= 0:
+        if room is not None and (room := room - len(chat.tokens)) <= 0:
             return
 
 

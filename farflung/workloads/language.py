@@ -14,22 +14,22 @@ from typing import TYPE_CHECKING, Any
 from farflung.errors import UserError
 from farflung.lazy import Later
 from farflung.workloads.settings import LanguageSettings
-from farflung.workloads.text import documents
+from farflung.workloads.text import documents, no_text
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-    from farflung.workloads import adapters, base, chats, data, decoder, models, tokenizers
+    from farflung.workloads import adapters, base, chats, data, decoder, models, prepared, store, tokenizers
     from farflung.workloads import subspace as subspaces
     from farflung.workloads.base import Batch, Coordinates, Forward, Ids, Load, Reshape, Span
     from farflung.workloads.chats import Chats, Labelled
     from farflung.workloads.data import Data
 else:
     torch, subspaces = Later("torch"), Later("farflung.workloads.subspace")
-    adapters, base, chats, data, decoder, models, tokenizers = (
+    adapters, base, chats, data, decoder, models, prepared, store, tokenizers = (
         Later(f"farflung.workloads.{name}")
-        for name in ("adapters", "base", "chats", "data", "decoder", "models", "tokenizers")
+        for name in ("adapters", "base", "chats", "data", "decoder", "models", "prepared", "store", "tokenizers")
     )
 
 PROMPT_TOKENS = 16
@@ -76,7 +76,11 @@ class Language:
     @cached_property
     def holds_chats(self) -> bool:
         """Whether it trains on the answers of chats. Raises UserError."""
-        return chats.holds_chats(self.settings)
+        return not self._is_prepared and chats.holds_chats(self.settings)
+
+    @property
+    def _is_prepared(self) -> bool:
+        return store.is_store(Path(self.settings.data).expanduser())
 
     @cached_property
     def tokenizer(self) -> tokenizers.Tokenizer:
@@ -115,8 +119,10 @@ class Language:
                 adapters.refuse_other_base(self._base(), self.settings)
         if self.holds_chats:
             chats.check(self.settings, self.tokenizer)
+        elif self._is_prepared:
+            prepared.store_of(self.settings, self.tokenizer)
         elif not any(documents(self.settings.data, self.settings.text_column)):
-            raise data.no_text(self.settings.data)
+            raise no_text(self.settings.data)
 
     def settled(self) -> LanguageSettings:
         """Its settings with the hash of the base, where adapters are trained. Raises UserError."""

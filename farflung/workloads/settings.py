@@ -22,15 +22,15 @@ class LanguageSettings(Checked):
     base: str = ""
     """Hash of the weights that adapters belong to. farflung fills it in, and refuses machines with other weights."""
     data: str = setting("stdlib", may_differ=BETWEEN_MACHINES | BETWEEN_PEERS)
-    """stdlib, hf:NAME (hub), or a path or glob of text, JSON Lines, CSV or Parquet. Of chats, answers are learnt."""
+    """stdlib, hf:NAME (hub), a path or glob of text, JSON Lines, CSV or Parquet, or what farflung prepare has made."""
     tokenizer: str | None = setting(None, may_differ=BETWEEN_MACHINES | BETWEEN_PEERS)
     """bytes, or anything that AutoTokenizer loads; unset: the model's own, or bytes for a preset."""
     force_tokenizer: bool = setting(False, may_differ=AFTER_RESUME)
     """Train published weights with a tokenizer that is not theirs, so that each token means other text than before."""
     text_column: str = setting("text", may_differ=BETWEEN_PEERS)
     """The column of JSON Lines, CSV, Parquet and hub data that holds the text."""
-    max_tokens: int = setting(100_000_000, least=1000, may_differ=BETWEEN_PEERS)
-    """Read at most this many tokens of the data."""
+    max_tokens: int | None = setting(None, least=1000, may_differ=BETWEEN_PEERS)
+    """Read at most this many tokens of the data; unset: all, and 100 million of the hub."""
     sequence_length: int = setting(128, least=2)
     """Tokens in one training sequence."""
     eval_sequences: int = setting(64, least=1)

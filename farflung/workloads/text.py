@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import contextlib
 import glob
 import os
 import shlex
@@ -52,12 +53,31 @@ def records(data: str) -> Iterator[tuple[str, str | Mapping[str, Any]]]:
     if data.startswith("hf:"):
         yield from _rows(data.removeprefix("hf:"), None)
         return
-    paths = _standard_library() if data == "stdlib" else _matching(data)
-    for path in paths:
+    for path in files(data):
         if path.suffix in _LOADERS:
             yield from _rows(_LOADERS[path.suffix], path)
         else:
             yield str(path), _read(path)
+
+
+def files(data: str) -> list[Path]:
+    """The files that `--data` names, in order; not for the hub. Raises UserError where there are none."""
+    return _standard_library() if data == "stdlib" else _matching(data)
+
+
+def version_on_hub(data: str) -> str:
+    """What changes when a data set on the hub does. Raises UserError where it cannot be reached."""
+    import datasets  # slow to import, and only rows need it
+
+    with _reading(data):
+        return str(datasets.load_dataset_builder(data.removeprefix("hf:")).hash)
+
+
+def no_text(data: str) -> UserError:
+    """The error of data in which there is no letter."""
+    if Path(data).is_file() and not Path(data).stat().st_size:
+        return UserError(f"data {data}: the file is empty; give one with text in it")
+    return UserError(f"data {data}: holds no text; give another path, or another text_column")
 
 
 def _standard_library() -> list[Path]:
@@ -111,12 +131,19 @@ def _rows(source: str, path: Path | None) -> Iterator[tuple[str, Mapping[str, An
     import datasets  # slow to import, and only rows need it
 
     where = str(path or f"hf:{source}")
-    try:
+    with _reading(where):
         rows = iter(
             datasets.load_dataset(source, data_files=str(path) if path else None, split="train", streaming=True)
         )
         while (row := next(rows, None)) is not None:
             yield where, row
-    except Exception as error:  # the many kinds that readers and hubs raise
+
+
+@contextlib.contextmanager
+def _reading(where: str) -> Iterator[None]:
+    """Makes a line of what readers and hubs raise, of many kinds."""
+    try:
+        yield
+    except Exception as error:
         first_line = str(error).partition("\n")[0]
         raise UserError(f"data {where}: cannot be read: {first_line}; see that it is there and whole") from error

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +33,15 @@ class Bytes:
     size = 256
     end = 0
 
+    digest = "bytes"
+
     def encode(self, text: str) -> NDArray[np.integer]:
         """The flat tokens of a text, one a byte."""
         return np.frombuffer(text.encode(), dtype=np.uint8)
+
+    def encode_all(self, texts: Sequence[str]) -> Iterator[NDArray[np.integer]]:
+        """The flat tokens of each text."""
+        return map(self.encode, texts)
 
     def decode(self, tokens: list[int]) -> str:
         """The text of some tokens; what is no byte or no UTF-8 becomes replacement characters."""
@@ -84,8 +95,32 @@ class Pretrained:
 
     def encode(self, text: str) -> NDArray[np.integer]:
         """The flat tokens of a text, without special ones."""
-        ids = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        return np.asarray(ids, dtype=np.uint32)
+        return np.concatenate([*self.encode_all([text])])
+
+    @cached_property
+    def digest(self) -> str:
+        """A hash of all that its tokens depend on."""
+        kind, fast = type(self._tokenizer).__name__, getattr(self._tokenizer, "backend_tokenizer", None)
+        rules = fast.to_str() if fast else json.dumps(sorted(self._tokenizer.get_vocab().items()))
+        return hashlib.sha256(f"{kind} {self.end} {rules}".encode()).hexdigest()
+
+    def encode_all(self, texts: Sequence[str]) -> Iterator[NDArray[np.integer]]:
+        """The flat tokens of each text, without special ones; fast tokenizers use all cores.
+
+        A text of more than LONGEST characters is cut at line ends, since its tokens take a hundred times its memory.
+        """
+        pieces = [[*_cut(text)] for text in texts]
+        ids = iter(
+            self._tokenizer(
+                [*chain.from_iterable(pieces)],
+                add_special_tokens=False,
+                return_attention_mask=False,
+                return_token_type_ids=False,
+                verbose=False,
+            )["input_ids"]
+        )
+        for of_text in pieces:
+            yield np.concatenate([np.asarray(next(ids), dtype=np.uint32) for _ in of_text])
 
     def decode(self, tokens: list[int]) -> str:
         """The text of some tokens, without special ones."""
@@ -111,8 +146,21 @@ class Pretrained:
 
 Tokenizer = Bytes | Pretrained
 
+LONGEST = 1 << 20
+"""Characters of text that are made tokens of in one piece."""
+
 FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 """A folder with none of these has no tokenizer, of which AutoTokenizer would make an empty one."""
+
+
+def _cut(text: str) -> Iterator[str]:
+    """Pieces of some LONGEST characters; each ends with a line that another one follows that begins with a letter."""
+    begin = 0
+    for line_end in re.finditer(r"\n(?=\S)", text):
+        if line_end.end() - begin >= LONGEST:
+            yield text[begin : line_end.end()]
+            begin = line_end.end()
+    yield text[begin:]
 
 
 def _byte_level(end: int) -> Any:

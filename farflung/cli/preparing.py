@@ -1,0 +1,76 @@
+"""farflung prepare: text to tokens, before a run needs them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+
+from farflung.cli.arguments import parse
+from farflung.errors import UserError, counted, disk_errors
+
+if TYPE_CHECKING:
+    from farflung.workloads.settings import LanguageSettings
+    from farflung.workloads.store import Told
+
+
+@dataclass(frozen=True)
+class PrepareOptions:
+    """Which text to make tokens of, and where to."""
+
+    data: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="DATA")]
+    """stdlib, hf:NAME (hub), or a path or glob of text, JSON Lines, CSV or Parquet, as for train --data."""
+    out: Path
+    """The folder to write, which is then given to train --data; an interrupted one is gone on with."""
+    tokenizer: str = "bytes"
+    """bytes, or anything that AutoTokenizer loads: the one that the model will be trained with."""
+    text_column: str = "text"
+    """The column of JSON Lines, CSV, Parquet and hub data that holds the text."""
+    max_tokens: int | None = None
+    """Make at most this many tokens; unset: all, and 100 million of the hub."""
+
+
+def prepare(arguments: list[str]) -> None:
+    """Make a store of tokens from text, for train --data; a run makes its own where it is given text."""
+    options = parse(PrepareOptions, arguments, "prepare", prepare.__doc__)
+
+    from farflung.workloads import prepared, store, tokenizers
+    from farflung.workloads.settings import LanguageSettings
+
+    if store.is_store(options.out):
+        raise UserError(f"{options.out} holds a whole store; give another folder with --out, or remove it")
+    there = {path.name for path in options.out.iterdir()} if options.out.exists() else set()
+    if there - {*store.PARTS, store.PROGRESS}:
+        raise UserError(f"{options.out} holds something else; give another folder with --out")
+    settings = LanguageSettings(data=options.data, text_column=options.text_column, max_tokens=options.max_tokens)
+    tokenizer = tokenizers.load(options.tokenizer)
+    with disk_errors(f"write to {options.out}", "make room, and give the same command again"), _bar(settings) as told:
+        made = prepared.make(options.out, settings, tokenizer, told).manifest
+    tokens = made.training + made.held_out
+    print(
+        f"farflung: {options.out} holds {tokens:,} tokens of {counted(made.documents, 'document')}, {made.held_out:,} "
+        f"of them held out; train on it with: farflung train --data {options.out}"
+    )
+
+
+@contextmanager
+def _bar(settings: LanguageSettings) -> Iterator[Told]:
+    """Shows on a terminal how much text has become how many tokens."""
+    if not sys.stderr.isatty():
+        yield lambda *_: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn, TransferSpeedColumn
+
+    from farflung.workloads import text
+
+    sizes = [] if settings.data.startswith("hf:") else [path.stat().st_size for path in text.files(settings.data)]
+    columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TextColumn("{task.fields[tokens]:,} tokens"))
+    with Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True)) as progress:
+        task = progress.add_task("", total=sum(sizes) or None, tokens=0)
+        yield lambda characters, tokens: progress.update(task, completed=characters, tokens=tokens)

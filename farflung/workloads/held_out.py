@@ -1,0 +1,22 @@
+"""What is held out for validation: documents by their number alone, the same ones on every machine."""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+
+from farflung.workloads.base import Ids
+
+HELD_OUT_SHARE = 20
+"""One document in this many is held out for validation."""
+
+
+def is_held_out(number: int) -> bool:
+    """Whether a document is held out: by its number alone, one in HELD_OUT_SHARE on average."""
+    return hashlib.sha256(str(number).encode()).digest()[0] * HELD_OUT_SHARE < 256
+
+
+def evenly(available: int, most: int) -> Ids:
+    """Up to `most` of so many numbers from 0, evenly spread."""
+    return np.linspace(0, available - 1, min(most, available), dtype=np.int64)

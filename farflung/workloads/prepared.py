@@ -1,0 +1,128 @@
+"""Which store a run's data is in: one that the user names, or one in the cache, made there by whoever is first."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from farflung import formats
+from farflung.errors import UserError, disk_errors
+from farflung.files import write_text
+from farflung.workloads import store, text
+from farflung.workloads.settings import LanguageSettings
+from farflung.workloads.store import Store, Told
+from farflung.workloads.tokenizers import Tokenizer
+
+CACHE = "FARFLUNG_CACHE"
+"""The environment variable that says where stores are kept; unset: farflung, in the user's cache folder."""
+LONGEST_S = 24 * 3600.0
+"""Seconds to wait for another process that makes a store."""
+HUB_TOKENS = 100_000_000
+"""The most tokens that are read of the hub, where max_tokens is unset: what is there may be without end."""
+
+
+def cache() -> Path:
+    """The folder that stores are kept in; one of a temporary kind where the usual one cannot be written to."""
+    if given := os.environ.get(CACHE):
+        return Path(given).expanduser()
+    usual = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "farflung"
+    try:
+        usual.mkdir(parents=True, exist_ok=True)
+        writable = os.access(usual, os.W_OK)
+    except OSError:
+        writable = False
+    return usual if writable else Path(tempfile.gettempdir()) / f"farflung-{os.getuid()}"
+
+
+def store_of(settings: LanguageSettings, tokenizer: Tokenizer, told: Told = lambda *_: None) -> Store:
+    """The store of a run's text, made if there is none. Raises UserError."""
+    named = Path(settings.data).expanduser()
+    if store.is_store(named):
+        found = store.read(named)
+        refuse_other_tokenizer(found, tokenizer)
+        return found
+    with disk_errors(f"keep tokens in {cache()}", f"make room, or set {CACHE} to another folder"):
+        folder = cache() / "tokens" / _name(settings, tokenizer)
+        # Who finds it whole needs no lock, so that many processes start at once, from a folder that is read only, too.
+        return _whole(folder) or _made_once(folder, settings, tokenizer, told)
+
+
+def refuse_other_tokenizer(found: Store, tokenizer: Tokenizer) -> None:
+    """Raises UserError for a store whose tokens are another tokenizer's."""
+    if found.manifest.tokenizer != tokenizer.digest:
+        raise UserError(
+            f"data {found.folder}: its tokens are not of the model's tokenizer; "
+            "prepare the text again with --tokenizer as it is given here, or give the one that it was made with"
+        )
+
+
+def _made_once(folder: Path, settings: LanguageSettings, tokenizer: Tokenizer, told: Told) -> Store:
+    """Waits for whoever makes it, which the system ends with that process, and makes it if nobody has."""
+    lock = folder.with_name(f"{folder.name}.lock")
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with FileLock(lock, timeout=LONGEST_S):
+            return _whole(folder) or make(folder, settings, tokenizer, told)
+    except Timeout as error:
+        raise UserError(f"another process has {lock} for a day; end it") from error
+
+
+def _whole(folder: Path) -> Store | None:
+    """The store in a folder of the cache; what is damaged there is removed."""
+    if not store.is_store(folder):
+        return None
+    try:
+        return store.read(folder)
+    except UserError:
+        shutil.rmtree(folder)
+        return None
+
+
+def make(folder: Path, settings: LanguageSettings, tokenizer: Tokenizer, told: Told) -> Store:
+    """Makes a store of a run's text, or goes on with one. Raises UserError where there is none, and OSError."""
+    most = settings.max_tokens or (HUB_TOKENS if settings.data.startswith("hf:") else None)
+    documents = text.documents(settings.data, settings.text_column)
+    try:
+        made = store.write(folder, documents, tokenizer, most, told)
+    except UserError:
+        if not (folder / store.PROGRESS).exists():  # which a later attempt goes on from
+            shutil.rmtree(folder)
+        raise
+    if not made.manifest.documents:
+        shutil.rmtree(folder)
+        raise text.no_text(settings.data)
+    return made
+
+
+def _name(settings: LanguageSettings, tokenizer: Tokenizer) -> str:
+    """Follows from what the text's files hold, and from all else that its tokens depend on.
+
+    Files that were seen before, of the same size and time, are not read for it again.
+    """
+    by = [formats.STORE.version, tokenizer.digest, settings.text_column, settings.max_tokens]
+    if settings.data.startswith("hf:"):
+        return _hash([*by, text.version_on_hub(settings.data)])
+    paths = text.files(settings.data)
+    stats = [path.stat() for path in paths]
+    seen = [[str(path.resolve()), stat.st_size, stat.st_mtime_ns] for path, stat in zip(paths, stats, strict=True)]
+    note = cache() / "seen" / _hash([*by, seen])
+    if note.exists():
+        return note.read_text("utf-8")
+    name = _hash([*by, [[path.suffix, _content(path)] for path in paths]])
+    write_text(note, name)
+    return name
+
+
+def _hash(what: object) -> str:
+    return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:32]
+
+
+def _content(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

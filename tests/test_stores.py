@@ -1,0 +1,249 @@
+"""Stores of tokens: what is in them, made once, whatever interrupts it, and found again."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from hashlib import sha256
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from patience import patience
+from processes import farflung, fill
+
+from farflung.errors import UserError
+from farflung.workloads import prepared, store, tokenizers
+from farflung.workloads.language import Language
+from farflung.workloads.settings import LanguageSettings
+
+SMALL = {"BATCH": 40, "KEPT_EVERY": 100}
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache of the test's own."""
+    monkeypatch.setenv("FARFLUNG_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture(scope="module")
+def pieces(tmp_path_factory: pytest.TempPathFactory) -> tokenizers.Pretrained:
+    """A small byte-pair tokenizer."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    text = Path(__file__).read_text()
+    made.train_from_iterator([text], trainers.BpeTrainer(vocab_size=400, special_tokens=["<end>"]))
+    folder = tmp_path_factory.mktemp("pieces")
+    PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<end>").save_pretrained(folder)
+    return tokenizers.Pretrained(str(folder))
+
+
+def held_out(number: int) -> bool:
+    return sha256(b"%d" % number).digest()[0] < 256 / 20
+
+
+def expected(texts: list[str], most: int | None) -> tuple[bytes, bytes]:
+    """Bytes to train on and held out: a document in twenty, by the hash of its number, or the end of few ones."""
+    parts, room = ([], []), 10**9 if most is None else most
+    texts = [text for text in texts if text]
+    for number, text in enumerate(texts):
+        if room > 0:
+            parts[held_out(number)].append((text.encode() + b"\0")[:room])
+            room -= len(text.encode()) + 1
+    training, judged = (b"".join(part) for part in parts)
+    if len(parts[0]) + len(parts[1]) < 20:
+        all_of_it = training + judged
+        cut = len(all_of_it) - len(all_of_it) // 20
+        return all_of_it[:cut], all_of_it[cut:]
+    return training, judged
+
+
+def held(made: store.Store) -> tuple[bytes, bytes]:
+    return made.training.tobytes(), made.held_out.tobytes()
+
+
+@given(
+    texts=st.lists(st.text(st.characters(codec="utf-8"), max_size=30), min_size=1, max_size=60),
+    most=st.none() | st.integers(1, 900),
+    stops=st.lists(st.integers(0, 60), max_size=3),
+)
+def test_a_store_is_the_documents_one_after_the_other_however_often_it_was_interrupted(
+    texts: list[str], most: int | None, stops: list[int], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("store")
+
+    def until(stop: int) -> Iterator[str]:
+        yield from texts[:stop]
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patched:
+        for name, value in SMALL.items():
+            patched.setattr(store, name, value)
+        for stop in stops:
+            if not store.is_store(folder):
+                try:
+                    store.write(folder, until(stop), tokenizers.Bytes(), most, lambda *_: None)
+                except KeyboardInterrupt:
+                    with (folder / "training.bin").open("ab") as file:
+                        file.write(b"what was written last and is not known to be whole")
+        if not store.is_store(folder):
+            store.write(folder, texts, tokenizers.Bytes(), most, lambda *_: None)
+    assert held(store.read(folder)) == expected(texts, most)
+    assert sorted(path.name for path in folder.iterdir()) == ["held-out.bin", "store.json", "training.bin"]
+
+
+def test_a_tokenizer_of_pieces_gives_what_it_gives_of_each_document(
+    pieces: tokenizers.Pretrained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = [f"{number} def run(self) -> None:\n    return {number}\n" * (number % 7 + 1) for number in range(90)]
+    monkeypatch.setattr(store, "BATCH", 500)
+    made = store.write(tmp_path / "store", texts, pieces, None, lambda *_: None)
+    alone = [
+        [*pieces._tokenizer(text, add_special_tokens=False)["input_ids"], pieces._tokenizer.eos_token_id]
+        for text in texts
+    ]
+    dealt = [
+        [token for number, tokens in enumerate(alone) if held_out(number) == part for token in tokens]
+        for part in (False, True)
+    ]
+    assert [made.training.tolist(), made.held_out.tolist()] == dealt and made.manifest.kind == "uint16"
+
+
+def test_a_long_document_is_cut_at_line_ends_and_has_the_same_tokens(
+    pieces: tokenizers.Pretrained, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "".join(f"line {number}\n\n  and {number * number} more of it\n" for number in range(300))
+    whole = pieces.encode(text)
+    monkeypatch.setattr(tokenizers, "LONGEST", 100)
+    assert len([*tokenizers._cut(text)]) > 50 and np.array_equal(pieces.encode(text), whole)
+
+
+def settings_of(path: Path, **other: object) -> LanguageSettings:
+    return LanguageSettings(data=str(path), sequence_length=8, **other)  # type: ignore[arg-type]
+
+
+def a_text(folder: Path, name: str = "a.txt") -> Path:
+    path = folder / name
+    path.write_text("some words to train on\n" * 200)
+    return path
+
+
+def test_the_same_text_is_prepared_once_wherever_it_lies_and_other_text_again(tmp_path: Path) -> None:
+    told: list[tuple[int, int]] = []
+
+    def prepare(path: Path, **other: object) -> store.Store:
+        return prepared.store_of(settings_of(path, **other), tokenizers.Bytes(), lambda *how: told.append(how))
+
+    first = prepare(a_text(tmp_path))
+    os.utime(tmp_path / "a.txt", (1, 1))
+    shutil.copy(tmp_path / "a.txt", tmp_path / "b.txt")
+    assert [prepare(tmp_path / name).folder for name in ("a.txt", "a.txt", "b.txt")] == [first.folder] * 3
+    assert len(told) == 1
+    (tmp_path / "a.txt").write_text("other words to train on" * 200)
+    assert prepare(tmp_path / "a.txt").folder != first.folder and len(told) == 2
+    assert prepare(tmp_path / "b.txt", max_tokens=1000).manifest.training == 950 and len(told) == 3
+
+
+def test_a_damaged_store_of_the_cache_is_made_again(tmp_path: Path) -> None:
+    settings = settings_of(a_text(tmp_path))
+    made = prepared.store_of(settings, tokenizers.Bytes())
+    before = held(made)
+    os.truncate(made.folder / "training.bin", 100)
+    assert held(prepared.store_of(settings, tokenizers.Bytes())) == before
+
+
+ONE = """
+import os, sys
+from farflung.workloads import prepared, store, tokenizers
+from farflung.workloads.settings import LanguageSettings
+store.BATCH = 1000
+times = []
+made = prepared.store_of(LanguageSettings(data=sys.argv[1]), tokenizers.Bytes(), lambda *how: times.append(how))
+print(bool(times), (made.folder / "training.bin").stat().st_ino, made.training.sum())
+"""
+
+
+def test_of_processes_that_start_together_one_makes_it_and_all_have_it(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps({"text": "words " * 400}) for _ in range(2000)))
+    command = [sys.executable, "-c", ONE, str(tmp_path / "rows.jsonl")]
+    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    said = [process.communicate(timeout=patience(120))[0].split() for process in processes]
+    assert sorted(made for made, *_ in said) == ["False", "False", "True"]
+    assert len({tuple(rest) for _, *rest in said}) == 1
+
+
+def test_a_killed_preparation_goes_on_where_it_was(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps({"text": f"{i} words " * 40}) for i in range(20_000)))
+    program = ONE.replace("store.BATCH = 1000", "store.BATCH, store.KEPT_EVERY = 1000, 100_000").replace(
+        "lambda *how: times.append(how)", "lambda *how: how[1] > 3e6 and os.kill(os.getpid(), 9)"
+    )
+    killed = subprocess.run([sys.executable, "-c", program, str(tmp_path / "rows.jsonl")], timeout=patience(120))
+    assert killed.returncode == -9
+    (left,) = tmp_path.glob("cache/tokens/*/progress.json")
+    assert json.loads(left.read_text())["documents"] > 5000
+    told: list[tuple[int, int]] = []
+    settings = settings_of(tmp_path / "rows.jsonl")
+    made = prepared.store_of(settings, tokenizers.Bytes(), lambda *how: told.append(how))
+    assert told[0][1] > 3e6 - 200_000
+    assert held(made) == expected([f"{i} words " * 40 for i in range(20_000)], None)
+
+
+def test_a_named_store_trains_as_its_text_does(tmp_path: Path) -> None:
+    path = a_text(tmp_path)
+    ended = farflung("prepare", "a.txt", "--out", "store", cwd=tmp_path)
+    assert ended.returncode == 0 and "store holds 4,601 tokens of 1 document" in ended.stdout, ended.stderr
+    of_text, of_store = (Language(settings_of(data)) for data in (path, tmp_path / "store"))
+    of_store.check()
+    ids = of_text.sample_ids(seed=0, replica=1, step=2, size=9)
+    assert of_store.digest() == of_text.digest()
+    assert np.array_equal(ids, of_store.sample_ids(seed=0, replica=1, step=2, size=9))
+    assert of_store.batch(ids).equal(of_text.batch(ids))  # type: ignore[union-attr]
+    again = farflung("prepare", "a.txt", "--out", "store", cwd=tmp_path)
+    assert again.returncode == 2 and "holds a whole store" in again.stderr
+    for name, fault in (("training.bin", "has 100 tokens, and store.json says 4371"), ("store.json", "damaged")):
+        os.truncate(tmp_path / "store" / name, 100)
+        with pytest.raises(UserError, match=fault):
+            of_store.check()
+
+
+def test_a_store_of_another_tokenizer_or_a_later_release_is_refused(
+    pieces: tokenizers.Pretrained, tmp_path: Path
+) -> None:
+    store.write(tmp_path / "store", ["word " * 400], pieces, None, lambda *_: None)
+    with pytest.raises(UserError, match="not of the model's tokenizer; prepare the text again"):
+        Language(settings_of(tmp_path / "store")).check()
+    manifest = tmp_path / "store" / "store.json"
+    manifest.write_text(manifest.read_text().replace('"format": 1', '"format": 99'))
+    with pytest.raises(UserError, match="newer than farflung"):
+        Language(settings_of(tmp_path / "store")).check()
+
+
+def test_a_full_disk_is_a_line_and_the_same_command_goes_on_when_there_is_room(disk: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("some words to train on\n" * 10_000)
+    os.truncate(other := fill(disk), other.stat().st_size - 60_000)
+    command = ("prepare", str(tmp_path / "a.txt"), "--out", str(disk / "store"))
+    full = farflung(*command, cwd=tmp_path)
+    assert full.returncode == 2 and full.stderr.count("\n") == 1 and "No space left" in full.stderr, full.stderr
+    other.unlink()
+    ended = farflung(*command, cwd=tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    assert held(store.read(disk / "store")) == expected([(tmp_path / "a.txt").read_text()], None)
+
+
+def test_a_cache_that_cannot_be_is_a_line_that_says_how_to_have_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("FARFLUNG_CACHE", str(tmp_path / "file"))
+    with pytest.raises(UserError, match="set FARFLUNG_CACHE to another folder"):
+        prepared.store_of(settings_of(a_text(tmp_path)), tokenizers.Bytes())
