@@ -1,7 +1,7 @@
 """Is an adapter that replicas train together better than the one that each would train alone?
 Pre-trains a small Llama on generated text, and then trains LoRA adapters on other text of which each replica has a
-share of its own: each alone, with `farflung train --lora`, and in TRL's SFTTrainer with the callback. A round should
-send four bytes for each value of the adapter. Takes about five minutes on two cores.
+share of its own: with `farflung train --lora` and in TRL's SFTTrainer with the callback, and with each of both alone. A
+round should send four bytes for each value of the adapter. Takes about ten minutes on two cores.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from farflung.workloads import Language
 from farflung.workloads.settings import LanguageSettings
 
 SYLLABLES = [consonant + vowel for consonant in "bdfgklmnprst" for vowel in "aeiou"]
-ALONE, TOGETHER, TRL = "each replica alone", "train --lora", "SFTTrainer"
+ALONE, TOGETHER, TRL_ALONE, TRL = "each replica alone", "train --lora", "SFTTrainer, each replica alone", "SFTTrainer"
 SHARED: Settings = {
     "batch_size": 8,
     "sequence_length": 64,
@@ -111,28 +111,35 @@ def replicas_run(options: Options, settings: Settings, seed: int) -> Result:
         return {"losses": ends, "values": run.summary["parameters"], "bytes": median(rounds) if rounds else None}
 
 
-def trl_run(options: Options, settings: Settings, seed: int) -> Result:
+def trl_run(options: Options, settings: Settings, seed: int, rounds: bool) -> Result:
     """The same of SFTTrainer, on the same sequences, in a process for each replica."""
-    given = {"options": vars(options), "settings": settings, "seed": seed}
+    given = {"options": vars(options), "settings": settings, "seed": seed, "rounds": rounds}
     told = torch_everywhere([LOOPBACK] * options.replicas, ["-m", __name__, json.dumps(given)], timeout_s=900)
     each: list[Result] = [json.loads(text.strip().splitlines()[-1]) for text in told]
     return {**each[0], "losses": [one["loss"] for one in each]}
 
 
-def process(options: Options, settings: Settings, seed: int) -> None:
-    """One replica in SFTTrainer; prints what it has reached."""
+def process(options: Options, settings: Settings, seed: int, rounds: bool) -> None:
+    """One replica in SFTTrainer, with rounds or alone on the same share; prints what it has reached."""
     from datasets import Dataset
     from peft import LoraConfig
     from transformers import AutoTokenizer, LlamaForCausalLM
     from trl import SFTConfig, SFTTrainer
 
+    from farflung.integrations.replicas import Seat
     from farflung.integrations.transformers import Rounds
 
     logging.getLogger("transformers").setLevel(logging.ERROR)
     network, sizes = TorchNetwork.from_env(starting=300), list[int]()
     known = vars(LanguageSettings())
     workload = Language(LanguageSettings(**{name: value for name, value in settings.items() if name in known}))
-    rows = workload.batch(np.arange(workload.data.available))
+    data = Dataset.from_dict({"input_ids": workload.batch(np.arange(workload.data.available)).tolist()})
+    noted = {"deadline_s": 300, "starting_s": 300, "on_round": lambda ended: sizes.append(ended.bytes_sent)}
+    if rounds:
+        callbacks = [Rounds(methods.noloco(every=options.every), network, **noted)]
+    else:
+        seat = Seat(network, 300)  # so that the processes train alone, too
+        data, callbacks = seat.share(data), []
     torch.manual_seed(seed)
     with tempfile.TemporaryDirectory() as out:
         trainer = SFTTrainer(
@@ -143,25 +150,17 @@ def process(options: Options, settings: Settings, seed: int) -> None:
                 report_to="none", save_strategy="no", logging_strategy="no", disable_tqdm=True, use_cpu=True,
                 bf16=False,
             ),
-            train_dataset=Dataset.from_dict({"input_ids": rows.tolist()}),
+            train_dataset=data,
             processing_class=AutoTokenizer.from_pretrained(settings["model"]),
             peft_config=LoraConfig(r=options.rank, lora_alpha=2 * options.rank, target_modules="all-linear"),
-            callbacks=[
-                Rounds(
-                    methods.noloco(every=options.every),
-                    network,
-                    on_round=lambda ended: sizes.append(ended.bytes_sent),
-                    deadline_s=300,
-                    starting_s=300,
-                )
-            ],
+            callbacks=callbacks,
         )  # fmt: skip
         trainer.train()
     model = trainer.model.get_base_model().eval()
     with torch.no_grad():
         loss = workload.evaluate(model, settings["batch_size"], torch.device("cpu"))
     values = sum(one.numel() for one in model.parameters() if one.requires_grad)
-    print(json.dumps({"loss": loss, "values": values, "bytes": median(sizes)}))
+    print(json.dumps({"loss": loss, "values": values, "bytes": median(sizes) if sizes else None}))
 
 
 def run(options: Options, store: Store) -> Iterator[Part]:
@@ -170,8 +169,8 @@ def run(options: Options, store: Store) -> Iterator[Part]:
 
     def made(way: str, seed: int) -> Result:
         settings = prepared(options, store.scratch)
-        if way == TRL:
-            return trl_run(options, settings, seed)
+        if way in (TRL, TRL_ALONE):
+            return trl_run(options, settings, seed, rounds=way == TRL)
         rounds = {"method": "local"} if way == ALONE else {"method": "noloco", "every": options.every}
         return replicas_run(options, settings | rounds, seed)
 
@@ -185,9 +184,9 @@ def run(options: Options, store: Store) -> Iterator[Part]:
         f"{options.replicas} replicas, rank {options.rank}, {options.steps} steps, every={options.every}, "
         f"{options.model} pre-trained for {options.pretraining} steps; loss held out, in nats a byte"
     )
-    yield Table(columns, map(row, (ALONE, TOGETHER, TRL)), title)
+    yield Table(columns, map(row, (ALONE, TOGETHER, TRL_ALONE, TRL)), title)
 
 
 if __name__ == "__main__":
     words: dict[str, Any] = json.loads(sys.argv[1])
-    process(Options(**words["options"]), words["settings"], words["seed"])
+    process(Options(**words["options"]), words["settings"], words["seed"], words["rounds"])
