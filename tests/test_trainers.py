@@ -8,9 +8,13 @@ from typing import Any
 import pytest
 import torch
 from patience import patience
+from problem import flat
 from processes import run_replicas, run_together
+from torch.utils.data import DataLoader, TensorDataset
 from warm import Python
 
+from farflung import integrations, methods
+from farflung.networks import SimulatedNetwork
 from farflung.testing.hosts import torch_rendezvous
 
 ROOT = Path(__file__).parents[1]
@@ -84,3 +88,62 @@ def test_an_example_that_is_killed_goes_on_bit_for_bit(name: str, tmp_path: Path
 
 def test_every_example_is_run() -> None:
     assert sorted(path.stem for path in EXAMPLES.glob("*.py")) == sorted(CASES)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scaled", [False, True])
+def test_lightning_clips_gradients_in_mixed_precision_as_without_rounds(scaled: bool, tmp_path: Path) -> None:
+    """With a GradScaler also where gradients overflow: at the first steps, of a scale that float16 cannot hold."""
+    import lightning
+    from lightning.pytorch.plugins.precision import MixedPrecision
+    from torch_trainers import SAMPLES, Module
+
+    def trained(*callbacks: Any) -> torch.Tensor:
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20, growth_interval=4) if scaled else None
+        plugin = MixedPrecision("16-mixed" if scaled else "bf16-mixed", "cpu", scaler)
+        quiet: Any = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+        lightning.Trainer(
+            max_steps=16, accelerator="cpu", devices=1, gradient_clip_val=0.5, plugins=plugin, callbacks=[*callbacks],
+            **quiet,
+        ).fit(model := Module(), DataLoader(TensorDataset(SAMPLES), 2))  # fmt: skip
+        return flat(model)
+
+    rounds = integrations.lightning.Rounds(methods.local(), SimulatedNetwork.alone())
+    assert torch.equal(trained(rounds), trained())
+
+
+@pytest.mark.slow
+def test_after_an_error_in_lightning_the_network_serves_the_next_trainer(tmp_path: Path) -> None:
+    import lightning
+    from torch_trainers import SAMPLES, Module
+
+    class Fails(lightning.Callback):
+        def on_train_batch_end(self, *given: Any) -> None:
+            raise ValueError("a user's own")
+
+    network, kept = SimulatedNetwork.alone(), list[BaseException]()
+    for callbacks in ([Fails()], []):
+        quiet: Any = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+        rounds = integrations.lightning.Rounds(methods.diloco(every=2), network)
+        trainer = lightning.Trainer(max_steps=4, accelerator="cpu", callbacks=[rounds, *callbacks], **quiet)
+        try:
+            trainer.fit(Module(), DataLoader(TensorDataset(SAMPLES), 2))
+        except ValueError as error:
+            kept.append(error)  # and with it all that was there, as a notebook does
+    assert len(kept) == 1 and trainer.global_step == 4
+
+
+@pytest.mark.slow
+def test_a_lightning_trainer_may_fit_again_with_more_steps(tmp_path: Path) -> None:
+    import lightning
+    from torch_trainers import SAMPLES, Module
+
+    quiet: Any = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    rounds = integrations.lightning.Rounds(methods.diloco(every=2), SimulatedNetwork.alone())
+    trainer = lightning.Trainer(max_steps=4, accelerator="cpu", callbacks=[rounds], **quiet)
+    model, data = Module(), DataLoader(TensorDataset(SAMPLES), 2)
+    trainer.fit(model, data)
+    before = flat(model)
+    trainer.fit_loop.epoch_loop.max_steps = 8
+    trainer.fit(model, data)
+    assert trainer.global_step == 8 and not torch.equal(flat(model), before)

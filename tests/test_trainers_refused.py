@@ -64,33 +64,63 @@ def twice(out: Path) -> None:
     assert first
 
 
-def in_lightning(callback: str, **settings: Any) -> Callable[[Path], None]:
-    def fit(out: Path) -> None:
-        import lightning
-        from lightning.pytorch import callbacks
+def fitted(out: Path, *callbacks: Any, steps: int = 2, device: str = "cpu", **resumed: Any) -> None:
+    """Some steps of a Trainer of Lightning, with Rounds on a network of one replica."""
+    import lightning
 
-        class Module(lightning.LightningModule):
-            def __init__(self) -> None:
-                super().__init__()
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            with torch.device(device):
                 self.net = small_model()
 
-            def training_step(self, x: Tensor, index: int) -> Any:
-                return self.net(x).square().mean()
+        def training_step(self, x: Tensor, index: int) -> Any:
+            return self.net(x).square().mean()
 
-            def configure_optimizers(self) -> torch.optim.Optimizer:
-                return torch.optim.SGD(self.parameters(), lr=0.01)
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=0.01)
 
-        rounds = farflung.integrations.lightning.Rounds(METHOD, SimulatedNetwork.alone())
-        given = [rounds, getattr(callbacks, callback)(**settings)]
-        lightning.Trainer(accelerator="cpu", logger=False, callbacks=given, default_root_dir=out, max_steps=2).fit(
-            Module(), torch.utils.data.DataLoader([one["x"] for one in DATA])
-        )
+    rounds = farflung.integrations.lightning.Rounds(METHOD, SimulatedNetwork.alone())
+    given: list[Any] = [rounds, *callbacks]
+    lightning.Trainer(accelerator="cpu", logger=False, callbacks=given, default_root_dir=out, max_steps=steps).fit(
+        Module(), torch.utils.data.DataLoader([one["x"] for one in DATA]), **resumed
+    )
+
+
+def in_lightning(callback: str, **settings: Any) -> Callable[[Path], None]:
+    def fit(out: Path) -> None:
+        from lightning.pytorch import callbacks
+
+        fitted(out, getattr(callbacks, callback)(**settings))
 
     return fit
 
 
-def accelerator() -> Any:
-    return farflung.integrations.accelerate.Accelerator(METHOD, SimulatedNetwork.alone(), cpu=True)
+def accelerator(**settings: Any) -> Any:
+    return farflung.integrations.accelerate.Accelerator(METHOD, SimulatedNetwork.alone(), cpu=True, **settings)
+
+
+def with_plugin(name: str, kind: str) -> Callable[[Path], Any]:
+    def make(out: Path) -> Any:
+        import accelerate
+
+        return accelerator(**{name: getattr(accelerate, kind)()})
+
+    return make
+
+
+def with_arguments(**later: Any) -> Callable[[Path], Any]:
+    """Arguments that are set after they are made: DeepSpeed is not installed here, and FSDP wants several processes."""
+
+    def make(out: Path) -> Any:
+        from transformers import Trainer, TrainingArguments
+
+        args = TrainingArguments(str(out), use_cpu=True, report_to="none")
+        vars(args).update(later)
+        rounds = farflung.integrations.transformers.Rounds(METHOD, SimulatedNetwork.alone())
+        return Trainer(Judged(), args, train_dataset=DATA, callbacks=[rounds])
+
+    return make
 
 
 def on_meta(out: Path) -> None:
@@ -116,9 +146,14 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
         "save_strategy='best'",
     ),
     "rounds that come too late": (added_later, "too late to divide its data"),
+    "DeepSpeed": (with_arguments(deepspeed={"zero_optimization": {"stage": 2}}), "DeepSpeed divides the optimizer"),
+    "FSDP": (with_arguments(fsdp=True, fsdp_config={"xla": True}), "FSDP would divide one model"),
+    "accelerate's DeepSpeed": (with_plugin("deepspeed_plugin", "DeepSpeedPlugin"), "deepspeed_plugin would divide"),
+    "accelerate's FSDP": (with_plugin("fsdp_plugin", "FullyShardedDataParallelPlugin"), "fsdp_plugin would divide"),
     "lightning's early stopping": (in_lightning("EarlyStopping", monitor="x"), "EarlyStopping would stop one replica"),
     "lightning's averages": (in_lightning("StochasticWeightAveraging", swa_lrs=0.1), "swaps the weights"),
     "a model without values": (on_meta, "has no values yet"),
+    "a model without values in lightning": (lambda out: fitted(out, device="meta"), "has no values yet"),
     "an optimizer without its model": (
         lambda out: accelerator().prepare(torch.optim.SGD(small_model().parameters())),
         "without its model",
@@ -139,6 +174,15 @@ def test_one_replica_where_several_were_started_is_refused(monkeypatch: pytest.M
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UserError, match="2 processes were started, but the network given has one replica"):
         farflung.integrations.transformers.Rounds(METHOD, SimulatedNetwork.alone())
+
+
+@pytest.mark.parametrize("name", ["DEEPSPEED", "FSDP", "MEGATRON_LM"])
+def test_what_accelerate_launch_was_told_to_divide_with_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One process believes itself alone, so that accelerate would leave this out without a word."""
+    monkeypatch.setenv(f"ACCELERATE_USE_{name}", "true")
+    for make in (accelerator, lambda: farflung.integrations.transformers.Rounds(METHOD, SimulatedNetwork.alone())):
+        with pytest.raises(UserError, match=f"ACCELERATE_USE_{name} is set, and .* would divide one model"):
+            make()
 
 
 @pytest.fixture(scope="module")
@@ -190,6 +234,33 @@ def test_a_checkpoint_with_a_cut_file_is_set_aside_with_a_word_and_the_one_befor
     again.train(resume_from_checkpoint=True)
     for name in ("model.safetensors", "optimizer.pt"):
         assert (out / "checkpoint-4" / name).read_bytes() == (saved / "checkpoint-4" / name).read_bytes()
+
+
+def test_a_checkpoint_of_lightning_without_rounds_is_refused(tmp_path: Path) -> None:
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    fitted(tmp_path, ModelCheckpoint(tmp_path, filename="one"))
+    whole = torch.load(tmp_path / "one.ckpt", weights_only=False)
+    del whole["callbacks"]["farflung"]
+    torch.save(whole, tmp_path / "one.ckpt")
+    with pytest.raises(UserError, match="this checkpoint holds no rounds"):
+        fitted(tmp_path, steps=4, ckpt_path=str(tmp_path / "one.ckpt"), weights_only=False)
+
+
+@pytest.mark.parametrize("left", [0.0, 0.5, 0.99])
+def test_a_cut_checkpoint_of_lightning_is_refused_with_a_word(left: float, tmp_path: Path) -> None:
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    fitted(tmp_path, ModelCheckpoint(tmp_path, filename="one"))
+    file = tmp_path / "one.ckpt"
+    whole = file.read_bytes()
+    file.write_bytes(whole[: int(left * len(whole))])
+    with (
+        pytest.warns(UserWarning, match=f"{file} is left out, since it is damaged"),
+        pytest.raises(UserError, match=f"{file} is no checkpoint that all replicas have whole") as refused,
+    ):
+        fitted(tmp_path, ckpt_path=str(file), weights_only=False)
+    assert "\n" not in str(refused.value)
 
 
 def test_a_checkpoint_of_the_model_alone_is_refused(tmp_path: Path) -> None:

@@ -27,6 +27,9 @@ from farflung.outer.options import Options, completed
 SEED = 0
 """Of the order of shuffled samples, which must be the same on all replicas, so that no two see the same one."""
 
+DIVIDES = ("deepspeed_plugin", "deepspeed_plugins", "fsdp_plugin", "megatron_lm_plugin", "parallelism_config")
+"""Settings of accelerate's own by which several processes hold one model."""
+
 
 class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     """An Accelerator whose processes are replicas, which hold a method's rounds.
@@ -45,6 +48,10 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     """
 
     def __init__(self, method: Method, network: Network, options: Options | None = None, **settings: Any) -> None:
+        if divided := [name for name in DIVIDES if settings.get(name)]:
+            raise UserError(
+                f"{divided[0]} would divide one model among the replicas, and each must hold its own; leave it out"
+            )
         self._method, self._options = method, options or Options()
         chosen = completed(self._options)
         self._deadline_s = chosen["deadline_s"]

@@ -16,7 +16,7 @@ import torch
 
 from farflung.errors import UserError
 from farflung.integrations import kept
-from farflung.integrations.lightning_parts import OwnFiles, divide
+from farflung.integrations.lightning_parts import OwnFiles, clip_in_mixed_precision, divide
 from farflung.integrations.replicas import Seat, refuse_meta
 from farflung.networks import Network, PeerLostError
 from farflung.outer import Method, Session
@@ -68,8 +68,15 @@ class Rounds(Callback):
         if stage != "fit":
             return
         _refuse(trainer)
-        refuse_meta(pl_module)
+        try:
+            refuse_meta(pl_module)
+        except UserError:
+            trainer.strategy._lightning_module = None  # which Lightning would try to move, and hide this error
+            raise
         self._seat.take()
+        strategy = trainer.strategy
+        if not isinstance(strategy.checkpoint_io, OwnFiles):
+            strategy.checkpoint_io = OwnFiles(strategy.checkpoint_io, self._seat, self._deadline_s)
         if self._seat.replicas > 1:
             self._divide(trainer)
 
@@ -85,9 +92,6 @@ class Rounds(Callback):
         if seat.rank:
             trainer.loggers = []
             trainer.callbacks = [one for one in trainer.callbacks if type(one).__name__ not in SHOWN]
-        strategy = trainer.strategy
-        if not isinstance(strategy.checkpoint_io, OwnFiles):
-            strategy.checkpoint_io = OwnFiles(strategy.checkpoint_io, seat, self._deadline_s)
         divide(trainer, seat)
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
@@ -96,6 +100,7 @@ class Rounds(Callback):
             self.session.undo.close()
         optimizers = [getattr(one, "optimizer", one) for one in trainer.strategy.optimizers]
         self.session = self._method.attach(pl_module, optimizers, self._seat.network, **self._options)
+        self.session.undo.callback(clip_in_mixed_precision(trainer.precision_plugin))
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Loads the rounds of the checkpoint that Lightning goes on from."""
@@ -108,7 +113,7 @@ class Rounds(Callback):
                 "the step to go on from": trainer.global_step,
             }
         )
-        if trainer.global_step and not self._resumed:
+        if trainer.ckpt_path and not self._resumed:
             raise UserError(
                 "this checkpoint holds no rounds, since it was saved without them or with save_weights_only; begin "
                 "anew with its weights"
@@ -141,6 +146,10 @@ class Rounds(Callback):
                 self.session.finish(average_weights=True)
             except PeerLostError as lost:
                 warnings.warn(f"replica {self._seat.rank} ends with its own weights: {lost}", stacklevel=2)
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Gives up the network, since Lightning tears nothing down after an error; what it saves now has the rounds."""
+        self._seat.leave()
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Takes the method off the optimizers."""

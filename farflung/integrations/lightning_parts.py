@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -111,3 +111,20 @@ class Resumable:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._data, name)
+
+
+def clip_in_mixed_precision(plugin: Any) -> Callable[[], None]:
+    """Lets a precision plugin clip gradients of optimizers under rounds; returns what undoes that.
+
+    They tell scalers that they handle scaling, since rounds count each step. Lightning refuses to clip for such ones.
+    """
+    if not hasattr(plugin, "scaler"):
+        return lambda: None
+
+    def clip(optimizer: Any, clip_val: float = 0.0, *args: Any, **kwargs: Any) -> None:
+        if clip_val > 0 and plugin.scaler is not None:
+            plugin.scaler.unscale_(optimizer)
+        super(type(plugin), plugin).clip_gradients(optimizer, clip_val, *args, **kwargs)
+
+    plugin.clip_gradients = clip
+    return lambda: vars(plugin).pop("clip_gradients", None)

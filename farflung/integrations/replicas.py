@@ -30,6 +30,13 @@ LAUNCHED = (
 )
 """The variables by which trainers find out that torchrun has started them."""
 
+DIVIDING = {
+    "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
+    "ACCELERATE_USE_FSDP": "FSDP",
+    "ACCELERATE_USE_MEGATRON_LM": "Megatron",
+}
+"""The variables by which `accelerate launch` and TrainingArguments choose what divides one model among processes."""
+
 _TAKEN: weakref.WeakKeyDictionary[Network, weakref.ref[Seat]] = weakref.WeakKeyDictionary()
 _ASKED: weakref.WeakKeyDictionary[Network, itertools.count[int]] = weakref.WeakKeyDictionary()
 
@@ -110,6 +117,12 @@ class _EveryNth(IterableDataset[Any]):
 
 def _check(network: Network) -> None:
     """Raises UserError for what cannot serve a trainer."""
+    for name, kind in DIVIDING.items():
+        if os.environ.get(name, "").lower() in ("true", "1"):
+            raise UserError(
+                f"{name} is set, and {kind} would divide one model among the replicas, where each must hold its own; "
+                "leave it out of the trainer and of accelerate's configuration, and unset the variable"
+            )
     if network is None or isinstance(network, type) or not hasattr(network, "members"):
         raise UserError(f"the network given is {network!r}; make one first: network = farflung.networks.from_env()")
     if network.elastic:
