@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import shutil
@@ -194,6 +195,33 @@ def test_a_tracker_that_hangs_holds_up_neither_others_nor_the_end(run: Path) -> 
     assert [outcome.failed for outcome in outcomes] == [True, False]
     assert "in time" in outcomes[0].line and "farflung track" in outcomes[0].line
     assert outcomes[1].line == "works: here" and len(rows) > 10
+
+
+@pytest.mark.parametrize("error", [ValueError, SystemExit, asyncio.CancelledError], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("where", ["start", "log", "finish"])
+def test_a_tracker_that_throws_anything_anywhere_has_failed_in_one_line(
+    where: str, error: type[BaseException], run: Path
+) -> None:
+    class Throws:
+        tracker = None
+
+        def __init__(self) -> None:
+            self.does("start")
+
+        def does(self, what: str) -> None:
+            if what == where:
+                raise error("boom\nand more")
+
+        def log(self, values: dict[str, float], step: int) -> None:
+            self.does("log")
+
+        def finish(self) -> None:
+            self.does("finish")
+
+    over = threading.Event()
+    over.set()
+    (outcome,) = follow(run, {"one": Tracker("none", lambda seat: Throws(), lambda seat, run: "here")}, "first", over)
+    assert outcome.failed and outcome.line.startswith(f"one failed: {error.__name__}: boom and more; hand the rest on")
 
 
 def test_a_second_process_does_not_hand_the_same_run_on_to_the_same_tracker(run: Path) -> None:

@@ -191,6 +191,17 @@ def test_what_is_wrong_is_said_and_names_cannot_become_html(dead: Path, tmp_path
     assert "<b>x" not in page.partition("<script")[2] and "&lt;b&gt;x" in page
 
 
+def test_a_folder_that_is_deleted_is_told_and_what_comes_in_its_place_is_followed(real: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(real, folder)
+    page = View([followed := Followed(folder)])
+    page.page()
+    shutil.rmtree(folder)
+    assert f"{folder} holds no events any more" in section(page.page(), "warnings")
+    shutil.copytree(real, folder)
+    assert "any more" not in page.page() and lines(followed) == lines(read_run(real))
+
+
 def test_a_replica_that_writes_nothing_is_silent_and_the_others_lines_go_on(real: Path, tmp_path: Path) -> None:
     folder = copied(real, tmp_path / "run")
     events = {path.name: path.read_bytes().splitlines(keepends=True) for path in real.glob("events/*")}

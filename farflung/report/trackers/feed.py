@@ -54,7 +54,7 @@ class Feed(threading.Thread):
                 self._save(opened.tracker)
             opened.finish()
             self.where = self._tracker.where(self._seat, opened.tracker)
-        except (Exception, SystemExit) as error:  # whatever goes wrong in somebody else's library
+        except BaseException as error:  # whatever goes wrong in somebody else's library
             self.fault = " ".join(f"{type(error).__name__}: {error}".split())
 
     def _batches(self) -> Iterator[list[Row]]:

@@ -93,6 +93,8 @@ class Followed(Watched):
             self._read_settings()
             places = {path: place_of(path, self.folder) for path in event_files(self.folder)}
             self._read_events({path: place for path, place in places.items() if place and not place.part})
+            if not places:
+                self.fault = f"{self.folder} holds no events any more: it was moved or deleted"
         except UserError as error:
             self.fault = str(error)
         except OSError as error:
