@@ -56,7 +56,8 @@ def _facts(run: Followed) -> dict[str, str]:
         "step": f'{step} of {steps} <progress value="{step}" max="{max(1, steps)}"></progress>',
         "validation loss": _loss(curves["validation"]),
         "training loss": _loss(curves["training"]),
-        escape(run.units): f"{sum(line.tokens for line in lines):,}, {speed:,.0f} a second now",
+        escape(run.units): f"{sum(line.tokens for line in lines):,}"
+        + (f", {speed:,.0f} a second now" if speed else ""),
         "sent": nbytes(sum(line.bytes_sent for line in lines)),
         "rounds of a replica": str(max((line.rounds for line in lines), default=0)),
         "blocked": _share(sum(line.seconds_blocked for line in lines), sum(line.at for line in lines)),
@@ -107,8 +108,9 @@ def _table(run: Followed) -> str:
         "rounds": lambda one: str(one.last.rounds) if one.last else "0",
         "since round": lambda one: f"{one.step - one.round_steps[-1]} steps" if one.round_steps else DOTS,
         "sent": lambda one: nbytes(one.last.bytes_sent if one.last else 0),
-        "heard": lambda one: "" if run.state(one) in OVER else f"{duration(one.quiet_s(run.now), 0)} ago",
     }
+    if any(run.state(one) not in OVER for one in replicas):
+        columns["heard"] = lambda one: "" if run.state(one) in OVER else f"{duration(one.quiet_s(run.now), 0)} ago"
     if any(one.last and one.last.refused for one in replicas):
         columns["refused"] = lambda one: str(sum((one.last.refused or {}).values()) if one.last else 0)
     rows = [[cell(one) for cell in columns.values()] for one in replicas]
