@@ -134,7 +134,7 @@ def process(options: Options, settings: Settings, seed: int, rounds: bool) -> No
     known = vars(LanguageSettings())
     workload = Language(LanguageSettings(**{name: value for name, value in settings.items() if name in known}))
     data = Dataset.from_dict({"input_ids": workload.batch(np.arange(workload.data.available)).tolist()})
-    noted = {"deadline_s": 300, "starting_s": 300, "on_round": lambda ended: sizes.append(ended.bytes_sent)}
+    noted: Any = {"deadline_s": 300, "starting_s": 300, "on_round": lambda ended: sizes.append(ended.bytes_sent)}
     if rounds:
         callbacks = [Rounds(methods.noloco(every=options.every), network, **noted)]
     else:
