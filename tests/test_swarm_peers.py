@@ -32,7 +32,7 @@ from farflung.testing.peers import join_network, write_ticket
 from farflung.training import seats
 from farflung.training.launch import check_settings
 
-TWO_STAGES = ("--swarm", "--stages", 2, "--batch-size", 4, "--microbatches", 2, "--eval-every", 1000, "--lr", 0.003)
+TWO_STAGES = ("--swarm", "--stages", 2, "--batch-size", 4, "--microbatches", 2, "--eval-every", 100, "--lr", 0.003)
 
 
 def stage_of(swarm: Swarm, name: str) -> int:
@@ -99,6 +99,8 @@ def test_a_swarm_trains_past_deaths_counts_each_microbatch_once_and_is_exported(
     assert len(started - ended) < len(started) / 10
     assert any(len(event.group) == 2 for event in swarm.events(stayed, RoundEvent))
     assert swarm.events(moved, JoinedEvent), "it has begun with the copy that others kept of the stage"
+    assert all(swarm.events(name, StepEvent)[-1].boundary_bytes for name in running)
+    assert not any("validation loss not finite" in swarm.said(name) for name in stages), "before anybody has judged"
     losses = [event.loss for event in swarm.events(stayed, StepEvent) if event.loss is not None]
     assert sum(losses[-10:]) / 10 < 3.5, "from 5.5 nats a token, untrained"
 

@@ -248,6 +248,18 @@ def passed_on(works: list[StageWork], forward: Forward) -> tuple[list[Forward], 
     return forwards, gradient
 
 
+def test_what_is_judged_is_computed_as_in_evaluation_and_leaves_nothing() -> None:
+    piece = pieces(2)[0]
+    piece.layers.append(nn.Dropout(0.5))
+    work = StageWork(piece, batch_of, None, None, boundary(), alone=1)
+    judged = Forward(Microbatch(0, 0), 0, 0, frozenset())
+    packet = work.forward(judged)
+    assert packet is not None
+    assert work.backward(judged, Gradient(None, 2.5)) == Gradient(None, 2.5)
+    assert piece.training and not work.learnt.samples
+    torch.testing.assert_close(packet, piece.layers[:-1](batch_of(judged.microbatch)).detach())
+
+
 def test_what_is_taken_back_was_never_learnt() -> None:
     works = [work_of(stage, 3, OPTIMIZERS["sgd"]) for stage in range(3)]
     passed_on(works, Forward(Microbatch(0, 0), 0, 0))

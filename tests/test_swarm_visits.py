@@ -125,6 +125,13 @@ def gradients(stages: int, microbatches: list[Microbatch]) -> list[Piece]:
     return made
 
 
+def loss_of(made: list[Piece], batch: Tensor) -> float:
+    leaving = batch
+    for piece in made:
+        leaving = piece(leaving)
+    return float(made[-1].loss(leaving, batch))
+
+
 def assert_learnt(swarm: Swarm, stage: int, piece: Piece) -> None:
     for name, parameter in piece.named_parameters():
         total = sum(seat.work.learnt.sums[name] for seat in swarm.of(stage))
@@ -143,6 +150,13 @@ def test_gradients_equal_those_of_one_process_and_a_death_is_routed_around(made:
         assert swarm.counted(stage) == Counter(before)
         assert_learnt(swarm, stage, reference[stage])
     assert all(seat.work.learnt.samples for seat in swarm.seats)
+    sent = [sum(seat.visits.traffic.bytes_sent for seat in swarm.of(stage)) for stage in range(3)]
+    assert sent == [len(before) * packets * boundary().nbytes for packets in (1, 2, 1)], "there and back"
+
+    judged = swarm.seats[0].stage.start(Microbatch(7, 0), 0, frozenset())
+    loss = swarm.seats[0].peers.background.run(judged, patience(60))
+    assert loss == pytest.approx(loss_of(reference, batch_of(Microbatch(7, 0))))
+    assert swarm.counted(2) == Counter(before), "nobody learns from what is only judged"
 
     dies, lives = swarm.of(1)
     for seat in swarm.seats:

@@ -122,7 +122,8 @@ def invite(arguments: list[str]) -> None:
         _hand_out(network.invitation(), options.ticket)
         say(f"a bootstrap node of {options.name}; Ctrl-C ends it")
         while not stopped.wait(60):
-            say(f"{counted(len(network.members()) - 1, 'peer')} in training")
+            trains = [one for one in onlooker.seen(network) if one["state"] == "trains"]
+            say(f"{counted(len(trains), 'peer')} in training")
 
 
 def _refuse_several(remedy: str) -> None:

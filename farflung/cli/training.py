@@ -329,9 +329,11 @@ def tell_result(folder: Path, to: TextIO | None = None, simulated: bool = False)
     fewer = f", {ddp / sent:.0f} times fewer than ddp's {ddp / 1e6:,.1f} MB" if sent and ddp else ""
     held = summary["rounds"]  # without a round, only notes are sent
     traffic = f"sent by {sender}: {sent / 1e6:,.1f} MB{fewer}" if held else "no round was held"
+    crossed = summary["boundary_bytes"]
+    between = f"; from stage to stage: {crossed / 1e6:,.1f} MB" if crossed else ""
     print(
         f"\n{_losses(summary)}\n"
-        f"{traffic}\n{took}{without}\n"
+        f"{traffic}{between}\n{took}{without}\n"
         f"{_sample_of(summary)}"
         f"run folder {folder}\nreport     {_report_of(folder)}",
         file=to,

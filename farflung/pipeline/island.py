@@ -66,8 +66,11 @@ class Island(Protocol):
         """Of the last step, once; empty where a replica's samples are known by their step."""
         return [], []
 
-    def evaluate(self) -> float:
-        """The workload's measure of the model, without compression between stages. Raises PeerLostError."""
+    def evaluate(self) -> float | None:
+        """The workload's measure of the model, without compression between stages; None where nobody has taken it yet.
+
+        Raises PeerLostError.
+        """
         ...
 
     def sample(self) -> str:

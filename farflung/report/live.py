@@ -148,7 +148,7 @@ def table(run: Run) -> Table:
                 validation,
                 f"{last.tokens_per_second:,.0f}",
                 str(last.rounds),
-                nbytes(last.bytes_sent),
+                nbytes(last.bytes_sent + last.boundary_bytes),
                 duration(last.seconds_blocked),
             )
         else:
@@ -160,12 +160,15 @@ def table(run: Run) -> Table:
 def plain_line(run: Run) -> str:
     """The state of all replicas whose events are here, in one line."""
     last = [steps[-1] for replica in run.alive if (steps := run.of(replica, StepEvent))]
-    sent = sum(steps[-1].bytes_sent for replica in run.replicas if (steps := run.of(replica, StepEvent)))
+    latest = [steps[-1] for replica in run.replicas if (steps := run.of(replica, StepEvent))]
+    crossed = sum(event.boundary_bytes for event in latest)
+    sent = sum(event.bytes_sent for event in latest) + crossed
     parts = [
         f"step {_slowest_step(run)}/{_steps(run)}{_of_whom(run)}",
         f"loss {number(mean([event.loss for event in last]))}",
         f"{sum(event.tokens_per_second for event in last):,.0f} {run.units}/s",
-        f"sent {'' if run.is_one_peer or run.elsewhere or len(run.replicas) == 1 else 'by all '}{nbytes(sent)}",
+        f"sent {'' if run.is_one_peer or run.elsewhere or len(run.replicas) == 1 else 'by all '}{nbytes(sent)}"
+        + (f", {nbytes(crossed)} of it from stage to stage" if crossed else ""),
         f"blocked {duration(sum(event.seconds_blocked for event in last) / max(1, len(last)))}",
     ]
     return " · ".join(parts)

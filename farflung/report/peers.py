@@ -12,7 +12,7 @@ from rich.table import Table
 
 from farflung.durations import duration
 from farflung.errors import counted
-from farflung.report.numbers import number
+from farflung.report.numbers import nbytes, number
 
 Row = dict[str, Any]
 REFRESH_SECONDS = 3.0
@@ -146,6 +146,7 @@ _IN_SWARMS: dict[str, Callable[[Row], str]] = {
     "stage": _of_trainers(lambda row: str(row["stage"])),
     "queue": _of_trainers(lambda row: f"{row['queue']:.0f}"),
     "microbatches/s": _of_trainers(lambda row: f"{row['microbatches_per_second']:,.1f}"),
+    "sent": _of_trainers(lambda row: nbytes(row["sent"])),
 }
 """Columns of a swarm's peers."""
 _IF_ANY: dict[str, Callable[[Row], str]] = {

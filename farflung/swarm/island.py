@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from farflung.errors import UserError
 from farflung.hooks.trained import trainable
-from farflung.networks import SharedState, Traffic
+from farflung.networks import SharedState
 from farflung.pipeline.island import Ledger
 from farflung.pipeline.mesh import Mesh, MeshCoordinates
 from farflung.swarm.copies import Copies
@@ -64,7 +64,7 @@ class SwarmIsland:
     """
 
     def __init__(self, seat: Seat, end: End) -> None:
-        self._seat, self._network, self.settings, self.traffic = seat, seat.network, seat.settings, Traffic()
+        self._seat, self._network, self.settings, self.traffic = seat, seat.network, seat.settings, seat.traffic
         self._steps, self._deadline_s, self._stopping = end.steps, end.deadline_s, end.stopping
         self.model: nn.Module = seat.model
         rank = seat.network.rank
@@ -72,7 +72,8 @@ class SwarmIsland:
         self.part_stem = Mesh(tuple(seat.settings.shapes())).file_stem(MeshCoordinates(0, seat.stage))
         self._copies = Copies(seat.network, seat.stages, end.copies, end.copy_every, self._keeps_copies)
         self._serving = self._stepping = self._ended = False
-        self._loss, self._judged = math.nan, math.nan
+        self._loss = math.nan
+        self._judged: float | None = None
         self._ledger: Ledger = ([], [])
         self._streams: set[int] = set()
         """The heads whose microbatches the last step has learnt from."""
@@ -131,7 +132,8 @@ class SwarmIsland:
             self._wait_for(JUDGED, lambda: self._seat.serving(0))
         else:
             self._wait_for(LAST_STEP, self._seat.everyone)
-        self.evaluate()
+        if self.evaluate() is None:
+            self._judged = math.nan  # nobody will any more
         self._ended = True
         told(peers, ended=JUDGED)
 
@@ -141,16 +143,17 @@ class SwarmIsland:
             self._wait_for(LEAVES, lambda: self._seat.serving(0))
         told(self._network.peers, ended=LEAVES)
 
-    def evaluate(self) -> float:
+    def evaluate(self) -> float | None:
         """See Island. Heads have the held-out samples pass through the swarm; others know what heads say."""
         if self._ended:
             return self._judged
         if self._seat.stage:
             heads = [one.facts for one in self._seat.serving(0)]
-            self._judged = _mean((one["validation_loss"] for one in heads if "validation_loss" in one), self._judged)
+            told = [one["validation_loss"] for one in heads if "validation_loss" in one]
+            self._judged = mean(told) if told else self._judged
         else:
-            self._judged = self._network.peers.background.run(self._evaluated(), LONGEST_EVALUATION_SECONDS)
-            self._network.tell_others(validation_loss=self._judged)
+            self._judged = judged = self._network.peers.background.run(self._evaluated(), LONGEST_EVALUATION_SECONDS)
+            self._network.tell_others(validation_loss=judged)
         return self._judged
 
     def sample(self) -> str:
@@ -265,13 +268,9 @@ class SwarmIsland:
         for lost in losses:
             if isinstance(lost, BaseException) and not isinstance(lost, LOST):
                 raise lost
-        return _mean((loss for loss in losses if not isinstance(loss, BaseException)), math.nan)
+        found = [loss for loss in losses if not isinstance(loss, BaseException)]
+        return mean(found) if found else math.nan
 
 
 def _ended(member: Member) -> float:
     return float(member.facts.get("ended", 0))
-
-
-def _mean(values: Iterable[float], otherwise: float) -> float:
-    found = list(values)
-    return mean(found) if found else otherwise

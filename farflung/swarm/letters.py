@@ -26,7 +26,7 @@ class Forward:
         stage: that it comes to.
         version: the steps that the weights had taken which it was computed with so far.
         counts_in: the stages whose weights learn from it; None for all. A microbatch that is run again passes
-            through the others, too, and they have learnt from it before.
+            through the others, too, and they have learnt from it before. With no stage at all, it is judged alone.
         packet: what the boundary made of the hidden states; None in a simulation of time alone.
     """
 
@@ -40,13 +40,18 @@ class Forward:
         """Whether the weights of the stage that it comes to learn from it."""
         return self.counts_in is None or self.stage in self.counts_in
 
+    @property
+    def judged(self) -> bool:
+        """Whether nobody learns from it, so that only its loss comes back."""
+        return self.counts_in == frozenset()
+
 
 @dataclass(frozen=True)
 class Gradient:
     """A microbatch on its way back.
 
     Args:
-        packet: what the boundary made of the gradient.
+        packet: what the boundary made of the gradient; None of a microbatch that is only judged.
         loss: of the microbatch, by the last stage.
         behind: seconds that the peer which sends it has waited for the stages behind it.
     """

@@ -92,7 +92,7 @@ class StagePeer:
             behind, gradient = await self._behind(forward, packet)
             waited = self.now() - began
             given = await self.processor.run(Pass.BACKWARD, lambda: self.work.backward(forward, gradient))
-            learnt = True
+            learnt = not forward.judged
             await caller.give(Gradient(given.packet, given.loss, waited))
             kept = await caller.kept()
         finally:
@@ -125,7 +125,7 @@ class StagePeer:
                 continue
             call = self.post.call(peer, onward)
             try:
-                return call, await self._answer(peer, call, patience)
+                return call, await self._answer(peer, call, onward, patience)
             except BaseException as error:
                 call.drop(str(error) if isinstance(error, FalseLetterError) else "")
                 if not isinstance(error, LostError | TimeoutError):
@@ -134,11 +134,13 @@ class StagePeer:
                 patience *= 1 + isinstance(error, TimeoutError)  # all may be late, and will be later still
                 self._pass_by(peer, error)
 
-    async def _answer(self, peer: int, call: Call, patience: float) -> Gradient:
+    async def _answer(self, peer: int, call: Call, onward: Forward, patience: float) -> Gradient:
         assert self.next_stage is not None
         began = self.now()
         async with asyncio.timeout(patience):
             gradient = await call.gradient()
+        if onward.judged:
+            return gradient
         took = self.now() - began
         self.work.check(gradient)
         self._behind_lately.append(gradient.behind)

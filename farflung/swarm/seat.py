@@ -81,6 +81,8 @@ class Seat:
         self._processor = Processor(self._computed)
         entering, leaving = (end.room() if end else None for end in (before, after))
         self._visits = Visits(self.peers, self.stage, self.stages, entering, leaving, self._served)
+        self.traffic = self._visits.traffic
+        """Of microbatches, on their way and back."""
         self.peer = StagePeer(
             *(self.stage, self.stages, self.work, self._processor, self._visits, self._router),
             patience_s,
@@ -132,6 +134,7 @@ class Seat:
             "queue": float(self._processor.queue),
             "capacity": computed / self._busy_s if self._busy_s else 0.0,
             "microbatches_per_second": computed / since if since else 0.0,
+            "sent": float(self.network.traffic.bytes_sent + self.traffic.bytes_sent),
         }
 
     async def held_out(self, turn: int) -> float:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from farflung.networks.base import Traffic
 from farflung.networks.internet.contact.frames import (
     SLOWEST,
     Frame,
@@ -59,6 +60,7 @@ class Visits:
     serve: Serve
     stall_s: float = 20.0
     word_s: float = 600.0
+    traffic: Traffic = field(default_factory=Traffic)
 
     def open(self) -> None:
         """Lets others' microbatches in."""
@@ -70,7 +72,7 @@ class Visits:
 
     async def _on_visit(self, stream: PeerStream, frame: Frame) -> None:
         forward = await self._entered(stream, frame)
-        visit = _Visitor(self, stream)
+        visit = _Visitor(self, stream, forward.judged)
         visit.word = asyncio.ensure_future(_word(stream))
         serving = asyncio.ensure_future(self.serve(forward, visit))
         try:
@@ -94,8 +96,23 @@ class Visits:
         name = read_visit(frame, self.stages)
         if name.stage != self.stage or self.entering is None:
             raise RequestRefusedError(f"stage {name.stage} is not served here")
-        packet = await _read(stream, frame, self.entering, self.stall_s)
+        packet = await self.read(stream, frame, self.entering)
         return Forward(name.microbatch, name.stage, name.version, name.counts_in, packet)
+
+    async def write(self, stream: PeerStream, packet: Tensor) -> None:
+        """Sends a packet."""
+        content = packet.contiguous().view(torch.uint8).reshape(-1).numpy().data
+        await write_payload(stream.writer, content, self.stall_s)
+        self.traffic.sent(packet.nbytes)
+
+    async def read(self, stream: PeerStream, told: Frame, room: Tensor) -> Tensor:
+        """A packet of the form of `room`, which is not changed. Raises FrameError where another one is told of."""
+        if told.get("size") != room.nbytes:
+            raise FrameError(f"a packet has {told.get('size')!r:.20} bytes; {room.nbytes} were expected")
+        packet = torch.empty_like(room)
+        await read_payload(stream.reader, packet.view(torch.uint8).reshape(-1).numpy().data, self.stall_s, SLOWEST)
+        self.traffic.received(packet.nbytes)
+        return packet
 
 
 @dataclass
@@ -104,15 +121,19 @@ class _Visitor:
 
     visits: Visits
     stream: PeerStream
+    judged: bool
     word: asyncio.Future[bool] | None = None
     given: bool = False
 
     async def give(self, gradient: Gradient) -> None:
         self.given = True
         try:
-            told = {"loss": gradient.loss, "behind": gradient.behind, "size": gradient.packet.nbytes}
-            await self.stream.tell(told)
-            await _write(self.stream, gradient.packet, self.visits.stall_s)
+            told = {"loss": gradient.loss, "behind": gradient.behind}
+            if self.judged:
+                await self.stream.tell(told)
+                return
+            await self.stream.tell({**told, "size": gradient.packet.nbytes})
+            await self.visits.write(self.stream, gradient.packet)
         except LOST as error:
             raise LostError(str(error) or "gone") from error
 
@@ -177,12 +198,12 @@ class _Call:
             raise RequestRefusedError("it is not there")
         async with visits.peers.stream(self._member) as stream:
             await stream.tell({**told_visit(forward), "size": forward.packet.nbytes})
-            await _write(stream, forward.packet, visits.stall_s)
+            await visits.write(stream, forward.packet)
             frame = await stream.hear(visits.word_s)
             assert visits.leaving is not None
             with reading("a gradient"):
                 loss, behind = number(frame.get("loss"), -MOST), number(frame.get("behind"))
-            packet = await _read(stream, frame, visits.leaving, visits.stall_s)
+            packet = None if forward.judged else await visits.read(stream, frame, visits.leaving)
             if not self._gradient.done():
                 self._gradient.set_result(Gradient(packet, loss, behind))
             await stream.tell({"kept": await self._word})
@@ -231,17 +252,3 @@ async def _word(stream: PeerStream) -> bool:
         return kept
     except LOST:
         return False
-
-
-async def _write(stream: PeerStream, packet: Tensor, stall_s: float) -> None:
-    content = packet.contiguous().view(torch.uint8).reshape(-1).numpy().data
-    await write_payload(stream.writer, content, stall_s)
-
-
-async def _read(stream: PeerStream, told: Frame, room: Tensor, stall_s: float) -> Tensor:
-    """A packet of the form of `room`, which is not changed. Raises FrameError where another one is told of."""
-    if told.get("size") != room.nbytes:
-        raise FrameError(f"a packet has {told.get('size')!r:.20} bytes; {room.nbytes} were expected")
-    packet = torch.empty_like(room)
-    await read_payload(stream.reader, packet.view(torch.uint8).reshape(-1).numpy().data, stall_s, SLOWEST)
-    return packet

@@ -115,13 +115,18 @@ class StageWork:
             entering = batch.to(self._device)
         else:
             _check(forward.packet, self._before)
-            entering = self._before.unpack(forward.packet, batch).requires_grad_()
-        under = _Under(self._weights(), entering, None, batch)
-        under.leaving = self._compute(under)
+            entering = self._before.unpack(forward.packet, batch)
+        if forward.judged:
+            under = _Under({}, entering, None, batch)
+            leaving = self._judge(entering, batch)
+        else:
+            under = _Under(self._weights(), entering.requires_grad_(self._before is not None), None, batch)
+            leaving = self._compute(under)
+        under.leaving = leaving
         self._under_way[forward] = under
         if self._after is None:
             return None
-        return _finite(self._after, self._after.pack(under.leaving, batch))
+        return _finite(self._after, self._after.pack(leaving, batch))
 
     def check(self, gradient: Gradient) -> None:
         """See Work."""
@@ -139,6 +144,8 @@ class StageWork:
         under.gradient = gradient.packet
         assert under.leaving is not None
         loss = gradient.loss if self._after is not None else float(under.leaving.detach()) / len(under.batch)
+        if forward.judged:
+            return Gradient(None, loss)
         entering, gradients = self._gradients(under)
         if not all(bool(one.isfinite().all()) for one in gradients.values()):
             raise LostError("a gradient that is not finite")
@@ -217,12 +224,24 @@ class StageWork:
         return self._stash
 
     def _compute(self, under: _Under) -> Tensor:
+        """See _leaving."""
+        return self._leaving(functional_call(self.piece, under.weights, (under.entering,)), under.batch)
+
+    @torch.no_grad()
+    def _judge(self, entering: Tensor, batch: Tensor) -> Tensor:
+        """See _leaving; in evaluation mode, with the weights as they are now."""
+        self.piece.eval()
+        try:
+            return self._leaving(self.piece(entering), batch)
+        finally:
+            self.piece.train()
+
+    def _leaving(self, found: Tensor, batch: Tensor) -> Tensor:
         """Hidden states, or in the last stage the sum of the samples' losses."""
-        leaving: Tensor = functional_call(self.piece, under.weights, (under.entering,))
         if self._after is not None:
-            return leaving
-        loss: Tensor = self.piece.loss(leaving, under.batch.to(leaving.device))
-        return loss * len(under.batch)
+            return found
+        loss: Tensor = self.piece.loss(found, batch.to(found.device))
+        return loss * len(batch)
 
     def _gradients(self, under: _Under) -> tuple[Tensor, Weights]:
         """With respect to what enters, and to the weights."""

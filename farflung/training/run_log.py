@@ -173,10 +173,11 @@ class RunLog:
         self._told_why_alone.add(reason)
         return True
 
-    def evaluate(self) -> float:
-        """Judges the weights as they are now, and writes some of them down. Returns the validation loss."""
+    def evaluate(self) -> float | None:
+        """Judges the weights as they are now, and writes some of them down. Returns the validation loss, if any."""
         with self.rate.paused():
-            loss = self.island.evaluate()
+            if (loss := self.island.evaluate()) is None:
+                return None
             sample = self._sampled_weights().numpy().astype(np.dtype("<f4"))
             self.events.write(
                 EvaluationEvent(
