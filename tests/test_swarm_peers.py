@@ -30,6 +30,7 @@ from farflung.swarm.states import given as given_by_cells
 from farflung.swarm.states import weights_in
 from farflung.testing.peers import join_network, write_ticket
 from farflung.training import seats
+from farflung.training.checkpoint import read
 from farflung.training.launch import check_settings
 
 TWO_STAGES = ("--swarm", "--stages", 2, "--batch-size", 4, "--microbatches", 2, "--eval-every", 100, "--lr", 0.003)
@@ -275,3 +276,58 @@ def test_weights_come_out_of_a_state_as_they_went_in(shapes: list[tuple[int, ...
     state.pop(next(iter(state)))
     with pytest.raises(UserError, match="other shapes"):
         weights_in(state, weights)
+
+
+def begin(swarm: Swarm, stepping: str, steps: int, *arguments: object) -> dict[str, Any]:
+    """Two peers of each of two stages, which have begun to train."""
+    kind = ("--swarm", "--stages", 2, "--stepping", stepping, "--steps", steps, *arguments)
+    common = (*BARE, "--name", "test", "--train", "--port", swarm.port, "--out", "first", "--ticket", "run.ticket")
+    running = {"first": swarm.start("invite", *common, *kind, log="first")}
+    until((swarm.folder / "run.ticket").exists)
+    until(lambda: "serves stage 0 of 2" in swarm.said("first"))
+    for name, stage in (("one", 1), ("two", 0), ("three", 1)):
+        (swarm.folder / name).mkdir()
+        (swarm.folder / name / "stage").write_text(f"{stage}\n")
+        running[name] = swarm.join(name)
+    return running
+
+
+BARE = (
+    *("--model", "micro", "--sequence-length", 32, "--eval-sequences", 4, "--max-tokens", 200_000, "--log-every", 1),
+    *("--eval-every", 1000, "--checkpoint-every", 10, "--lr", 0.003, "--deadline", patience(15), "--batch-size", 8),
+)
+
+
+@pytest.mark.slow
+def test_steps_taken_together_are_those_of_one_process_whoever_dies(swarm: Swarm) -> None:
+    steps, one_batch = 40, ("--method", "local", "--clip", 0)
+    running = begin(swarm, "synchronous", steps, *one_batch, "--microbatches", 8)
+    until(lambda: min(map(swarm.step, running)) > 5)
+    running.pop("one").kill()
+    reached = swarm.step("first")
+    until(lambda: swarm.step("first") > reached + 3)
+    running["one"] = swarm.join("one")  # comes back, and is given what it has missed
+    for name, process in running.items():
+        assert process.wait(patience(120)) == 0, swarm.said(name)
+    for name in ("first", "two", "three"):
+        assert [swarm_ledger(event) for event in swarm.events(name, LearntEvent)] == [
+            [[0, step, *range(8)]] for step in range(steps)
+        ], "each of its steps has learnt from each microbatch of that step, once"
+    plain = farflung("train", *BARE, *one_batch, "--steps", steps, "--replicas", 1, "--out", "plain", cwd=swarm.folder)
+    assert plain.returncode == 0, plain.stderr
+    assert farflung("export", "first", "model", cwd=swarm.folder).returncode == 0
+    assert farflung("export", "plain", "reference", cwd=swarm.folder).returncode == 0
+    ours, theirs = (
+        AutoModelForCausalLM.from_pretrained(swarm.folder / name).state_dict() for name in ("model", "reference")
+    )
+    for name, weights in theirs.items():
+        torch.testing.assert_close(ours[name], weights, rtol=1e-3, atol=1e-4)
+    for first, second in (("first", "two"), ("one", "three")):
+        for path in (swarm.folder / first / "checkpoints").glob("averaged*"):
+            one, other = (read(swarm.folder / name / "checkpoints" / path.name)["model"] for name in (first, second))
+            assert all(torch.equal(weights, other[name]) for name, weights in one.items()), path
+
+
+def swarm_ledger(event: LearntEvent) -> list[list[int]]:
+    assert not event.unlearnt
+    return [list(one) for one in event.microbatches]

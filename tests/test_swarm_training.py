@@ -10,6 +10,7 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ from farflung.swarm.peer import StagePeer
 from farflung.swarm.routers import ThroughputRouter
 from farflung.swarm.simulated import SimulatedPost, in_virtual_seconds
 from farflung.swarm.synchronous import Leader, Participant, Synchronous
-from farflung.swarm.work import StageWork
+from farflung.swarm.work import Learnt, StageWork
 
 SAMPLES, WIDTH = 3, 6
 Optimizer = Callable[[Any], torch.optim.Optimizer]
@@ -108,7 +109,13 @@ class Swarm:
             quick = in_virtual_seconds(self.random.uniform(0.1, 1), self.random.uniform(0.1, 2))
             made = StagePeer(stage, stages, work, quick, self.post.of(peer), router, self.patience, clock)
             self.post.peers[peer] = made
-            self.seats[peer] = Synchronous(made, work, self)
+            self.seats[peer] = Synchronous(made, work, self, partial(self.step, work), self.fetch)
+
+    async def step(self, work: StageWork, learnt: Learnt) -> None:
+        work.step(learnt)
+
+    async def fetch(self, version: int, givers: list[int]) -> None:
+        raise AssertionError("nobody is behind")
 
     def living(self) -> dict[int, Participant]:
         return {peer: Asked(self, peer) for peer in sorted(self.post.peers)}

@@ -37,6 +37,10 @@ def _check_shape(settings: IslandSettings, workload: Workload, seed: int) -> Non
     parts = settings.parts
     if settings.swarm:
         _check_swarm(settings, divisible(workload))
+    elif settings.stepping != IslandSettings.stepping:
+        raise UserError(
+            f"stepping is {settings.stepping!r}, but only a swarm's peers choose; add --swarm or leave it out"
+        )
     if settings.batch_size % (settings.shard * parts):
         raise UserError(
             f"batch_size is {settings.batch_size}, which {settings.shard} shards × {parts} microbatches do not divide; "
@@ -67,6 +71,10 @@ def _check_swarm(settings: IslandSettings, workload: Divisible) -> None:
     """Refuses what peers that each serve one stage, and meet any others, cannot do."""
     if settings.stages == 1:
         raise UserError("a swarm has two stages or more; say how many with --stages, or leave out --swarm")
+    if settings.stepping == "asynchronous" and settings.parts > 1:
+        raise UserError(
+            "asynchronous steps are of one microbatch each, of --batch-size samples; leave out --microbatches"
+        )
     usual = IslandSettings()
     for name in ("shard", "gateway", "pipeline_schedule", "routes", "offload"):
         if (value := getattr(settings, name)) != getattr(usual, name):

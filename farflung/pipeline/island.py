@@ -62,6 +62,15 @@ class Island(Protocol):
         """Is called when the results are written, and returns when nobody else needs this process any more."""
         return
 
+    def steps_with(self, optimizer: torch.optim.Optimizer) -> None:
+        """Is told once what takes the steps."""
+        return
+
+    @property
+    def at(self) -> int | None:
+        """The steps that the weights have taken, where others decide on them; None where this process counts."""
+        return None
+
     def ledger(self) -> Ledger:
         """Of the last step, once; empty where a replica's samples are known by their step."""
         return [], []

@@ -53,6 +53,8 @@ class IslandSettings(Checked):
     """Processes that the parameters of each stage are divided among (FSDP); they share its batch."""
     swarm: bool = False
     """On the internet: each peer serves one stage, and each microbatch goes through a peer of every stage."""
+    stepping: Literal["local", "synchronous", "asynchronous"] = "local"
+    """A swarm's peers take each step by themselves, all together as one large batch would, or after each microbatch."""
     islands: str | None = setting(None, may_differ=AFTER_RESUME)
     """Stages x shards of each replica where they differ: "1x1 2x4"; replaces --replicas, --stages and --shard."""
     gateway: bool = setting(False, may_differ=BETWEEN_PEERS)
@@ -103,7 +105,7 @@ class IslandSettings(Checked):
     @property
     def parts(self) -> int:
         """Microbatches that a process's share of a batch is computed in."""
-        return self.microbatches or (2 * self.stages if self.stages > 1 else 1)
+        return self.microbatches or (2 * self.stages if self.stages > 1 and self.stepping != "asynchronous" else 1)
 
     @property
     def pieces(self) -> int:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from farflung.errors import UserError
@@ -19,10 +20,11 @@ from farflung.networks import SharedState
 from farflung.pipeline.island import Ledger
 from farflung.pipeline.mesh import Mesh, MeshCoordinates
 from farflung.swarm.copies import Copies
-from farflung.swarm.letters import LostError, Microbatch, ledger_of
+from farflung.swarm.letters import LostError, ledger_of
 from farflung.swarm.moves import MoveError, Standing, next_move
 from farflung.swarm.seat import Seat, told
 from farflung.swarm.states import given
+from farflung.swarm.work import Learnt
 
 if TYPE_CHECKING:
     from farflung.networks.internet.contact.member import Member
@@ -42,18 +44,41 @@ class End:
     """What ends a peer's training, or another's.
 
     Args:
-        steps: the run's last one.
         deadline_s: seconds after which others that do nothing are not waited for.
         stopping: whether this peer is asked to stop.
         copies: the folder for what it keeps of other stages, where their last peers are gone.
         copy_every: steps from one copy to the next.
     """
 
-    steps: int
     deadline_s: float
     stopping: Callable[[], bool]
     copies: Path
     copy_every: int
+
+
+class Steps(Protocol):
+    """When a peer takes its inner steps, and with what."""
+
+    async def serve(self) -> None:
+        """Begins, once microbatches are let in; a head sees to it that some are started."""
+        ...
+
+    def enough(self, over: bool) -> bool:
+        """Whether a step can be taken; when training is `over`, the last one."""
+        ...
+
+    def take(self) -> Learnt | None:
+        """What the step learns from; None where that is nothing."""
+        ...
+
+    def stepped(self) -> None:
+        """The step was taken."""
+        ...
+
+    @property
+    def at(self) -> int | None:
+        """See Island."""
+        ...
 
 
 class SwarmIsland:
@@ -63,24 +88,21 @@ class SwarmIsland:
     many steps as the heads do, each with less where they are more.
     """
 
-    def __init__(self, seat: Seat, end: End) -> None:
+    def __init__(self, seat: Seat, end: End, pace: Steps) -> None:
         self._seat, self._network, self.settings, self.traffic = seat, seat.network, seat.settings, seat.traffic
-        self._steps, self._deadline_s, self._stopping = end.steps, end.deadline_s, end.stopping
+        self._deadline_s, self._stopping = end.deadline_s, end.stopping
         self.model: nn.Module = seat.model
         rank = seat.network.rank
         self.mesh, self.coordinates = Mesh(Mesh.alike(1).shapes, rank), MeshCoordinates(rank)
         self.part_stem = Mesh(tuple(seat.settings.shapes())).file_stem(MeshCoordinates(0, seat.stage))
         self._copies = Copies(seat.network, seat.stages, end.copies, end.copy_every, self._keeps_copies)
+        self._pace = pace
         self._serving = self._stepping = self._ended = False
         self._loss = math.nan
         self._judged: float | None = None
         self._ledger: Ledger = ([], [])
-        self._streams: set[int] = set()
-        """The heads whose microbatches the last step has learnt from."""
         self._told: list[int] = []
         """The stages without anybody of which the user knows."""
-        self._taken, self._due = 0, 0.0
-        """Microbatches that steps were taken with, and those that should have been, at the heads' pace."""
 
     def gradients(self, step: int) -> tuple[float, str]:
         """See Island: those of what was learnt since the last step. Raises UserError where no head is there any more.
@@ -92,15 +114,14 @@ class SwarmIsland:
             self._serving = True
             self._network.peers.background.run(self._serve(), self._deadline_s)
         enough = self._waited()
+        if self._pace.at is not None and self._network.wanted:
+            self._give()  # what rounds would give is old where there are none
         self._seat.weights.acquire()
         self._stepping = True
         self._network.tell_others(**self._seat.facts())
-        if enough and (done := self._seat.work.take()):
+        if enough and (done := self._pace.take()):
             self._loss = done.losses / sum(done.samples.values())
             self._ledger = ledger_of(done.samples), ledger_of(done.taken_back)
-            self._taken += len(done.samples)
-            self._due += self._share(done.samples)
-            self._streams = {one.stream for one in done.samples}
             self._seat.work.fill(done)
             if self.settings.clip:
                 nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.clip)
@@ -113,9 +134,18 @@ class SwarmIsland:
     def after_step(self) -> None:
         """See Island. Microbatches go on, with the weights as they are now."""
         if self._stepping:
-            self._seat.work.advance()
+            self._pace.stepped()
             self._stepping = False
             self._seat.weights.release()
+
+    def steps_with(self, optimizer: torch.optim.Optimizer) -> None:
+        """See Island."""
+        self._seat.optimizer = optimizer
+
+    @property
+    def at(self) -> int | None:
+        """See Island."""
+        return self._pace.at
 
     def ledger(self) -> Ledger:
         """See Island."""
@@ -166,6 +196,7 @@ class SwarmIsland:
 
     async def _serve(self) -> None:
         await self._seat.serve()
+        await self._pace.serve()
         self._network.lend(self._copies.lent)
         self._network.peers.background.keep("keeping a copy of a stage", self._copies.go_on)
 
@@ -176,7 +207,7 @@ class SwarmIsland:
     def _waited(self) -> bool:
         """Waits for what the next step learns from; False where nothing will come. Raises UserError and MoveError."""
         began = manned = time.monotonic()
-        while not (enough := self._enough()) and not self._over() and not self._stopping():
+        while not (enough := self._pace.enough(over := self._over())) and not over and not self._stopping():
             self._seat.learnt.clear()
             self._seat.learnt.wait(LOOK_SECONDS)
             if not (unmanned := self._unmanned()):
@@ -204,21 +235,6 @@ class SwarmIsland:
             self._told = unmanned
             numbers = " and ".join(map(str, unmanned))
             self._network.peers.tell(f"nobody serves stage {numbers}: training waits until somebody joins")
-
-    def _enough(self) -> bool:
-        """Whether a step can be taken. The last one takes all that the heads have started."""
-        learnt = list(self._seat.work.learnt.samples)
-        if not learnt or self._over():
-            return bool(learnt)
-        last = self._seat.stage and self._network.peers.info["step"] >= self._steps - 1
-        return not last and self._taken + len(learnt) >= self._due + self._share(learnt)
-
-    def _share(self, learnt: Iterable[Microbatch]) -> float:
-        """Microbatches of a step that let this peer take as many steps as a head; in the mean, since none is half."""
-        if not self._seat.stage:
-            return self._seat.parts
-        heads = self._streams | {one.stream for one in learnt}
-        return self._seat.parts * len(heads) / (len(self._seat.serving(self._seat.stage)) + 1)
 
     def _over(self) -> bool:
         """Whether all heads have taken their last step."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import threading
 import time
 from collections.abc import Callable
@@ -20,7 +19,7 @@ from farflung.pipeline.build import pieces_of
 from farflung.pipeline.division import Division, division_of
 from farflung.pipeline.settings import IslandSettings
 from farflung.swarm.letters import Caller, Forward, Microbatch
-from farflung.swarm.peer import StagePeer, under_way
+from farflung.swarm.peer import StagePeer
 from farflung.swarm.processor import Pass, Processor
 from farflung.swarm.routers import ThroughputRouter
 from farflung.swarm.visits import Visits
@@ -70,13 +69,18 @@ class Seat:
         """A microbatch has been learnt from."""
         self.weights = threading.Lock()
         """Held by what needs the weights as they are, or changes them."""
+        self.steps_first = threading.Event()
+        """Unset while a step is due that nothing is to be computed before."""
+        self.steps_first.set()
+        self.optimizer: torch.optim.Optimizer | None = None
+        """That takes the steps, once it is known."""
         self._workload, self._batch_size, self._seed = workload, settings.batch_size, seed
         division = division_of(settings, workload, seed)
         (piece,) = pieces_of(settings, workload, division, self.stage, seed)
         self.model = training(piece.model, settings)
         before, after = self._boundaries(division, device)
-        self.work = StageWork(piece.to(device), self._batch, None, before, after, alone=1)
-        self.work.take_step = self.learnt.set
+        alone = int(settings.stepping != "synchronous")
+        self.work = StageWork(piece.to(device), self._batch, None, before, after, alone)
         self._router = ThroughputRouter() if after else None
         self._processor = Processor(self._computed)
         entering, leaving = (end.room() if end else None for end in (before, after))
@@ -90,26 +94,21 @@ class Seat:
         )
         self._thread = ThreadPoolExecutor(1, "stage")
         self._busy_s, self._began = 0.0, time.monotonic()
-        self._starts = True
+        self.starts = True
+        """Whether a head starts microbatches."""
 
     async def serve(self) -> None:
-        """Begins to take microbatches and to hand them on; a head, to start some: two for each stage at a time."""
+        """Begins to take microbatches and to hand them on."""
         self._began = time.monotonic()
         self._visits.open()
         background = self.peers.background
         await self.peers.announce(facts={**self.peers.info["facts"], "serves": 1.0})
         if self._router:
             background.keep("looking for the next stage", self._look_for_others)
-        if self.stage == 0:
-            numbers = itertools.count()
-            stream = int(self.peers.info["session"], 16) >> 12  # one that comes back gives no name again
-            start = lambda: self._start(stream, next(numbers))  # noqa: E731
-            starting = lambda: under_way(start, 2 * self.stages, lambda: self._starts)  # noqa: E731
-            background.keep("starting microbatches", starting)
 
     async def start_no_more(self) -> None:
         """Lets what a head has under way come to its end, for as long as one stage may take."""
-        self._starts = False
+        self.starts = False
         ends = time.monotonic() + self.peer.patience
         while self.peer.under_way and time.monotonic() < ends:
             await asyncio.sleep(0.05)
@@ -147,14 +146,12 @@ class Seat:
         first, last = (Boundary(shape, division.codec, division.subspace, device) if end else None for end in ends)
         return first, last
 
-    async def _start(self, stream: int, number: int) -> None:
-        await self.peer.start(Microbatch(*divmod(number, self.parts), stream), self.work.version)
-
     async def _served(self, forward: Forward, caller: Caller) -> None:
         await self.peer.serve(forward, caller)
 
     async def _computed(self, which: Pass, work: Callable[[], T]) -> T:
         def locked() -> T:
+            self.steps_first.wait(self.peer.patience)
             with self.weights:
                 began = time.monotonic()
                 try:

@@ -60,6 +60,13 @@ class Participant(Protocol):
         """Takes the step with what it has gathered."""
         ...
 
+    async def catch_up(self, term: Term, version: int, givers: list[int]) -> None:
+        """Takes the weights of a version from one of these stage mates, where it has earlier ones.
+
+        Where there are none, its own count as that version: nobody has later ones of this stage.
+        """
+        ...
+
 
 class Members(Protocol):
     """Who is there."""
@@ -71,19 +78,28 @@ class Members(Protocol):
 
 @dataclass
 class Synchronous:
-    """One peer's part in such steps."""
+    """One peer's part in such steps.
+
+    Args:
+        take: takes the step with what a stage has learnt, and is done when the weights are those of the next version.
+        fetch: takes a version of the weights from one of these peers. Raises LostError.
+    """
 
     peer: StagePeer
     work: StageWork
     members: Members
+    take: Callable[[Learnt], Awaitable[None]]
+    fetch: Callable[[int, list[int]], Awaitable[None]]
     _term: Term = field(default=(0, 0), init=False)
     _gathered: Learnt | None = field(default=None, init=False)
+    _taking: asyncio.Future[None] | None = field(default=None, init=False)
+    """A step that is being taken: one, though several leaders order it."""
 
     async def report(self, term: Term) -> Report:
         """See Participant."""
         self._term = max(self._term, term)
-        learnt = frozenset(self.work.learnt.samples)
-        return Report(self._term, self.peer.stage, self.work.version, learnt, self.peer.under_way)
+        await self._taken()
+        return Report(self._term, self.peer.stage, self.work.version, self.work.learnt_from(), self.peer.under_way)
 
     async def run(self, term: Term, microbatches: list[Microbatch], counts_in: Counts) -> dict[Microbatch, float]:
         """See Participant."""
@@ -111,9 +127,30 @@ class Synchronous:
     async def step(self, term: Term) -> None:
         """See Participant."""
         self._follow(term)
-        assert self._gathered is not None, "it has gathered nothing"
-        self.work.step(self._gathered)
+        if self._taking is None:
+            if self._gathered is None:
+                raise LostError("it has gathered nothing")
+            self._taking = asyncio.ensure_future(self._take(self._gathered))
+        await self._taken()
+
+    async def catch_up(self, term: Term, version: int, givers: list[int]) -> None:
+        """See Participant."""
+        self._follow(term)
+        await self._taken()
+        if self.work.version < version:
+            await self.fetch(version, givers)
+
+    async def _take(self, gathered: Learnt) -> None:
         self._gathered = None
+        try:
+            await self.take(gathered)
+        finally:
+            self._taking = None
+
+    async def _taken(self) -> None:
+        """Waits until no step is being taken."""
+        if self._taking is not None:
+            await asyncio.shield(self._taking)
 
     def _follow(self, term: Term) -> None:
         if term < self._term:
@@ -142,8 +179,18 @@ class Leader:
         """See Term."""
         return self._count, self.number
 
+    async def furthest(self) -> int:
+        """The most steps that the weights of some living peer have taken."""
+        reports = await self._asked(self.members.living(), lambda _, one: one.report(self.term))
+        return max((report.version for report in reports.values()), default=0)
+
+    async def bring_up(self, step: int) -> None:
+        """Has those who have missed steps take the weights of the others."""
+        living = self.members.living()
+        await self._caught_up(step, living, await self._asked(living, lambda _, one: one.report(self.term)))
+
     async def step(self, step: int, microbatches: list[Microbatch]) -> None:
-        """Sees to it that all living peers take a step."""
+        """Sees to it that all living peers take a step. Those with earlier weights catch up first."""
         while True:
             living = self.members.living()
             reports = await self._asked(living, lambda _, one: one.report(self.term))
@@ -154,6 +201,8 @@ class Leader:
                 behind = {peer: living[peer] for peer, report in reports.items() if report.version == step}
                 await self._asked(behind, lambda _, one: one.step(self.term))
                 return
+            if await self._caught_up(step, living, reports):
+                continue
             if any(report.under_way for report in reports.values()):
                 await asyncio.sleep(SETTLING_SECONDS)
                 continue
@@ -163,6 +212,21 @@ class Leader:
             elif await self._gathered(living, reports):
                 await self._asked(living, lambda _, one: one.step(self.term))
                 return
+
+    async def _caught_up(self, step: int, living: dict[int, Participant], reports: dict[int, Report]) -> bool:
+        """Has those with earlier weights take later ones; whether some have. The others are left out of this step."""
+        behind = {peer: report for peer, report in reports.items() if report.version < step}
+        givers: dict[int, list[int]] = {}
+        for peer, report in sorted(reports.items()):
+            if report.version == step:
+                givers.setdefault(report.stage, []).append(peer)
+        asked = {peer: living[peer] for peer in behind}
+        done = await self._asked(
+            asked, lambda peer, one: one.catch_up(self.term, step, givers.get(reports[peer].stage, []))
+        )
+        for peer in behind:
+            del reports[peer], living[peer]
+        return bool(done)
 
     async def _run(self, living: dict[int, Participant], reports: dict[int, Report], missing: Missing) -> None:
         """Deals what is missing to the heads, by the stages that miss it."""

@@ -51,12 +51,13 @@ class Learnt:
 
     def with_others(self, others: list[Learnt]) -> Learnt:
         """This and what others have learnt. Raises ValueError where two have learnt from the same microbatch."""
-        total = Learnt({name: one.clone() for name, one in self.sums.items()}, dict(self.samples))
+        total = Learnt({name: one.clone() for name, one in self.sums.items()}, dict(self.samples), self.losses)
         for other in others:
             if total.samples.keys() & other.samples.keys():
                 raise ValueError("two peers of a stage have learnt from the same microbatch")
             total.add(other.sums)
             total.samples |= other.samples
+            total.losses += other.losses
         return total
 
 
@@ -108,7 +109,7 @@ class StageWork:
 
     def forward(self, forward: Forward) -> Tensor | None:
         """See Work."""
-        if forward.version != self.version and not self.alone:
+        if forward.version != self.version and not (self.alone or forward.judged):
             raise LostError("weights of another step")
         batch = self._batch_of(forward.microbatch)
         if self._before is None:
@@ -190,6 +191,11 @@ class StageWork:
         self.optimizer.zero_grad()
         self.advance()
 
+    def learnt_from(self) -> frozenset[Microbatch]:
+        """The microbatches that it has learnt from since its last step."""
+        with self._learning:
+            return frozenset(self.learnt.samples)
+
     def take(self) -> Learnt | None:
         """What it has learnt since it was asked last; None where that is of no microbatch."""
         with self._learning:
@@ -203,6 +209,11 @@ class StageWork:
         samples = sum(learnt.samples.values())
         for name, parameter in self._parameters.items():
             parameter.grad = (learnt.sums[name] / samples).to(parameter.dtype)
+
+    def begin_at(self, version: int) -> None:
+        """The weights are those of a later version, and nothing is learnt yet."""
+        self.take()
+        self._stash, self.version = {}, version
 
     def advance(self) -> None:
         """The weights are those of the next version."""

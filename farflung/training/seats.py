@@ -41,12 +41,13 @@ def seated(
         return assemble(settings.island, workload, network, settings.mesh(), seed, waits, device)
     from farflung.swarm.island import End, SwarmIsland  # what these import is an extra
     from farflung.swarm.seat import Seat
+    from farflung.swarm.stepping import STEPS
 
     peers: InternetNetwork = network  # type: ignore[assignment]
     seat = Seat(settings.island, divisible(workload), peers, seed, device, waits.deadline)
     every = settings.run.checkpoint_every or settings.run.steps
-    end = End(settings.run.steps, waits.deadline, lambda: stop.requested, folder / "copies", every)
-    return SwarmIsland(seat, end), network
+    end = End(waits.deadline, lambda: stop.requested, folder / "copies", every)
+    return SwarmIsland(seat, end, STEPS[settings.island.stepping](seat, settings.run.steps)), network
 
 
 def _refuse_other_microbatches(settings: Settings, shared: Settings) -> None:

@@ -64,6 +64,7 @@ class Trainer:
         self.lr = settings.inner.lr or self.method.inner.lr
         named = trainable(self.model).items()
         self.optimizer = self.method.inner.make(named, lr=self.lr, weight_decay=settings.inner.weight_decay)
+        self.island.steps_with(self.optimizer)
         place = mesh.first + self.process  # dropout differs between processes
         torch.manual_seed(settings.run.seed * 1_000_003 + place)
         self.progress = Progress(resume_step or 0, trained=resume_step or 0)
@@ -122,11 +123,12 @@ class Trainer:
 
     def _train_step(self, session: Session) -> None:
         run, progress, before = self.settings.run, self.progress, self.step
+        self._loss = None
+        loss, fault = self.island.gradients(progress.trained)
+        self._count(session)
         lr = self.lr * lr_scale(self.settings.inner, self.step, run.steps)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        self._loss = None
-        loss, fault = self.island.gradients(progress.trained)
         if fault:
             # Without gradients the optimizer changes nothing, but the step still counts for the rounds.
             self.log.warn(f"{fault} at step {self.step + 1}: its gradient is not used")
@@ -134,7 +136,7 @@ class Trainer:
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.island.after_step()
-        progress.step = min(session.step, run.steps)  # others may have gone on
+        self._count(session)
         progress.trained += 1
         self.log.rate.count(self.log.units_per_step)
         self.log.learnt(self.island.ledger())
@@ -159,6 +161,12 @@ class Trainer:
             self.save(session)
             self.log.end("stopped")
             raise StoppedError(f"stopped after step {self.step}")
+
+    def _count(self, session: Session) -> None:
+        """Goes on from the step that the rounds count, since others may have gone on; or that the island does."""
+        if (at := self.island.at) is not None:
+            session.step = at
+        self.progress.step = min(session.step, self.settings.run.steps)
 
     def save(self, session: Session) -> None:
         """Writes this process's part of a checkpoint, and removes those that nobody needs any more."""

@@ -1,0 +1,234 @@
+"""What peers of a swarm ask each other about steps that all of them take together, over the run's streams."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from farflung.networks.internet.contact.frames import (
+    SLOWEST,
+    Frame,
+    FrameError,
+    entry,
+    number,
+    read_payload,
+    reading,
+    whole,
+    write_payload,
+)
+from farflung.networks.internet.contact.host import UNREACHABLE
+from farflung.networks.internet.contact.member import Member
+from farflung.networks.internet.contact.peers import Peers
+from farflung.networks.internet.contact.streams import PeerStream, RequestRefusedError
+from farflung.swarm.letters import LostError, Microbatch, ledger_of
+from farflung.swarm.synchronous import Counts, Report, Synchronous, Term
+from farflung.swarm.visits import MOST
+from farflung.swarm.work import Learnt
+
+QUESTION = "step"
+LARGEST_STATE = 64
+"""Bytes a parameter that a stage's state has at most: weights, and what an optimizer keeps of them."""
+
+
+@dataclass
+class Questions:
+    """One peer's part: it answers others, and asks them as a `Participant` each. All run in the thread of the peers.
+
+    Args:
+        own: what it does at a step.
+        state: its weights and their optimizer's state as bytes, and the version of them.
+        samples: of a microbatch.
+        answer_s: seconds that an answer may take.
+        stall_s: seconds without a byte after which a transfer is given up.
+    """
+
+    peers: Peers
+    own: Synchronous
+    state: Callable[[], tuple[int, bytes]]
+    samples: int
+    answer_s: float = 600.0
+    stall_s: float = 20.0
+
+    def open(self) -> None:
+        """Begins to answer."""
+        self.peers.handlers[QUESTION] = self._on_question
+
+    def of(self, member: Member) -> Asked:
+        """Another peer."""
+        return Asked(self, member)
+
+    async def _on_question(self, stream: PeerStream, frame: Frame) -> None:
+        answer = _ANSWERS.get(entry(frame, "ask", str))
+        if answer is None:
+            raise FrameError("a question that nobody knows")
+        try:
+            told, payload = await answer(self, frame)
+        except LostError as lost:
+            raise RequestRefusedError(str(lost)) from lost
+        content = memoryview(payload)
+        await stream.tell({**told, "size": len(content)})
+        await write_payload(stream.writer, content, self.stall_s)
+        await stream.hear_the_end(self.stall_s)
+
+    async def _report(self, frame: Frame) -> tuple[Frame, bytes]:
+        one = await self.own.report(_term(frame))
+        learnt = ledger_of(one.learnt)
+        told = {"term": one.term, "stage": one.stage, "version": one.version, "under_way": one.under_way}
+        return {**told, "learnt": learnt}, b""
+
+    async def _run(self, frame: Frame) -> tuple[Frame, bytes]:
+        names, counts_in = _names(frame), None
+        if frame.get("counts_in") is not None:
+            counts_in = frozenset(whole(one, MOST) for one in entry(frame, "counts_in", list))
+        losses = await self.own.run(_term(frame), names, counts_in)
+        return {"learnt": ledger_of(losses), "losses": [losses[one] for one in sorted(losses, key=_order)]}, b""
+
+    async def _learnt(self, frame: Frame) -> tuple[Frame, bytes]:
+        learnt = await self.own.learnt_now()
+        told = {"learnt": ledger_of(learnt.samples), "losses": learnt.losses}
+        return told, _flat(learnt.sums.values()).numpy().tobytes()
+
+    async def _gather(self, frame: Frame) -> tuple[Frame, bytes]:
+        await self.own.gather(_term(frame), [whole(one, MOST) for one in entry(frame, "mates", list)])
+        return {}, b""
+
+    async def _step(self, frame: Frame) -> tuple[Frame, bytes]:
+        await self.own.step(_term(frame))
+        return {}, b""
+
+    async def _catch_up(self, frame: Frame) -> tuple[Frame, bytes]:
+        givers = [whole(one, MOST) for one in entry(frame, "givers", list)]
+        await self.own.catch_up(_term(frame), whole(frame.get("version"), MOST), givers)
+        return {}, b""
+
+    async def _state(self, frame: Frame) -> tuple[Frame, bytes]:
+        version, content = await asyncio.to_thread(self.state)
+        return {"version": version}, content
+
+
+_ANSWERS: dict[str, Callable[[Questions, Frame], Awaitable[tuple[Frame, bytes]]]] = {
+    "report": Questions._report,
+    "run": Questions._run,
+    "learnt": Questions._learnt,
+    "gather": Questions._gather,
+    "step": Questions._step,
+    "catch up": Questions._catch_up,
+    "state": Questions._state,
+}
+
+
+@dataclass
+class Asked:
+    """Another peer; see Participant."""
+
+    here: Questions
+    member: Member
+
+    async def report(self, term: Term) -> Report:
+        """See Participant."""
+        told, _ = await self._ask("report", term=term)
+        return _read_report(told)
+
+    async def run(self, term: Term, microbatches: list[Microbatch], counts_in: Counts) -> dict[Microbatch, float]:
+        """See Participant."""
+        counts = None if counts_in is None else sorted(counts_in)
+        told, _ = await self._ask("run", term=term, learnt=ledger_of(microbatches), counts_in=counts)
+        return _read_losses(told)
+
+    async def learnt_now(self) -> Learnt:
+        """See Participant."""
+        like = self.here.own.work.learnt.sums
+        numel = sum(one.numel() for one in like.values())
+        told, content = await self._ask("learnt", most=4 * numel)
+        return _read_learnt(told, content, like, self.here.samples)
+
+    async def gather(self, term: Term, mates: list[int]) -> None:
+        """See Participant."""
+        await self._ask("gather", term=term, mates=mates)
+
+    async def step(self, term: Term) -> None:
+        """See Participant."""
+        await self._ask("step", term=term)
+
+    async def catch_up(self, term: Term, version: int, givers: list[int]) -> None:
+        """See Participant."""
+        await self._ask("catch up", term=term, version=version, givers=givers)
+
+    async def state(self) -> tuple[int, bytes]:
+        """Its weights and their optimizer's state, and the version of them. Raises LostError."""
+        numel = sum(one.numel() for one in self.here.own.work.learnt.sums.values())
+        told, content = await self._ask("state", most=LARGEST_STATE * numel + (1 << 20))
+        with reading("a state"):
+            return whole(told.get("version"), MOST), content
+
+    async def _ask(self, what: str, most: int = 0, **told: Any) -> tuple[Frame, bytes]:
+        """The answer, and at most so many bytes behind it. Raises LostError."""
+        peers = self.here.peers
+        try:
+            async with peers.stream(self.member) as stream:
+                await stream.tell({"kind": QUESTION, "ask": what, **told})
+                answer = await stream.hear(self.here.answer_s)
+                content = bytearray(whole(answer.get("size"), most))
+                await read_payload(stream.reader, memoryview(content), self.here.stall_s, SLOWEST)
+                return answer, bytes(content)
+        except FrameError as false:
+            peers.guard.strike(peers.liable(self.member.peer), "false answer", str(false))
+            raise LostError(str(false)) from false
+        except RequestRefusedError as refused:
+            raise LostError(str(refused)) from refused
+        except TimeoutError as late:
+            raise LostError("late") from late
+        except UNREACHABLE as gone:
+            await peers.still_there(self.member)  # else it counts as there for a while
+            raise LostError(str(gone) or "gone") from gone
+
+
+@reading("a term")
+def _term(frame: Frame) -> Term:
+    count, leader = entry(frame, "term", list)
+    return whole(count, MOST), whole(leader, MOST)
+
+
+@reading("a ledger")
+def _names(frame: Frame) -> list[Microbatch]:
+    """The microbatches of a ledger, in its order."""
+    found = []
+    for stream, step, *numbers in entry(frame, "learnt", list):
+        found += [Microbatch(whole(step, MOST), whole(one, MOST), whole(stream, MOST)) for one in numbers]
+    return found
+
+
+def _order(one: Microbatch) -> tuple[int, int, int]:
+    """That of a ledger."""
+    return one.stream, one.step, one.number
+
+
+@reading("a report")
+def _read_report(frame: Frame) -> Report:
+    facts = [whole(frame.get(name), MOST) for name in ("stage", "version", "under_way")]
+    return Report(_term(frame), facts[0], facts[1], frozenset(_names(frame)), facts[2])
+
+
+@reading("losses")
+def _read_losses(frame: Frame) -> dict[Microbatch, float]:
+    losses = [number(one, -MOST) for one in entry(frame, "losses", list)]
+    return dict(zip(_names(frame), losses, strict=True))
+
+
+@reading("what a peer has learnt")
+def _read_learnt(frame: Frame, content: bytes, like: dict[str, Tensor], samples: int) -> Learnt:
+    flat = torch.frombuffer(bytearray(content), dtype=torch.float32)
+    if not flat.isfinite().all():
+        raise FrameError("gradients that are not finite")
+    parts = flat.split([one.numel() for one in like.values()])
+    sums = {name: part.view(one.shape).to(one.device) for (name, one), part in zip(like.items(), parts, strict=True)}
+    return Learnt(sums, dict.fromkeys(_names(frame), samples), number(frame.get("losses"), -MOST))
+
+
+def _flat(tensors: Iterable[Tensor]) -> Tensor:
+    return torch.cat([one.detach().float().flatten().cpu() for one in tensors])

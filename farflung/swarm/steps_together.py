@@ -1,0 +1,133 @@
+"""Steps that the peers of a real swarm all take together: see `farflung.swarm.synchronous`."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+
+import torch
+
+from farflung.hooks.trained import trainable
+from farflung.swarm.letters import LostError, Microbatch
+from farflung.swarm.questions import Asked, Questions
+from farflung.swarm.seat import Seat
+from farflung.swarm.synchronous import Leader, Participant, Synchronous
+from farflung.swarm.work import Learnt
+
+LOOK_SECONDS = 0.2
+"""How often a head looks whether it is to lead."""
+
+
+class StepsTogether:
+    """See Steps. Of the heads, that with the lowest rank leads; a step takes one batch of the whole swarm's.
+
+    Args:
+        last: the run's last step.
+    """
+
+    def __init__(self, seat: Seat, last: int) -> None:
+        self._seat, self._last = seat, last
+        self._own = Synchronous(seat.peer, seat.work, self, self._take, self._fetch)
+        self._questions = Questions(seat.peers, self._own, self._state, seat.samples)
+        self._due: Learnt | None = None
+        self._done: asyncio.Future[None] | None = None
+        self._over = False
+
+    async def serve(self) -> None:
+        """See Steps."""
+        self._questions.open()
+        if not self._seat.stage:
+            self._seat.peers.background.keep("leading steps", self._lead)
+
+    def enough(self, over: bool) -> bool:
+        """See Steps. One that has missed the last steps is done, too."""
+        self._over = over
+        return self._due is not None or self._seat.work.version >= self._last
+
+    def take(self) -> Learnt | None:
+        """See Steps."""
+        due, self._due = self._due, None
+        self._seat.work.take()  # it is a part of what is due
+        return due
+
+    def stepped(self) -> None:
+        """See Steps."""
+        if done := self._done:  # else none was taken
+            self._seat.work.advance()
+            done.get_loop().call_soon_threadsafe(done.set_result, None)
+            self._done = None
+
+    @property
+    def at(self) -> int | None:
+        """See Steps."""
+        return self._last if self._over else self._seat.work.version
+
+    def living(self) -> dict[int, Participant]:
+        """See Members."""
+        others: dict[int, Participant] = {one.rank: self._questions.of(one) for one in self._seat.everyone()}
+        return {self._seat.network.rank: self._own, **others}
+
+    async def _lead(self) -> None:
+        """Leads whenever no head of a lower rank is there."""
+        leading: asyncio.Task[None] | None = None
+        while True:
+            first = all(one.rank > self._seat.network.rank for one in self._seat.serving(0))
+            if first and leading is None:
+                leading = asyncio.ensure_future(self._lead_all())
+            if leading and (leading.done() or not first):
+                leading.cancel()
+                await asyncio.wait([leading])
+                if not leading.cancelled():
+                    leading.result()
+                leading = None
+            await asyncio.sleep(LOOK_SECONDS)
+
+    async def _lead_all(self) -> None:
+        leader = Leader(self, self._seat.stages, self._seat.network.rank)
+        while (step := await leader.furthest()) < self._last:
+            await leader.step(step, [Microbatch(step, number) for number in range(self._seat.parts)])
+        await leader.bring_up(self._last)
+
+    async def _take(self, learnt: Learnt) -> None:
+        """Leaves the step to this peer's trainer."""
+        self._done = done = asyncio.get_running_loop().create_future()
+        self._due = learnt
+        self._seat.learnt.set()
+        await done
+
+    def _state(self) -> tuple[int, bytes]:
+        """The weights and their optimizer's state, and the version of them."""
+        seat, content = self._seat, io.BytesIO()
+        with seat.weights:
+            assert seat.optimizer is not None
+            torch.save({"model": dict(trainable(seat.model)), "optimizer": seat.optimizer.state_dict()}, content)
+            return seat.work.version, content.getvalue()
+
+    async def _fetch(self, version: int, givers: list[int]) -> None:
+        """Takes a version of the weights. Raises LostError where no giver has it."""
+        if not givers:
+            self._seat.work.begin_at(version)
+            return
+        living = self.living()
+        for giver in givers:
+            one = living.get(giver)
+            if not isinstance(one, Asked):
+                continue
+            found, content = await one.state()
+            if found == version:
+                await asyncio.to_thread(self._load, version, content)
+                return
+        raise LostError("nobody gives it the weights")
+
+    def _load(self, version: int, content: bytes) -> None:
+        seat = self._seat
+        try:
+            state = torch.load(io.BytesIO(content), weights_only=True, map_location="cpu")
+            with seat.weights, torch.no_grad():
+                assert seat.optimizer is not None
+                seat.optimizer.load_state_dict(state["optimizer"])
+                for name, one in trainable(seat.model).items():
+                    one.copy_(state["model"][name])
+                seat.work.begin_at(version)
+        except (RuntimeError, ValueError, KeyError, EOFError) as error:
+            raise LostError(f"a state that does not fit: {error}") from error
