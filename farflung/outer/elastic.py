@@ -108,7 +108,7 @@ class ElasticLoop(OuterLoop):
         alone = wanted and self.network.members() == (self.network.rank,)
         self.step, wanted, alone = self._lead((counted, wanted, alone))
         self._catch_up_if_new(step, every)
-        if wanted:
+        if wanted and self._values:  # without rounds there are no anchors
             if alone:
                 self._anchor_weights()
             self._elastic.give(self.state())

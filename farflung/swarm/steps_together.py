@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import io
 
 import torch
 
+from farflung.errors import UserError
 from farflung.hooks.trained import trainable
+from farflung.networks import PeerLostError
 from farflung.swarm.letters import LostError, Microbatch
 from farflung.swarm.questions import Asked, Questions
 from farflung.swarm.seat import Seat
+from farflung.swarm.states import weights_in
 from farflung.swarm.synchronous import Leader, Participant, Synchronous
 from farflung.swarm.work import Learnt
 
@@ -106,7 +110,7 @@ class StepsTogether:
     async def _fetch(self, version: int, givers: list[int]) -> None:
         """Takes a version of the weights. Raises LostError where no giver has it."""
         if not givers:
-            self._seat.work.begin_at(version)
+            await self._begin_anew(version)
             return
         living = self.living()
         for giver in givers:
@@ -118,6 +122,18 @@ class StepsTogether:
                 await asyncio.to_thread(self._load, version, content)
                 return
         raise LostError("nobody gives it the weights")
+
+    async def _begin_anew(self, version: int) -> None:
+        """Takes a copy of its stage that others keep, where it is later than what it has itself."""
+        seat, found = self._seat, None
+        with contextlib.suppress(PeerLostError, UserError):
+            state = await seat.network.asked_for(seat.stage)
+            if int(state.facts["step"]) > seat.work.version:
+                found = weights_in(state.tensors, trainable(seat.model))
+        with seat.weights, torch.no_grad():
+            for name, weights in (found or {}).items():
+                trainable(seat.model)[name].copy_(weights)
+            seat.work.begin_at(version)
 
     def _load(self, version: int, content: bytes) -> None:
         seat = self._seat

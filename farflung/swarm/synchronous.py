@@ -63,7 +63,7 @@ class Participant(Protocol):
     async def catch_up(self, term: Term, version: int, givers: list[int]) -> None:
         """Takes the weights of a version from one of these stage mates, where it has earlier ones.
 
-        Where there are none, its own count as that version: nobody has later ones of this stage.
+        Where there are none, its own or a copy count as that version: nobody has later ones of this stage.
         """
         ...
 
@@ -220,7 +220,10 @@ class Leader:
         for peer, report in sorted(reports.items()):
             if report.version == step:
                 givers.setdefault(report.stage, []).append(peer)
-        asked = {peer: living[peer] for peer in behind}
+        furthest: dict[int, int] = {}
+        for peer, report in sorted(behind.items(), key=lambda one: one[1].version):
+            furthest[report.stage] = peer
+        asked = {p: living[p] for p, one in behind.items() if one.stage in givers or furthest[one.stage] == p}
         done = await self._asked(
             asked, lambda peer, one: one.catch_up(self.term, step, givers.get(reports[peer].stage, []))
         )
