@@ -100,7 +100,7 @@ def _check_island(settings: Settings) -> None:
         raise UserError("gateway is for peers on the internet; leave it out")
     if island.swarm and not settings.network.kind.elastic:
         raise UserError("a swarm is of peers on the internet; begin it with farflung invite, or leave out --swarm")
-    if island.stepping == "synchronous" and settings.rounds.method != "local":
+    if island.swarm and island.stepping == "synchronous" and settings.rounds.method != "local":
         raise UserError(
             f"method is {settings.rounds.method!r}, but peers whose steps are synchronous are equal without rounds; "
             "choose --method local"
