@@ -7,12 +7,15 @@ from pathlib import Path
 from farflung.cli.arguments import free_folder, parse, under_new_names
 from farflung.errors import UserError, counted, disk_errors
 from farflung.files import event_files
-from farflung.planner.options import PlanOptions, SimulateOptions
+from farflung.planner.options import PlanOptions, SimulateOptions, SwarmOptions
 from farflung.tables import new_names
 
 
 def plan(arguments: list[str]) -> None:
-    """Show what training would cost on given machines, method by method and layout by layout; trains nothing."""
+    """Show what training would cost on given machines, by method and layout; or with --swarm, what a swarm would do."""
+    if "--swarm" in arguments:
+        _plan_swarm(arguments)
+        return
     arguments = under_new_names(arguments, new_names([PlanOptions]))
     options = parse(PlanOptions, arguments, "plan", plan.__doc__)
 
@@ -36,6 +39,15 @@ def plan(arguments: list[str]) -> None:
         print("\n".join(f"  {line}" for line in lines[: options.show]))
         if len(lines) > options.show:
             print(f"  and {len(lines) - options.show} more; see them with --show {len(lines)}")
+
+
+def _plan_swarm(arguments: list[str]) -> None:
+    options = parse(SwarmOptions, arguments, "plan", plan.__doc__)
+
+    from farflung.planner.swarm import swarm_plans, told
+
+    chosen, plans = swarm_plans(options)
+    print("\n".join(told(chosen, plans, options.model)))
 
 
 def simulate(arguments: list[str]) -> None:

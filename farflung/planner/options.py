@@ -81,6 +81,43 @@ class PlanOptions(Checked):
 
 
 @dataclass(frozen=True)
+class SwarmOptions(Checked):
+    """Which model a swarm is to train, and on which machines. Settings that farflung train has too mean the same."""
+
+    model: str
+    """A preset (micro, tiny, small, llama-125m, llama-1.3b, llama-6.8b), or anything that AutoConfig loads."""
+    machines: Path
+    """A TOML file of machines and links (docs: Plan before paying)."""
+    swarm: bool = False
+    """Each worker serves one of the stages (docs: A swarm)."""
+    tokenizer: str | None = None
+    """bytes, or anything that AutoTokenizer loads; a preset has as many embeddings as it has tokens."""
+    stages: int | None = setting(None, least=2)
+    """Parts that the layers are cut into; unset: the number with the most tokens a second."""
+    boundaries: str = "float32,bfloat16,int8,subspace64"
+    """What may cross from stage to stage, with commas between, the most exact first."""
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """Number format that the model computes in; weights stay float32."""
+    recompute: bool = False
+    """Keep no layer's inner activations; compute them again in the backward pass."""
+    sequence_length: int = setting(LanguageSettings.sequence_length, least=2)
+    """Tokens in one sequence."""
+    micro_batch: int = setting(1, least=1, most=1e12)
+    """Sequences that pass through the stages together."""
+
+    def __post_init__(self) -> None:
+        """Refuses impossible values. Raises UserError."""
+        super().__post_init__()
+        for name in self.boundary_names:
+            boundaries.boundary_named(name)
+
+    @property
+    def boundary_names(self) -> list[str]:
+        """The boundaries to try."""
+        return [word.strip() for word in self.boundaries.split(",") if word.strip()]
+
+
+@dataclass(frozen=True)
 class SimulateOptions(Checked):
     """Which methods to simulate, the model's size, and the network's conditions."""
 

@@ -6,6 +6,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+BYTES_A_PARAMETER = 32
+"""That a stage keeps: weights, their copy for microbatches under way, sum of gradients, gradients, the inner and outer
+optimizers' states and anchors; float32 each."""
 WORTH = 0.05
 """A move must raise what the whole swarm does by this part, since the mover fetches its new stage's state first."""
 

@@ -18,7 +18,7 @@ from farflung.pipeline.assemble import assemble
 from farflung.pipeline.division import divisible, division_of
 from farflung.pipeline.island import Island
 from farflung.settings import Settings
-from farflung.swarm.moves import MoveError, Standing, stage_for_newcomer
+from farflung.swarm.moves import BYTES_A_PARAMETER, MoveError, Standing, stage_for_newcomer
 from farflung.training.stopping import Stop
 from farflung.training.terminal import say
 from farflung.workloads import Workload
@@ -26,10 +26,6 @@ from farflung.workloads import Workload
 if TYPE_CHECKING:
     from farflung.networks.internet import InternetNetwork
     from farflung.networks.internet.contact.member import Member
-
-BYTES_A_PARAMETER = 32
-"""That a stage keeps: weights, their copy for microbatches under way, sum of gradients, gradients, the inner and outer
-optimizers' states and anchors; float32 each."""
 
 
 def seated(

@@ -1,0 +1,98 @@
+"""Plans of swarms, beside what a few lines of arithmetic and a search of all plans find."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from processes import run_here
+
+from farflung.networks.simulator.conditions import HEADERS
+from farflung.planner.architecture import architecture_of
+from farflung.planner.options import SwarmOptions
+from farflung.planner.swarm import Kind, Rate, served, swarm_plans
+
+MACHINES = """
+[[machines]]
+count = 3
+memory_gb = 24
+tflops = {tflops}
+efficiency = 0.5
+network_gbps = {gbps}
+"""
+LENGTH = 32
+
+
+def options(folder: Path, tflops: float, gbps: float, stages: int, boundaries: str = "float32") -> SwarmOptions:
+    (folder / "m.toml").write_text(MACHINES.format(tflops=tflops, gbps=gbps))
+    return SwarmOptions("micro", folder / "m.toml", boundaries=boundaries, stages=stages, sequence_length=LENGTH)
+
+
+def test_where_networks_are_slow_each_packet_takes_its_bytes(tmp_path: Path) -> None:
+    plan, _ = swarm_plans(options(tmp_path, 100.0, 0.001, stages=2))
+    token = 4 * architecture_of("micro").hidden * (1 + HEADERS)
+    # Of three machines with 125 kB a second each, one stage has one; it sends one packet for each microbatch.
+    assert plan.tokens_per_second == pytest.approx(125_000 / token)
+    assert plan.limit.startswith("networks of stage")
+    assert sorted(kinds.total() for kinds in plan.serving) == [1, 2]
+
+
+def test_where_networks_are_quick_the_slowest_stage_computes_all_the_time(tmp_path: Path) -> None:
+    plan, _ = swarm_plans(options(tmp_path, 1e-6, 100.0, stages=2))
+    model = architecture_of("micro", LENGTH, "bytes")
+    flops = [model.flops_per_token(span, LENGTH) for span in plan.spans]
+    # A worker does half of 10^6 operations a second; two serve one stage, in the way that is quicker.
+    one_each = [min(0.5e6 * a / flops[0], 0.5e6 * b / flops[1]) for a, b in ((1, 2), (2, 1))]
+    assert plan.tokens_per_second == pytest.approx(max(one_each))
+    assert plan.limit.startswith("computing of stage")
+
+
+def test_the_most_exact_of_the_boundaries_that_are_nearly_as_fast_is_taken(tmp_path: Path) -> None:
+    slow, plans = swarm_plans(options(tmp_path, 100.0, 0.001, 2, "float32,int8"))
+    assert slow.boundary == "int8" and plans[0].tokens_per_second > 3 * plans[1].tokens_per_second
+    quick, _ = swarm_plans(options(tmp_path, 1e-6, 100.0, 2, "float32,int8"))
+    assert quick.boundary == "float32"
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_other_way_to_deal_workers_out_is_much_faster(seed: int) -> None:
+    chance, stages = random.Random(seed), 3
+    kinds: Counter[Kind] = Counter()
+    flops, packets = [chance.uniform(1, 2) for _ in range(stages)], (1, 2, 1)
+    for number in range(3):
+        flops_a_second, bytes_a_second = chance.uniform(1, 8), chance.uniform(1, 8)
+        rates = [Rate(flops_a_second / one, bytes_a_second / two) for one, two in zip(flops, packets, strict=True)]
+        small = chance.randrange(stages + 2)  # for this stage, if there is such
+        able = tuple(None if stage == small else rate for stage, rate in enumerate(rates))
+        kinds[able, f"kind {number}"] += chance.randint(1, 3)
+    ours = slowest([Counter(one) for one in served(kinds, stages)])
+    best, workers = 0.0, list(kinds.elements())
+    for places in itertools.product(range(stages), repeat=len(workers)):
+        if all(kind[0][place] for kind, place in zip(workers, places, strict=True)):
+            dealt = [Counter(k for k, p in zip(workers, places, strict=True) if p == s) for s in range(stages)]
+            best = max(best, slowest(dealt))
+    assert 0.85 * best <= ours <= best * (1 + 1e-9)
+
+
+def slowest(serving: list[Counter[Kind]]) -> float:
+    able = []
+    for stage, kinds in enumerate(serving):
+        rates = [(kind[0][stage], count) for kind, count in kinds.items()]
+        able.append(sum(min(rate.computes, rate.carries) * count for rate, count in rates if rate))
+    return min(able)
+
+
+def test_the_command_tells_cuts_and_how_to_begin(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options(tmp_path, 1.0, 0.01, stages=2)
+    assert run_here(monkeypatch, tmp_path, "plan", "--swarm", "--machines", "m.toml", "--model", "micro") == 0
+    told = capsys.readouterr().out
+    assert "stage 0: embeddings and layers 0 to" in told and "and the head" in told
+    assert "farflung invite --name NAME --swarm --stages" in told
+    words = ("plan", "--swarm", "--machines", "m.toml", "--model", "llama-6.8b", "--stages", "2")
+    assert run_here(monkeypatch, tmp_path, *words) == 2
+    assert "no cut gives each stage a worker with enough memory" in capsys.readouterr().err
