@@ -12,7 +12,16 @@ from hypothesis import strategies as st
 from farflung.networks.simulator.event_loop import run_in_virtual_time
 from farflung.swarm.letters import Microbatch
 from farflung.swarm.lives import Lives, share_of_optimal
-from farflung.swarm.moves import Standing, capacities, next_move, stage_for_newcomer
+from farflung.swarm.moves import (
+    STAY_SECONDS,
+    STEADY_SECONDS,
+    Restlessness,
+    Standing,
+    capacities,
+    next_move,
+    stage_for_newcomer,
+    standings,
+)
 from farflung.swarm.peer import StagePeer
 from farflung.swarm.routers import ThroughputRouter
 from farflung.swarm.simulated import Links, SimulatedPost, TimeAlone, in_virtual_seconds
@@ -95,3 +104,26 @@ def test_packets_wait_for_each_other_on_a_link() -> None:
         return loop.time()
 
     assert run_in_virtual_time(main()) == pytest.approx(11.0)
+
+
+def test_a_peer_moves_once_the_same_move_was_best_for_a_while_and_not_soon_after_it_came() -> None:
+    crowded = {0: Standing(0), 1: Standing(0), 2: Standing(0), 3: Standing(1)}
+    even = {0: Standing(0), 1: Standing(0), 2: Standing(1), 3: Standing(1)}
+    peers = [Restlessness(rank, 2, 0.0) for rank in crowded]
+
+    def moves(now: float, known: dict[int, Standing]) -> list[int | None]:
+        return [peer.stage(known, now) for peer in peers]
+
+    assert moves(1.0, crowded) == [None] * 4
+    assert moves(1.0 + STEADY_SECONDS, crowded) == [None] * 4, "they have just come"
+    assert sorted(map(str, moves(STAY_SECONDS, crowded))) == ["1", "None", "None", "None"], "one at a time"
+    assert moves(STAY_SECONDS + 1, even) == [None] * 4
+    assert moves(STAY_SECONDS + 2, crowded) == [None] * 4, "it has changed meanwhile"
+    quicker = crowded | {1: Standing(0, 1.1)}
+    assert moves(STAY_SECONDS + 1 + STEADY_SECONDS, quicker) == [None] * 4
+    assert any(moves(STAY_SECONDS + 2 + STEADY_SECONDS, crowded)), "who of a stage is the quickest does not matter"
+
+
+def test_who_has_not_computed_yet_counts_as_quick_as_the_others() -> None:
+    assert standings([(1, 0, 2.0), (2, 1, 0.0), (3, 1, 4.0)])[2] == Standing(1, 3.0)
+    assert standings([(1, 0, 0.0)]) == {1: Standing(0, 1.0)}

@@ -17,10 +17,11 @@ from families import FAMILIES, ROUTED
 from hypothesis import given
 from hypothesis import strategies as st
 from patience import patience, until
-from processes import farflung, free_port, run_here
+from processes import HERE, farflung, free_port, run_here
 from swarm import SETTINGS, Swarm
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig
+from warm import Python
 
 from farflung.errors import UserError
 from farflung.events import JoinedEvent, LearntEvent, RoundEvent, StepEvent, events_in
@@ -89,7 +90,7 @@ def test_a_swarm_trains_past_deaths_counts_each_microbatch_once_and_is_exported(
     reached = swarm.step(heads[0])
     until(lambda: swarm.step(heads[0]) > reached + 10)
     running.pop(dying[1]).kill()  # nobody serves stage 1 any more
-    until(lambda: any("takes it over" in swarm.said(name) for name in heads))
+    until(lambda: any("has nobody; this peer goes there" in swarm.said(name) for name in heads))
     for name, process in running.items():
         assert process.wait(patience(120)) == 0, swarm.said(name)
     moved, stayed = sorted(heads, key=lambda name: stage_of(swarm, name), reverse=True)
@@ -354,3 +355,20 @@ def test_peers_may_step_after_each_microbatch(swarm: Swarm) -> None:
         assert any(len(event.group) == 2 for event in swarm.events(name, RoundEvent))
         losses = [event.loss for event in swarm.events(name, StepEvent) if event.loss is not None]
         assert sum(losses[-10:]) / 10 < sum(losses[:10]) / 10 - 0.3
+
+
+@pytest.mark.slow
+def test_a_peer_moves_where_it_is_needed_though_nobody_is_missing(swarm: Swarm) -> None:
+    running = begin(swarm, "local", 100_000, "--method", "noloco", "--every", 10)
+    (swarm.folder / "four").mkdir()
+    (swarm.folder / "four" / "stage").write_text("0\n")
+    running.pop("three").kill()
+    until(lambda: swarm.step("one") > 5)
+    files = {"out": swarm.folder / "four.out", "err": swarm.folder / "four.err"}
+    words = ("join", "run.ticket", "--out", "four", "--listen", "127.0.0.1")
+    running["four"] = Python(HERE / "restless_peer.py", *words, cwd=swarm.folder, **files)
+    swarm.processes.append(running["four"])
+    until(lambda: "stage 1 holds the others up; this peer goes there" in swarm.said("four"))
+    until(lambda: swarm.events("four", JoinedEvent) and stage_of(swarm, "four") == 1)
+    reached = swarm.step("first")
+    until(lambda: swarm.step("four") > reached)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
@@ -21,7 +21,7 @@ from farflung.pipeline.island import Ledger
 from farflung.pipeline.mesh import Mesh, MeshCoordinates
 from farflung.swarm.copies import Copies
 from farflung.swarm.letters import LostError, ledger_of
-from farflung.swarm.moves import MoveError, Standing, next_move
+from farflung.swarm.moves import MoveError, Restlessness, Standing, next_move, standings
 from farflung.swarm.seat import Seat, told
 from farflung.swarm.states import given
 from farflung.swarm.work import Learnt
@@ -48,12 +48,14 @@ class End:
         stopping: whether this peer is asked to stop.
         copies: the folder for what it keeps of other stages, where their last peers are gone.
         copy_every: steps from one copy to the next.
+        able: the stages that this peer has the memory for.
     """
 
     deadline_s: float
     stopping: Callable[[], bool]
     copies: Path
     copy_every: int
+    able: Collection[int]
 
 
 class Steps(Protocol):
@@ -96,7 +98,8 @@ class SwarmIsland:
         self.mesh, self.coordinates = Mesh(Mesh.alike(1).shapes, rank), MeshCoordinates(rank)
         self.part_stem = Mesh(tuple(seat.settings.shapes())).file_stem(MeshCoordinates(0, seat.stage))
         self._copies = Copies(seat.network, seat.stages, end.copies, end.copy_every, self._keeps_copies)
-        self._pace = pace
+        self._pace, self._able = pace, end.able
+        self._restless = Restlessness(rank, seat.stages, time.monotonic())
         self._serving = self._stepping = self._ended = False
         self._loss = math.nan
         self._judged: float | None = None
@@ -107,12 +110,13 @@ class SwarmIsland:
     def gradients(self, step: int) -> tuple[float, str]:
         """See Island: those of what was learnt since the last step. Raises UserError where no head is there any more.
 
-        Raises MoveError where this peer is to take over a stage that nobody serves.
+        Raises MoveError where this peer is to serve another stage, which nobody serves, or too few.
         When the heads have ended, the steps that are left change nothing; nor does that in which this peer is stopped.
         """
         if not self._serving:
             self._serving = True
             self._network.peers.background.run(self._serve(), self._deadline_s)
+        self._move_if_better()
         enough = self._waited()
         if self._pace.at is not None and self._network.wanted:
             self._give()  # what rounds would give is old where there are none
@@ -224,13 +228,25 @@ class SwarmIsland:
         there = {self._seat.stage, *(one.stage for one in self._network.peers.members.in_good_standing() if one.shapes)}
         return [stage for stage in range(self.settings.stages) if stage not in there]
 
+    def _move_if_better(self) -> None:
+        """Raises MoveError where this peer helps most in another stage. What it has started comes to its end first."""
+        if self._over():
+            return
+        own = (self._network.rank, self._seat.stage, self._seat.facts()["capacity"])
+        there = [one for one in self._network.peers.members.in_good_standing() if one.shapes]
+        told = [(one.rank, one.stage, one.facts.get("capacity", 0.0)) for one in there if one.stage < self._seat.stages]
+        stage = self._restless.stage(standings([own, *told]), time.monotonic())
+        if stage is not None and stage in self._able:
+            self._network.peers.background.run(self._seat.start_no_more(), 2 * self._deadline_s)
+            raise MoveError(stage, "holds the others up")
+
     def _take_over(self, unmanned: list[int]) -> None:
         """Raises MoveError where this peer is to serve one of these stages: all who know the same peers agree."""
         rank, stages = self._network.rank, self.settings.stages
         there = {one.rank: one.stage for one in self._seat.everyone()} | {rank: self._seat.stage}
         move = next_move({one: Standing(stage) for one, stage in there.items()}, stages)
-        if move and move.peer == rank and move.stage in unmanned:
-            raise MoveError(move.stage)
+        if move and move.peer == rank and move.stage in unmanned and move.stage in self._able:
+            raise MoveError(move.stage, "has nobody")
         if self._told != unmanned:
             self._told = unmanned
             numbers = " and ".join(map(str, unmanned))

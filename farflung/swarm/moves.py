@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import mean
 
 BYTES_A_PARAMETER = 32
 """That a stage keeps: weights, their copy for microbatches under way, sum of gradients, gradients, the inner and outer
 optimizers' states and anchors; float32 each."""
+STEADY_SECONDS, STAY_SECONDS = 120.0, 300.0
+"""For so long a move must have been the best one; and so long a peer serves a stage before it moves."""
 WORTH = 0.05
 """A move must raise what the whole swarm does by this part, since the mover fetches its new stage's state first."""
 
@@ -34,11 +37,18 @@ class Move:
 
 
 class MoveError(Exception):
-    """This peer is to serve another stage."""
+    """This peer is to serve another stage; says why."""
 
-    def __init__(self, stage: int) -> None:
-        super().__init__(f"stage {stage} has nobody")
+    def __init__(self, stage: int, why: str) -> None:
+        super().__init__(f"stage {stage} {why}")
         self.stage = stage
+
+
+def standings(told: Iterable[tuple[int, int, float]]) -> dict[int, Standing]:
+    """What is known of peers by their rank, stage and speed; one without a speed counts as quick as the others do."""
+    known = list(told)
+    usual = mean([speed for _, _, speed in known if speed] or [1.0])
+    return {rank: Standing(stage, speed or usual) for rank, stage, speed in known}
 
 
 def capacities(peers: Mapping[int, Standing], stages: int) -> list[float]:
@@ -76,3 +86,29 @@ def next_move(peers: Mapping[int, Standing], stages: int) -> Move | None:
         if stage != needy and counts[stage] > least and after > helped:
             best, helped = Move(peer, needy), after
     return best
+
+
+class Restlessness:
+    """Whether one peer moves while all stages have peers.
+
+    A move must have been the best one for a while, whatever speeds are measured meanwhile; and who has just begun to
+    serve a stage stays for longer, since each move costs a download and what the mover has learnt since its last round.
+
+    Args:
+        began: seconds, when it began to serve its stage.
+    """
+
+    def __init__(self, rank: int, stages: int, began: float) -> None:
+        self._rank, self._stages, self._began = rank, stages, began
+        self._best: tuple[int, int] | None = None
+        """From which stage to which the best move goes: of peers that are alike, now one is quicker, now the other."""
+        self._since = began
+
+    def stage(self, peers: Mapping[int, Standing], now: float) -> int | None:
+        """The stage to move to now, if any, by what is known of all peers at so many seconds."""
+        move = next_move(peers, self._stages)
+        best = (peers[move.peer].stage, move.stage) if move else None
+        if best != self._best:
+            self._best, self._since = best, now
+        steady = now - self._since >= STEADY_SECONDS and now - self._began >= STAY_SECONDS
+        return move.stage if move and move.peer == self._rank and steady else None

@@ -6,7 +6,6 @@ import os
 import resource
 from collections.abc import Callable
 from pathlib import Path
-from statistics import mean
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,14 +17,13 @@ from farflung.pipeline.assemble import assemble
 from farflung.pipeline.division import divisible, division_of
 from farflung.pipeline.island import Island
 from farflung.settings import Settings
-from farflung.swarm.moves import BYTES_A_PARAMETER, MoveError, Standing, stage_for_newcomer
+from farflung.swarm.moves import BYTES_A_PARAMETER, MoveError, stage_for_newcomer, standings
 from farflung.training.stopping import Stop
 from farflung.training.terminal import say
 from farflung.workloads import Workload
 
 if TYPE_CHECKING:
     from farflung.networks.internet import InternetNetwork
-    from farflung.networks.internet.contact.member import Member
 
 
 def seated(
@@ -40,9 +38,11 @@ def seated(
     from farflung.swarm.stepping import STEPS
 
     peers: InternetNetwork = network  # type: ignore[assignment]
+    room = _room(settings.run.device)  # before it has a model
+    able = [stage for stage, size in enumerate(_stage_bytes(settings)) if size <= room]
     seat = Seat(settings.island, divisible(workload), peers, seed, device, waits.deadline)
     every = settings.run.checkpoint_every or settings.run.steps
-    end = End(waits.deadline, lambda: stop.requested, folder / "copies", every)
+    end = End(waits.deadline, lambda: stop.requested, folder / "copies", every, able)
     return SwarmIsland(seat, end, STEPS[settings.island.stepping](seat, settings.run.steps)), network
 
 
@@ -93,7 +93,7 @@ def keeping_on(train: Callable[[bool], None], first: bool, folder: Path) -> None
         except MoveError as move:
             first = False
             _leave_stage(folder, move.stage)
-            say(f"{move}; this peer takes it over, and what it had is in {folder / 'earlier'}")
+            say(f"{move}; this peer goes there, and what it had is in {folder / 'earlier'}")
 
 
 def _leave_stage(folder: Path, other: int) -> None:
@@ -128,17 +128,11 @@ def _agreed(network: InternetNetwork, able: list[int], stages: int) -> int:
         rivals = [one.rank for one in there if one.stage == chosen and not one.trains]
         if chosen is not None and min(rivals, default=network.rank) >= network.rank:
             break
-        chosen = stage_for_newcomer(_standings(there), stages, able)
+        told = ((one.rank, one.stage, one.facts.get("capacity", 0.0)) for one in there)
+        chosen = stage_for_newcomer(standings(told), stages, able)
         peers.background.run(peers.announce(stage=chosen), 60.0)
     assert chosen is not None
     return chosen
-
-
-def _standings(members: list[Member]) -> dict[int, Standing]:
-    """What is known of some peers; one that has not computed yet counts as quick as the others are in the mean."""
-    told = {one.rank: one.facts.get("capacity", 0.0) for one in members}
-    usual = mean([speed for speed in told.values() if speed] or [1.0])
-    return {one.rank: Standing(one.stage, told[one.rank] or usual) for one in members}
 
 
 def _stage_bytes(settings: Settings) -> list[int]:
