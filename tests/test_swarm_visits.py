@@ -129,7 +129,7 @@ def loss_of(made: list[Piece], batch: Tensor) -> float:
     leaving = batch
     for piece in made:
         leaving = piece(leaving)
-    return float(made[-1].loss(leaving, batch))
+    return made[-1].loss(leaving, batch).item()
 
 
 def assert_learnt(swarm: Swarm, stage: int, piece: Piece) -> None:
