@@ -437,12 +437,14 @@ def test_status_says_why_a_peer_was_alone() -> None:
 
 def test_status_in_a_pipe_cuts_nothing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("COLUMNS", "60")
-    swarms = {"stages": 4, "stage": 1, "queue": 3.0, "microbatches_per_second": 12.5, "processes": 2, "refused": 1}
+    swarms = {"stages": 4, "stage": 1, "queue": 3.0, "microbatches_per_second": 12.5, "sent": 2.5e6}
+    swarms |= {"processes": 2, "refused": 1}
     peers.show(lambda: [peer_row("a-name-of-its-own", **swarms)], threading.Event(), once=True)
     told = capsys.readouterr().out.splitlines()
     (row,) = (line for line in told if "a-name-of-its-own" in line)
     assert (
-        len(row.split()) == 15
+        len(row.split()) == 17
+        and "2.5 MB" in row
         and "stage" in told[1]
         and {"microbatches/s", "processes", "refused"} <= {*told[1].split()}
     )
