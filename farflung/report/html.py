@@ -235,7 +235,7 @@ def _ddp(summary: dict[str, Any]) -> str:
     sent, ddp = summary["bytes_sent"], summary["ddp_bytes"]
     if sent and not ddp:
         return "not known: the others' runs are not in this folder"
-    return nbytes(ddp) + (f" ({ddp / sent:.0f} times as much)" if summary["rounds"] else "")
+    return nbytes(ddp) + (f" ({ddp / sent:.0f} times as much)" if sent and summary["rounds"] else "")
 
 
 def _share(summary: dict[str, Any]) -> str:
