@@ -31,13 +31,14 @@ def cache() -> Path:
     """The folder that stores are kept in; one of a temporary kind where the usual one cannot be written to."""
     if given := os.environ.get(CACHE):
         return Path(given).expanduser()
-    usual = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "farflung"
     try:
+        usual = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "farflung"
         usual.mkdir(parents=True, exist_ok=True)
-        writable = os.access(usual, os.W_OK)
-    except OSError:
-        writable = False
-    return usual if writable else Path(tempfile.gettempdir()) / f"farflung-{os.getuid()}"
+        if os.access(usual, os.W_OK):
+            return usual
+    except (OSError, RuntimeError):  # the latter where the user has no home
+        pass
+    return Path(tempfile.gettempdir()) / f"farflung-{os.getuid()}"
 
 
 def store_of(settings: LanguageSettings, tokenizer: Tokenizer, told: Told = lambda *_: None) -> Store:
@@ -68,19 +69,19 @@ def _made_once(folder: Path, settings: LanguageSettings, tokenizer: Tokenizer, t
     lock.parent.mkdir(parents=True, exist_ok=True)
     try:
         with FileLock(lock, timeout=LONGEST_S):
-            return _whole(folder) or make(folder, settings, tokenizer, told)
+            if found := _whole(folder):
+                return found
+            (folder / store.MANIFEST).unlink(missing_ok=True)  # of one that is damaged
+            return make(folder, settings, tokenizer, told)
     except Timeout as error:
         raise UserError(f"another process has {lock} for a day; end it") from error
 
 
 def _whole(folder: Path) -> Store | None:
-    """The store in a folder of the cache; what is damaged there is removed."""
-    if not store.is_store(folder):
-        return None
+    """The store in a folder of the cache, where it is not damaged."""
     try:
-        return store.read(folder)
+        return store.read(folder) if store.is_store(folder) else None
     except UserError:
-        shutil.rmtree(folder)
         return None
 
 
@@ -124,5 +125,5 @@ def _hash(what: object) -> str:
 
 
 def _content(path: Path) -> str:
-    with path.open("rb") as file:
+    with disk_errors(f"read {path}", "see that the file can be read"), path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
