@@ -20,6 +20,8 @@ from farflung.durations import duration
         (7199.6, "2 h"),
         (86400, "1 day"),
         (200_000, "2 days 7 h"),
+        (float("inf"), "inf s"),
+        (float("nan"), "nan s"),
     ],
 )
 def test_a_time_is_told_in_the_two_units_that_say_most(seconds: float, told: str) -> None:
