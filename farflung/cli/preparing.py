@@ -39,7 +39,7 @@ def prepare(arguments: list[str]) -> None:
     """Make a store of tokens from text, for train --data; a run makes its own where it is given text."""
     options = parse(PrepareOptions, arguments, "prepare", prepare.__doc__)
 
-    from farflung.workloads import prepared, store, tokenizers
+    from farflung.workloads import prepared, store, text, tokenizers
     from farflung.workloads.settings import LanguageSettings
 
     if store.is_store(options.out):
@@ -48,6 +48,8 @@ def prepare(arguments: list[str]) -> None:
     if there - {*store.PARTS, store.PROGRESS}:
         raise UserError(f"{options.out} holds something else; give another folder with --out")
     settings = LanguageSettings(data=options.data, text_column=options.text_column, max_tokens=options.max_tokens)
+    if not options.data.startswith("hf:"):
+        text.files(options.data)  # a misspelt path is told before the hub is asked for a tokenizer
     tokenizer = tokenizers.load(options.tokenizer)
     with disk_errors(f"write to {options.out}", "make room, and give the same command again"), _bar(settings) as told:
         made = prepared.make(options.out, settings, tokenizer, told).manifest
