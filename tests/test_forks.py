@@ -16,6 +16,8 @@ PROGRAM = """
 import os, signal, sys
 from farflung.training.forks import import_ahead, none_left, run_module, starting
 context = import_ahead(sys.argv[2:])
+if sys.argv[1] == "killed at once":
+    os.kill(os.getpid(), signal.SIGKILL)
 with none_left(5):
     lock = context.Lock()
     process = context.Process(target=run_module, args=(dict(os.environ), ["a_part"]))
@@ -82,7 +84,7 @@ def test_a_fork_that_comes_after_its_launcher_was_interrupted_says_nothing(tmp_p
     assert (ended.stdout, ended.stderr) == ("", "interrupted\n")
 
 
-@pytest.mark.parametrize("how", ["", "killed"])
+@pytest.mark.parametrize("how", ["", "killed", "killed at once"])
 def test_nothing_is_left_of_the_process_that_imports_ahead(how: str, tmp_path: Path) -> None:
     with tempfile.TemporaryDirectory() as place:  # for its socket, to which tmp_path may be too long a way
         ended = program(tmp_path, how, TMPDIR=place)

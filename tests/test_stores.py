@@ -19,7 +19,7 @@ from patience import patience
 from processes import farflung, fill
 
 from farflung.errors import UserError
-from farflung.workloads import prepared, store, tokenizers
+from farflung.workloads import data, prepared, store, tokenizers
 from farflung.workloads.language import Language
 from farflung.workloads.settings import LanguageSettings
 
@@ -202,7 +202,7 @@ def test_a_named_store_trains_as_its_text_does(tmp_path: Path) -> None:
     path = a_text(tmp_path)
     ended = farflung("prepare", "a.txt", "--out", "store", cwd=tmp_path)
     assert ended.returncode == 0 and "store holds 4,601 tokens of 1 document" in ended.stdout, ended.stderr
-    of_text, of_store = (Language(settings_of(data)) for data in (path, tmp_path / "store"))
+    of_text, of_store = (Language(settings_of(place)) for place in (path, tmp_path / "store"))
     of_store.check()
     ids = of_text.sample_ids(seed=0, replica=1, step=2, size=9)
     assert of_store.digest() == of_text.digest()
@@ -214,6 +214,25 @@ def test_a_named_store_trains_as_its_text_does(tmp_path: Path) -> None:
         os.truncate(tmp_path / "store" / name, 100)
         with pytest.raises(UserError, match=fault):
             of_store.check()
+
+
+def test_max_tokens_bounds_a_named_store_too(tmp_path: Path) -> None:
+    store.write(tmp_path / "store", ["a" * 4000, "b" * 96_000], tokenizers.Bytes(), None, lambda *_: None)
+    found = data.load(settings_of(tmp_path / "store", max_tokens=1000), tokenizers.Bytes())
+    assert (len(found._training), len(found._held_out)) == (950, 49)
+
+
+def test_a_tokenizer_is_the_same_whatever_it_has_done_and_however_it_cuts(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    made = Tokenizer(models.WordLevel({"a": 0, "<end>": 1, "?": 2}, "?"))
+    for name, length in (("one", 4), ("other", 8)):
+        made.enable_truncation(length)
+        PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<end>").save_pretrained(tmp_path / name)
+    fresh, other, used = (tokenizers.Pretrained(str(tmp_path / name)) for name in ("one", "other", "one"))
+    used.encode("a")
+    assert fresh.digest == used.digest == other.digest
 
 
 def test_a_store_of_another_tokenizer_or_a_later_release_is_refused(

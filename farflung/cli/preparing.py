@@ -15,7 +15,6 @@ from farflung.cli.arguments import parse
 from farflung.errors import UserError, counted, disk_errors
 
 if TYPE_CHECKING:
-    from farflung.workloads.settings import LanguageSettings
     from farflung.workloads.store import Told
 
 
@@ -48,10 +47,9 @@ def prepare(arguments: list[str]) -> None:
     if there - {*store.PARTS, store.PROGRESS}:
         raise UserError(f"{options.out} holds something else; give another folder with --out")
     settings = LanguageSettings(data=options.data, text_column=options.text_column, max_tokens=options.max_tokens)
-    if not options.data.startswith("hf:"):
-        text.files(options.data)  # a misspelt path is told before the hub is asked for a tokenizer
+    size = text.text_bytes(options.data)  # a misspelt path is told before the hub is asked for a tokenizer
     tokenizer = tokenizers.load(options.tokenizer)
-    with disk_errors(f"write to {options.out}", "make room, and give the same command again"), _bar(settings) as told:
+    with disk_errors(f"write to {options.out}", "make room, and give the same command again"), _bar(size) as told:
         made = prepared.make(options.out, settings, tokenizer, told).manifest
     tokens = made.training + made.held_out
     print(
@@ -61,18 +59,15 @@ def prepare(arguments: list[str]) -> None:
 
 
 @contextmanager
-def _bar(settings: LanguageSettings) -> Iterator[Told]:
-    """Shows on a terminal how much text has become how many tokens."""
+def _bar(size: int | None) -> Iterator[Told]:
+    """Shows on a terminal how much text, of so many bytes in all, has become how many tokens."""
     if not sys.stderr.isatty():
         yield lambda *_: None
         return
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn, TransferSpeedColumn
 
-    from farflung.workloads import text
-
-    sizes = [] if settings.data.startswith("hf:") else [path.stat().st_size for path in text.files(settings.data)]
     columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TextColumn("{task.fields[tokens]:,} tokens"))
     with Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True)) as progress:
-        task = progress.add_task("", total=sum(sizes) or None, tokens=0)
-        yield lambda characters, tokens: progress.update(task, completed=characters, tokens=tokens)
+        task = progress.add_task("", total=size, tokens=0)
+        yield lambda read, tokens: progress.update(task, completed=read, tokens=tokens)

@@ -16,13 +16,12 @@ from farflung.planner.memory import RESERVED, activation_bytes
 from farflung.planner.options import SwarmOptions
 from farflung.planner.step import boundary_bytes
 from farflung.swarm.moves import BYTES_A_PARAMETER
+from farflung.swarm.peer import IN_FLIGHT
 from farflung.workloads.base import Span
 
 MOST_STAGES = 64
 NEARLY = 0.95
 """Of boundaries that give this part of the best speed, the first that was asked for is taken."""
-UNDER_WAY = 2
-"""Microbatches that a head has under way for each stage."""
 
 
 @dataclass(frozen=True)
@@ -111,8 +110,8 @@ def _with_stages(
 ) -> SwarmPlan | None:
     """None where some stage has no worker."""
     island = IslandSettings(
-        batch_size=options.micro_batch * UNDER_WAY * stages,
-        microbatches=UNDER_WAY * stages,
+        batch_size=options.micro_batch * IN_FLIGHT * stages,
+        microbatches=IN_FLIGHT * stages,
         stages=stages,
         boundary=boundary,
         precision=options.precision,
@@ -121,7 +120,7 @@ def _with_stages(
     length, spans = options.sequence_length, model.spans(stages)
     memory = [
         BYTES_A_PARAMETER * sum(part.parameters for part in model.parts(span))
-        + UNDER_WAY * activation_bytes(model, island, length, stage, span)
+        + IN_FLIGHT * activation_bytes(model, island, length, stage, span)
         + RESERVED
         for stage, span in enumerate(spans)
     ]

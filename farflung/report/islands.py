@@ -17,8 +17,7 @@ def islands_table(run: Run) -> str:
     """A row for each process, as HTML."""
     processes = [((replica, 0), events) for replica, events in run.events.items()] + list(run.parts.items())
     rows = [[escape(cell) for cell in _row(events)] for _, events in sorted(processes) if events]
-    crossed = sum(steps[-1].boundary_bytes for replica in run.replicas if (steps := run.of(replica, StepEvent)))
-    return f"<p>{nbytes(crossed)} went from stage to stage, in all replicas.</p>{wide_table(HEADINGS, rows)}"
+    return f"<p>{nbytes(run.boundary_bytes)} went from stage to stage, in all replicas.</p>{wide_table(HEADINGS, rows)}"
 
 
 def wide_table(heads: Sequence[str], rows: Sequence[Sequence[str]], high: bool = False) -> str:

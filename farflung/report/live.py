@@ -99,9 +99,7 @@ def _watch_plainly(
         told |= {id(event): event for one in untold for event in evaluations[one]}
         if (step := _slowest_step(run)) > told_step and (done or _is_due(step - told_step, told_at, step, _steps(run))):
             beside = [peers.line(others())] if others else []
-            lines.append(
-                (step, 0, "\n".join([plain_line(run), *beside]))
-            )  # first what was trained, then how it is judged
+            lines.append((step, 0, "\n".join([plain_line(run), *beside])))  # before how that step is judged
             told_step, told_at = step, time.monotonic()
         for _, _, line in sorted(lines):
             _print(console, line)
@@ -125,7 +123,7 @@ def _evaluation_line(run: Run, step: int, events: Sequence[EvaluationEvent], dis
 def table(run: Run) -> Table:
     """One row a replica: its losses, its speed, and what it has sent and waited for."""
     shown = Table(box=None, padding=(0, 2, 0, 0))
-    alone = run.is_one_peer
+    alone, crosses = run.is_one_peer, run.boundary_bytes > 0
     for heading in (
         "" if alone else "replica",
         "step",
@@ -134,6 +132,7 @@ def table(run: Run) -> Table:
         f"{run.units}/s",
         "rounds",
         "sent",
+        *(["to stages"] if crosses else []),
         "blocked",
     ):
         shown.add_column(heading, justify="right")
@@ -148,11 +147,12 @@ def table(run: Run) -> Table:
                 validation,
                 f"{last.tokens_per_second:,.0f}",
                 str(last.rounds),
-                nbytes(last.bytes_sent + last.boundary_bytes),
+                nbytes(last.bytes_sent),
+                *([nbytes(last.boundary_bytes)] if crosses else []),
                 duration(last.seconds_blocked),
             )
         else:
-            values = ("0", "…", validation, "…", "0", nbytes(0), duration(0))
+            values = ("0", "…", validation, "…", "0", nbytes(0), *([nbytes(0)] if crosses else []), duration(0))
         shown.add_row("this peer" if alone else str(replica), *values)
     return shown
 
@@ -160,15 +160,13 @@ def table(run: Run) -> Table:
 def plain_line(run: Run) -> str:
     """The state of all replicas whose events are here, in one line."""
     last = [steps[-1] for replica in run.alive if (steps := run.of(replica, StepEvent))]
-    latest = [steps[-1] for replica in run.replicas if (steps := run.of(replica, StepEvent))]
-    crossed = sum(event.boundary_bytes for event in latest)
-    sent = sum(event.bytes_sent for event in latest) + crossed
+    sent = sum(steps[-1].bytes_sent for replica in run.replicas if (steps := run.of(replica, StepEvent)))
     parts = [
         f"step {_slowest_step(run)}/{_steps(run)}{_of_whom(run)}",
         f"loss {number(mean([event.loss for event in last]))}",
         f"{sum(event.tokens_per_second for event in last):,.0f} {run.units}/s",
-        f"sent {'' if run.is_one_peer or run.elsewhere or len(run.replicas) == 1 else 'by all '}{nbytes(sent)}"
-        + (f", {nbytes(crossed)} of it from stage to stage" if crossed else ""),
+        f"sent {'' if run.is_one_peer or run.elsewhere or len(run.replicas) == 1 else 'by all '}{nbytes(sent)}",
+        *([f"from stage to stage {nbytes(run.boundary_bytes)}"] if run.boundary_bytes else []),
         f"blocked {duration(sum(event.seconds_blocked for event in last) / max(1, len(last)))}",
     ]
     return " · ".join(parts)

@@ -82,6 +82,11 @@ class Run(Facts):
         """The replicas that have written events, sorted."""
         return sorted(replica for replica, events in self.events.items() if events)
 
+    @property
+    def boundary_bytes(self) -> int:
+        """Bytes that have gone from stage to stage so far, in all replicas."""
+        return sum(steps[-1].boundary_bytes for replica in self.replicas if (steps := self.of(replica, StepEvent)))
+
     def of(self, replica: int, kind: type[E]) -> list[E]:
         """One replica's events of one kind, in order."""
         return [event for event in self.events[replica] if isinstance(event, kind)]

@@ -6,12 +6,9 @@ import itertools
 from collections.abc import Iterable
 
 from farflung.swarm.letters import Microbatch
-from farflung.swarm.peer import under_way
+from farflung.swarm.peer import IN_FLIGHT, under_way
 from farflung.swarm.seat import Seat
 from farflung.swarm.work import Learnt
-
-IN_FLIGHT = 2
-"""Microbatches that a head has under way for each stage; one, where a step follows each of them."""
 
 
 class OwnSteps:
@@ -38,7 +35,7 @@ class OwnSteps:
             return
         numbers = itertools.count()
         stream = int(seat.peers.info["session"], 16) >> 12  # one that comes back gives no name again
-        most = seat.stages * (1 if self._at_once else IN_FLIGHT)
+        most = seat.stages * (1 if self._at_once else IN_FLIGHT)  # one, where a step follows each of them
 
         async def start() -> None:
             name = Microbatch(*divmod(next(numbers), seat.parts), stream)

@@ -14,6 +14,8 @@ from farflung.swarm.letters import Call, Caller, FalseLetterError, Forward, Grad
 from farflung.swarm.processor import Pass, Processor
 from farflung.swarm.routers import Router
 
+IN_FLIGHT = 2
+"""Microbatches that a head has under way for each stage, so that none is idle."""
 PAUSE_SECONDS = 1.0
 """Between two looks for somebody who serves the next stage, where nobody does."""
 LATELY = 32

@@ -46,7 +46,7 @@ if TOLD in os.environ:
     try:
         _launcher = os.pidfd_open(_pid)
     except ProcessLookupError:  # it has ended, and nobody else asks for forks
-        sys.exit()
+        _modules = []
     except (OSError, AttributeError):  # a system that has no such thing
         pass
     else:

@@ -67,4 +67,7 @@ class Data:
 def load(settings: LanguageSettings, tokenizer: Tokenizer, shares: int = 1) -> Data:
     """The data that the settings name, mapped from its store. Raises UserError: missing, empty or too short."""
     store, most = store_of(settings, tokenizer), settings.max_tokens
-    return Data(store.training[:most], store.held_out[:most], settings.sequence_length, settings.data, shares)
+    training, held_out = store.training, store.held_out
+    if most and (there := len(training) + len(held_out)) > most:  # a store that was prepared with more
+        training, held_out = (part[: len(part) * most // there] for part in (training, held_out))
+    return Data(training, held_out, settings.sequence_length, settings.data, shares)

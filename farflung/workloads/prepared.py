@@ -48,8 +48,9 @@ def store_of(settings: LanguageSettings, tokenizer: Tokenizer, told: Told = lamb
         found = store.read(named)
         refuse_other_tokenizer(found, tokenizer)
         return found
-    with disk_errors(f"keep tokens in {cache()}", f"make room, or set {CACHE} to another folder"):
-        folder = cache() / "tokens" / _name(settings, tokenizer)
+    kept = cache()
+    with disk_errors(f"keep tokens in {kept}", f"make room, or set {CACHE} to another folder"):
+        folder = kept / "tokens" / _name(settings, tokenizer, kept)
         # Who finds it whole needs no lock, so that many processes start at once, from a folder that is read only, too.
         return _whole(folder) or _made_once(folder, settings, tokenizer, told)
 
@@ -101,7 +102,7 @@ def make(folder: Path, settings: LanguageSettings, tokenizer: Tokenizer, told: T
     return made
 
 
-def _name(settings: LanguageSettings, tokenizer: Tokenizer) -> str:
+def _name(settings: LanguageSettings, tokenizer: Tokenizer, kept: Path) -> str:
     """Follows from what the text's files hold, and from all else that its tokens depend on.
 
     Files that were seen before, of the same size and time, are not read for it again.
@@ -112,7 +113,7 @@ def _name(settings: LanguageSettings, tokenizer: Tokenizer) -> str:
     paths = text.files(settings.data)
     stats = [path.stat() for path in paths]
     seen = [[str(path.resolve()), stat.st_size, stat.st_mtime_ns] for path, stat in zip(paths, stats, strict=True)]
-    note = cache() / "seen" / _hash([*by, seen])
+    note = kept / "seen" / _hash([*by, seen])
     if note.exists():
         return note.read_text("utf-8")
     name = _hash([*by, [[path.suffix, _content(path)] for path in paths]])

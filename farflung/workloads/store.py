@@ -32,7 +32,7 @@ KEPT_EVERY = 1 << 26
 """Bytes of tokens after which what is there is made safe, for a preparation that is interrupted to go on from."""
 
 Told = Callable[[int, int], object]
-"""Is told how far a store is that is being made: characters of text read, and tokens."""
+"""Is told how far a store is that is being made: bytes of text read by this process, and tokens in all."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ def write(folder: Path, documents: Iterable[str], tokenizer: Tokenizer, most: in
         for texts in _batches(itertools.islice(filter(None, documents), writer.documents, None)):
             if room <= 0:
                 break
-            read_now += sum(map(len, texts))
+            read_now += sum(len(one.encode()) for one in texts)
             for tokens in tokenizer.encode_all(texts):
                 ended = np.append(tokens.astype(writer.kind), np.array([tokenizer.end], dtype=writer.kind))
                 writer.add(ended if len(ended) <= room else ended[: int(room)])

@@ -65,6 +65,16 @@ def files(data: str) -> list[Path]:
     return _standard_library() if data == "stdlib" else _matching(data)
 
 
+def text_bytes(data: str) -> int | None:
+    """The size of what `--data` names; None where it is rows, whose text is not known before they are read.
+
+    Raises UserError where there is nothing.
+    """
+    paths = [] if data.startswith("hf:") else files(data)
+    rows = not paths or any(path.suffix in _LOADERS for path in paths)
+    return None if rows else sum(path.stat().st_size for path in paths)
+
+
 def version_on_hub(data: str) -> str:
     """What changes when a data set on the hub does. Raises UserError where it cannot be reached."""
     import datasets  # slow to import, and only rows need it

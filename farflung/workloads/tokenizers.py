@@ -101,8 +101,10 @@ class Pretrained:
     def digest(self) -> str:
         """A hash of all that its tokens depend on."""
         kind, fast = type(self._tokenizer).__name__, getattr(self._tokenizer, "backend_tokenizer", None)
-        rules = fast.to_str() if fast else json.dumps(sorted(self._tokenizer.get_vocab().items()))
-        return hashlib.sha256(f"{kind} {self.end} {rules}".encode()).hexdigest()
+        rules: dict[str, Any] = json.loads(fast.to_str()) if fast else self._tokenizer.get_vocab()
+        for how_to_batch in ("truncation", "padding"):  # which change with each call, and no text's tokens
+            rules.pop(how_to_batch, None)
+        return hashlib.sha256(json.dumps([kind, self.end, rules], sort_keys=True).encode()).hexdigest()
 
     def encode_all(self, texts: Sequence[str]) -> Iterator[NDArray[np.integer]]:
         """The flat tokens of each text, without special ones; fast tokenizers use all cores.
