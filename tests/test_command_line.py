@@ -50,7 +50,11 @@ QUICK = [
         (["train", "--merge", "keept"], ["--merge is 'keept'; did you mean 'kept'?"]),
         (["train", "--merge", "x"], ["--merge is 'x'; there are: dropped, eager, kept, mixed"]),
         (["train", "--steps", 3, "a.toml"], ["a.toml comes too late", "one config file, before all flags"]),
-        (["join", "--first"], ["Missing from farflung join: PATH The ticket's file"]),
+        (["join", "--first"], ["farflung: join needs TICKET; see: farflung join --help"]),
+        (["plan"], ["farflung: plan needs --model and --machines and --tokens; see: farflung plan --help"]),
+        (["train", "--learning-rate", 1], ["train has no --learning-rate; did you mean --lr? see: farflung train"]),
+        (["train", "--epochs=3"], ["train has no --epochs; did you mean --steps? see: farflung train --help"]),
+        (["report", "--epochs", 3], ["report has no --epochs; see: farflung report --help"]),
         (["train", "--network", "pigeon"], ["pigeon", "simulated"]),
         (["train", "--replicas", 0], ["replicas is 0", "at least 1"]),
         (["train", "--method", "nolco"], ["nolco", "did you mean 'noloco'"]),
@@ -59,8 +63,11 @@ QUICK = [
         (["train", "--outer-lr", 0], ["--outer-lr is 0.0; it must be more than 0"]),
         (["train", "--gamma", -1], ["--gamma is -1.0; it must be at least 0"]),
         (["train", "--group-size", 1], ["--group-size is 1; it must be at least 2"]),
-        (["train", "--group-size", 100], ["group_size is 100, but replicas is 4; choose a group_size of at most 4"]),
-        (["train", "--every", 5, "--delay", 6], ["delay is 6 but every is 5"]),
+        (
+            ["train", "--group-size", 100],
+            ["--group-size is 100, but replicas is 4; choose a --group-size"],
+        ),
+        (["train", "--every", 5, "--delay", 6], ["--delay is 6 but --every is 5"]),
         (["train", "--codec", "itn4"], ["no codec 'itn4'", "modulo4"]),
         (["train", "--codec", "int5"], ["codec 'int5'", "bits=5", "choose 8, 4 or 2"]),
         (["train", "--codec", "modulo99"], ["codec 'modulo99'", "bits=99", "choose 2 to 8"]),
@@ -72,7 +79,7 @@ QUICK = [
         (["train", "--every", 5, "--delay", 3, "--merge", "eager"], ["eager needs a delay of a whole round"]),
         (["train", "--merge", "thrown"], ["thrown", "dropped"]),
         (["train", "--conditions", "home"], ["conditions is 'home'", "add --network simulated"]),
-        (["train", "--latency-ms", 80], ["latency_ms is 80", "add --network simulated"]),
+        (["train", "--latency-ms", 80], ["--latency-ms is 80", "add --network simulated"]),
         (["train", "--network", "simulated", "--conditions", "hme"], ["'hme'", "did you mean 'home'"]),
         (["train", "--data", "/no/such"], ["/no/such", "no such file"]),
         (["train", "--model", "/no/such"], ["/no/such", "no such folder"]),
@@ -197,7 +204,7 @@ def test_a_printed_config_is_the_settings_without_a_folder(
     ("mistake", "said"),
     [
         (["--steps", "x"], "--steps is 'x'; it must be a whole number; see: farflung train --help"),
-        (["--modle", "x"], "Unrecognized options: --modle, x; did you mean --model? see: farflung train --help"),
+        (["--modle", "x"], "train has no --modle; did you mean --model? see: farflung train --help"),
         ([long := "a-word-that-is-" * 9 + "long"], f"Unrecognized options: {long}; see: farflung train --help"),
         (["--merge", "keept"], "--merge is 'keept'; did you mean 'kept'?"),
         (["--replicas", "0"], "--replicas is 0; it must be at least 1"),
@@ -250,7 +257,7 @@ def test_a_simulated_run_tells_its_time_and_one_that_had_ended_says_so(
     assert "took 8.0 s of simulated time" in said
     assert len(re.findall("^step 8/8 ", said, re.MULTILINE)) == 1
     assert run_here(monkeypatch, tmp_path, "train", "--resume", "run") == 0
-    assert "farflung: this run has ended already: no step is left" in capsys.readouterr().out
+    assert capsys.readouterr().out.startswith("farflung: this run has ended already: no step is left")
     assert run_here(monkeypatch, tmp_path, "report", "run") == 0
     assert "farflung: report of 1 run in run/report.html" in capsys.readouterr().out
 
@@ -440,7 +447,9 @@ def test_a_run_that_ends_before_its_first_round_says_so(
     assert "before its first round" not in said.err and "no round was held" in said.out
     assert "averaged" not in said.out and "by all" not in said.out, "there is one replica"
     for arguments in (["--every", "8"], ["--every", "9", "--fragments", "2", "--method", "diloco"]):
-        assert not launch.without_rounds(training.what_is_asked(["--steps", "8", *arguments]).settings)
+        assert not launch.cautions(training.what_is_asked(["--steps", "8", *arguments]).settings)
+    assert run_here(monkeypatch, tmp_path, "train", *small, "--steps", "8", "--every", "9", "--dry-run") == 0
+    assert "the run ends at step 8, before its first round" in capsys.readouterr().err
 
 
 def torchrun(rank: int, port: int, folder: Path, resume: bool) -> Python:

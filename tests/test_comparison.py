@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from farflung.report import read_run, write_report
+from farflung.report import html, read_run, write_report
 from farflung.report.comparison import best_of, bits_per_byte, cautions, losses, verdict
 from farflung.report.figures import loss_figure
 
@@ -47,6 +47,16 @@ def test_the_lower_loss_is_better_and_a_line_says_by_how_much(tmp_path: Path) ->
     write_report([run.folder for run in runs], tmp_path / "report.html")
     page = (tmp_path / "report.html").read_text()
     assert page.count("lowest loss") == 1 and re.search(r"</span>b<br><span class=\"best\">lowest loss", page)
+
+
+@pytest.mark.parametrize(("method", "ranked"), [("noloco", False), ("local", True)])
+def test_a_run_without_the_rounds_of_its_method_is_not_ranked(method: str, ranked: bool, tmp_path: Path) -> None:
+    runs = [read_run(run_of(tmp_path / name, loss)) for name, loss in (("met", 2.0), ("apart", 1.0))]
+    for run, rounds in zip(runs, (4, 0), strict=True):
+        run.summary = run.results() | {"replicas": 2, "rounds": rounds, "method": method}
+    assert best_of(runs) == (1 if ranked else None)
+    assert ("No round was held in apart: the replicas trained alone there" in verdict(runs)) is not ranked
+    assert html._sent({"bytes_sent": 432, "rounds": 0}) == "432 B, for the start alone: no round was held"
 
 
 def test_unequal_work_is_told(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ import re
 from dataclasses import fields
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 from patience import patience
 from processes import SMALL, farflung, run_here, run_together
@@ -12,8 +13,10 @@ from warm import Python
 
 from farflung import cli
 from farflung.cli.peers import NOT_INVITED
+from farflung.errors import UserError
 from farflung.settings import Settings, names_that_may_differ
 from farflung.tables import AFTER_RESUME, help_of
+from farflung.workloads import text
 
 SIMULATED = [*SMALL, "--replicas", "2", "--network", "simulated", "--every", "5", "--steps", "5"]
 
@@ -50,9 +53,37 @@ def test_a_run_that_cannot_read_its_data_leaves_nothing(texts: Path, tmp_path: P
     named = ", ".join(list(row)[:6])
     (line,) = [line for line in done.stderr.splitlines() if "no column" in line]
     assert line.endswith(
-        f"rows.jsonl: no column 'text'; set text_column to one of {named}, …, or give a narrower path or glob"
+        f"rows.jsonl: no column 'text'; set --text-column to one of {named}, …, or give a narrower path or glob"
     )
     assert not (tmp_path / "runs" / "noloco-1").exists()
+
+
+@pytest.mark.parametrize("network", ["torch", "simulated"])
+def test_too_little_data_is_told_before_a_run_is_announced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], network: str
+) -> None:
+    (tmp_path / "short.txt").write_text("too short a text")
+    train = ["train", *SMALL, "--network", network, "--out", "run", "--data"]
+    assert run_here(monkeypatch, tmp_path, *train, "short.txt") == 2
+    said = capsys.readouterr()
+    assert said.err.endswith("give more text or a smaller --sequence-length\n") and not said.out
+    (tmp_path / "config.toml").write_text('data = "short.txt"\nsequence_length = 20\n')
+    assert run_here(monkeypatch, tmp_path, "train", "config.toml", "--out", "run") == 2
+    assert capsys.readouterr().err.endswith("give more text or a smaller sequence_length\n")
+    (tmp_path / "empty").mkdir()
+    assert run_here(monkeypatch, tmp_path, *train, "empty") == 2
+    assert "data 'empty': this folder has no file to train on; give stdlib" in capsys.readouterr().err
+    assert {path.name for path in tmp_path.iterdir()} == {"short.txt", "config.toml", "empty"}
+
+
+def test_attempts_to_reach_the_hub_are_not_told(capsys: pytest.CaptureFixture[str]) -> None:
+    hub = huggingface_hub.utils.logging.get_logger("huggingface_hub.utils._http")
+    with pytest.raises(UserError, match="data hf:x: cannot be read: away"), text._reading("hf:x"):
+        hub.warning("Retrying in 1s")
+        raise OSError("away")
+    assert "Retrying" not in capsys.readouterr().err
+    hub.warning("heard outside")
+    assert "heard outside" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("pattern", ["texts/*.txt", "*.txt", "texts/*"])
@@ -108,7 +139,7 @@ def test_invite_offers_no_settings_that_mean_nothing_there(
         (["train", "--data"], "--data is given without a value; see:"),
         (["train", "--resume", "x", "--pipeline-schedule"], "it must be 1f1b or gpipe or interleaved or zero-bubble"),
         (["invite", "--name", "x", "--inner"], "--inner is given without a value; it must be adamw or muon or sign"),
-        (["export", "a"], "Missing from farflung export: OUT The folder to write"),
+        (["export", "a"], "export needs OUT; see: farflung export --help"),
     ],
 )
 def test_a_flag_without_a_value_is_told_what_it_takes(

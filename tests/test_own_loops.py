@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import logging
+import re
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ import torch
 from problem import flat, inner_steps, small_model
 from registered import METHODS, made
 from torch import Tensor, nn
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from farflung import methods
 from farflung.codecs import Codec, Dense, ErrorFeedback, Quantize, codec_named
@@ -570,6 +573,35 @@ def test_a_state_of_another_method_is_refused(one: Method, other: Method) -> Non
         with pytest.raises(UserError, match="this state belongs to another method or model"):
             outer.load_state_dict(state)
         outer._begun = True
+
+
+def test_of_another_schedule_only_what_differs_is_told() -> None:
+    model = small_model()
+    with methods.noloco(every=5).attach(model, sgd(model), SimulatedNetwork.alone()) as outer:
+        state = outer.state_dict()
+        outer._begun = True
+    with methods.noloco(every=7).attach(model, sgd(model), SimulatedNetwork.alone()) as outer:
+        with pytest.raises(UserError, match=r"saved with another schedule: every: 5, not 7; attach that"):
+            outer.load_state_dict(state)
+        outer._begun = True
+
+
+def test_what_replicas_disagree_in_is_what_torchrun_prints_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def work(network: SimulatedNetwork) -> None:
+        torch.manual_seed(network.rank)
+        model = nn.Linear(4, 4)
+        optimizer = sgd(model)
+        with methods.noloco(every=4).attach(model, optimizer, network):
+            step(model, optimizer, 0)
+
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    with pytest.raises(DisagreementError, match="seed every replica alike"):
+        Simulation(2).run(work)
+    failure = ProcessFailure(local_rank=0, pid=1, exitcode=1, error_file=str(tmp_path / "error.json"))
+    last = str(ChildFailedError("loop.py", {0: failure})).splitlines()[-2]
+    assert re.match(r" +traceback : none is needed: replica \d starts from other weights than \d; seed every", last)
 
 
 def test_a_state_may_be_loaded_in_inference_mode_with_a_round_under_way() -> None:

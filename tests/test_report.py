@@ -427,6 +427,13 @@ def test_status_is_readable_on_a_narrow_terminal() -> None:
     assert [line.split()[1] for line in lines if " ago" in line] == ["trains", "gone", "bootstrap"]
 
 
+@pytest.mark.parametrize("state", ["trains", "begins", "gone", "bootstrap"])
+def test_status_says_that_a_run_may_be_over(state: str) -> None:
+    shown = peers.table([peer_row("bob", state=state)])
+    assert ("nobody trains now: the run may be over" in str(shown.caption)) is (state in ("gone", "bootstrap"))
+    assert not peers.table([], "other peer").caption
+
+
 def test_status_says_why_a_peer_was_alone() -> None:
     why = "all others who came to this round had found partners"
     out = io.StringIO()

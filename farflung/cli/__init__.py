@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from farflung.cli.arguments import MISUSE
+from farflung.cli.arguments import MISUSE, by_flags
 from farflung.cli.printing import printing
 from farflung.errors import UserError, suggestion
 from farflung.formats import FORMATS, package_version
@@ -61,7 +61,7 @@ def main() -> None:
                 sys.exit(INTERRUPTED)
             if not isinstance(error, UserError):
                 raise
-            print(f"farflung: {error}", file=sys.stderr)
+            print(f"farflung: {by_flags(str(error), sys.argv[2:])}", file=sys.stderr)
             sys.exit(MISUSE)
 
 

@@ -42,7 +42,8 @@ def parse(kind: type[T], arguments: list[str], command: str, about: str | None, 
             return run()
     except SystemExit as exit:
         own = next((error for error in _causes(exit) if isinstance(error, UserError)), None)
-        line = _with_flag(str(own), arguments) if own else _one_line(printed.getvalue(), arguments, command)
+        known = {flag(name) for name in helping.names_of(kind)}
+        line = by_flags(str(own), arguments) if own else _one_line(printed.getvalue(), arguments, command, known)
         if without := re.match("(--[\\w-]+) is given without a value", line):
             line = line.replace(without[0], without[0] + _wanted(without[1], run))
         raise UserError(line) from None
@@ -155,17 +156,40 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
         yield error
 
 
-def _with_flag(line: str, arguments: list[str]) -> str:
-    """A line about a setting that is given among the arguments, by its flag: --seed is -1."""
-    name = line.partition(" ")[0]
-    return flag(name) + line[len(name) :] if flag(name) in flags_among(arguments) else line
+def by_flags(line: str, arguments: list[str]) -> str:
+    """A message with settings by their flags, where they are given as such, or could be and no file is spoken of."""
+    given, of_a_file = flags_among(arguments), ".toml" in " ".join([line, *arguments])
+
+    def named(found: re.Match[str]) -> str:
+        name = found[0]
+        return flag(name) if flag(name) in given or ("_" in name and not of_a_file and name in _settings()) else name
+
+    # A name of one word may be a plain word elsewhere.
+    return re.sub(r"(?<![\w/.'-])([a-z]+(?:_[a-z]+)+(?![\w/.'-])|[a-z]+(?= is (?:['\d-]|True|False)))", named, line)
+
+
+@functools.cache
+def _settings() -> frozenset[str]:
+    from farflung.settings import Settings  # which a command that has failed may not need
+
+    return frozenset(Settings().flat())
 
 
 WANTED = {"INT": "a whole number", "FLOAT": "a number"}
 """What a flag's value must be, by what tyro calls it."""
 
+CALLED_ELSEWHERE = {
+    **dict.fromkeys(("--epochs", "--num-epochs", "--num-train-epochs", "--max-steps"), "--steps"),
+    "--learning-rate": "--lr",
+    "--output-dir": "--out",
+    "--seq-len": "--sequence-length",
+    "--max-length": "--sequence-length",
+    "--bs": "--batch-size",
+}
+"""What other programs call some of our flags."""
 
-def _one_line(box: str, arguments: list[str], command: str) -> str:
+
+def _one_line(box: str, arguments: list[str], command: str, known: Collection[str]) -> str:
     """What tyro says in a box, in our words where it is about a value."""
     lines = [line.strip() for line in box.splitlines()]
     text = "\n".join("" if re.fullmatch("-{3,}", line) else line for line in lines[2:])
@@ -183,8 +207,15 @@ def _one_line(box: str, arguments: list[str], command: str) -> str:
         return f"{wrong[1]} comes too late: farflung train takes one config file, before all flags"
     if (strays := said.removeprefix("Unrecognized options: ").split(", ")) and (told := _unquoted(strays, arguments)):
         return told
-    meant = re.search(r"^Perhaps you meant:\n+(--[\w-]+)", text, re.MULTILINE)
-    return f"{said}; {f'did you mean {meant[1]}?' if meant else ''} see: farflung {command} --help".replace(";  ", "; ")
+    if missing := re.findall(r"^(\S+)[^\n]*\n[^\n]*\(required\)$", text, re.MULTILINE):
+        return f"{command} needs {' and '.join(missing)}; see: farflung {command} --help"
+    if unknown := flags_among(strays):
+        close = re.search(r"^Perhaps you meant:\n+(--[\w-]+)", text, re.MULTILINE)
+        elsewhere = CALLED_ELSEWHERE.get(unknown[0], "")
+        meant = elsewhere if elsewhere in known else close[1] if close else ""
+        told = f"{command} has no {unknown[0]}; {f'did you mean {meant}? ' if meant else ''}"
+        return f"{told}see: farflung {command} --help"
+    return f"{said}; see: farflung {command} --help"
 
 
 def _unquoted(strays: list[str], arguments: list[str]) -> str:

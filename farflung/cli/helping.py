@@ -49,6 +49,11 @@ def shown(kind: type, first: Sequence[str]) -> type:
     return dataclasses.make_dataclass(kind.__name__, fields, frozen=True, kw_only=True)
 
 
+def names_of(kind: type) -> list[str]:
+    """The settings of a command's arguments, in whatever tables."""
+    return [leaf.name for leaf in _leaves(kind)]
+
+
 def _default_told(default: str) -> str:
     return "" if default in SAYING_NOTHING else f"(default: {default})"
 

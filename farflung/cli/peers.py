@@ -71,7 +71,7 @@ class InviteOptions(_Peer):
 class JoinOptions(_Peer):
     """Which run to join."""
 
-    ticket: tyro.conf.Positional[Path]
+    ticket: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="TICKET")]
     """The ticket's file, or a run folder with one."""
     first: bool = False
     """If no other peer answers, start the run here, or go on from this peer's checkpoint."""
@@ -81,7 +81,7 @@ class JoinOptions(_Peer):
 class StatusOptions:
     """Which run to look at."""
 
-    ticket: tyro.conf.Positional[Path]
+    ticket: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="TICKET")]
     """The ticket's file, or the folder of a run on the internet."""
     once: bool = False
     """Show it once, instead of anew every few seconds."""

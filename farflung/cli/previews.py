@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from farflung.cli.printing import working
 from farflung.settings import Settings, settings_toml
+from farflung.training.terminal import say
 
 
 def print_config(settings: Settings) -> None:
@@ -15,11 +16,13 @@ def dry_run(settings: Settings) -> None:
     """What would be trained, its size, bytes, memory and time. Raises UserError for what training would refuse."""
     with working("checking settings and model"):
         from farflung.planner.outlook import outlook
-        from farflung.training.launch import pick_device
+        from farflung.training.launch import cautions, pick_device
 
         settings.network.simulated_conditions()
         settings.made_workload().check()
         rows = outlook(settings, pick_device(settings.run.device, 0))
+    for line in cautions(settings):
+        say(line)
     width = max(len(name) for name, _ in rows)
     print("\n".join(f"{name:{width}}  {text}" for name, text in rows))
     print("nothing was trained; leave out --dry-run to begin")

@@ -30,7 +30,7 @@ class ReportOptions:
     runs: tyro.conf.Positional[tuple[Path, ...]]
     """The run folders, or folders of them."""
     out: Path | None = None
-    """The file to write; unset: report.html in the run's folder, or here for several runs."""
+    """The file to write, also over an older one; unset: report.html in the run's folder, or here for several runs."""
     small: bool = False
     """Write a small report. It needs the file with plotly's program that lies beside it, so do not mail it alone."""
 

@@ -95,6 +95,12 @@ def train(arguments: list[str]) -> None:
         asked.instead(asked.settings)
         return
     under_torchrun = "WORLD_SIZE" in os.environ
+    if asked.resume and _step_at_end(asked.folder) >= asked.settings.run.steps and _shows():
+        print(
+            "farflung: this run has ended already: no step is left to train, and its results are written again; "
+            f"to go on, give more than --steps {asked.settings.run.steps}",
+            flush=True,
+        )
     network = asked.settings.network
     if network.independent and under_torchrun:
         raise UserError("independent replicas are started by farflung train itself; start it without torchrun")
@@ -160,22 +166,28 @@ def _train_part(asked: Asked) -> bool:
     """Is one of the replicas, or a part of one. Returns whether to tell what has come of them."""
     from farflung.training.launch import run_torch_replica
 
-    started_here = STARTED_HERE in os.environ
-    shows = "LOCAL_RANK" not in os.environ or (os.environ["LOCAL_RANK"] == "0" and not started_here)
+    started_here, shows = STARTED_HERE in os.environ, _shows()
     run = asked.settings.run
     tracks = shows and (run.track_replicas == "all" or os.environ.get("GROUP_RANK", "0") == "0")
-    if shows:
-        _announce(asked)
     with contextlib.ExitStack() as stack:
         show: Callable[[], None] = stack.enter_context(watched(asked.folder)) if shows else lambda: None
+
+        def prepared() -> None:
+            if shows:
+                _announce(asked)
 
         def begun() -> None:
             show()
             if tracks:
                 stack.enter_context(tracking(asked.settings, asked.folder))
 
-        tells = run_torch_replica(asked.settings, asked.folder, asked.resume, asked.restart, begun)
+        tells = run_torch_replica(asked.settings, asked.folder, asked.resume, asked.restart, prepared, begun)
     return bool(tells) and not started_here
+
+
+def _shows() -> bool:
+    """Whether this process tells the user of the run: the launcher, or of torchrun's processes the first one here."""
+    return "LOCAL_RANK" not in os.environ or (os.environ["LOCAL_RANK"] == "0" and STARTED_HERE not in os.environ)
 
 
 def _announce(asked: Asked) -> None:
@@ -186,20 +198,19 @@ def _announce(asked: Asked) -> None:
     replicas, steps = counted(run.replicas, kind), counted(run.steps, "step")
     print(f"farflung: {replicas}{divided}, {asked.settings.rounds.method}, {steps}; run folder {asked.folder}")
     print(f"farflung: starting; {'it' if run.replicas == 1 else 'each'} reads its data and makes its model", flush=True)
-    if asked.resume and _last_step(asked.folder) >= run.steps:
-        print(
-            "farflung: this run has ended already: no step is left to train, and its results are written again; "
-            f"to go on, give more than --steps {run.steps}"
-        )
+
+
+def _step_at_end(folder: Path) -> int:
+    """The step of a run's end; 0 where it has not come to that."""
+    path = folder / "summary.json"
+    return int(json.loads(path.read_text("utf-8"))["steps"]) if path.exists() else 0
 
 
 def _last_step(folder: Path) -> int:
     """The step of a run's end, or before it of its last whole checkpoint."""
     from farflung.training.checkpoint import whole_steps
 
-    if (folder / "summary.json").exists():
-        return int(json.loads((folder / "summary.json").read_text("utf-8"))["steps"])
-    return max(whole_steps(folder), default=0)
+    return _step_at_end(folder) or max(whole_steps(folder), default=0)
 
 
 def what_is_asked(arguments: list[str]) -> Asked:

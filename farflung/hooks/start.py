@@ -69,12 +69,16 @@ def agree_within(layout: Layout, replica: int, settings: Mapping[str, str]) -> N
     for process, theirs in enumerate(others, start=1):
         for what, value in first.items():
             if theirs[what] != value:
-                unlike = differences(theirs[what], value)
-                told = ", ".join(f"{name}: {other}, not {own}" for name, other, own in unlike)
                 raise DisagreementError(
                     f"process {process} of replica {replica} is given another {what} than its process 0: "
-                    f"{told or f'{theirs[what]}, not {value}'}; {WITHIN}"
+                    f"{told_apart(theirs[what], value)}; {WITHIN}"
                 )
+
+
+def told_apart(one: str, other: str) -> str:
+    """In what one text of settings is not as the other: setting by setting, or the whole texts where more differs."""
+    named = ", ".join(f"{name}: {own}, not {theirs}" for name, own, theirs in differences(one, other))
+    return named or f"{one}, not {other}"
 
 
 def differences(one: str, other: str) -> list[tuple[str, str, str]]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import socket
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore
@@ -34,6 +36,18 @@ def join(starting_s: float) -> tuple[dict[int, str], Store]:
     except (dist.DistError, RuntimeError, ValueError, LookupError, TimeoutError) as error:
         raise UserError(_explain(error)) from error
     return addresses, store
+
+
+def tell_launcher(error: BaseException, kind: str = "") -> None:
+    """Leaves torchrun an error in one line, with which it then ends; of a `kind`, which launchers read.
+
+    Does nothing elsewhere. Raises OSError where it cannot be written.
+    """
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        # What torchrun prints as the traceback.
+        extra = {"py_callstack": f"none is needed: {error}", "timestamp": str(int(time.time()))}
+        kept = {"message": {"message": f"{kind or type(error).__name__}: {error}", "extraInfo": extra}}
+        Path(path).write_text(json.dumps(kept), "utf-8")
 
 
 def _meeting_place(rank: int, limit: timedelta) -> Store:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections import ChainMap
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
@@ -13,21 +13,21 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from farflung import formats
 from farflung.cells import Cell
 from farflung.codecs.packets import described
 from farflung.errors import UserError
-from farflung.formats import ROUNDS
+from farflung.formats import KEY, ROUNDS
 from farflung.hooks.digests import digest
 from farflung.hooks.layouts import first_told
 from farflung.hooks.loads import Loads
 from farflung.hooks.shards import reshard
-from farflung.hooks.start import SETTING, DisagreementError, Fact, agree_on_start, agree_within
+from farflung.hooks.start import SETTING, DisagreementError, Fact, agree_on_start, agree_within, told_apart
 from farflung.hooks.steps import hook_steps
 from farflung.hooks.strangers import watch_for_strangers
 from farflung.hooks.trained import Trained
 from farflung.hooks.untrained import Untrained
 from farflung.networks import Network
+from farflung.networks.torchrun import tell_launcher
 from farflung.outer.averages import Averages
 from farflung.outer.columns import Columns, Message
 from farflung.outer.departures import Departures
@@ -88,12 +88,8 @@ class Session:
         self.columns = Columns(network)
         self.departures = Departures(network, self._name)
         self._options = setup.options
-        self._begun = False
-        self._noted = False
-        self._met = False
-        self._ended = False
-        self._left = False
-        self._warned = False
+        self._begun = self._noted = self._met = False
+        self._ended = self._left = self._warned = False
         self._averages = Averages(self)
         self._reports = Reports(network, setup.options["on_round"])
         self._faults = Faults(network.rank, self.trained.layout)
@@ -119,6 +115,9 @@ class Session:
         elif not self._ended:
             self.departures.leave(self._next_rounds())
         self.undo.close()
+        if error is not None and type(error).__module__.startswith("farflung."):
+            with suppress(OSError):  # a full disk hides no error
+                tell_launcher(error)
 
     def apply_pending(self) -> None:
         """Applies pending rounds now, however much of their delay is left."""
@@ -210,7 +209,7 @@ class Session:
     def state_dict(self) -> dict[str, Any]:
         """Everything that a later `load_state_dict` needs to go on bit for bit; not to be called in `on_round`."""
         return {
-            formats.KEY: ROUNDS.version,
+            KEY: ROUNDS.version,
             "choices": self.choices(),
             "step": self.step,
             **self._reports.state_dict(),
@@ -243,7 +242,8 @@ class Session:
         own, told = self.choices(), state.get("choices", {})  # migrated ones tell of none
         for what, value in own.items():
             if told.get(what, value) != value:
-                raise UserError(f"this state was saved with another {what}: {told[what]}, not {value}; attach that")
+                unlike = told_apart(told[what], value)
+                raise UserError(f"this state was saved with another {what}: {unlike}; attach that")
         for cell in self._cells_here():
             if state["cells"].get(cell.name, {}).get("values") != cell.numel:
                 raise UserError(f"this state belongs to another model: it has no {cell.name} of {cell.numel} values")

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from html import escape
 
+from farflung.methods import RECIPES
 from farflung.report.facts import Facts
 from farflung.report.numbers import number
 from farflung.report.read import Run
@@ -86,7 +87,20 @@ def cautions(runs: Sequence[Run], about_tokens: bool = True) -> list[str]:
     if differ and not (differ == ["sequence_length"] and unlike_tokens(runs)):
         named = ", ".join(differ)
         lines.append(f"Runs are judged by different held-out samples (see {named}), so none is marked as better.")
+    if apart := [run.name for run in runs if _kept_apart(run)]:
+        lines.append(
+            f"No round was held in {', '.join(apart)}: the replicas trained alone there, so no run is marked as "
+            "better; give a smaller --every."
+        )
     return lines
+
+
+def _kept_apart(run: Run) -> bool:
+    """Whether a run has held no round though its method holds some, as one that ends before the first."""
+    found = run.results()
+    method = str(found.get("method"))
+    holds = method not in RECIPES or RECIPES[method]().exchanges  # a loop of one's own tells no recipe's name
+    return found.get("replicas", 1) > 1 and not found.get("rounds") and holds
 
 
 def _unequal_work(runs: Sequence[Run]) -> str:

@@ -88,7 +88,7 @@ def _page(runs: list[Run], plotly: str) -> str:
 
 
 def _against_bytes(runs: list[Run]) -> list[str]:
-    if not any(run.results().get("bytes_sent") for run in runs):
+    if not any(run.results().get("rounds") for run in runs):
         return []
     return [_section("Loss against bytes", picture(figures.loss_figure(runs, "bytes")))]
 
@@ -113,7 +113,7 @@ def _results(runs: list[Run]) -> str:
         ("stages × shards of a replica", lambda s: s.get("islands") or f"{s['stages']} × {s['shards']}"),
         ("parameters", lambda s: f"{s['parameters']:,}"),
         (figures.units_of(runs), lambda s: f"{s['tokens']:,}"),
-        ("sent by all replicas", lambda s: nbytes(s["bytes_sent"])),
+        ("sent by all replicas", _sent),
         ("sending gradients every step would take", _ddp),
         ("rounds of a replica", lambda s: str(s["rounds"])),
         ("time", lambda s: duration(s["seconds"])),
@@ -229,6 +229,12 @@ def _timeline_note(run: Run) -> str:
 def _clock_note(runs: list[Run]) -> str:
     simulated = [run.name for run in runs if run.settings.get("network") == "simulated"]
     return f"<p>Virtual time on the simulated network: {escape(', '.join(simulated))}.</p>" if simulated else ""
+
+
+def _sent(summary: dict[str, Any]) -> str:
+    """Without a round, only notes are sent, such as those in which replicas compare what they start from."""
+    notes = summary["bytes_sent"] and not summary["rounds"]
+    return nbytes(summary["bytes_sent"]) + (", for the start alone: no round was held" if notes else "")
 
 
 def _ddp(summary: dict[str, Any]) -> str:

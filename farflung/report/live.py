@@ -160,12 +160,14 @@ def table(run: Run) -> Table:
 def plain_line(run: Run) -> str:
     """The state of all replicas whose events are here, in one line."""
     last = [steps[-1] for replica in run.alive if (steps := run.of(replica, StepEvent))]
-    sent = sum(steps[-1].bytes_sent for replica in run.replicas if (steps := run.of(replica, StepEvent)))
+    everyone = [steps[-1] for replica in run.replicas if (steps := run.of(replica, StepEvent))]
+    sent, held = sum(event.bytes_sent for event in everyone), any(event.rounds for event in everyone)
     parts = [
         f"step {_slowest_step(run)}/{_steps(run)}{_of_whom(run)}",
         f"loss {number(mean([event.loss for event in last]))}",
         f"{sum(event.tokens_per_second for event in last):,.0f} {run.units}/s",
-        f"sent {'' if run.is_one_peer or run.elsewhere or len(run.replicas) == 1 else 'by all '}{nbytes(sent)}",
+        f"sent {'' if run.is_one_peer or run.elsewhere or len(run.replicas) == 1 else 'by all '}{nbytes(sent)}"
+        + (" (no round)" if sent and not held else ""),
         *([f"from stage to stage {nbytes(run.boundary_bytes)}"] if run.boundary_bytes else []),
         f"blocked {duration(sum(event.seconds_blocked for event in last) / max(1, len(last)))}",
     ]

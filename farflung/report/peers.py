@@ -18,6 +18,8 @@ Row = dict[str, Any]
 REFRESH_SECONDS = 3.0
 STATES = TRAINS, BEGINS, GONE, BOOTSTRAP = "trains", "begins", "gone", "bootstrap"
 """What a peer does, as they are listed."""
+ANY_PEER = "peer"
+"""What a row is called where who looks is no peer of the run itself."""
 WHOLE = 1000
 """Columns of characters where no terminal says how many there are."""
 NAMED = 3
@@ -39,18 +41,20 @@ def show(source: Callable[[], list[Row]], finished: threading.Event, once: bool)
             live.update(table(source()), refresh=True)
 
 
-def table(rows: list[Row], what: str = "peer") -> Table:
+def table(rows: list[Row], what: str = ANY_PEER) -> Table:
     """One row a peer, those in training first: its step, loss and speed, and how long ago it was heard.
 
-    Below them is why some were alone in their last round, and of a swarm what each stage can do.
+    Below them is why some were alone in their last round, of a swarm what each stage can do, and that nobody trains.
     """
     trains = [row for row in rows if row["state"] == TRAINS]
     alone = [f"{row['name']}: {row['alone']}" for row in ordered(trains) if row.get("alone")]
+    over = what == ANY_PEER and not any(row["state"] in (TRAINS, BEGINS) for row in rows)
+    notes = ["nobody trains now: the run may be over, or has not begun"] if over else []
     speed = sum(row.get("tokens_per_second", 0.0) for row in trains if not row.get("stage"))  # the others' are the same
     shown = Table(
         title=f"{counted(len(trains), what)} in training · {speed:,.0f} tokens/s",
         title_justify="left",
-        caption="\n".join([*stages_of(rows), *alone]),
+        caption="\n".join([*stages_of(rows), *alone, *notes]),
         caption_justify="left",
         box=None,
         padding=(0, 2, 0, 0),

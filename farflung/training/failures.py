@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +11,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, E
 
 from farflung.errors import UserError
 from farflung.networks import PeerLostError
+from farflung.networks.torchrun import tell_launcher
 from farflung.outer import DisagreementError, DivergedError
 from farflung.pipeline import Mesh
 from farflung.training.finish import NoRoomError
@@ -37,15 +35,11 @@ class OneLine(ErrorHandler):
 
     def record_exception(self, e: BaseException) -> None:
         """Writes the file that launchers read of a process that has failed."""
-        path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-        if not path or not isinstance(e, (UserError, StoppedError, *RUN_ERRORS)):
+        if not isinstance(e, (UserError, StoppedError, *RUN_ERRORS)):
             super().record_exception(e)
             return
-        extra = {"py_callstack": f"none is needed: {e}", "timestamp": str(int(time.time()))}
-        kind = UserError if isinstance(e, UserError) else type(e)  # of which there are kinds
-        kept = {"message": {"message": f"{kind.__name__}: {e}", "extraInfo": extra}}
         try:
-            Path(path).write_text(json.dumps(kept), "utf-8")
+            tell_launcher(e, UserError.__name__ if isinstance(e, UserError) else "")  # of which there are kinds
         except OSError:  # a full disk hides no error
             say(str(e), urgent=True)
 

@@ -78,8 +78,8 @@ def _shared(settings: Settings) -> dict[str, object]:
     usual = {"replicas": RunSettings.replicas, "restarts": NetworkSettings.restarts, "independent": False}
     shared = peer.shared_settings(settings.changed(**usual))
     launch.check_settings(settings.changed(network="internet"))
-    if told := launch.without_rounds(settings):
-        say(told)
+    for line in launch.cautions(settings):
+        say(line)
     return shared
 
 

@@ -52,7 +52,7 @@ def prepare(settings: Settings, folder: Path, resume: bool, restart: bool = Fals
     elif is_begun(folder):
         raise holds_a_run(folder)
     check_settings(settings)
-    for line in filter(None, (without_rounds(settings), another_method(settings))):
+    for line in cautions(settings):
         say(line)
     if restart:
         beginning.clear(folder)
@@ -62,6 +62,11 @@ def prepare(settings: Settings, folder: Path, resume: bool, restart: bool = Fals
             beginning.refuse_edited(settings, folder)
             beginning.local_step(settings, folder)
     write_settings(settings, folder)
+
+
+def cautions(settings: Settings) -> list[str]:
+    """What to tell of settings that work, and that one may not have meant."""
+    return [line for line in (_without_rounds(settings), _another_method(settings)) if line]
 
 
 def is_begun(folder: Path) -> bool:
@@ -112,7 +117,7 @@ def _check_island(settings: Settings) -> None:
         raise UserError(f"{what} real processes; leave out --network simulated")
 
 
-def without_rounds(settings: Settings) -> str:
+def _without_rounds(settings: Settings) -> str:
     """A warning for a run that ends before its first round; "" for others."""
     if settings.run.replicas == 1 and not settings.network.kind.elastic:
         return ""  # there is nobody to hold it with
@@ -124,7 +129,7 @@ def without_rounds(settings: Settings) -> str:
     return f"{ends}; its replicas exchange nothing; give a smaller --every"
 
 
-def another_method(settings: Settings) -> str:
+def _another_method(settings: Settings) -> str:
     """A warning for an inner optimizer that makes the method another one than was published; "" for others."""
     method = settings.method()
     makes = {name: getattr(inner.make, "func", inner.make) for name, inner in INNER.items()}
@@ -191,18 +196,20 @@ def run_simulated(settings: Settings, folder: Path, resume: bool) -> None:
 
 @functools.partial(record, error_handler=OneLine())
 def run_torch_replica(
-    settings: Settings, folder: Path, resume: bool, restart: bool = False, begun: Callable[[], None] = lambda: None
+    settings: Settings,
+    folder: Path,
+    resume: bool,
+    restart: bool,
+    prepared: Callable[[], None],
+    begun: Callable[[], None],
 ) -> bool:
     """This process's part of a replica, under torchrun. Raises as `run_simulated` does.
 
-    Tells when the run has `begun` in the folder. Returns whether it has written the summary for its machine.
+    Tells when this machine is `prepared`, and when the run has `begun` in the folder. Returns whether it has written
+    the summary for its machine.
     """
-    way = ""
-    if local_rank() == 0:
-        way = beginning.RESUMED if resume else beginning.NEW
-        if STARTED_HERE not in os.environ:
-            # The others come no further meanwhile than joining.
-            way = _prepare_machine(settings, folder, beginning.RESTARTED if restart else way)
+    way = _way(settings, folder, resume, restart)
+    prepared()
     use_cores_of(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     opened = settings.network.kind.open(settings.network.starting, settings.network.deadline)
     network = cast(TorchNetwork, opened)  # what starts processes offers what it does
@@ -251,6 +258,17 @@ def _finish_with_those_left(trainer: Trainer, network: TorchNetwork, mesh: Mesh,
         write_results(trainer, summary, tells)
     write_events(trainer)
     return tells
+
+
+def _way(settings: Settings, folder: Path, resume: bool, restart: bool) -> str:
+    """How this process's machine begins, which its first process prepares; "" for the others. Raises UserError."""
+    if local_rank() > 0:
+        return ""
+    way = beginning.RESUMED if resume else beginning.NEW
+    if STARTED_HERE in os.environ:
+        return way
+    # The others come no further meanwhile than joining.
+    return _prepare_machine(settings, folder, beginning.RESTARTED if restart else way)
 
 
 def _prepare_machine(settings: Settings, folder: Path, way: str) -> str:

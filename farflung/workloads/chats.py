@@ -135,7 +135,7 @@ def _told_of_lost(settings: LanguageSettings, count: int, cut: int, left_out: in
     """What has become of chats that are not learnt whole; "" where all are."""
     lost = []
     if cut or left_out:
-        long = f"{cut + left_out} of {count} chats are longer than sequence_length {settings.sequence_length}"
+        long = f"{cut + left_out} of {count} chats are longer than a sequence of {settings.sequence_length} tokens"
         lost.append(f"{long} ({cut} are cut, {left_out} left out, whose answers begin behind it)")
     if silent:
         lost.append(f"{silent} of {count} chats are left out, which have no answer of the role {ANSWERS}")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from farflung.errors import UserError
 from farflung.lazy import Later
 from farflung.workloads.settings import LanguageSettings
-from farflung.workloads.text import documents, no_text
+from farflung.workloads.text import documents, is_small, no_text
 
 if TYPE_CHECKING:
     import torch
@@ -119,8 +119,8 @@ class Language:
                 adapters.refuse_other_base(self._base(), self.settings)
         if self.holds_chats:
             chats.check(self.settings, self.tokenizer)
-        elif self._is_prepared:
-            prepared.store_of(self.settings, self.tokenizer)
+        elif self._is_prepared or is_small(self.settings.data):
+            _ = self.data  # too little of it is told before anything is begun
         elif not any(documents(self.settings.data, self.settings.text_column)):
             raise no_text(self.settings.data)
 

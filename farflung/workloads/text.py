@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import contextlib
 import glob
+import logging
 import os
 import shlex
 import sysconfig
@@ -14,11 +15,15 @@ from typing import Any
 
 from farflung.errors import UserError
 from farflung.files import written_by_farflung
+from farflung.scoped import quiet
 
 _LOADERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 
 LOOKED_AT = 1 << 13
 """The bytes of a file that show whether it is text, in which no byte is zero."""
+
+SMALL = 1 << 20
+"""Bytes of files that are soon read."""
 
 COLUMNS_NAMED = 6
 """The most columns that a message names."""
@@ -75,6 +80,11 @@ def text_bytes(data: str) -> int | None:
     return None if rows else sum(path.stat().st_size for path in paths)
 
 
+def is_small(data: str) -> bool:
+    """Whether what `--data` names is soon read, and may be too little. Raises UserError where there is nothing."""
+    return not data.startswith("hf:") and sum(path.stat().st_size for path in files(data)) <= SMALL
+
+
 def version_on_hub(data: str) -> str:
     """What changes when a data set on the hub does. Raises UserError where it cannot be reached."""
     import datasets  # slow to import, and only rows need it
@@ -109,7 +119,8 @@ def _matching(data: str) -> list[Path]:
     names = _below(found) if found.is_dir() else map(Path, glob.glob(str(found), recursive=True))
     paths = sorted(path for path in names if path.is_file())
     if not paths:
-        raise UserError(f"data {data!r}: no such file; give stdlib, a path, a quoted glob, or hf:NAME")
+        what = "this folder has no file to train on" if found.is_dir() else "no such file"
+        raise UserError(f"data {data!r}: {what}; give stdlib, a path, a quoted glob, or hf:NAME")
     return paths
 
 
@@ -153,7 +164,8 @@ def _rows(source: str, path: Path | None) -> Iterator[tuple[str, Mapping[str, An
 def _reading(where: str) -> Iterator[None]:
     """Makes a line of what readers and hubs raise, of many kinds."""
     try:
-        yield
+        with quiet("huggingface_hub", logging.ERROR):  # which tells of each attempt to reach the hub
+            yield
     except Exception as error:
         first_line = str(error).partition("\n")[0]
         raise UserError(f"data {where}: cannot be read: {first_line}; see that it is there and whole") from error

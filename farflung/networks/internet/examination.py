@@ -31,7 +31,8 @@ def examine(peers: Peers) -> Iterator[Finding]:
     # What each has said of itself when it was asked.
     training = [rank for rank in answered if (told := peers.members.by_rank.get(rank)) and told.trains]
     were = "was" if len(heard_of) == 1 else "were"
-    yield Finding(True, f"{counted(len(training), 'peer')} in training; {len(heard_of)} {were} heard of")
+    over = "" if training else "the run may be over, or nobody has begun: ask whoever invited you"
+    yield Finding(True, f"{counted(len(training), 'peer')} in training; {len(heard_of)} {were} heard of", over)
 
 
 def _reachability(peers: Peers) -> Finding:

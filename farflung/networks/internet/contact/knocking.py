@@ -32,7 +32,8 @@ class NobodyAnswersError(UserError):
     def __init__(self, addresses: Sequence[str], seconds: float) -> None:
         super().__init__(
             f"the ticket leads to {counted(len(addresses), 'address')}, where nobody has answered for {seconds:.0f} s; "
-            "ask a peer that is there for its newer ticket (RUN/run.ticket), and see that this machine reaches it"
+            "the run may be over; if not, ask a peer for its newer ticket (RUN/run.ticket), and see that this machine "
+            "reaches it"
         )
 
 
