@@ -167,7 +167,7 @@ def plain_line(run: Run) -> str:
         f"loss {number(mean([event.loss for event in last]))}",
         f"{sum(event.tokens_per_second for event in last):,.0f} {run.units}/s",
         f"sent {'' if run.is_one_peer or run.elsewhere or len(run.replicas) == 1 else 'by all '}{nbytes(sent)}"
-        + (" (no round)" if sent and not held else ""),
+        + (" (no round yet)" if sent and not held else ""),
         *([f"from stage to stage {nbytes(run.boundary_bytes)}"] if run.boundary_bytes else []),
         f"blocked {duration(sum(event.seconds_blocked for event in last) / max(1, len(last)))}",
     ]
