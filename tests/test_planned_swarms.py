@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import random
 from collections import Counter
@@ -11,9 +12,14 @@ import pytest
 from processes import run_here
 
 from farflung.networks.simulator.conditions import HEADERS
+from farflung.networks.simulator.event_loop import run_in_virtual_time
 from farflung.planner.architecture import architecture_of
 from farflung.planner.options import SwarmOptions
-from farflung.planner.swarm import Kind, Rate, served, swarm_plans
+from farflung.planner.swarm import Kind, Rate, served, swarm_plans, without_slow
+from farflung.swarm.letters import Microbatch
+from farflung.swarm.peer import IN_FLIGHT, StagePeer, under_way
+from farflung.swarm.routers import ThroughputRouter
+from farflung.swarm.simulated import SimulatedPost, TimeAlone, in_virtual_seconds
 
 MACHINES = """
 [[machines]]
@@ -75,6 +81,42 @@ def test_no_other_way_to_deal_workers_out_is_much_faster(seed: int) -> None:
             dealt = [Counter(k for k, p in zip(workers, places, strict=True) if p == s) for s in range(stages)]
             best = max(best, slowest(dealt))
     assert 0.85 * best <= ours <= best * (1 + 1e-9)
+
+
+def kind_of(speed: float) -> Kind:
+    return (Rate(speed, 1e9),) * 2, f"speed {speed}"
+
+
+@pytest.mark.parametrize("speed", [0.3, 0.003])
+def test_who_is_left_out_as_too_slow_is_a_swarm_slower_with(speed: float) -> None:
+    serving = [Counter({kind_of(2.0): 1}), Counter({kind_of(1.0): 1, kind_of(speed): 1})]
+    alone = [Counter({kind_of(2.0): 1}), Counter({kind_of(1.0): 1})]
+    quicker = simulated([2.0], [1.0, speed]) > simulated([2.0], [1.0])
+    assert without_slow(serving) == (serving if quicker else alone)
+
+
+def simulated(heads: list[float], others: list[float]) -> float:
+    """Microbatches that come through two stages of peers of these speeds, in virtual time."""
+
+    async def main() -> int:
+        loop, post = asyncio.get_running_loop(), SimulatedPost()
+        ranks, works = range(len(heads), len(heads) + len(others)), [TimeAlone() for _ in others]
+        for rank, work, speed in zip(ranks, works, others, strict=True):
+            quick = in_virtual_seconds(1 / speed / 3, 2 / speed / 3)
+            post.peers[rank] = StagePeer(1, 2, work, quick, post.of(rank), None, 1e6, loop.time)
+        running = []
+        for rank, speed in enumerate(heads):
+            quick, router = in_virtual_seconds(1 / speed / 3, 2 / speed / 3), ThroughputRouter(ranks)
+            head = post.peers[rank] = StagePeer(0, 2, TimeAlone(), quick, post.of(rank), router, 1e6, loop.time)
+            names = itertools.count()
+            start = lambda head=head, names=names: head.start(Microbatch(next(names), 0), 0)  # noqa: E731
+            running.append(asyncio.ensure_future(under_way(start, 2 * IN_FLIGHT)))
+        await asyncio.sleep(3000)
+        for one in running:
+            one.cancel()
+        return sum(len(work.learnt) for work in works)
+
+    return run_in_virtual_time(main())
 
 
 def slowest(serving: list[Counter[Kind]]) -> float:

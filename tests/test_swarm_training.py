@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from farflung.codecs import codec_named
 from farflung.networks.simulator.event_loop import run_in_virtual_time
 from farflung.pipeline.boundaries import Boundary
-from farflung.swarm.letters import Forward, Gradient, Microbatch
+from farflung.swarm.letters import Forward, Gradient, LostError, Microbatch
 from farflung.swarm.peer import StagePeer
 from farflung.swarm.routers import ThroughputRouter
 from farflung.swarm.simulated import SimulatedPost, in_virtual_seconds
-from farflung.swarm.synchronous import Leader, Participant, Synchronous
+from farflung.swarm.synchronous import Leader, Participant, Report, Synchronous, Term, believed
 from farflung.swarm.work import Learnt, StageWork
 
 SAMPLES, WIDTH = 3, 6
@@ -240,6 +240,44 @@ def test_late_peers_change_nothing(seed: int) -> None:
     run_in_virtual_time(train(swarm, 10, 6, [20.0]))
     assert any(peer.struck.get("late") for peer in swarm.post.peers.values())
     assert_equal(swarm, alone(3, OPTIMIZERS["sgd"], 10, 6)[0])
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_peer_that_lies_about_its_weights_or_gives_nothing_to_its_mates_changes_nothing(seed: int) -> None:
+    swarm = Swarm([2, 2, 2], OPTIMIZERS["adamw"], random.Random(seed))
+    refuses, boasts = 3, 4
+
+    async def trained() -> None:
+        training = asyncio.ensure_future(train(swarm, 8, 6, []))
+        await asyncio.sleep(0)
+        silent, boastful = swarm.seats[refuses], swarm.seats[boasts]
+
+        async def nothing() -> Learnt:
+            raise LostError("a gradient that is far too large")
+
+        async def far_ahead(term: Term) -> Report:
+            return Report((1 << 40, 0), 2, 10**6, frozenset(), 0)
+
+        async def stays(version: int, givers: list[int]) -> None:
+            raise LostError("it was left out, and stays where it is")
+
+        silent.learnt_now, silent.fetch, boastful.report = nothing, stays, far_ahead  # type: ignore[method-assign]
+        await training
+
+    run_in_virtual_time(trained())
+    for liar in (refuses, boasts):
+        swarm.post.kill(liar)
+    assert_equal(swarm, alone(3, OPTIMIZERS["adamw"], 8, 6)[0])
+
+
+def test_of_few_peers_each_is_believed_and_of_many_not_one_that_is_far_ahead_alone() -> None:
+    def claims(*versions: int) -> dict[int, Report]:
+        return {peer: Report((0, 0), 0, version, frozenset(), 0) for peer, version in enumerate(versions)}
+
+    assert believed(claims(9, 1, 1)).keys() == {0, 1, 2}, "two came back, and the third is the furthest"
+    assert believed(claims(9, 5, 4, 4)).keys() == {1, 2, 3}
+    assert believed(claims(6, 5, 5, 4)).keys() == {0, 1, 2, 3}, "in the midst of a step"
+    assert believed(claims(9, 9, 5, 4)).keys() == {0, 1, 2, 3}
 
 
 def passed_on(works: list[StageWork], forward: Forward) -> tuple[list[Forward], Gradient]:

@@ -48,6 +48,7 @@ class SwarmPlan:
     Args:
         serving: for each stage how many workers of each kind.
         left: workers that are too small for any stage.
+        slow: workers that would hold the others up.
         memory: that a worker needs in each stage, bytes.
         tokens: of a microbatch.
     """
@@ -56,6 +57,7 @@ class SwarmPlan:
     spans: Sequence[Span]
     serving: Sequence[Counter[Kind]]
     left: Counter[Kind]
+    slow: Counter[Kind]
     memory: Sequence[float]
     tokens: int
 
@@ -131,7 +133,11 @@ def _with_stages(
     kinds = Counter(_kind(worker, cluster, memory, flops, sent) for worker in range(len(cluster.workers)))
     serving = served(kinds, stages)
     left = kinds - sum(serving, Counter())
-    return SwarmPlan(boundary, spans, serving, left, memory, tokens) if all(serving) else None
+    if not all(serving):
+        return None
+    quick = without_slow(serving)
+    slow = sum(serving, Counter()) - sum(quick, Counter())
+    return SwarmPlan(boundary, spans, quick, left, slow, memory, tokens)
 
 
 def _kind(
@@ -170,6 +176,29 @@ def served(kinds: Counter[Kind], stages: int) -> list[Counter[Kind]]:
     return serving
 
 
+def without_slow(serving: Sequence[Counter[Kind]]) -> list[Counter[Kind]]:
+    """Who serves which stage, without those that make it slower.
+
+    So many microbatches are under way at a time, and each worker has one of them in hand. Where it takes longer for one
+    than the others do for all of them, these do more without it.
+    """
+    quick = [Counter(kinds) for kinds in serving]
+    while found := [one for stage in range(len(quick)) for one in _too_slow(quick, stage)]:
+        _, stage, kind = min(found, key=lambda one: one[0])
+        quick[stage] -= Counter([kind])
+    return quick
+
+
+def _too_slow(serving: Sequence[Counter[Kind]], stage: int) -> Iterator[tuple[float, int, Kind]]:
+    """Speed, stage and kind of the workers of a stage without which the others do more."""
+    for kind, rate in _each(serving[stage], stage):
+        rest = [*serving]
+        rest[stage] = serving[stage] - Counter([kind])
+        others = min(_capacity(kinds, number) for number, kinds in enumerate(rest))
+        if rate.speed * IN_FLIGHT * len(rest) * rest[0].total() < others:
+            yield rate.speed, stage, kind
+
+
 def _changes(serving: Sequence[Counter[Kind]]) -> Iterator[list[Counter[Kind]]]:
     """All that comes of one worker's move to the slowest stage, or of its swap with one from there."""
     needy = min(range(len(serving)), key=lambda stage: _capacity(serving[stage], stage))
@@ -190,11 +219,16 @@ def _slowest_first(serving: Sequence[Counter[Kind]]) -> list[float]:
     return sorted(round(_capacity(kinds, stage), 12) for stage, kinds in enumerate(serving))
 
 
-def _rates(kinds: Counter[Kind], stage: int) -> Iterator[tuple[Rate, int]]:
-    for kind, count in kinds.items():
+def _each(kinds: Counter[Kind], stage: int) -> Iterator[tuple[Kind, Rate]]:
+    for kind in kinds:
         rate = kind[0][stage]
         assert rate is not None
-        yield rate, count
+        yield kind, rate
+
+
+def _rates(kinds: Counter[Kind], stage: int) -> Iterator[tuple[Rate, int]]:
+    for kind, rate in _each(kinds, stage):
+        yield rate, kinds[kind]
 
 
 def _capacity(kinds: Counter[Kind], stage: int) -> float:
@@ -216,6 +250,8 @@ def told(chosen: SwarmPlan, plans: Sequence[SwarmPlan], model: str) -> list[str]
         lines.append(f"  stage {stage}: {part}; {chosen.memory[stage] / 1e9:.1f} GB; {_named(kinds)}; {able}")
     if chosen.left:
         lines.append(f"  too small for a stage: {_named(chosen.left)}; more --stages are smaller ones")
+    if chosen.slow:
+        lines.append(f"  better left out: {_named(chosen.slow)}; so slow that the others would wait for them")
     return [
         *lines,
         "",

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable
+import contextlib
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,7 +30,7 @@ from farflung.networks.internet.contact.streams import PeerStream, RequestRefuse
 from farflung.swarm.letters import LostError, Microbatch, ledger_of
 from farflung.swarm.synchronous import Counts, Report, Synchronous, Term
 from farflung.swarm.visits import MOST
-from farflung.swarm.work import Learnt
+from farflung.swarm.work import TOO_LARGE, Learnt
 
 QUESTION = "step"
 LARGEST_STATE = 64
@@ -43,6 +45,8 @@ class Questions:
         own: what it does at a step.
         state: its weights and their optimizer's state as bytes, and the version of them.
         samples: of a microbatch.
+        parts: microbatches of a step.
+        last: the run's last step.
         answer_s: seconds that an answer may take.
         stall_s: seconds without a byte after which a transfer is given up.
     """
@@ -51,6 +55,8 @@ class Questions:
     own: Synchronous
     state: Callable[[], tuple[int, bytes]]
     samples: int
+    parts: int
+    last: int
     answer_s: float = 600.0
     stall_s: float = 20.0
 
@@ -77,25 +83,25 @@ class Questions:
 
     async def _report(self, frame: Frame) -> tuple[Frame, bytes]:
         one = await self.own.report(_term(frame))
-        learnt = ledger_of(one.learnt)
         told = {"term": one.term, "stage": one.stage, "version": one.version, "under_way": one.under_way}
-        return {**told, "learnt": learnt}, b""
+        return {**told, "learnt": told_names(one.learnt)}, b""
 
     async def _run(self, frame: Frame) -> tuple[Frame, bytes]:
-        names, counts_in = _names(frame), None
+        names, counts_in = read_names(frame, self.parts), None
         if frame.get("counts_in") is not None:
             counts_in = frozenset(whole(one, MOST) for one in entry(frame, "counts_in", list))
         losses = await self.own.run(_term(frame), names, counts_in)
-        return {"learnt": ledger_of(losses), "losses": [losses[one] for one in sorted(losses, key=_order)]}, b""
+        told = np.array([losses[one] for one in sorted(losses, key=_order)], np.float64)
+        return {"learnt": told_names(losses)}, told.tobytes()
 
     async def _learnt(self, frame: Frame) -> tuple[Frame, bytes]:
         learnt = await self.own.learnt_now()
-        told = {"learnt": ledger_of(learnt.samples), "losses": learnt.losses}
+        told = {"learnt": told_names(learnt.samples), "losses": learnt.losses}
         return told, _flat(learnt.sums.values()).numpy().tobytes()
 
     async def _gather(self, frame: Frame) -> tuple[Frame, bytes]:
-        await self.own.gather(_term(frame), [whole(one, MOST) for one in entry(frame, "mates", list)])
-        return {}, b""
+        mates = [whole(one, MOST) for one in entry(frame, "mates", list)]
+        return {"missing": await self.own.gather(_term(frame), mates)}, b""
 
     async def _step(self, frame: Frame) -> tuple[Frame, bytes]:
         await self.own.step(_term(frame))
@@ -132,24 +138,31 @@ class Asked:
     async def report(self, term: Term) -> Report:
         """See Participant."""
         told, _ = await self._ask("report", term=term)
-        return _read_report(told)
+        with self._striking():
+            return _read_report(told, self.here)
 
     async def run(self, term: Term, microbatches: list[Microbatch], counts_in: Counts) -> dict[Microbatch, float]:
         """See Participant."""
         counts = None if counts_in is None else sorted(counts_in)
-        told, _ = await self._ask("run", term=term, learnt=ledger_of(microbatches), counts_in=counts)
-        return _read_losses(told)
+        names = told_names(microbatches)
+        told, content = await self._ask("run", 8 * len(microbatches), term=term, learnt=names, counts_in=counts)
+        with self._striking():
+            losses = _read_losses(told, content, self.here.parts)
+        return {one: losses[one] for one in microbatches if one in losses}
 
     async def learnt_now(self) -> Learnt:
         """See Participant."""
-        like = self.here.own.work.learnt.sums
-        numel = sum(one.numel() for one in like.values())
-        told, content = await self._ask("learnt", most=4 * numel)
-        return _read_learnt(told, content, like, self.here.samples)
+        own = self.here.own.work.learnt
+        numel = sum(one.numel() for one in own.sums.values())
+        told, content = await self._ask("learnt", 4 * numel)
+        with self._striking():
+            return _read_learnt(told, content, own, self.here)
 
-    async def gather(self, term: Term, mates: list[int]) -> None:
+    async def gather(self, term: Term, mates: list[int]) -> list[int]:
         """See Participant."""
-        await self._ask("gather", term=term, mates=mates)
+        told, _ = await self._ask("gather", term=term, mates=mates)
+        with self._striking(), reading("who is missing"):
+            return [whole(one, MOST) for one in entry(told, "missing", list)]
 
     async def step(self, term: Term) -> None:
         """See Participant."""
@@ -162,23 +175,31 @@ class Asked:
     async def state(self) -> tuple[int, bytes]:
         """Its weights and their optimizer's state, and the version of them. Raises LostError."""
         numel = sum(one.numel() for one in self.here.own.work.learnt.sums.values())
-        told, content = await self._ask("state", most=LARGEST_STATE * numel + (1 << 20))
-        with reading("a state"):
+        told, content = await self._ask("state", LARGEST_STATE * numel + (1 << 20))
+        with self._striking():
             return whole(told.get("version"), MOST), content
+
+    @contextlib.contextmanager
+    def _striking(self) -> Iterator[None]:
+        """What cannot be an answer counts against the peer. Raises LostError."""
+        try:
+            yield
+        except FrameError as false:
+            peers = self.here.peers
+            peers.guard.strike(peers.liable(self.member.peer), "false answer", str(false))
+            raise LostError(str(false)) from false
 
     async def _ask(self, what: str, most: int = 0, **told: Any) -> tuple[Frame, bytes]:
         """The answer, and at most so many bytes behind it. Raises LostError."""
         peers = self.here.peers
         try:
-            async with peers.stream(self.member) as stream:
-                await stream.tell({"kind": QUESTION, "ask": what, **told})
-                answer = await stream.hear(self.here.answer_s)
-                content = bytearray(whole(answer.get("size"), most))
-                await read_payload(stream.reader, memoryview(content), self.here.stall_s, SLOWEST)
-                return answer, bytes(content)
-        except FrameError as false:
-            peers.guard.strike(peers.liable(self.member.peer), "false answer", str(false))
-            raise LostError(str(false)) from false
+            with self._striking():
+                async with peers.stream(self.member) as stream:
+                    await stream.tell({"kind": QUESTION, "ask": what, **told})
+                    answer = await stream.hear(self.here.answer_s)
+                    content = bytearray(whole(answer.get("size"), most))
+                    await read_payload(stream.reader, memoryview(content), self.here.stall_s, SLOWEST)
+                    return answer, bytes(content)
         except RequestRefusedError as refused:
             raise LostError(str(refused)) from refused
         except TimeoutError as late:
@@ -194,12 +215,23 @@ def _term(frame: Frame) -> Term:
     return whole(count, MOST), whole(leader, MOST)
 
 
+def told_names(names: Iterable[Microbatch]) -> list[list[Any]]:
+    """Microbatches by their stream and step: of each of its numbers one bit, in hexadecimal digits."""
+    return [
+        [stream, step, f"{sum(1 << number for number in numbers):x}"] for stream, step, *numbers in ledger_of(names)
+    ]
+
+
 @reading("a ledger")
-def _names(frame: Frame) -> list[Microbatch]:
-    """The microbatches of a ledger, in its order."""
+def read_names(frame: Frame, parts: int) -> list[Microbatch]:
+    """The microbatches that `told_names` was given, in the order of a ledger, none of a number from `parts` on."""
     found = []
-    for stream, step, *numbers in entry(frame, "learnt", list):
-        found += [Microbatch(whole(step, MOST), whole(one, MOST), whole(stream, MOST)) for one in numbers]
+    for stream, step, bits in entry(frame, "learnt", list):
+        numbers = int(bits, 16)
+        if not 0 <= numbers < 1 << parts:
+            raise FrameError(f"microbatches of which a step has not so many; it has {parts}")
+        where = whole(step, MOST), whole(stream, MOST)
+        found += [Microbatch(where[0], one, where[1]) for one in range(numbers.bit_length()) if numbers >> one & 1]
     return found
 
 
@@ -209,25 +241,33 @@ def _order(one: Microbatch) -> tuple[int, int, int]:
 
 
 @reading("a report")
-def _read_report(frame: Frame) -> Report:
-    facts = [whole(frame.get(name), MOST) for name in ("stage", "version", "under_way")]
-    return Report(_term(frame), facts[0], facts[1], frozenset(_names(frame)), facts[2])
+def _read_report(frame: Frame, here: Questions) -> Report:
+    bounds = {"stage": here.own.peer.stages - 1, "version": here.last, "under_way": MOST}
+    stage, version, under_way = (whole(frame.get(name), most) for name, most in bounds.items())
+    return Report(_term(frame), stage, version, frozenset(read_names(frame, here.parts)), under_way)
 
 
 @reading("losses")
-def _read_losses(frame: Frame) -> dict[Microbatch, float]:
-    losses = [number(one, -MOST) for one in entry(frame, "losses", list)]
-    return dict(zip(_names(frame), losses, strict=True))
+def _read_losses(frame: Frame, content: bytes, parts: int) -> dict[Microbatch, float]:
+    losses = [number(one, -MOST) for one in np.frombuffer(content, np.float64).tolist()]
+    return dict(zip(read_names(frame, parts), losses, strict=True))
 
 
 @reading("what a peer has learnt")
-def _read_learnt(frame: Frame, content: bytes, like: dict[str, Tensor], samples: int) -> Learnt:
+def _read_learnt(frame: Frame, content: bytes, own: Learnt, here: Questions) -> Learnt:
     flat = torch.frombuffer(bytearray(content), dtype=torch.float32)
     if not flat.isfinite().all():
         raise FrameError("gradients that are not finite")
-    parts = flat.split([one.numel() for one in like.values()])
-    sums = {name: part.view(one.shape).to(one.device) for (name, one), part in zip(like.items(), parts, strict=True)}
-    return Learnt(sums, dict.fromkeys(_names(frame), samples), number(frame.get("losses"), -MOST))
+    names = read_names(frame, here.parts)
+    size = float(flat.double().norm()) / max(1, here.samples * len(names))
+    usual = float(_flat(own.sums.values()).double().norm()) / max(1, sum(own.samples.values()))
+    if size > TOO_LARGE * usual > 0 or (size and not names):
+        raise FrameError("gradients that are far too large")
+    parts = flat.split([one.numel() for one in own.sums.values()])
+    sums = {
+        name: part.view(one.shape).to(one.device) for (name, one), part in zip(own.sums.items(), parts, strict=True)
+    }
+    return Learnt(sums, dict.fromkeys(names, here.samples), number(frame.get("losses"), -MOST))
 
 
 def _flat(tensors: Iterable[Tensor]) -> Tensor:

@@ -32,7 +32,7 @@ class StepsTogether:
     def __init__(self, seat: Seat, last: int) -> None:
         self._seat, self._last = seat, last
         self._own = Synchronous(seat.peer, seat.work, self, self._take, self._fetch)
-        self._questions = Questions(seat.peers, self._own, self._state, seat.samples)
+        self._questions = Questions(seat.peers, self._own, self._state, seat.samples, seat.parts, last)
         self._due: Learnt | None = None
         self._done: asyncio.Future[None] | None = None
         self._over = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
@@ -13,6 +14,13 @@ from farflung.swarm.work import Learnt, StageWork
 
 SETTLING_SECONDS = 0.05
 """Between two looks whether what is under way has come to its end."""
+
+AVOIDED = 3
+"""A peer from whom its mates got nothing so often in a row is left out."""
+PARDONED = 100
+"""It is tried again after about so many steps."""
+LONGEST_REIGN = 1000
+"""Leaders that may follow each other before a peer hears of them."""
 
 T = TypeVar("T")
 Term = tuple[int, int]
@@ -52,8 +60,8 @@ class Participant(Protocol):
         """What it has learnt in this step."""
         ...
 
-    async def gather(self, term: Term, mates: list[int]) -> None:
-        """Fetches what its stage mates have learnt, so that it can take the step."""
+    async def gather(self, term: Term, mates: list[int]) -> list[int]:
+        """Fetches what its stage mates have learnt, so that it can take the step; those of whom it could not."""
         ...
 
     async def step(self, term: Term) -> None:
@@ -115,14 +123,21 @@ class Synchronous:
         """See Participant."""
         return self.work.learnt
 
-    async def gather(self, term: Term, mates: list[int]) -> None:
-        """See Participant. Sums are added in the order of the peers' numbers, alike everywhere. Raises LostError."""
+    async def gather(self, term: Term, mates: list[int]) -> list[int]:
+        """See Participant. Sums are added in the order of the peers' numbers, alike everywhere."""
         self._follow(term)
         living = self.members.living()
-        if missing := [mate for mate in mates if mate not in living]:
-            raise LostError(f"peers {missing} are gone")
-        found = await asyncio.gather(*(living[mate].learnt_now() for mate in sorted(mates)))
-        self._gathered = found[0].with_others(list(found[1:]))
+        asked = [mate for mate in sorted(mates) if mate in living]
+        found = await asyncio.gather(*(living[mate].learnt_now() for mate in asked), return_exceptions=True)
+        learnt = {mate: one for mate, one in zip(asked, found, strict=True) if isinstance(one, Learnt)}
+        for one in found:
+            if isinstance(one, BaseException) and not isinstance(one, LostError):
+                raise one
+        if missing := [mate for mate in mates if mate not in learnt]:
+            return missing
+        first, *others = learnt.values()
+        self._gathered = first.with_others(others)
+        return []
 
     async def step(self, term: Term) -> None:
         """See Participant."""
@@ -173,6 +188,9 @@ class Leader:
     number: int
     losses: dict[Microbatch, float] = field(default_factory=dict)
     _count: int = field(default=0, init=False)
+    _avoided: Counter[int] = field(default_factory=Counter, init=False)
+    """How often in a row others of its stage did not get from a peer what it has learnt, though it is there; of one
+    that is left out, the steps since then besides."""
 
     @property
     def term(self) -> Term:
@@ -181,19 +199,19 @@ class Leader:
 
     async def furthest(self) -> int:
         """The most steps that the weights of some living peer have taken."""
-        reports = await self._asked(self.members.living(), lambda _, one: one.report(self.term))
+        reports = await self._reports(self.members.living())
         return max((report.version for report in reports.values()), default=0)
 
     async def bring_up(self, step: int) -> None:
         """Has those who have missed steps take the weights of the others."""
         living = self.members.living()
-        await self._caught_up(step, living, await self._asked(living, lambda _, one: one.report(self.term)))
+        await self._caught_up(step, living, await self._reports(living))
 
     async def step(self, step: int, microbatches: list[Microbatch]) -> None:
         """Sees to it that all living peers take a step. Those with earlier weights catch up first."""
         while True:
             living = self.members.living()
-            reports = await self._asked(living, lambda _, one: one.report(self.term))
+            reports = await self._reports(living)
             if any(report.term > self.term for report in reports.values()):
                 self._count = 1 + max(report.term[0] for report in reports.values())
                 continue
@@ -252,8 +270,25 @@ class Leader:
         for peer, report in sorted(reports.items()):
             mates.setdefault(report.stage, []).append(peer)
         asked = {peer: living[peer] for peer in reports}
-        done = await self._asked(asked, lambda peer, one: one.gather(self.term, mates[reports[peer].stage]))
-        return len(done) == len(living)
+        missed = await self._asked(asked, lambda peer, one: one.gather(self.term, mates[reports[peer].stage]))
+        avoided = Counter(mate for peer in missed for mate in missed[peer])
+        # By most of the others: one that they find false, or cannot reach. Of two who blame each other one goes on.
+        worst = max(avoided, key=lambda one: (avoided[one], one), default=None)
+        if worst in reports and 2 * avoided[worst] >= len(mates[reports[worst].stage]):
+            self._avoided[worst] += 1
+        elif not avoided:
+            self._avoided = Counter({p: n + 1 for p, n in self._avoided.items() if AVOIDED <= n < PARDONED})
+        return len(missed) == len(living) and not avoided
+
+    async def _reports(self, living: dict[int, Participant]) -> dict[int, Report]:
+        """What those say who can be believed; who is avoided by its mates is left out, and out of the `living`."""
+        for peer, often in self._avoided.items():
+            if often >= AVOIDED:
+                living.pop(peer, None)
+        reports = await self._asked(living, lambda _, one: one.report(self.term))
+        for peer in reports.keys() - believed(reports).keys():
+            del living[peer], reports[peer]
+        return reports
 
     async def _asked(
         self, peers: dict[int, Participant], question: Callable[[int, Participant], Awaitable[T]]
@@ -266,6 +301,20 @@ class Leader:
         return {
             peer: answer for peer, answer in zip(peers, answers, strict=True) if not isinstance(answer, BaseException)
         }
+
+
+def believed(reports: dict[int, Report]) -> dict[int, Report]:
+    """The reports without those of peers that say to be far ahead of nearly all others.
+
+    Else one of them alone could end a run, or have leaders count beyond all bounds.
+    """
+    versions = sorted(report.version for report in reports.values())
+    terms = sorted(report.term[0] for report in reports.values())
+    few = (len(reports) - 1) // 3  # so many alone are not believed
+    if not few:
+        return reports
+    version, term = versions[-1 - few] + 1, terms[-1 - few] + LONGEST_REIGN
+    return {peer: one for peer, one in reports.items() if one.version <= version and one.term[0] <= term}
 
 
 def _missing(reports: Iterable[Report], microbatches: list[Microbatch], stages: int) -> Missing:

@@ -1,0 +1,218 @@
+"""What does a swarm of real peers bear: deaths, an empty stage, little memory, unlike speeds?
+Real peers on loopback, whose passes are stretched by sleeping, so that what is measured is the swarm and not how its
+processes share the cores. Peers killed with -9 every 20 s and back 5 s later, beside what the living could do and the
+same tokens undisturbed; a stage's last peer killed; peers that may hold a third of what the whole model needs; stages
+of unlike peers beside what the slowest stage can do. Takes an hour; `--minutes 2` gives a first impression of deaths.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from bench.lib.hardship import Check, check, checks
+from bench.lib.store import Store
+from bench.lib.swarms import Seating, judged, learnt, lives, swarm, timed
+from bench.lib.table import Part
+from farflung.events import StepEvent
+from farflung.settings import Settings
+from farflung.testing.peers import PeerProcesses
+from farflung.testing.waiting import until
+from farflung.training.seats import _stage_bytes
+
+
+@dataclass(frozen=True)
+class Options:
+    parts: tuple[str, ...] = ("deaths", "empty stage", "memory", "speeds")
+    """Which of its questions are asked."""
+    minutes: float = 10.0
+    """How long peers are killed."""
+    stages: int = 4
+    """Stages of the swarm whose peers die, with two peers each."""
+    pass_ms: float = 600.0
+    """What a microbatch takes a peer of speed 1, both passes."""
+    model: str = "tiny"
+    """Where memory is not the question."""
+    large: str = "llama-125m"
+    """Where it is."""
+    large_stages: int = 8
+    """Its stages, each with one peer."""
+    measured_s: float = 120.0
+    """How long speeds are measured."""
+
+
+SMOKE = Options(("deaths",), minutes=0.1, stages=2, pass_ms=50, model="micro")
+BETWEEN_S, AWAY_S = 20.0, 5.0
+"""Seconds from one death to the next, and until the dead peer is started again."""
+BATCH = {"batch_size": 8, "microbatches": 4, "sequence_length": 64, "lr": 3e-3, "max_tokens": 4_000_000}
+NAMES = BATCH["microbatches"]
+ENDS_S = 300.0
+"""How long a swarm may take to end once its heads have taken their last step, or to recover."""
+
+
+def run(options: Options, store: Store) -> Iterator[Part]:
+    for part in options.parts:
+        yield checks(PARTS[part](options, store), part)
+
+
+def deaths(options: Options, store: Store) -> Iterator[Check]:
+    """One peer killed now and then: never the last of its stage, which is another question."""
+    seats = [Seating(number % options.stages, options.pass_ms) for number in range(2 * options.stages)]
+    speed = 2e3 / options.pass_ms
+    steps = max(10, round(options.minutes * 60 * speed / 2 / NAMES))
+    with swarm(store, "deaths", seats, model=options.model, steps=steps, **BATCH) as peers:
+        began = time.time()
+        died = _killed(peers, options.stages, steps)
+        ended = time.time()
+        _end(peers)
+        rows = [learnt(peers, stage) for stage in range(options.stages)]
+        during = sum(learnt(peers, 0, began, ended).values())
+        could = _could(peers, died, began, ended, options) or math.nan
+        disturbed = judged(peers)
+    share, took = during / could, ended - began
+    what = f"{sum(map(len, died.values()))} deaths in {took:.0f} s: microbatches/s beside what the living could do"
+    yield check(what, f"{during / took:.2f} of {could / took:.2f}, {share:.0%}", "80%", share >= 0.8)
+    twice = sum(1 for row in rows for count in row.values() if count not in (0, 1))
+    yield check("microbatches counted twice in a stage", f"{twice} of {len(rows[0])}", "0", not twice)
+    lost = [sum((rows[0] - row).values()) for row in rows[1:]]
+    told = " ".join(map(str, lost))
+    limit = NAMES * sum(map(len, died.values()))
+    yield check("learnt by a head and not by stages 1, 2 …", told, "what the dead had in hand", max(lost) <= limit)
+    calm_steps = max(2, round(sum(rows[-1].values()) / 2 / NAMES))
+    with swarm(store, "calm", seats, model=options.model, steps=calm_steps, **BATCH) as peers:
+        _end(peers, options.minutes * 90 + ENDS_S)
+        calm = judged(peers)
+    change = disturbed / calm - 1
+    what = "validation loss, beside the same tokens undisturbed"
+    yield check(what, f"{disturbed:.4f}, {calm:.4f}, {change:+.1%}", "within 2%", abs(change) < 0.02)
+
+
+def _killed(peers: PeerProcesses, stages: int, steps: int) -> dict[int, list[float]]:
+    """Kills one after the other until the heads are near their last step; when, by their numbers."""
+    chance, died = random.Random(0), dict[int, list[float]]()
+    last = time.time()
+    while _furthest(peers) < 0.95 * steps:
+        time.sleep(0.2)
+        whole = [n for n in range(len(peers)) if peers[n].lives and peers[(n + stages) % (2 * stages)].lives]
+        if time.time() - last < BETWEEN_S or not whole:
+            continue
+        victim, last = chance.choice(whole), time.time()
+        died.setdefault(victim, []).append(last)
+        peers[victim].kill()
+        time.sleep(AWAY_S)
+        peers[victim].start()
+    return died
+
+
+def _furthest(peers: PeerProcesses) -> int:
+    return max((event.step for peer in peers for event in peer.events(StepEvent)[-1:]), default=0)
+
+
+def _could(peers: PeerProcesses, died: dict[int, list[float]], began: float, ended: float, options: Options) -> float:
+    """The microbatches that the slowest stage could do at each moment with those of its peers that lived, in all."""
+    spans = [one for number, peer in enumerate(peers) for one in lives(peer, died.get(number, []))]
+    moments = sorted({began, ended, *(t for _, *span in spans for t in span if began < t < ended)})
+    total = 0.0
+    for begin, end in pairwise(moments):
+        there = [sum(a <= begin and end <= b for one, a, b in spans if one == stage) for stage in range(options.stages)]
+        total += (end - begin) * min(there) * 1e3 / options.pass_ms
+    return total
+
+
+def _end(peers: PeerProcesses, patience_s: float = ENDS_S) -> None:
+    peers.wait(patience_s)
+    failed = [peer.log for peer in peers if peer.process and peer.process.returncode]
+    if failed:
+        raise RuntimeError(f"a peer has failed; see {failed[0]}")
+
+
+def empty_stage(options: Options, store: Store) -> Iterator[Check]:
+    """A stage's only peer killed for good, where the others have two."""
+    seats = [Seating(stage, options.pass_ms / 2) for stage in (0, 1, 2, 0, 1)]
+    every = 10
+    settings = {**BATCH, "model": "tiny", "steps": 100_000, "checkpoint_every": every}
+    with swarm(store, "empty", seats, **settings) as peers:
+        until(lambda: _furthest(peers) > 3 * every, ENDS_S, "the first steps")
+        killed = time.time()
+        had = max(event.step for event in peers[2].events(StepEvent))
+        peers[2].kill()
+        until(lambda: learnt(peers, 2, killed), ENDS_S, "the stage served again")
+        again, step = min(
+            (at, e.step)
+            for p in peers
+            for at, stage, e in timed(p)
+            if stage == 2 and at > killed and e.kind == "learnt"
+        )
+    yield check(
+        "a stage's last peer killed: until the run goes on", f"{again - killed:.0f} s", "60 s", again - killed < 60
+    )
+    yield check("steps of that stage lost", f"{had - step + 1}", f"{every} (a copy's)", had - step + 1 <= every)
+
+
+def memory(options: Options, store: Store) -> Iterator[Check]:
+    """Peers that each may hold a third of what the whole model needs."""
+    given = {"model": options.large, "batch_size": 2, "microbatches": 2, "sequence_length": 32, "lr": 1e-3}
+    given |= {"max_tokens": 200_000, "eval_sequences": 2, "steps": 12, "method": "local", "every": 0}
+    shape = Settings.of(**{**given, "swarm": True, "stages": options.large_stages}, network="internet")
+    whole = sum(_stage_bytes(shape)) / 1e6
+    seats = [Seating(stage, max_mb=whole / 3) for stage in range(options.large_stages)]
+    with swarm(store, "memory", seats, **given) as peers:
+        _end(peers, 2 * ENDS_S)
+        found = [event.loss for event in peers[0].events(StepEvent) if event.loss is not None]
+        peak = max(event.peak_memory or 0 for peer in peers for event in peer.events(StepEvent)) / 1e6
+    what = f"{options.large}, which needs {whole / 1e3:.2f} GB, {options.large_stages} peers that may hold a third"
+    yield check(
+        what, f"loss {found[0]:.2f} to {found[-1]:.2f}, peak {peak / 1e3:.2f} GB", "trains", found[-1] < found[0]
+    )
+    flags = [text for name, value in given.items() if name != "microbatches" for text in _flag(name, value)]
+    out = store.scratch / "memory" / "alone"
+    limit = f"import resource; resource.setrlimit(resource.RLIMIT_DATA, ({int(whole / 3 * 1e6)},) * 2)"
+    code = f"{limit}; from farflung.cli import main; main()"
+    command = [sys.executable, "-c", code, "train", "--replicas", "1", *flags, "--out", str(out)]
+    alone = subprocess.run(command, capture_output=True, text=True, timeout=ENDS_S)
+    said = alone.stderr.strip().splitlines()[-1][:100] if alone.stderr.strip() else "nothing"
+    yield check("one process with the whole model, under the same limit", said, "is refused", alone.returncode != 0)
+
+
+def _flag(name: str, value: object) -> list[str]:
+    return [f"--{name.replace('_', '-')}", str(value)]
+
+
+def speeds(options: Options, store: Store) -> Iterator[Check]:
+    """Stages of unlike peers; and unlike stages of equal peers."""
+    slow = options.pass_ms * 4
+    unlike = [Seating(stage, slow / speed) for speed in (1, 1, 2, 4) for stage in range(4)]
+    yield _speed(store, options, unlike, "4 stages of peers with speeds 1:1:2:4", 0.85)
+    alike = [Seating(stage, slow) for stage, count in enumerate((3, 4, 6, 3)) for _ in range(count)]
+    yield _speed(store, options, alike, "stages of 3, 4, 6, 3 peers", 0.9)
+
+
+def _speed(store: Store, options: Options, seats: Sequence[Seating], what: str, reach: float) -> Check:
+    stages = 1 + max(seat.stage for seat in seats)
+    bound = min(sum(1e3 / seat.pass_ms for seat in seats if seat.stage == stage) for stage in range(stages))
+    with swarm(store, "speeds", seats, **{**BATCH, "model": options.model, "steps": 100_000}) as peers:
+        time.sleep(options.measured_s / 4)
+        began = time.time()
+        time.sleep(options.measured_s)
+        ended = time.time()
+        done = sum(learnt(peers, stages - 1, began, ended).values()) / (ended - began)
+    return check(
+        f"{what}: microbatches/s",
+        f"{done:.2f} of {bound:.2f}, {done / bound:.0%}",
+        f"{reach:.0%}",
+        done >= reach * bound,
+    )
+
+
+PARTS: dict[str, Callable[[Options, Store], Iterable[Check]]] = {
+    "deaths": deaths,
+    "empty stage": empty_stage,
+    "memory": memory,
+    "speeds": speeds,
+}
