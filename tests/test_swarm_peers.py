@@ -165,6 +165,12 @@ def test_a_model_whose_stages_share_more_than_hidden_states_is_refused(
         check_settings(settings)
 
 
+def test_more_microbatches_than_fit_into_a_message_are_refused() -> None:
+    more = {"stepping": "synchronous", "method": "local", "batch_size": 300_000, "microbatches": 300_000}
+    with pytest.raises(UserError, match="take together has at most 200000; choose fewer"):
+        check_settings(Settings.of(**SHARED | more, network="internet"))
+
+
 def test_a_swarm_is_no_run_of_farflung_train(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

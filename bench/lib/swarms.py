@@ -97,9 +97,10 @@ class Seating:
 def swarm(
     store: Store, name: str, seats: Sequence[Seating], rate_mbit: float = 0.0, **settings: Any
 ) -> Iterator[PeerProcesses]:
-    """Peers that all train, on links of their own where a rate is given, else on loopback."""
+    """Peers that all train, on links of their own where a rate is given, else on loopback. A None is no setting."""
     shutil.rmtree(store.scratch / name, ignore_errors=True)
-    everything = {**COMMON, "swarm": True, "stages": 1 + max(seat.stage for seat in seats), **settings}
+    given = {**COMMON, "swarm": True, "stages": 1 + max(seat.stage for seat in seats), **settings}
+    everything = {name: value for name, value in given.items() if value is not None}
     commands = [(sys.executable, "-m", __name__, json.dumps(dataclasses.asdict(seat))) for seat in seats]
     with _hosts(len(seats), rate_mbit) as hosts:
         port = PORT if rate_mbit else free_port()

@@ -101,7 +101,7 @@ WAYS: dict[str, tuple[dict[str, Any], bool]] = {
 
 def steps(options: Options, store: Store) -> Table:
     """Four stages with a peer each; with several there would be rounds besides."""
-    common = {**COMMON, "model": "tiny", "sequence_length": 64, "eval_sequences": 32, "method": "local", "every": 0}
+    common = {**COMMON, "model": "tiny", "sequence_length": 64, "eval_sequences": 32, "method": "local", "every": None}
 
     def rows() -> Iterator[tuple[str, int, float, float, float]]:
         for what, (way, ahead) in WAYS.items():
@@ -125,7 +125,7 @@ def _busy(events: list[Any], pass_s: float) -> float:
 
 def boundaries(options: Options, store: Store) -> Table:
     """Four stages with a peer each, on slow links."""
-    settings = {**COMMON, "model": "tiny", "sequence_length": 128, "method": "local", "every": 0}
+    settings = {**COMMON, "model": "tiny", "sequence_length": 128, "method": "local", "every": None}
     settings |= {"batch_size": 4, "microbatches": 2, "steps": 100_000}
     tokens = settings["batch_size"] * settings["sequence_length"]
 

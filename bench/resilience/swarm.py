@@ -158,7 +158,7 @@ def empty_stage(options: Options, store: Store) -> Iterator[Check]:
 def memory(options: Options, store: Store) -> Iterator[Check]:
     """Peers that each may hold a third of what the whole model needs."""
     given = {"model": options.large, "batch_size": 2, "microbatches": 2, "sequence_length": 32, "lr": 1e-3}
-    given |= {"max_tokens": 200_000, "eval_sequences": 2, "steps": 12, "method": "local", "every": 0}
+    given |= {"max_tokens": 200_000, "eval_sequences": 2, "steps": 12, "method": "local", "every": None}
     shape = Settings.of(**{**given, "swarm": True, "stages": options.large_stages}, network="internet")
     whole = sum(_stage_bytes(shape)) / 1e6
     seats = [Seating(stage, max_mb=whole / 3) for stage in range(options.large_stages)]
@@ -170,7 +170,7 @@ def memory(options: Options, store: Store) -> Iterator[Check]:
     yield check(
         what, f"loss {found[0]:.2f} to {found[-1]:.2f}, peak {peak / 1e3:.2f} GB", "trains", found[-1] < found[0]
     )
-    flags = [text for name, value in given.items() if name != "microbatches" for text in _flag(name, value)]
+    flags = [text for name, value in given.items() if value is not None for text in _flag(name, value)]
     out = store.scratch / "memory" / "alone"
     limit = f"import resource; resource.setrlimit(resource.RLIMIT_DATA, ({int(whole / 3 * 1e6)},) * 2)"
     code = f"{limit}; from farflung.cli import main; main()"

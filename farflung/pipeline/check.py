@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from farflung.errors import UserError
 from farflung.pipeline.boundaries import boundary_named
 from farflung.pipeline.division import divisible, division_of
-from farflung.pipeline.settings import BETWEEN_STAGES, IslandSettings, IslandShape
+from farflung.pipeline.settings import BETWEEN_STAGES, MOST_TOGETHER, IslandSettings, IslandShape
 from farflung.workloads.base import Divisible, Span, Workload
 
 
@@ -74,6 +74,11 @@ def _check_swarm(settings: IslandSettings, workload: Divisible) -> None:
     if settings.stepping == "asynchronous" and settings.parts > 1:
         raise UserError(
             "asynchronous steps are of one microbatch each, of --batch-size samples; leave out --microbatches"
+        )
+    if settings.stepping == "synchronous" and settings.parts > MOST_TOGETHER:
+        raise UserError(
+            f"microbatches is {settings.parts}, but a step that all peers take together has at most {MOST_TOGETHER}; "
+            "choose fewer, each of more samples"
         )
     usual = IslandSettings()
     for name in ("shard", "gateway", "pipeline_schedule", "routes", "offload"):

@@ -13,6 +13,8 @@ PIECES_EACH = {"1f1b": 1, "gpipe": 1, "zero-bubble": 1, "interleaved": 2}
 """How many pieces of the model a process has, by the pipeline's schedule."""
 
 
+MOST_TOGETHER = 200_000
+"""Microbatches of a step that a swarm's peers take together: their names fit into one message."""
 BETWEEN_STAGES = ("pipeline_schedule", "routes", "boundary")
 """Settings that only an island of several stages has."""
 

@@ -217,9 +217,14 @@ def _term(frame: Frame) -> Term:
 
 def told_names(names: Iterable[Microbatch]) -> list[list[Any]]:
     """Microbatches by their stream and step: of each of its numbers one bit, in hexadecimal digits."""
-    return [
-        [stream, step, f"{sum(1 << number for number in numbers):x}"] for stream, step, *numbers in ledger_of(names)
-    ]
+    return [[stream, step, f"{_bits(numbers):x}"] for stream, step, *numbers in ledger_of(names)]
+
+
+def _bits(numbers: list[int]) -> int:
+    digits = bytearray(b"0" * (numbers[-1] + 1))
+    for one in ones:
+        digits[-1 - one] = ord("1")
+    return int(digits, 2)
 
 
 @reading("a ledger")
@@ -231,7 +236,7 @@ def read_names(frame: Frame, parts: int) -> list[Microbatch]:
         if not 0 <= numbers < 1 << parts:
             raise FrameError(f"microbatches of which a step has not so many; it has {parts}")
         where = whole(step, MOST), whole(stream, MOST)
-        found += [Microbatch(where[0], one, where[1]) for one in range(numbers.bit_length()) if numbers >> one & 1]
+        found += [Microbatch(where[0], one, where[1]) for one, bit in enumerate(f"{numbers:b}"[::-1]) if bit == "1"]
     return found
 
 

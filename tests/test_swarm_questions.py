@@ -1,0 +1,127 @@
+"""What peers of a swarm answer each other about steps that all take together: whatever is false is refused."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from patience import patience
+from test_swarm_visits import Make, made  # noqa: F401
+
+from farflung.networks.internet.contact.frames import FrameError, encoded
+from farflung.networks.internet.contact.streams import PeerStream
+from farflung.pipeline.settings import MOST_TOGETHER
+from farflung.swarm.letters import LostError, Microbatch
+from farflung.swarm.questions import QUESTION, Asked, Questions, read_names, told_names
+from farflung.swarm.synchronous import Synchronous
+
+PARTS, LAST = 6, 100
+TERM = (0, 0)
+
+
+@given(st.frozensets(st.builds(Microbatch, st.integers(0, 3), st.integers(0, 40), st.integers(0, 2))))
+def test_microbatches_are_read_as_they_were_told(names: frozenset[Microbatch]) -> None:
+    frame = json.loads(json.dumps({"learnt": told_names(names)}))
+    assert read_names(frame, 41) == sorted(names, key=lambda one: (one.stream, one.step, one.number))
+
+
+def test_as_many_microbatches_as_a_step_may_have_fit_into_a_frame() -> None:
+    names = [Microbatch(10**9, number) for number in range(1, MOST_TOGETHER, 2)]
+    frame = {"kind": QUESTION, "ask": "run", "learnt": told_names(names), "term": [1 << 40, 1 << 40]}
+    assert read_names(json.loads(encoded(frame)[4:]), MOST_TOGETHER) == names
+
+
+@given(st.lists(st.lists(st.integers() | st.text(max_size=4) | st.none(), max_size=4), max_size=3))
+def test_whatever_comes_in_place_of_a_ledger_is_refused_or_read(entries: list[list[Any]]) -> None:
+    try:
+        found = read_names({"learnt": entries}, PARTS)
+    except FrameError:
+        return
+    assert all(0 <= one.number < PARTS for one in found)
+
+
+def report(**changed: Any) -> dict[str, Any]:
+    return {"term": [0, 0], "stage": 1, "version": 0, "under_way": 0, "learnt": [], "size": 0, **changed}
+
+
+def learnt(numel: int, factor: float, **changed: Any) -> tuple[dict[str, Any], bytes]:
+    content = np.full(numel, factor, np.float32).tobytes()
+    return {"learnt": [[0, 0, "1"]], "losses": 1.0, "size": len(content), **changed}, content
+
+
+NESTED = b'{"term":' + b"[" * 60_000 + b"]" * 60_000 + b"}"
+ENDLESS = struct.pack(">I", 1 << 31)
+REPORTS: dict[str, dict[str, Any]] = {
+    "a stage that there is not": report(stage=7),
+    "a step after the last": report(version=LAST + 1),
+    "microbatches that a step has not": report(learnt=[[0, 0, "f" * 40]]),
+    "numbers below zero": report(under_way=-1),
+    "no term": report(term="x"),
+    "bytes that nobody asked for": report(size=1 << 40),
+}
+
+
+@pytest.mark.slow
+def test_a_peer_whose_answers_are_false_is_struck_and_counts_as_lost(made: Make) -> None:  # noqa: F811
+    swarm = made([1, 2])
+    here, liar = swarm.of(1)
+    work = here.work
+    for sums in work.learnt.sums.values():
+        sums.fill_(1.0)
+    work.learnt.samples[Microbatch(0, 1)] = 3
+    own = Synchronous(here.stage, work, None, None, None)  # type: ignore[arg-type]
+    questions = Questions(here.peers, own, lambda: (0, b""), 3, PARTS, LAST, patience(20), patience(20))
+    member = here.peers.members.by_rank[liar.peers.identity.rank]
+    asked = Asked(questions, member)
+    numel = sum(one.numel() for one in work.learnt.sums.values())
+
+    def lie(answer: Callable[[PeerStream], Awaitable[None]], question: Callable[[], Awaitable[Any]]) -> None:
+        async def on_question(stream: PeerStream, _: Any) -> None:
+            await answer(stream)
+            await stream.hear_the_end(patience(20))
+
+        liar.peers.handlers[QUESTION] = on_question
+        before = here.peers.guard.refused["false answer"]
+        here.peers.guard.forgive(member.peer)
+        with pytest.raises(LostError):
+            here.peers.background.run(question(), patience(60))
+        assert here.peers.guard.refused["false answer"] == before + 1
+
+    def raw(content: bytes) -> Callable[[PeerStream], Awaitable[None]]:
+        async def answer(stream: PeerStream) -> None:
+            stream.writer.write(content)
+            await stream.writer.drain()
+
+        return answer
+
+    def told(frame: dict[str, Any], content: bytes = b"") -> Callable[[PeerStream], Awaitable[None]]:
+        text = json.dumps(frame).encode()
+        return raw(struct.pack(">I", len(text)) + text + content)
+
+    for frame in REPORTS.values():
+        lie(told(frame), lambda: asked.report(TERM))
+    for junk in (struct.pack(">I", 40) + b"\xff" * 40, struct.pack(">I", 60_000) + NESTED[:60_000], ENDLESS):
+        lie(raw(junk), lambda: asked.report(TERM))
+    for answer in (
+        learnt(numel, float("nan")),
+        learnt(numel, 1e6),
+        learnt(numel - 1, 1.0),
+        learnt(numel, 1.0, losses="low"),
+        learnt(numel, 1.0, learnt=[]),
+    ):
+        lie(told(*answer), asked.learnt_now)
+    for losses in (b"", struct.pack("d", float("inf"))):
+        lie(
+            told({"learnt": [[0, 0, "1"]], "size": len(losses)}, losses),
+            lambda: asked.run(TERM, [Microbatch(0, 0)], None),
+        )
+    lie(told({"missing": "all", "size": 0}), lambda: asked.gather(TERM, [1]))
+    lie(told({"version": -1, "size": 0}), asked.state)
+    assert all(torch.equal(one, torch.ones_like(one)) for one in work.learnt.sums.values())
