@@ -222,7 +222,7 @@ def told_names(names: Iterable[Microbatch]) -> list[list[Any]]:
 
 def _bits(numbers: list[int]) -> int:
     digits = bytearray(b"0" * (numbers[-1] + 1))
-    for one in ones:
+    for one in numbers:
         digits[-1 - one] = ord("1")
     return int(digits, 2)
 
