@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -11,6 +12,12 @@ import torch
 from torch import nn
 
 from farflung.errors import UserError
+from farflung.hooks.layouts import FullySharded, Layout, is_sharded
+from farflung.hooks.shards import own_of
+from farflung.hooks.wholes import Wholes
+
+TOGETHER = 1 << 22
+"""The most values of matrices that Muon orthogonalises at once; of larger ones it takes one after the other."""
 
 
 @dataclass(frozen=True)
@@ -24,8 +31,11 @@ class Inner:
 ADAMW = Inner(partial(torch.optim.AdamW, betas=(0.9, 0.95), fused=True), lr=3e-3)
 
 
-class _EachByItself(torch.optim.Optimizer):
-    """Steps that decay each parameter and then move it along its own gradient."""
+class SignSGD(torch.optim.Optimizer):
+    """DeMo's (arXiv 2411.19870), which keeps nothing: θ ← θ - lr · (sign(gradient) + weight decay · θ)."""
+
+    def __init__(self, parameters: Any, lr: float = 1e-3, weight_decay: float = 0.0) -> None:
+        super().__init__(parameters, {"lr": lr, "weight_decay": weight_decay})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -35,60 +45,120 @@ class _EachByItself(torch.optim.Optimizer):
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     parameter.mul_(1 - group["lr"] * group["weight_decay"])
-                    self._move(parameter, parameter.grad, group)
+                    parameter.add_(parameter.grad.sign(), alpha=-group["lr"])
         return loss
 
-    def _move(self, parameter: nn.Parameter, gradient: torch.Tensor, group: dict[str, Any]) -> None:
-        raise NotImplementedError
 
-
-class SignSGD(_EachByItself):
-    """DeMo's (arXiv 2411.19870), which keeps nothing: θ ← θ - lr · (sign(gradient) + weight decay · θ)."""
-
-    def __init__(self, parameters: Any, lr: float = 1e-3, weight_decay: float = 0.0) -> None:
-        super().__init__(parameters, {"lr": lr, "weight_decay": weight_decay})
-
-    def _move(self, parameter: nn.Parameter, gradient: torch.Tensor, group: dict[str, Any]) -> None:
-        parameter.add_(gradient.sign(), alpha=-group["lr"])
-
-
-class Muon(_EachByItself):
+class Muon(torch.optim.Optimizer):
     """For matrices: steps along the orthogonal factor of the gradients' mean, with Nesterov's momentum.
 
-    It differs from `torch.optim.Muon` on processors only: most of them have no bfloat16 and are ten times as slow with
-    it. Steps are as large as AdamW's (arXiv 2502.16982), so one learning rate serves both.
+    Matrices of one shape are orthogonalised together. Those that FSDP2 has sharded come together whole, each in one of
+    the processes, which must all step alike. On processors, unlike `torch.optim.Muon`, it computes in float32: most of
+    them have no bfloat16 and are ten times as slow with it. Steps are as large as AdamW's (arXiv 2502.16982), so one
+    learning rate serves both.
     """
+
+    wholes: Wholes | None = None
+    """What brings matrices together of which this process has rows; None where they are whole."""
 
     def __init__(self, matrices: Any, lr: float = 1e-3, weight_decay: float = 0.1, momentum: float = 0.95) -> None:
         super().__init__(matrices, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
 
-    def _move(self, parameter: nn.Parameter, gradient: torch.Tensor, group: dict[str, Any]) -> None:
-        state = self.state[parameter]
-        if not state:
-            state["momentum_buffer"] = torch.zeros_like(gradient)
-        mean = state["momentum_buffer"].lerp_(gradient, 1 - group["momentum"])
-        update = _orthogonal(gradient.lerp(mean, group["momentum"]))
-        parameter.add_(update, alpha=-group["lr"] * 0.2 * max(parameter.shape) ** 0.5)
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """See Optimizer."""
+        super().add_param_group(param_group)
+        self.wholes = None
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """One step; matrices without a gradient stay. Returns what the closure, if there is one, returns.
+
+        Raises UserError where matrices are divided, but not by their rows, and PeerLostError where a shard is lost.
+        """
+        loss = _loss_of(closure)
+        groups = list(_named_by_group(self.param_groups))
+        everything = {name: parameter for _, named in groups for name, parameter in named.items()}
+        if self.wholes is None and any(map(is_sharded, everything.values())):
+            self.wholes = Wholes(FullySharded(everything), everything)
+        updates: dict[str, torch.Tensor] = {}
+        for group, named in groups:
+            updates |= self._means(group, named)
+        if self.wholes:
+            self.wholes(updates, orthogonal)
+        else:
+            updates = dict(zip(updates, orthogonal(list(updates.values())), strict=True))
+        for group, named in groups:
+            self._move(group, named, updates)
+        return loss
+
+    def _means(self, group: dict[str, Any], named: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:
+        """The gradients' means as Nesterov's momentum looks ahead, of this process's rows."""
+        gradients, means = {}, []
+        for name, parameter in named.items():
+            if parameter.grad is not None:
+                state = self.state[parameter]
+                if not state:
+                    state["momentum_buffer"] = torch.zeros_like(parameter.grad)
+                gradients[name] = own_of(parameter.grad)
+                means.append(own_of(state["momentum_buffer"]))
+        if not gradients:
+            return {}
+        each = list(gradients.values())
+        torch._foreach_lerp_(means, each, 1 - group["momentum"])
+        return dict(zip(gradients, torch._foreach_lerp(each, means, group["momentum"]), strict=True))
+
+    def _move(
+        self, group: dict[str, Any], named: Mapping[str, nn.Parameter], updates: Mapping[str, torch.Tensor]
+    ) -> None:
+        moved = {name: parameter for name, parameter in named.items() if parameter.grad is not None}
+        if moved:
+            shapes = self.wholes.shapes if self.wholes else {name: p.shape for name, p in moved.items()}
+            weights = [own_of(parameter) for parameter in moved.values()]
+            sizes = [-group["lr"] * 0.2 * max(shapes[name]) ** 0.5 for name in moved]
+            torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
+            torch._foreach_add_(weights, torch._foreach_mul([updates[name] for name in moved], sizes))
 
 
-def _orthogonal(matrix: torch.Tensor) -> torch.Tensor:
-    """About U Vᵀ of a matrix U S Vᵀ: five steps of Newton and Schulz, with the coefficients that Muon is known for."""
+def _named_by_group(groups: Iterable[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], dict[str, nn.Parameter]]]:
+    """Groups with their parameters by name, or by number where they were given without."""
+    numbers = map(str, itertools.count())
+    for group in groups:
+        yield group, dict(zip(group.get("param_names") or numbers, group["params"], strict=False))
+
+
+def orthogonal(matrices: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """About U Vᵀ of each matrix U S Vᵀ, of its shape, dtype and device; those of one shape, or turned, together."""
+    alike: dict[tuple[Any, ...], list[int]] = {}
+    for number, matrix in enumerate(matrices):
+        alike.setdefault((*sorted(matrix.shape), matrix.dtype, matrix.device), []).append(number)
+    found = list(matrices)
+    for (rows, columns, *_), numbers in alike.items():
+        most = max(1, TOGETHER // (rows * columns))
+        for some in (numbers[begin : begin + most] for begin in range(0, len(numbers), most)):
+            wide = [matrices[n] if matrices[n].shape[0] == rows else matrices[n].T for n in some]
+            for number, done in zip(some, newton_schulz(torch.stack(wide)).to(wide[0].dtype), strict=True):
+                found[number] = done if matrices[number].shape[0] == rows else done.T
+    return found
+
+
+def newton_schulz(wide: torch.Tensor) -> torch.Tensor:
+    """About U Vᵀ of matrices U S Vᵀ (n, rows, columns ≥ rows): five steps, with the coefficients known from Muon.
+
+    On processors in float32, elsewhere in bfloat16, which the result has.
+    """
     own, of_gram, of_square = 3.4445, -4.7750, 2.0315
-    dtype = torch.float32 if matrix.device.type == "cpu" else torch.bfloat16
-    tall = matrix.shape[0] > matrix.shape[1]
-    near = (matrix.T if tall else matrix).to(dtype)
-    near = near / near.norm().clamp(min=1e-7)
+    near = wide.to(torch.float32 if wide.device.type == "cpu" else torch.bfloat16)
+    near = near / torch.linalg.vector_norm(near, dim=(1, 2), keepdim=True).clamp(min=1e-7)
     for _ in range(5):
-        gram = near @ near.T
-        near = torch.addmm(near, torch.addmm(gram, gram, gram, beta=of_gram, alpha=of_square), near, beta=own)
-    return near.T if tall else near
+        gram = near @ near.mT
+        near = torch.baddbmm(near, torch.baddbmm(gram, gram, gram, beta=of_gram, alpha=of_square), near, beta=own)
+    return near
 
 
 class MuonAdamW(torch.optim.Optimizer):
     """Muon for the matrices of a model's layers, AdamW for all else: embeddings, head, norms, biases.
 
-    A matrix is a layer's where its name has a number in it, as those in an `nn.ModuleList` have. Matrices must be
-    whole: Muon of a shard is another step than the matrix's.
+    A matrix is a layer's where its name has a number in it, as those in an `nn.ModuleList` have.
     """
 
     def __init__(self, named: Iterable[tuple[str, nn.Parameter]], lr: float = 1e-3, weight_decay: float = 0.1) -> None:
@@ -103,11 +173,18 @@ class MuonAdamW(torch.optim.Optimizer):
         settings = {**self.defaults, **{key: value for key, value in param_group.items() if key != "params"}}
         kinds: tuple[tuple[Callable[..., torch.optim.Optimizer], bool], ...] = ((Muon, True), (ADAMW.make, False))
         for kind, of_layers in kinds:
-            if chosen := [(name, p) for name, p in named if _is_matrix_of_layer(name, p) is of_layers]:
+            if chosen := [(name, p) for name, p in named if _is_matrix_of_layer(name, p.ndim) is of_layers]:
                 part = kind(chosen, **settings)
                 super().add_param_group(part.param_groups[0])
                 self._parts.append(part)
         self._share()
+
+    def lie_in(self, layout: Layout) -> None:
+        """Tells it that it has rows of a layout's matrices; all processes that swap there must then step alike."""
+        shapes = {name: shape for name, shape in layout.outline.items() if name in layout.here}
+        for part in self._parts:
+            if isinstance(part, Muon):
+                part.wholes = Wholes(layout, [name for name, s in shapes.items() if _is_matrix_of_layer(name, len(s))])
 
     def _share(self) -> None:
         """Lets the parts work on this optimizer's groups and state, so that these are the only ones."""
@@ -130,8 +207,8 @@ class MuonAdamW(torch.optim.Optimizer):
         return loss
 
 
-def _is_matrix_of_layer(name: str, parameter: nn.Parameter) -> bool:
-    return parameter.ndim == 2 and any(part.isdigit() for part in name.split("."))
+def _is_matrix_of_layer(name: str, dimensions: int) -> bool:
+    return dimensions == 2 and any(part.isdigit() for part in name.split("."))
 
 
 def _loss_of(closure: Callable[[], Any] | None) -> Any:

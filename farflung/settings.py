@@ -84,7 +84,7 @@ class InnerSettings(Checked):
     """How each replica trains."""
 
     inner: Literal["adamw", "muon", "sign"] | None = None
-    """The inner optimizer; muon is for the layers' matrices, AdamW for the rest. Unset: muon, or adamw with shards."""
+    """The inner optimizer; muon is for the layers' matrices, AdamW for the rest. Unset: the method's, mostly muon."""
     lr: float | None = setting(None, above=0, may_differ=AFTER_RESUME)
     """Highest learning rate of the inner optimizer; unset: 0.01, or 0.003 with adamw."""
     warmup: int = setting(40, least=0)
@@ -154,8 +154,6 @@ class Settings:
     def method(self) -> Method:
         """The method, with the inner optimizer that goes with it. Raises UserError."""
         method = methods.chosen(self.rounds, self.run.seed, self.run.steps)
-        if self.inner.inner is None and method.inner is inner.MUON and self.island.sharded:
-            return replace(method, inner=inner.ADAMW)  # Muon needs whole matrices
         return replace(method, inner=inner.INNER[self.inner.inner]) if self.inner.inner else method
 
     def mesh(self) -> Mesh:

@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 from processes import same, saved
 from torch import nn
 
+from farflung import inner
 from farflung.errors import UserError
-from farflung.inner import ADAMW, MUON, SIGN, Muon, MuonAdamW, names_of
+from farflung.inner import MUON, SIGN, Muon, MuonAdamW, names_of
 from farflung.settings import Settings
 from farflung.training import launch
 from farflung.training.learning_rate import lr_scale
@@ -93,6 +94,24 @@ def test_muons_steps_are_those_of_its_polynomial_on_singular_values(shape: tuple
             values = 3.4445 * values - 4.7750 * values**3 + 2.0315 * values**5
         expected = expected * (1 - 0.1 * 0.2) - 0.1 * 0.2 * np.sqrt(max(shape)) * (left * values) @ right
     np.testing.assert_allclose(parameter.detach().numpy(), expected, atol=1e-5)
+
+
+def test_matrices_of_many_shapes_step_as_each_does_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lying and standing ones together, some larger than what is computed at once, and one without a gradient."""
+    monkeypatch.setattr(inner, "TOGETHER", 50)
+    shapes = [(4, 6), (6, 4), (4, 6), (5, 5), (4, 6), (30, 2), (12, 13)]
+    together, alone = ([nn.Parameter(torch.ones(shape)) for shape in shapes] for _ in range(2))
+    optimizers = [Muon(together, lr=0.1), *(Muon([parameter], lr=0.1) for parameter in alone)]
+    for seed in range(3):
+        for number, shape in enumerate(shapes):
+            gradient = torch.randn(shape, generator=torch.Generator().manual_seed(10 * seed + number))
+            for parameter in (together[number], alone[number]):
+                parameter.grad = None if (number, seed) == (2, 1) else gradient.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+    for one, other in zip(together, alone, strict=True):
+        assert (one - 1).abs().min() > 0
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
 def test_muon_goes_as_torchs_does_within_the_rounding_of_bfloat16() -> None:
@@ -247,7 +266,6 @@ def test_shares_apart_train_otherwise_and_need_enough_text(tmp_path: Path) -> No
         ({"method": "diloco", "every": 9, "delay": 4, "every_final": 3}, "every_final is 3, less than delay"),
         ({"method": "dilocox", "every_final": 300}, "add --adapt False"),
         ({"method": "eager-diloco", "every_final": 90}, "without every_final"),
-        ({"inner": "muon", "shard": 2, "network": "torch"}, "muon needs whole matrices"),
         ({"shares": "apart", "network": "internet"}, "the number of replicas is not known"),
         ({"tail_average": 1.5}, "tail_average is 1.5; it must be at most 1"),
         ({"inner": "adam"}, "inner is 'adam'; it must be one of adamw, muon, sign"),
@@ -263,7 +281,7 @@ def test_the_inner_optimizer_that_is_named_takes_the_methods_own_place() -> None
     assert Settings.of(method="demo", shard=2).method().inner is SIGN
     assert Settings.of(method="demo", inner="muon").method().inner is MUON
     assert Settings.of(method="noloco").method().inner is MUON
-    assert Settings.of(method="noloco", shard=2).method().inner is ADAMW
+    assert Settings.of(method="noloco", shard=2).method().inner is MUON
 
 
 @pytest.mark.parametrize("make", [MUON.make, SIGN.make])

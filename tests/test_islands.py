@@ -6,6 +6,7 @@ import copy
 import json
 import os
 import re
+import shutil
 import signal
 from functools import partial
 from pathlib import Path
@@ -15,7 +16,7 @@ import pytest
 import torch
 from families import FAMILIES, ROUTED, gpt2
 from patience import patience, until
-from processes import farflung, run_replicas, train_together
+from processes import run_replicas, train_together
 from torch import Tensor
 from torch_island import STEPS, observed
 from warm import Python
@@ -247,18 +248,29 @@ def test_a_run_goes_on_with_other_stages_and_exports(tmp_path: Path) -> None:
     assert loss == pytest.approx(again["validation_loss_averaged"], abs=1e-5)
 
 
-def test_muon_of_stages_goes_on_in_one_process(tmp_path: Path) -> None:
-    """Its momenta, and AdamW's, are numbered in another order by each layout."""
-    folder = tmp_path / "run"
-    arguments = ("--method", "local", "--replicas", "1", "--stages", "2", "--steps", "8")
-    train_together(2, *TRAIN, *arguments, "--checkpoint-every", "4", "--out", folder)
-    undisturbed = losses_of(folder)
-    for path in folder.glob("checkpoints/step-000008/*"):
+@pytest.fixture(scope="module")
+def muon(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[float], Path]:
+    """The losses of 20 steps with Muon in one process, and the run of two shards without its last checkpoint."""
+    folder = tmp_path_factory.mktemp("muon")
+    arguments = (*TRAIN, "--method", "local", "--replicas", "1", "--steps", "20", "--checkpoint-every", "10")
+    train_together(1, *arguments, "--out", folder / "whole")
+    train_together(2, *arguments, "--shard", "2", "--out", folder / "shards")
+    whole = losses_of(folder / "whole")
+    assert losses_of(folder / "shards") == pytest.approx(whole, abs=1e-5)
+    for path in (folder / "shards").glob("checkpoints/step-000020/*"):
         path.unlink()
-    refused = farflung("train", "--resume", folder, "--stages", "1", "--shard", "2")
-    assert refused.returncode == 2 and "muon needs whole matrices" in refused.stderr
-    train_together(1, "--resume", folder, "--stages", "1")
-    assert losses_of(folder) == pytest.approx(undisturbed, abs=1e-4)
+    return whole, folder / "shards"
+
+
+@pytest.mark.parametrize(("stages", "shard"), [(1, 1), (1, 2), (2, 1)])
+def test_muon_of_shards_goes_on_in_any_layout(stages: int, shard: int, muon: Any, tmp_path: Path) -> None:
+    """Its momenta, and AdamW's, are numbered in another order by each layout."""
+    whole, shards = muon
+    undisturbed = losses_of(shards)
+    folder = Path(shutil.copytree(shards, tmp_path / "run"))
+    train_together(stages * shard, "--resume", folder, "--stages", stages, "--shard", shard)
+    assert losses_of(folder) == pytest.approx(whole, abs=1e-5)
+    assert shard == 1 or losses_of(folder) == undisturbed
 
 
 @pytest.mark.parametrize("way", ["microbatches", "sums"])

@@ -18,6 +18,7 @@ from farflung import methods
 from farflung.codecs import Quantize
 from farflung.errors import UserError
 from farflung.hooks.shards import whole_of
+from farflung.inner import MuonAdamW
 from farflung.networks import Network, TorchNetwork
 from farflung.outer import DisagreementError
 
@@ -27,6 +28,7 @@ METHODS: dict[str, Callable[[], methods.Method]] = {
     "noloco, fragments, delay": lambda: methods.noloco(every=4, fragments=2, delay=1),
     "eager": lambda: methods.eager_diloco(every=3),
     "8 bits": lambda: methods.diloco(every=3, codec=Quantize(8)),
+    "muon": lambda: methods.diloco(every=3),
 }
 STEPS = 8
 EVALUATED = ("ddp", "noloco, fragments, delay")
@@ -61,7 +63,10 @@ def trained(
     Half-way the user goes on from that checkpoint.
     """
     states: list[dict[str, Any]] = []
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    if name == "muon":
+        optimizer: torch.optim.Optimizer = MuonAdamW(model.named_parameters(), lr=0.02)
+    else:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
     step = 0
     for end in (STEPS // 2 + 1, STEPS):
         with METHODS[name]().attach(model, optimizer, network, deadline_s=60) as outer:

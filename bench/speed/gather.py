@@ -98,7 +98,7 @@ def process(parameters: int, repeats: int) -> None:
 def layouts(groups: ProcessGroups, outline: dict[str, Shape]) -> dict[str, IslandLayout]:
     """By how their processes swap."""
     owned = [outline.keys()] * groups.shape.shards
-    through_memory, in_messages = IslandLayout(groups, outline, owned), IslandLayout(groups, outline, owned)
+    through_memory, in_messages = (IslandLayout(groups, outline, owned, gateway=False) for _ in range(2))
     in_messages.swap = partial(swapped, group=groups.island)  # type: ignore[method-assign]
     return {"in messages": in_messages, "through memory": through_memory}
 

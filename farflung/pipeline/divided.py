@@ -22,6 +22,7 @@ from torch.distributed.pipelining import (
 )
 
 from farflung.hooks.shards import own_of
+from farflung.inner import MuonAdamW
 from farflung.networks import Traffic
 from farflung.pipeline.boundaries import Boundary
 from farflung.pipeline.division import Division
@@ -68,7 +69,8 @@ class DividedIsland(Island):
         self._is_first, self._is_last = self.coordinates.stage == 0, self.coordinates.stage == settings.stages - 1
         self._tied = self._embeddings() if division.tied and self._count > 1 else None
         buffers = {name: buffer for piece in pieces for name, buffer in persistent_buffers(piece.model).items()}
-        self._part = LocalModel(self._owned(), buffers, self._layout())
+        self._lies = self._layout()
+        self._part = LocalModel(self._owned(), buffers, self._lies)
         self.model: nn.Module = self._part
         self._stages = [self._stage(piece, number) for number, piece in enumerate(pieces)]
         self._schedule: Any = SCHEDULES[settings.pipeline_schedule](
@@ -125,6 +127,11 @@ class DividedIsland(Island):
                     weight.copy_(self._received(weight.shape, 0))
                     self.traffic.received(weight.nbytes)
 
+    def steps_with(self, optimizer: torch.optim.Optimizer) -> None:
+        """See Island: what needs whole matrices finds the other rows of its own among the shards of this stage."""
+        if isinstance(optimizer, MuonAdamW) and self.settings.shard > 1:
+            optimizer.lie_in(self._lies.within_stage())
+
     @torch.no_grad()
     def evaluate(self) -> float:
         """See Island. Each shard takes a part of the samples; the last ones may take one that does not count."""
@@ -178,8 +185,9 @@ class DividedIsland(Island):
         with self.groups.naming_the_lost():
             told = self.groups.told(shapes)
         pieces = sorted((index, named) for process in told for index, named in process.items())
+        outline = {name: shape for _, named in pieces for name, shape in named.items()}
         owned = [{name for named in process.values() for name in named} for process in told]
-        return IslandLayout(self.groups, {name: s for _, named in pieces for name, s in named.items()}, owned)
+        return IslandLayout(self.groups, outline, owned, self.groups.gateway)
 
     def _owned(self) -> dict[str, nn.Parameter]:
         """This process's parameters by their names in the whole model."""

@@ -74,20 +74,20 @@ class ProcessGroups:
             torch.cuda.set_device(device)  # FSDP works on the current one
             self._shards["cuda"] = self._group(shards, "nccl")
         self._device = device
-        swapping = {"cpu": self.island} if gateway else self._shards
-        self._swaps = {kind: Swaps(group) for kind, group in swapping.items()}
+        self._swaps = {kind: Swaps(group) for kind, group in self._shards.items()}
+        self._swaps_of_all = Swaps(self.island)
 
     def shard_mesh(self) -> DeviceMesh:
         """The processes that hold this stage together, for FSDP."""
         return DeviceMesh.from_group(self._shards[self._device.type], self._device.type)
 
     def swap(self, outgoing: Parts, incoming: Parts, like: Tensor) -> None:
-        """See Layout.swap: among the shards of this stage.
-
-        With a gateway, among all processes of the island, through the host's memory.
-        """
-        like = like[:0].cpu() if self.gateway else like
+        """See Layout.swap: among the shards of this stage."""
         self._swaps[like.device.type](outgoing, incoming, like)
+
+    def swap_among_all(self, outgoing: Parts, incoming: Parts, like: Tensor) -> None:
+        """See Layout.swap: among all processes of the island, through the host's memory."""
+        self._swaps_of_all(outgoing, incoming, like[:0].cpu())
 
     def slow_link(self) -> str:
         """A warning where the shards of this stage are joined by a link that is measured to be slow; or ""."""

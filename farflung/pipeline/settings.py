@@ -95,11 +95,6 @@ class IslandSettings(Checked):
         return 1 if self.swarm else self.stages * self.shard
 
     @property
-    def sharded(self) -> bool:
-        """Whether some replica is sharded."""
-        return any(shape.shards > 1 for shape in self.shapes())
-
-    @property
     def divided(self) -> bool:
         """Whether some replica is several processes that start together; the stages of a swarm do not."""
         return not self.swarm and any(shape.processes > 1 for shape in self.shapes())

@@ -96,11 +96,6 @@ def _check_groups(settings: Settings) -> None:
 def _check_island(settings: Settings) -> None:
     """Refuses what the processes of an island cannot do with other settings. Raises UserError."""
     island = settings.island
-    if settings.inner.inner == "muon" and island.sharded:
-        remedy = "islands of one shard" if island.islands else "--shard 1"
-        raise UserError(
-            f"inner muon needs whole matrices, of which a shard has only rows; choose {remedy}, or begin with adamw"
-        )
     if island.gateway and not settings.network.kind.elastic:
         raise UserError("gateway is for peers on the internet; leave it out")
     if island.swarm and not settings.network.kind.elastic:
