@@ -8,6 +8,7 @@ import torch
 
 from farflung.networks import Network, TorchNetwork
 from farflung.networks.settings import NetworkSettings
+from farflung.pipeline.compiling import compile_layers
 from farflung.pipeline.division import divisible, division_of
 from farflung.pipeline.island import Island, WholeIsland
 from farflung.pipeline.mesh import Mesh, MeshCoordinates
@@ -36,7 +37,8 @@ def assemble(
     settings = settings.of(mesh.shape(replicas.rank))
     if settings.processes == 1 and not settings.offload:
         model = training(workload.build(seed), settings).to(device)
-        return WholeIsland(settings, workload, model, mesh, MeshCoordinates(replicas.rank), seed, device), replicas
+        place, ahead = MeshCoordinates(replicas.rank), not network.timed  # thousands may be simulated
+        return WholeIsland(settings, workload, model, mesh, place, seed, device, ahead), replicas
     from farflung.pipeline.build import pieces_of, shard_pieces  # slow to import, and only islands need it
     from farflung.pipeline.divided import DividedIsland
     from farflung.pipeline.groups import ProcessGroups
@@ -62,4 +64,6 @@ def training(model: Any, settings: IslandSettings) -> Any:
         # transformers has called it by the second name before.
         recompute = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         recompute({"use_reentrant": False})
+    if settings.compile:
+        compile_layers(model)
     return model.train()

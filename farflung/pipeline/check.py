@@ -48,6 +48,8 @@ def _check_shape(settings: IslandSettings, workload: Workload, seed: int) -> Non
         )
     if settings.divided or settings.offload:
         divisible(workload)
+    if settings.compile and settings.pipeline_schedule == "zero-bubble":
+        raise UserError("the zero-bubble schedule cannot divide a compiled backward pass; leave out --compile")
     if settings.stages == 1:
         _check_one_stage(settings)
         return
@@ -81,6 +83,8 @@ def _check_swarm(settings: IslandSettings, workload: Divisible) -> None:
             "choose fewer, each of more samples"
         )
     usual = IslandSettings()
+    if settings.compile:
+        raise UserError("a swarm's peers compute eagerly, since their microbatches come one by one; leave out compile")
     for name in ("shard", "gateway", "pipeline_schedule", "routes", "offload"):
         if (value := getattr(settings, name)) != getattr(usual, name):
             raise UserError(f"{name} is {value!r}, but a peer of a swarm is one process with one stage; leave it out")

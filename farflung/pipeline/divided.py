@@ -24,7 +24,9 @@ from torch.distributed.pipelining import (
 from farflung.hooks.shards import own_of
 from farflung.inner import MuonAdamW
 from farflung.networks import Traffic
+from farflung.pipeline.ahead import Ahead
 from farflung.pipeline.boundaries import Boundary
+from farflung.pipeline.compiling import eagerly
 from farflung.pipeline.division import Division
 from farflung.pipeline.groups import ProcessGroups
 from farflung.pipeline.island import Island
@@ -78,14 +80,24 @@ class DividedIsland(Island):
             n_microbatches=self._microbatches,
             loss_fn=self.pieces[-1].loss,
         )
+        self._ahead = Ahead(self._prepared)
+
+    @property
+    def waited_s(self) -> float:
+        """See Island."""
+        return self._ahead.waited_s
+
+    def close(self) -> None:
+        """See Island."""
+        self._ahead.close()
 
     def gradients(self, step: int) -> tuple[float, str]:
         """See Island. Unlike in `WholeIsland`, a gradient that is not finite is a fault."""
         settings = self.settings
         self._part.drop_gradients()
-        routes = self._routes(step)
-        for stage in self._stages:
-            stage.begin_step(routes, self._microbatches_at(stage.stage_index, routes, step))
+        routes, batches = self._ahead.at(step)
+        for stage, own in zip(self._stages, batches, strict=True):
+            stage.begin_step(routes, own)
             for parameter in stage.submod.parameters():
                 parameter.grad = None
         losses: list[Tensor] = []
@@ -211,6 +223,11 @@ class DividedIsland(Island):
         group = self.groups.pipeline_group
         return RoutedStage(piece, index, self._count, (entering, leaving), group, transport, self.device)
 
+    def _prepared(self, step: int) -> tuple[Routes, list[list[Tensor]]]:
+        """A step's routes, and the microbatches of each of this process's pieces."""
+        routes = self._routes(step)
+        return routes, [self._microbatches_at(stage.stage_index, routes, step) for stage in self._stages]
+
     def _routes(self, step: int) -> Routes:
         random, replicas = self.settings.routes == "random", self.mesh.replicas
         routes = random_routes(replicas, self.seed, step) if random else fixed_routes(replicas)
@@ -275,7 +292,8 @@ class DividedIsland(Island):
     def _evaluating(self) -> Iterator[None]:
         for piece in self.pieces:
             piece.eval()
-        yield
+        with eagerly(self.settings.compile):
+            yield
         for piece in self.pieces:
             piece.train()
             for module in piece.modules():

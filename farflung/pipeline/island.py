@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from farflung.networks import Traffic
+from farflung.pipeline.ahead import Ahead, OnItsWay, pinned
+from farflung.pipeline.compiling import eagerly
 from farflung.pipeline.mesh import Mesh, MeshCoordinates
 from farflung.pipeline.settings import IslandSettings
 from farflung.workloads.base import Batch, Workload, to
@@ -45,6 +47,15 @@ class Island(Protocol):
         Returns the loss and its fault: "" for none; with a fault, there are no gradients. Raises PeerLostError.
         """
         ...
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds that steps have waited for batches so far."""
+        return 0.0
+
+    def close(self) -> None:
+        """Ends what it does in the background; after it no more gradients are asked for."""
+        return
 
     def slow_link(self) -> str:
         """A warning where the replica's processes are joined by too slow a link; or "". Raises PeerLostError."""
@@ -93,7 +104,10 @@ class Island(Protocol):
 
 @dataclass
 class WholeIsland(Island):
-    """A replica that one process has all of; `seed` is that of batches and samples."""
+    """A replica that one process has all of; `seed` is that of batches and samples.
+
+    With `ahead`, a thread makes batches while the steps before them compute.
+    """
 
     settings: IslandSettings
     workload: Workload
@@ -102,26 +116,38 @@ class WholeIsland(Island):
     coordinates: MeshCoordinates
     seed: int
     device: torch.device
+    ahead: bool = False
     traffic: Traffic = field(default_factory=Traffic)
+
+    def __post_init__(self) -> None:
+        self._ahead = Ahead(self._batches_of) if self.ahead else None
+
+    @property
+    def waited_s(self) -> float:
+        """See Island."""
+        return self._ahead.waited_s if self._ahead else 0.0
+
+    def close(self) -> None:
+        """See Island."""
+        if self._ahead:
+            self._ahead.close()
 
     def gradients(self, step: int) -> tuple[float, str]:
         """See Island."""
-        settings = self.settings
-        ids = self.workload.sample_ids(self.seed, self.coordinates.replica, step, settings.batch_size)
-        batches = [self.workload.batch(part) for part in np.array_split(ids, settings.microbatches or 1)]
-        weigh = getattr(self.workload, "weight", lambda _: 1)
-        weights = [weigh(batch) for batch in batches]
-        total = 0.0
-        for batch, weight in zip(batches, weights, strict=True):
-            loss = self._loss(batch) * (weight / sum(weights))
-            value = float(loss.detach())
-            total += value
-            if not math.isfinite(value):
-                self.model.zero_grad()
-                return total, f"loss is {total}"
+        batches = self._ahead.at(step) if self._ahead else self._batches_of(step)
+        losses: list[Tensor] = []
+        for number, (batch, share) in enumerate(batches, 1):
+            loss = self._loss(batch) * share
+            losses.append(loss.detach())
+            if number == len(batches):
+                told = OnItsWay(torch.stack(losses))  # before the backward pass, which need not be waited for
             torch.autograd.backward(loss)
-        if settings.clip:
-            nn.utils.clip_grad_norm_(self.model.parameters(), settings.clip)
+        if self.settings.clip:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.clip)
+        total = sum(told.read())
+        if not math.isfinite(total):
+            self.model.zero_grad()
+            return total, f"loss is {total}"
         return total, ""
 
     def slow_link(self) -> str:
@@ -145,6 +171,16 @@ class WholeIsland(Island):
         """See Island."""
         return values
 
+    def _batches_of(self, step: int) -> list[tuple[Batch, float]]:
+        """A step's microbatches, and the share of each in the step's loss."""
+        settings, workload = self.settings, self.workload
+        ids = workload.sample_ids(self.seed, self.coordinates.replica, step, settings.batch_size)
+        batches = [workload.batch(part) for part in np.array_split(ids, settings.microbatches or 1)]
+        weigh = getattr(workload, "weight", lambda _: 1)
+        weights = [weigh(batch) for batch in batches]
+        shares = [weight / sum(weights) for weight in weights]
+        return list(zip(map(pinned, batches) if self.device.type == "cuda" else batches, shares, strict=True))
+
     def _loss(self, batch: Batch) -> Tensor:
         with self._precision():
             return self.workload.loss(self.model, to(batch, self.device))
@@ -156,7 +192,7 @@ class WholeIsland(Island):
     def _evaluating(self) -> Iterator[None]:
         self.model.eval()
         try:
-            with torch.no_grad():
+            with torch.no_grad(), eagerly(self.settings.compile):
                 yield
         finally:
             self.model.train()

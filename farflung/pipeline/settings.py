@@ -47,6 +47,8 @@ class IslandSettings(Checked):
     """Largest norm of a replica's gradient; 0 does not clip."""
     precision: Literal["float32", "bfloat16"] = "float32"
     """Number format that the model computes in; weights stay float32."""
+    compile: bool = setting(False, may_differ=AFTER_RESUME | BETWEEN_MACHINES | BETWEEN_PEERS)
+    """Compile the model's layers (torch.compile): slower to start, faster steps; the last bits differ (docs: Speed)."""
     recompute: bool = False
     """Keep no layer's inner activations; compute them again in the backward pass."""
     stages: int = setting(1, least=1, may_differ=AFTER_RESUME | BETWEEN_PEERS)

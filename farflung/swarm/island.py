@@ -131,6 +131,12 @@ class SwarmIsland:
                 nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.clip)
         return self._loss, ""
 
+    waited_s = 0.0
+    """See Island: its microbatches come by themselves."""
+
+    def close(self) -> None:
+        """See Island: `leave` does."""
+
     def slow_link(self) -> str:
         """See Island."""
         return ""

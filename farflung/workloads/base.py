@@ -27,7 +27,8 @@ class Workload(Protocol):
     length, and a replica sees one of them. Making it reads no data; the first use of data reads it, once.
 
     Where the microbatches of a step do not count the same, it has `weight(batch)`: what a batch's mean loss was taken
-    over, such as its number of tokens.
+    over, such as its number of tokens. Where they can be counted, it has `operations(recompute)`: those that training
+    on one unit takes, with all layers' forward passes computed twice or once.
     """
 
     Settings: Any
@@ -205,9 +206,9 @@ Forward = Callable[[Tensor, Callable[[Tensor], Tensor], int], Tensor]
 
 
 def to(batch: Batch, device: torch.device) -> Batch:
-    """A batch on a device."""
+    """A batch on a device. The host does not wait for the copy from pinned memory to a GPU."""
     if isinstance(batch, Tensor):
-        return batch.to(device)
+        return batch.to(device, non_blocking=device.type == "cuda")
     if isinstance(batch, Mapping):
         return {key: to(value, device) for key, value in batch.items()}
     return type(batch)(to(value, device) for value in batch)
