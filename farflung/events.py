@@ -105,6 +105,10 @@ class StepEvent(ProgressEvent):
     """Seconds so far that the replica stood waiting for others; of an island, the mean of its processes."""
     refused: dict[str, int] | None = None
     """On the internet, what this peer has refused so far, by why."""
+    mfu: float | None = None
+    """Model FLOP utilisation since the line before: the share, 0 to 1, of what the devices compute at best."""
+    spent: dict[str, float] | None = None
+    """Where the process's seconds since the line before went: gradients, optimizer, batches, others, and so on."""
     peak_memory: int | None = None
     """The most bytes that the process has held so far: of its GPU, or else of the machine's memory."""
 
@@ -191,6 +195,8 @@ class CheckpointEvent(Event):
     kind = "checkpoint"
     seconds: float
     """How long that took."""
+    delayed: float | None = None
+    """Seconds of it that the step waited for; None in a loop of one's own, which waits for all of it."""
 
 
 @dataclass(frozen=True, kw_only=True)

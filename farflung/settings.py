@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -75,8 +76,32 @@ class RunSettings(Checked):
         "first", may_differ=AFTER_RESUME | BETWEEN_MACHINES | BETWEEN_PEERS
     )
     """Whose figures trackers get: the first replica's, or those of all, each as its own run in one group."""
+    device_tflops: float | None = setting(None, above=0, may_differ=AFTER_RESUME | BETWEEN_MACHINES | BETWEEN_PEERS)
+    """10^12 operations a second of each device at best, for the model FLOP utilisation (MFU); unset: known cards'."""
+    profile: str = setting("", may_differ=AFTER_RESUME | BETWEEN_MACHINES | BETWEEN_PEERS)
+    """Write a trace of these steps, such as 20..22, into the run folder; Perfetto shows it (docs: Speed)."""
+    profile_replicas: Literal["first", "all"] = setting(
+        "first", may_differ=AFTER_RESUME | BETWEEN_MACHINES | BETWEEN_PEERS
+    )
+    """Whose steps are traced: the first replica's, or those of all."""
     text_share: float = setting(0.02, least=0, most=1, may_differ=AFTER_RESUME | BETWEEN_MACHINES | BETWEEN_PEERS)
     """The share of its time, 0 to 1, that the first replica, or a peer, may spend on writing sample text."""
+
+    def __post_init__(self) -> None:
+        """Raises UserError."""
+        super().__post_init__()
+        _ = self.profiled
+
+    @property
+    def profiled(self) -> range:
+        """The steps to trace, counted from 1. Raises UserError."""
+        if not self.profile:
+            return range(0)
+        found = re.fullmatch(r"([1-9]\d*)(?:(?:\.\.|-)([1-9]\d*))?", self.profile)
+        first, last = (int(found[1]), int(found[2] or found[1])) if found else (1, 0)
+        if last < first:
+            raise UserError(f"profile is {self.profile!r}; give the first and the last step to trace, such as 20..22")
+        return range(first, last + 1)
 
 
 @dataclass(frozen=True)

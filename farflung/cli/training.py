@@ -344,11 +344,21 @@ def tell_result(folder: Path, to: TextIO | None = None, simulated: bool = False)
     between = f"; from stage to stage: {crossed / 1e6:,.1f} MB" if crossed else ""
     print(
         f"\n{_losses(summary)}\n"
-        f"{traffic}{between}\n{took}{without}\n"
+        f"{_speed(summary)}{traffic}{between}\n{took}{without}\n"
         f"{_sample_of(summary)}"
         f"run folder {folder}\nreport     {_report_of(folder)}",
         file=to,
     )
+
+
+def _speed(summary: dict[str, Any]) -> str:
+    """Its units a second, and where the time went, as lines."""
+    from farflung.report.numbers import shares
+
+    if not (spent := summary.get("spent")):
+        return ""  # simulated, or of an earlier version
+    used = f", {mfu:.1%} of the devices' peak (MFU)" if (mfu := summary.get("mfu")) else ""
+    return f"{summary['tokens_per_second']:,.0f} {summary['units']}/s{used}; time went to {shares(spent)}\n"
 
 
 def _losses(summary: dict[str, Any]) -> str:

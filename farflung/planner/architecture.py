@@ -16,7 +16,7 @@ from farflung.pipeline.balance import spans
 from farflung.pipeline.boundaries import boundary_named
 from farflung.workloads import Language, models
 from farflung.workloads.base import Span
-from farflung.workloads.decoder import anatomy, is_tied, loads
+from farflung.workloads.decoder import anatomy, attention_of, is_tied, loads, operations_of
 from farflung.workloads.experts import active_shares, chosen_experts
 from farflung.workloads.settings import LanguageSettings
 from farflung.workloads.subspace import constrain, subspace_of
@@ -130,7 +130,7 @@ class Architecture:
         """
         layers = sum(layer.work for layer in self.layers[span.begin : span.end])
         attention = (span.end - span.begin) * self.attention * sequence_length
-        return (8 if recompute else 6) * (layers + attention) + (6 * self.last.work if span.last else 0.0)
+        return operations_of(layers + attention, self.last.work if span.last else 0.0, recompute)
 
 
 def architecture_of(
@@ -172,7 +172,7 @@ def architecture(name: str, model: Any) -> Architecture:
         first=part((p for p in outside if id(p) in looked_up), works=False),
         last=Block(last.shapes, last.work + (math.prod(tied) if tied else 0)),
         hidden=settings.hidden_size,
-        attention=_attention(settings),
+        attention=attention_of(settings),
         vocabulary=settings.vocab_size,
         tied=tied,
         active=sum(shares.get(id(p), 1.0) * p.numel() for p in model.parameters()),
@@ -192,11 +192,3 @@ def _anatomy(name: str, model: Any) -> tuple[nn.ModuleList, list[nn.Module], Any
             raise UserError(f"model {name!r} has no list of layers; the planner knows decoders that have") from None
         layers = max(lists, key=lambda module: sum(p.numel() for p in module.parameters()))
         return layers, [model.get_input_embeddings()], model.get_output_embeddings()
-
-
-def _attention(settings: Any) -> int:
-    """Numbers in a token's queries and values, whose heads may have other widths than hidden / heads."""
-    heads = getattr(settings, "num_attention_heads", 0)
-    usual = getattr(settings, "head_dim", None) or settings.hidden_size // max(heads, 1)
-    widths = (getattr(settings, name, None) or usual for name in ("qk_head_dim", "v_head_dim"))
-    return int(heads * sum(widths))

@@ -15,7 +15,7 @@ from farflung.methods import RECIPES, defaults_of
 from farflung.report import figures
 from farflung.report.comparison import best_of, bits_per_byte, verdict
 from farflung.report.islands import islands_table, wide_table
-from farflung.report.numbers import nbytes, number
+from farflung.report.numbers import nbytes, number, shares
 from farflung.report.page import page, picture, plotly_inside, plotly_shared
 from farflung.report.peers import last_told
 from farflung.report.read import Run, missing_from, read_run
@@ -30,6 +30,12 @@ _LOSSES_OF_REPLICAS: _Rows = [
     ("validation loss of their averaged weights", lambda s: number(s["validation_loss_averaged"])),
     ("validation loss, each replica", lambda s: ", ".join(map(number, s["validation_loss_per_replica"]))),
 ]
+_SPEED: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
+    "tokens_per_second": ("trained on in a second, by all replicas", lambda s: f"{s['tokens_per_second']:,.0f}"),
+    "mfu": ("of the devices' peak (MFU)", lambda s: f"{s['mfu']:.1%}"),
+    "spent": ("where the replicas' time went", lambda s: shares(s["spent"])),
+}
+"""Rows of what only newer runs tell, or some, by its key in summaries."""
 
 _DISTANCE_NOTE = (
     "<p>How far the replicas' weights are from their mean: the root mean square over a sample of weights. It is "
@@ -121,6 +127,7 @@ def _results(runs: list[Run]) -> str:
         ("consensus distance", _distance),
     ]
     results = [run.results() for run in runs]
+    rows += [row for key, row in _SPEED.items() if any(key in result for result in results)]
     bits = [bits_per_byte(run, run.results().get("validation_loss")) for run in runs]
     cells = [[escape(label), *(escape(_known(text, result)) for result in results)] for label, text in rows]
     if any(bits):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 from rich.console import Console, Group, RenderableType
@@ -16,7 +17,7 @@ from rich.text import Text
 from farflung.durations import duration
 from farflung.events import EvaluationEvent, Event, StartEvent, StepEvent, WarningEvent
 from farflung.report import peers
-from farflung.report.numbers import nbytes, number
+from farflung.report.numbers import nbytes, number, shares
 from farflung.report.read import Run, mean
 
 PLAIN_SECONDS, PLAIN_SHARE = 10.0, 0.05
@@ -124,12 +125,14 @@ def table(run: Run) -> Table:
     """One row a replica: its losses, its speed, and what it has sent and waited for."""
     shown = Table(box=None, padding=(0, 2, 0, 0))
     alone, crosses = run.is_one_peer, run.boundary_bytes > 0
+    measured = any(step.mfu for replica in run.replicas for step in run.of(replica, StepEvent)[-1:])
     for heading in (
         "" if alone else "replica",
         "step",
         "loss",
         "validation",
         f"{run.units}/s",
+        *(["MFU"] if measured else []),
         "rounds",
         "sent",
         *(["to stages"] if crosses else []),
@@ -146,13 +149,24 @@ def table(run: Run) -> Table:
                 number(last.loss),
                 validation,
                 f"{last.tokens_per_second:,.0f}",
+                *([f"{last.mfu or 0:.1%}"] if measured else []),
                 str(last.rounds),
                 nbytes(last.bytes_sent),
                 *([nbytes(last.boundary_bytes)] if crosses else []),
                 duration(last.seconds_blocked),
             )
         else:
-            values = ("0", "…", validation, "…", "0", nbytes(0), *([nbytes(0)] if crosses else []), duration(0))
+            values = (
+                "0",
+                "…",
+                validation,
+                "…",
+                *(["…"] if measured else []),
+                "0",
+                nbytes(0),
+                *([nbytes(0)] if crosses else []),
+                duration(0),
+            )
         shown.add_row("this peer" if alone else str(replica), *values)
     return shown
 
@@ -166,6 +180,7 @@ def plain_line(run: Run) -> str:
         f"step {_slowest_step(run)}/{_steps(run)}{_of_whom(run)}",
         f"loss {number(mean([event.loss for event in last]))}",
         f"{sum(event.tokens_per_second for event in last):,.0f} {run.units}/s",
+        *([f"MFU {sum(used) / len(used):.1%}"] if (used := [event.mfu for event in last if event.mfu]) else []),
         f"sent {'' if run.is_one_peer or run.elsewhere or len(run.replicas) == 1 else 'by all '}{nbytes(sent)}"
         + (" (no round yet)" if sent and not held else ""),
         *([f"from stage to stage {nbytes(run.boundary_bytes)}"] if run.boundary_bytes else []),
@@ -181,6 +196,12 @@ def _of_whom(run: Run) -> str:
 
 def _notes(run: Run) -> list[Text]:
     notes = []
+    spent = Counter[str]()
+    for replica in run.alive:
+        for last in run.of(replica, StepEvent)[-1:]:
+            spent.update(last.spent or {})
+    if spent:
+        notes.append(Text(f"time goes to {shares(spent)}"))
     for step, distance in list(run.consensus_distance().items())[-1:]:
         often = f", each {every} steps" if (every := run.settings.get("eval_every")) else ""
         measured = f"of sampled weights, measured with the validation loss{often}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 
 def number(value: float | None, digits: int = 4) -> str:
     """A number for people; None, which events have for NaN and infinity, in words."""
@@ -15,3 +17,16 @@ def nbytes(count: float) -> str:
             return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1000
     return f"{count:.1f} TB"
+
+
+LEAST_SHARE = 0.005
+"""Smaller shares are left out."""
+
+
+def shares(seconds: Mapping[str, float]) -> str:
+    """What time went to, the most first, in percent."""
+    whole = sum(seconds.values())
+    told = sorted(
+        ((spent / whole, what) for what, spent in seconds.items() if spent > LEAST_SHARE * whole), reverse=True
+    )
+    return ", ".join(f"{what} {share:.0%}" for share, what in told)

@@ -118,9 +118,12 @@ class EventLog:
         return self._clock() - self.origin
 
     def size(self) -> int:
-        """Bytes written so far, safe on disk: what `keep` takes."""
-        os.fsync(self._file.fileno())
+        """Bytes written so far: what `keep` takes, once they are flushed to the disk."""
         return self._file.seek(0, os.SEEK_END)
+
+    def flush_to_disk(self) -> None:
+        """Returns when all that was written is safe on the disk; any thread may call it. Raises OSError."""
+        os.fsync(self._file.fileno())
 
     def flush(self) -> None:
         """Writes what still waits for room. Raises OSError where there is none."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,7 @@ def _own_facts(trainer: Trainer) -> dict[str, Any]:
         "blocked": blocked / island.settings.processes,
         "rounds": trainer.progress.rounds,
         "seconds": seconds,
+        **trainer.log.speed(),
     }
 
 
@@ -142,8 +144,19 @@ def _summary(
         "rounds": max(fact["rounds"] for fact in facts),
         "seconds": max(fact["seconds"] for fact in facts),
         "seconds_blocked": sum(fact["blocked"] for fact in facts) / count,
+        **_speed(facts),
         **({"weight_spread": (sum(fact["deviation"] for fact in facts) / count) ** 0.5} if count > 1 else {}),
     }
+
+
+def _speed(facts: list[dict[str, Any]]) -> dict[str, Any]:
+    """The replicas' units a second together, their mean MFU where it is known, and where their time went."""
+    spent, used = Counter[str](), [fact["mfu"] for fact in facts if fact["mfu"]]
+    for fact in facts:
+        spent.update(fact["spent"])
+    together = {"tokens_per_second": sum(fact["speed"] for fact in facts)}
+    mfu = {"mfu": sum(used) / len(used)} if used else {}
+    return together | mfu | ({"spent": dict(spent.most_common())} if spent else {})
 
 
 def finish_apart(settings: Settings, folder: Path, ended: Mapping[int, Path], device: torch.device) -> None:
@@ -175,6 +188,9 @@ def finish_apart(settings: Settings, folder: Path, ended: Mapping[int, Path], de
                 "seconds": told["seconds"],
                 "parameters": told["parameters"],
                 "deviation": apart / max(numel, 1),
+                "speed": told.get("tokens_per_second", 0.0),
+                "mfu": told.get("mfu"),
+                "spent": told.get("spent", {}),
             }
         )
     summary = _summary(settings, island, workload, settings.run.steps, facts) | {"sample": island.sample()}

@@ -77,6 +77,7 @@ def _shared(settings: Settings) -> dict[str, object]:
         raise UserError("an independent replica is one process; leave out --stages, --shard, --islands and --offload")
     usual = {"replicas": RunSettings.replicas, "restarts": NetworkSettings.restarts, "independent": False}
     shared = peer.shared_settings(settings.changed(**usual))
+    shared |= {name: value for name, value in settings.changes().items() if name in peer.OF_A_MACHINE}
     launch.check_settings(settings.changed(network="internet"))
     for line in launch.cautions(settings):
         say(line)

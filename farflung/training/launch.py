@@ -28,6 +28,7 @@ from farflung.inner import INNER
 from farflung.networks import ReplicaDiedError, SimulatedNetwork, Simulation, TorchNetwork
 from farflung.pipeline import Mesh
 from farflung.pipeline.check import check
+from farflung.pipeline.compiling import check_compiler
 from farflung.settings import Settings, settings_toml
 from farflung.signals import Interrupt, Interrupted, on_stop_signals, stop_signals
 from farflung.training import beginning, checkpoint
@@ -78,12 +79,14 @@ def check_settings(settings: Settings) -> None:
     """Refuses settings that cannot work, as far as can be seen before the start. Raises UserError."""
     settings.method()
     _check_groups(settings)
+    _check_profile(settings)
     check_network(settings)
     workload = settings.made_workload()
     workload.check()
     _check_island(settings)
     check(settings.island, workload, settings.run.seed)
-    pick_device(settings.run.device, 0)
+    if pick_device(settings.run.device, 0).type == "cpu" and settings.island.compile:
+        check_compiler()
 
 
 def _check_groups(settings: Settings) -> None:
@@ -91,6 +94,15 @@ def _check_groups(settings: Settings) -> None:
     size, replicas = settings.rounds.group_size, settings.run.replicas
     if size is not None and size > replicas and not settings.network.kind.elastic:
         raise UserError(f"group_size is {size}, but replicas is {replicas}; choose a group_size of at most {replicas}")
+
+
+def _check_profile(settings: Settings) -> None:
+    """Refuses to trace steps that there are not, or of replicas that share a process. Raises UserError."""
+    run = settings.run
+    if run.profile and settings.network.kind.simulate:
+        raise UserError(f"profile is {run.profile}, but simulated replicas take turns in one process; leave it out")
+    if run.profile and run.profiled[-1] > run.steps:
+        raise UserError(f"profile is {run.profile}, but the run has {run.steps} steps; give steps up to {run.steps}")
 
 
 def _check_island(settings: Settings) -> None:

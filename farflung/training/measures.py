@@ -6,6 +6,8 @@ import contextlib
 import math
 import resource
 import sys
+import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 
 import torch
@@ -13,6 +15,7 @@ import torch
 from farflung.hooks.layouts import Layout
 from farflung.hooks.shards import own_of
 from farflung.networks import Network
+from farflung.pipeline import Island
 
 
 @torch.no_grad()
@@ -48,8 +51,9 @@ class Rate:
 
     def __init__(self, network: Network) -> None:
         self._network = network
-        self._units = 0
+        self._units = self._all_units = 0
         self._since = network.now()
+        self._seconds = 0.0
 
     def count(self, units: int) -> None:
         """Counts units that were trained on."""
@@ -65,6 +69,74 @@ class Rate:
     def take(self) -> float:
         """The rate since this was last asked for."""
         now = self._network.now()
-        rate = self._units / max(now - self._since, 1e-9)
+        seconds = max(now - self._since, 1e-9)
+        rate = self._units / seconds
+        self._all_units, self._seconds = self._all_units + self._units, self._seconds + seconds
         self._units, self._since = 0, now
         return rate
+
+    def mean(self) -> float:
+        """The rate of all that was asked for so far."""
+        return self._all_units / max(self._seconds, 1e-9)
+
+
+class Spent:
+    """Where the time of a process's training goes, in seconds.
+
+    What steps wait for others, or for their batches, is told apart from the work in which they wait. `told` sums up
+    what was told so far.
+    """
+
+    def __init__(self, network: Network, island: Island) -> None:
+        self._network, self._island = network, island
+        self._seconds, self.told = defaultdict[str, float](float), defaultdict[str, float](float)
+        self._since = time.perf_counter()
+
+    @contextlib.contextmanager
+    def on(self, what: str) -> Iterator[None]:
+        """A context whose time goes to something."""
+        before = self._now()
+        yield
+        at, blocked, waited = (now - then for now, then in zip(self._now(), before, strict=True))
+        for cause, seconds in ((what, max(at - blocked - waited, 0.0)), ("others", blocked), ("batches", waited)):
+            self._seconds[cause] += seconds
+
+    def take(self) -> dict[str, float]:
+        """The seconds since this was last asked for; `rest` is what goes to nothing that has a name."""
+        now = time.perf_counter()
+        told = {what: round(seconds, 6) for what, seconds in self._seconds.items() if seconds > 0}
+        told["rest"] = round(max(now - self._since - sum(self._seconds.values()), 0.0), 6)
+        self._seconds.clear()
+        self._since = now
+        for what, seconds in told.items():
+            self.told[what] += seconds
+        return told
+
+    def _now(self) -> tuple[float, float, float]:
+        return time.perf_counter(), self._network.traffic.seconds_blocked, self._island.waited_s
+
+
+PEAKS = {
+    "B200": (2250, 75),
+    "H200": (989, 67),
+    "H100 PCIe": (756, 51),
+    "H100": (989, 67),
+    "A100": (312, 19.5),
+    "L40S": (362, 91.6),
+    "L4": (121, 30.3),
+    "A10": (125, 31.2),
+    "RTX 4090": (165, 82.6),
+    "RTX 3090": (71, 35.6),
+    "MI300X": (1307, 163),
+}
+"""What cards compute at best, by their names: 10^12 operations a second, dense, in bfloat16 and in float32."""
+
+
+def peak_tflops(device: torch.device, precision: str) -> float | None:
+    """What a device computes at best in a precision, 10^12 operations a second; None where that is not known."""
+    if device.type != "cuda":
+        return None
+    name = f" {torch.cuda.get_device_name(device)} "
+    # "NVIDIA A10" is no A100, and "NVIDIA H100 80GB HBM3" has more words.
+    known = next((peaks for card, peaks in PEAKS.items() if f" {card} " in name.replace("-", " ")), None)
+    return known[precision == "float32"] if known else None

@@ -43,6 +43,9 @@ TICKET_SECONDS = 10.0
 
 LAST_PORT = 65535
 
+OF_A_MACHINE = ("compile", "device_tflops", "profile", "profile_replicas")
+"""Settings of how a peer's own machine computes, which a ticket does not tell others."""
+
 
 def shared_settings(settings: Settings) -> dict[str, Any]:
     """The settings that a ticket holds: those that are not at their defaults. Raises UserError."""
@@ -62,7 +65,7 @@ def shared_settings(settings: Settings) -> dict[str, Any]:
     if settings.island.swarm:
         launch.check_settings(settings.changed(network="internet"))
     settings = settings.with_settled_workload()
-    own = {"out": "", "track": "", "track_replicas": RunSettings.track_replicas, "max_hours": None}
+    own = {name: Settings().flat()[name] for name in ("out", "track", "track_replicas", "max_hours", *OF_A_MACHINE)}
     return settings.changed(**own, network=NetworkSettings.network).changes()
 
 

@@ -164,6 +164,7 @@ class RunFolder:
         began = time.monotonic()
         state = self._state(outer, {name: plain(value, name) for name, value in own.items()})
         try:
+            self._events.flush_to_disk()
             checkpoint.write(checkpoint.path_of(self.folder, outer.step, self._stem), state)
         except OSError as error:
             fault = f"no checkpoint of step {outer.step}: {error.strerror or error}; see to {self.folder}"

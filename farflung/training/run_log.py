@@ -7,6 +7,7 @@ import dataclasses
 import socket
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,7 +32,7 @@ from farflung.pipeline import Island
 from farflung.pipeline.island import Ledger
 from farflung.settings import Settings
 from farflung.training.events import EventLog
-from farflung.training.measures import Rate, peak_memory, sampled
+from farflung.training.measures import Rate, Spent, peak_memory, peak_tflops, sampled
 from farflung.training.writing import Writing
 from farflung.workloads import Workload
 
@@ -72,6 +73,9 @@ class RunLog:
 
     def __post_init__(self) -> None:
         self.rate = Rate(self.network)
+        self.spent = Spent(self.network, self.island)
+        self._share_of_peak = 0.0
+        """The share of the devices' peak that a unit a second is; 0 where it is not known."""
         self._told_why_alone = set[str]()
         self._alone = 0
         """Rounds in a row that it has sat out while others were there."""
@@ -89,6 +93,7 @@ class RunLog:
     def start(self, device: torch.device, resumed: bool) -> None:
         """The process begins, or goes on."""
         settings, island = self.settings, self.island
+        self._share_of_peak = self._share_of(device)
         shape = island.mesh.shape(island.coordinates.replica)
         own = sum(p.numel() for p in trainable(island.model).values())
         self.events.write(
@@ -119,6 +124,7 @@ class RunLog:
         """An inner step that is to be told of."""
         network, island, progress = self.network, self.island, self.progress
         speed, refused = self.rate.take(), {}
+        spent = self.spent.take()
         if elastic := network.elastic:
             refused = dict(elastic.refused)
             told = {"loss": loss, "tokens_per_second": speed, "rounds": progress.rounds}
@@ -139,10 +145,18 @@ class RunLog:
                 boundary_bytes=round(boundary),
                 seconds_blocked=blocked / island.settings.processes,
                 refused=refused or None,
-                # Replicas that are simulated share their process's memory, and what it is differs from run to run.
+                mfu=speed * self._share_of_peak or None,
+                # Replicas that are simulated share their process, whose figures differ from run to run.
+                spent=None if network.timed else spent,
                 peak_memory=peak_memory(device) if self.settings.network.network == "torch" else None,
             )
         )
+
+    def speed(self) -> dict[str, Any]:
+        """The units a second since this process has started, the MFU where it is known, and where its time went."""
+        speed = self.rate.mean()
+        spent = {} if self.network.timed else {what: round(seconds, 3) for what, seconds in self.spent.told.items()}
+        return {"speed": speed, "mfu": speed * self._share_of_peak or None, "spent": spent}
 
     def learnt(self, ledger: Ledger) -> None:
         """A step has learnt from microbatches that came from other processes."""
@@ -175,7 +189,7 @@ class RunLog:
 
     def evaluate(self) -> float | None:
         """Judges the weights as they are now, and writes some of them down. Returns the validation loss, if any."""
-        with self.rate.paused():
+        with self.rate.paused(), self.spent.on("evaluations"):
             if (loss := self.island.evaluate()) is None:
                 return None
             sample = self._sampled_weights().numpy().astype(np.dtype("<f4"))
@@ -192,13 +206,15 @@ class RunLog:
 
     def text(self, writing: Writing, device: torch.device) -> None:
         """Has the model write something, where it can."""
-        with self.rate.paused():
+        with self.rate.paused(), self.spent.on("texts"):
             if text := writing.text(device):
                 self.events.write(TextEvent(step=self.progress.step, text=text))
 
-    def checkpoint(self, seconds: float) -> None:
-        """A checkpoint was written, in so long."""
-        self.events.write(CheckpointEvent(step=self.progress.step, seconds=seconds))
+    def checkpoint(self, step: int, seconds: float, delayed: float) -> None:
+        """A checkpoint was written, in so long, of which its step waited so long."""
+        if self.network.timed:  # whose runs are the same each time
+            seconds = delayed = 0.0
+        self.events.write(CheckpointEvent(step=step, seconds=seconds, delayed=delayed))
 
     def joined(self, seconds: float) -> None:
         """The others' state was taken."""
@@ -211,6 +227,15 @@ class RunLog:
     def end(self, reason: str) -> None:
         """The process trains no more."""
         self.events.write(EndEvent(step=self.progress.step, reason=reason))
+
+    def _share_of(self, device: torch.device) -> float:
+        """The share of what the replica's devices compute at best that a unit a second is; 0 where it is not known."""
+        island = self.settings.island
+        peak = self.settings.run.device_tflops or peak_tflops(device, island.precision)
+        count = getattr(self.workload, "operations", None)  # a swarm's peer does not compute a whole model
+        if self.network.timed or not peak or count is None or island.swarm:
+            return 0.0
+        return float(count(island.recompute) or 0.0) / (1e12 * peak * self.island.settings.processes)
 
     def _total(self, value: float) -> int:
         """The sum of a whole number over the replica's processes."""

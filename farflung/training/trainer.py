@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from pathlib import Path
 
@@ -12,17 +13,21 @@ from farflung.inner import names_of
 from farflung.networks import Network
 from farflung.outer import Round, Session
 from farflung.outer.elastic import CATCH_UP_SECONDS
+from farflung.pipeline.compiling import telling_of_compilers
 from farflung.settings import Settings
 from farflung.training import checkpoint
 from farflung.training.checkpoint import Checkpoint
 from farflung.training.events import EventLog, losses
 from farflung.training.kept import Coordination
 from farflung.training.learning_rate import lr_scale
+from farflung.training.profiling import Profile
 from farflung.training.resharding import buffer_names, load_state, whole_rounds
 from farflung.training.run_log import Progress, RunLog
+from farflung.training.saving import Saving
 from farflung.training.seats import seated
 from farflung.training.stopping import StoppedError, seconds_here
 from farflung.training.tail import TailAverage
+from farflung.training.terminal import say
 from farflung.training.writing import Writing
 from farflung.workloads import Workload
 
@@ -76,8 +81,12 @@ class Trainer:
             network.timed.resume(self._saved["clock"])
         events = self._event_log(network, resume_step)
         self.log = RunLog(settings, self.workload, self.island, self.network, events, self.progress)
-        self._resumed = resume_step is not None
+        # Replicas that are simulated write at moments of their own clock, and there may be many.
+        self.saving = Saving(folder, self.file_stem, events.flush_to_disk, background=not network.timed)
         first = coordinates.replica == 0 or network.elastic is not None
+        traced = settings.run.profiled if settings.run.profile_replicas == "all" or first else range(0)
+        self.profile = Profile(traced, folder / "profile" / f"{self.file_stem}-steps-{settings.run.profile}.json")
+        self._resumed = resume_step is not None
         # All processes of an island would have to agree on the time; and a simulated run is the same each time.
         writes = first and not (settings.island.divided or network.timed) and device.type in ("cpu", "cuda")
         self.writing = Writing(self.island, settings.run.text_share if writes else 0.0)
@@ -108,57 +117,87 @@ class Trainer:
             step_weight=float(self.log.units_per_step),
             on_round=self._after_round,
         )
-        with session:
-            if self._saved:
-                self._restore(self._saved, session)
-            if catch_up:
-                self._catch_up(session)
-            while self.step < self.settings.run.steps:
-                self._train_step(session)
-        self.island.after_step()  # leaving has applied what was pending
-        self.island.stay()
-        self._loss = self.log.evaluate()  # first, so that the events that go with the checkpoint tell of it
-        self.save(session)
-        self.log.end("finished")
+        with contextlib.closing(self.saving):
+            with contextlib.closing(self.island), session:
+                if self._saved:
+                    self._restore(self._saved, session)
+                if catch_up:
+                    self._catch_up(session)
+                while self.step < self.settings.run.steps:
+                    self._train_step(session)
+            self.island.after_step()  # leaving has applied what was pending
+            self.island.stay()
+            self._loss = self.log.evaluate()  # first, so that the events that go with the checkpoint tell of it
+            self.save(session)
+            self._end_saving(wait=True)
+            self.log.end("finished")
 
     def _train_step(self, session: Session) -> None:
-        run, progress, before = self.settings.run, self.progress, self.step
+        before, number = self.step, self.step + 1
         self._loss = None
-        loss, fault = self.island.gradients(progress.trained)
+        with self.profile.step(number):
+            loss, lr = self._computed(session)
+            self.progress.trained += 1
+            self._tell(loss, lr)
+        self._end_profile(number)
+        self._judge_and_keep(session, before)
+
+    def _computed(self, session: Session) -> tuple[float, float]:
+        """Takes an inner step. Returns its loss and its learning rate."""
+        spent = self.log.spent
+        with spent.on("gradients"), telling_of_compilers(self.settings.island.compile):
+            loss, fault = self.island.gradients(self.progress.trained)
         self._count(session)
-        lr = self.lr * lr_scale(self.settings.inner, self.step, run.steps)
+        lr = self.lr * lr_scale(self.settings.inner, self.step, self.settings.run.steps)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         if fault:
             # Without gradients the optimizer changes nothing, but the step still counts for the rounds.
             self.log.warn(f"{fault} at step {self.step + 1}: its gradient is not used")
             session.spoil(f"{fault} at step {self.step + 1}")
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        self.island.after_step()
+        with spent.on("optimizer"):
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.island.after_step()
         self._count(session)
-        progress.trained += 1
+        return loss, lr
+
+    def _tell(self, loss: float, lr: float) -> None:
+        """Writes the events that are due after a step."""
+        run = self.settings.run
         self.log.rate.count(self.log.units_per_step)
         self.log.learnt(self.island.ledger())
+        if self.progress.trained % run.log_every == 0 or self.step >= run.steps:
+            self.log.step(loss, lr, self.device)
+            if self.writing.due():
+                self.log.text(self.writing, self.device)
+
+    def _end_profile(self, number: int) -> None:
+        try:
+            if self.profile.written(number):
+                say(f"trace of steps {self.settings.run.profile}: {self.profile.path}; open it at ui.perfetto.dev")
+        except (OSError, RuntimeError) as error:
+            self.log.warn(f"no trace of steps {self.settings.run.profile}: {error}")
+
+    def _judge_and_keep(self, session: Session, before: int) -> None:
+        """After a step: evaluates, writes a checkpoint, or stops where it is due. Raises StoppedError."""
+        run, last = self.settings.run, self.step >= self.settings.run.steps
 
         def comes(every: int) -> bool:
             """Whether a multiple was reached or passed."""
             return self.step // every > before // every
 
-        last = self.step >= run.steps
-        if progress.trained % run.log_every == 0 or last:
-            self.log.step(loss, lr, self.device)
-            if self.writing.due():
-                self.log.text(self.writing, self.device)
         if comes(run.eval_every) and not last:
             session.average_buffers()
             self._loss = self.log.evaluate()
+        self._end_saving(wait=False)
         if run.checkpoint_every and comes(run.checkpoint_every) and not last:
             self.save(session)
         if run.max_hours and seconds_here() > 3600 * run.max_hours:
             self.stop.request()
         if self.stop.due_after(self.process, self.step) and not last:
             self.save(session)
+            self._end_saving(wait=True)
             self.log.end("stopped")
             raise StoppedError(f"stopped after step {self.step}")
 
@@ -169,18 +208,23 @@ class Trainer:
         self.progress.step = min(session.step, self.settings.run.steps)
 
     def save(self, session: Session) -> None:
-        """Writes this process's part of a checkpoint, and removes those that nobody needs any more."""
-        with self.log.rate.paused():
-            began = self.network.now()
-            try:
-                checkpoint.save(self.folder, self.step, self.file_stem, self._state(session))
-            except OSError as error:
-                fault = error.strerror or error
-                self.log.warn(f"no checkpoint of step {self.step}: {fault}; see to {self.folder}; the last one stays")
-                return
-            self.kept.add(self.process, self.step, self._loss)
-            self.prune()
-            self.log.checkpoint(self.network.now() - began)
+        """Has this process's part of a checkpoint written; the one before is waited for."""
+        with self.log.rate.paused(), self.log.spent.on("checkpoints"):
+            self._end_saving(wait=True)
+            self.saving.begin(self.step, self._state(session), self._loss)
+
+    def _end_saving(self, wait: bool) -> None:
+        """Tells of the last checkpoint once it is written, and removes those that nobody needs any more."""
+        if (saved := self.saving.ended(wait)) is None:
+            return
+        if saved.fault:
+            self.log.warn(
+                f"no checkpoint of step {saved.step}: {saved.fault}; see to {self.folder}; the last one stays"
+            )
+            return
+        self.kept.add(self.process, saved.step, saved.loss)
+        self.prune()
+        self.log.checkpoint(saved.step, saved.seconds, saved.delayed)
 
     def prune(self) -> None:
         """Removes old checkpoints but the best, once all are known to have as many newer ones as are to be kept."""

@@ -159,6 +159,29 @@ def loads(model: Any) -> tuple[list[Load], Load, Load]:
     return [load(layer) for layer in parts[parts.layers]], before, after
 
 
+def operations(model: Any, sequence_length: int, recompute: bool = False) -> float:
+    """Operations that training takes for one token, see `operations_of`. Raises UserError."""
+    layers, _, after = loads(model)
+    attention = len(layers) * attention_of(model.config.get_text_config()) * sequence_length
+    return operations_of(sum(layer.work for layer in layers) + attention, after.work, recompute)
+
+
+def operations_of(layers: float, head: float, recompute: bool) -> float:
+    """Operations for one token, forward and backward: 6 for each number that it is multiplied with.
+
+    To `recompute` takes one more forward pass through the layers.
+    """
+    return (8 if recompute else 6) * layers + 6 * head
+
+
+def attention_of(settings: Any) -> int:
+    """Numbers in a token's queries and values, whose heads may have other widths than hidden / heads."""
+    heads = getattr(settings, "num_attention_heads", 0)
+    usual = getattr(settings, "head_dim", None) or settings.hidden_size // max(heads, 1)
+    widths = (getattr(settings, name, None) or usual for name in ("qk_head_dim", "v_head_dim"))
+    return int(heads * sum(widths))
+
+
 def keep(model: Any, span: Span) -> None:
     """Removes from a model all that is not in a span. A tied head keeps a copy of the embeddings."""
     parts, tied = anatomy(model), is_tied(model)

@@ -166,6 +166,14 @@ class Language:
         """See Workload: its sequences, or the tokens of answers that are predicted in it."""
         return len(batch) if isinstance(batch, torch.Tensor) else int((batch[1][:, 1:] != chats.IGNORED).sum())
 
+    def operations(self, recompute: bool) -> float | None:
+        """See Workload; None for adapters, and for a model whose parts are not known."""
+        if self.settings.lora:
+            return None
+        with contextlib.suppress(UserError):
+            return decoder.operations(self.outline(), self.settings.sequence_length, recompute)
+        return None
+
     def evaluate(self, model: Any, size: int, device: torch.device) -> float:
         """The mean cross-entropy, in nats a token, of the sequences held out, or of the answers in them."""
         held_out = (torch.split(part, size) for part in _parts(self._held_out))

@@ -109,6 +109,8 @@ def _table(run: Followed) -> str:
         "since round": lambda one: f"{one.step - one.round_steps[-1]} steps" if one.round_steps else DOTS,
         "sent": lambda one: nbytes(one.last.bytes_sent if one.last else 0),
     }
+    if any(one.last and one.last.mfu for one in replicas):
+        columns["MFU"] = lambda one: f"{one.last.mfu:.1%}" if one.last and one.last.mfu else DOTS
     if any(run.state(one) not in OVER for one in replicas):
         columns["heard"] = lambda one: "" if run.state(one) in OVER else f"{duration(one.quiet_s(run.now), 0)} ago"
     if any(one.last and one.last.refused for one in replicas):
