@@ -179,14 +179,13 @@ WANTED = {"INT": "a whole number", "FLOAT": "a number"}
 """What a flag's value must be, by what tyro calls it."""
 
 CALLED_ELSEWHERE = {
-    **dict.fromkeys(("--epochs", "--num-epochs", "--num-train-epochs", "--max-steps"), "--steps"),
-    "--learning-rate": "--lr",
-    "--output-dir": "--out",
-    "--seq-len": "--sequence-length",
-    "--max-length": "--sequence-length",
-    "--bs": "--batch-size",
+    **dict.fromkeys(("epochs", "num_epochs", "num_train_epochs", "max_steps"), "steps"),
+    **dict.fromkeys(("seq_len", "max_length"), "sequence_length"),
+    "learning_rate": "lr",
+    "output_dir": "out",
+    "bs": "batch_size",
 }
-"""What other programs call some of our flags."""
+"""What other programs call some settings."""
 
 
 def _one_line(box: str, arguments: list[str], command: str, known: Collection[str]) -> str:
@@ -211,7 +210,7 @@ def _one_line(box: str, arguments: list[str], command: str, known: Collection[st
         return f"{command} needs {' and '.join(missing)}; see: farflung {command} --help"
     if unknown := flags_among(strays):
         close = re.search(r"^Perhaps you meant:\n+(--[\w-]+)", text, re.MULTILINE)
-        elsewhere = CALLED_ELSEWHERE.get(unknown[0], "")
+        elsewhere = {flag(theirs): flag(own) for theirs, own in CALLED_ELSEWHERE.items()}.get(unknown[0], "")
         meant = elsewhere if elsewhere in known else close[1] if close else ""
         told = f"{command} has no {unknown[0]}; {f'did you mean {meant}? ' if meant else ''}"
         return f"{told}see: farflung {command} --help"
