@@ -11,6 +11,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+from farflung.durations import duration
 from farflung.errors import UserError
 from farflung.files import write_text
 from farflung.methods import RECIPES, defaults_of
@@ -98,9 +99,12 @@ def simulation_table(results: Sequence[Simulated]) -> Table:
 
 
 def pace_line(results: Sequence[Simulated], conditions: str) -> str:
-    """How much longer steps take than without links, method by method."""
-    slowed = ", ".join(f"{one.name} {1 / max(one.computing, 1e-9):.3g}" for one in results)
-    return f"the links of {conditions} slow steps down, times: {slowed}"
+    """What a step takes by itself, and how much longer it is for waiting, method by method."""
+    longer = ", ".join(f"{one.name} {1 / max(one.computing, 1e-9):.3g}" for one in results)
+    first = results[0]
+    step_s = first.timing.computed / max(first.timing.steps * first.replicas, 1)
+    alone = f"under {conditions}, a machine computes a step in {duration(step_s)} on average"
+    return f"{alone}; waiting for links and slower machines makes it longer, times: {longer}"
 
 
 def write_events(results: Sequence[Simulated], folder: Path) -> None:
