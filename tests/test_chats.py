@@ -154,9 +154,7 @@ def test_chats_that_cannot_be_learnt_are_refused_in_a_line(
 def test_long_chats_are_cut_or_left_out_with_their_count(tmp_path: Path) -> None:
     rows = [{"prompt": "a", "completion": "b" * n} for n in (2, 3, 200)] + [LONG]
     settings = LanguageSettings(data=written(tmp_path / "c.jsonl", rows), sequence_length=40)
-    with pytest.warns(
-        UserWarning, match=r"2 of 4 .* longer than a sequence of 40 tokens \(1 are cut, 1 left out"
-    ):
+    with pytest.warns(UserWarning, match=r"2 of 4 .* longer than a sequence of 40 tokens \(1 are cut, 1 left out"):
         found = chats.load(settings, tokenizers.Bytes())
     assert found.available == 2 and found.held_out(9)[0].shape == (1, 40)
 
