@@ -29,7 +29,8 @@ from farflung.planner.options import PlanOptions
 from farflung.planner.simulation import SimulateOptions
 from farflung.settings import Settings, read_settings
 from farflung.testing.hosts import processes_of
-from farflung.training import checkpoint, launch
+from farflung.training import checkpoint
+from farflung.training.cautions import cautions
 
 QUICK = [
     *("--replicas", 2, "--every", 5, "--batch-size", 2, "--sequence-length", 32, "--eval-sequences", 4),
@@ -448,7 +449,7 @@ def test_a_run_that_ends_before_its_first_round_says_so(
     assert "before its first round" not in said.err and "no round was held" in said.out
     assert "averaged" not in said.out and "by all" not in said.out, "there is one replica"
     for arguments in (["--every", "8"], ["--every", "9", "--fragments", "2", "--method", "diloco"]):
-        assert not launch.cautions(training.what_is_asked(["--steps", "8", *arguments]).settings)
+        assert not cautions(training.what_is_asked(["--steps", "8", *arguments]).settings)
     assert run_here(monkeypatch, tmp_path, "train", *small, "--steps", "8", "--every", "9", "--dry-run") == 0
     assert "the run ends at step 8, before its first round" in capsys.readouterr().err
 

@@ -13,7 +13,7 @@ from patience import patience
 from processes import same, same_weights, saved
 from warm import Python
 
-from farflung.cli.training import tell_result
+from farflung.cli.results import tell_result
 from farflung.errors import UserError
 from farflung.outer import DivergedError
 from farflung.settings import Settings

@@ -19,7 +19,8 @@ import tyro
 
 from farflung.cli import helping
 from farflung.cli.arguments import FAILURE, flag, free_folder, given, kinds_among, parse, unset, with_field, without
-from farflung.cli.training import check_trackers, tell_result, telling_how_to_go_on, tracking, watched
+from farflung.cli.results import tell_result
+from farflung.cli.training import check_trackers, telling_how_to_go_on, tracking, watched
 from farflung.errors import UserError, counted
 from farflung.files import typed
 from farflung.networks.listening import ListenAddress

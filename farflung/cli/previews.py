@@ -16,7 +16,8 @@ def dry_run(settings: Settings) -> None:
     """What would be trained, its size, bytes, memory and time. Raises UserError for what training would refuse."""
     with working("checking settings and model"):
         from farflung.planner.outlook import outlook
-        from farflung.training.launch import cautions, pick_device
+        from farflung.training.cautions import cautions
+        from farflung.training.launch import pick_device
 
         settings.network.simulated_conditions()
         settings.made_workload().check()

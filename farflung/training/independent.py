@@ -20,6 +20,7 @@ from farflung.networks.settings import NetworkSettings
 from farflung.settings import RunSettings, Settings
 from farflung.signals import on_stop_signals
 from farflung.training import beginning, checkpoint, launch, onlooker, peer
+from farflung.training.cautions import cautions
 from farflung.training.events import holds_a_run, tell_death
 from farflung.training.failures import RunFailedError, described_exit
 from farflung.training.finish import finish_apart
@@ -79,7 +80,7 @@ def _shared(settings: Settings) -> dict[str, object]:
     shared = peer.shared_settings(settings.changed(**usual))
     shared |= {name: value for name, value in settings.changes().items() if name in peer.OF_A_MACHINE}
     launch.check_settings(settings.changed(network="internet"))
-    for line in launch.cautions(settings):
+    for line in cautions(settings):
         say(line)
     return shared
 

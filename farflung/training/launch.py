@@ -24,7 +24,6 @@ from farflung.cores import usable_cores
 from farflung.errors import UserError, disk_errors
 from farflung.files import event_files, write_text
 from farflung.formats import RUN_FOLDER
-from farflung.inner import INNER
 from farflung.networks import ReplicaDiedError, SimulatedNetwork, Simulation, TorchNetwork
 from farflung.pipeline import Mesh
 from farflung.pipeline.check import check
@@ -33,6 +32,7 @@ from farflung.settings import Settings, settings_toml
 from farflung.signals import Interrupt, Interrupted, on_stop_signals, stop_signals
 from farflung.training import beginning, checkpoint
 from farflung.training.agreement import all_gather_facts, other_data, refuse_other_settings
+from farflung.training.cautions import cautions
 from farflung.training.events import holds_a_run
 from farflung.training.failures import OneLine, failure_of
 from farflung.training.finish import Endings, ended_together, finish, write_events, write_results
@@ -63,11 +63,6 @@ def prepare(settings: Settings, folder: Path, resume: bool, restart: bool = Fals
             beginning.refuse_edited(settings, folder)
             beginning.local_step(settings, folder)
     write_settings(settings, folder)
-
-
-def cautions(settings: Settings) -> list[str]:
-    """What to tell of settings that work, and that one may not have meant."""
-    return [line for line in (_without_rounds(settings), _another_method(settings)) if line]
 
 
 def is_begun(folder: Path) -> bool:
@@ -122,31 +117,6 @@ def _check_island(settings: Settings) -> None:
     if settings.network.kind.simulate and (island.divided or island.offload):
         what = "stages and shards need" if island.divided else "offload needs"
         raise UserError(f"{what} real processes; leave out --network simulated")
-
-
-def _without_rounds(settings: Settings) -> str:
-    """A warning for a run that ends before its first round; "" for others."""
-    if settings.run.replicas == 1 and not settings.network.kind.elastic:
-        return ""  # there is nobody to hold it with
-    schedule = settings.method().schedule
-    first = min(schedule.first(fragment) for fragment in range(schedule.fragments))
-    if first <= settings.run.steps:
-        return ""
-    ends = f"the run ends at step {settings.run.steps}, before its first round, which comes after step {first}"
-    return f"{ends}; its replicas exchange nothing; give a smaller --every"
-
-
-def _another_method(settings: Settings) -> str:
-    """A warning for an inner optimizer that makes the method another one than was published; "" for others."""
-    method = settings.method()
-    makes = {name: getattr(inner.make, "func", inner.make) for name, inner in INNER.items()}
-    if method.needs_inner is None or makes.get(settings.inner.inner or "", method.needs_inner) is method.needs_inner:
-        return ""
-    remedy = next((f"give --inner {name}" for name, made in makes.items() if made is method.needs_inner), "")
-    return (
-        f"{settings.rounds.method} is published with {method.needs_inner.__name__}, and is another method with inner "
-        f"{settings.inner.inner}; {remedy or 'leave out --inner'}"
-    )
 
 
 def write_settings(settings: Settings, folder: Path) -> None:

@@ -1,0 +1,36 @@
+"""What to tell of settings that work, and that one may not have meant."""
+
+from __future__ import annotations
+
+from farflung.inner import INNER
+from farflung.settings import Settings
+
+
+def cautions(settings: Settings) -> list[str]:
+    """The lines to tell of a run's settings."""
+    return [line for line in (_without_rounds(settings), _another_method(settings)) if line]
+
+
+def _without_rounds(settings: Settings) -> str:
+    """A warning for a run that ends before its first round; "" for others."""
+    if settings.run.replicas == 1 and not settings.network.kind.elastic:
+        return ""  # there is nobody to hold it with
+    schedule = settings.method().schedule
+    first = min(schedule.first(fragment) for fragment in range(schedule.fragments))
+    if first <= settings.run.steps:
+        return ""
+    ends = f"the run ends at step {settings.run.steps}, before its first round, which comes after step {first}"
+    return f"{ends}; its replicas exchange nothing; give a smaller --every"
+
+
+def _another_method(settings: Settings) -> str:
+    """A warning for an inner optimizer that makes the method another one than was published; "" for others."""
+    method = settings.method()
+    makes = {name: getattr(inner.make, "func", inner.make) for name, inner in INNER.items()}
+    if method.needs_inner is None or makes.get(settings.inner.inner or "", method.needs_inner) is method.needs_inner:
+        return ""
+    remedy = next((f"give --inner {name}" for name, made in makes.items() if made is method.needs_inner), "")
+    return (
+        f"{settings.rounds.method} is published with {method.needs_inner.__name__}, and is another method with inner "
+        f"{settings.inner.inner}; {remedy or 'leave out --inner'}"
+    )
