@@ -7,6 +7,7 @@ import contextlib
 import copy
 import itertools
 import random
+import threading
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from patience import patience
 from torch import Tensor, nn
 
 from farflung.codecs import codec_named
@@ -22,8 +24,9 @@ from farflung.networks.simulator.event_loop import run_in_virtual_time
 from farflung.pipeline.boundaries import Boundary
 from farflung.swarm.letters import Forward, Gradient, LostError, Microbatch
 from farflung.swarm.peer import StagePeer
+from farflung.swarm.processor import Processor
 from farflung.swarm.routers import ThroughputRouter
-from farflung.swarm.simulated import SimulatedPost, in_virtual_seconds
+from farflung.swarm.simulated import SimulatedPost, TimeAlone, in_virtual_seconds
 from farflung.swarm.synchronous import Leader, Participant, Report, Synchronous, Term, believed
 from farflung.swarm.work import Learnt, StageWork
 
@@ -180,10 +183,10 @@ async def train(
     for step in range(steps):
         # A leader that dies is followed by another: each time a new one, that knows nothing.
         names = [Microbatch(step, number) for number in range(microbatches)]
-        for patience in (*terms, None):
+        for term in (*terms, None):
             leader = Leader(swarm, len(swarm.sizes), next(numbers))
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(leader.step(step, names), patience)
+                await asyncio.wait_for(leader.step(step, names), term)
         losses.append(sum(leader.losses.get(name, 0.0) for name in names) / microbatches)
     for one in killing:
         one.cancel()
@@ -315,6 +318,31 @@ def test_what_is_taken_back_was_never_learnt() -> None:
         assert work.learnt.samples == then.samples
         for name, total in work.learnt.sums.items():
             torch.testing.assert_close(total, then.sums[name])
+
+
+def test_what_is_dropped_in_the_midst_of_its_backward_pass_is_taken_back() -> None:
+    entered, goes_on = threading.Event(), threading.Event()
+
+    class Slow(TimeAlone):
+        def backward(self, forward: Forward, gradient: Gradient) -> Gradient:
+            entered.set()
+            assert goes_on.wait(patience(10))
+            return super().backward(forward, gradient)
+
+    async def main() -> list[Forward]:
+        work, clock = Slow(), asyncio.get_running_loop().time
+        processor = Processor(lambda _, computes: asyncio.to_thread(computes))
+        peer = StagePeer(0, 1, work, processor, SimulatedPost().of(0), None, patience(10), clock)
+        serving = asyncio.ensure_future(peer.start(Microbatch(0, 0), 0))
+        await asyncio.to_thread(entered.wait, patience(10))
+        serving.cancel()
+        await asyncio.sleep(0.01)
+        goes_on.set()
+        await asyncio.wait([serving])
+        await asyncio.sleep(0.1)  # for a pass that nobody waits for
+        return work.learnt
+
+    assert asyncio.run(main()) == []
 
 
 def test_a_microbatchs_gradient_is_that_of_the_weights_of_its_forward_pass_whatever_steps_come_between() -> None:

@@ -127,12 +127,13 @@ def _hosts(count: int, rate_mbit: float) -> Iterator[Sequence[Host]]:
 
 def timed(peer: PeerProcess) -> Iterator[tuple[float, int, Event]]:
     """All that has happened to a peer: moments of the wall clock, the stage that it served, and what it was."""
-    files = [*sorted(peer.folder.glob("earlier/*/events/*.jsonl")), *peer.folder.glob("events/*.jsonl")]
-    for file in files:
-        origin, stage = 0.0, -1
+    served = [(int(path.name.rpartition("-")[2]), path) for path in sorted(peer.folder.glob("earlier/*-stage-[0-9]*"))]
+    served.append((int((peer.folder / "stage").read_text()), peer.folder))
+    for stage, file in [(stage, file) for stage, folder in served for file in folder.glob("events/*.jsonl")]:
+        origin = 0.0
         for event in events_in(file.read_bytes().rpartition(b"\n")[0], str(file))[0]:
             if isinstance(event, StartEvent):
-                origin, stage = (event.clock or 0.0) - event.at, event.stage
+                origin = (event.clock or 0.0) - event.at
             yield origin + event.at, stage, event
 
 

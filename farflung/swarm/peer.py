@@ -88,13 +88,19 @@ class StagePeer:
     async def _served(self, forward: Forward, caller: Caller) -> None:
         behind: Call | None = None
         learnt = kept = False
+
+        def back() -> Gradient:
+            nonlocal learnt
+            given = self.work.backward(forward, gradient)
+            learnt = not forward.judged
+            return given
+
         try:
             packet = await self.processor.run(Pass.FORWARD, lambda: self.work.forward(forward))
             began = self.now()
             behind, gradient = await self._behind(forward, packet)
             waited = self.now() - began
-            given = await self.processor.run(Pass.BACKWARD, lambda: self.work.backward(forward, gradient))
-            learnt = not forward.judged
+            given = await self.processor.run(Pass.BACKWARD, back)
             await caller.give(Gradient(given.packet, given.loss, waited))
             kept = await caller.kept()
         finally:

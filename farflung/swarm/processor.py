@@ -40,11 +40,14 @@ class Processor:
         return len(self._waiting)
 
     async def run(self, which: Pass, work: Callable[[], T]) -> T:
-        """Does a pass when its turn comes."""
+        """Does a pass when its turn comes. One that has begun comes to its end, though nobody may want it any more."""
         await self._turn(which)
+        computing = asyncio.ensure_future(self._compute(which, work))  # type: ignore[arg-type]
         try:
-            return await self._compute(which, work)  # type: ignore[arg-type, return-value]
+            return await asyncio.shield(computing)  # type: ignore[return-value]
         finally:
+            while not computing.done():
+                await asyncio.wait([computing])
             self.computed += 1
             self._next()
 
