@@ -108,10 +108,17 @@ def test_a_swarm_trains_past_deaths_counts_each_microbatch_once_and_is_exported(
 
     assert farflung("export", stayed, "model", cwd=swarm.folder).returncode == 0
     model = AutoModelForCausalLM.from_pretrained(swarm.folder / "model")
-    workload = read_settings(swarm.folder / stayed / "config.toml").made_workload()
+    settings = read_settings(swarm.folder / stayed / "config.toml")
+    workload = settings.made_workload()
     summary = json.loads((swarm.folder / stayed / "summary.json").read_text())
     loss = workload.evaluate(model.eval(), 2, torch.device("cpu"))
     assert loss == pytest.approx(summary["validation_loss"], abs=1e-4)
+
+    @torch.no_grad()
+    def forward(batch: Tensor, pick: Any, _: int) -> Tensor:
+        return pick(model(batch).logits).double()
+
+    assert summary["sample"] == workload.sample_in_pieces(forward, settings.run.seed) != ""
 
 
 REFUSED: list[tuple[list[object], str]] = [

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -252,7 +253,15 @@ def test_a_visit_is_read_as_it_was_told(
     microbatch: Microbatch, stage: int, version: int, counts: frozenset[int] | None
 ) -> None:
     forward = Forward(microbatch, stage, version, counts)
-    assert read_visit(told_visit(forward), 8) == forward
+    assert read_visit(told_visit(forward), 8, 10) == forward
+    told = replace(forward, counts_in=frozenset(), text=(0, 9))
+    assert read_visit(told_visit(told), 8, 10) == told
+    for text in ((10,), (-1,)):
+        with pytest.raises(FrameError):
+            read_visit(told_visit(replace(told, text=text)), 8, 10)
+    if not forward.judged:
+        with pytest.raises(FrameError, match="to be learnt from"):
+            read_visit(told_visit(replace(forward, text=(1,))), 8, 10)
 
 
 JSON = st.recursive(
@@ -262,10 +271,10 @@ JSON = st.recursive(
 )
 
 
-@given(st.fixed_dictionaries({}, optional=dict.fromkeys(["microbatch", "stage", "version", "counts_in"], JSON)))
+@given(st.fixed_dictionaries({}, optional=dict.fromkeys(["microbatch", "stage", "version", "counts_in", "text"], JSON)))
 def test_whatever_comes_in_place_of_a_visit_is_refused_or_read(frame: dict[str, object]) -> None:
     try:
-        read = read_visit(frame, 4)
+        read = read_visit(frame, 4, 10)
     except FrameError:
         return
     assert 0 <= read.stage < 4

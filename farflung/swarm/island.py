@@ -197,8 +197,18 @@ class SwarmIsland:
         return self._judged
 
     def sample(self) -> str:
-        """See Island. No peer has all of the model."""
-        return ""
+        """See Island. A head asks the stages for each token, for as long as they answer."""
+        ends = time.monotonic() + self._deadline_s * self._seat.stages
+
+        def scores(batch: Tensor, pick: Callable[[Tensor], Tensor], numbers: int) -> Tensor:
+            left = max(0.0, ends - time.monotonic())
+            found = self._network.peers.background.run(self._seat.scores(batch[0].tolist()), left)
+            return pick(found[None, None]).double()
+
+        try:
+            return "" if self._seat.stage else self._seat.workload.sample_in_pieces(scores, self._seat.seed)
+        except LOST:
+            return ""
 
     def total(self, values: Tensor) -> Tensor:
         """See Island."""

@@ -28,6 +28,7 @@ class Forward:
         counts_in: the stages whose weights learn from it; None for all. A microbatch that is run again passes
             through the others, too, and they have learnt from it before. With no stage at all, it is judged alone.
         packet: what the boundary made of the hidden states; None in a simulation of time alone.
+        text: of what is judged: tokens that its first sample begins with; the scores of what may follow come back.
     """
 
     microbatch: Microbatch
@@ -35,6 +36,7 @@ class Forward:
     version: int
     counts_in: frozenset[int] | None = None
     packet: Any = None
+    text: tuple[int, ...] | None = None
 
     def counts(self) -> bool:
         """Whether the weights of the stage that it comes to learn from it."""
@@ -51,7 +53,7 @@ class Gradient:
     """A microbatch on its way back.
 
     Args:
-        packet: what the boundary made of the gradient; None of a microbatch that is only judged.
+        packet: what the boundary made of the gradient; None of a microbatch that is only judged, or a text's scores.
         loss: of the microbatch, by the last stage.
         behind: seconds that the peer which sends it has waited for the stages behind it.
     """

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median_low
 from typing import Any, Protocol
 
@@ -101,7 +101,7 @@ class StagePeer:
             behind, gradient = await self._behind(forward, packet)
             waited = self.now() - began
             given = await self.processor.run(Pass.BACKWARD, back)
-            await caller.give(Gradient(given.packet, given.loss, waited))
+            await caller.give(replace(given, behind=waited))
             kept = await caller.kept()
         finally:
             if learnt and not kept:
@@ -114,15 +114,19 @@ class StagePeer:
 
     async def start(self, microbatch: Microbatch, version: int, counts_in: frozenset[int] | None = None) -> float:
         """Takes a microbatch of this head's through all stages; its loss."""
+        return (await self.through(Forward(microbatch, self.stage, version, counts_in))).loss
+
+    async def through(self, forward: Forward) -> Gradient:
+        """Takes what this head starts through all stages; what comes back."""
         head = _Head()
-        await self.serve(Forward(microbatch, self.stage, version, counts_in), head)
-        return head.loss
+        await self.serve(forward, head)
+        return head.gradient
 
     async def _behind(self, forward: Forward, packet: Any) -> tuple[Call | None, Gradient]:
         """Hands a microbatch on until somebody brings its gradient back."""
         if self.next_stage is None:
             return None, Gradient()
-        onward = Forward(forward.microbatch, self.stage + 1, forward.version, forward.counts_in, packet)
+        onward = replace(forward, stage=self.stage + 1, packet=packet)
         tried: set[int] = set()
         patience = self.patience * (self.stages - 1 - self.stage)
         while True:
@@ -169,10 +173,10 @@ class StagePeer:
 class _Head:
     """Who has started a microbatch: it keeps what comes back."""
 
-    loss = 0.0
+    gradient = Gradient()
 
     async def give(self, gradient: Gradient) -> None:
-        self.loss = gradient.loss
+        self.gradient = gradient
 
     async def kept(self) -> bool:
         return True

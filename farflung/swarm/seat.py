@@ -18,7 +18,7 @@ from farflung.pipeline.boundaries import Boundary
 from farflung.pipeline.build import pieces_of
 from farflung.pipeline.division import Division, division_of
 from farflung.pipeline.settings import IslandSettings
-from farflung.swarm.letters import Caller, Forward, Microbatch
+from farflung.swarm.letters import Caller, Forward, LostError, Microbatch
 from farflung.swarm.peer import StagePeer
 from farflung.swarm.processor import Pass, Processor
 from farflung.swarm.routers import ThroughputRouter
@@ -74,7 +74,7 @@ class Seat:
         self.steps_first.set()
         self.optimizer: torch.optim.Optimizer | None = None
         """That takes the steps, once it is known."""
-        self._workload, self._batch_size, self._seed = workload, settings.batch_size, seed
+        self.workload, self._batch_size, self.seed = workload, settings.batch_size, seed
         division = division_of(settings, workload, seed)
         (piece,) = pieces_of(settings, workload, division, self.stage, seed)
         self.model = training(piece.model, settings)
@@ -84,7 +84,9 @@ class Seat:
         self._router = ThroughputRouter() if after else None
         self._processor = Processor(self._computed)
         entering, leaving = (end.room() if end else None for end in (before, after))
+        _, output = workload.shapes(self.model, workload.example(self.samples))
         self._visits = Visits(self.peers, self.stage, self.stages, entering, leaving, self._served)
+        self._visits.scores = torch.empty(output[-1])
         self.traffic = self._visits.traffic
         """Of microbatches, on their way and back."""
         self.peer = StagePeer(
@@ -140,8 +142,17 @@ class Seat:
         """The loss of some held-out samples."""
         return await self.peer.start(Microbatch(turn, HELD_OUT), self.work.version, frozenset())
 
+    async def scores(self, text: list[int]) -> Tensor:
+        """Of what may follow a text, as the model is now: float32. Raises LostError."""
+        name = Microbatch(0, HELD_OUT)
+        forward = Forward(name, self.stage, self.work.version, frozenset(), text=tuple(text))
+        found: Tensor = (await self.peer.through(forward)).packet
+        if not found.isfinite().all():
+            raise LostError("scores that are not finite")
+        return found
+
     def _boundaries(self, division: Division, device: torch.device) -> tuple[Boundary | None, Boundary | None]:
-        shape, _ = self._workload.shapes(self.model, self._workload.example(self.samples))
+        shape, _ = self.workload.shapes(self.model, self.workload.example(self.samples))
         ends = self.stage > 0, self.stage < self.stages - 1
         first, last = (Boundary(shape, division.codec, division.subspace, device) if end else None for end in ends)
         return first, last
@@ -177,9 +188,9 @@ class Seat:
         """Its samples; a pure function of its name."""
         if microbatch.number == HELD_OUT:
             begin = microbatch.step * self.samples
-            return self._workload.held_out_batch(np.arange(begin, begin + self.samples) % self._workload.held_out)
-        ids = self._workload.sample_ids(self._seed, microbatch.stream, microbatch.step, self._batch_size)
-        found: Tensor = self._workload.batch(np.array_split(ids, self.parts)[microbatch.number % self.parts])
+            return self.workload.held_out_batch(np.arange(begin, begin + self.samples) % self.workload.held_out)
+        ids = self.workload.sample_ids(self.seed, microbatch.stream, microbatch.step, self._batch_size)
+        found: Tensor = self.workload.batch(np.array_split(ids, self.parts)[microbatch.number % self.parts])
         return found
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -50,6 +50,7 @@ class Visits:
         serve: takes a microbatch that comes through the stage.
         stall_s: seconds without a byte after which a packet is given up.
         word_s: seconds for which a peer waits, after its gradient, for the word whether that is kept.
+        scores: the form of what comes back of a text.
     """
 
     peers: Peers
@@ -60,6 +61,7 @@ class Visits:
     serve: Serve
     stall_s: float = 20.0
     word_s: float = 600.0
+    scores: Tensor = field(default_factory=lambda: torch.empty(0))
     traffic: Traffic = field(default_factory=Traffic)
 
     def open(self) -> None:
@@ -72,7 +74,7 @@ class Visits:
 
     async def _on_visit(self, stream: PeerStream, frame: Frame) -> None:
         forward = await self._entered(stream, frame)
-        visit = _Visitor(self, stream, forward.judged)
+        visit = _Visitor(self, stream)
         visit.word = asyncio.ensure_future(_word(stream))
         serving = asyncio.ensure_future(self.serve(forward, visit))
         try:
@@ -93,11 +95,17 @@ class Visits:
 
     async def _entered(self, stream: PeerStream, frame: Frame) -> Forward:
         """The microbatch that comes. Raises FrameError."""
-        name = read_visit(frame, self.stages)
+        name = read_visit(frame, self.stages, len(self.scores))
         if name.stage != self.stage or self.entering is None:
             raise RequestRefusedError(f"stage {name.stage} is not served here")
         packet = await self.read(stream, frame, self.entering)
-        return Forward(name.microbatch, name.stage, name.version, name.counts_in, packet)
+        return replace(name, packet=packet)
+
+    def answer(self, forward: Forward) -> Tensor | None:
+        """The form of what comes back of a microbatch that was handed on, besides its loss."""
+        if forward.judged:
+            return None if forward.text is None else self.scores
+        return self.leaving
 
     async def write(self, stream: PeerStream, packet: Tensor) -> None:
         """Sends a packet."""
@@ -121,7 +129,6 @@ class _Visitor:
 
     visits: Visits
     stream: PeerStream
-    judged: bool
     word: asyncio.Future[bool] | None = None
     given: bool = False
 
@@ -129,7 +136,7 @@ class _Visitor:
         self.given = True
         try:
             told = {"loss": gradient.loss, "behind": gradient.behind}
-            if self.judged:
+            if gradient.packet is None:
                 await self.stream.tell(told)
                 return
             await self.stream.tell({**told, "size": gradient.packet.nbytes})
@@ -200,10 +207,10 @@ class _Call:
             await stream.tell({**told_visit(forward), "size": forward.packet.nbytes})
             await visits.write(stream, forward.packet)
             frame = await stream.hear(visits.word_s)
-            assert visits.leaving is not None
             with reading("a gradient"):
                 loss, behind = number(frame.get("loss"), -MOST), number(frame.get("behind"))
-            packet = None if forward.judged else await visits.read(stream, frame, visits.leaving)
+            room = visits.answer(forward)
+            packet = None if room is None else await visits.read(stream, frame, room)
             if not self._gradient.done():
                 self._gradient.set_result(Gradient(packet, loss, behind))
             await stream.tell({"kept": await self._word})
@@ -229,18 +236,24 @@ def told_visit(forward: Forward) -> Frame:
         "microbatch": [one.step, one.number, one.stream],
         "version": forward.version,
         "counts_in": None if forward.counts_in is None else sorted(forward.counts_in),
+        **({} if forward.text is None else {"text": list(forward.text)}),
     }
 
 
 @reading("a visit")
-def read_visit(frame: Frame, stages: int) -> Forward:
-    """What was announced, without its packet. Raises FrameError."""
+def read_visit(frame: Frame, stages: int, tokens: int) -> Forward:
+    """What was announced, without its packet; its text has numbers below `tokens`. Raises FrameError."""
     step, place, stream = (whole(one, MOST) for one in entry(frame, "microbatch", list))
     counts_in = frame.get("counts_in")
     if counts_in is not None:
         counts_in = frozenset(whole(one, stages - 1) for one in entry(frame, "counts_in", list)[:stages])
     stage, version = whole(frame.get("stage"), stages - 1), whole(frame.get("version"), MOST)
-    return Forward(Microbatch(step, place, stream), stage, version, counts_in)
+    found = Forward(Microbatch(step, place, stream), stage, version, counts_in)
+    if "text" not in frame:
+        return found
+    if not found.judged:
+        raise FrameError("a text that is to be learnt from")
+    return replace(found, text=tuple(whole(one, tokens - 1) for one in entry(frame, "text", list)))
 
 
 async def _word(stream: PeerStream) -> bool:

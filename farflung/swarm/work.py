@@ -112,6 +112,8 @@ class StageWork:
         if forward.version != self.version and not (self.alone or forward.judged):
             raise LostError("weights of another step")
         batch = self._batch_of(forward.microbatch)
+        if forward.text is not None:
+            batch = _begun(batch, forward.text)
         if self._before is None:
             entering = batch.to(self._device)
         else:
@@ -119,7 +121,7 @@ class StageWork:
             entering = self._before.unpack(forward.packet, batch)
         if forward.judged:
             under = _Under({}, entering, None, batch)
-            leaving = self._judge(entering, batch)
+            leaving = self._judge(entering, batch, forward.text)
         else:
             under = _Under(self._weights(), entering.requires_grad_(self._before is not None), None, batch)
             leaving = self._compute(under)
@@ -144,6 +146,8 @@ class StageWork:
         under = self._under_way[forward]
         under.gradient = gradient.packet
         assert under.leaving is not None
+        if forward.text is not None:
+            return gradient if self._after is not None else Gradient(under.leaving.float().cpu())
         loss = gradient.loss if self._after is not None else float(under.leaving.detach()) / len(under.batch)
         if forward.judged:
             return Gradient(None, loss)
@@ -239,11 +243,15 @@ class StageWork:
         return self._leaving(functional_call(self.piece, under.weights, (under.entering,)), under.batch)
 
     @torch.no_grad()
-    def _judge(self, entering: Tensor, batch: Tensor) -> Tensor:
-        """See _leaving; in evaluation mode, with the weights as they are now."""
+    def _judge(self, entering: Tensor, batch: Tensor, text: tuple[int, ...] | None) -> Tensor:
+        """See _leaving; in evaluation mode, with the weights as they are now. Of a text, the scores of what follows."""
         self.piece.eval()
         try:
-            return self._leaving(self.piece(entering), batch)
+            found = self.piece(entering)
+            if text is None or self._after is not None:
+                return self._leaving(found, batch)
+            scores: Tensor = found[0, len(text) - 1]
+            return scores
         finally:
             self.piece.train()
 
@@ -263,6 +271,15 @@ class StageWork:
         along = None if self._after is None else self._after.unpack_gradient(under.gradient)
         found = torch.autograd.grad(under.leaving, wanted, along, allow_unused=True, materialize_grads=True)
         return found[-1], dict(zip(under.weights, found, strict=False))
+
+
+def _begun(batch: Tensor, text: tuple[int, ...]) -> Tensor:
+    """A batch whose first sample begins with a text. No token sees those that follow it, so the rest plays no part."""
+    if not 0 < len(text) <= batch.shape[1]:
+        raise FalseLetterError("a text that is no part of a sample")
+    begun = batch.clone()
+    begun[0, : len(text)] = torch.tensor(text)
+    return begun
 
 
 def _check(packet: Any, boundary: Boundary) -> None:
