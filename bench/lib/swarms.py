@@ -125,8 +125,30 @@ def _hosts(count: int, rate_mbit: float) -> Iterator[Sequence[Host]]:
         yield lab.hosts
 
 
+def keep_events(peer: PeerProcess) -> None:
+    """Keeps what a dead peer's events were: it goes on from a checkpoint, and what came after that is no more."""
+    kept = peer.folder / "lives"
+    kept.mkdir(exist_ok=True)
+    for file in peer.folder.glob("events/*.jsonl"):
+        shutil.copy(file, kept / f"{len(list(kept.iterdir()))}-{file.name}")
+
+
+def lived(peer: PeerProcess) -> Iterator[tuple[float, Event]]:
+    """All that has happened to a peer, also what it has lost since, and when."""
+    seen: set[bytes] = set()
+    for file in [*sorted((peer.folder / "lives").glob("*")), *peer.folder.glob("events/*.jsonl")]:
+        origin = 0.0
+        for line in file.read_bytes().splitlines():
+            for event in events_in(line, str(file))[0]:
+                if isinstance(event, StartEvent):
+                    origin = (event.clock or 0.0) - event.at
+                if line not in seen:
+                    yield origin + event.at, event
+            seen.add(line)
+
+
 def timed(peer: PeerProcess) -> Iterator[tuple[float, int, Event]]:
-    """All that has happened to a peer: moments of the wall clock, the stage that it served, and what it was."""
+    """What has happened to a peer: moments of the wall clock, the stage that it served, and what it was."""
     served = [(int(path.name.rpartition("-")[2]), path) for path in sorted(peer.folder.glob("earlier/*-stage-[0-9]*"))]
     served.append((int((peer.folder / "stage").read_text()), peer.folder))
     for stage, file in [(stage, file) for stage, folder in served for file in folder.glob("events/*.jsonl")]:
@@ -153,11 +175,10 @@ def learnt(peers: PeerProcesses, stage: int, begin: float = 0.0, end: float = fl
     return found
 
 
-def lives(peer: PeerProcess, deaths: Sequence[float]) -> list[tuple[int, float, float]]:
-    """The stages that a peer served, and from when until when, by the moments of its deaths."""
-    began = [(at, stage) for at, stage, event in timed(peer) if isinstance(event, StartEvent)]
-    ends = [*deaths, *(at for at, _ in began), float("inf")]
-    return [(stage, at, min(end for end in ends if end > at)) for at, stage in began]
+def lives(peer: PeerProcess, deaths: Sequence[float]) -> list[tuple[float, float]]:
+    """From when until when a peer trained, by the moments of its deaths."""
+    began = [at for at, event in lived(peer) if isinstance(event, StartEvent)]
+    return [(at, min(end for end in [*deaths, float("inf")] if end > at)) for at in began]
 
 
 def losses(peer: PeerProcess) -> list[tuple[float, float]]:

@@ -18,11 +18,11 @@ from itertools import pairwise
 
 from bench.lib.hardship import Check, check, checks
 from bench.lib.store import Store
-from bench.lib.swarms import Seating, judged, learnt, lives, swarm, timed
+from bench.lib.swarms import Seating, judged, keep_events, learnt, lived, lives, swarm, timed
 from bench.lib.table import Part
-from farflung.events import StepEvent
+from farflung.events import Event, LearntEvent, StepEvent
 from farflung.settings import Settings
-from farflung.testing.peers import PeerProcesses
+from farflung.testing.peers import PeerProcess, PeerProcesses
 from farflung.testing.waiting import until
 from farflung.training.seats import _stage_bytes
 
@@ -52,6 +52,8 @@ BETWEEN_S, AWAY_S = 20.0, 5.0
 """Seconds from one death to the next, and until the dead peer is started again."""
 BATCH = {"batch_size": 8, "microbatches": 4, "sequence_length": 64, "lr": 3e-3, "max_tokens": 4_000_000}
 NAMES = BATCH["microbatches"]
+EVERY = 5
+"""Steps from one checkpoint to the next, where peers die."""
 ENDS_S = 300.0
 """How long a swarm may take to end once its heads have taken their last step, or to recover."""
 
@@ -66,13 +68,14 @@ def deaths(options: Options, store: Store) -> Iterator[Check]:
     seats = [Seating(number % options.stages, options.pass_ms) for number in range(2 * options.stages)]
     speed = 2e3 / options.pass_ms
     steps = max(10, round(options.minutes * 60 * speed / 2 / NAMES))
-    with swarm(store, "deaths", seats, model=options.model, steps=steps, **BATCH) as peers:
+    with swarm(store, "deaths", seats, model=options.model, steps=steps, checkpoint_every=EVERY, **BATCH) as peers:
         began = time.time()
         died = _killed(peers, options.stages, steps)
         ended = time.time()
         _end(peers)
         rows = [learnt(peers, stage) for stage in range(options.stages)]
-        during = sum(learnt(peers, 0, began, ended).values())
+        last = [peers[number] for number, seat in enumerate(seats) if seat.stage == options.stages - 1]
+        during = sum(_count(event) for peer in last for at, event in lived(peer) if began < at <= ended)
         could = _could(peers, died, began, ended, options) or math.nan
         disturbed = judged(peers)
     share, took = during / could, ended - began
@@ -82,10 +85,10 @@ def deaths(options: Options, store: Store) -> Iterator[Check]:
     yield check("microbatches counted twice in a stage", f"{twice} of {len(rows[0])}", "0", not twice)
     lost = [sum((rows[0] - row).values()) for row in rows[1:]]
     told = " ".join(map(str, lost))
-    limit = NAMES * sum(map(len, died.values()))
-    yield check("learnt by a head and not by stages 1, 2 …", told, "what the dead had in hand", max(lost) <= limit)
+    what = f"learnt by a head, and lost with the dead of stages 1, 2 … since their checkpoints, of {len(rows[0])}"
+    yield check(what, told, f"{NAMES * EVERY} a death", max(lost) <= NAMES * EVERY * sum(map(len, died.values())))
     calm_steps = max(2, round(sum(rows[-1].values()) / 2 / NAMES))
-    with swarm(store, "calm", seats, model=options.model, steps=calm_steps, **BATCH) as peers:
+    with swarm(store, "calm", seats, model=options.model, steps=calm_steps, checkpoint_every=EVERY, **BATCH) as peers:
         _end(peers, options.minutes * 90 + ENDS_S)
         calm = judged(peers)
     change = disturbed / calm - 1
@@ -99,15 +102,25 @@ def _killed(peers: PeerProcesses, stages: int, steps: int) -> dict[int, list[flo
     last = time.time()
     while _furthest(peers) < 0.95 * steps:
         time.sleep(0.2)
-        whole = [n for n in range(len(peers)) if peers[n].lives and peers[(n + stages) % (2 * stages)].lives]
+        whole = [n for n in range(len(peers)) if peers[n].lives and _trains(peers[(n + stages) % (2 * stages)])]
         if time.time() - last < BETWEEN_S or not whole:
             continue
         victim, last = chance.choice(whole), time.time()
         died.setdefault(victim, []).append(last)
         peers[victim].kill()
+        keep_events(peers[victim])
         time.sleep(AWAY_S)
         peers[victim].start()
     return died
+
+
+def _trains(peer: PeerProcess) -> bool:
+    """Whether a peer has come back from its last death."""
+    return peer.lives and any(time.time() - file.stat().st_mtime < BETWEEN_S for file in peer.folder.glob("events/*"))
+
+
+def _count(event: Event) -> int:
+    return sum(len(one) - 2 for one in event.microbatches) if isinstance(event, LearntEvent) else 0
 
 
 def _furthest(peers: PeerProcesses) -> int:
@@ -116,7 +129,7 @@ def _furthest(peers: PeerProcesses) -> int:
 
 def _could(peers: PeerProcesses, died: dict[int, list[float]], began: float, ended: float, options: Options) -> float:
     """The microbatches that the slowest stage could do at each moment with those of its peers that lived, in all."""
-    spans = [one for number, peer in enumerate(peers) for one in lives(peer, died.get(number, []))]
+    spans = [(n % options.stages, *one) for n, peer in enumerate(peers) for one in lives(peer, died.get(n, []))]
     moments = sorted({began, ended, *(t for _, *span in spans for t in span if began < t < ended)})
     total = 0.0
     for begin, end in pairwise(moments):

@@ -42,9 +42,9 @@ class Processor:
     async def run(self, which: Pass, work: Callable[[], T]) -> T:
         """Does a pass when its turn comes. One that has begun comes to its end, though nobody may want it any more."""
         await self._turn(which)
-        computing = asyncio.ensure_future(self._compute(which, work))  # type: ignore[arg-type]
+        computing: asyncio.Future[T] = asyncio.ensure_future(self._compute(which, work))  # type: ignore[arg-type]
         try:
-            return await asyncio.shield(computing)  # type: ignore[return-value]
+            return await asyncio.shield(computing)
         finally:
             while not computing.done():
                 await asyncio.wait([computing])
