@@ -122,20 +122,20 @@ def test_a_table_that_there_is_not_is_named(tmp_path: Path) -> None:
     [
         (
             AFTER_RESUME,
-            "boundary checkpoint_every deadline device eval_every force_tokenizer islands keep_checkpoints log_every "
-            "lr max_hours microbatches pipeline_schedule restarts shard stages steps text_share track "
-            "track_replicas",
+            "boundary checkpoint_every compile deadline device device_tflops eval_every force_tokenizer islands "
+            "keep_checkpoints log_every lr max_hours microbatches pipeline_schedule profile profile_replicas restarts "
+            "shard stages steps text_share track track_replicas",
         ),
         (
             BETWEEN_MACHINES,
-            "data deadline device keep_checkpoints log_every max_hours offload out outer_device starting text_share "
-            "tokenizer track track_replicas",
+            "compile data deadline device device_tflops keep_checkpoints log_every max_hours offload out outer_device "
+            "profile profile_replicas starting text_share tokenizer track track_replicas",
         ),
         (
             BETWEEN_PEERS,
-            "batch_size boundary checkpoint_every data deadline device eval_every gateway log_every max_hours "
-            "max_tokens microbatches model out pipeline_schedule restarts shard stages text_column text_share "
-            "tokenizer track track_replicas",
+            "batch_size boundary checkpoint_every compile data deadline device device_tflops eval_every gateway "
+            "log_every max_hours max_tokens microbatches model out pipeline_schedule profile profile_replicas restarts "
+            "shard stages text_column text_share tokenizer track track_replicas",
         ),
     ],
 )

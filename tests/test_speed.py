@@ -82,6 +82,7 @@ def test_killed_and_resumed_is_as_undisturbed_bit_for_bit(
     process = Python("-c", KILLED, "train", *ALONE, *mode, "--out", tmp_path / "run", **alone())
     assert process.wait(patience(100)) == -signal.SIGKILL, process.err.read_text()
     assert checkpoint.whole_steps(tmp_path / "run") == [5]
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
     assert run_here(monkeypatch, tmp_path, "train", "--resume", "run") == 0
     whole, resumed = (saved(tmp_path / name, STEPS, 0) for name in ("whole", "run"))
     assert same(whole["model"], resumed["model"])

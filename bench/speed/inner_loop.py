@@ -153,16 +153,21 @@ def beside_plain(model: str, mode: str, batch_size: int, block: int, options: Op
             text_share=0.0,
             out=folder,
         )
+        before = dict(os.environ)
         os.environ.update(torch_rendezvous(1), RANK="0", LOCAL_RANK="0", GLOO_SOCKET_IFNAME="lo")
         launch.use_cores_of(1)
         launch.check_settings(settings)
         network: Any = settings.network.kind.open(settings.network.starting, settings.network.deadline)
-        coordination = Coordination(Stop(network.store, [0], [0]), Kept(network.store, lambda: [0]))
+        stop = Stop(network.store, [0], [0])
+        coordination = Coordination(stop, Kept(network.store, lambda: [0]))
         trainer = Paced(settings, network, Path(folder), coordination, torch.device("cpu"))
         trainer.block = block
-        trainer.train()
+        with launch.stopping_on_signals(stop):
+            trainer.train()
         trainer.log.events.close()
         network.close()
+        for name in os.environ.keys() - before.keys():
+            del os.environ[name]
     return trainer.seconds[WARM_UP:]
 
 
