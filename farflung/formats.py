@@ -62,7 +62,7 @@ ROUNDS = Format("rounds' state", 2, {0: "0.1.0", 1: "0.1.0"})
 """What a session's `state_dict` returns, for checkpoints of one's own; in those of the trainer, it is migrated."""
 EVENTS = Format("events", 1)
 """The lines of `events/*.jsonl`; see events.py."""
-RUN_FOLDER = Format("run folder", 1)
+RUN_FOLDER = Format("run folder", 2)
 """Which files a run folder has and what they are called, the settings in `config.toml`, and `summary.json`."""
 STORE = Format("token store", 1)
 """The files of a folder of tokens; see workloads/store.py."""

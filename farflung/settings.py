@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from farflung import formats, methods
 from farflung.errors import UserError, suggestion
+from farflung.files import event_files
 from farflung.formats import OWN_LOOP, RUN_FOLDER
 from farflung.lazy import Later
 from farflung.methods import RoundSettings
@@ -32,6 +33,7 @@ from farflung.tables import (
     to_toml,
     toml_table,
 )
+from farflung.workloads.dealing import Deal
 from farflung.workloads.registry import WORKLOADS
 
 if TYPE_CHECKING:
@@ -57,7 +59,9 @@ class RunSettings(Checked):
     seed: int = setting(0, least=0)
     """The seed of the weights, the data's order and the pairs."""
     shares: Literal["alike", "apart"] = "alike"
-    """alike: each replica draws from all of the data; apart: from its own part, which no other replica sees."""
+    """alike: replicas deal all of the data out among them, anew in each epoch; apart: each has the same part always."""
+    order: Literal["epochs", "draws"] = "epochs"
+    """epochs: each sample comes once before any comes twice; draws: samples are drawn with replacement."""
     device: str = setting("auto", may_differ=AFTER_RESUME | BETWEEN_MACHINES | BETWEEN_PEERS)
     """auto, cpu, cuda, cuda:N or mps."""
     out: str = setting("", may_differ=BETWEEN_MACHINES | BETWEEN_PEERS)
@@ -192,8 +196,9 @@ class Settings:
 
     def made_workload(self) -> Workload:
         """What is trained. Raises UserError for a workload that there is not."""
-        shares = self.run.replicas if self.run.shares == "apart" else 1
-        return WORKLOADS[self.run.workload](self.workload, shares)
+        known = None if self.network.kind.elastic else self.run.replicas
+        deal = Deal(known, apart=self.run.shares == "apart", draws=self.run.order == "draws")
+        return WORKLOADS[self.run.workload](self.workload, deal)
 
     def settled(self) -> Settings:
         """With what a run takes where they do not say, such as the learning rate. Raises UserError."""
@@ -227,8 +232,10 @@ def _under_new_names(values: Mapping[str, Any], settings: Settings) -> dict[str,
 def read_settings(path: Path, **over: Any) -> Settings:
     """The settings of a TOML file, in tables or without, and those given here over them. Raises UserError."""
     table = toml_table(path)
-    RUN_FOLDER.check(table, str(path))
+    version = RUN_FOLDER.check(table, str(path))
     table.pop(formats.KEY, None)
+    if version == 1 or (version == 0 and event_files(path.parent)):
+        over = {"order": "draws"} | over  # as all runs then had; a user's own file says no version
     if table.get("workload") == OWN_LOOP:
         raise UserError(f"{path}: this run is a training loop of its own; start that again, and it resumes the run")
     tables = [one.name for one in dataclasses.fields(Settings)]

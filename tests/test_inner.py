@@ -24,8 +24,8 @@ from farflung.settings import Settings
 from farflung.training import launch
 from farflung.training.learning_rate import lr_scale
 from farflung.training.tail import TailAverage
-from farflung.workloads.base import drawn_ids
 from farflung.workloads.data import Data
+from farflung.workloads.dealing import Deal
 
 
 class Small(nn.Module):
@@ -242,7 +242,7 @@ def test_shares_apart_do_not_overlap(replicas: int, sequences: int, step: int) -
     tokens = np.arange(sequences * replicas * 3)
     data = Data(tokens, tokens, 3, "numbers", shares=replicas)
     drawn = [
-        set(data.batch(drawn_ids(0, replica, step, 40, data.available, replicas))[:, 0].tolist())
+        set(data.batch(Deal(replicas, apart=True).ids(0, replica, step, 40, data.available))[:, 0].tolist())
         for replica in range(replicas)
     ]
     assert sum(map(len, drawn)) == len(set.union(*drawn))

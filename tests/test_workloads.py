@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from farflung.errors import UserError
 from farflung.pipeline.division import divisible
 from farflung.workloads import Language, data, models, tokenizers
-from farflung.workloads.base import drawn_ids
+from farflung.workloads.dealing import Deal
 from farflung.workloads.settings import LanguageSettings
 from farflung.workloads.text import documents
 
@@ -71,23 +71,8 @@ def test_the_standard_library_is_real_python_in_a_fixed_order() -> None:
     assert sum("\ndef " in text for text in seen) > 200
 
 
-@given(st.integers(0, 2**31), st.integers(0, 999), st.integers(0, 10**6), st.integers(1, 10**7))
-@settings(max_examples=50)
-def test_sample_ids_are_pure_and_in_range(seed: int, replica: int, step: int, available: int) -> None:
-    ids = drawn_ids(seed, replica, step, 8, available)
-    assert ids.shape == (8,) and ids.min() >= 0 and ids.max() < available
-    assert np.array_equal(ids, drawn_ids(seed, replica, step, 8, available))
-
-
-def test_replicas_seeds_and_steps_draw_differently_and_evenly() -> None:
-    draws = {tuple(drawn_ids(s, r, t, 8, 10**6)) for s in range(3) for r in range(3) for t in range(3)}
-    assert len(draws) == 27
-    many = np.concatenate([drawn_ids(0, 0, step, 10, 10) for step in range(1000)])
-    assert np.abs(np.bincount(many) - 1000).max() < 150
-
-
 def drawn(loaded: data.Data, step: int, size: int) -> torch.Tensor:
-    return loaded.batch(drawn_ids(0, 0, step, size, loaded.available))
+    return loaded.batch(Deal().ids(0, 0, step, size, loaded.available))
 
 
 def test_held_out_documents_are_never_trained_on(tmp_path: Path) -> None:

@@ -119,6 +119,7 @@ def _results(runs: list[Run]) -> str:
         ("stages × shards of a replica", lambda s: s.get("islands") or f"{s['stages']} × {s['shards']}"),
         ("parameters", lambda s: f"{s['parameters']:,}"),
         (figures.units_of(runs), lambda s: f"{s['tokens']:,}"),
+        ("epochs", lambda s: f"{s['epochs']:.3g}" if "epochs" in s else "…"),
         ("sent by all replicas", _sent),
         ("sending gradients every step would take", _ddp),
         ("rounds of a replica", lambda s: str(s["rounds"])),

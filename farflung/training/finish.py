@@ -120,6 +120,7 @@ def _mean_of_column(column: Column, part: Message, deadline_s: float) -> Message
 def _summary(
     settings: Settings, island: Island, workload: Workload, step: int, facts: list[dict[str, Any]]
 ) -> dict[str, Any]:
+    available, seen = getattr(workload, "available", None), sum(fact["tokens"] for fact in facts)
     replicas, count, parameters = settings.run.replicas, len(facts), facts[0]["parameters"]
     # On the internet, replicas have other numbers.
     missing = set(range(replicas)) - {fact["replica"] for fact in facts} if count < replicas else set()
@@ -134,7 +135,8 @@ def _summary(
         "shards": island.settings.shard,
         "islands": settings.island.islands,
         "parameters": parameters,
-        "tokens": sum(fact["tokens"] for fact in facts),
+        "tokens": seen,
+        **({"epochs": seen / workload.units_per_sample / available} if available else {}),
         "validation_loss": sum(fact["loss"] for fact in facts) / count,
         "validation_loss_per_replica": [fact["loss"] for fact in facts],
         "validation_loss_averaged": island.evaluate(),

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from farflung.workloads.dealing import Deal
 
 Batch = Any
 """Some samples: a tensor, or a tuple, list or dict of tensors."""
@@ -23,12 +26,13 @@ Reshape = Callable[[Any], None]
 class Workload(Protocol):
     """What is trained: a model, its batches, its loss, how it is judged, and a sample to look at.
 
-    It is made from an instance of its `Settings`. With several `shares`, the data is cut into so many stretches of one
-    length, and a replica sees one of them. Making it reads no data; the first use of data reads it, once.
+    It is made from an instance of its `Settings`, and a `deal` that says which samples come to which replica. Making
+    it reads no data; the first use of data reads it, once.
 
     Where the microbatches of a step do not count the same, it has `weight(batch)`: what a batch's mean loss was taken
     over, such as its number of tokens. Where they can be counted, it has `operations(recompute)`: those that training
-    on one unit takes, with all layers' forward passes computed twice or once.
+    on one unit takes, with all layers' forward passes computed twice or once. Where its samples are so many, and not
+    made anew, it has `available`: how many there are to train on.
     """
 
     Settings: Any
@@ -38,7 +42,7 @@ class Workload(Protocol):
     measure: str
     """The unit of `loss` and `evaluate`, such as nats a token."""
 
-    def __init__(self, settings: Any, shares: int = 1) -> None: ...
+    def __init__(self, settings: Any, deal: Deal) -> None: ...
 
     @property
     def divisible(self) -> Divisible | None:
@@ -212,13 +216,3 @@ def to(batch: Batch, device: torch.device) -> Batch:
     if isinstance(batch, Mapping):
         return {key: to(value, device) for key, value in batch.items()}
     return type(batch)(to(value, device) for value in batch)
-
-
-def drawn_ids(seed: int, replica: int, step: int, size: int, available: int, shares: int = 1) -> Ids:
-    """The samples that a replica trains on in a step: `size` of those `available`, drawn anew with replacement.
-
-    A pure function: a replica that joins or leaves changes nobody else's data. With several `shares`, a replica draws
-    from one of so many stretches of one length.
-    """
-    each = available // shares
-    return replica % shares * each + np.random.default_rng((seed, replica, step)).integers(each, size=size)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from farflung.errors import UserError
 from farflung.lazy import Later
+from farflung.workloads.dealing import Deal
 from farflung.workloads.settings import LanguageSettings
 from farflung.workloads.text import documents, is_small, no_text
 
@@ -35,6 +36,8 @@ else:
 PROMPT_TOKENS = 16
 SAMPLE_TOKENS = 256
 
+ALL = Deal()
+
 TEMPERATURE = 0.7
 """Of the sample that a trained model writes."""
 
@@ -49,9 +52,9 @@ class Language:
     units = "tokens"
     measure = "nats a token"
 
-    def __init__(self, settings: LanguageSettings, shares: int = 1) -> None:
+    def __init__(self, settings: LanguageSettings, deal: Deal = ALL) -> None:
         self.settings = settings
-        self._shares = shares
+        self._deal = deal
 
     @property
     def divisible(self) -> Language:
@@ -96,8 +99,8 @@ class Language:
     def data(self) -> Data | Chats:
         """The tokens. Raises UserError."""
         if self.holds_chats:
-            return chats.load(self.settings, self.tokenizer, self._shares)
-        return data.load(self.settings, self.tokenizer, self._shares)
+            return chats.load(self.settings, self.tokenizer, self._deal.shares)
+        return data.load(self.settings, self.tokenizer, self._deal.shares)
 
     @cached_property
     def _held_out(self) -> Tensor | Labelled:
@@ -150,9 +153,14 @@ class Language:
             adapters.add(model, self.settings, seed)
         return model
 
+    @property
+    def available(self) -> int:
+        """See Workload."""
+        return self.data.available
+
     def sample_ids(self, seed: int, replica: int, step: int, size: int) -> Ids:
         """See Workload."""
-        return base.drawn_ids(seed, replica, step, size, self.data.available, self._shares)
+        return self._deal.ids(seed, replica, step, size, self.available)
 
     def batch(self, ids: Ids) -> Batch:
         """Sequences (n, length) int64; of chats, with their labels."""

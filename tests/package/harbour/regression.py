@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from farflung.tables import BETWEEN_PEERS, Checked, setting
-from farflung.workloads.base import Batch, Ids, Reshape, drawn_ids
+from farflung.workloads.base import Batch, Ids, Reshape
+from farflung.workloads.dealing import Deal
 
 
 @dataclass(frozen=True)
@@ -36,9 +37,9 @@ class Regression:
     units_per_sample = 1
     divisible = None
 
-    def __init__(self, settings: RegressionSettings, shares: int = 1) -> None:
+    def __init__(self, settings: RegressionSettings, deal: Deal) -> None:
         self.settings = settings
-        self._shares = shares
+        self._deal = deal
 
     @cached_property
     def _data(self) -> tuple[Tensor, Tensor]:
@@ -64,7 +65,7 @@ class Regression:
         return model
 
     def sample_ids(self, seed: int, replica: int, step: int, size: int) -> Ids:
-        return drawn_ids(seed, replica, step, size, self.settings.examples, self._shares)
+        return self._deal.ids(seed, replica, step, size, self.settings.examples)
 
     def batch(self, ids: Ids) -> Batch:
         chosen = torch.from_numpy(ids)
