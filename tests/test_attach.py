@@ -157,7 +157,7 @@ def trained_a_little(method: Method, model: torch.nn.Module, steps: int = 4, sta
         (lambda: trained_a_little(methods.diloco(every=3), torch.nn.Linear(6, 1)), "another model: it has no 0.weight"),
         (
             lambda: trained_a_little(methods.diloco(every=10), small_model()),
-            "another schedule: Schedule(every=10",
+            "with another schedule: every: 10, not 3; attach",
         ),
         (lambda: trained_a_little(methods.diloco(every=3, codec="int8"), small_model()), "another codec: Quantize"),
         (lambda: trained_a_little(methods.ddp(), small_model()), "another schedule"),

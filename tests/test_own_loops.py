@@ -575,17 +575,6 @@ def test_a_state_of_another_method_is_refused(one: Method, other: Method) -> Non
         outer._begun = True
 
 
-def test_of_another_schedule_only_what_differs_is_told() -> None:
-    model = small_model()
-    with methods.noloco(every=5).attach(model, sgd(model), SimulatedNetwork.alone()) as outer:
-        state = outer.state_dict()
-        outer._begun = True
-    with methods.noloco(every=7).attach(model, sgd(model), SimulatedNetwork.alone()) as outer:
-        with pytest.raises(UserError, match=r"saved with another schedule: every: 5, not 7; attach that"):
-            outer.load_state_dict(state)
-        outer._begun = True
-
-
 def test_what_replicas_disagree_in_is_what_torchrun_prints_last(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
