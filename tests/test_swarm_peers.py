@@ -27,6 +27,7 @@ from farflung.errors import UserError
 from farflung.events import JoinedEvent, LearntEvent, RoundEvent, StepEvent, events_in
 from farflung.report.peers import stages_of
 from farflung.settings import Settings, read_settings
+from farflung.swarm.copies import Copies
 from farflung.swarm.states import given as given_by_cells
 from farflung.swarm.states import weights_in
 from farflung.testing.peers import join_network, write_ticket
@@ -279,6 +280,28 @@ def test_the_bottleneck_is_the_stage_whose_peers_can_do_least_and_an_empty_one_b
     assert stages_of([{"name": "plain", "state": "trains"}]) == []
     assert stages_of([row(0, 5.0, "gone"), row(1, 2.0, "gone")]) == [], "the run is over"
     assert stages_of([row(0, 5.0), row(1, 0.0, "begins")])[1].startswith("stage 1: 1 peer, ")
+
+
+@pytest.mark.slow
+def test_a_damaged_copy_of_a_stage_is_none(tmp_path: Path) -> None:
+    port, whole = free_port(), tmp_path / "copies" / "stage-1.pt"
+    write_ticket(tmp_path / "run.ticket", tmp_path / "0.key", "127.0.0.1", port)
+    network = join_network(tmp_path, 0, "127.0.0.1", port, patience(20))
+    try:
+        network.peers.info["stage"] = 0
+        copies = Copies(network, 2, whole.parent, 10, lambda: True)
+        assert copies.lent(1) is None
+        whole.parent.mkdir()
+        torch.save({"tensors": {"a": torch.arange(1000.0)}, "facts": {"step": 7}}, whole)
+        found, content = copies.lent(1), whole.read_bytes()
+        assert (
+            found is not None and found.facts == {"step": 7} and torch.equal(found.tensors["a"], torch.arange(1000.0))
+        )
+        for damaged in (b"", content[:10], content[: len(content) // 2], b"junk" * 1000):
+            whole.write_bytes(damaged)
+            assert copies.lent(1) is None
+    finally:
+        network.close()
 
 
 SHAPES = st.lists(st.lists(st.integers(1, 5), max_size=3).map(tuple), min_size=1, max_size=6)

@@ -206,7 +206,7 @@ def seated(seating: Seating, arguments: list[str]) -> None:
         StageWork.forward = _stretched(StageWork.forward, FORWARD * seating.pass_ms / 1e3)  # type: ignore[method-assign]
         StageWork.backward = _stretched(StageWork.backward, (1 - FORWARD) * seating.pass_ms / 1e3)  # type: ignore[method-assign]
     if seating.permuted:
-        seat.ThroughputRouter = lambda: PermutationRouter((), seating.stage + 1, 0)  # type: ignore[misc, assignment]
+        seat.ThroughputRouter = lambda: PermutationRouter((), seating.stage + 1, 0)  # type: ignore[misc, assignment, attr-defined]
     if seating.look_ahead:
         _look_ahead()
     sys.argv = ["farflung", "join", *arguments]

@@ -22,6 +22,7 @@ from bench.lib.swarms import Seating, judged, losses, swarm, timed
 from bench.lib.table import Part, Table
 from farflung.events import LearntEvent, StepEvent
 from farflung.testing.hosts import unavailable
+from farflung.testing.peers import PeerProcess
 
 
 @dataclass(frozen=True)
@@ -133,7 +134,7 @@ def boundaries(options: Options, store: Store) -> Table:
         for boundary in options.boundaries:
             seats = [Seating(stage) for stage in range(4)]
             with swarm(store, "boundaries", seats, options.rate_mbit, **settings, boundary=boundary) as peers:
-                needed, count = _time_to(options.loss, lambda peers=peers: losses(peers[0]))
+                needed, count = _time_to(options.loss, peers[0])
                 last = peers[0].events(StepEvent)[-1]
                 crossed = last.boundary_bytes / (last.step * tokens)
                 yield boundary, crossed, count / needed * tokens, needed if needed < ENDS_S else None
@@ -142,12 +143,12 @@ def boundaries(options: Options, store: Store) -> Table:
     return Table(columns, rows(), f"links of {options.rate_mbit:g} Mbit/s, 4 stages")
 
 
-def _time_to(loss: float, told: Callable[[], list[tuple[float, float]]]) -> tuple[float, int]:
+def _time_to(loss: float, peer: PeerProcess) -> tuple[float, int]:
     """Seconds from the first step until the mean loss of the last few steps is so low, and the steps of them."""
     ends = time.monotonic() + ENDS_S
     while True:
         lately: deque[float] = deque(maxlen=LATELY)
-        found = told()
+        found = losses(peer)
         for number, (at, one) in enumerate(found):
             lately.append(one)
             if len(lately) == LATELY and mean(lately) <= loss:

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 from bench.lib.hardship import Check, check, checks
 from bench.lib.store import Store
@@ -50,7 +51,7 @@ class Options:
 SMOKE = Options(("deaths",), minutes=0.1, stages=2, pass_ms=50, model="micro")
 BETWEEN_S, AWAY_S = 20.0, 5.0
 """Seconds from one death to the next, and until the dead peer is started again."""
-BATCH = {"batch_size": 8, "microbatches": 4, "sequence_length": 64, "lr": 3e-3, "max_tokens": 4_000_000}
+BATCH: dict[str, Any] = {"batch_size": 8, "microbatches": 4, "sequence_length": 64, "lr": 3e-3, "max_tokens": 4_000_000}
 NAMES = BATCH["microbatches"]
 EVERY = 5
 """Steps from one checkpoint to the next, where peers die."""
@@ -170,7 +171,13 @@ def empty_stage(options: Options, store: Store) -> Iterator[Check]:
 
 def memory(options: Options, store: Store) -> Iterator[Check]:
     """Peers that each may hold a third of what the whole model needs."""
-    given = {"model": options.large, "batch_size": 2, "microbatches": 2, "sequence_length": 32, "lr": 1e-3}
+    given: dict[str, Any] = {
+        "model": options.large,
+        "batch_size": 2,
+        "microbatches": 2,
+        "sequence_length": 32,
+        "lr": 1e-3,
+    }
     given |= {"max_tokens": 200_000, "eval_sequences": 2, "steps": 12, "method": "local", "every": None}
     shape = Settings.of(**{**given, "swarm": True, "stages": options.large_stages}, network="internet")
     whole = sum(_stage_bytes(shape)) / 1e6

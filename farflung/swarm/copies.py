@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import TYPE_CHECKING
 
 import torch
@@ -55,12 +56,12 @@ class Copies:
             torch.save({"tensors": state.tensors, "facts": state.facts}, file)
 
     def lent(self, stage: int) -> SharedState | None:
-        """The copy of a stage, if it has one."""
-        path = self._path(stage)
-        if not path.exists():
-            return None
-        told = torch.load(path, weights_only=True)
-        return SharedState(told["tensors"], told["facts"])
+        """The copy of a stage, if it has a whole one."""
+        try:
+            told = torch.load(self._path(stage), weights_only=True)
+            return SharedState(told["tensors"], told["facts"])
+        except (OSError, RuntimeError, ValueError, KeyError, EOFError, UnpicklingError):
+            return None  # others may have one
 
     def _path(self, stage: int) -> Path:
         return self._folder / f"stage-{stage}.pt"
