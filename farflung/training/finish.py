@@ -152,13 +152,18 @@ def _summary(
 
 
 def _speed(facts: list[dict[str, Any]]) -> dict[str, Any]:
-    """The replicas' units a second together, their mean MFU where it is known, and where their time went."""
+    """The replicas' units a second together, their mean MFU where it is known, and where their time went.
+
+    Nothing of simulated ones, or where no step was left to train.
+    """
     spent, used = Counter[str](), [fact["mfu"] for fact in facts if fact["mfu"]]
     for fact in facts:
         spent.update(fact["spent"])
+    if not spent:
+        return {}
     together = {"tokens_per_second": sum(fact["speed"] for fact in facts)}
     mfu = {"mfu": sum(used) / len(used)} if used else {}
-    return together | mfu | ({"spent": dict(spent.most_common())} if spent else {})
+    return together | mfu | {"spent": dict(spent.most_common())}
 
 
 def finish_apart(settings: Settings, folder: Path, ended: Mapping[int, Path], device: torch.device) -> None:
