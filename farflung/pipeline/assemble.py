@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from farflung.networks import Network, TorchNetwork
+from farflung.networks import Network, SimulatedNetwork, TorchNetwork
 from farflung.networks.settings import NetworkSettings
 from farflung.pipeline.compiling import compile_layers
 from farflung.pipeline.division import divisible, division_of
@@ -38,23 +38,28 @@ def assemble(
     if settings.processes == 1 and not settings.offload:
         model = training(workload.build(seed), settings).to(device)
         place, ahead = MeshCoordinates(replicas.rank), not network.timed  # thousands may be simulated
-        return WholeIsland(settings, workload, model, mesh, place, seed, device, ahead), replicas
+        whole = (settings, workload, model, mesh, place, seed, device, ahead)
+        if settings.batched_replicas and isinstance(network, SimulatedNetwork):
+            from farflung.pipeline.batched import BatchedIsland  # slow to import
+
+            return BatchedIsland(*whole, meet=network.meet), replicas
+        return WholeIsland(*whole), replicas
     from farflung.pipeline.build import pieces_of, shard_pieces  # slow to import, and only islands need it
     from farflung.pipeline.divided import DividedIsland
     from farflung.pipeline.groups import ProcessGroups
 
     assert isinstance(processes, TorchNetwork)  # what starts processes offers what it does
-    whole = divisible(workload)
+    divided = divisible(workload)
     roaming, gateway = settings.routes == "random", settings.gateway
     coordinates = mesh.coordinates(processes.process)
-    division = division_of(settings, whole, seed)
-    pieces = [piece.to(device) for piece in pieces_of(settings, whole, division, coordinates.stage, seed)]
+    division = division_of(settings, divided, seed)
+    pieces = [piece.to(device) for piece in pieces_of(settings, divided, division, coordinates.stage, seed)]
     for piece in pieces:
         training(piece.model, settings)
     groups = ProcessGroups(processes, mesh, waits, roaming, device, gateway)  # others may take longer to come so far
     if settings.shard > 1 or settings.offload:
-        shard_pieces(pieces, whole, groups.shard_mesh(), settings.offload)
-    island = DividedIsland(settings, groups, pieces, division, whole, seed, device)
+        shard_pieces(pieces, divided, groups.shard_mesh(), settings.offload)
+    island = DividedIsland(settings, groups, pieces, division, divided, seed, device)
     return island, replicas
 
 

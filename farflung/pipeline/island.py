@@ -120,7 +120,7 @@ class WholeIsland(Island):
     traffic: Traffic = field(default_factory=Traffic)
 
     def __post_init__(self) -> None:
-        self._ahead = Ahead(self._batches_of) if self.ahead else None
+        self._ahead = Ahead(self.parts) if self.ahead else None
 
     @property
     def waited_s(self) -> float:
@@ -134,10 +134,10 @@ class WholeIsland(Island):
 
     def gradients(self, step: int) -> tuple[float, str]:
         """See Island."""
-        batches = self._ahead.at(step) if self._ahead else self._batches_of(step)
+        batches = self._ahead.at(step) if self._ahead else self.parts(step)
         losses: list[Tensor] = []
         for number, (batch, share) in enumerate(batches, 1):
-            loss = self._loss(batch) * share
+            loss = self.loss(batch) * share
             losses.append(loss.detach())
             if number == len(batches):
                 told = OnItsWay(torch.stack(losses))  # before the backward pass, which need not be waited for
@@ -171,7 +171,7 @@ class WholeIsland(Island):
         """See Island."""
         return values
 
-    def _batches_of(self, step: int) -> list[tuple[Batch, float]]:
+    def parts(self, step: int) -> list[tuple[Batch, float]]:
         """A step's microbatches, and the share of each in the step's loss."""
         settings, workload = self.settings, self.workload
         ids = workload.sample_ids(self.seed, self.coordinates.replica, step, settings.batch_size)
@@ -181,7 +181,8 @@ class WholeIsland(Island):
         shares = [weight / sum(weights) for weight in weights]
         return list(zip(map(pinned, batches) if self.device.type == "cuda" else batches, shares, strict=True))
 
-    def _loss(self, batch: Batch) -> Tensor:
+    def loss(self, batch: Batch) -> Tensor:
+        """The mean loss of a batch from the CPU."""
         with self._precision():
             return self.workload.loss(self.model, to(batch, self.device))
 

@@ -49,6 +49,8 @@ class IslandSettings(Checked):
     """Number format that the model computes in; weights stay float32."""
     compile: bool = setting(False, may_differ=AFTER_RESUME | BETWEEN_MACHINES | BETWEEN_PEERS)
     """Compile the model's layers (torch.compile): slower to start, faster steps; the last bits differ (docs: Speed)."""
+    batched_replicas: bool = setting(False, may_differ=AFTER_RESUME)
+    """Simulated network: replicas compute their gradients together, as one batch of models; the same to rounding."""
     recompute: bool = False
     """Keep no layer's inner activations; compute them again in the backward pass."""
     stages: int = setting(1, least=1, may_differ=AFTER_RESUME | BETWEEN_PEERS)

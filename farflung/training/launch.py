@@ -117,6 +117,22 @@ def _check_island(settings: Settings) -> None:
     if settings.network.kind.simulate and (island.divided or island.offload):
         what = "stages and shards need" if island.divided else "offload needs"
         raise UserError(f"{what} real processes; leave out --network simulated")
+    if island.batched_replicas:
+        _check_batched(settings)
+
+
+def _check_batched(settings: Settings) -> None:
+    """Refuses to compute replicas together that are not in one process, or are never at the same moment there."""
+    if not settings.network.kind.simulate:
+        raise UserError("batched_replicas is for replicas in one process; add --network simulated, or leave it out")
+    if (precision := settings.island.precision) != "float32":
+        raise UserError(f"batched_replicas computes in float32, and precision is {precision}; choose one of them")
+    conditions = settings.network.simulated_conditions()
+    if uneven := next((n for n in ("speed_sigma", "step_sigma", "slow_share") if getattr(conditions, n)), None):
+        raise UserError(
+            f"batched_replicas needs replicas of one speed, and {uneven} is {getattr(conditions, uneven)}; choose "
+            "other --conditions, or leave it out"
+        )
 
 
 def write_settings(settings: Settings, folder: Path) -> None:
@@ -142,7 +158,8 @@ def run_simulated(settings: Settings, folder: Path, resume: bool) -> None:
 
     Raises StoppedError, UserError and whatever training raises.
     """
-    torch.set_num_threads(1)  # with another number, sums may differ in their last bits
+    # With another number sums may differ in their last bits; small matrices gain nothing from it, but many at once do.
+    torch.set_num_threads(cores_for(1) if settings.island.batched_replicas else 1)
     simulate = settings.network.kind.simulate or Simulation
     simulation = simulate(settings.run.replicas, settings.network.simulated_conditions())
     store = HashStore()

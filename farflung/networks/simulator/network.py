@@ -11,7 +11,7 @@ import itertools
 import math
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Generic, NoReturn, TypeVar
@@ -58,6 +58,7 @@ class Simulation:
         self.cluster.when_dead = self._stop
         self.networks = [SimulatedNetwork(self, rank) for rank in range(replicas)]
         self._ready: deque[SimulatedNetwork] = deque()
+        self._met: list[_Visit] = []
 
     def run(self, work: Callable[[SimulatedNetwork], T]) -> list[T]:
         """Runs `work` once for each replica; returns what each returned, by rank, and None for those that died.
@@ -111,9 +112,33 @@ class Simulation:
         if network.baton.died:
             raise ReplicaDiedError
 
+    def meet(self, network: SimulatedNetwork, brings: T, work: Callable[[Sequence[T]], Sequence[Any]]) -> Any:
+        """See SimulatedNetwork."""
+        visit = _Visit(network, brings, work)
+        self._met.append(visit)
+        self.block(network)
+        if visit.error:
+            raise visit.error
+        return visit.result
+
+    def _hold_meeting(self) -> None:
+        visits, self._met = self._met, []
+        try:
+            results = visits[0].work([visit.brings for visit in visits])
+            for visit, result in zip(visits, results, strict=True):
+                visit.result = result
+        except Exception as error:  # it is the visitors', whoever has the baton
+            for visit in visits:
+                visit.error = error
+        for visit in visits:
+            self.make_ready(visit.network)
+
     def pass_baton(self, holder: SimulatedNetwork) -> None:
         """Lets the next one run; returns when it is the holder's turn again, or at once if it has left."""
         while not self._ready:
+            if self._met:
+                self._hold_meeting()
+                continue
             if all(network.baton.left for network in self.networks):
                 return
             if not self.cluster.clock.advance():
@@ -150,6 +175,17 @@ class _Baton:
 
     def keep(self) -> None:
         self.random_state = torch.get_rng_state()
+
+
+@dataclass
+class _Visit:
+    """What a replica brings to a meeting, and what comes of it."""
+
+    network: SimulatedNetwork
+    brings: Any
+    work: Callable[[Sequence[Any]], Sequence[Any]]
+    result: Any = None
+    error: Exception | None = None
 
 
 class SimulatedNetwork:
@@ -256,6 +292,14 @@ class SimulatedNetwork:
         """One inner step takes its time; others go on meanwhile."""
         self._steps += 1
         self._sleep_until(self.now() + self._step_times.seconds(1))
+
+    def meet(self, brings: T, work: Callable[[Sequence[T]], Sequence[Any]]) -> Any:
+        """Waits until no other replica has anything to do at this moment, and takes no time of the virtual clock.
+
+        Then `work` is called once, with what those who wait here have brought; each gets its part of the result, or
+        its error.
+        """
+        return self.simulation.meet(self, brings, work)
 
     def now(self) -> float:
         """The virtual clock, seconds."""
