@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +143,7 @@ def test_who_is_there_at_a_moment_meets_and_gets_its_part_or_the_error() -> None
         ({"conditions": "home"}, "batched_replicas needs replicas of one speed, and speed_sigma is"),
         ({"model": "minimax, with a buffer"}, "batched_replicas: the model has buffers, such as .*bias; leave out"),
         ({"model": "dropout"}, "batched_replicas: torch.vmap cannot compute this model: .*; leave out"),
+        ({"data": "chats"}, "batched_replicas needs batches of one shape, and chats are of unlike lengths"),
         ({"precision": "bfloat16"}, "batched_replicas computes in float32, and precision is bfloat16; choose one"),
     ],
 )
@@ -150,6 +152,10 @@ def test_what_cannot_be_batched_is_refused_in_a_line(more: dict[str, Any], words
         config = LlamaConfig(**COMMON, attention_dropout=0.1) if model == "dropout" else ROUTED[model]
         config.save_pretrained(tmp_path / "model")
         more = {"model": str(tmp_path / "model")}
+    if "data" in more:
+        lines = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+        (tmp_path / "chats.jsonl").write_text("\n".join([json.dumps({"messages": lines})] * 9))
+        more = {"data": str(tmp_path / "chats.jsonl")}
     with pytest.raises(UserError, match=words) as refused:
         trained(tmp_path / "run", **{"method": "local", **more}, batched_replicas=True)
     assert "\n" not in str(refused.value)

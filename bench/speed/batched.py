@@ -1,6 +1,6 @@
 """How much faster do simulated replicas train when they compute together?
 Runs with `--batched-replicas`, on all cores, and without, on one, as simulations are: the tokens/s of all replicas in
-the steps after the first few, with all that a run does in them. Takes five minutes.
+the steps after the first few, without rounds. Takes five minutes.
 """
 
 from __future__ import annotations

@@ -127,6 +127,8 @@ def _check_batched(settings: Settings) -> None:
         raise UserError("batched_replicas is for replicas in one process; add --network simulated, or leave it out")
     if (precision := settings.island.precision) != "float32":
         raise UserError(f"batched_replicas computes in float32, and precision is {precision}; choose one of them")
+    if getattr(settings.made_workload(), "holds_chats", False):
+        raise UserError("batched_replicas needs batches of one shape, and chats are of unlike lengths; leave it out")
     conditions = settings.network.simulated_conditions()
     if uneven := next((n for n in ("speed_sigma", "step_sigma", "slow_share") if getattr(conditions, n)), None):
         raise UserError(
