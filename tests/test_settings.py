@@ -122,9 +122,9 @@ def test_a_table_that_there_is_not_is_named(tmp_path: Path) -> None:
     [
         (
             AFTER_RESUME,
-            "boundary checkpoint_every compile deadline device device_tflops eval_every force_tokenizer islands "
-            "keep_checkpoints log_every lr max_hours microbatches pipeline_schedule profile profile_replicas restarts "
-            "shard stages steps text_share track track_replicas",
+            "batched_replicas boundary checkpoint_every compile deadline device device_tflops eval_every "
+            "force_tokenizer islands keep_checkpoints log_every lr max_hours microbatches pipeline_schedule profile "
+            "profile_replicas restarts shard stages steps text_share track track_replicas",
         ),
         (
             BETWEEN_MACHINES,
