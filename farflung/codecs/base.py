@@ -71,7 +71,7 @@ class Codec:
         return Traits()
 
     def encode(self, tensors: Sequence[Tensor]) -> Packet:
-        """The tensors as one packet, on their device. Raises NotFiniteError."""
+        """The tensors as one packet, which lies in the host's memory. Raises NotFiniteError."""
         raise NotImplementedError(f"{type(self).__name__} has no encode; define it")
 
     def decode(self, packet: Packet, like: Sequence[Tensor]) -> list[Tensor]:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from farflung.codecs.base import Codec, Compound, NotFiniteError
-from farflung.codecs.packets import Packet, PacketError, pack, packed_nbytes, unpack
+from farflung.codecs.packets import HOST, Packet, PacketError, pack, packed_nbytes, unpack
 from farflung.codecs.values import check_floating, finite, fit
 from farflung.errors import UserError
 from farflung.renamed import Formerly
@@ -88,7 +88,7 @@ class Chain(Compound):
     def encode(self, tensors: Sequence[Tensor]) -> Packet:
         """See Codec."""
         check_floating(tensors)
-        if not all(finite(tensor) for tensor in tensors):
+        if not finite(*tensors):
             raise NotFiniteError("the message holds NaN or infinity; it was not sent")
         table: list[list[Tensor]] = []
         parts = self._given(tensors)
@@ -99,7 +99,7 @@ class Chain(Compound):
 
     def decode(self, packet: Packet, like: Sequence[Tensor]) -> list[Tensor]:
         """See Codec."""
-        parts, table = unpack(self.transforms, packet, like)
+        parts, table = unpack(self.transforms, packet, like, like[0].device if like else HOST)
         times, more = _EXCESS
         most = times * sum(tensor.numel() for tensor in like) + more
         if any(sum(part.numel() for part in made) > most for made in table[:-1]):
@@ -113,7 +113,7 @@ class Chain(Compound):
         except (RuntimeError, ValueError, IndexError) as error:
             # A packet is a stranger's word: whatever a transform stumbles over is the packet's fault.
             raise PacketError(f"packet cannot be read: {error}") from error
-        if not all(finite(part) for part in parts):
+        if not finite(*parts):
             raise PacketError("packet holds values that are not finite")
         return [fit(part.view(tensor.shape), tensor.dtype) for part, tensor in zip(parts, like, strict=True)]
 

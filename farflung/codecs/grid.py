@@ -18,7 +18,7 @@ class Grid:
     def __init__(self, ranges: Tensor, bits: int) -> None:
         steps = ranges.float() / 2.0**bits
         self.zeros = ranges == 0
-        self.any_zeros = bool(self.zeros.any())
+        self.any_zeros = ranges.device.type != "cpu" or bool(self.zeros.any())  # another device would have to wait
         self.steps = torch.where(steps > 0, steps, 1.0)
         self.errors = steps / 2
         """By how much a value on the grid errs at most."""

@@ -132,8 +132,8 @@ class Modulo(Transform):
             # The coarse steps of one who has just come look like a distance, which is gone the next time.
             sure.copy_(torch.where(readable & (far < 2 * error), far - error, far))
             taken = readable & (distance < near)
-            if not bool(taken.all()):
-                found[~taken] = own[~taken]
+            if found.device.type != "cpu" or not bool(taken.all()):  # another device would have to wait
+                torch.where(taken[:, None], found, own, out=found)
         self._tracker.saw(rows_now, farthest, surely, len(out))
         return list(torch.split(out.view(-1)[: flat.numel()], [tensor.numel() for tensor in like]))
 

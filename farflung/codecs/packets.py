@@ -11,7 +11,10 @@ import torch
 from torch import Tensor
 
 Packet = Tensor
-"""One contiguous uint8 tensor: a header of 24 bytes, a table of each transform's parts, then the last one's parts."""
+"""One contiguous uint8 tensor in the host's memory: a header of 24 bytes, a table of each transform's parts, then the
+last one's parts."""
+
+HOST = torch.device("cpu")
 
 MAGIC = b"FARF"
 VERSION = 3
@@ -42,19 +45,28 @@ def described(thing: object) -> str:
 
 
 def pack(codecs: Sequence[object], tensors: Sequence[Tensor], table: Sequence[Sequence[Tensor]]) -> Packet:
-    """The last parts behind a header; all begin at multiples of 8 bytes, so that they can be read in place."""
+    """The last parts behind a header; all begin at multiples of 8 bytes, so that they can be read in place.
+
+    Parts from another device come in one copy.
+    """
     words = [len(table)]
     for parts in table:
         words += [len(parts), *map(_word, parts)]
-    device = next((tensor.device for tensor in (*table[-1], *tensors)), torch.device("cpu"))
-    pieces = [_bytes(struct.pack(f"<{len(words)}Q", *words)).to(device)]
+    pieces = []
     for part in table[-1]:
-        rest = torch.zeros(-part.nbytes % _WORD, dtype=torch.uint8, device=device)
+        rest = torch.zeros(-part.nbytes % _WORD, dtype=torch.uint8, device=part.device)
         pieces += [part.reshape(-1).contiguous().view(torch.uint8), rest]
-    packet = torch.cat([torch.empty(_HEADER.size, dtype=torch.uint8, device=device), *pieces])
+    begin = _HEADER.size + _WORD * len(words)
+    pinned = bool(pieces) and pieces[0].device.type == "cuda"  # into such memory a GPU copies by itself
+    packet = torch.empty(packed_nbytes(table), dtype=torch.uint8, pin_memory=pinned)
+    if pieces and packet.device == pieces[0].device:
+        torch.cat(pieces, out=packet[begin:])
+    elif pieces:
+        packet[begin:] = torch.cat(pieces)
+    packet[_HEADER.size : begin] = _bytes(struct.pack(f"<{len(words)}Q", *words))
     payload = packet[_HEADER.size :]
     fields = MAGIC, VERSION, codec_id(codecs), shapes_hash(tensors), payload.numel(), _checksum(payload)
-    packet[: _HEADER.size] = _bytes(_HEADER.pack(*fields)).to(device)
+    packet[: _HEADER.size] = _bytes(_HEADER.pack(*fields))
     return packet
 
 
@@ -64,11 +76,17 @@ def packed_nbytes(table: Sequence[Sequence[Tensor]]) -> int:
     return _HEADER.size + _WORD * words + sum(part.nbytes + -part.nbytes % _WORD for part in table[-1])
 
 
-def unpack(codecs: Sequence[object], packet: Packet, like: Sequence[Tensor]) -> tuple[list[Tensor], list[list[Tensor]]]:
-    """The last parts, and what the parts of every transform are like. Raises PacketError, saying what is wrong."""
+def unpack(
+    codecs: Sequence[object], packet: Packet, like: Sequence[Tensor], device: torch.device = HOST
+) -> tuple[list[Tensor], list[list[Tensor]]]:
+    """The last parts, and what the parts of every transform are like. Raises PacketError, saying what is wrong.
+
+    It is read in the host's memory; all parts go to a device in one copy.
+    """
+    packet = packet.to(HOST)
     if packet.numel() < _HEADER.size:
         raise PacketError(f"packet of {packet.numel()} bytes is shorter than its header ({_HEADER.size})")
-    header = packet[: _HEADER.size].cpu().numpy().tobytes()
+    header = packet[: _HEADER.size].numpy().tobytes()
     payload = packet[_HEADER.size :]
     magic, version, codec, shapes, length, checksum = _HEADER.unpack(header)
     expected = (
@@ -83,6 +101,7 @@ def unpack(codecs: Sequence[object], packet: Packet, like: Sequence[Tensor]) -> 
         if found != wanted:
             raise PacketError(f"packet has {what} {found!r} where {wanted!r} was expected")
     table, begin = _read_table(payload, len(codecs))
+    payload = payload.to(device)
     parts = []
     for part in table[-1]:
         end = begin + part.numel() * part.element_size()
@@ -101,9 +120,9 @@ def unpack(codecs: Sequence[object], packet: Packet, like: Sequence[Tensor]) -> 
 def split_packets(packets: Packet, count: int) -> list[Packet]:
     """So many packets that lie one behind the other. Raises PacketError."""
     found: list[Packet] = []
-    begin = 0
+    packets, begin = packets.to(HOST), 0
     for _ in range(count):
-        header = packets[begin : begin + _HEADER.size].cpu().numpy().tobytes()
+        header = packets[begin : begin + _HEADER.size].numpy().tobytes()
         if len(header) < _HEADER.size:
             raise PacketError(f"{len(found)} packets came where {count} were expected")
         length = _HEADER.size + _HEADER.unpack(header)[4]
@@ -128,7 +147,7 @@ def _read_table(payload: Tensor, steps: int) -> tuple[list[list[Tensor]], int]:
 
 def _words(payload: Tensor) -> Iterator[int]:
     for begin in range(0, payload.numel() - _WORD + 1, _WORD):
-        yield struct.unpack("<Q", payload[begin : begin + _WORD].cpu().numpy().tobytes())[0]
+        yield struct.unpack("<Q", payload[begin : begin + _WORD].numpy().tobytes())[0]
 
 
 def _word(part: Tensor) -> int:
@@ -150,4 +169,4 @@ def _bytes(raw: bytes) -> Tensor:
 
 
 def _checksum(payload: Tensor) -> int:
-    return zlib.crc32(payload.cpu().numpy().data)
+    return zlib.crc32(payload.numpy().data)

@@ -56,7 +56,7 @@ class Threshold(Transform):
         floating, finished = by_kind(tensors)
         flat = flatten(floating)
         kept = self._kept(torch.split(flat, [tensor.numel() for tensor in floating]))
-        counts = torch.bincount(kept // _CHUNK, minlength=-(-flat.numel() // _CHUNK))
+        counts = kept.new_zeros(-(-flat.numel() // _CHUNK)).index_add_(0, kept // _CHUNK, torch.ones_like(kept))
         counts_bytes = counts.to(torch.int16).view(torch.uint8)
         return [flat[kept], pack_places(kept % _CHUNK, _CHUNK), counts_bytes, *finished]
 
@@ -124,7 +124,8 @@ class Threshold(Transform):
         per_chunk = counts.view(torch.int16).long()
         if int(per_chunk.sum()) != values.numel() or bool((per_chunk < 0).any()):
             raise PacketError("packet holds another number of values than its chunks count")
-        begins = torch.arange(chunks, device=values.device).repeat_interleave(per_chunk) * _CHUNK
+        numbers = torch.arange(chunks, device=values.device)
+        begins = numbers.repeat_interleave(per_chunk, output_size=values.numel()) * _CHUNK
         places = begins + unpack_places(packed, values.numel(), _CHUNK)
         flat = torch.zeros(chunks * _CHUNK, dtype=torch.float32, device=values.device).index_copy_(0, places, values)
         return in_order(torch.split(flat[:numel], [tensor.numel() for tensor in floating]), parts[3:], like)

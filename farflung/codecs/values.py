@@ -22,19 +22,24 @@ def check_floating(tensors: Sequence[Tensor]) -> None:
 
 def norm(tensors: Sequence[Tensor]) -> float:
     """The Euclidean norm of all values together."""
-    size = math.hypot(*(float(torch.linalg.vector_norm(tensor)) for tensor in tensors))
+    sizes = [torch.linalg.vector_norm(tensor).float() for tensor in tensors]
+    size = math.hypot(*(torch.stack(sizes).cpu().tolist() if sizes else ()))  # another device is waited for once
     if math.isfinite(size):
         return size
     # Squares of large values leave float32's range.
     return math.hypot(*(float(torch.linalg.vector_norm(tensor, dtype=torch.float64)) for tensor in tensors))
 
 
-def finite(tensor: Tensor) -> bool:
-    """Whether no value is infinite or NaN, in one pass and without a temporary of the tensor's size."""
+def finite(*tensors: Tensor) -> bool:
+    """Whether no value is infinite or NaN, in one pass and without temporaries of the tensors' sizes.
+
+    On another device it waits for that once, not for each tensor.
+    """
     # One value that is not finite makes a sum that is not; a finite sum, at a fifth of the time, settles it.
-    if torch.isfinite(tensor.sum(dtype=torch.promote_types(tensor.dtype, torch.float32))):
+    sums = [tensor.sum(dtype=torch.promote_types(tensor.dtype, torch.float32)).float() for tensor in tensors]
+    if not sums or torch.isfinite(torch.stack(sums)).all():
         return True
-    return bool(torch.isfinite(torch.stack(tensor.aminmax())).all())
+    return all(bool(torch.isfinite(torch.stack(t.aminmax())).all()) for t in tensors if t.numel())
 
 
 def unscaled(tensor: Tensor) -> tuple[Tensor, Tensor]:

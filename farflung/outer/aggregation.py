@@ -48,7 +48,7 @@ class Aggregation:
         It must be finite, and not far larger than usual: for this part, and for parts as they are. One that this
         replica has not learnt, such as the rows of rare words, may be as large as others.
         """
-        size = _size(message) if all(map(finite, message)) else math.nan
+        size = _size(message) if finite(*message) else math.nan
         sizes = self._sizes.setdefault(tuple(cells), deque(maxlen=SIZES_KEPT))
         if own is not None:
             sizes.append(_size(own))

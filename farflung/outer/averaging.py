@@ -253,7 +253,7 @@ class Averaging:
         given_up = Event()
 
         def combine(received: dict[int, Packet]) -> Packet:
-            messages = {rank: partial(_decoded, senders[own], p, parts[own]) for rank, p in received.items()}
+            messages = {rank: partial(senders[own].decode, p, parts[own]) for rank, p in received.items()}
             mean, bad = self._mean(messages, list(cells[own]), parts[own], parts[own], meeting.weights)
             unreadable.update(bad)
             codec = self._bundle(cells[own], f"mean of {len(group)}")
@@ -262,7 +262,7 @@ class Averaging:
 
         def finish(arriving: Iterable[Mapping[int, Packet]]) -> dict[int, str]:
             for rank, packet in next(iter(arriving)).items():
-                part, message = parts[rank], partial(_decoded, senders[rank], packet, parts[rank])
+                part, message = parts[rank], partial(senders[rank].decode, packet, parts[rank])
                 try:
                     _copy(self._checked(rank, message, list(cells[rank]), part), part)
                 except PacketError as error:
@@ -289,7 +289,7 @@ class _Message:
     def take(self, codec: Bundle, packet: Packet, like: Sequence[Tensor]) -> None:
         """Takes the next strip."""
         self.missing -= 1
-        self._last = partial(_decoded, codec, packet, like)
+        self._last = partial(codec.decode, packet, like)
         if self.missing:
             try:
                 self._tensors += self._last()
@@ -301,12 +301,6 @@ class _Message:
         if self._error:
             raise self._error
         return self._tensors + self._last()
-
-
-def _decoded(codec: Bundle, packet: Packet, like: Sequence[Tensor]) -> list[Tensor]:
-    """A packet's tensors. Raises PacketError."""
-    # What came over the internet lies in the host's memory.
-    return codec.decode(packet.to(like[0].device) if like else packet, like)
 
 
 def _tensors(cells: Cells) -> list[Tensor]:

@@ -356,7 +356,7 @@ def check_shared(tensors: Mapping[str, Tensor], values: Mapping[str, int], kinds
             with_anchor.add(cell)
     if with_anchor != values.keys():
         raise UserError(OTHER_SHAPES)
-    if not all(map(finite, tensors.values())):
+    if not finite(*tensors.values()):
         raise UserError("a peer gave a state that is not finite; join again, from other peers' RUN/run.ticket")
 
 

@@ -67,15 +67,15 @@ class Boundary:
         if self._codec is None:
             return numbers.cpu()
         try:
-            return self._codec.encode([numbers]).cpu()
+            return self._codec.encode([numbers])
         except NotFiniteError:
             self.spoilt = True
-            return self._codec.encode([torch.zeros_like(numbers)]).cpu()
+            return self._codec.encode([torch.zeros_like(numbers)])
 
     def _unpacked(self, packet: Tensor) -> Tensor:
         if self._codec is None:
             return packet.to(self._device)
-        return self._codec.decode(packet.to(self._device), [self._like.to(self._device)])[0]
+        return self._codec.decode(packet, [self._like.to(self._device)])[0]
 
 
 def boundary_named(name: str) -> tuple[int, Codec]:
