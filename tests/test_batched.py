@@ -144,6 +144,7 @@ def test_who_is_there_at_a_moment_meets_and_gets_its_part_or_the_error() -> None
         ({"model": "minimax, with a buffer"}, "batched_replicas: the model has buffers, such as .*bias; leave out"),
         ({"model": "dropout"}, "batched_replicas: torch.vmap cannot compute this model: .*; leave out"),
         ({"data": "chats"}, "batched_replicas needs batches of one shape, and chats are of unlike lengths"),
+        ({"compile": True}, "batched_replicas computes layers as they are; leave out compile, or batched_replicas"),
         ({"precision": "bfloat16"}, "batched_replicas computes in float32, and precision is bfloat16; choose one"),
     ],
 )

@@ -32,6 +32,7 @@ from farflung.settings import Settings, settings_toml
 from farflung.signals import Interrupt, Interrupted, on_stop_signals, stop_signals
 from farflung.training import beginning, checkpoint
 from farflung.training.agreement import all_gather_facts, other_data, refuse_other_settings
+from farflung.training.batched import check_batched
 from farflung.training.cautions import cautions
 from farflung.training.events import holds_a_run
 from farflung.training.failures import OneLine, failure_of
@@ -118,23 +119,7 @@ def _check_island(settings: Settings) -> None:
         what = "stages and shards need" if island.divided else "offload needs"
         raise UserError(f"{what} real processes; leave out --network simulated")
     if island.batched_replicas:
-        _check_batched(settings)
-
-
-def _check_batched(settings: Settings) -> None:
-    """Refuses to compute replicas together that are not in one process, or are never at the same moment there."""
-    if not settings.network.kind.simulate:
-        raise UserError("batched_replicas is for replicas in one process; add --network simulated, or leave it out")
-    if (precision := settings.island.precision) != "float32":
-        raise UserError(f"batched_replicas computes in float32, and precision is {precision}; choose one of them")
-    if getattr(settings.made_workload(), "holds_chats", False):
-        raise UserError("batched_replicas needs batches of one shape, and chats are of unlike lengths; leave it out")
-    conditions = settings.network.simulated_conditions()
-    if uneven := next((n for n in ("speed_sigma", "step_sigma", "slow_share") if getattr(conditions, n)), None):
-        raise UserError(
-            f"batched_replicas needs replicas of one speed, and {uneven} is {getattr(conditions, uneven)}; choose "
-            "other --conditions, or leave it out"
-        )
+        check_batched(settings)
 
 
 def write_settings(settings: Settings, folder: Path) -> None:
