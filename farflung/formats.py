@@ -64,7 +64,7 @@ EVENTS = Format("events", 1)
 """The lines of `events/*.jsonl`; see events.py."""
 RUN_FOLDER = Format("run folder", 2)
 """Which files a run folder has and what they are called, the settings in `config.toml`, and `summary.json`."""
-STORE = Format("token store", 1)
+STORE = Format("token store", 2)
 """The files of a folder of tokens; see workloads/store.py."""
 OWN_LOOP = "own loop"
 """The workload in the `config.toml` of a run that is a user's own training loop."""

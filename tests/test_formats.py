@@ -76,9 +76,11 @@ def test_a_run_folder_of_each_version_is_reported(run: Path, tmp_path: Path) -> 
     read = read_run(run)
     summary = json.loads((run / "summary.json").read_text())
     assert not read.unread() and "format" not in read.settings
-    assert [event.kind for event in read.events[1]] == [
-        *("start", "step", "step", "evaluation", "checkpoint", "round", "step", "step"),
-        *("round", "checkpoint", "evaluation", "end"),
+    kinds = [event.kind for event in read.events[1]]
+    assert kinds.count("checkpoint") == 2  # told of when they are written, while training goes on
+    assert [kind for kind in kinds if kind != "checkpoint"] == [
+        *("start", "step", "step", "evaluation", "round", "step", "step"),
+        *("round", "evaluation", "end"),
     ]
     (start,) = read.of(1, StartEvent)
     assert start == dataclasses.replace(start, replica=1, at=0.0, step=0, method="noloco", steps=4, device="cpu")

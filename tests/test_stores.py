@@ -10,10 +10,11 @@ import sys
 from collections.abc import Iterator
 from hashlib import sha256
 from pathlib import Path
+from random import Random
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from patience import patience
 from processes import farflung, fill
@@ -48,20 +49,21 @@ def pieces(tmp_path_factory: pytest.TempPathFactory) -> tokenizers.Pretrained:
     return tokenizers.Pretrained(str(folder))
 
 
-def held_out(number: int) -> bool:
-    return sha256(b"%d" % number).digest()[0] < 256 / 20
+def held_out(text: str) -> bool:
+    return sha256(text.encode()).digest()[0] < 256 / 20
 
 
 def expected(texts: list[str], most: int | None) -> tuple[bytes, bytes]:
-    """Bytes to train on and held out: a document in twenty, by the hash of its number, or the end of few ones."""
+    """Bytes to train on and held out: a document in twenty, by its hash, or the end where that is no good part."""
     parts, room = ([], []), 10**9 if most is None else most
     texts = [text for text in texts if text]
-    for number, text in enumerate(texts):
+    for text in texts:
         if room > 0:
-            parts[held_out(number)].append((text.encode() + b"\0")[:room])
+            parts[held_out(text)].append((text.encode() + b"\0")[:room])
             room -= len(text.encode()) + 1
     training, judged = (b"".join(part) for part in parts)
-    if len(parts[0]) + len(parts[1]) < 20:
+    share = len(judged) / max(1, len(training) + len(judged))
+    if len(parts[0]) + len(parts[1]) < 20 or not 0.01 <= share <= 0.5:
         all_of_it = training + judged
         cut = len(all_of_it) - len(all_of_it) // 20
         return all_of_it[:cut], all_of_it[cut:]
@@ -113,7 +115,7 @@ def test_a_tokenizer_of_pieces_gives_what_it_gives_of_each_document(
         for text in texts
     ]
     dealt = [
-        [token for number, tokens in enumerate(alone) if held_out(number) == part for token in tokens]
+        [token for text, tokens in zip(texts, alone, strict=True) if held_out(text) == part for token in tokens]
         for part in (False, True)
     ]
     assert [made.training.tolist(), made.held_out.tolist()] == dealt and made.manifest.kind == "uint16"
@@ -126,6 +128,28 @@ def test_a_long_document_is_cut_at_line_ends_and_has_the_same_tokens(
     whole = pieces.encode(text)
     monkeypatch.setattr(tokenizers, "LONGEST", 100)
     assert len([*tokenizers._cut(text)]) > 50 and np.array_equal(pieces.encode(text), whole)
+
+
+@given(
+    numbers=st.lists(st.integers(0, 400), min_size=150, max_size=300),
+    random=st.randoms(use_true_random=False),
+    more=st.integers(1, 40),
+)
+@settings(max_examples=20)
+def test_a_document_is_held_out_or_not_whatever_is_with_it_and_in_whatever_order(
+    numbers: list[int], random: Random, more: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("stores")
+
+    def parts(name: str, numbers: list[int]) -> list[set[bytes]]:
+        texts = (f"document {number}" for number in numbers)
+        made = store.write(folder / name, texts, tokenizers.Bytes(), None, lambda *_: None)
+        assert made.held_out.size and made.training.size
+        return [set(part.tobytes().split(b"\0")) - {b""} for part in (made.training, made.held_out)]
+
+    one = parts("one", numbers)
+    other = parts("other", random.sample([*numbers, *range(400, 400 + more)], len(numbers) + more))
+    assert not one[0] & one[1] and not one[0] & other[1] and not one[1] & other[0]
 
 
 def settings_of(path: Path, **other: object) -> LanguageSettings:
@@ -213,7 +237,7 @@ def test_a_named_store_trains_as_its_text_does(tmp_path: Path) -> None:
     for name, fault in (("training.bin", "has 100 tokens, and store.json says 4371"), ("store.json", "damaged")):
         os.truncate(tmp_path / "store" / name, 100)
         with pytest.raises(UserError, match=fault):
-            of_store.check()
+            Language(settings_of(tmp_path / "store")).check()
 
 
 def test_max_tokens_bounds_a_named_store_too(tmp_path: Path) -> None:
@@ -242,7 +266,7 @@ def test_a_store_of_another_tokenizer_or_a_later_release_is_refused(
     with pytest.raises(UserError, match="not of the model's tokenizer; prepare the text again"):
         Language(settings_of(tmp_path / "store")).check()
     manifest = tmp_path / "store" / "store.json"
-    manifest.write_text(manifest.read_text().replace('"format": 1', '"format": 99'))
+    manifest.write_text(manifest.read_text().replace('"format": 2', '"format": 99'))
     with pytest.raises(UserError, match="newer than farflung"):
         Language(settings_of(tmp_path / "store")).check()
 

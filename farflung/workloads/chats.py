@@ -14,7 +14,8 @@ from torch import Tensor
 
 from farflung.errors import UserError, counted
 from farflung.workloads.base import Ids
-from farflung.workloads.held_out import HELD_OUT_SHARE, evenly, is_held_out
+from farflung.workloads.dealing import ALL, Deal
+from farflung.workloads.held_out import HELD_OUT_SHARE, by_number, evenly, is_held_out
 from farflung.workloads.settings import LanguageSettings
 from farflung.workloads.templates import ANSWERS, ChatError, Message, Rendered
 from farflung.workloads.text import records
@@ -98,7 +99,7 @@ def check(settings: LanguageSettings, tokenizer: Tokenizer) -> None:
     next(_rendered(settings, tokenizer), None)
 
 
-def load(settings: LanguageSettings, tokenizer: Tokenizer, shares: int = 1) -> Chats:
+def load(settings: LanguageSettings, tokenizer: Tokenizer, deal: Deal = ALL) -> Chats:
     """Reads the chats that the settings name, and warns of those that are too long.
 
     Raises UserError where one is no chat, or where there are too few.
@@ -113,8 +114,8 @@ def load(settings: LanguageSettings, tokenizer: Tokenizer, shares: int = 1) -> C
             left_out += bool(chat.answers.any())
             silent += not chat.answers.any()
     told = _told_of_lost(settings, len(kept) + left_out + silent, cut, left_out, silent)
-    training, held_out = _dealt(kept)
-    least = max(shares, LEAST_TRAINING)
+    training, held_out = _dealt(kept, deal.draws)
+    least = max(deal.shares, LEAST_TRAINING)
     if not kept and left_out:
         raise UserError(
             f"data {settings.data}: all {left_out} chats are cut at sequence_length {settings.sequence_length}, before "
@@ -142,15 +143,16 @@ def _told_of_lost(settings: LanguageSettings, count: int, cut: int, left_out: in
     return ", and ".join(lost)
 
 
-def _dealt(chats: list[Rendered]) -> tuple[list[Rendered], list[Rendered]]:
-    """Chats to train on and chats held out, by their numbers alone; of few ones, the last are held out."""
+def _dealt(chats: list[Rendered], numbered: bool) -> tuple[list[Rendered], list[Rendered]]:
+    """Chats to train on and chats held out, by what they hold or their number; of few ones, the last are held out."""
     if len(chats) < HELD_OUT_SHARE:
         return chats[:-1], chats[-1:]
     training: list[Rendered] = []
     held_out: list[Rendered] = []
     for number, chat in enumerate(chats):
-        (held_out if is_held_out(number) else training).append(chat)
-    return (training, held_out) if held_out else (training[:-1], training[-1:])
+        content = by_number(number) if numbered else chat.tokens.astype(np.int64).tobytes()
+        (held_out if is_held_out(content) else training).append(chat)
+    return (training, held_out) if training and held_out else (chats[:-1], chats[-1:])
 
 
 def _rendered(settings: LanguageSettings, tokenizer: Tokenizer) -> Iterator[Rendered]:

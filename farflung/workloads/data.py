@@ -9,6 +9,7 @@ from torch import Tensor
 
 from farflung.errors import UserError
 from farflung.workloads.base import Ids
+from farflung.workloads.dealing import ALL, Deal
 from farflung.workloads.held_out import evenly
 from farflung.workloads.prepared import store_of
 from farflung.workloads.settings import LanguageSettings
@@ -64,10 +65,10 @@ class Data:
         return torch.from_numpy(tokens[positions].astype(np.int64))
 
 
-def load(settings: LanguageSettings, tokenizer: Tokenizer, shares: int = 1) -> Data:
+def load(settings: LanguageSettings, tokenizer: Tokenizer, deal: Deal = ALL) -> Data:
     """The data that the settings name, mapped from its store. Raises UserError: missing, empty or too short."""
-    store, most = store_of(settings, tokenizer), settings.max_tokens
+    store, most = store_of(settings, tokenizer, numbered=deal.draws), settings.max_tokens
     training, held_out = store.training, store.held_out
     if most and (there := len(training) + len(held_out)) > most:  # a store that was prepared with more
         training, held_out = (part[: len(part) * most // there] for part in (training, held_out))
-    return Data(training, held_out, settings.sequence_length, settings.data, shares)
+    return Data(training, held_out, settings.sequence_length, settings.data, deal.shares)

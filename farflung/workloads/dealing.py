@@ -54,6 +54,10 @@ class Deal:
         return in_epochs(own * self.replicas + replica % self.replicas, each, (seed,))
 
 
+ALL = Deal()
+"""All samples come to each replica."""
+
+
 def in_epochs(places: Ids, count: int, key: Sequence[int]) -> Ids:
     """Which of `count` samples lie at these places of an endless row of epochs.
 
@@ -74,7 +78,7 @@ def permuted(numbers: Ids, count: int, key: Sequence[int]) -> Ids:
     again until it does not, which always comes to pass, since each number is on a circle.
     """
     half = max(LEAST_HALF, (int(count - 1).bit_length() + 1) // 2)
-    keys = np.random.SeedSequence(key).generate_state(ROUNDS, np.uint64)
+    keys = np.random.SeedSequence(key).generate_state(ROUNDS, np.uint64).astype(np.uint64)
     found = numbers.astype(np.uint64)
     outside = np.arange(len(found))
     while len(outside):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from farflung.errors import UserError
 from farflung.lazy import Later
-from farflung.workloads.dealing import Deal
+from farflung.workloads.dealing import ALL, Deal
 from farflung.workloads.settings import LanguageSettings
 from farflung.workloads.text import documents, is_small, no_text
 
@@ -35,8 +35,6 @@ else:
 
 PROMPT_TOKENS = 16
 SAMPLE_TOKENS = 256
-
-ALL = Deal()
 
 TEMPERATURE = 0.7
 """Of the sample that a trained model writes."""
@@ -99,8 +97,8 @@ class Language:
     def data(self) -> Data | Chats:
         """The tokens. Raises UserError."""
         if self.holds_chats:
-            return chats.load(self.settings, self.tokenizer, self._deal.shares)
-        return data.load(self.settings, self.tokenizer, self._deal.shares)
+            return chats.load(self.settings, self.tokenizer, self._deal)
+        return data.load(self.settings, self.tokenizer, self._deal)
 
     @cached_property
     def _held_out(self) -> Tensor | Labelled:

@@ -41,8 +41,10 @@ def cache() -> Path:
     return Path(tempfile.gettempdir()) / f"farflung-{os.getuid()}"
 
 
-def store_of(settings: LanguageSettings, tokenizer: Tokenizer, told: Told = lambda *_: None) -> Store:
-    """The store of a run's text, made if there is none. Raises UserError."""
+def store_of(
+    settings: LanguageSettings, tokenizer: Tokenizer, told: Told = lambda *_: None, numbered: bool = False
+) -> Store:
+    """The store of a run's text, made if there is none; `numbered` as for `store.write`. Raises UserError."""
     named = Path(settings.data).expanduser()
     if store.is_store(named):
         found = store.read(named)
@@ -50,9 +52,9 @@ def store_of(settings: LanguageSettings, tokenizer: Tokenizer, told: Told = lamb
         return found
     kept = cache()
     with disk_errors(f"keep tokens in {kept}", f"make room, or set {CACHE} to another folder"):
-        folder = kept / "tokens" / _name(settings, tokenizer, kept)
+        folder = kept / "tokens" / _name(settings, tokenizer, kept, numbered)
         # Who finds it whole needs no lock, so that many processes start at once, from a folder that is read only, too.
-        return _whole(folder) or _made_once(folder, settings, tokenizer, told)
+        return _whole(folder) or _made_once(folder, settings, tokenizer, told, numbered)
 
 
 def refuse_other_tokenizer(found: Store, tokenizer: Tokenizer) -> None:
@@ -64,7 +66,7 @@ def refuse_other_tokenizer(found: Store, tokenizer: Tokenizer) -> None:
         )
 
 
-def _made_once(folder: Path, settings: LanguageSettings, tokenizer: Tokenizer, told: Told) -> Store:
+def _made_once(folder: Path, settings: LanguageSettings, tokenizer: Tokenizer, told: Told, numbered: bool) -> Store:
     """Waits for whoever makes it, which the system ends with that process, and makes it if nobody has."""
     lock = folder.with_name(f"{folder.name}.lock")
     lock.parent.mkdir(parents=True, exist_ok=True)
@@ -73,7 +75,7 @@ def _made_once(folder: Path, settings: LanguageSettings, tokenizer: Tokenizer, t
             if found := _whole(folder):
                 return found
             (folder / store.MANIFEST).unlink(missing_ok=True)  # of one that is damaged
-            return make(folder, settings, tokenizer, told)
+            return make(folder, settings, tokenizer, told, numbered)
     except Timeout as error:
         raise UserError(f"another process has {lock} for a day; end it") from error
 
@@ -86,12 +88,12 @@ def _whole(folder: Path) -> Store | None:
         return None
 
 
-def make(folder: Path, settings: LanguageSettings, tokenizer: Tokenizer, told: Told) -> Store:
+def make(folder: Path, settings: LanguageSettings, tokenizer: Tokenizer, told: Told, numbered: bool = False) -> Store:
     """Makes a store of a run's text, or goes on with one. Raises UserError where there is none, and OSError."""
     most = settings.max_tokens or (HUB_TOKENS if settings.data.startswith("hf:") else None)
     documents = text.documents(settings.data, settings.text_column)
     try:
-        made = store.write(folder, documents, tokenizer, most, told)
+        made = store.write(folder, documents, tokenizer, most, told, numbered)
     except UserError:
         if not (folder / store.PROGRESS).exists():  # which a later attempt goes on from
             shutil.rmtree(folder)
@@ -102,12 +104,12 @@ def make(folder: Path, settings: LanguageSettings, tokenizer: Tokenizer, told: T
     return made
 
 
-def _name(settings: LanguageSettings, tokenizer: Tokenizer, kept: Path) -> str:
+def _name(settings: LanguageSettings, tokenizer: Tokenizer, kept: Path, numbered: bool) -> str:
     """Follows from what the text's files hold, and from all else that its tokens depend on.
 
     Files that were seen before, of the same size and time, are not read for it again.
     """
-    by = [formats.STORE.version, tokenizer.digest, settings.text_column, settings.max_tokens]
+    by = [1 if numbered else formats.STORE.version, tokenizer.digest, settings.text_column, settings.max_tokens]
     if settings.data.startswith("hf:"):
         return _hash([*by, text.version_on_hub(settings.data)])
     paths = text.files(settings.data)

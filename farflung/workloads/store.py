@@ -21,13 +21,15 @@ from numpy.typing import NDArray
 from farflung import formats
 from farflung.errors import UserError
 from farflung.files import write_text
-from farflung.workloads.held_out import HELD_OUT_SHARE, is_held_out
+from farflung.workloads.held_out import HELD_OUT_SHARE, by_number, is_held_out
 from farflung.workloads.tokenizers import Tokenizer
 
 MANIFEST, PROGRESS = "store.json", "progress.json"
 PARTS = ("training.bin", "held-out.bin")
 BATCH = 1 << 22
 """Characters of text that are made tokens of together."""
+LEAST_HELD_OUT, MOST_HELD_OUT = 0.01, 0.5
+"""The share of the tokens that held-out documents may have; where it is another, the end of the text is held out."""
 KEPT_EVERY = 1 << 26
 """Bytes of tokens after which what is there is made safe, for a preparation that is interrupted to go on from."""
 
@@ -94,12 +96,15 @@ def read(folder: Path) -> Store:
     return store
 
 
-def write(folder: Path, documents: Iterable[str], tokenizer: Tokenizer, most: int | None, told: Told) -> Store:
+def write(
+    folder: Path, documents: Iterable[str], tokenizer: Tokenizer, most: int | None, told: Told, numbered: bool = False
+) -> Store:
     """Makes a store of documents, or goes on where another process was interrupted with the same ones.
 
     Args:
         most: the most tokens; None for all.
         told: is told now and then how far it is.
+        numbered: whether documents are held out by their number, as earlier releases did, and not by their content.
 
     Raises OSError where the disk does not let it, and what reading the documents raises.
     """
@@ -111,14 +116,15 @@ def write(folder: Path, documents: Iterable[str], tokenizer: Tokenizer, most: in
             if room <= 0:
                 break
             read_now += sum(len(one.encode()) for one in texts)
-            for tokens in tokenizer.encode_all(texts):
+            for text, tokens in zip(texts, tokenizer.encode_all(texts), strict=True):
                 ended = np.append(tokens.astype(writer.kind), np.array([tokenizer.end], dtype=writer.kind))
-                writer.add(ended if len(ended) <= room else ended[: int(room)])
+                content = by_number(writer.documents) if numbered else text.encode()
+                writer.add(ended if len(ended) <= room else ended[: int(room)], is_held_out(content))
                 if (room := room - len(ended)) <= 0:
                     break
             told(read_now, writer.tokens)
             writer.keep_some()
-        return writer.finish(tokenizer.digest)
+        return writer.finish(tokenizer.digest, numbered)
     finally:
         writer.close()
 
@@ -163,9 +169,9 @@ class _Writer:
         """How many there are."""
         return sum(self._bytes) // self.kind.itemsize
 
-    def add(self, tokens: NDArray[np.integer]) -> None:
+    def add(self, tokens: NDArray[np.integer], held_out: bool) -> None:
         """The next document's."""
-        part = int(is_held_out(self.documents))
+        part = int(held_out)
         self._files[part].write(tokens.tobytes())
         self._bytes[part] += tokens.nbytes
         self.documents += 1
@@ -177,10 +183,12 @@ class _Writer:
             self._safe = sum(self._bytes)
             write_text(self._folder / PROGRESS, json.dumps({"documents": self.documents, "bytes": self._bytes}))
 
-    def finish(self, tokenizer: str) -> Store:
+    def finish(self, tokenizer: str, numbered: bool) -> Store:
         """Writes the manifest."""
         self._flush()
-        if self.documents < HELD_OUT_SHARE:
+        share = self._bytes[1] / max(sum(self._bytes), 1)
+        unfit = not (numbered or LEAST_HELD_OUT <= share <= MOST_HELD_OUT)
+        if self.documents < HELD_OUT_SHARE or unfit:
             self._hold_out_the_end()
         training, held_out = (size // self.kind.itemsize for size in self._bytes)
         manifest = Manifest(tokenizer, self.kind.name, self.documents, training, held_out)
