@@ -11,6 +11,10 @@ class UserError(ValueError):
     """A mistake in what the user asked for: one line that says what, where and what to do."""
 
 
+class LostDataError(UserError):
+    """Data that was there can no longer be read, so that a run stops, with a checkpoint."""
+
+
 @contextlib.contextmanager
 def disk_errors(what: str, remedy: str) -> Iterator[None]:
     """Says in one line what the disk does not let us do inside, and the remedy. Raises UserError."""

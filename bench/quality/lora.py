@@ -133,7 +133,7 @@ def process(options: Options, settings: Settings, seed: int, rounds: bool) -> No
     network, sizes = TorchNetwork.from_env(starting=300), list[int]()
     known = vars(LanguageSettings())
     workload = Language(LanguageSettings(**{name: value for name, value in settings.items() if name in known}))
-    data = Dataset.from_dict({"input_ids": workload.batch(np.arange(workload.data.available)).tolist()})
+    data = Dataset.from_dict({"input_ids": workload.batch(np.arange(workload.available or 0)).tolist()})
     noted: Any = {"deadline_s": 300, "starting_s": 300, "on_round": lambda ended: sizes.append(ended.bytes_sent)}
     if rounds:
         callbacks = [Rounds(methods.noloco(every=options.every), network, **noted)]

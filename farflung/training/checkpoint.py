@@ -63,6 +63,8 @@ class Checkpoint(Weights):
     """Rounds with others so far."""
     late: dict[str, Any]
     """The state_dict of the mean of late weights."""
+    data: dict[str, Any]
+    """What the workload has found out of its data; earlier releases have none."""
     traffic: dict[str, float]
     """What was sent and waited for in rounds so far: the fields of Traffic, in bytes, packets and seconds."""
     boundary_traffic: dict[str, float]

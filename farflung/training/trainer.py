@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 
+from farflung.errors import LostDataError, UserError
 from farflung.hooks.trained import trainable
 from farflung.inner import names_of
 from farflung.networks import Network
@@ -74,6 +77,7 @@ class Trainer:
         torch.manual_seed(settings.run.seed * 1_000_003 + place)
         self.progress = Progress(resume_step or 0, trained=resume_step or 0)
         self.tail = TailAverage(self.model)
+        self._lost: LostDataError | None = None
         self._loss: float | None = None
         """The validation loss at this step, if it was measured."""
         self._saved = self._load(resume_step)
@@ -146,7 +150,7 @@ class Trainer:
         """Takes an inner step. Returns its loss and its learning rate."""
         spent = self.log.spent
         with spent.on("gradients"), telling_of_compilers(self.settings.island.compile):
-            loss, fault = self.island.gradients(self.progress.trained)
+            loss, fault = self._gradients()
         self._count(session)
         lr = self.lr * lr_scale(self.settings.inner, self.step, self.settings.run.steps)
         for group in self.optimizer.param_groups:
@@ -199,7 +203,19 @@ class Trainer:
             self.save(session)
             self._end_saving(wait=True)
             self.log.end("stopped")
+            if self._lost:
+                raise UserError(f"{self._lost}; stopped after step {self.step}, with a checkpoint to go on from")
             raise StoppedError(f"stopped after step {self.step}")
+
+    def _gradients(self) -> tuple[float, str]:
+        """See Island.gradients; without data, the run stops at a step that all replicas agree on."""
+        if not self._lost:
+            try:
+                return self.island.gradients(self.progress.trained)
+            except LostDataError as error:
+                self._lost = error
+                self.stop.request()
+        return math.nan, "there is no data"
 
     def _count(self, session: Session) -> None:
         """Goes on from the step that the rounds count, since others may have gone on; or that the island does."""
@@ -277,6 +293,7 @@ class Trainer:
             "trained": self.progress.trained,
             "rounds": self.progress.rounds,
             "late": self.tail.state_dict(),
+            "data": dict(getattr(self.workload, "known", {})),
             "traffic": dataclasses.asdict(self.network.traffic),
             "boundary_traffic": dataclasses.asdict(self.island.traffic),
             "clock": self.network.timed.clock() if self.network.timed else None,
@@ -298,6 +315,8 @@ class Trainer:
         progress = self.progress
         progress.trained, progress.rounds, progress.bytes_told = state["trained"], state["rounds"], state["bytes_told"]
         self.tail.load_state_dict(state["late"])
+        if known := state.get("data"):
+            cast(Any, self.workload).known.update(known)
         saved = (state["traffic"], state["boundary_traffic"])
         for traffic, values in zip((self.network.traffic, self.island.traffic), saved, strict=True):
             for name, value in values.items():

@@ -15,6 +15,7 @@ from torch import Tensor
 from farflung.errors import UserError, counted
 from farflung.workloads.base import Ids
 from farflung.workloads.dealing import ALL, Deal
+from farflung.workloads.far import HUB, is_far
 from farflung.workloads.held_out import HELD_OUT_SHARE, by_number, evenly, is_held_out
 from farflung.workloads.settings import LanguageSettings
 from farflung.workloads.templates import ANSWERS, ChatError, Message, Rendered
@@ -88,6 +89,8 @@ class _Rows:
 
 def holds_chats(settings: LanguageSettings) -> bool:
     """Whether the first record of the data is a chat. Raises UserError where it cannot be read."""
+    if is_far(settings.data) and not settings.data.startswith(HUB):
+        return False  # which would be read whole
     _, first = next(records(settings.data), ("", ""))
     if isinstance(first, str) or isinstance(first.get(settings.text_column), str):
         return False

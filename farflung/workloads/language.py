@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from farflung.errors import UserError
 from farflung.lazy import Later
+from farflung.workloads import far
 from farflung.workloads.dealing import ALL, Deal
 from farflung.workloads.settings import LanguageSettings
 from farflung.workloads.text import documents, is_small, no_text
@@ -21,16 +22,28 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-    from farflung.workloads import adapters, base, chats, data, decoder, models, prepared, store, tokenizers
+    from farflung.workloads import adapters, base, chats, data, decoder, models, prepared, shards, store, tokenizers
     from farflung.workloads import subspace as subspaces
     from farflung.workloads.base import Batch, Coordinates, Forward, Ids, Load, Reshape, Span
     from farflung.workloads.chats import Chats, Labelled
     from farflung.workloads.data import Data
+    from farflung.workloads.shards import Shards
 else:
     torch, subspaces = Later("torch"), Later("farflung.workloads.subspace")
-    adapters, base, chats, data, decoder, models, prepared, store, tokenizers = (
+    adapters, base, chats, data, decoder, models, prepared, shards, store, tokenizers = (
         Later(f"farflung.workloads.{name}")
-        for name in ("adapters", "base", "chats", "data", "decoder", "models", "prepared", "store", "tokenizers")
+        for name in (
+            "adapters",
+            "base",
+            "chats",
+            "data",
+            "decoder",
+            "models",
+            "prepared",
+            "shards",
+            "store",
+            "tokenizers",
+        )
     )
 
 PROMPT_TOKENS = 16
@@ -94,10 +107,12 @@ class Language:
         return models.model_config(self.settings, self.tokenizer)
 
     @cached_property
-    def data(self) -> Data | Chats:
+    def data(self) -> Data | Shards | Chats:
         """The tokens. Raises UserError."""
         if self.holds_chats:
             return chats.load(self.settings, self.tokenizer, self._deal)
+        if far.is_far(self.settings.data) and not self.settings.max_tokens:
+            return shards.load(self.settings, self.tokenizer, self._deal)
         return data.load(self.settings, self.tokenizer, self._deal)
 
     @cached_property
@@ -120,6 +135,8 @@ class Language:
                 adapters.refuse_other_base(self._base(), self.settings)
         if self.holds_chats:
             chats.check(self.settings, self.tokenizer)
+        elif far.is_far(self.settings.data):
+            far.files(self.settings.data)
         elif self._is_prepared or is_small(self.settings.data):
             _ = self.data  # too little of it is told before anything is begun
         elif not any(documents(self.settings.data, self.settings.text_column)):
@@ -152,13 +169,20 @@ class Language:
         return model
 
     @property
-    def available(self) -> int:
+    def available(self) -> int | None:
+        """See Workload; of files that come one by one, it is not known."""
+        return None if isinstance(self.data, shards.Shards) else self.data.available
+
+    @property
+    def known(self) -> dict[str, Any]:
         """See Workload."""
-        return self.data.available
+        return self.data.known if isinstance(self.data, shards.Shards) else {}
 
     def sample_ids(self, seed: int, replica: int, step: int, size: int) -> Ids:
         """See Workload."""
-        return self._deal.ids(seed, replica, step, size, self.available)
+        if isinstance(self.data, shards.Shards):
+            return self.data.ids(seed, replica, step, size)
+        return self._deal.ids(seed, replica, step, size, self.data.available)
 
     def batch(self, ids: Ids) -> Batch:
         """Sequences (n, length) int64; of chats, with their labels."""

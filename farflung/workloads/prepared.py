@@ -15,6 +15,7 @@ from farflung import formats
 from farflung.errors import UserError, disk_errors
 from farflung.files import write_text
 from farflung.workloads import store, text
+from farflung.workloads.far import is_far
 from farflung.workloads.settings import LanguageSettings
 from farflung.workloads.store import Store, Told
 from farflung.workloads.tokenizers import Tokenizer
@@ -23,8 +24,6 @@ CACHE = "FARFLUNG_CACHE"
 """The environment variable that says where stores are kept; unset: farflung, in the user's cache folder."""
 LONGEST_S = 24 * 3600.0
 """Seconds to wait for another process that makes a store."""
-HUB_TOKENS = 100_000_000
-"""The most tokens that are read of the hub, where max_tokens is unset: what is there may be without end."""
 
 
 def cache() -> Path:
@@ -90,10 +89,9 @@ def _whole(folder: Path) -> Store | None:
 
 def make(folder: Path, settings: LanguageSettings, tokenizer: Tokenizer, told: Told, numbered: bool = False) -> Store:
     """Makes a store of a run's text, or goes on with one. Raises UserError where there is none, and OSError."""
-    most = settings.max_tokens or (HUB_TOKENS if settings.data.startswith("hf:") else None)
     documents = text.documents(settings.data, settings.text_column)
     try:
-        made = store.write(folder, documents, tokenizer, most, told, numbered)
+        made = store.write(folder, documents, tokenizer, settings.max_tokens, told, numbered)
     except UserError:
         if not (folder / store.PROGRESS).exists():  # which a later attempt goes on from
             shutil.rmtree(folder)
@@ -110,8 +108,8 @@ def _name(settings: LanguageSettings, tokenizer: Tokenizer, kept: Path, numbered
     Files that were seen before, of the same size and time, are not read for it again.
     """
     by = [1 if numbered else formats.STORE.version, tokenizer.digest, settings.text_column, settings.max_tokens]
-    if settings.data.startswith("hf:"):
-        return _hash([*by, text.version_on_hub(settings.data)])
+    if is_far(settings.data):
+        return _hash([*by, text.version_of(settings.data)])
     paths = text.files(settings.data)
     stats = [path.stat() for path in paths]
     seen = [[str(path.resolve()), stat.st_size, stat.st_mtime_ns] for path, stat in zip(paths, stats, strict=True)]

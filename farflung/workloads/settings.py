@@ -22,7 +22,7 @@ class LanguageSettings(Checked):
     base: str = ""
     """Hash of the weights that adapters belong to. farflung fills it in, and refuses machines with other weights."""
     data: str = setting("stdlib", may_differ=BETWEEN_MACHINES | BETWEEN_PEERS)
-    """stdlib, hf:NAME (hub), a path or glob of text, JSON Lines, CSV or Parquet, or what farflung prepare has made."""
+    """stdlib, hf:NAME (hub), a path, glob or address of text, JSON Lines, CSV or Parquet, or what prepare has made."""
     tokenizer: str | None = setting(None, may_differ=BETWEEN_MACHINES | BETWEEN_PEERS)
     """bytes, or anything that AutoTokenizer loads; unset: the model's own, or bytes for a preset."""
     force_tokenizer: bool = setting(False, may_differ=AFTER_RESUME)
@@ -30,7 +30,11 @@ class LanguageSettings(Checked):
     text_column: str = setting("text", may_differ=BETWEEN_PEERS)
     """The column of JSON Lines, CSV, Parquet and hub data that holds the text."""
     max_tokens: int | None = setting(None, least=1000, may_differ=BETWEEN_PEERS)
-    """Read at most this many tokens of the data; unset: all, and 100 million of the hub."""
+    """Read at most this many tokens of the data; unset: all."""
+    data_room: float = setting(20.0, above=0, may_differ=AFTER_RESUME | BETWEEN_MACHINES | BETWEEN_PEERS)
+    """Keep at most this many GB of tokens of data from other machines, which is read file by file."""
+    data_deadline: float = setting(300.0, above=0, may_differ=AFTER_RESUME | BETWEEN_MACHINES | BETWEEN_PEERS)
+    """Seconds to ask again for such data where it cannot be read, before the run stops, with a checkpoint."""
     sequence_length: int = setting(128, least=2)
     """Tokens in one training sequence."""
     eval_sequences: int = setting(64, least=1)

@@ -9,15 +9,18 @@ import logging
 import os
 import shlex
 import sysconfig
-from collections.abc import Iterator, Mapping
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from farflung.errors import UserError
 from farflung.files import written_by_farflung
 from farflung.scoped import quiet
+from farflung.workloads import far
 
 _LOADERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
+_PACKED = {".gz", ".bz2", ".xz", ".zst"}
 
 LOOKED_AT = 1 << 13
 """The bytes of a file that show whether it is text, in which no byte is zero."""
@@ -33,18 +36,28 @@ def documents(data: str, column: str) -> Iterator[str]:
     """The documents that `--data` names, in one order on every machine.
 
     Args:
-        data: `stdlib`, a path or glob, or `hf:NAME`. A text file is one document; other files hold one a row.
+        data: `stdlib`, a path or glob, addresses as fsspec takes them, or `hf:NAME`. A text file is one document; other
+            files hold one a row.
         column: which column of a row holds its text.
 
     Raises:
         UserError: there is nothing there, or it cannot be read.
     """
-    for where, record in records(data):
+    yield from _texts(records(data), column)
+
+
+def documents_of(path: Path, where: str, column: str) -> Iterator[str]:
+    """The documents of one file, which messages call `where`. Raises UserError."""
+    yield from _texts(_records_of(path, where), column)
+
+
+def _texts(found: Iterable[tuple[str, str | Mapping[str, Any]]], column: str) -> Iterator[str]:
+    for where, record in found:
         if isinstance(record, str):
             yield record
         elif column not in record:
             named = ", ".join([*list(record)[:COLUMNS_NAMED], *(["…"] if len(record) > COLUMNS_NAMED else [])])
-            narrower = "" if where.startswith("hf:") else ", or give a narrower path or glob"
+            narrower = "" if far.is_far(where) else ", or give a narrower path or glob"
             raise UserError(f"data {where}: no column {column!r}; set text_column to one of {named}{narrower}")
         elif isinstance(record[column], str):
             yield record[column]
@@ -55,14 +68,28 @@ def records(data: str) -> Iterator[tuple[str, str | Mapping[str, Any]]]:
 
     Raises UserError: there is nothing there, or it cannot be read.
     """
-    if data.startswith("hf:"):
-        yield from _rows(data.removeprefix("hf:"), None)
+    if data.startswith(far.HUB):
+        yield from _rows(data.removeprefix(far.HUB), None, data)
+        return
+    if far.is_far(data):
+        for address in far.files(data):
+            with tempfile.TemporaryDirectory() as folder:
+                yield from _records_of(far.fetch(address, Path(folder), far.DEADLINE_S), address)
         return
     for path in files(data):
-        if path.suffix in _LOADERS:
-            yield from _rows(_LOADERS[path.suffix], path)
-        else:
-            yield str(path), _read(path)
+        yield from _records_of(path, str(path))
+
+
+def _records_of(path: Path, where: str) -> Iterator[tuple[str, str | Mapping[str, Any]]]:
+    if loader := loader_of(path):
+        yield from _rows(loader, path, where)
+    else:
+        yield where, _read(path, where)
+
+
+def loader_of(path: Path) -> str | None:
+    """What of the datasets library reads a file's rows, packed or not; None for a file of text."""
+    return _LOADERS.get((path.with_suffix("") if path.suffix in _PACKED else path).suffix)
 
 
 def files(data: str) -> list[Path]:
@@ -75,22 +102,24 @@ def text_bytes(data: str) -> int | None:
 
     Raises UserError where there is nothing.
     """
-    paths = [] if data.startswith("hf:") else files(data)
-    rows = not paths or any(path.suffix in _LOADERS for path in paths)
+    paths = [] if far.is_far(data) else files(data)
+    rows = not paths or any(loader_of(path) or path.suffix in _PACKED for path in paths)
     return None if rows else sum(path.stat().st_size for path in paths)
 
 
 def is_small(data: str) -> bool:
     """Whether what `--data` names is soon read, and may be too little. Raises UserError where there is nothing."""
-    return not data.startswith("hf:") and sum(path.stat().st_size for path in files(data)) <= SMALL
+    return not far.is_far(data) and sum(path.stat().st_size for path in files(data)) <= SMALL
 
 
-def version_on_hub(data: str) -> str:
-    """What changes when a data set on the hub does. Raises UserError where it cannot be reached."""
+def version_of(data: str) -> object:
+    """What changes when data on other machines does, for JSON. Raises UserError where it cannot be reached."""
+    if not data.startswith(far.HUB):
+        return [[address, far.version(address, far.DEADLINE_S)] for address in far.files(data)]
     import datasets  # slow to import, and only rows need it
 
     with _reading(data):
-        return str(datasets.load_dataset_builder(data.removeprefix("hf:")).hash)
+        return str(datasets.load_dataset_builder(data.removeprefix(far.HUB)).hash)
 
 
 def no_text(data: str) -> UserError:
@@ -131,27 +160,36 @@ def _below(folder: Path) -> Iterator[Path]:
         yield from (Path(where, name) for name in names)
 
 
-def _read(path: Path) -> str:
+def _read(path: Path, where: str) -> str:
     """The text of a file. Raises UserError for one that is no text, or in an encoding of two bytes a letter."""
     try:
-        content = path.read_bytes()
+        content = _unpacked(path)
     except OSError as error:
-        raise UserError(f"data {path}: {error.strerror}; see that the file can be read") from error
+        raise UserError(f"data {where}: {error.strerror or error}; see that the file can be read") from error
     if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         as_utf8 = shlex.quote(str(path.with_suffix(f".utf8{path.suffix}")))
         remedy = f"iconv -f UTF-16 -t UTF-8 {shlex.quote(str(path))} > {as_utf8}"
-        raise UserError(f"data {path}: the text is UTF-16; make UTF-8 of it: {remedy}")
+        raise UserError(f"data {where}: the text is UTF-16; make UTF-8 of it: {remedy}")
     if b"\0" in content[:LOOKED_AT]:
         kinds = "text, JSON Lines, CSV or Parquet"
-        raise UserError(f"data {path}: the file is binary; give {kinds}, or a glob such as '*.txt'")
+        raise UserError(f"data {where}: the file is binary; give {kinds}, or a glob such as '*.txt'")
     return content.decode(errors="replace")
 
 
-def _rows(source: str, path: Path | None) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _unpacked(path: Path) -> bytes:
+    if path.suffix not in _PACKED:
+        return path.read_bytes()
+    import fsspec
+
+    with _reading(str(path)), fsspec.open(str(path), "rb", compression="infer") as file:
+        content: bytes = file.read()
+    return content
+
+
+def _rows(source: str, path: Path | None, where: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """The rows, streamed, of a data set on the hub or of one file."""
     import datasets  # slow to import, and only rows need it
 
-    where = str(path or f"hf:{source}")
     with _reading(where):
         rows = iter(
             datasets.load_dataset(source, data_files=str(path) if path else None, split="train", streaming=True)

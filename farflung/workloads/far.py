@@ -1,0 +1,142 @@
+"""Files of text on other machines: which there are, and how one of them comes here."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import urlsplit
+
+from farflung.errors import LostDataError, UserError
+from farflung.files import beside
+from farflung.scoped import quiet
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from fsspec import AbstractFileSystem
+
+T = TypeVar("T")
+
+HUB = "hf:"
+SILENT_S = 60.0
+"""Seconds without a byte after which a transfer is given up, and tried again."""
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
+"""Seconds before a source is asked again, the first time and at most."""
+DEADLINE_S = 300.0
+"""How long a source is asked again, where no setting says so."""
+HERE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
+"""What only the disk of this machine raises, so that asking again does not help."""
+
+_log = logging.getLogger(__name__)
+
+
+def is_far(data: str) -> bool:
+    """Whether `--data` names files on other machines, or a data set on the hub."""
+    return data.startswith(HUB) or "://" in data
+
+
+def files(data: str) -> list[str]:
+    """The addresses of the files that an address, a glob of them, a folder (…/) or `hf:NAME` names, in order.
+
+    Raises UserError where there are none, or their server cannot be reached.
+    """
+    try:
+        found = sorted({file for address in _named(data) for file in _at(address)})
+    except ImportError as error:
+        raise UserError(f"data {data}: {_line(error)}; install it, and try again") from error
+    except Exception as error:  # each kind of store has its own
+        raise UserError(f"data {data}: cannot be read: {_line(error)}; see that it is there") from error
+    if not found:
+        raise UserError(f"data {data}: no files there; give a file, a glob, a folder that ends in /, or hf:NAME")
+    return found
+
+
+def version(address: str, deadline_s: float) -> str:
+    """What changes when a file does: its size, and what else is told of it. Raises LostDataError after the deadline."""
+
+    def told() -> str:
+        detail = _system(address).info(address)
+        names = ("size", "ETag", "etag", "mtime", "LastModified", "last_modified", "blob_id")
+        return " ".join(str(detail[name]) for name in names if detail.get(name) is not None)
+
+    return _persistently(told, address, deadline_s)
+
+
+def fetch(address: str, folder: Path, deadline_s: float) -> Path:
+    """Copies a file into a folder, whole or not at all; it keeps its name.
+
+    Raises LostDataError after the deadline, and OSError where this machine's disk does not let it.
+    """
+    target = folder / PurePosixPath(urlsplit(address).path).name
+    part = beside(target)
+    try:
+        _persistently(lambda: _system(address).get_file(address, str(part)), address, deadline_s)
+        return part.rename(target)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _persistently(ask: Callable[[], T], address: str, deadline_s: float) -> T:
+    """What a source answers, which is asked again until the deadline where it does not."""
+    last, pause = time.monotonic() + deadline_s, FIRST_PAUSE_S
+    while True:
+        try:
+            return ask()
+        except Exception as error:  # each kind of store has its own
+            if isinstance(error, OSError) and error.errno in HERE:
+                raise
+            left = last - time.monotonic()
+            if left <= 0:
+                fault = f"cannot be read, for {deadline_s:g} s now: {_line(error)}"
+                raise LostDataError(f"data {address}: {fault}; see that it is there and can be reached") from error
+            _log.warning("data %s: %s; it is asked again", address, _line(error))
+            time.sleep(min(pause, left))
+            pause = min(2 * pause, LONGEST_PAUSE_S)
+
+
+def _named(data: str) -> list[str]:
+    if not data.startswith(HUB):
+        return [data]
+    import datasets  # slow to import
+
+    with quiet("huggingface_hub"):
+        parts: Mapping[str, Any] = datasets.load_dataset_builder(data.removeprefix(HUB)).config.data_files or {}
+    return [str(address) for address in parts.get("train", [])]
+
+
+def _at(address: str) -> Iterator[str]:
+    """The files at an address, below a folder there, or that a glob means."""
+    system = _system(address)
+    if not (address.endswith("/") or "*" in address):
+        system.info(address)
+        yield address
+        return
+    found = system.glob(address, detail=True) if "*" in address else system.find(address, detail=True)
+    if not found and address.startswith("http"):  # whose folders are empty where nobody answers
+        system.info(address.partition("*")[0].rpartition("/")[0])
+    for detail in found.values():
+        # Pages that list a folder have links beside those to files, such as to sort it.
+        if detail["type"] == "file" and not (address.startswith("http") and urlsplit(detail["name"]).query):
+            yield str(system.unstrip_protocol(detail["name"]))
+
+
+def _system(address: str) -> AbstractFileSystem:
+    import fsspec
+
+    protocol = address.partition("://")[0]
+    return fsspec.filesystem(protocol, **_patient() if protocol in ("http", "https") else {})
+
+
+def _patient() -> dict[str, Any]:
+    """A file may take as long as it needs, as long as something comes; aiohttp would give up after five minutes."""
+    import aiohttp
+
+    return {"client_kwargs": {"timeout": aiohttp.ClientTimeout(total=None, sock_connect=SILENT_S, sock_read=SILENT_S)}}
+
+
+def _line(error: BaseException) -> str:
+    return (str(error).partition("\n")[0] or type(error).__name__).rstrip(".")

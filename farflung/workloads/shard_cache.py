@@ -1,0 +1,159 @@
+"""Files from other machines as tokens on this one's disk, as many as there is room for."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import os
+import threading
+from collections import OrderedDict
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
+
+import numpy as np
+from filelock import FileLock, Timeout
+from numpy.typing import NDArray
+
+from farflung import formats
+from farflung.errors import UserError, disk_errors
+from farflung.workloads import far, store, text
+from farflung.workloads.tokenizers import Tokenizer
+
+OPEN = 64
+"""The most files that one process keeps mapped."""
+LONGEST_S = 3600.0
+"""Seconds to wait for another process that makes tokens of the same file."""
+Known = dict[str, tuple[str, int]]
+"""Of each file by its address: its version, and how many tokens it has to train on."""
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """A file's tokens, flat and mapped: to train on, and held out."""
+
+    training: NDArray[np.integer]
+    held_out: NDArray[np.integer]
+
+
+class ShardCache:
+    """Brings files here, makes tokens of them, and removes what was used longest ago when there is no room.
+
+    Several processes may share the folder: each file is made once. A thread of its own makes ready what will be needed.
+
+    Args:
+        folder: where tokens are kept.
+        room: how many bytes of tokens there may be; what is being trained on stays beyond it.
+        deadline_s: how long a source that cannot be read is asked again.
+    """
+
+    def __init__(self, folder: Path, room: int, tokenizer: Tokenizer, column: str, deadline_s: float) -> None:
+        self._folder, self._room, self._deadline = folder, room, deadline_s
+        self._tokenizer, self._column = tokenizer, column
+        self.known: Known = {}
+        self._there: OrderedDict[str, Future[Tokens]] = OrderedDict()
+        self._lock = threading.Lock()
+        self._wanted: SimpleQueue[tuple[str, Future[Tokens]]] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def tokens(self, address: str) -> Tokens:
+        """A file's tokens. Raises UserError: the file has changed since it was first read, or cannot be read."""
+        return self.ahead(address).result()
+
+    def count(self, address: str) -> int:
+        """How many tokens a file has to train on; it comes here only where that is not known. Raises UserError."""
+        if address not in self.known:
+            self.tokens(address)
+        return self.known[address][1]
+
+    def ahead(self, address: str) -> Future[Tokens]:
+        """Begins to make a file's tokens ready, if it has not."""
+        with self._lock:
+            future = self._there.get(address)
+            if future is None or (future.done() and future.exception()):
+                future = self._there[address] = Future()
+                self._wanted.put((address, future))
+            self._there.move_to_end(address)
+            while len(self._there) > OPEN:
+                self._there.popitem(last=False)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._serve, name="shards", daemon=True)
+                self._thread.start()
+        return future
+
+    def _serve(self) -> None:
+        while True:
+            address, future = self._wanted.get()
+            try:
+                with disk_errors(f"keep tokens in {self._folder}", "make room there, or give a smaller --data-room"):
+                    future.set_result(self._ready(address))
+            except BaseException as error:  # for whoever needs it
+                future.set_exception(error)
+
+    def _ready(self, address: str) -> Tokens:
+        version = far.version(address, self._deadline)
+        if self.known.get(address, (version, 0))[0] != version:
+            raise UserError(
+                f"data {address}: has changed since this run began; put back what it was, or begin a new run"
+            )
+        by = [formats.STORE.version, self._tokenizer.digest, self._column, address, version]
+        folder = self._folder / hashlib.sha256(json.dumps(by).encode()).hexdigest()[:32]
+        folder.mkdir(parents=True, exist_ok=True)
+        with _locked(folder, LONGEST_S):
+            made = _whole(folder) or self._made(folder, address)
+            os.utime(folder / store.MANIFEST)
+            found = Tokens(made.training, made.held_out)
+        self.known[address] = (version, len(found.training))
+        return found
+
+    def _made(self, folder: Path, address: str) -> store.Store:
+        (folder / store.MANIFEST).unlink(missing_ok=True)
+        raw = far.fetch(address, folder, self._deadline)
+        self._make_room(raw.stat().st_size)
+        try:
+            return store.write(
+                folder, text.documents_of(raw, address, self._column), self._tokenizer, None, lambda *_: None
+            )
+        finally:
+            raw.unlink()
+
+    def _make_room(self, wanted: int) -> None:
+        """Removes the tokens that were used longest ago, but of no file that is being made or mapped."""
+        kept = sorted((_used(folder), _size(folder), folder) for folder in self._folder.iterdir() if folder.is_dir())
+        over = sum(size for _, size, _ in kept) + wanted - self._room
+        for _, size, folder in kept:
+            if over > 0 and size:
+                with contextlib.suppress(Timeout), _locked(folder, 0):
+                    for name in (store.MANIFEST, *store.PARTS):
+                        (folder / name).unlink(missing_ok=True)
+                    over -= size
+
+
+def _used(folder: Path) -> float:
+    """When a file's tokens were last asked for; now, of those that are being made."""
+    try:
+        return (folder / store.MANIFEST).stat().st_mtime
+    except FileNotFoundError:
+        return math.inf
+
+
+def _size(folder: Path) -> int:
+    sizes = 0
+    for name in store.PARTS:
+        with contextlib.suppress(FileNotFoundError):
+            sizes += (folder / name).stat().st_size
+    return sizes
+
+
+def _locked(folder: Path, longest_s: float) -> FileLock:
+    return FileLock(folder.with_suffix(".lock"), timeout=longest_s)
+
+
+def _whole(folder: Path) -> store.Store | None:
+    try:
+        return store.read(folder) if store.is_store(folder) else None
+    except UserError:
+        return None

@@ -1,0 +1,129 @@
+"""Data on other machines: file by file, each when it is needed, in a cache of bounded size."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from far_server import FarServer
+from patience import until
+
+from farflung.errors import UserError
+from farflung.workloads import far, tokenizers
+from farflung.workloads.dealing import Deal
+from farflung.workloads.shard_cache import ShardCache
+from farflung.workloads.shards import IN_FILE, Shards
+
+LENGTH, FILES = 8, 6
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[FarServer]:
+    """Six files of thirty rows each; the sequences of all differ."""
+    (tmp_path / "far").mkdir()
+    for number in range(FILES):
+        rows = [json.dumps({"text": f"{number}:{row:03d} {'abcdefgh'[row % 8] * (row + 9)}"}) for row in range(30)]
+        (tmp_path / "far" / f"{number}.jsonl.gz").write_bytes(gzip.compress("\n".join(rows).encode()))
+    served = FarServer(tmp_path / "far")
+    yield served
+    served.close()
+
+
+def shards(server: FarServer, folder: Path, shares: int = 1, room: int = 10**9) -> Shards:
+    files = far.files(f"{server.address}/*.gz")
+    return Shards(
+        ShardCache(folder, room, tokenizers.Bytes(), "text", 1),
+        files,
+        LENGTH,
+        "far",
+        Deal(shares if shares > 1 else None),
+    )
+
+
+def all_ids(found: Shards) -> set[int]:
+    """What there is, counted from the files' tokens themselves."""
+    sizes = [len(found._cache.tokens(file).training) // LENGTH for file in found._files]
+    return {file << IN_FILE | number for file, size in enumerate(sizes) for number in range(size)}
+
+
+@pytest.mark.parametrize("shares", [1, 3, 6, 8])
+def test_each_sequence_comes_once_before_any_comes_twice(server: FarServer, tmp_path: Path, shares: int) -> None:
+    found = shards(server, tmp_path / "cache", shares)
+    everything = all_ids(found)
+    own = [sum(found.size(unit) for unit in found.order(7, replica, 0)) for replica in range(shares)]
+    ids = [found.ids(7, replica, 0, size).tolist() for replica, size in enumerate(own)]
+    assert sorted(one for each in ids for one in each) == sorted(everything)
+    again = found.ids(7, 0, 0, 2 * own[0]).tolist()
+    assert again[: own[0]] == ids[0] and again[own[0] :] != ids[0]
+    assert len(set(again[own[0] :])) == len(again[own[0] :]) or shares > 1  # a second epoch's share has another size
+
+
+def test_what_a_step_trains_on_does_not_depend_on_what_was_read_before(server: FarServer, tmp_path: Path) -> None:
+    first, second = (shards(server, tmp_path / name, 2) for name in "ab")
+    steps = [first.ids(0, 1, step, 4) for step in range(20)]
+    assert np.array_equal(second.ids(0, 1, 19, 4), steps[19])
+    assert np.array_equal(first.batch(steps[19]), second.batch(steps[19]))
+    text = bytes(first.batch(steps[19])[0].tolist()).decode()
+    file = steps[19][0] >> IN_FILE
+    whole = gzip.decompress((server.folder / f"{file}.jsonl.gz").read_bytes()).decode()
+    assert text in "\0".join(json.loads(line)["text"] for line in whole.splitlines()) + "\0"
+
+
+def test_only_files_that_are_trained_on_come_here(server: FarServer, tmp_path: Path) -> None:
+    found = shards(server, tmp_path / "cache", FILES)
+    found.batch(found.ids(0, 2, 0, 4))
+    found._cache.tokens(found._files[found.order(0, 2, 0)[0].file])
+    coming = {unit.file for epoch in range(3) for unit in found.order(0, 2, epoch)}
+    until(lambda: len(server.asked) > 1)
+    assert {name for name in server.asked if name} <= {f"{file}.jsonl.gz" for file in coming}
+
+
+def test_the_cache_is_bounded_and_what_was_removed_comes_again(server: FarServer, tmp_path: Path) -> None:
+    found = shards(server, tmp_path / "cache", room=3000)
+    biggest = 0
+    for step in range(60):
+        found.batch(found.ids(0, 0, step, 8))
+        biggest = max(biggest, sum(path.stat().st_size for path in tmp_path.glob("cache/*/*.bin")))
+    assert 0 < biggest <= 3000 + 3 * 1500  # of a file, 1300 bytes are tokens
+    assert len(server.asked) > FILES
+
+
+def test_a_file_that_has_changed_is_refused(server: FarServer, tmp_path: Path) -> None:
+    known = shards(server, tmp_path / "cache")
+    all_ids(known)
+    for path in server.folder.iterdir():
+        path.write_bytes(path.read_bytes() + gzip.compress(b'{"text": "more"}'))
+    later = shards(server, tmp_path / "other")
+    later._cache.known.update(known._cache.known)
+    with pytest.raises(UserError, match=r"0\.jsonl\.gz: has changed since this run began; put back"):
+        later.held_out(4)
+
+
+def test_what_is_half_there_is_made_anew(server: FarServer, tmp_path: Path) -> None:
+    found = shards(server, tmp_path / "cache")
+    expected = {file: found._cache.tokens(file).training.tobytes() for file in found._files}
+    for path in tmp_path.glob("cache/*/training.bin"):
+        path.write_bytes(path.read_bytes()[:-3])
+    again = shards(server, tmp_path / "cache")
+    assert {file: again._cache.tokens(file).training.tobytes() for file in again._files} == expected
+
+
+@pytest.mark.parametrize(
+    ("address", "told"),
+    [
+        ("{}/none/", "cannot be read: {}/none"),
+        ("{}/*.parquet", "no files there; give a file"),
+        ("{}/9.jsonl", "cannot be read: {}/9.jsonl"),
+        ("http://127.0.0.1:1/", "cannot be read"),
+        ("s3://bucket/*.jsonl", "Install s3fs to access S3; install it, and try again"),
+        ("gopher://host/", "Protocol not known: gopher"),
+    ],
+)
+def test_an_address_that_leads_nowhere_is_told_in_a_line(server: FarServer, address: str, told: str) -> None:
+    with pytest.raises(UserError) as error:
+        far.files(address.format(server.address))
+    assert told.format(server.address) in str(error.value) and "\n" not in str(error.value)
