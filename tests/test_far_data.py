@@ -10,9 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from far_server import FarServer
-from patience import until
+from patience import patience, until
+from processes import SMALL, farflung
+from warm import Python
 
 from farflung.errors import UserError
+from farflung.training import checkpoint
 from farflung.workloads import far, tokenizers
 from farflung.workloads.dealing import Deal
 from farflung.workloads.shard_cache import ShardCache
@@ -127,3 +130,31 @@ def test_an_address_that_leads_nowhere_is_told_in_a_line(server: FarServer, addr
     with pytest.raises(UserError) as error:
         far.files(address.format(server.address))
     assert told.format(server.address) in str(error.value) and "\n" not in str(error.value)
+
+
+def settings(server: FarServer, steps: int = 100) -> list[object]:
+    small = SMALL[: SMALL.index("--max-tokens")]
+    data = ["--data", f"{server.address}/*.gz", "--data-deadline", 2, "--data-room", 3e-6]
+    return [*small, *data, "--steps", steps, "--every", 5, "--replicas", 2, "--network", "torch"]
+
+
+@pytest.mark.slow
+def test_a_run_whose_source_is_lost_stops_with_a_checkpoint_and_goes_on_exactly(
+    server: FarServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for number in range(24):  # more than two replicas keep mapped, of ten steps each
+        rows = [json.dumps({"text": f"{number}:{row:03d} {'abcdefgh'[row % 8] * (row + 9)}"}) for row in range(18)]
+        (server.folder / f"{number}.jsonl.gz").write_bytes(gzip.compress("\n".join(rows).encode()))
+    assert farflung("train", *settings(server), "--out", "whole").returncode == 0
+    process = Python("-m", "farflung", "train", *settings(server), "--out", "cut", cwd=tmp_path, err=tmp_path / "err")
+    until(lambda: list(tmp_path.glob("cut/checkpoints/step-*")) or process.poll() is not None)
+    server.close()
+    assert process.wait(patience(60)) == 2
+    last = (tmp_path / "err").read_text().strip().splitlines()[-1]
+    assert "cannot be read, for 2 s now" in last and "with a checkpoint to go on from" in last, last
+    server.open()
+    resumed = farflung("train", "--resume", "cut")
+    assert resumed.returncode == 0, resumed.stderr
+    whole, cut = (checkpoint.read(checkpoint.path_of(tmp_path / run, 100, "replica-1")) for run in ("whole", "cut"))
+    assert set(cut["data"]) == set(whole["data"]) and cut["trained"] == whole["trained"] == 100

@@ -23,8 +23,6 @@ from farflung.errors import UserError, disk_errors
 from farflung.workloads import far, store, text
 from farflung.workloads.tokenizers import Tokenizer
 
-OPEN = 64
-"""The most files that one process keeps mapped."""
 LONGEST_S = 3600.0
 """Seconds to wait for another process that makes tokens of the same file."""
 Known = dict[str, tuple[str, int]]
@@ -54,6 +52,8 @@ class ShardCache:
         self._folder, self._room, self._deadline = folder, room, deadline_s
         self._tokenizer, self._column = tokenizer, column
         self.known: Known = {}
+        self.most_open = 1
+        """Files that stay mapped, and so on the disk, though room is made: those that were asked for last."""
         self._there: OrderedDict[str, Future[Tokens]] = OrderedDict()
         self._lock = threading.Lock()
         self._wanted: SimpleQueue[tuple[str, Future[Tokens]]] = SimpleQueue()
@@ -77,7 +77,7 @@ class ShardCache:
                 future = self._there[address] = Future()
                 self._wanted.put((address, future))
             self._there.move_to_end(address)
-            while len(self._there) > OPEN:
+            while len(self._there) > self.most_open:
                 self._there.popitem(last=False)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._serve, name="shards", daemon=True)

@@ -62,6 +62,7 @@ class Shards:
     def ids(self, seed: int, replica: int, step: int, size: int) -> Ids:
         """The numbers of the sequences that a replica trains on in a step. Raises UserError."""
         walk = self._walks.setdefault((seed, replica), _Walk(self, seed, replica))
+        self._cache.most_open = (2 + AHEAD) * len(self._walks)
         found = [self._number(walk, step * size + place) for place in range(size)]
         for unit in walk.coming(AHEAD):
             self._cache.ahead(self._files[unit.file])
