@@ -9,6 +9,7 @@ import functools
 import os
 import shlex
 import socket
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from io import FileIO
@@ -22,6 +23,8 @@ from farflung.training.terminal import WATCHED_BY, say
 
 MOST_WAITING = 1 << 14
 """Lines that wait for room on the disk, at most; of more, every second is left out."""
+ENDING_SECONDS = 3.0
+"""How long to wait for a process that has a run: one whose launcher was killed soon notices, and ends."""
 MAKE_ROOM = "training goes on; make room: what waits is then written, and the next checkpoint"
 
 
@@ -144,15 +147,17 @@ def _tell_once(line: str) -> None:
 
 def locked(path: Path) -> FileIO:
     """The file, to append to, for this process alone. Raises UserError."""
-    file = FileIO(path, "a")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        folder = path.parent.parent
-        raise UserError(
-            f"{folder} is being trained by another process{_holder(path)}; wait for it, or stop it first"
-        ) from error
-    return file
+    file, last = FileIO(path, "a"), time.monotonic() + ENDING_SECONDS
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return file
+        except OSError as error:
+            if time.monotonic() > last:
+                folder, held_by = path.parent.parent, _holder(path)
+                told = f"{folder} is being trained by another process{held_by}; wait for it, or stop it first"
+                raise UserError(told) from error
+        time.sleep(0.05)
 
 
 def _holder(path: Path) -> str:
