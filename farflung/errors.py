@@ -12,7 +12,7 @@ class UserError(ValueError):
 
 
 class LostDataError(UserError):
-    """Data that was there can no longer be read, so that a run stops, with a checkpoint."""
+    """Data that was there can no longer be read; without words, it is not waited for, since the run is to stop."""
 
 
 @contextlib.contextmanager

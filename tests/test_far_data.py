@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -158,3 +159,16 @@ def test_a_run_whose_source_is_lost_stops_with_a_checkpoint_and_goes_on_exactly(
     assert resumed.returncode == 0, resumed.stderr
     whole, cut = (checkpoint.read(checkpoint.path_of(tmp_path / run, 100, "replica-1")) for run in ("whole", "cut"))
     assert set(cut["data"]) == set(whole["data"]) and cut["trained"] == whole["trained"] == 100
+
+
+@pytest.mark.slow
+def test_a_run_that_is_stopped_waits_for_no_silent_source(server: FarServer, tmp_path: Path) -> None:
+    words = settings(server, steps=10**6)
+    words[words.index("--data-deadline") + 1] = 10**6
+    process = Python("-m", "farflung", "train", *words, "--out", "run", cwd=tmp_path, err=tmp_path / "err")
+    until(lambda: list(tmp_path.glob("run/checkpoints/step-*")) or process.poll() is not None)
+    server.close()
+    until(lambda: "it is asked again" in (tmp_path / "err").read_text() or process.poll() is not None)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(patience(60)) == 130, (tmp_path / "err").read_text()
+    assert "its last checkpoint is of step" in (tmp_path / "err").read_text()

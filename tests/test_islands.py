@@ -10,7 +10,7 @@ import shutil
 import signal
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -172,7 +172,7 @@ def test_a_step_that_is_not_finite_is_told_to_all_stages_and_over_with_the_next(
 def test_random_routes_mix_the_replicas_gradients(islands: list[Any], folders: dict[str, str]) -> None:
     """Against two whole replicas in one process, whose microbatches change models half-way."""
     config = Settings.of(**settings_of("random routes", folders))
-    workload = Language(config.workload)
+    workload = cast(Language, config.made_workload())
     cut = division_of(config.island, workload, seed=0).spans
     replicas = [[workload.build(0, partial(workload.keep, span=span)) for span in cut] for _ in range(2)]
     optimizers = [

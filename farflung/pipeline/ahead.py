@@ -21,10 +21,11 @@ class Ahead(Generic[T]):
 
     Args:
         make: called in the thread, once for a step: a pure function of it.
+        let_go: called at the end, so that what is being made waits for nothing.
     """
 
-    def __init__(self, make: Callable[[int], T]) -> None:
-        self._make = make
+    def __init__(self, make: Callable[[int], T], let_go: Callable[[], object] = lambda: None) -> None:
+        self._make, self._let_go = make, let_go
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="batches")
         self._made: dict[int, Future[T]] = {}
         self.waited_s = 0.0
@@ -42,6 +43,7 @@ class Ahead(Generic[T]):
 
     def close(self) -> None:
         """Ends the thread; what it is making now is waited for."""
+        self._let_go()
         self._thread.shutdown(cancel_futures=True)
 
 

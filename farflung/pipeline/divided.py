@@ -80,7 +80,7 @@ class DividedIsland(Island):
             n_microbatches=self._microbatches,
             loss_fn=self.pieces[-1].loss,
         )
-        self._ahead = Ahead(self._prepared)
+        self._ahead = Ahead(self._prepared, getattr(self.workload, "let_go", lambda: None))
 
     @property
     def waited_s(self) -> float:

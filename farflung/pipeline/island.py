@@ -120,7 +120,8 @@ class WholeIsland(Island):
     traffic: Traffic = field(default_factory=Traffic)
 
     def __post_init__(self) -> None:
-        self._ahead = Ahead(self.parts) if self.ahead else None
+        let_go = getattr(self.workload, "let_go", lambda: None)
+        self._ahead = Ahead(self.parts, let_go) if self.ahead else None
 
     @property
     def waited_s(self) -> float:

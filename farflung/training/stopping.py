@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -52,6 +52,8 @@ class Stop:
         self._everyone = list(everyone)
         self._steps = dict.fromkeys(mine, 0)
         self._calls: queue.SimpleQueue[str] = queue.SimpleQueue()  # may be put to out of a signal handler
+        self.at_once: list[Callable[[], object]] = []
+        """Called when anybody has asked to stop, out of another thread: so that a step that waits for data ends."""
         self.requested = False
         """Whether this process was asked to stop."""
         self._lock = threading.Lock()
@@ -97,6 +99,8 @@ class Stop:
             while not heard:
                 heard = self._heard()
             if heard == "stop":
+                for call in self.at_once:
+                    call()
                 self._last_step = self._agree()
         except (dist.DistError, RuntimeError):
             pass  # without the store there is no agreement; who is asked to stop says so

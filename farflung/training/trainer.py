@@ -63,6 +63,7 @@ class Trainer:
         self.settings, self.folder, self.device = settings, folder, device
         self.stop, self.kept = coordination.stop, coordination.kept
         self.workload = workload or settings.made_workload()
+        self.stop.at_once.append(getattr(self.workload, "let_go", lambda: None))
         self.island, self.network = seated(settings, self.workload, network, folder, device, self.stop)
         self.model = self.island.model
         mesh, coordinates = self.island.mesh, self.island.coordinates
@@ -203,7 +204,7 @@ class Trainer:
             self.save(session)
             self._end_saving(wait=True)
             self.log.end("stopped")
-            if self._lost:
+            if str(self._lost or ""):
                 raise UserError(f"{self._lost}; stopped after step {self.step}, with a checkpoint to go on from")
             raise StoppedError(f"stopped after step {self.step}")
 

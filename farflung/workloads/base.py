@@ -33,7 +33,8 @@ class Workload(Protocol):
     over, such as its number of tokens. Where they can be counted, it has `operations(recompute)`: those that training
     on one unit takes, with all layers' forward passes computed twice or once. Where its samples are so many, and not
     made anew, it has `available`: how many there are to train on. Where its data comes piece by piece, it has
-    `known`: a table of what it has found out of it, which checkpoints keep, and a resumed run puts back.
+    `known`: a table of what it has found out of it, which checkpoints keep, and a resumed run puts back; and
+    `let_go()`, after which nobody waits for a piece any more.
     """
 
     Settings: Any

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import errno
-import logging
 import time
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -30,8 +30,6 @@ DEADLINE_S = 300.0
 """How long a source is asked again, where no setting says so."""
 HERE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
 """What only the disk of this machine raises, so that asking again does not help."""
-
-_log = logging.getLogger(__name__)
 
 
 def is_far(data: str) -> bool:
@@ -93,7 +91,7 @@ def _persistently(ask: Callable[[], T], address: str, deadline_s: float) -> T:
             if left <= 0:
                 fault = f"cannot be read, for {deadline_s:g} s now: {_line(error)}"
                 raise LostDataError(f"data {address}: {fault}; see that it is there and can be reached") from error
-            _log.warning("data %s: %s; it is asked again", address, _line(error))
+            warnings.warn(f"data {address}: {_line(error)}; it is asked again for {left:.0f} s", stacklevel=2)
             time.sleep(min(pause, left))
             pause = min(2 * pause, LONGEST_PAUSE_S)
 

@@ -184,6 +184,11 @@ class Language:
             return self.data.ids(seed, replica, step, size)
         return self._deal.ids(seed, replica, step, size, self.data.available)
 
+    def let_go(self) -> None:
+        """See Workload."""
+        if isinstance(self.data, shards.Shards):
+            self.data.let_go()
+
     def batch(self, ids: Ids) -> Batch:
         """Sequences (n, length) int64; of chats, with their labels."""
         return self.data.batch(ids)

@@ -9,7 +9,7 @@ import math
 import os
 import threading
 from collections import OrderedDict
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
@@ -19,7 +19,7 @@ from filelock import FileLock, Timeout
 from numpy.typing import NDArray
 
 from farflung import formats
-from farflung.errors import UserError, disk_errors
+from farflung.errors import LostDataError, UserError, disk_errors
 from farflung.workloads import far, store, text
 from farflung.workloads.tokenizers import Tokenizer
 
@@ -58,6 +58,7 @@ class ShardCache:
         self._lock = threading.Lock()
         self._wanted: SimpleQueue[tuple[str, Future[Tokens]]] = SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._closed = False
 
     def tokens(self, address: str) -> Tokens:
         """A file's tokens. Raises UserError: the file has changed since it was first read, or cannot be read."""
@@ -75,6 +76,8 @@ class ShardCache:
             future = self._there.get(address)
             if future is None or (future.done() and future.exception()):
                 future = self._there[address] = Future()
+                if self._closed:
+                    future.set_exception(LostDataError())
                 self._wanted.put((address, future))
             self._there.move_to_end(address)
             while len(self._there) > self.most_open:
@@ -84,14 +87,28 @@ class ShardCache:
                 self._thread.start()
         return future
 
+    def let_go(self) -> None:
+        """Whoever waits for a file waits no longer, and gets LostDataError, as does who asks for more."""
+        with self._lock:
+            self._closed = True
+            for future in self._there.values():
+                with contextlib.suppress(InvalidStateError):  # it is there already
+                    future.set_exception(LostDataError())
+
     def _serve(self) -> None:
         while True:
             address, future = self._wanted.get()
+            if future.done():  # nobody waits for it any more
+                continue
             try:
                 with disk_errors(f"keep tokens in {self._folder}", "make room there, or give a smaller --data-room"):
-                    future.set_result(self._ready(address))
+                    found = self._ready(address)
             except BaseException as error:  # for whoever needs it
-                future.set_exception(error)
+                with contextlib.suppress(InvalidStateError):
+                    future.set_exception(error)
+            else:
+                with contextlib.suppress(InvalidStateError):
+                    future.set_result(found)
 
     def _ready(self, address: str) -> Tokens:
         version = far.version(address, self._deadline)

@@ -68,6 +68,10 @@ class Shards:
             self._cache.ahead(self._files[unit.file])
         return np.array(found, dtype=np.int64)
 
+    def let_go(self) -> None:
+        """Waits for no more files."""
+        self._cache.let_go()
+
     def batch(self, ids: Ids) -> Tensor:
         """Training sequences (n, length) int64 by their numbers. Raises UserError."""
         return torch.stack(
