@@ -25,6 +25,7 @@ FLOORS = {
     "codecs": 3,
     "networks": 3,
     "workloads": 3,
+    "data": 4,
     "hooks": 4,
     "inner": 5,
     "outer": 6,

@@ -1,0 +1,78 @@
+"""farflung's data for a loop of your own: sequences of tokens, each once before any comes twice."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from farflung.workloads import data, tokenizers
+from farflung.workloads.data import Data
+from farflung.workloads.dealing import Deal
+from farflung.workloads.settings import LanguageSettings
+
+__all__ = ["Sequences"]
+
+
+class Sequences(Dataset[Tensor]):
+    """The sequences that a replica trains on in an epoch, in their order, for a torch `DataLoader` without shuffling.
+
+    Item `i` follows from the arguments, the epoch and `i` alone, so that a loop that is resumed leaves out what it has
+    seen (`torch.utils.data.Subset`). Text becomes tokens once, in a store that all processes and later runs map.
+
+    Args:
+        source: stdlib, hf:NAME, a path, glob or address, or what `farflung prepare` has made: as `--data`.
+        length: tokens in a sequence.
+        tokenizer: bytes, or anything that transformers' AutoTokenizer loads.
+        seed: of the order.
+        replica: whose sequences these are.
+        replicas: how many deal the sequences out among them; None where they come and go, and each goes through all.
+        column: of rows, that which holds the text.
+        max_tokens: read at most so many; None for all.
+
+    Raises UserError where there is no text, or too little.
+    """
+
+    def __init__(
+        self,
+        source: str,
+        length: int,
+        tokenizer: str = "bytes",
+        *,
+        seed: int = 0,
+        replica: int = 0,
+        replicas: int | None = None,
+        column: str = "text",
+        max_tokens: int | None = None,
+    ) -> None:
+        settings = LanguageSettings(
+            data=source, tokenizer=tokenizer, sequence_length=length, text_column=column, max_tokens=max_tokens
+        )
+        self.tokenizer = tokenizers.load(tokenizer)
+        self._deal = Deal(replicas)
+        self._data: Data = data.load(settings, self.tokenizer, self._deal)
+        self._seed, self._replica, self._epoch = seed, replica, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Goes to an epoch, from 0; each has another order. Loaders that have begun keep theirs."""
+        self._epoch = epoch
+
+    def __len__(self) -> int:
+        return self._data.available // (self._deal.replicas or 1)
+
+    def __getitem__(self, item: int) -> Tensor:
+        return self.__getitems__([item])[0]
+
+    def __getitems__(self, items: Sequence[int]) -> list[Tensor]:
+        """What a DataLoader asks for: (length,) int64 each. Raises IndexError."""
+        if wrong := [item for item in items if not 0 <= item < len(self)]:
+            raise IndexError(f"item {wrong[0]} of {len(self)} sequences")
+        begin = self._epoch * len(self)
+        ids = [self._deal.ids(self._seed, self._replica, begin + item, 1, self._data.available) for item in items]
+        return list(self._data.batch(np.concatenate(ids)))
+
+    def held_out(self, most: int) -> Tensor:
+        """Up to `most` sequences held out, (n, length) int64, evenly spread; the same for every replica."""
+        return self._data.held_out(most)
