@@ -43,7 +43,7 @@ def files(data: str) -> list[str]:
     Raises UserError where there are none, or their server cannot be reached.
     """
     try:
-        found = sorted({file for address in _named(data) for file in _at(address)})
+        found = sorted(set(_on_hub(data) if data.startswith(HUB) else _at(data)))
     except ImportError as error:
         raise UserError(f"data {data}: {_line(error)}; install it, and try again") from error
     except Exception as error:  # each kind of store has its own
@@ -96,9 +96,8 @@ def _persistently(ask: Callable[[], T], address: str, deadline_s: float) -> T:
             pause = min(2 * pause, LONGEST_PAUSE_S)
 
 
-def _named(data: str) -> list[str]:
-    if not data.startswith(HUB):
-        return [data]
+def _on_hub(data: str) -> list[str]:
+    """The files of a data set's training part."""
     import datasets  # slow to import
 
     with quiet("huggingface_hub"):
