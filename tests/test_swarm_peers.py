@@ -126,7 +126,7 @@ REFUSED: list[tuple[list[object], str]] = [
     (["--stages", 1], "a swarm has two stages or more; say how many with --stages"),
     (["--shard", 2], "shard is 2, but a peer of a swarm is one process with one stage"),
     (["--routes", "random"], "routes is 'random', but a peer of a swarm"),
-    (["--pipeline-schedule", "gpipe"], "pipeline_schedule is 'gpipe', but a peer of a swarm"),
+    (["--pipeline-schedule", "gpipe"], "--pipeline-schedule is 'gpipe', but a peer of a swarm"),
     (["--offload"], "leave out --offload"),
     (["--batch-size", 3], "choose a multiple of 4, or set --microbatches"),
     (["--tail-average", 0.5], "leave out --tail-average"),
@@ -202,7 +202,7 @@ SHARED = {"swarm": True, "stages": 2, "model": "micro", "batch_size": 4, "method
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["--batch-size", "8"], "batch_size is 8, and 4 in the run; all peers of a swarm have the same"),
+        (["--batch-size", "8"], "--batch-size is 8, and 4 in the run; all peers of a swarm have the same"),
         (["--stages", "4"], "stages is 4, and 2 in the run"),
         (["--gateway"], "gateway"),
     ],
