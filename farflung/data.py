@@ -30,7 +30,6 @@ class Sequences(Dataset[Tensor]):
         replica: whose sequences these are.
         replicas: how many deal the sequences out among them; None where they come and go, and each goes through all.
         column: of rows, that which holds the text.
-        max_tokens: read at most so many; None for all.
 
     Raises UserError where there is no text, or too little.
     """
@@ -45,11 +44,8 @@ class Sequences(Dataset[Tensor]):
         replica: int = 0,
         replicas: int | None = None,
         column: str = "text",
-        max_tokens: int | None = None,
     ) -> None:
-        settings = LanguageSettings(
-            data=source, tokenizer=tokenizer, sequence_length=length, text_column=column, max_tokens=max_tokens
-        )
+        settings = LanguageSettings(data=source, tokenizer=tokenizer, sequence_length=length, text_column=column)
         self.tokenizer = tokenizers.load(tokenizer)
         self._deal = Deal(replicas)
         self._data: Data = data.load(settings, self.tokenizer, self._deal)
