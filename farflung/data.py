@@ -65,9 +65,8 @@ class Sequences(Dataset[Tensor]):
         """What a DataLoader asks for: (length,) int64 each. Raises IndexError."""
         if wrong := [item for item in items if not 0 <= item < len(self)]:
             raise IndexError(f"item {wrong[0]} of {len(self)} sequences")
-        begin = self._epoch * len(self)
-        ids = [self._deal.ids(self._seed, self._replica, begin + item, 1, self._data.available) for item in items]
-        return list(self._data.batch(np.concatenate(ids)))
+        places = self._epoch * len(self) + np.array(items, dtype=np.int64)
+        return list(self._data.batch(self._deal.at(self._seed, self._replica, places, self._data.available)))
 
     def held_out(self, most: int) -> Tensor:
         """Up to `most` sequences held out, (n, length) int64, evenly spread; the same for every replica."""

@@ -16,10 +16,12 @@ from patience import patience, until
 from processes import SMALL, farflung
 from warm import Python
 
-from farflung.errors import UserError
+from farflung.errors import LostDataError, UserError
 from farflung.training import checkpoint
 from farflung.workloads import far, tokenizers
 from farflung.workloads.dealing import Deal
+from farflung.workloads.language import Language
+from farflung.workloads.settings import LanguageSettings
 from farflung.workloads.shard_cache import ShardCache
 from farflung.workloads.shards import IN_FILE, Shards
 
@@ -174,3 +176,20 @@ def test_a_run_that_is_stopped_waits_for_no_silent_source(server: FarServer, tmp
     process.send_signal(signal.SIGTERM)
     assert process.wait(patience(60)) == 130, (tmp_path / "err").read_text()
     assert "its last checkpoint is of step" in (tmp_path / "err").read_text()
+
+
+def test_what_is_held_out_still_comes_when_no_more_steps_are_taken(server: FarServer, tmp_path: Path) -> None:
+    found, usual = shards(server, tmp_path / "cache"), shards(server, tmp_path / "other")
+    assert found.ids(0, 0, 0, 4).shape == (4,)
+    found.let_go()
+    assert np.array_equal(found.held_out(5), usual.held_out(5))
+    with pytest.raises(LostDataError):
+        for step in range(200):
+            found.batch(found.ids(0, 0, step, 8))
+
+
+def test_to_stop_reads_no_data(tmp_path: Path) -> None:
+    workload = Language(LanguageSettings(data=str(tmp_path / "none.txt")))
+    workload.let_go()
+    with pytest.raises(UserError, match="no such file"):
+        _ = workload.data

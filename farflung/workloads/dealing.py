@@ -44,14 +44,18 @@ class Deal:
 
     def ids(self, seed: int, replica: int, step: int, size: int, available: int) -> Ids:
         """The `size` of the `available` samples that a replica trains on in a step."""
+        if not self.draws:
+            return self.at(seed, replica, step * size + np.arange(size), available)
         each = available // self.shares
-        begin = replica % self.shares * each
-        if self.draws:
-            return begin + np.random.default_rng((seed, replica, step)).integers(each, size=size)
-        own = step * size + np.arange(size)
+        drawn = np.random.default_rng((seed, replica, step)).integers(each, size=size)
+        return replica % self.shares * each + drawn
+
+    def at(self, seed: int, replica: int, places: Ids, available: int) -> Ids:
+        """The samples at some places, from 0, of the endless row that a replica trains on; where none are drawn."""
         if self.apart or self.replicas is None:
-            return begin + in_epochs(own, each, (seed, replica))
-        return in_epochs(own * self.replicas + replica % self.replicas, each, (seed,))
+            each = available // self.shares
+            return replica % self.shares * each + in_epochs(places, each, (seed, replica))
+        return in_epochs(places * self.replicas + replica % self.replicas, available, (seed,))
 
 
 ALL = Deal()

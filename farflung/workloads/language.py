@@ -171,23 +171,23 @@ class Language:
     @property
     def available(self) -> int | None:
         """See Workload; of files that come one by one, it is not known."""
-        return None if isinstance(self.data, shards.Shards) else self.data.available
+        return self.data.available
 
     @property
     def known(self) -> dict[str, Any]:
         """See Workload."""
-        return self.data.known if isinstance(self.data, shards.Shards) else {}
+        return getattr(self.data, "known", {})
 
     def sample_ids(self, seed: int, replica: int, step: int, size: int) -> Ids:
         """See Workload."""
-        if isinstance(self.data, shards.Shards):
+        if self.data.available is None:
             return self.data.ids(seed, replica, step, size)
         return self._deal.ids(seed, replica, step, size, self.data.available)
 
     def let_go(self) -> None:
         """See Workload."""
-        if isinstance(self.data, shards.Shards):
-            self.data.let_go()
+        if let_go := getattr(self.__dict__.get("data"), "let_go", None):  # of data that was not read, nobody waits
+            let_go()
 
     def batch(self, ids: Ids) -> Batch:
         """Sequences (n, length) int64; of chats, with their labels."""

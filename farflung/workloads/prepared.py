@@ -53,7 +53,7 @@ def store_of(
     with disk_errors(f"keep tokens in {kept}", f"make room, or set {CACHE} to another folder"):
         folder = kept / "tokens" / _name(settings, tokenizer, kept, numbered)
         # Who finds it whole needs no lock, so that many processes start at once, from a folder that is read only, too.
-        return _whole(folder) or _made_once(folder, settings, tokenizer, told, numbered)
+        return store.whole(folder) or _made_once(folder, settings, tokenizer, told, numbered)
 
 
 def refuse_other_tokenizer(found: Store, tokenizer: Tokenizer) -> None:
@@ -71,20 +71,12 @@ def _made_once(folder: Path, settings: LanguageSettings, tokenizer: Tokenizer, t
     lock.parent.mkdir(parents=True, exist_ok=True)
     try:
         with FileLock(lock, timeout=LONGEST_S):
-            if found := _whole(folder):
+            if found := store.whole(folder):
                 return found
             (folder / store.MANIFEST).unlink(missing_ok=True)  # of one that is damaged
             return make(folder, settings, tokenizer, told, numbered)
     except Timeout as error:
         raise UserError(f"another process has {lock} for a day; end it") from error
-
-
-def _whole(folder: Path) -> Store | None:
-    """The store in a folder of the cache, where it is not damaged."""
-    try:
-        return store.read(folder) if store.is_store(folder) else None
-    except UserError:
-        return None
 
 
 def make(folder: Path, settings: LanguageSettings, tokenizer: Tokenizer, told: Told, numbered: bool = False) -> Store:

@@ -60,9 +60,9 @@ class ShardCache:
         self._thread: threading.Thread | None = None
         self._closed = False
 
-    def tokens(self, address: str) -> Tokens:
-        """A file's tokens. Raises UserError: the file has changed since it was first read, or cannot be read."""
-        return self.ahead(address).result()
+    def tokens(self, address: str, for_steps: bool = True) -> Tokens:
+        """A file's tokens, for steps or not. Raises UserError: the file has changed since, or cannot be read."""
+        return self.ahead(address, for_steps).result()
 
     def count(self, address: str) -> int:
         """How many tokens a file has to train on; it comes here only where that is not known. Raises UserError."""
@@ -70,13 +70,13 @@ class ShardCache:
             self.tokens(address)
         return self.known[address][1]
 
-    def ahead(self, address: str) -> Future[Tokens]:
+    def ahead(self, address: str, for_steps: bool = True) -> Future[Tokens]:
         """Begins to make a file's tokens ready, if it has not."""
         with self._lock:
             future = self._there.get(address)
             if future is None or (future.done() and future.exception()):
                 future = self._there[address] = Future()
-                if self._closed:
+                if self._closed and for_steps:
                     future.set_exception(LostDataError())
                 self._wanted.put((address, future))
             self._there.move_to_end(address)
@@ -88,7 +88,7 @@ class ShardCache:
         return future
 
     def let_go(self) -> None:
-        """Whoever waits for a file waits no longer, and gets LostDataError, as does who asks for more."""
+        """Whoever waits for a file waits no longer, and gets LostDataError, as does who asks for more for steps."""
         with self._lock:
             self._closed = True
             for future in self._there.values():
@@ -120,7 +120,7 @@ class ShardCache:
         folder = self._folder / hashlib.sha256(json.dumps(by).encode()).hexdigest()[:32]
         folder.mkdir(parents=True, exist_ok=True)
         with _locked(folder, LONGEST_S):
-            made = _whole(folder) or self._made(folder, address)
+            made = store.whole(folder) or self._made(folder, address)
             os.utime(folder / store.MANIFEST)
             found = Tokens(made.training, made.held_out)
         self.known[address] = (version, len(found.training))
@@ -167,10 +167,3 @@ def _size(folder: Path) -> int:
 
 def _locked(folder: Path, longest_s: float) -> FileLock:
     return FileLock(folder.with_suffix(".lock"), timeout=longest_s)
-
-
-def _whole(folder: Path) -> store.Store | None:
-    try:
-        return store.read(folder) if store.is_store(folder) else None
-    except UserError:
-        return None

@@ -7,6 +7,7 @@ files: how many sequences each has is remembered when its tokens are gone, and g
 from __future__ import annotations
 
 import bisect
+from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
@@ -54,6 +55,9 @@ class Shards:
         self._parts = -(-self._replicas // len(files))
         self._walks: dict[tuple[int, int], _Walk] = {}
 
+    available = None
+    """How many sequences there are is not known before all files have come."""
+
     @property
     def known(self) -> Known:
         """What each file held that a replica has come to, which a resumed run need not read again for it."""
@@ -63,10 +67,13 @@ class Shards:
         """The numbers of the sequences that a replica trains on in a step. Raises UserError."""
         walk = self._walks.setdefault((seed, replica), _Walk(self, seed, replica))
         self._cache.most_open = (2 + AHEAD) * len(self._walks)
-        found = [self._number(walk, step * size + place) for place in range(size)]
+        places = [walk.at(step * size + place) for place in range(size)]
+        found = [
+            self._numbers(seed, unit, [place for _, place in own]) for unit, own in groupby(places, lambda one: one[0])
+        ]
         for unit in walk.coming(AHEAD):
             self._cache.ahead(self._files[unit.file])
-        return np.array(found, dtype=np.int64)
+        return np.concatenate(found)
 
     def let_go(self) -> None:
         """Waits for no more files."""
@@ -82,7 +89,7 @@ class Shards:
         """Up to `most` sequences (n, length) int64 that the first files hold out. Raises UserError."""
         parts: list[NDArray[np.integer]] = []
         for file in self._files:
-            tokens = self._cache.tokens(file).held_out
+            tokens = self._cache.tokens(file, for_steps=False).held_out
             parts.append(tokens[: len(tokens) // self._length * self._length].reshape(-1, self._length))
             if sum(map(len, parts)) >= most:
                 break
@@ -112,10 +119,9 @@ class Shards:
         """The sequences in a unit."""
         return len(range(unit.part, self._cache.count(self._files[unit.file]) // self._length, self._parts))
 
-    def _number(self, walk: _Walk, position: int) -> int:
-        unit, place = walk.at(position)
-        key = (walk.seed, unit.epoch, unit.file, unit.part)
-        own = int(permuted(np.array([place]), self.size(unit), key)[0])
+    def _numbers(self, seed: int, unit: Unit, places: list[int]) -> Ids:
+        """The numbers of the sequences at some places of a unit's own order."""
+        own = permuted(np.array(places), self.size(unit), (seed, unit.epoch, unit.file, unit.part))
         return unit.file << IN_FILE | own * self._parts + unit.part
 
     def _sequence(self, file: int, number: int) -> Tensor:
@@ -134,7 +140,7 @@ class _Walk:
     """A replica's way through the files, as far as it is known."""
 
     def __init__(self, shards: Shards, seed: int, replica: int) -> None:
-        self._shards, self.seed, self._replica = shards, seed, replica
+        self._shards, self._seed, self._replica = shards, seed, replica
         self._units: list[Unit] = []
         self._ends: list[int] = []
         """The positions behind the units that it has come to; of later ones, no size is known yet."""
@@ -153,7 +159,7 @@ class _Walk:
         """The units after those that it has come to."""
         while len(self._units) < (last := len(self._ends) + count):
             epoch = self._units[-1].epoch + 1 if self._units else 0
-            self._units += self._shards.order(self.seed, self._replica, epoch)
+            self._units += self._shards.order(self._seed, self._replica, epoch)
         return self._units[len(self._ends) : last]
 
     @property

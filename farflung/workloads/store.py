@@ -96,6 +96,14 @@ def read(folder: Path) -> Store:
     return store
 
 
+def whole(folder: Path) -> Store | None:
+    """The store in a folder, where there is one that is not damaged."""
+    try:
+        return read(folder) if is_store(folder) else None
+    except UserError:
+        return None
+
+
 def write(
     folder: Path, documents: Iterable[str], tokenizer: Tokenizer, most: int | None, told: Told, numbered: bool = False
 ) -> Store:
