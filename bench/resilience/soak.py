@@ -43,7 +43,7 @@ class Options(Hardship):
     """What a step takes then: nothing hinders it, so it need not last as long."""
 
 
-SMOKE = Options(peers=3, step_ms=20, pace=0.1, minutes=0.2, undisturbed=False)
+SMOKE = Options(peers=3, step_ms=50, pace=0.1, minutes=0.5, undisturbed=False)  # the others join within it
 
 
 def run(options: Options, store: Store) -> Iterator[Part]:

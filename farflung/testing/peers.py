@@ -149,10 +149,19 @@ class PeerProcesses:
         self.wait_for_steps(self._peers[:count], 1, timeout_s)
 
     def wait_for_steps(self, peers: Iterable[PeerProcess], steps: int, timeout_s: float = 180) -> None:
-        """Until each of them has trained so many steps. Raises TimeoutError."""
+        """Until each of them has trained so many steps. Raises TimeoutError, or RuntimeError where one ends before."""
         chosen = list(peers)
+
+        def trained(peer: PeerProcess) -> bool:
+            lives = peer.lives  # asked before the events, of which it may write the last and end
+            if len(peer.events(StepEvent)) >= steps:
+                return True
+            if not lives:
+                raise RuntimeError(f"{peer.log} ends before step {steps}: {peer.log.read_text()[-500:]}")
+            return False
+
         what = f"{steps} steps of each peer (see the logs in {self.folder})"
-        until(lambda: all(len(peer.events(StepEvent)) >= steps for peer in chosen), timeout_s, what)
+        until(lambda: all(trained(peer) for peer in chosen), timeout_s, what)
 
     def wait(self, timeout_s: float) -> None:
         """Until all that were started have come to the run's last step. Raises TimeoutError."""

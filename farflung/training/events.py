@@ -23,7 +23,7 @@ from farflung.training.terminal import WATCHED_BY, say
 
 MOST_WAITING = 1 << 14
 """Lines that wait for room on the disk, at most; of more, every second is left out."""
-ENDING_SECONDS = 3.0
+ENDING_SECONDS = 10.0
 """How long to wait for a process that has a run: one whose launcher was killed soon notices, and ends."""
 MAKE_ROOM = "training goes on; make room: what waits is then written, and the next checkpoint"
 
