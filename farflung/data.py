@@ -8,7 +8,8 @@ import numpy as np
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from farflung.workloads import data, tokenizers
+from farflung.errors import UserError
+from farflung.workloads import data, mixtures, tokenizers
 from farflung.workloads.data import Data
 from farflung.workloads.dealing import Deal
 from farflung.workloads.settings import LanguageSettings
@@ -45,6 +46,8 @@ class Sequences(Dataset[Tensor]):
         replicas: int | None = None,
         column: str = "text",
     ) -> None:
+        if mixtures.sources(source):
+            raise UserError("a mixture has no end; make Sequences of each source, and mix them in your loop")
         settings = LanguageSettings(data=source, tokenizer=tokenizer, sequence_length=length, text_column=column)
         self.tokenizer = tokenizers.load(tokenizer)
         self._deal = Deal(replicas)

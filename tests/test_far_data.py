@@ -51,6 +51,10 @@ def shards(server: FarServer, folder: Path, shares: int = 1, room: int = 10**9) 
     )
 
 
+def ids_of(found: Shards, seed: int, replica: int, step: int, size: int) -> np.ndarray:
+    return found.at(seed, replica, step * size + np.arange(size))
+
+
 def all_ids(found: Shards) -> set[int]:
     """What there is, counted from the files' tokens themselves."""
     sizes = [len(found._cache.tokens(file).training) // LENGTH for file in found._files]
@@ -62,17 +66,17 @@ def test_each_sequence_comes_once_before_any_comes_twice(server: FarServer, tmp_
     found = shards(server, tmp_path / "cache", shares)
     everything = all_ids(found)
     own = [sum(found.size(unit) for unit in found.order(7, replica, 0)) for replica in range(shares)]
-    ids = [found.ids(7, replica, 0, size).tolist() for replica, size in enumerate(own)]
+    ids = [ids_of(found, 7, replica, 0, size).tolist() for replica, size in enumerate(own)]
     assert sorted(one for each in ids for one in each) == sorted(everything)
-    again = found.ids(7, 0, 0, 2 * own[0]).tolist()
+    again = ids_of(found, 7, 0, 0, 2 * own[0]).tolist()
     assert again[: own[0]] == ids[0] and again[own[0] :] != ids[0]
     assert len(set(again[own[0] :])) == len(again[own[0] :]) or shares > 1  # a second epoch's share has another size
 
 
 def test_what_a_step_trains_on_does_not_depend_on_what_was_read_before(server: FarServer, tmp_path: Path) -> None:
     first, second = (shards(server, tmp_path / name, 2) for name in "ab")
-    steps = [first.ids(0, 1, step, 4) for step in range(20)]
-    assert np.array_equal(second.ids(0, 1, 19, 4), steps[19])
+    steps = [ids_of(first, 0, 1, step, 4) for step in range(20)]
+    assert np.array_equal(ids_of(second, 0, 1, 19, 4), steps[19])
     assert np.array_equal(first.batch(steps[19]), second.batch(steps[19]))
     text = bytes(first.batch(steps[19])[0].tolist()).decode()
     file = steps[19][0] >> IN_FILE
@@ -82,7 +86,7 @@ def test_what_a_step_trains_on_does_not_depend_on_what_was_read_before(server: F
 
 def test_only_files_that_are_trained_on_come_here(server: FarServer, tmp_path: Path) -> None:
     found = shards(server, tmp_path / "cache", FILES)
-    found.batch(found.ids(0, 2, 0, 4))
+    found.batch(ids_of(found, 0, 2, 0, 4))
     found._cache.tokens(found._files[found.order(0, 2, 0)[0].file])
     coming = {unit.file for epoch in range(3) for unit in found.order(0, 2, epoch)}
     until(lambda: len(server.asked) > 1)
@@ -93,7 +97,7 @@ def test_the_cache_is_bounded_and_what_was_removed_comes_again(server: FarServer
     found = shards(server, tmp_path / "cache", room=3000)
     biggest = 0
     for step in range(200):  # a file has some twenty steps
-        found.batch(found.ids(0, 0, step, 8))
+        found.batch(ids_of(found, 0, 0, step, 8))
         with contextlib.suppress(FileNotFoundError):  # one is removed just now
             biggest = max(biggest, sum(path.stat().st_size for path in tmp_path.glob("cache/*/*.bin")))
     assert 0 < biggest <= 3000 + 3 * 1500  # of a file, 1300 bytes are tokens
@@ -180,12 +184,12 @@ def test_a_run_that_is_stopped_waits_for_no_silent_source(server: FarServer, tmp
 
 def test_what_is_held_out_still_comes_when_no_more_steps_are_taken(server: FarServer, tmp_path: Path) -> None:
     found, usual = shards(server, tmp_path / "cache"), shards(server, tmp_path / "other")
-    assert found.ids(0, 0, 0, 4).shape == (4,)
+    assert ids_of(found, 0, 0, 0, 4).shape == (4,)
     found.let_go()
     assert np.array_equal(found.held_out(5), usual.held_out(5))
     with pytest.raises(LostDataError):
         for step in range(200):
-            found.batch(found.ids(0, 0, step, 8))
+            found.batch(ids_of(found, 0, 0, step, 8))
 
 
 def test_to_stop_reads_no_data(tmp_path: Path) -> None:

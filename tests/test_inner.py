@@ -24,7 +24,7 @@ from farflung.settings import Settings
 from farflung.training import launch
 from farflung.training.learning_rate import lr_scale
 from farflung.training.tail import TailAverage
-from farflung.workloads.data import Data
+from farflung.workloads.data import Data, Rows
 from farflung.workloads.dealing import Deal
 
 
@@ -240,7 +240,7 @@ def test_the_learning_rate_falls_as_asked(schedule: Any, halfway: float, near_th
 @settings(max_examples=60)
 def test_shares_apart_do_not_overlap(replicas: int, sequences: int, step: int) -> None:
     tokens = np.arange(sequences * replicas * 3)
-    data = Data(tokens, tokens, 3, "numbers", shares=replicas)
+    data = Data(Rows([tokens], 3), None, "numbers", shares=replicas)
     drawn = [
         set(data.batch(Deal(replicas, apart=True).ids(0, replica, step, 40, data.available))[:, 0].tolist())
         for replica in range(replicas)

@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import signal
+import sysconfig
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -37,6 +38,7 @@ from farflung.workloads.settings import LanguageSettings
 
 pytestmark = pytest.mark.slow
 
+LIBRARY = sysconfig.get_paths()["stdlib"]
 COMMON: dict[str, Any] = {
     "method": "local",
     "replicas": 1,
@@ -65,6 +67,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "dilocox": {"replicas": 2, "stages": 2, "method": "dilocox", "every": 2, "codec": "ef-lowrank8-int8"},
     "random routes": {"replicas": 2, "stages": 2, "routes": "random"},
     "8 bits": {"stages": 4, "boundary": "int8"},
+    "mixture": {"stages": 2, "shard": 2, "data": f"0.6*{LIBRARY}/json/*.py + 0.4*{LIBRARY}/email/*.py"},
     "routers, interleaved": {"stages": 4, "pipeline_schedule": "interleaved", "microbatches": 4},
     "routers, zero-bubble": {"stages": 4, "pipeline_schedule": "zero-bubble", "microbatches": 4},
     "routers, shards, recompute": {"stages": 2, "shard": 2, "microbatches": 2, "recompute": True},
@@ -127,6 +130,8 @@ def test_every_layout_trains_the_same_model(name: str, islands: list[Any], folde
         for process in seen:
             assert process["losses"] == pytest.approx(whole["losses"], abs=1e-5)
             assert process["validation_loss"] == pytest.approx(whole["validation_loss"], abs=1e-5)
+            assert process["validation_losses"] == pytest.approx(whole["validation_losses"], abs=1e-5)
+            assert len(whole["validation_losses"]) == (2 if name == "mixture" else 0)
             assert process["written"] == seen[0]["written"] and process["written"]
             assert process["peers"] == tuple(range(len(expected)))
         assert {key for process in seen for key in process["buffers"]} == whole["buffers"].keys()

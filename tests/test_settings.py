@@ -131,14 +131,14 @@ def test_a_table_that_there_is_not_is_named(tmp_path: Path) -> None:
             BETWEEN_MACHINES,
             "compile data data_deadline data_room deadline device device_tflops keep_checkpoints log_every "
             "max_hours offload out outer_device profile profile_replicas starting text_share tokenizer track "
-            "track_replicas",
+            "track_replicas validation",
         ),
         (
             BETWEEN_PEERS,
             "batch_size boundary checkpoint_every compile data data_deadline data_room deadline device "
             "device_tflops eval_every gateway log_every max_hours max_tokens microbatches model out "
             "pipeline_schedule profile profile_replicas restarts shard stages text_column text_share tokenizer "
-            "track track_replicas",
+            "track track_replicas validation",
         ),
     ],
 )

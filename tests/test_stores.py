@@ -243,7 +243,7 @@ def test_a_named_store_trains_as_its_text_does(tmp_path: Path) -> None:
 def test_max_tokens_bounds_a_named_store_too(tmp_path: Path) -> None:
     store.write(tmp_path / "store", ["a" * 4000, "b" * 96_000], tokenizers.Bytes(), None, lambda *_: None)
     found = data.load(settings_of(tmp_path / "store", max_tokens=1000), tokenizers.Bytes())
-    assert (len(found._training), len(found._held_out)) == (950, 49)
+    assert (found._training.tokens, found._held_out.tokens) == (950, 49)
 
 
 def test_a_tokenizer_is_the_same_whatever_it_has_done_and_however_it_cuts(tmp_path: Path) -> None:

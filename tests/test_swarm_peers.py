@@ -113,7 +113,7 @@ def test_a_swarm_trains_past_deaths_counts_each_microbatch_once_and_is_exported(
     settings = read_settings(swarm.folder / stayed / "config.toml")
     workload = settings.made_workload()
     summary = json.loads((swarm.folder / stayed / "summary.json").read_text())
-    loss = workload.evaluate(model.eval(), 2, torch.device("cpu"))
+    loss = workload.evaluate(model.eval(), 2, torch.device("cpu")).loss
     assert loss == pytest.approx(summary["validation_loss"], abs=1e-4)
 
     @torch.no_grad()

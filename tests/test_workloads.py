@@ -96,7 +96,7 @@ def test_few_documents_hold_out_the_end_of_the_text(tmp_path: Path) -> None:
 def test_max_tokens_stops_reading(tmp_path: Path) -> None:
     path = write_all_kinds(tmp_path)["jsonl"]
     loaded = data.load(LanguageSettings(data=str(path), sequence_length=8, max_tokens=1000), tokenizers.Bytes())
-    assert len(loaded._training) + len(loaded._held_out) == 1000
+    assert loaded._training.tokens + loaded._held_out.tokens == 1000
 
 
 @pytest.mark.parametrize(

@@ -45,11 +45,13 @@ def observed(network: Network, config: Settings, workload: Workload) -> dict[str
             island.after_step()
             losses.append(loss)
     island.after_step()  # what leaving has landed
+    score = island.evaluate()
     return {
         "coordinates": island.coordinates,
         "peers": rounds.members(),
         "losses": losses,
-        "validation_loss": island.evaluate(),
+        "validation_loss": score.loss,
+        "validation_losses": score.sources,
         "written": island.sample(),
         "weights": {name: p.detach().clone() for name, p in island.model.named_parameters()},
         "buffers": persistent_buffers(island.model),

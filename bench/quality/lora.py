@@ -158,7 +158,7 @@ def process(options: Options, settings: Settings, seed: int, rounds: bool) -> No
         trainer.train()
     model = trainer.model.get_base_model().eval()
     with torch.no_grad():
-        loss = workload.evaluate(model, settings["batch_size"], torch.device("cpu"))
+        loss = workload.evaluate(model, settings["batch_size"], torch.device("cpu")).loss
     values = sum(one.numel() for one in model.parameters() if one.requires_grad)
     print(json.dumps({"loss": loss, "values": values, "bytes": median(sizes) if sizes else None}))
 

@@ -31,14 +31,14 @@ class PrepareOptions:
     text_column: str = "text"
     """The column of JSON Lines, CSV, Parquet and hub data that holds the text."""
     max_tokens: int | None = None
-    """Make at most this many tokens; unset: all, and 100 million of the hub."""
+    """Make at most this many tokens; unset: all."""
 
 
 def prepare(arguments: list[str]) -> None:
     """Make a store of tokens from text, for train --data; a run makes its own where it is given text."""
     options = parse(PrepareOptions, arguments, "prepare", prepare.__doc__)
 
-    from farflung.workloads import prepared, store, text, tokenizers
+    from farflung.workloads import mixtures, prepared, store, text, tokenizers
     from farflung.workloads.settings import LanguageSettings
 
     if store.is_store(options.out):
@@ -46,6 +46,8 @@ def prepare(arguments: list[str]) -> None:
     there = {path.name for path in options.out.iterdir()} if options.out.exists() else set()
     if there - {*store.PARTS, store.PROGRESS}:
         raise UserError(f"{options.out} holds something else; give another folder with --out")
+    if mixtures.sources(options.data):
+        raise UserError("prepare each source by itself, and mix the stores: train --data '0.7*STORE + 0.3*OTHER'")
     settings = LanguageSettings(data=options.data, text_column=options.text_column, max_tokens=options.max_tokens)
     size = text.text_bytes(options.data)  # a misspelt path is told before the hub is asked for a tokenizer
     tokenizer = tokenizers.load(options.tokenizer)

@@ -54,6 +54,8 @@ def _losses(summary: dict[str, Any]) -> str:
     from farflung.report import last_told
 
     own = f"validation loss {summary['validation_loss']:.4f} {summary['measure']}"
+    for name, loss in summary.get("validation_losses", {}).items():
+        own += f", {loss:.4f} of {name}"
     if summary["replicas"] == 1 and "peers" not in summary:
         return own
     if "peers" not in summary:

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -36,7 +37,7 @@ from farflung.pipeline.routes import Routes, fixed_routes, random_routes
 from farflung.pipeline.settings import IslandSettings
 from farflung.pipeline.stages import RoutedStage, Transport
 from farflung.scoped import quiet
-from farflung.workloads.base import Divisible
+from farflung.workloads.base import Divisible, Score
 
 SCHEDULES = {
     "gpipe": ScheduleGPipe,
@@ -145,24 +146,33 @@ class DividedIsland(Island):
             optimizer.lie_in(self._lies.within_stage())
 
     @torch.no_grad()
-    def evaluate(self) -> float:
-        """See Island. Each shard takes a part of the samples; the last ones may take one that does not count."""
-        size, held_out = self._samples // self._microbatches, self.workload.held_out
-        shards, shard = self.settings.shard, self.coordinates.shard
-        numbers = [shard + shards * turn for turn in range(-(-held_out // shards))]
-        facts = torch.zeros(2, dtype=torch.float64)
+    def evaluate(self) -> Score:
+        """See Island."""
+        sources: dict[str, int] = getattr(self.workload, "sources", {"": self.workload.held_out})
+        ends = [*accumulate(sources.values())]
         with self.groups.naming_the_lost(), self._evaluating():
-            for turn in range(0, len(numbers), size):
-                wanted = numbers[turn : turn + size]
-                ids = np.array([min(number, held_out - 1) for number in wanted])
-                batch = self.workload.held_out_batch(ids).to(self.device)
-                output = self._forward(batch)
-                counted = sum(number < held_out for number in wanted)
-                if output is not None and counted:
-                    loss = self.pieces[-1].loss(output[:counted], batch[:counted])
-                    facts += torch.tensor([float(loss) * counted, counted], dtype=torch.float64)
-            total, count = self.total(facts).tolist()
-        return float(total / count)
+            facts = [self._judged(end - count, end) for count, end in zip(sources.values(), ends, strict=True)]
+            losses, counts = self.total(torch.cat(facts)).view(-1, 2).T.tolist()
+        return Score.of(dict(zip(sources, zip(losses, counts, strict=True), strict=True)))
+
+    def _judged(self, begin: int, end: int) -> Tensor:
+        """The sum of the losses of some held-out samples that this process has, and how many these are; float64.
+
+        Each shard takes a part of the samples; the last ones may take one that does not count.
+        """
+        size, shards = self._samples // self._microbatches, self.settings.shard
+        numbers = [begin + self.coordinates.shard + shards * turn for turn in range(-(-(end - begin) // shards))]
+        facts = torch.zeros(2, dtype=torch.float64)
+        for turn in range(0, len(numbers), size):
+            wanted = numbers[turn : turn + size]
+            ids = np.array([min(number, end - 1) for number in wanted])
+            batch = self.workload.held_out_batch(ids).to(self.device)
+            output = self._forward(batch)
+            counted = sum(number < end for number in wanted)
+            if output is not None and counted:
+                loss = self.pieces[-1].loss(output[:counted], batch[:counted])
+                facts += torch.tensor([float(loss) * counted, counted], dtype=torch.float64)
+        return facts
 
     @torch.no_grad()
     def sample(self) -> str:

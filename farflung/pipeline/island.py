@@ -17,7 +17,7 @@ from farflung.pipeline.ahead import Ahead, OnItsWay, pinned
 from farflung.pipeline.compiling import eagerly
 from farflung.pipeline.mesh import Mesh, MeshCoordinates
 from farflung.pipeline.settings import IslandSettings
-from farflung.workloads.base import Batch, Workload, to
+from farflung.workloads.base import Batch, Score, Workload, to
 
 Ledger = tuple[list[list[int]], list[list[int]]]
 """The microbatches that a step has learnt from, and those that it unlearns: lists of stream, step and their numbers."""
@@ -86,7 +86,7 @@ class Island(Protocol):
         """Of the last step, once; empty where a replica's samples are known by their step."""
         return [], []
 
-    def evaluate(self) -> float | None:
+    def evaluate(self) -> Score | None:
         """The workload's measure of the model, without compression between stages; None where nobody has taken it yet.
 
         Raises PeerLostError.
@@ -158,10 +158,11 @@ class WholeIsland(Island):
     def after_step(self) -> None:
         """See Island."""
 
-    def evaluate(self) -> float:
+    def evaluate(self) -> Score:
         """See Island."""
         with self._evaluating(), self._precision():
-            return self.workload.evaluate(self.model, self.settings.batch_size, self.device)
+            found = self.workload.evaluate(self.model, self.settings.batch_size, self.device)
+        return found if isinstance(found, Score) else Score(found, {})
 
     def sample(self) -> str:
         """See Island."""

@@ -30,7 +30,11 @@ _LOSSES_OF_REPLICAS: _Rows = [
     ("validation loss of their averaged weights", lambda s: number(s["validation_loss_averaged"])),
     ("validation loss, each replica", lambda s: ", ".join(map(number, s["validation_loss_per_replica"]))),
 ]
-_SPEED: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
+_WHERE_TOLD: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
+    "validation_losses": (
+        "validation loss of each source, mean of the replicas",
+        lambda s: ", ".join(f"{name}: {number(loss)}" for name, loss in s["validation_losses"].items()),
+    ),
     "tokens_per_second": ("trained on in a second, by all replicas", lambda s: f"{s['tokens_per_second']:,.0f}"),
     "mfu": ("of the devices' peak (MFU)", lambda s: f"{s['mfu']:.1%}"),
     "spent": ("where the replicas' time went", lambda s: shares(s["spent"])),
@@ -128,7 +132,7 @@ def _results(runs: list[Run]) -> str:
         ("consensus distance", _distance),
     ]
     results = [run.results() for run in runs]
-    rows += [row for key, row in _SPEED.items() if any(key in result for result in results)]
+    rows += [row for key, row in _WHERE_TOLD.items() if any(key in result for result in results)]
     bits = [bits_per_byte(run, run.results().get("validation_loss")) for run in runs]
     cells = [[escape(label), *(escape(_known(text, result)) for result in results)] for label, text in rows]
     if any(bits):

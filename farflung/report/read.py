@@ -212,6 +212,8 @@ class Run(Facts):
         for step, evaluations in list(self.by_step(EvaluationEvent).items())[-1:]:
             losses = [event.validation_loss for event in evaluations]
             results |= {"validation_loss": mean(losses), "validation_loss_per_replica": losses}
+            if all(each := [event.validation_losses or {} for event in evaluations]):
+                results["validation_losses"] = {name: mean([one.get(name) for one in each]) for name in each[0]}
             if (spread := self.consensus_distance().get(step)) is not None:
                 results["weight_spread"] = spread
         return results

@@ -25,6 +25,7 @@ from farflung.swarm.moves import MoveError, Restlessness, Standing, next_move, s
 from farflung.swarm.seat import Seat, told
 from farflung.swarm.states import given
 from farflung.swarm.work import Learnt
+from farflung.workloads.base import Score
 
 if TYPE_CHECKING:
     from farflung.networks.internet.contact.member import Member
@@ -183,10 +184,13 @@ class SwarmIsland:
             self._wait_for(LEAVES, lambda: self._seat.serving(0))
         told(self._network.peers, ended=LEAVES)
 
-    def evaluate(self) -> float | None:
+    def evaluate(self) -> Score | None:
         """See Island. Heads have the held-out samples pass through the swarm; others know what heads say."""
-        if self._ended:
-            return self._judged
+        if not self._ended:
+            self._judge()
+        return None if self._judged is None else Score(self._judged, {})
+
+    def _judge(self) -> None:
         if self._seat.stage:
             heads = [one.facts for one in self._seat.serving(0)]
             told = [one["validation_loss"] for one in heads if "validation_loss" in one]
@@ -194,7 +198,6 @@ class SwarmIsland:
         else:
             self._judged = judged = self._network.peers.background.run(self._evaluated(), LONGEST_EVALUATION_SECONDS)
             self._network.tell_others(validation_loss=judged)
-        return self._judged
 
     def sample(self) -> str:
         """See Island. A head asks the stages for each token, for as long as they answer."""

@@ -73,12 +73,14 @@ def _own_facts(trainer: Trainer) -> dict[str, Any]:
     """What a replica tells of its run, as it is when its last step is over; all of its processes call alike."""
     island, traffic = trainer.island, trainer.network.traffic
     own = [traffic.bytes_sent, traffic.seconds_blocked, island.traffic.bytes_sent]
-    seconds, loss = trainer.log.events.elapsed_s(), island.evaluate()
+    seconds, score = trainer.log.events.elapsed_s(), island.evaluate()
+    assert score is not None, "a run that has ended is judged"
     sent, blocked, boundary = island.total(torch.tensor(own, dtype=torch.float64)).tolist()
     return {
         "replica": island.coordinates.replica,
         "tokens": trainer.log.units,
-        "loss": loss,
+        "loss": score.loss,
+        "losses": score.sources,
         "sent": round(sent),
         "boundary": round(boundary),
         "blocked": blocked / island.settings.processes,
@@ -139,7 +141,8 @@ def _summary(
         **({"epochs": seen / workload.units_per_sample / available} if available else {}),
         "validation_loss": sum(fact["loss"] for fact in facts) / count,
         "validation_loss_per_replica": [fact["loss"] for fact in facts],
-        "validation_loss_averaged": island.evaluate(),
+        **_by_source([fact["losses"] for fact in facts]),
+        "validation_loss_averaged": judged.loss if (judged := island.evaluate()) else None,
         "bytes_sent": sum(fact["sent"] for fact in facts),
         "boundary_bytes": sum(fact["boundary"] for fact in facts),
         "ddp_bytes": ddp_bytes(parameters, settings, count),
@@ -149,6 +152,12 @@ def _summary(
         **_speed(facts),
         **({"weight_spread": (sum(fact["deviation"] for fact in facts) / count) ** 0.5} if count > 1 else {}),
     }
+
+
+def _by_source(losses: list[dict[str, float]]) -> dict[str, Any]:
+    """The replicas' mean validation losses of each source; nothing where there is one."""
+    found = {name: sum(own[name] for own in losses) / len(losses) for name in losses[0]}
+    return {"validation_losses": found} if found else {}
 
 
 def _speed(facts: list[dict[str, Any]]) -> dict[str, Any]:
@@ -188,6 +197,7 @@ def finish_apart(settings: Settings, folder: Path, ended: Mapping[int, Path], de
                 "replica": replica,
                 "tokens": told["tokens"],
                 "loss": told["validation_loss"],
+                "losses": told.get("validation_losses", {}),
                 "sent": told["bytes_sent"],
                 "boundary": told["boundary_bytes"],
                 "blocked": told["seconds_blocked"],

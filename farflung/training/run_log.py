@@ -7,6 +7,7 @@ import dataclasses
 import socket
 import time
 from dataclasses import dataclass
+from math import isfinite
 from typing import Any
 
 import numpy as np
@@ -190,7 +191,7 @@ class RunLog:
     def evaluate(self) -> float | None:
         """Judges the weights as they are now, and writes some of them down. Returns the validation loss, if any."""
         with self.rate.paused(), self.spent.on("evaluations"):
-            if (loss := self.island.evaluate()) is None:
+            if (score := self.island.evaluate()) is None:
                 return None
             sample = self._sampled_weights().numpy().astype(np.dtype("<f4"))
             self.events.write(
@@ -198,11 +199,12 @@ class RunLog:
                     step=self.progress.step,
                     tokens=self.units,
                     bytes_sent=self._total(self.network.traffic.bytes_sent),
-                    validation_loss=loss,
+                    validation_loss=score.loss,
+                    validation_losses={name: loss for name, loss in score.sources.items() if isfinite(loss)} or None,
                     sample=base64.b64encode(sample.tobytes()).decode(),
                 )
             )
-        return loss
+        return score.loss
 
     def text(self, writing: Writing, device: torch.device) -> None:
         """Has the model write something, where it can."""

@@ -23,6 +23,22 @@ Reshape = Callable[[Any], None]
 """Changes a model that has no memory yet."""
 
 
+class Score(NamedTuple):
+    """How good a model is."""
+
+    loss: float
+    """The mean of all held-out samples; less is better."""
+    sources: dict[str, float]
+    """The means of the samples of each source by its name, where there are several."""
+
+    @classmethod
+    def of(cls, sums: Mapping[str, tuple[float, float]]) -> Score:
+        """From each source's sum of losses, and the sum of the weights of these."""
+        total, weight = map(sum, zip(*sums.values(), strict=True))
+        each = {source: loss / own for source, (loss, own) in sums.items()}
+        return cls(total / weight, each if len(each) > 1 else {})
+
+
 class Workload(Protocol):
     """What is trained: a model, its batches, its loss, how it is judged, and a sample to look at.
 
@@ -84,7 +100,7 @@ class Workload(Protocol):
         """What training minimises: a mean over the batch's samples, or over what is learnt of them; see `weight`."""
         ...
 
-    def evaluate(self, model: Any, size: int, device: torch.device) -> float:
+    def evaluate(self, model: Any, size: int, device: torch.device) -> float | Score:
         """The score of a model in evaluation mode on held-out samples, `size` at a time; less is better."""
         ...
 
@@ -146,7 +162,8 @@ class Coordinates(Protocol):
 class Divisible(Workload, Protocol):
     """A workload whose model can be divided among processes: embeddings, layers one after the other, and a head.
 
-    A batch is one tensor whose rows are samples.
+    A batch is one tensor whose rows are samples. Where the samples that it is judged on are of several sources, it has
+    `sources`: how many of them, in their order, are of each, by its name.
     """
 
     @property

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from farflung.errors import UserError, counted
@@ -68,8 +67,8 @@ class _Rows:
     """Sequences of unlike lengths, one after the other."""
 
     def __init__(self, chats: Sequence[Rendered]) -> None:
-        self._tokens = np.concatenate([chat.tokens for chat in chats])
-        self.answers: NDArray[np.bool_] = np.concatenate([chat.answers for chat in chats])
+        self._tokens = np.concatenate([chat.tokens for chat in chats] or [np.empty(0, dtype=np.int64)])
+        self.answers = np.concatenate([chat.answers for chat in chats] or [np.empty(0, dtype=np.bool_)])
         self._bounds = list(pairwise(accumulate((len(chat.tokens) for chat in chats), initial=0)))
 
     def __len__(self) -> int:
@@ -107,6 +106,27 @@ def load(settings: LanguageSettings, tokenizer: Tokenizer, deal: Deal = ALL) -> 
 
     Raises UserError where one is no chat, or where there are too few.
     """
+    kept, lost = _read(settings, tokenizer)
+    training, held_out = (kept, []) if settings.validation else _dealt(kept, deal.draws)
+    least = max(deal.shares, LEAST_TRAINING)
+    if len(training) < least:
+        wanted = str(least) if settings.validation else f"{least + 1}: {least} to train on, and one held out"
+        raise _too_few(settings, kept, lost, wanted)
+    _warn(settings, lost)
+    return Chats(training, held_out, tokenizer.end)
+
+
+def load_all(settings: LanguageSettings, tokenizer: Tokenizer) -> Labelled:
+    """Up to `eval_sequences` of all chats that the settings name, evenly spread. Raises UserError."""
+    kept, lost = _read(settings, tokenizer)
+    if not kept:
+        raise _too_few(settings, kept, lost, "1")
+    _warn(settings, lost)
+    return Chats([], kept, tokenizer.end).held_out(settings.eval_sequences)
+
+
+def _read(settings: LanguageSettings, tokenizer: Tokenizer) -> tuple[list[Rendered], str]:
+    """The chats that have something to learn within a sequence, and what is told of others. Raises UserError."""
     kept, cut, left_out, silent = [], 0, 0, 0
     for chat in _rendered(settings, tokenizer):
         fits = Rendered(chat.tokens[: settings.sequence_length], chat.answers[: settings.sequence_length])
@@ -116,23 +136,24 @@ def load(settings: LanguageSettings, tokenizer: Tokenizer, deal: Deal = ALL) -> 
         else:
             left_out += bool(chat.answers.any())
             silent += not chat.answers.any()
-    told = _told_of_lost(settings, len(kept) + left_out + silent, cut, left_out, silent)
-    training, held_out = _dealt(kept, deal.draws)
-    least = max(deal.shares, LEAST_TRAINING)
     if not kept and left_out:
         raise UserError(
             f"data {settings.data}: all {left_out} chats are cut at sequence_length {settings.sequence_length}, before "
             "their answers begin; give a larger sequence_length, or shorter prompts"
         )
-    if len(training) < least:
-        longer = ", or a larger sequence_length" if left_out else ""
-        raise UserError(
-            f"data {settings.data}: {counted(len(kept), 'chat')} to learn from{f' ({told})' if told else ''}; "
-            f"give at least {least + 1}: {least} to train on, and one held out{longer}"
-        )
-    if told:
-        warnings.warn(f"data {settings.data}: {told}", stacklevel=2)
-    return Chats(training, held_out, tokenizer.end)
+    lost = _told_of_lost(settings, len(kept) + left_out + silent, cut, left_out, silent)
+    return kept, lost
+
+
+def _warn(settings: LanguageSettings, lost: str) -> None:
+    if lost:
+        warnings.warn(f"data {settings.data}: {lost}", stacklevel=3)
+
+
+def _too_few(settings: LanguageSettings, kept: list[Rendered], lost: str, wanted: str) -> UserError:
+    there = f"{counted(len(kept), 'chat')} to learn from{f' ({lost})' if lost else ''}"
+    longer = ", or a larger sequence_length" if "longer than" in lost else ""
+    return UserError(f"data {settings.data}: {there}; give at least {wanted}{longer}")
 
 
 def _told_of_lost(settings: LanguageSettings, count: int, cut: int, left_out: int, silent: int) -> str:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import accumulate
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -16,59 +19,92 @@ from farflung.workloads.settings import LanguageSettings
 from farflung.workloads.tokenizers import Tokenizer
 
 
+class Rows:
+    """The sequences of one length that flat arrays of tokens hold, numbered from one array to the next."""
+
+    def __init__(self, arrays: Sequence[NDArray[np.integer]], length: int) -> None:
+        self.length, self.tokens = length, sum(map(len, arrays))
+        self._arrays = [tokens[: len(tokens) // length * length].reshape(-1, length) for tokens in arrays]
+        self._begins = [*accumulate(map(len, self._arrays), initial=0)]
+
+    def __len__(self) -> int:
+        return self._begins[-1]
+
+    def take(self, ids: Ids) -> Tensor:
+        """(n, length) int64 by their numbers."""
+        found = np.empty((len(ids), self.length), dtype=np.int64)
+        for begin, rows in zip(self._begins, self._arrays, strict=False):
+            here = (begin <= ids) & (ids < begin + len(rows))
+            found[here] = rows[ids[here] - begin]
+        return torch.from_numpy(found)
+
+    def spread(self, most: int) -> Tensor:
+        """Up to `most` of them, evenly spread."""
+        return self.take(evenly(len(self), most))
+
+    def refuse_none(self, name: str) -> None:
+        """Raises UserError where there is no sequence."""
+        if not len(self):
+            raise UserError(
+                f"data {name} has {self.tokens} tokens, fewer than one sequence of {self.length}; "
+                "give more text or a smaller sequence_length"
+            )
+
+
 class Data:
-    """Tokens to train on and tokens held out, in sequences of one length.
+    """Sequences to train on, and sequences held out of them, unless a run is judged on others.
 
     Args:
-        training, held_out: flat arrays of tokens.
-        length: tokens in a sequence.
         name: what the user calls it.
         shares: stretches of one length that the training part is cut into; a replica sees one of them.
 
-    Raises UserError where the held-out part, or a share, is shorter than one sequence.
+    Raises UserError where a part, or a share, is shorter than one sequence.
     """
 
-    def __init__(
-        self, training: NDArray[np.integer], held_out: NDArray[np.integer], length: int, name: str, shares: int = 1
-    ) -> None:
-        for part, tokens in (("training", training), ("validation", held_out)):
-            if len(tokens) < length:
-                raise UserError(
-                    f"data {name}: the {part} part has {len(tokens)} tokens, fewer than one sequence of {length}; "
-                    "give more text or a smaller sequence_length"
-                )
-        self._training = training
-        self._held_out = held_out
-        self._length = length
-        if len(training) < shares * length:
+    def __init__(self, training: Rows, held_out: Rows | None, name: str, shares: int = 1) -> None:
+        training.refuse_none(f"{name}: the training part")
+        if held_out is not None:
+            held_out.refuse_none(f"{name}: the validation part")
+        if len(training) < shares:
             raise UserError(
-                f"data {name}: {len(training)} tokens are less than a sequence of {length} for each of {shares} "
-                "replicas; give more text, or leave out shares"
+                f"data {name}: {training.tokens} tokens are less than a sequence of {training.length} for each of "
+                f"{shares} replicas; give more text, or leave out shares"
             )
+        self._training, self._held_out = training, held_out
 
     @property
     def available(self) -> int:
         """Training sequences."""
-        return len(self._training) // self._length
+        return len(self._training)
 
     def batch(self, ids: Ids) -> Tensor:
         """Training sequences (n, length) int64 by their numbers."""
-        return self._sequences(self._training, ids)
+        return self._training.take(ids)
 
     def held_out(self, most: int) -> Tensor:
         """Up to `most` held-out sequences (n, length) int64, evenly spread; the same for every replica and step."""
-        available = len(self._held_out) // self._length
-        return self._sequences(self._held_out, evenly(available, most))
-
-    def _sequences(self, tokens: NDArray[np.integer], ids: Ids) -> Tensor:
-        positions = ids[:, None] * self._length + np.arange(self._length)
-        return torch.from_numpy(tokens[positions].astype(np.int64))
+        assert self._held_out is not None, "a run that is judged on data of its own"
+        return self._held_out.spread(most)
 
 
 def load(settings: LanguageSettings, tokenizer: Tokenizer, deal: Deal = ALL) -> Data:
-    """The data that the settings name, mapped from its store. Raises UserError: missing, empty or too short."""
+    """The data that the settings name, mapped from its store. Raises UserError: missing, empty or too short.
+
+    Where they name data to judge by, nothing else is held out.
+    """
     store, most = store_of(settings, tokenizer, numbered=deal.draws), settings.max_tokens
     training, held_out = store.training, store.held_out
     if most and (there := len(training) + len(held_out)) > most:  # a store that was prepared with more
         training, held_out = (part[: len(part) * most // there] for part in (training, held_out))
-    return Data(training, held_out, settings.sequence_length, settings.data, deal.shares)
+    length = settings.sequence_length
+    if settings.validation:
+        return Data(Rows([training, held_out], length), None, settings.data, deal.shares)
+    return Data(Rows([training], length), Rows([held_out], length), settings.data, deal.shares)
+
+
+def load_all(settings: LanguageSettings, tokenizer: Tokenizer) -> Tensor:
+    """Up to `eval_sequences` of all sequences (n, length) int64 of the data that is named. Raises UserError."""
+    store = store_of(settings, tokenizer)
+    rows = Rows([store.training, store.held_out], settings.sequence_length)
+    rows.refuse_none(settings.data)
+    return rows.spread(settings.eval_sequences)

@@ -58,6 +58,24 @@ class Deal:
         return in_epochs(places * self.replicas + replica % self.replicas, available, (seed,))
 
 
+def mixed(seed: int, replica: int, places: Ids, shares: Sequence[int]) -> tuple[Ids, Ids]:
+    """Which of several sources a replica's sequences at some places come from, and the how-manieth of it each is.
+
+    As many places, one after the other, as there are shares have each source's share of them, in a shuffled order.
+    """
+    block = sum(shares)
+    of, turn = np.empty_like(places), np.empty_like(places)
+    for number in np.unique(places // block):
+        here = places // block == number
+        order = permuted(np.arange(block), block, (seed, replica, int(number)))
+        sources = np.searchsorted(np.cumsum(shares), order, side="right")
+        of[here] = sources[places[here] % block]
+        for source, share in enumerate(shares):
+            own = here & (of == source)
+            turn[own] = number * share + np.cumsum(sources == source)[places[own] % block] - 1
+    return of, turn
+
+
 ALL = Deal()
 """All samples come to each replica."""
 

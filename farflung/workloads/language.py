@@ -9,41 +9,30 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from farflung.errors import UserError
 from farflung.lazy import Later
-from farflung.workloads import far
 from farflung.workloads.dealing import ALL, Deal
 from farflung.workloads.settings import LanguageSettings
-from farflung.workloads.text import documents, is_small, no_text
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
     from torch import Tensor, nn
 
-    from farflung.workloads import adapters, base, chats, data, decoder, models, prepared, shards, store, tokenizers
+    from farflung.workloads import adapters, base, chats, decoder, models, sources, tokenizers
     from farflung.workloads import subspace as subspaces
-    from farflung.workloads.base import Batch, Coordinates, Forward, Ids, Load, Reshape, Span
+    from farflung.workloads.base import Batch, Coordinates, Forward, Ids, Load, Reshape, Score, Span
     from farflung.workloads.chats import Chats, Labelled
     from farflung.workloads.data import Data
     from farflung.workloads.shards import Shards
+    from farflung.workloads.sources import Mixture
 else:
-    torch, subspaces = Later("torch"), Later("farflung.workloads.subspace")
-    adapters, base, chats, data, decoder, models, prepared, shards, store, tokenizers = (
+    np, torch, subspaces = Later("numpy"), Later("torch"), Later("farflung.workloads.subspace")
+    adapters, base, chats, decoder, models, sources, tokenizers = (
         Later(f"farflung.workloads.{name}")
-        for name in (
-            "adapters",
-            "base",
-            "chats",
-            "data",
-            "decoder",
-            "models",
-            "prepared",
-            "shards",
-            "store",
-            "tokenizers",
-        )
+        for name in ("adapters", "base", "chats", "decoder", "models", "sources", "tokenizers")
     )
 
 PROMPT_TOKENS = 16
@@ -90,11 +79,7 @@ class Language:
     @cached_property
     def holds_chats(self) -> bool:
         """Whether it trains on the answers of chats. Raises UserError."""
-        return not self._is_prepared and chats.holds_chats(self.settings)
-
-    @property
-    def _is_prepared(self) -> bool:
-        return store.is_store(Path(self.settings.data).expanduser())
+        return sources.holds_chats(self.settings)
 
     @cached_property
     def tokenizer(self) -> tokenizers.Tokenizer:
@@ -107,17 +92,19 @@ class Language:
         return models.model_config(self.settings, self.tokenizer)
 
     @cached_property
-    def data(self) -> Data | Shards | Chats:
-        """The tokens. Raises UserError."""
-        if self.holds_chats:
-            return chats.load(self.settings, self.tokenizer, self._deal)
-        if far.is_far(self.settings.data) and not self.settings.max_tokens:
-            return shards.load(self.settings, self.tokenizer, self._deal)
-        return data.load(self.settings, self.tokenizer, self._deal)
+    def data(self) -> Data | Shards | Chats | Mixture:
+        """The tokens to train on. Raises UserError."""
+        return sources.load(self.settings, self.tokenizer, self._deal)
+
+    @cached_property
+    def _judged_by(self) -> dict[str, Tensor | Labelled]:
+        """Samples of each source."""
+        return sources.judged_by(self.settings, self.tokenizer, self.data)
 
     @cached_property
     def _held_out(self) -> Tensor | Labelled:
-        return self.data.held_out(self.settings.eval_sequences)
+        parts = [*self._judged_by.values()]
+        return torch.cat(cast("list[Tensor]", parts)) if len(parts) > 1 else parts[0]  # chats are of one source
 
     @cached_property
     def bytes_per_unit(self) -> float:
@@ -133,14 +120,7 @@ class Language:
             self.outline()
             if self.settings.base:
                 adapters.refuse_other_base(self._base(), self.settings)
-        if self.holds_chats:
-            chats.check(self.settings, self.tokenizer)
-        elif far.is_far(self.settings.data):
-            far.files(self.settings.data)
-        elif self._is_prepared or is_small(self.settings.data):
-            _ = self.data  # too little of it is told before anything is begun
-        elif not any(documents(self.settings.data, self.settings.text_column)):
-            raise no_text(self.settings.data)
+        sources.check(self.settings, self.tokenizer, self._deal)
 
     def settled(self) -> LanguageSettings:
         """Its settings with the hash of the base, where adapters are trained. Raises UserError."""
@@ -181,7 +161,7 @@ class Language:
     def sample_ids(self, seed: int, replica: int, step: int, size: int) -> Ids:
         """See Workload."""
         if self.data.available is None:
-            return self.data.ids(seed, replica, step, size)
+            return self.data.at(seed, replica, step * size + np.arange(size))
         return self._deal.ids(seed, replica, step, size, self.data.available)
 
     def let_go(self) -> None:
@@ -209,13 +189,16 @@ class Language:
             return decoder.operations(self.outline(), self.settings.sequence_length, recompute)
         return None
 
-    def evaluate(self, model: Any, size: int, device: torch.device) -> float:
+    def evaluate(self, model: Any, size: int, device: torch.device) -> Score:
         """The mean cross-entropy, in nats a token, of the sequences held out, or of the answers in them."""
-        held_out = (torch.split(part, size) for part in _parts(self._held_out))
-        batches = [parts[0] if len(parts) == 1 else parts for parts in zip(*held_out, strict=True)]
-        losses = [float(self.loss(model, base.to(batch, device))) for batch in batches]
-        weights = [self.weight(batch) for batch in batches]
-        return sum(loss * weight for loss, weight in zip(losses, weights, strict=True)) / sum(weights)
+        sums: dict[str, tuple[float, int]] = {}
+        for source, samples in self._judged_by.items():
+            split = (torch.split(part, size) for part in _parts(samples))
+            batches = [parts[0] if len(parts) == 1 else parts for parts in zip(*split, strict=True)]
+            weights = [self.weight(batch) for batch in batches]
+            losses = [float(self.loss(model, base.to(batch, device))) for batch in batches]
+            sums[source] = sum(map(float.__mul__, losses, map(float, weights))), sum(weights)
+        return base.Score.of(sums)
 
     def digest(self) -> str:
         """See Workload."""
@@ -278,6 +261,11 @@ class Language:
     def held_out(self) -> int:
         """See Divisible."""
         return len(self._texts_held_out)
+
+    @property
+    def sources(self) -> dict[str, int]:
+        """See Divisible."""
+        return {source: len(samples) for source, samples in self._judged_by.items()}
 
     def held_out_batch(self, ids: Ids) -> Tensor:
         """See Divisible."""

@@ -63,17 +63,18 @@ class Shards:
         """What each file held that a replica has come to, which a resumed run need not read again for it."""
         return self._cache.known
 
-    def ids(self, seed: int, replica: int, step: int, size: int) -> Ids:
-        """The numbers of the sequences that a replica trains on in a step. Raises UserError."""
-        walk = self._walks.setdefault((seed, replica), _Walk(self, seed, replica))
-        self._cache.most_open = (2 + AHEAD) * len(self._walks)
-        places = [walk.at(step * size + place) for place in range(size)]
+    def at(self, seed: int, replica: int, places: Ids) -> Ids:
+        """The numbers of the sequences at some places of the row that a replica trains on. Raises UserError."""
+        if (walk := self._walks.get((seed, replica))) is None:
+            walk = self._walks[seed, replica] = _Walk(self, seed, replica)
+            self._cache.most_open += 2 + AHEAD
+        reached = [walk.at(place) for place in places.tolist()]
         found = [
-            self._numbers(seed, unit, [place for _, place in own]) for unit, own in groupby(places, lambda one: one[0])
+            self._numbers(seed, unit, [place for _, place in own]) for unit, own in groupby(reached, lambda one: one[0])
         ]
         for unit in walk.coming(AHEAD):
             self._cache.ahead(self._files[unit.file])
-        return np.concatenate(found)
+        return np.concatenate(found) if found else np.empty(0, dtype=np.int64)
 
     def let_go(self) -> None:
         """Waits for no more files."""
@@ -129,10 +130,14 @@ class Shards:
         return torch.from_numpy(tokens[number * self._length : (number + 1) * self._length].astype(np.int64))
 
 
-def load(settings: LanguageSettings, tokenizer: Tokenizer, deal: Deal) -> Shards:
-    """The data that the settings name, whose files are on other machines. Raises UserError."""
+def cache_of(settings: LanguageSettings, tokenizer: Tokenizer) -> ShardCache:
+    """Where a run's files are kept once they have come."""
     folder, room = cache() / "shards", round(settings.data_room * 1e9)
-    kept = ShardCache(folder, room, tokenizer, settings.text_column, settings.data_deadline)
+    return ShardCache(folder, room, tokenizer, settings.text_column, settings.data_deadline)
+
+
+def load(settings: LanguageSettings, deal: Deal, kept: ShardCache) -> Shards:
+    """The data that the settings name, whose files are on other machines. Raises UserError."""
     return Shards(kept, far.files(settings.data), settings.sequence_length, settings.data, deal)
 
 
