@@ -131,9 +131,7 @@ def test_chats_are_judged_by_chats(tmp_path: Path) -> None:
     texts = [bytes(row.tolist()).decode() for row in tokens]
     assert len(texts) == 3 and all(f"v{number}" in text for number, text in enumerate(texts))
     text = rows(tmp_path / "text.jsonl", "a", 9)
-    with pytest.raises(
-        UserError, match=r"validation: .*text\.jsonl holds text, and data chats; give two of a kind"
-    ):
+    with pytest.raises(UserError, match=r"validation: .*text\.jsonl holds text, and data chats; give two of a kind"):
         language(data, validation=str(text), sequence_length=64).check()
     with pytest.raises(UserError, match="holds chats, which cannot be mixed yet; write them into one file"):
         language(f"0.5*{data} + 0.5*{text}").check()

@@ -14,6 +14,8 @@ def check_batched(settings: Settings) -> None:
         raise UserError(f"batched_replicas computes in float32, and precision is {precision}; choose one of them")
     if getattr(settings.made_workload(), "holds_chats", False):
         raise UserError("batched_replicas needs batches of one shape, and chats are of unlike lengths; leave it out")
+    if getattr(settings.workload, "document_mask", False):
+        raise UserError("batched_replicas computes sequences as one document each; leave out document_mask, or it")
     if settings.island.compile:
         raise UserError("batched_replicas computes layers as they are; leave out compile, or batched_replicas")
     conditions = settings.network.simulated_conditions()

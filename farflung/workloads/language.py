@@ -62,6 +62,8 @@ class Language:
         remedy = "leave out --stages, --shard, --islands and --offload"
         if self.settings.lora:
             raise UserError(f"lora trains layers beside frozen ones, which stages and shards cannot hold yet; {remedy}")
+        if self.settings.document_mask:
+            raise UserError(f"stages and shards cannot keep attention within documents yet; {remedy}, or document_mask")
         chats_there = False
         with contextlib.suppress(UserError):  # data that cannot be read is for `check` to tell of
             chats_there = self.holds_chats
@@ -121,6 +123,8 @@ class Language:
             if self.settings.base:
                 adapters.refuse_other_base(self._base(), self.settings)
         sources.check(self.settings, self.tokenizer, self._deal)
+        if self.settings.document_mask and self.holds_chats:
+            raise UserError("a chat has a sequence for itself; leave out document_mask")
 
     def settled(self) -> LanguageSettings:
         """Its settings with the hash of the base, where adapters are trained. Raises UserError."""
@@ -143,6 +147,8 @@ class Language:
         model = models.build(self.settings, self.tokenizer, seed, reshape)
         if reshape is None:
             models.check_causal(model)
+            if self.settings.document_mask:
+                models.check_keeps_to_documents(model)
         if self.settings.lora:
             adapters.refuse_other_base(model, self.settings)
             adapters.add(model, self.settings, seed)
@@ -175,7 +181,9 @@ class Language:
 
     def loss(self, model: Any, batch: Tensor | Labelled) -> Tensor:
         """See Workload; of chats, the mean over the tokens of their answers."""
-        return models.sequence_loss(model, *_parts(batch))
+        tokens, labels = batch if isinstance(batch, tuple) else (batch, batch)
+        positions = models.within_documents(tokens, self.tokenizer.end) if self.settings.document_mask else None
+        return models.sequence_loss(model, tokens, labels, positions)
 
     def weight(self, batch: Tensor | Labelled) -> int:
         """See Workload: its sequences, or the tokens of answers that are predicted in it."""

@@ -184,17 +184,31 @@ def _loaded_config(model: str) -> Any:
         raise _cannot_load(model, error) from error
 
 
-def sequence_loss(model: nn.Module, sequences: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
+def sequence_loss(
+    model: nn.Module,
+    sequences: torch.Tensor,
+    labels: torch.Tensor | None = None,
+    positions: torch.Tensor | None = None,
+) -> torch.Tensor:
     """The mean cross-entropy, in nats a token, of predicting each token of (n, length) sequences from those before.
 
-    Of `labels`, those that are -100 are not predicted. In training mode, a family's other losses are added, such as
-    that of a mixture's routers.
+    Of `labels`, those that are -100 are not predicted. Where `positions` begin again, so does a document, in which
+    nothing before is seen. In training mode, a family's other losses are added, such as that of a mixture's routers.
     """
     labels = sequences if labels is None else labels
+    given = {} if positions is None else {"position_ids": positions}
     if not model.training:
-        return cross_entropy(model, model(input_ids=sequences, use_cache=False).logits, labels)
-    loss: torch.Tensor = model(input_ids=sequences, labels=labels, use_cache=False).loss
+        return cross_entropy(model, model(input_ids=sequences, use_cache=False, **given).logits, labels)
+    loss: torch.Tensor = model(input_ids=sequences, labels=labels, use_cache=False, **given).loss
     return loss
+
+
+def within_documents(sequences: torch.Tensor, end: int) -> torch.Tensor:
+    """The position of each token of (n, length) sequences in its document, from 0; each ends with the token `end`."""
+    numbers = torch.arange(sequences.shape[1], device=sequences.device).expand_as(sequences)
+    begins = torch.zeros_like(sequences)
+    begins[:, 1:] = torch.where(sequences[:, :-1] == end, numbers[:, 1:], 0)
+    return numbers - begins.cummax(dim=1).values
 
 
 def cross_entropy(model: Any, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -224,6 +238,24 @@ def check_causal(model: Any) -> None:
         repeating, cross_entropy(model, output.logits, tokens)
     ):
         raise UserError(f"{family} has a loss that is least when it repeats each token; choose a model that predicts")
+
+
+@torch.no_grad()
+def check_keeps_to_documents(model: Any) -> None:
+    """Raises UserError for a model that sees documents before the one that positions say a token is in."""
+    was_training, device = model.training, next(model.parameters()).device
+    tokens = torch.arange(2, 10, device=device).unsqueeze(0)
+    positions = torch.arange(4, device=device).repeat(2).unsqueeze(0)
+    other = torch.cat([tokens[:, :4].flip(1), tokens[:, 4:]], dim=1)
+    model.eval()
+    try:
+        one, same = (model(input_ids=ids, position_ids=positions, use_cache=False).logits for ids in (tokens, other))
+        seen = (one - same)[:, 4:].abs().max() > 1e-5 * one.abs().max()
+    except TypeError:  # it takes no positions
+        seen = torch.tensor(True)
+    model.train(was_training)
+    if seen:
+        raise UserError(f"{type(model).__name__} cannot keep its attention within documents; leave out --document-mask")
 
 
 def _cannot_load(name: str, error: Exception) -> UserError:

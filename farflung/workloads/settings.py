@@ -40,6 +40,8 @@ class LanguageSettings(Checked):
     """Seconds to ask again for such data where it cannot be read, before the run stops, with a checkpoint."""
     sequence_length: int = setting(128, least=2)
     """Tokens in one training sequence."""
+    document_mask: bool = False
+    """Keep attention within a document where a sequence has parts of several, as some models can."""
     eval_sequences: int = setting(64, least=1)
     """Held-out sequences that a validation loss is measured on."""
 

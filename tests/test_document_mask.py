@@ -1,0 +1,95 @@
+"""Attention within documents: what a token is predicted from."""
+
+from __future__ import annotations
+
+import json
+from itertools import chain
+from pathlib import Path
+
+import pytest
+import torch
+from families import FAMILIES, gpt2
+from processes import SMALL, farflung
+from torch import nn
+from transformers import AutoModelForCausalLM, BloomConfig, MambaConfig, PretrainedConfig
+
+from farflung.errors import UserError
+from farflung.workloads import models
+from farflung.workloads.language import Language
+from farflung.workloads.settings import LanguageSettings
+
+END = 0
+DOCUMENTS = [[5, 6, 7, 8, END], [9, END], [11, 12, 13], [END]]
+"""The last but one is cut, as at a sequence's end."""
+
+
+def made(config: PretrainedConfig) -> nn.Module:
+    torch.manual_seed(0)
+    model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    return model.eval()
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2, sliding", "qwen3", "gpt2"])
+def test_each_token_is_predicted_from_its_own_document_alone(name: str) -> None:
+    model = made(FAMILIES[name] if name != "gpt2" else gpt2())
+    tokens = torch.tensor([[*chain(*DOCUMENTS[:3])]])
+    alone = torch.cat([model(input_ids=torch.tensor([one])).logits[0] for one in DOCUMENTS[:3]])
+    expected = nn.functional.cross_entropy(alone[:-1], tokens[0, 1:])
+    positions = models.within_documents(tokens, END)
+    for training in (False, True):
+        found = models.sequence_loss(model.train(training), tokens, positions=positions)
+        assert float(found) == pytest.approx(float(expected), rel=1e-5)
+    assert float(models.sequence_loss(model.eval(), tokens)) != pytest.approx(float(expected), rel=1e-5)
+    models.check_keeps_to_documents(model)
+
+
+def test_positions_begin_again_behind_each_end() -> None:
+    rows = torch.tensor([[*chain(*DOCUMENTS)], [END, END, 5, 6, 7, 8, 9, END, 1, 2, 3], [1] * 11])
+    assert models.within_documents(rows, END).tolist() == [
+        [0, 1, 2, 3, 4, 0, 1, 0, 1, 2, 3],
+        [0, 0, 0, 1, 2, 3, 4, 5, 0, 1, 2],
+        list(range(11)),
+    ]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        BloomConfig(hidden_size=32, n_layer=2, n_head=4, vocab_size=256),
+        MambaConfig(hidden_size=32, num_hidden_layers=2, vocab_size=256, state_size=4),
+    ],
+    ids=["alibi", "recurrent"],
+)
+def test_models_that_cannot_are_refused(config: PretrainedConfig) -> None:
+    with pytest.raises(UserError, match="ForCausalLM cannot keep its attention within documents; leave out"):
+        models.check_keeps_to_documents(made(config))
+
+
+def test_what_cannot_be_together_is_refused_in_a_line(tmp_path: Path) -> None:
+    chats = tmp_path / "chats.jsonl"
+    chats.write_text("".join(json.dumps({"prompt": f"{number}", "completion": "yes"}) + "\n" for number in range(30)))
+    with pytest.raises(UserError, match="a chat has a sequence for itself; leave out document_mask"):
+        Language(LanguageSettings(model="micro", data=str(chats), document_mask=True)).check()
+    with pytest.raises(UserError, match="stages and shards cannot keep attention within documents yet"):
+        _ = Language(LanguageSettings(model="micro", document_mask=True)).divisible
+
+
+@pytest.mark.slow
+def test_a_run_with_masked_documents_is_another_one_and_judged_so(tmp_path: Path) -> None:
+    text = tmp_path / "text.jsonl"
+    text.write_text("".join(json.dumps({"text": f"{number} " * 3}) + "\n" for number in range(400)))
+    common = ["train", *SMALL, "--data", str(text), "--method", "local", "--replicas", "1", "--steps", "10"]
+    for out, more in (("plain", []), ("masked", ["--document-mask"])):
+        run = farflung(*common, *more, "--out", out, cwd=tmp_path)
+        assert run.returncode == 0, run.stderr
+    losses = [
+        json.loads((tmp_path / out / "summary.json").read_text())["validation_loss"] for out in ("plain", "masked")
+    ]
+    assert losses[0] != losses[1]
+    refused = farflung(
+        *common, "--stages", "2", "--microbatches", "2", "--document-mask", "--out", "third", cwd=tmp_path
+    )
+    assert refused.returncode == 2 and "leave out --stages" in refused.stderr
+    together = ["--network", "simulated", "--batched-replicas", "--document-mask", "--out", "fourth"]
+    refused = farflung(*common, *together, cwd=tmp_path)
+    assert refused.returncode == 2 and "leave out --document-mask" in refused.stderr
