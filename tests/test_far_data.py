@@ -128,6 +128,7 @@ def test_what_is_half_there_is_made_anew(server: FarServer, tmp_path: Path) -> N
     ("address", "told"),
     [
         ("{}/none/", "cannot be read: {}/none"),
+        ("{}/folder", "{}/folder: is a folder; end it with /"),
         ("{}/*.parquet", "no files there; give a file"),
         ("{}/9.jsonl", "cannot be read: {}/9.jsonl"),
         ("http://127.0.0.1:1/", "cannot be read"),
@@ -136,6 +137,7 @@ def test_what_is_half_there_is_made_anew(server: FarServer, tmp_path: Path) -> N
     ],
 )
 def test_an_address_that_leads_nowhere_is_told_in_a_line(server: FarServer, address: str, told: str) -> None:
+    (server.folder / "folder").mkdir()
     with pytest.raises(UserError) as error:
         far.files(address.format(server.address))
     assert told.format(server.address) in str(error.value) and "\n" not in str(error.value)

@@ -44,6 +44,8 @@ def files(data: str) -> list[str]:
     """
     try:
         found = sorted(set(_on_hub(data) if data.startswith(HUB) else _at(data)))
+    except UserError:
+        raise
     except ImportError as error:
         raise UserError(f"data {data}: {_line(error)}; install it, and try again") from error
     except Exception as error:  # each kind of store has its own
@@ -109,7 +111,9 @@ def _at(address: str) -> Iterator[str]:
     """The files at an address, below a folder there, or that a glob means."""
     system = _system(address)
     if not (address.endswith("/") or "*" in address):
-        system.info(address)
+        # A web server leads from the name of a folder to the page that lists it, which is no text to train on.
+        if system.info(address).get("url") == f"{address}/":
+            raise UserError(f"data {address}: is a folder; end it with /")
         yield address
         return
     found = system.glob(address, detail=True) if "*" in address else system.find(address, detail=True)
