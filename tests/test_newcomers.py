@@ -204,6 +204,9 @@ def test_a_folder_that_holds_a_run_is_told_before_all_else(
         assert run_here(monkeypatch, tmp_path, "train", *SIMULATED, "--every", "50", *more, "--out", "run") == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert "run already holds a run; choose another folder with --out" in line
+    (tmp_path / "run" / "config.toml").touch()
+    assert run_here(monkeypatch, tmp_path, "train", "run") == 2
+    assert capsys.readouterr().err == "farflung: run is a run; go on with it: farflung train --resume run\n"
 
 
 @pytest.mark.parametrize(("method", "every", "compared"), [("noloco", 5, True), ("noloco", 9, False), ("ddp", 0, True)])

@@ -216,7 +216,7 @@ def test_a_saved_model_is_built_with_or_without_its_weights(saved_model: str) ->
     ("settings", "words"),
     [
         ({"model": "/no/such/folder"}, ["/no/such/folder", "tiny"]),
-        ({"model": "tiny", "pretrained": True}, ["preset", "remove pretrained"]),
+        ({"model": "tiny", "pretrained": True}, ["preset", "leave out --pretrained"]),
         ({"model": "SAVED", "sequence_length": 65}, ["sequence_length is 65", "at most 64"]),
     ],
 )

@@ -218,6 +218,8 @@ def what_is_asked(arguments: list[str]) -> Asked:
         return _resumed(arguments)
     over = kinds_among(arguments)
     if arguments and not arguments[0].startswith("-"):
+        if (Path(arguments[0]) / "config.toml").exists():
+            raise UserError(f"{arguments[0]} is a run; go on with it: farflung train --resume {arguments[0]}")
         defaults, arguments = read_settings(Path(arguments[0]), **over), arguments[1:]
     else:
         defaults = Settings.of(**over)
@@ -262,8 +264,8 @@ def _refuse_what_is_settled(arguments: list[str], settings: Settings) -> None:
         settled.insert(0, arguments[0])
     if settled:
         raise UserError(
-            f"{settled[0]} cannot go with --resume: a run that goes on keeps its settings; only "
-            f"{', '.join(free)} can change; for other ones, begin a run with another --out"
+            f"{settled[0]} cannot go with --resume: a run that goes on keeps its settings; farflung train --help says "
+            "at --resume which can change; for others, begin a run with another --out"
         )
 
 

@@ -301,7 +301,7 @@ class Language:
     def subspace(self, rank: int, seed: int) -> subspaces.Subspace:
         """See Divisible."""
         if self.settings.pretrained:
-            raise UserError("boundary subspace: published weights do not lie in one; remove pretrained")
+            raise UserError("boundary subspace: published weights do not lie in one; leave out --pretrained")
         return subspaces.subspace_of(self.config, rank, seed)
 
     def keep(self, model: Any, span: Span, subspace: Coordinates | None = None, constrained: int = 0) -> None:

@@ -150,7 +150,7 @@ def model_config(settings: LanguageSettings, tokenizer: Tokenizer) -> Any:
         raise UserError("lora_modules says which layers get adapters, but lora is 0; give --lora RANK, or leave it out")
     if settings.model in PRESETS:
         if settings.pretrained:
-            raise UserError(f"model {settings.model} is a preset without published weights; remove pretrained")
+            raise UserError(f"model {settings.model} is a preset without published weights; leave out --pretrained")
         return LlamaConfig(
             **PRESETS[settings.model],
             vocab_size=max(tokenizer.size, tokenizer.end + 1),
