@@ -22,8 +22,7 @@ class LanguageSettings(Checked):
     base: str = ""
     """Hash of the weights that adapters belong to. farflung fills it in, and refuses machines with other weights."""
     data: str = setting("stdlib", may_differ=BETWEEN_MACHINES | BETWEEN_PEERS)
-    """stdlib, hf:NAME (hub), a path, glob or address of text, JSON Lines, CSV or Parquet, or what prepare has made.
-    Several have weights: '0.7*code/**/*.py + 0.3*stories.parquet'."""
+    """stdlib, hf:NAME (hub), a path, glob or address of text or rows, or a store; several: '0.7*code/*.py + 0.3*B'."""
     validation: str | None = setting(None, may_differ=BETWEEN_MACHINES | BETWEEN_PEERS)
     """What to judge the model by, as for data; unset: documents of the data, one in twenty, that are held out."""
     tokenizer: str | None = setting(None, may_differ=BETWEEN_MACHINES | BETWEEN_PEERS)
