@@ -38,7 +38,7 @@ def prepare(arguments: list[str]) -> None:
     """Make a store of tokens from text, for train --data; a run makes its own where it is given text."""
     options = parse(PrepareOptions, arguments, "prepare", prepare.__doc__)
 
-    from farflung.workloads import mixtures, prepared, store, text, tokenizers
+    from farflung.workloads import chats, mixtures, prepared, store, text, tokenizers
     from farflung.workloads.settings import LanguageSettings
 
     if store.is_store(options.out):
@@ -50,6 +50,10 @@ def prepare(arguments: list[str]) -> None:
         raise UserError("prepare each source by itself, and mix the stores: train --data '0.7*STORE + 0.3*OTHER'")
     settings = LanguageSettings(data=options.data, text_column=options.text_column, max_tokens=options.max_tokens)
     size = text.text_bytes(options.data)  # a misspelt path is told before the hub is asked for a tokenizer
+    if chats.holds_chats(settings):
+        raise UserError(
+            f"{options.data} holds chats, which need no store; train --data {options.data} takes them as is"
+        )
     tokenizer = tokenizers.load(options.tokenizer)
     with disk_errors(f"write to {options.out}", "make room, and give the same command again"), _bar(size) as told:
         made = prepared.make(options.out, settings, tokenizer, told).manifest
