@@ -32,8 +32,9 @@ def test_another_base_is_refused_in_one_line_and_a_copy_elsewhere_is_taken(swarm
     joining = {name: swarm.join(name, "--model", folder) for name, folder in others.items()}
     for name, process in joining.items():
         assert process.wait(patience(60)) == 2, swarm.said(name)
-        begun, refused = swarm.said(name).splitlines()
-        assert "run folder" in begun and "its weights are not those that the run's adapters are for" in refused
+        begun, joined, refused = swarm.said(name).splitlines()
+        assert "run folder" in begun and "joined a run with 0 peers in training" in joined
+        assert "its weights are not those that the run's adapters are for" in refused
         assert not (tmp_path / name / "events").exists()
     swarm.join("same", "--model", copy)
     until(lambda: swarm.step("same") > 0)

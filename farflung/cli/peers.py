@@ -168,7 +168,13 @@ def join(arguments: list[str]) -> None:
     settings = settings.changed(out=str(folder))
     again = ["join", *arguments, *([] if options.own.out else ["--out", str(folder)])]
     own = {name: value for name, value in given(options.own).items() if name != "out"}
-    _train(ticket, settings, options, options.first, again=again, own=own)
+    _train(ticket, settings, options, options.first, _say_who_is_there, again=again, own=own)
+
+
+def _say_who_is_there(network: Any) -> None:
+    """Says that this peer has joined, and what the seconds to its first step are for."""
+    others = counted(len(network.members()) - 1, "peer")
+    say(f"joined a run with {others} in training; now this one reads its data and makes its model")
 
 
 def status(arguments: list[str]) -> None:
