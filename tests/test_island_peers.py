@@ -113,7 +113,7 @@ def test_an_island_that_is_stopped_before_it_joins_is_told_a_command_that_there_
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--stages", 3], ["--batch-size is 2, which 1 shards × 6 microbatches do not divide"]),
+        (["--stages", 3], ["--batch-size is 2, which 1 shard × 6 microbatches do not divide"]),
         (["--stages", 40, "--batch-size", 80], ["40 pieces", "layers"]),
         (["--shard", 2, "--boundary", "int8"], ["one stage has no boundary"]),
         (["--stages", 2, "--batch-size", 4, "--boundary", "subspace4"], ["peers differ in them"]),

@@ -197,7 +197,7 @@ BASE = Settings.of(model="tiny", replicas=2, stages=2, batch_size=8)
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"stages": 5}, "batch_size is 8, which 1 shards × 10 microbatches do not divide"),
+        ({"stages": 5}, "batch_size is 8, which 1 shard × 10 microbatches do not divide"),
         ({"stages": 5, "batch_size": 10}, "5 pieces of a model that has only 4 layers"),
         ({"stages": 4, "pipeline_schedule": "interleaved"}, "8 pieces of a model that has only 4 layers"),
         ({"shard": 3}, "batch_size is 8, which 3 shards × 4 microbatches"),
@@ -217,7 +217,7 @@ BASE = Settings.of(model="tiny", replicas=2, stages=2, batch_size=8)
         ({"stages": 1, "islands": "1x1 2*1"}, "islands is '1x1 2.1'; give stages x shards of each replica, such as"),
         ({"stages": 1, "islands": ""}, "islands is ''; give stages x shards of each replica"),
         ({"stages": 1, "islands": "1x0 1x1"}, "give stages x shards of each replica"),
-        ({"stages": 1, "islands": "1x1 5x1"}, "batch_size is 8, which 1 shards × 10 microbatches do not divide"),
+        ({"stages": 1, "islands": "1x1 5x1"}, "batch_size is 8, which 1 shard × 10 microbatches do not divide"),
         ({"stages": 1, "islands": "1x1 1x2", "boundary": "int8"}, "boundary is 'int8', but one stage has no boundary"),
         ({"stages": 1, "islands": "1x1 2x1", "routes": "random"}, "'random', which needs islands of one shape"),
         ({"stages": 1, "islands": "1x1 2x1", "boundary": "subspace8"}, "the stages decide which weights exist"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from farflung.errors import UserError
+from farflung.errors import UserError, counted
 from farflung.pipeline.boundaries import boundary_named
 from farflung.pipeline.division import divisible, division_of
 from farflung.pipeline.settings import BETWEEN_STAGES, MOST_TOGETHER, IslandSettings, IslandShape
@@ -42,8 +42,9 @@ def _check_shape(settings: IslandSettings, workload: Workload, seed: int) -> Non
             f"stepping is {settings.stepping!r}, but only a swarm's peers choose; add --swarm or leave it out"
         )
     if settings.batch_size % (settings.shard * parts):
+        shards = counted(settings.shard, "shard")
         raise UserError(
-            f"batch_size is {settings.batch_size}, which {settings.shard} shards × {parts} microbatches do not divide; "
+            f"batch_size is {settings.batch_size}, which {shards} × {parts} microbatches do not divide; "
             f"choose a multiple of {settings.shard * parts}, or set --microbatches"
         )
     if settings.divided or settings.offload:
