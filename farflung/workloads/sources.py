@@ -151,7 +151,7 @@ def check(settings: LanguageSettings, tokenizer: Tokenizer, deal: Deal) -> None:
     _check(settings, tokenizer, partial(data.load, deal=deal))
     if not settings.validation:
         return
-    own = replace(settings, data=settings.validation, validation=None)
+    own = replace(settings, data=settings.validation, validation=None, max_tokens=None)
     try:
         if (other := holds_chats(own)) != holds_chats(settings):
             kinds = "chats, and data text" if other else "text, and data chats"
