@@ -166,8 +166,8 @@ class EvaluationEvent(ProgressEvent):
     kind = "evaluation"
     validation_loss: float | None
     """Mean loss of the held-out sequences, in nats a token; None when it is not finite."""
-    validation_losses: dict[str, float] | None = None
-    """The same of each source of a mixture by its name; of those where it is finite."""
+    validation_losses: dict[str, float | None] | None = None
+    """The same of each source of a mixture by its name."""
     sample: str
     """Some of the replica's weights, always the same ones: float32, little-endian, base64."""
 

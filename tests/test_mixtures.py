@@ -18,6 +18,7 @@ from farflung.data import Sequences
 from farflung.errors import UserError
 from farflung.events import EvaluationEvent
 from farflung.report.read import read_run
+from farflung.training.finish import _by_source
 from farflung.workloads.dealing import Deal, mixed
 from farflung.workloads.language import Language
 from farflung.workloads.mixtures import BLOCK, sources
@@ -197,6 +198,19 @@ def test_mixtures_are_refused_where_there_can_be_one_source(two: str, tmp_path: 
         Sequences(two, LENGTH)
     with pytest.raises(UserError, match="leave out --order draws"):
         language(two, Deal(draws=True)).check()
+
+
+def test_machines_may_name_the_same_sources_otherwise() -> None:
+    losses = [{"/a/x": 1.0, "/a/y": 3.0}, {"/b/x": 2.0, "/b/y": 5.0}]
+    expected = {"/a/x": 1.5, "/a/y": 4.0}
+    assert _by_source(losses) == {"validation_losses": expected}
+    assert _by_source([losses[0], {}]) == {}, "a machine has one source"
+
+
+def test_max_tokens_does_not_limit_the_data_to_judge_by(tmp_path: Path) -> None:
+    data, other = rows(tmp_path / "a.jsonl", "a", 600), rows(tmp_path / "v.jsonl", "v", 600)
+    mixture = f"0.99*{data} + 0.01*{other}"
+    language(str(data), max_tokens=4000, validation=mixture, sequence_length=1200).check()
 
 
 @pytest.mark.slow

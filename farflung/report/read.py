@@ -212,8 +212,10 @@ class Run(Facts):
         for step, evaluations in list(self.by_step(EvaluationEvent).items())[-1:]:
             losses = [event.validation_loss for event in evaluations]
             results |= {"validation_loss": mean(losses), "validation_loss_per_replica": losses}
-            if all(each := [event.validation_losses or {} for event in evaluations]):
-                results["validation_losses"] = {name: mean([one.get(name) for one in each]) for name in each[0]}
+            by_source = [event.validation_losses or {} for event in evaluations]
+            if by_source[0] and len({*map(len, by_source)}) == 1:  # machines may name the same sources otherwise
+                each = zip(*(own.values() for own in by_source), strict=True)
+                results["validation_losses"] = dict(zip(by_source[0], map(mean, each), strict=True))
             if (spread := self.consensus_distance().get(step)) is not None:
                 results["weight_spread"] = spread
         return results

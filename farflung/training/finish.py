@@ -155,8 +155,14 @@ def _summary(
 
 
 def _by_source(losses: list[dict[str, float]]) -> dict[str, Any]:
-    """The replicas' mean validation losses of each source; nothing where there is one."""
-    found = {name: sum(own[name] for own in losses) / len(losses) for name in losses[0]}
+    """The replicas' mean validation losses of each source, as the first one names it: machines may have other paths.
+
+    Nothing where there is one source, or more for some replicas than for others.
+    """
+    if len({*map(len, losses)}) > 1:
+        return {}
+    each = zip(*(own.values() for own in losses), strict=True)
+    found = {name: sum(own) / len(losses) for name, own in zip(losses[0], each, strict=True)}
     return {"validation_losses": found} if found else {}
 
 

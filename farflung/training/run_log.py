@@ -193,6 +193,7 @@ class RunLog:
         with self.rate.paused(), self.spent.on("evaluations"):
             if (score := self.island.evaluate()) is None:
                 return None
+            by_source = {name: loss if isfinite(loss) else None for name, loss in score.sources.items()}
             sample = self._sampled_weights().numpy().astype(np.dtype("<f4"))
             self.events.write(
                 EvaluationEvent(
@@ -200,7 +201,7 @@ class RunLog:
                     tokens=self.units,
                     bytes_sent=self._total(self.network.traffic.bytes_sent),
                     validation_loss=score.loss,
-                    validation_losses={name: loss for name, loss in score.sources.items() if isfinite(loss)} or None,
+                    validation_losses=by_source or None,
                     sample=base64.b64encode(sample.tobytes()).decode(),
                 )
             )
