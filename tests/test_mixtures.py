@@ -176,6 +176,11 @@ def test_weights_that_cannot_be_are_refused_in_a_line(data: str, words: str) -> 
     assert "\n" not in str(error.value)
 
 
+def test_what_is_almost_a_mixture_is_told_how_to_write_one() -> None:
+    with pytest.raises(UserError, match=r"no such file.*; write a mixture as '0\.7\*PATH \+ 0\.3\*OTHER'"):
+        language("0.5*a+0.5*b").check()
+
+
 @pytest.mark.parametrize("data", ["stdlib", "0.5*.txt", "a + b.txt", "hf:name", "https://host/a+b"])
 def test_what_is_no_mixture_is_left_alone(data: str) -> None:
     assert not sources(data)

@@ -18,6 +18,7 @@ import pytest
 from patience import SLOWER, patience, until
 from processes import SMALL
 from swarm import SETTINGS, Swarm
+from warm import Python
 
 INSTANTS = (0.1, 1.5, 3, 5, 8)
 """Seconds after a command begins, on an idle machine: while it imports, prepares, starts processes, and trains.
@@ -123,6 +124,18 @@ def test_a_command_ends_in_one_line_at_every_instant(swarm: Swarm, tmp_path: Pat
             assert code in (0, 1) and not after, told
         else:  # what serves until it is stopped
             assert code == 0 and name in ("bootstrap", "status"), told
+
+
+@pytest.mark.slow
+def test_a_run_that_has_just_ended_waits_for_nobody_when_it_is_stopped(tmp_path: Path) -> None:
+    arguments = ["train", *SMALL, "--steps", 5, "--replicas", 1, "--method", "local", "--deadline", 600]
+    arguments += ["--out", tmp_path / "run"]
+    process = Python("-m", "farflung", *arguments, cwd=tmp_path)
+    until(lambda: any(b'"event": "end"' in path.read_bytes() for path in (tmp_path / "run").glob("events/*")))
+    process.send_signal(signal.SIGTERM)  # its processes are about to write the results
+    said, told = process.communicate(timeout=patience(60))
+    assert process.returncode in (0, 130) and "Traceback" not in said + told, told
+    assert (tmp_path / "run" / "summary.json").exists()
 
 
 SWALLOWED = """

@@ -25,7 +25,7 @@ from farflung.workloads.settings import LanguageSettings
 from farflung.workloads.shard_cache import Known, ShardCache
 from farflung.workloads.tokenizers import Tokenizer
 
-IN_FILE = 40
+IN_FILE = 32
 """The bits of a sequence's number that say which one of its file it is; those above say which file."""
 AHEAD = 2
 """Files that are made ready while a replica trains on another."""

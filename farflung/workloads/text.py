@@ -149,7 +149,8 @@ def _matching(data: str) -> list[Path]:
     paths = sorted(path for path in names if path.is_file())
     if not paths:
         what = "this folder has no file to train on" if found.is_dir() else "no such file"
-        raise UserError(f"data {data!r}: {what}; give stdlib, a path, a quoted glob, or hf:NAME")
+        hint = "; write a mixture as '0.7*PATH + 0.3*OTHER'" if "+" in data and "*" in data else ""
+        raise UserError(f"data {data!r}: {what}; give stdlib, a path, a quoted glob, or hf:NAME{hint}")
     return paths
 
 
