@@ -20,10 +20,23 @@ def stop_signals() -> list[signal.Signals]:
     return [signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hangs_up else [])]
 
 
+_came: list[int] = []
+
+
+def came() -> bool:
+    """Whether one of these signals has come to a handler of `on_stop_signals`."""
+    return bool(_came)
+
+
 @contextmanager
 def on_stop_signals(handler: Handler) -> Iterator[None]:
     """Has a handler for the signals that ask for an end."""
-    before = {number: signal.signal(number, handler) for number in stop_signals()}
+
+    def hear(number: int, frame: FrameType | None) -> None:
+        _came.append(number)
+        handler(number, frame)
+
+    before = {number: signal.signal(number, hear) for number in stop_signals()}
     try:
         yield
     finally:

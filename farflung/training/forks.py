@@ -23,7 +23,7 @@ from pathlib import Path
 
 from farflung import scoped
 from farflung.errors import UserError
-from farflung.signals import leave, stop_signals
+from farflung.signals import came, leave, stop_signals
 from farflung.training.ahead import TOLD
 
 FORKED = sys.platform == "linux"  # elsewhere not every library bears it
@@ -120,4 +120,12 @@ def run_module(environment: Mapping[str, str], arguments: list[str], log: Path |
         runpy.run_module(arguments[0], run_name="__main__")
     except Exception:  # which is recorded by now, or nobody's to record
         traceback.print_exc()
+        sys.exit(1)
+    if came() and "TORCHELASTIC_ERROR_FILE" in os.environ:
+        # Too late to stop anything. torch would wait here until the launcher takes the result, and one that was asked
+        # to stop takes none.
+        from farflung.networks.torchrun import tell_launcher
+        from farflung.training.stopping import StoppedError
+
+        tell_launcher(StoppedError("the run had ended by then"), StoppedError.__name__)
         sys.exit(1)
