@@ -96,7 +96,7 @@ class Language:
     @cached_property
     def data(self) -> Data | Shards | Chats | Mixture:
         """The tokens to train on. Raises UserError."""
-        return sources.load(self.settings, self.tokenizer, self._deal)
+        return sources.load(self.settings, self.tokenizer, self._deal, self.holds_chats)
 
     @cached_property
     def _judged_by(self) -> dict[str, Tensor | Labelled]:
@@ -122,7 +122,7 @@ class Language:
             self.outline()
             if self.settings.base:
                 adapters.refuse_other_base(self._base(), self.settings)
-        sources.check(self.settings, self.tokenizer, self._deal)
+        sources.check(self.settings, self.tokenizer, self._deal, self.holds_chats)
         if self.settings.document_mask and self.holds_chats:
             raise UserError("a chat has a sequence for itself; leave out document_mask")
 

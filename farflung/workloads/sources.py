@@ -96,9 +96,11 @@ def holds_chats(settings: LanguageSettings) -> bool:
     return not (mixtures.sources(settings.data) or is_prepared(settings)) and chats.holds_chats(settings)
 
 
-def load(settings: LanguageSettings, tokenizer: Tokenizer, deal: Deal) -> Data | Shards | Chats | Mixture:
-    """What the settings name to train on. Raises UserError."""
-    if holds_chats(settings):
+def load(
+    settings: LanguageSettings, tokenizer: Tokenizer, deal: Deal, as_chats: bool
+) -> Data | Shards | Chats | Mixture:
+    """What the settings name to train on, which `holds_chats` or not. Raises UserError."""
+    if as_chats:
         return chats.load(settings, tokenizer, deal)
     if not (parts := _parts(settings)):
         return _of_one(settings, tokenizer, deal)
@@ -118,8 +120,7 @@ def _of_one(
 def _parts(settings: LanguageSettings) -> dict[str, tuple[int, LanguageSettings]]:
     """Of each source of a mixture by its name: its share, and the settings as if there were no other."""
     sources, most = mixtures.sources(settings.data), settings.max_tokens
-    whole = sum(source.share for source in sources)
-    limits = [most and max(LEAST_TOKENS, most * source.share // whole) for source in sources]
+    limits = [most and max(LEAST_TOKENS, most * source.share // BLOCK) for source in sources]
     return {
         source.data: (source.share, replace(settings, data=source.data, max_tokens=limit))
         for source, limit in zip(sources, limits, strict=True)
@@ -133,7 +134,7 @@ def judged_by(
     if not settings.validation:
         most = settings.eval_sequences
         return {**trained_on.held_out_of(most)} if isinstance(trained_on, Mixture) else {"": trained_on.held_out(most)}
-    own = replace(settings, data=settings.validation, validation=None, max_tokens=None)
+    own = _to_judge_by(settings, settings.validation)
     if isinstance(trained_on, Chats):
         return {"": chats.load_all(own, tokenizer)}
     if not (parts := _parts(own)):
@@ -144,32 +145,42 @@ def judged_by(
     }
 
 
-def check(settings: LanguageSettings, tokenizer: Tokenizer, deal: Deal) -> None:
-    """Raises UserError for data that cannot be trained on, as far as that is soon known."""
+def _to_judge_by(settings: LanguageSettings, data: str) -> LanguageSettings:
+    """The settings as if that data were what is trained on, all of it."""
+    return replace(settings, data=data, validation=None, max_tokens=None)
+
+
+def check(settings: LanguageSettings, tokenizer: Tokenizer, deal: Deal, as_chats: bool) -> None:
+    """Raises UserError for data that cannot be trained on, as far as that is soon known. See `holds_chats`."""
     if deal.draws and mixtures.sources(settings.data):
         raise UserError("the sequences of a mixture are not drawn; leave out --order draws")
-    _check(settings, tokenizer, partial(data.load, deal=deal))
+    _check(settings, tokenizer, partial(data.load, deal=deal), as_chats)
     if not settings.validation:
         return
-    own = replace(settings, data=settings.validation, validation=None, max_tokens=None)
+    own = _to_judge_by(settings, settings.validation)
     try:
-        if (other := holds_chats(own)) != holds_chats(settings):
+        if (other := holds_chats(own)) != as_chats:
             kinds = "chats, and data text" if other else "text, and data chats"
             raise UserError(f"{own.data} holds {kinds}; give two of a kind")
-        _check(own, tokenizer, data.load_all)
+        _check(own, tokenizer, data.load_all, other)
     except UserError as error:
         raise UserError(f"validation: {error}") from error
 
 
 def _check(
-    settings: LanguageSettings, tokenizer: Tokenizer, load_text: Callable[[LanguageSettings, Tokenizer], object]
+    settings: LanguageSettings,
+    tokenizer: Tokenizer,
+    load_text: Callable[[LanguageSettings, Tokenizer], object],
+    as_chats: bool,
 ) -> None:
-    for _, part in _parts(settings).values() or [(0, settings)]:
-        if holds_chats(part):
-            if part is not settings:
-                raise UserError(f"data {part.data}: holds chats, which cannot be mixed yet; write them into one file")
-            chats.check(part, tokenizer)
-        elif far.is_far(part.data):
+    if as_chats:
+        chats.check(settings, tokenizer)
+        return
+    parts = _parts(settings)
+    for _, part in parts.values() or [(0, settings)]:
+        if parts and holds_chats(part):
+            raise UserError(f"data {part.data}: holds chats, which cannot be mixed yet; write them into one file")
+        if far.is_far(part.data):
             far.files(part.data)
         elif is_prepared(part) or is_small(part.data):
             load_text(part, tokenizer)  # too little of it is told before anything is begun
