@@ -35,7 +35,7 @@ from farflung.networks.internet.contact.streams import PROMPT_SECONDS, PeerStrea
 if TYPE_CHECKING:
     from farflung.networks.internet.contact.peers import Peers
 
-TOLD, TOLD_A_NEWCOMER = 4, 48
+TOLD, TOLD_A_NEWCOMER = 7, 48
 """Others that a peer tells of in a beat, and when it is asked for many."""
 LARGEST_NEWS = 1 << 18
 """Bytes of the records in one message, unpacked."""

@@ -14,8 +14,10 @@ from farflung.networks.internet.contact.frames import Frame, FrameError, entry, 
 from farflung.networks.internet.contact.host import MOST_ADDRESSES, leads_to
 from farflung.networks.internet.contact.identity import Identity, rank_of, signed_by
 
-BEAT_SECONDS = 3.0
-"""How often a peer tells another one of itself and others."""
+BEAT_SECONDS = 5.0
+"""How often a peer tells another one of itself and others: most of what it costs to be known."""
+UNSURE_SECONDS = 3.0
+"""By so much, what was heard may be older than it seems."""
 CLOCK_SECONDS = 2.5
 """Clocks of peers may differ by so much: a record says when it was signed."""
 FRESH_SECONDS = 600.0
@@ -110,14 +112,14 @@ class Member:
         return self.step + caution * self.rate * (time.monotonic() - self.heard)
 
     def step_at_most(self) -> float:
-        """The step that it may have reached; its last record may be a beat old, and its rate unknown."""
+        """The step that it may have reached; its rate may be unknown."""
         if not self.rate:
             return math.inf
-        return self.step + 1 + self.rate * (time.monotonic() - self.heard + BEAT_SECONDS) / CAUTION
+        return self.step + 1 + self.rate * (time.monotonic() - self.heard + UNSURE_SECONDS) / CAUTION
 
     def arrives(self, goal: int, seconds: float) -> bool:
         """Whether it has not passed a step yet, and can reach it within so many seconds."""
-        elapsed = time.monotonic() - self.heard + BEAT_SECONDS + seconds  # what was heard may be a beat old
+        elapsed = time.monotonic() - self.heard + UNSURE_SECONDS + seconds
         return not self.stalled and arrives(self.step, self.rate, goal, elapsed)
 
 
