@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from itertools import chain
 from pathlib import Path
 
@@ -14,7 +15,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM, BloomConfig, MambaConfig, PretrainedConfig
 
 from farflung.errors import UserError
-from farflung.workloads import models
+from farflung.workloads import decoder, models
+from farflung.workloads.base import Span
 from farflung.workloads.language import Language
 from farflung.workloads.settings import LanguageSettings
 
@@ -65,31 +67,53 @@ def test_models_that_cannot_are_refused(config: PretrainedConfig) -> None:
         models.check_keeps_to_documents(made(config))
 
 
+@pytest.mark.parametrize("name", ["llama", "qwen2, sliding", "qwen3", "gpt2"])
+def test_pieces_in_a_row_keep_to_documents_as_the_whole_does(name: str) -> None:
+    config = FAMILIES[name] if name != "gpt2" else gpt2()
+    decoder.check_keeps_to_documents(config)
+    whole = models.outline(config)
+    models.materialise(whole, seed=3)
+    tokens = torch.tensor([[*chain(*DOCUMENTS)], [5, END, 6, 7, 8, END, 9, 1, 2, 3, 4]])
+    positions = partial(models.within_documents, end=END)
+    passing = tokens
+    for span in (Span(0, 1, first=True, last=False), Span(1, 9, first=False, last=True)):
+        model = models.outline(config)
+        decoder.keep(model, span)
+        models.materialise(model, seed=3)
+        passing = decoder.Piece(model.train(), span, positions=positions)(passing, batch=tokens)
+    torch.testing.assert_close(passing, whole(input_ids=tokens, position_ids=positions(tokens), use_cache=False).logits)
+    assert not torch.allclose(passing, whole(input_ids=tokens).logits, atol=1e-3)
+
+
+def test_pieces_of_models_that_cannot_are_refused() -> None:
+    config = MambaConfig(hidden_size=32, num_hidden_layers=2, vocab_size=256, state_size=4)
+    with pytest.raises(UserError, match="MambaForCausalLM cannot keep its attention within documents; leave out"):
+        decoder.check_keeps_to_documents(config)
+
+
 def test_what_cannot_be_together_is_refused_in_a_line(tmp_path: Path) -> None:
     chats = tmp_path / "chats.jsonl"
     chats.write_text("".join(json.dumps({"prompt": f"{number}", "completion": "yes"}) + "\n" for number in range(30)))
     with pytest.raises(UserError, match="a chat has a sequence for itself; leave out document_mask"):
         Language(LanguageSettings(model="micro", data=str(chats), document_mask=True)).check()
-    with pytest.raises(UserError, match="stages and shards cannot keep attention within documents yet"):
-        _ = Language(LanguageSettings(model="micro", document_mask=True)).divisible
 
 
 @pytest.mark.slow
-def test_a_run_with_masked_documents_is_another_one_and_judged_so(tmp_path: Path) -> None:
+def test_a_run_with_masked_documents_is_another_one_and_judged_so_also_in_stages_and_shards(tmp_path: Path) -> None:
     text = tmp_path / "text.jsonl"
     text.write_text("".join(json.dumps({"text": f"{number} " * 3}) + "\n" for number in range(400)))
     common = ["train", *SMALL, "--data", str(text), "--method", "local", "--replicas", "1", "--steps", "10"]
-    for out, more in (("plain", []), ("masked", ["--document-mask"])):
+    divided = ["--stages", "2", "--shard", "2", "--microbatches", "2", "--batch-size", "4", "--document-mask"]
+    whole = ["--batch-size", "4", "--document-mask"]
+    for out, more in (("plain", ["--batch-size", "4"]), ("masked", whole), ("divided", divided)):
         run = farflung(*common, *more, "--out", out, cwd=tmp_path)
         assert run.returncode == 0, run.stderr
     losses = [
-        json.loads((tmp_path / out / "summary.json").read_text())["validation_loss"] for out in ("plain", "masked")
+        json.loads((tmp_path / out / "summary.json").read_text())["validation_loss"]
+        for out in ("plain", "masked", "divided")
     ]
     assert losses[0] != losses[1]
-    refused = farflung(
-        *common, "--stages", "2", "--microbatches", "2", "--document-mask", "--out", "third", cwd=tmp_path
-    )
-    assert refused.returncode == 2 and "leave out --stages" in refused.stderr
+    assert losses[1] == pytest.approx(losses[2], rel=1e-5)
     together = ["--network", "simulated", "--batched-replicas", "--document-mask", "--out", "fourth"]
     refused = farflung(*common, *together, cwd=tmp_path)
     assert refused.returncode == 2 and "leave out --document-mask" in refused.stderr

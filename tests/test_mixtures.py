@@ -231,6 +231,9 @@ def test_a_run_tells_each_sources_loss_and_goes_on_exactly(two: str, tmp_path: P
     assert told[0]["validation_losses"] == told[1]["validation_losses"]
     names = [source.data for source in sources(two)]
     assert list(told[0]["validation_losses"]) == names and all(f"of {name}" in whole.stdout for name in names)
+    of_a, of_b = (told[0]["epochs_of_sources"][name] for name in names)
+    assert of_a == pytest.approx(72 / 285, rel=0.1), "72 of 80 sequences of two documents each, of 95% of 600 documents"
+    assert of_b == pytest.approx(8 / 47.5, rel=0.2)
     run = read_run(tmp_path / "whole")
     assert all([*event.validation_losses] == names for event in run.of(0, EvaluationEvent))
     assert f"{names[0]}: " in (tmp_path / "whole" / "report.html").read_text()

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
+import inspect
 import json
 import resource
 import signal
 import threading
+import typing
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -34,6 +38,7 @@ from farflung.testing.peers import join_network, write_ticket
 from farflung.training import seats
 from farflung.training.checkpoint import read
 from farflung.training.launch import check_settings
+from farflung.workloads.models import within_documents
 
 TWO_STAGES = ("--swarm", "--stages", 2, "--batch-size", 4, "--microbatches", 2, "--eval-every", 100, "--lr", 0.003)
 
@@ -65,9 +70,19 @@ def ledger(event: LearntEvent) -> list[tuple[int, Sequence[Sequence[int]]]]:
     return [(1, event.microbatches), (-1, event.unlearnt or [])]
 
 
+def lines_of(swarm: Swarm, module: ModuleType) -> str:
+    """A file whose documents are the lines of a module."""
+    path = swarm.folder / f"{module.__name__}.jsonl"
+    lines = inspect.getsource(module).splitlines()
+    path.write_text("".join(json.dumps({"text": f"{number} {line}"}) + "\n" for number, line in enumerate(lines)))
+    return path.name
+
+
 @pytest.mark.slow
 def test_a_swarm_trains_past_deaths_counts_each_microbatch_once_and_is_exported(swarm: Swarm) -> None:
-    waits = swarm.invite(*TWO_STAGES, steps=700)  # of which two peers may train some hundred before all have joined
+    sources = [lines_of(swarm, argparse), lines_of(swarm, typing)]
+    data = ("--data", " + ".join(f"0.5*{source}" for source in sources), "--document-mask")
+    waits = swarm.invite(*TWO_STAGES, *data, steps=700)  # of which two may train some hundred before all have joined
     until(lambda: "serves stage 0 of 2" in swarm.said("first"))
     until((swarm.folder / "first" / "run.ticket").exists)
     waits.send_signal(signal.SIGINT)  # nobody serves the stage behind it yet
@@ -113,12 +128,14 @@ def test_a_swarm_trains_past_deaths_counts_each_microbatch_once_and_is_exported(
     settings = read_settings(swarm.folder / stayed / "config.toml")
     workload = settings.made_workload()
     summary = json.loads((swarm.folder / stayed / "summary.json").read_text())
-    loss = workload.evaluate(model.eval(), 2, torch.device("cpu")).loss
-    assert loss == pytest.approx(summary["validation_loss"], abs=1e-4)
+    score = workload.evaluate(model.eval(), 2, torch.device("cpu"))
+    assert score.loss == pytest.approx(summary["validation_loss"], abs=1e-4)
+    assert score.sources == pytest.approx(summary["validation_losses"], abs=1e-4) and list(score.sources) == sources
 
     @torch.no_grad()
     def forward(batch: Tensor, pick: Any, _: int) -> Tensor:
-        return pick(model(batch).logits).double()
+        positions = within_documents(batch, workload.tokenizer.end)
+        return pick(model(batch, position_ids=positions, use_cache=False).logits).double()
 
     assert summary["sample"] == workload.sample_in_pieces(forward, settings.run.seed) != ""
 

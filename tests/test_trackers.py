@@ -18,9 +18,11 @@ import pytest
 from processes import SMALL, farflung, trained
 
 from farflung.errors import UserError
+from farflung.events import EvaluationEvent
 from farflung.report import read_run
 from farflung.report.trackers import follow
 from farflung.report.trackers.known import Seat, Tracker, named
+from farflung.report.trackers.rows import figures_of
 from farflung.settings import Settings
 from farflung.training.peer import shared_settings
 
@@ -53,6 +55,7 @@ def told(folder: Path, replica: int, distances: bool = True) -> list[Point]:
         line.pop("format", None)
         if kind == "round":
             line["seconds"] = line["finished"] - line["started"]
+        line |= {f"{field}/{name}": value for field in ("spent",) for name, value in (line.get(field) or {}).items()}
         points += [(f"{kind}/{name}", step, value) for name, value in line.items() if type(value) in (int, float)]
     if distances:
         found = read_run(folder).consensus_distance()
@@ -131,6 +134,20 @@ def track(run: Path, place: Path, *arguments: str) -> subprocess.CompletedProces
     where = {"WANDB_DIR": str(place), "TRACKIO_DIR": str(place / "trackio")}
     where |= {"MLFLOW_TRACKING_URI": f"sqlite:///{place / 'mlflow.db'}"}
     return farflung("track", run, *arguments, **QUIET, **where)
+
+
+def test_the_losses_of_each_source_are_figures_with_names_that_each_tracker_takes() -> None:
+    losses = {"/texts/a.jsonl": 2.0, "../b/**/*.py": 3.0, "https://host/c": None}
+    event = EvaluationEvent(step=5, tokens=10, bytes_sent=0, validation_loss=2.5, validation_losses=losses, sample="")
+    figures = figures_of(event)
+    assert figures.pop("evaluation/at") == event.at
+    assert figures == {
+        "evaluation/tokens": 10,
+        "evaluation/bytes_sent": 0,
+        "evaluation/validation_loss": 2.5,
+        "evaluation/validation_losses/texts_a.jsonl": 2.0,
+        "evaluation/validation_losses/b_.py": 3.0,
+    }
 
 
 @pytest.mark.slow

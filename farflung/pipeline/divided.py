@@ -291,7 +291,7 @@ class DividedIsland(Island):
         shape, _ = self.workload.shapes(self.pieces[0].model, batch)
         for index in range(self.coordinates.stage, self._count, self.settings.stages):
             entering = batch if index == 0 else self._received(shape, index - 1).to(self.device)
-            leaving = self.pieces[index // self.settings.stages](entering)
+            leaving = self.pieces[index // self.settings.stages](entering, batch=batch)
             assert leaving is not None
             if index < self._count - 1:
                 self._send(leaving, index + 1)

@@ -75,6 +75,15 @@ class RoutedStage(PipelineStage):
         self._before.spoilt = self._after.spoilt = False
         self._inbox.clear()
 
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        """Computes a microbatch, whose samples the piece gets as well."""
+        self._computed = self.batches[fwd_chunk_id]
+        return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+
+    def forward_maybe_with_nosync(self, *entering: Tensor) -> Any:
+        """Calls the piece."""
+        return self.submod(*entering, batch=self._computed)
+
     @property
     def spoilt(self) -> bool:
         """Whether NaN or infinity was to be sent in this step."""

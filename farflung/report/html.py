@@ -35,6 +35,10 @@ _WHERE_TOLD: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
         "validation loss of each source, mean of the replicas",
         lambda s: ", ".join(f"{name}: {number(loss)}" for name, loss in s["validation_losses"].items()),
     ),
+    "epochs_of_sources": (
+        "epochs of each source",
+        lambda s: ", ".join(f"{name}: {epochs:.3g}" for name, epochs in s["epochs_of_sources"].items()),
+    ),
     "tokens_per_second": ("trained on in a second, by all replicas", lambda s: f"{s['tokens_per_second']:,.0f}"),
     "mfu": ("of the devices' peak (MFU)", lambda s: f"{s['mfu']:.1%}"),
     "spent": ("where the replicas' time went", lambda s: shares(s["spent"])),

@@ -103,7 +103,7 @@ class SwarmIsland:
         self._restless = Restlessness(rank, seat.stages, time.monotonic())
         self._serving = self._stepping = self._ended = False
         self._loss = math.nan
-        self._judged: float | None = None
+        self._judged: Score | None = None
         self._ledger: Ledger = ([], [])
         self._told: list[int] = []
         """The stages without anybody of which the user knows."""
@@ -174,7 +174,7 @@ class SwarmIsland:
         else:
             self._wait_for(LAST_STEP, self._seat.everyone)
         if self.evaluate() is None:
-            self._judged = math.nan  # nobody will any more
+            self._judged = Score(math.nan, {})  # nobody will any more
         self._ended = True
         told(peers, ended=JUDGED)
 
@@ -188,16 +188,16 @@ class SwarmIsland:
         """See Island. Heads have the held-out samples pass through the swarm; others know what heads say."""
         if not self._ended:
             self._judge()
-        return None if self._judged is None else Score(self._judged, {})
+        return self._judged
 
     def _judge(self) -> None:
         if self._seat.stage:
             heads = [one.facts for one in self._seat.serving(0)]
             told = [one["validation_loss"] for one in heads if "validation_loss" in one]
-            self._judged = mean(told) if told else self._judged
+            self._judged = Score(mean(told), {}) if told else self._judged
         else:
             self._judged = judged = self._network.peers.background.run(self._evaluated(), LONGEST_EVALUATION_SECONDS)
-            self._network.tell_others(validation_loss=judged)
+            self._network.tell_others(validation_loss=judged.loss)
 
     def sample(self) -> str:
         """See Island. A head asks the stages for each token, for as long as they answer."""
@@ -301,15 +301,16 @@ class SwarmIsland:
                 return
             time.sleep(LOOK_SECONDS)
 
-    async def _evaluated(self) -> float:
-        """The mean of what comes of all held-out samples, but for those that are lost on their way."""
+    async def _evaluated(self) -> Score:
+        """The means of what comes of all held-out samples, but for those that are lost on their way."""
         room = asyncio.Semaphore(2 * self.settings.stages)
 
         async def one(turn: int) -> float:
             async with room, asyncio.timeout(self._deadline_s * self.settings.stages):
                 return await self._seat.held_out(turn)
 
-        running = [asyncio.ensure_future(one(turn)) for turn in range(self._seat.turns)]
+        sources = self._seat.held_out_sources
+        running = [asyncio.ensure_future(one(turn)) for turn in range(len(sources))]
         left = set(running)
         while left and not self._stopping():
             _, left = await asyncio.wait(left, timeout=LOOK_SECONDS)
@@ -319,8 +320,12 @@ class SwarmIsland:
         for lost in losses:
             if isinstance(lost, BaseException) and not isinstance(lost, LOST):
                 raise lost
-        found = [loss for loss in losses if not isinstance(loss, BaseException)]
-        return mean(found) if found else math.nan
+        sums: dict[str, tuple[float, int]] = {}
+        for source, loss in zip(sources, losses, strict=True):
+            if not isinstance(loss, BaseException):
+                total, count = sums.get(source, (0.0, 0))
+                sums[source] = total + loss, count + 1
+        return Score.of(sums) if sums else Score(math.nan, {})
 
 
 def _ended(member: Member) -> float:

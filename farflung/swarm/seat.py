@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -24,7 +25,7 @@ from farflung.swarm.processor import Pass, Processor
 from farflung.swarm.routers import ThroughputRouter
 from farflung.swarm.visits import Visits
 from farflung.swarm.work import StageWork
-from farflung.workloads.base import Divisible
+from farflung.workloads.base import Divisible, Ids
 
 if TYPE_CHECKING:
     from farflung.networks.internet import InternetNetwork, Peers
@@ -63,8 +64,7 @@ class Seat:
         self.stage, self.stages, self.parts = int(self.peers.info["stage"]), settings.stages, settings.parts
         self.samples = settings.batch_size // settings.parts
         """Of a microbatch."""
-        self.turns = max(1, workload.held_out // self.samples)
-        """Microbatches of held-out samples."""
+        self._held_out = list(_turns(workload, self.samples))
         self.learnt = threading.Event()
         """A microbatch has been learnt from."""
         self.weights = threading.Lock()
@@ -138,8 +138,13 @@ class Seat:
             "sent": float(self.network.traffic.bytes_sent + self.traffic.bytes_sent),
         }
 
+    @property
+    def held_out_sources(self) -> list[str]:
+        """Of each microbatch of held-out samples, the source that it is of."""
+        return [source for source, _ in self._held_out]
+
     async def held_out(self, turn: int) -> float:
-        """The loss of some held-out samples."""
+        """The loss of one of these microbatches."""
         return await self.peer.start(Microbatch(turn, HELD_OUT), self.work.version, frozenset())
 
     async def scores(self, text: list[int]) -> Tensor:
@@ -187,11 +192,19 @@ class Seat:
     def _batch(self, microbatch: Microbatch) -> Tensor:
         """Its samples; a pure function of its name."""
         if microbatch.number == HELD_OUT:
-            begin = microbatch.step * self.samples
-            return self.workload.held_out_batch(np.arange(begin, begin + self.samples) % self.workload.held_out)
+            _, held_out = self._held_out[microbatch.step % len(self._held_out)]
+            return self.workload.held_out_batch(held_out)
         ids = self.workload.sample_ids(self.seed, microbatch.stream, microbatch.step, self._batch_size)
         found: Tensor = self.workload.batch(np.array_split(ids, self.parts)[microbatch.number % self.parts])
         return found
+
+
+def _turns(workload: Divisible, size: int) -> Iterator[tuple[str, Ids]]:
+    """Microbatches of the held-out samples of each source, `size` in each: as many as are whole, and at least one."""
+    sources: dict[str, int] = getattr(workload, "sources", {"": workload.held_out})
+    for begin, (source, count) in zip(accumulate(sources.values(), initial=0), sources.items(), strict=False):
+        for turn in range(max(1, count // size)):
+            yield source, begin + np.arange(turn * size, (turn + 1) * size) % count
 
 
 def told(peers: Peers, **facts: Any) -> None:

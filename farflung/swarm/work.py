@@ -240,14 +240,15 @@ class StageWork:
 
     def _compute(self, under: _Under) -> Tensor:
         """See _leaving."""
-        return self._leaving(functional_call(self.piece, under.weights, (under.entering,)), under.batch)
+        found = functional_call(self.piece, under.weights, (under.entering,), {"batch": under.batch})
+        return self._leaving(found, under.batch)
 
     @torch.no_grad()
     def _judge(self, entering: Tensor, batch: Tensor, text: tuple[int, ...] | None) -> Tensor:
         """See _leaving; in evaluation mode, with the weights as they are now. Of a text, the scores of what follows."""
         self.piece.eval()
         try:
-            found = self.piece(entering)
+            found = self.piece(entering, batch=batch)
             if text is None or self._after is not None:
                 return self._leaving(found, batch)
             scores: Tensor = found[0, len(text) - 1]

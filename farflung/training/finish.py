@@ -122,7 +122,7 @@ def _mean_of_column(column: Column, part: Message, deadline_s: float) -> Message
 def _summary(
     settings: Settings, island: Island, workload: Workload, step: int, facts: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    available, seen = getattr(workload, "available", None), sum(fact["tokens"] for fact in facts)
+    seen = sum(fact["tokens"] for fact in facts)
     replicas, count, parameters = settings.run.replicas, len(facts), facts[0]["parameters"]
     # On the internet, replicas have other numbers.
     missing = set(range(replicas)) - {fact["replica"] for fact in facts} if count < replicas else set()
@@ -138,7 +138,7 @@ def _summary(
         "islands": settings.island.islands,
         "parameters": parameters,
         "tokens": seen,
-        **({"epochs": seen / workload.units_per_sample / available} if available else {}),
+        **_epochs(workload, seen / workload.units_per_sample),
         "validation_loss": sum(fact["loss"] for fact in facts) / count,
         "validation_loss_per_replica": [fact["loss"] for fact in facts],
         **_by_source([fact["losses"] for fact in facts]),
@@ -152,6 +152,14 @@ def _summary(
         **_speed(facts),
         **({"weight_spread": (sum(fact["deviation"] for fact in facts) / count) ** 0.5} if count > 1 else {}),
     }
+
+
+def _epochs(workload: Workload, samples: float) -> dict[str, Any]:
+    """How often each sample has come where that is known, or each of a source."""
+    if available := getattr(workload, "available", None):
+        return {"epochs": samples / available}
+    epochs_of: Callable[[float], dict[str, float]] = getattr(workload, "epochs", lambda _: {})
+    return {"epochs_of_sources": of} if (of := epochs_of(samples)) else {}
 
 
 def _by_source(losses: list[dict[str, float]]) -> dict[str, Any]:

@@ -48,7 +48,8 @@ class Workload(Protocol):
     Where the microbatches of a step do not count the same, it has `weight(batch)`: what a batch's mean loss was taken
     over, such as its number of tokens. Where they can be counted, it has `operations(recompute)`: those that training
     on one unit takes, with all layers' forward passes computed twice or once. Where its samples are so many, and not
-    made anew, it has `available`: how many there are to train on. Where its data comes piece by piece, it has
+    made anew, it has `available`: how many there are to train on; or, of several sources, `epochs(samples)`: how often
+    those of each come, by its name, in so many. Where its data comes piece by piece, it has
     `known`: a table of what it has found out of it, which checkpoints keep, and a resumed run puts back; and
     `let_go()`, after which nobody waits for a piece any more.
     """
@@ -206,8 +207,9 @@ class Divisible(Workload, Protocol):
         """The module that a stage computes, of a model of which only the span is left; with `half`, in bfloat16.
 
         It takes a batch (first) or hidden states, and gives hidden states, or the model's output (last). Where layers
-        have a loss of their own, training hands `sums` flat numbers of it on beside these. The module has `model`,
-        `span` and `loss(leaving, batch)`: what training minimises, or in evaluation mode the model's score.
+        have a loss of their own, training hands `sums` flat numbers of it on beside these. The samples are given as
+        `batch`, too. The module has `model`, `span` and `loss(leaving, batch)`: what training minimises, or in
+        evaluation mode the model's score.
         """
         ...
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,13 +60,16 @@ class Piece(nn.Module):
     Args:
         model: the causal language model, of which only the span is left.
         half: whether matrix products are computed in bfloat16; inputs and outputs are float32.
+        positions: says where in its document each token of a batch is; None where all of a sequence is one.
     """
 
-    def __init__(self, model: Any, span: Span, half: bool = False) -> None:
+    def __init__(
+        self, model: Any, span: Span, half: bool = False, positions: Callable[[Tensor], Tensor] | None = None
+    ) -> None:
         super().__init__()
         self.model = model
         self.span = span
-        self._half = half
+        self._half, self._positions = half, positions
         self.routers = router_loss_of(model)
         self.sums = self.routers.numbers if self.routers else 0
         self._router_logits: tuple[Tensor, ...] = ()
@@ -73,12 +77,18 @@ class Piece(nn.Module):
             model.get_decoder().register_forward_pre_hook(self._ask_routers, with_kwargs=True)
             model.get_decoder().register_forward_hook(self._note_routers)
 
-    def forward(self, entering: Tensor, sums: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+    def forward(
+        self, entering: Tensor, sums: Tensor | None = None, batch: Tensor | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """(n, length) ids or (n, length, width) numbers to (n, length, width) numbers or (n, length, tokens) logits.
 
         `sums` are those of earlier stages' routers, see RouterLoss; in training, they come out with this stage's.
+        `batch` are the ids, of which `positions` are made.
         """
         given: dict[str, Any] = {"input_ids" if self.span.first else "inputs_embeds": entering, "use_cache": False}
+        if self._positions:
+            assert batch is not None
+            given["position_ids"] = self._positions(batch).to(entering.device)
         if self.routers:
             given["output_router_logits"] = False  # the family would make a loss of this piece's alone
         with torch.autocast(entering.device.type, torch.bfloat16, enabled=self._half):
@@ -225,6 +235,19 @@ def check_passes_on(config: Any) -> None:
         raise _cannot_split(family, f"its decoder cannot do without its layers ({error})") from error
     if leaving.shape != entering.shape or not torch.equal(leaving, entering):
         raise _cannot_split(family, "it changes what passes between its layers")
+
+
+@torch.no_grad()
+def check_keeps_to_documents(config: Any) -> None:
+    """As that of whole models, for a transformers configuration; one layer of each kind is tried. Raises UserError."""
+    kinds = getattr(config, "layer_types", None) or [""]
+    entering = torch.randn(1, 8, config.hidden_size, generator=torch.Generator().manual_seed(0))
+    for number in sorted(kinds.index(kind) for kind in set(kinds)):
+        model, span = models.outline(config), Span(number, number + 1, first=False, last=False)
+        keep(model, span)
+        models.materialise(model, seed=0)
+        piece = Piece(model.eval(), span, positions=lambda given: given)
+        models.refuse_across_documents(type(model).__name__, entering, piece)
 
 
 def _cannot_split(family: str, reason: str) -> UserError:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -62,8 +62,6 @@ class Language:
         remedy = "leave out --stages, --shard, --islands and --offload"
         if self.settings.lora:
             raise UserError(f"lora trains layers beside frozen ones, which stages and shards cannot hold yet; {remedy}")
-        if self.settings.document_mask:
-            raise UserError(f"stages and shards cannot keep attention within documents yet; {remedy}, or document_mask")
         chats_there = False
         with contextlib.suppress(UserError):  # data that cannot be read is for `check` to tell of
             chats_there = self.holds_chats
@@ -159,6 +157,10 @@ class Language:
         """See Workload; of files that come one by one, it is not known."""
         return self.data.available
 
+    def epochs(self, samples: float) -> dict[str, float]:
+        """See Workload."""
+        return self.data.epochs(samples) if isinstance(self.data, sources.Mixture) else {}
+
     @property
     def known(self) -> dict[str, Any]:
         """See Workload."""
@@ -182,8 +184,12 @@ class Language:
     def loss(self, model: Any, batch: Tensor | Labelled) -> Tensor:
         """See Workload; of chats, the mean over the tokens of their answers."""
         tokens, labels = batch if isinstance(batch, tuple) else (batch, batch)
-        positions = models.within_documents(tokens, self.tokenizer.end) if self.settings.document_mask else None
-        return models.sequence_loss(model, tokens, labels, positions)
+        return models.sequence_loss(model, tokens, labels, self._positions and self._positions(tokens))
+
+    @property
+    def _positions(self) -> Callable[[Tensor], Tensor] | None:
+        """Says where in its document each token of a batch is, where documents are not to see each other."""
+        return partial(models.within_documents, end=self.tokenizer.end) if self.settings.document_mask else None
 
     def weight(self, batch: Tensor | Labelled) -> int:
         """See Workload: its sequences, or the tokens of answers that are predicted in it."""
@@ -314,6 +320,8 @@ class Language:
     def check_division(self, spans: list[Span], subspace: Coordinates | None, seed: int) -> None:
         """See Divisible. Tries the first constrained layer; the others are made alike."""
         decoder.check_passes_on(self.config)
+        if self.settings.document_mask:
+            decoder.check_keeps_to_documents(self.config)
         if subspace:
             assert isinstance(subspace, subspaces.Subspace)
             model = self.outline()
@@ -323,7 +331,7 @@ class Language:
 
     def piece(self, model: Any, span: Span, half: bool) -> decoder.Piece:
         """See Divisible."""
-        return decoder.Piece(model, span, half)
+        return decoder.Piece(model, span, half, self._positions)
 
     def example(self, samples: int) -> Tensor:
         """See Divisible."""

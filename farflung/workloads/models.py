@@ -7,7 +7,7 @@ import copy
 import difflib
 import logging
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -244,18 +244,28 @@ def check_causal(model: Any) -> None:
 def check_keeps_to_documents(model: Any) -> None:
     """Raises UserError for a model that sees documents before the one that positions say a token is in."""
     was_training, device = model.training, next(model.parameters()).device
-    tokens = torch.arange(2, 10, device=device).unsqueeze(0)
-    positions = torch.arange(4, device=device).repeat(2).unsqueeze(0)
-    other = torch.cat([tokens[:, :4].flip(1), tokens[:, 4:]], dim=1)
-    model.eval()
+
+    def logits(tokens: torch.Tensor, *, batch: torch.Tensor) -> Any:
+        return model(input_ids=tokens, position_ids=batch, use_cache=False).logits
+
+    refuse_across_documents(type(model.eval()).__name__, torch.arange(2, 10, device=device).unsqueeze(0), logits)
+    model.train(was_training)
+
+
+def refuse_across_documents(family: str, entering: torch.Tensor, compute: Callable[..., torch.Tensor]) -> None:
+    """Raises UserError where what is computed of two documents of four tokens lets the second one see the first.
+
+    `compute` takes what enters, (1, 8) or (1, 8, width), and as its `batch` the tokens' positions.
+    """
+    positions = torch.arange(4, device=entering.device).repeat(2).unsqueeze(0)
+    other = torch.cat([entering[:, :4].flip(1), entering[:, 4:]], dim=1)
     try:
-        one, same = (model(input_ids=ids, position_ids=positions, use_cache=False).logits for ids in (tokens, other))
+        one, same = compute(entering, batch=positions), compute(other, batch=positions)
         seen = (one - same)[:, 4:].abs().max() > 1e-5 * one.abs().max()
     except TypeError:  # it takes no positions
         seen = torch.tensor(True)
-    model.train(was_training)
     if seen:
-        raise UserError(f"{type(model).__name__} cannot keep its attention within documents; leave out --document-mask")
+        raise UserError(f"{family} cannot keep its attention within documents; leave out --document-mask")
 
 
 def _cannot_load(name: str, error: Exception) -> UserError:

@@ -65,6 +65,12 @@ class Mixture:
             found[sources == number] = number << IN_SOURCE | within
         return found
 
+    def epochs(self, sequences: float) -> dict[str, float]:
+        """How often the sequences of each source come, by its name, in so many; not of files that come one by one."""
+        each = zip(self._names, self._parts, self._shares, strict=True)
+        total = sum(self._shares)
+        return {name: sequences * share / total / part.available for name, part, share in each if part.available}
+
     def batch(self, ids: Ids) -> Tensor:
         """Sequences (n, length) int64 by their numbers. Raises UserError."""
         sources, within = ids >> IN_SOURCE, ids & ((1 << IN_SOURCE) - 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +14,8 @@ from farflung.report.read import Run
 
 NO_FIGURES = ("replica", "step")
 """Fields that say whose row it is and where it stands."""
+UNUSUAL = re.compile(r"[^\w.-]+")
+"""Letters of a path that some tracker refuses."""
 DISTANCE = "consensus"
 """The kind of row that tells of the consensus distance."""
 
@@ -31,8 +34,13 @@ class Row:
 
 
 def figures_of(event: Event) -> dict[str, float]:
-    """An event's finite numbers, under the names of its fields; of a round, how long it took, too."""
+    """An event's finite numbers, under the names of its fields; of a round, how long it took, too.
+
+    Those of a field that is a table have the names KIND/FIELD/NAME, in the letters that all trackers take.
+    """
     values: dict[str, Any] = {one.name: getattr(event, one.name) for one in dataclasses.fields(event)}
+    for field_name, table in [(name, value) for name, value in values.items() if isinstance(value, dict)]:
+        values |= {f"{field_name}/{UNUSUAL.sub('_', name).strip('_.')}": value for name, value in table.items()}
     if isinstance(event, RoundEvent):
         values["seconds"] = event.finished - event.started
     return {
