@@ -41,7 +41,7 @@ class Piece(nn.Module):
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, 1 if last else WIDTH))
 
-    def forward(self, entering: Tensor, batch: Tensor) -> Tensor:
+    def forward(self, entering: Tensor, batch: Tensor | None = None) -> Tensor:
         return self.layers(entering)
 
     def loss(self, leaving: Tensor, batch: Tensor) -> Tensor:
