@@ -75,7 +75,7 @@ def lines_of(swarm: Swarm, module: ModuleType) -> str:
     path = swarm.folder / f"{module.__name__}.jsonl"
     lines = inspect.getsource(module).splitlines()
     path.write_text("".join(json.dumps({"text": f"{number} {line}"}) + "\n" for number, line in enumerate(lines)))
-    return path.name
+    return str(path)
 
 
 @pytest.mark.slow
