@@ -128,9 +128,10 @@ def run_as_peers(lines: list[str], flags: str) -> None:
             peer.kill()
 
 
-def test_the_readme_is_short_and_its_links_lead_somewhere() -> None:
-    text = (ROOT / "README.md").read_text("utf-8")
-    assert len(text.splitlines()) <= 150, "say it on a page of the site"
+@pytest.mark.parametrize("page", ["README.md", "SECURITY.md", "CONTRIBUTING.md", "CHANGELOG.md"])
+def test_a_page_beside_the_site_is_short_and_its_links_lead_somewhere(page: str) -> None:
+    text = (ROOT / page).read_text("utf-8")
+    assert page != "README.md" or len(text.splitlines()) <= 150, "say it on a page of the site"
     prose = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
     assert not re.search(r"!\[[^]]*\]\((?!https://)", prose), "a relative image shows nothing in the wheel's metadata"
     for link in re.findall(r"\]\(([^)\s]+)\)", prose):
@@ -138,7 +139,7 @@ def test_the_readme_is_short_and_its_links_lead_somewhere() -> None:
         if where.scheme:
             assert_sound(link)
             continue
-        target = ROOT / unquote(where.path) if where.path else ROOT / "README.md"
+        target = ROOT / unquote(where.path) if where.path else ROOT / page
         assert target.exists(), link
         assert not where.fragment or where.fragment in anchors_in(target.read_text("utf-8")), link
 
