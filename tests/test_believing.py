@@ -17,11 +17,16 @@ from test_false_states import training
 from test_internet import Run
 from torch import Tensor
 
-from farflung.networks import SharedState
+from farflung.networks import PeerLostError, SharedState
 from farflung.networks.internet import InternetNetwork
+from farflung.networks.internet.contact.frames import LARGEST_FRAME, FrameError
 from farflung.networks.internet.contact.members import Member
+from farflung.networks.internet.contact.streams import PeerStream, RequestRefusedError
+from farflung.networks.internet.states import manifests
 from farflung.networks.internet.states.believing import STRETCHES, by_spread, signs_for
+from farflung.networks.internet.states.fetching import ASKED
 from farflung.networks.internet.states.manifests import Manifest
+from farflung.networks.internet.states.snapshots import Snapshots
 from farflung.testing.liars import Liar, manifest_of
 
 slow = pytest.mark.slow
@@ -102,6 +107,48 @@ def test_one_that_lies_is_struck_and_the_others_state_taken(
     assert state.facts["step"] == 7 and state.tensors.keys() == LENGTHS.keys()
     assert newcomer.refused["bad state"] + newcomer.refused["bad piece"] >= 1
     assert newcomer._states._refused == {liar.peers.identity.peer}
+
+
+@slow
+@pytest.mark.parametrize("head", [{"size": -1}, {"size": 3}, {"size": 1 << 40}, {}])
+def test_one_whose_sketches_cannot_be_read_is_struck_and_the_others_state_taken(
+    run: Run, liar: Liar, head: dict[str, int]
+) -> None:
+    offer(liar, SCALED)
+
+    async def answer(stream: PeerStream, _: Any) -> None:
+        await stream.tell(head)
+        stream.writer.write(b"abc")
+        await stream.reader.read(1)
+
+    liar.peers.handlers["sketch"] = answer
+    states = [near(HONEST, seed) for seed in (2, 3)]
+    newcomer, state = fetched(run, states, False, liars=1)
+    assert any(torch.equal(state.tensors["anchor of 0"], one["anchor of 0"]) for one in states)
+    assert newcomer._states._refused == {liar.peers.identity.peer}
+
+
+@slow
+def test_where_nobody_keeps_its_state_long_enough_to_be_compared_nobody_is_believed(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def refuse(*_: Any) -> None:
+        raise RequestRefusedError("this snapshot is kept no longer")
+
+    monkeypatch.setattr(Snapshots, "_on_sketch", refuse)
+    with pytest.raises(PeerLostError, match="no peer shows that its state is near the others'"):
+        fetched(run, [near(HONEST, seed) for seed in (2, 3, 4)], False)
+
+
+@pytest.mark.parametrize("name", ["id", "history"])
+def test_a_state_with_a_name_that_is_too_long_to_be_told_again_is_none(name: str) -> None:
+    """Whom a newcomer asked with it would be blamed for a request that cannot be sent."""
+    told = manifest_of(bytes_of(HONEST), list(LENGTHS.items()), history="a")
+    assert manifests.manifest_of(told, 1 << 20, 100).history == "a"
+    part = told if name == "id" else told["facts"]
+    part[name] = "x" * (LARGEST_FRAME // ASKED)
+    with pytest.raises(FrameError):
+        manifests.manifest_of(told, 1 << 20, 100)
 
 
 @slow

@@ -74,6 +74,7 @@ LIES = {
     "a process that is not there": {"keepers": [0, 1]},
     "an address of somebody else": {"addresses": [["/ip4/127.0.0.1/tcp/1/p2p/QmNobody"]]},
     "a peer that is none": {"peers": [7], "addresses": [[]]},
+    "a session without end": {"sessions": ["x" * 10**6]},
 }
 
 

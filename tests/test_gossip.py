@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import shutil
@@ -42,10 +43,13 @@ class Meeting:
         self.told: list[str] = []
 
     def start(self, number: int, first: bool = False, identity: Identity | None = None, port: int = 0) -> Peers:
-        local = ListenAddress("127.0.0.1", port or self.ports[number])
-        made = Peers(self.ticket, identity or self.identities[number], local, INFO, self.told.append, first)
+        made = self.peers(number, first, identity, port)
         made.start(patience(40))
         return made
+
+    def peers(self, number: int, first: bool = False, identity: Identity | None = None, port: int = 0) -> Peers:
+        local = ListenAddress("127.0.0.1", port or self.ports[number])
+        return Peers(self.ticket, identity or self.identities[number], local, INFO, self.told.append, first)
 
 
 def know(peers: Peers, *others: Peers) -> bool:
@@ -73,6 +77,16 @@ def test_peers_that_begin_at_once_find_each_other(tmp_path: Path, first: bool) -
     finally:
         for one in peers:
             one.close()
+
+
+def test_a_port_that_one_who_was_killed_is_about_to_leave_is_waited_for(tmp_path: Path) -> None:
+    meeting = Meeting(tmp_path, 1)
+    with ThreadPoolExecutor(1) as pool, socket.create_server(("127.0.0.1", meeting.ports[0])):
+        started = pool.submit(meeting.start, 0, True)
+        time.sleep(2)
+        assert not started.done()
+    started.result().close()
+    assert not meeting.told
 
 
 @pytest.mark.slow
@@ -106,6 +120,22 @@ def test_who_is_alone_says_so_and_finds_the_other_when_it_is_back(tmp_path: Path
     finally:
         one.close()
         back.close()
+
+
+def test_who_is_lost_is_called_for_ever_and_ever_more_rarely(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    peers, other = Meeting(tmp_path, 1).peers(0), Identity(tmp_path / "other")
+    peers.members.hear(member_in(made_up_record(tmp_path / "other", 1)), first_hand=True)
+    began, clock, calls = round(time.monotonic()), [0], list[tuple[str, int]]()
+    monkeypatch.setattr(time, "monotonic", lambda: began + clock[0])
+    monkeypatch.setattr(peers._gossip, "_call", lambda peer: calls.append((peer, clock[0])))
+    monkeypatch.setattr(peers.background, "spawn", lambda call: None)
+    for clock[0] in range(60, 24 * 3600, 3):
+        peers._gossip._seek_the_lost()
+    called = [at for peer, at in calls if peer == other.peer]
+    pauses = [after - before for before, after in itertools.pairwise(called)]
+    assert pauses[:7] == [6, 12, 24, 48, 96, 192, 384] and set(pauses[7:]) == {600}
+    assert called[-1] > 24 * 3600 - 610
+    peers.close()
 
 
 @pytest.mark.slow
@@ -232,6 +262,7 @@ def test_a_key_is_its_owner_s_alone_and_stays(tmp_path: Path) -> None:
 def test_one_key_has_one_spelling(tmp_path: Path) -> None:
     peer = Identity(tmp_path / "key").peer
     assert is_peer(peer) and not any(map(is_peer, (f"{peer} ", f" {peer}", f"{peer}\n", peer[:-1], "", "\ud800")))
+    assert not is_peer(peer * 10**6), "which would take days to find out by its number"
 
 
 def test_one_signature_has_one_spelling(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import threading
 import time
+import zlib
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -39,6 +40,7 @@ from farflung.networks.internet import (
 from farflung.networks.internet.contact import host
 from farflung.networks.internet.contact.background import Background
 from farflung.networks.internet.contact.frames import LARGEST_FRAME, FrameError, encoded, read_frame
+from farflung.networks.internet.contact.gossip import news_in
 from farflung.networks.internet.contact.guard import (
     BAN_SECONDS,
     FEW,
@@ -55,6 +57,7 @@ from farflung.networks.internet.contact.member import Member, member_in, signed
 from farflung.networks.internet.contact.members import Members
 from farflung.networks.internet.contact.streams import PeerStream, RequestRefusedError
 from farflung.networks.internet.gathering import party_of
+from farflung.networks.internet.states import packing, snapshots
 from farflung.testing.liars import Liar, Stranger, as_a_stranger
 
 PEER = "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
@@ -203,6 +206,9 @@ def test_a_ticket_is_read_as_it_was_written_and_only_its_owner_may_read_it(tmp_p
         ("not toml", "is no ticket"),
         ('name="x"\nsecret="00"\naddresses=[]\n[settings]', "not 64 hexadecimal digits"),
         (f'name="../x"\nsecret="{"0" * 64}"\naddresses=[]\n[settings]', "run's name is '../x'"),
+        ("every=1979-05-27", "is no ticket"),
+        (f"every={'9' * 5000}", "is no ticket"),
+        (f"every={'[' * 5000}", "is no ticket"),
         (f'name="x"\nsecret="{"0" * 64}"\naddresses=["host:1"]\n[settings]', "is not of the form"),
         (f'name="x"\nsecret="{"0" * 64}"\naddresses=["garbage/p2p/{PEER}"]\n[settings]', "is not of the form"),
     ],
@@ -259,10 +265,23 @@ def test_a_frame_that_says_it_is_huge_is_refused_before_it_is_read() -> None:
         parsed((LARGEST_FRAME + 1).to_bytes(4))
 
 
-@pytest.mark.parametrize("text", ['{"a": Infinity}', '{"a": [-Infinity]}', '{"a": NaN}', "[" * 50_000, "[]", "1"])
-def test_what_json_does_not_know_is_no_frame(text: str) -> None:
+NOT_JSON = '{"a": Infinity}', '{"a": [-Infinity]}', '{"a": NaN}', '{"a": 1e999}', "[" * 50_000
+HALF_CHARACTERS = '{"a": "\\ud800"}', '{"\\udfff": 1}', '{"a": "\udcff"}'
+
+
+@pytest.mark.parametrize("text", [*NOT_JSON, *HALF_CHARACTERS, "[]", "1"])
+def test_what_cannot_be_handed_on_is_no_frame(text: str) -> None:
+    content = text.encode(errors="surrogatepass")
     with pytest.raises(FrameError):
-        parsed(len(text).to_bytes(4) + text.encode())
+        parsed(len(content).to_bytes(4) + content)
+
+
+@pytest.mark.parametrize("text", [*NOT_JSON, *HALF_CHARACTERS])
+def test_what_cannot_be_handed_on_is_no_news(text: str) -> None:
+    """Who hands it on would be blamed for it."""
+    assert news_in(zlib.compress(b'[{"a": "\\ud83d\\ude00"}]')) == [{"a": "\N{GRINNING FACE}"}]
+    with pytest.raises(FrameError):
+        news_in(zlib.compress(b"[" + text.encode(errors="surrogatepass") + b"]"))
 
 
 class Memory:
@@ -323,16 +342,17 @@ def test_a_hundred_thousand_garbled_requests_of_a_member_change_nothing(pair: Ru
 def test_a_stranger_is_refused_before_anything_is_read_and_counted(pair: Run) -> None:
     one = pair.peers[0]
 
-    async def attack(stranger: Stranger) -> tuple[bytes, bytes, list[str]]:
+    async def attack(stranger: Stranger) -> tuple[bytes, bytes, bytes, list[str]]:
         packet = encoded({"kind": "packet", "run": pair.ticket.run, "size": 5}) + b"12345"
+        large = encoded({"kind": "hello", "nonce": "0" * (1 << 15)})
         found = await stranger.ask_for_peers()
-        return await stranger.send(packet), await stranger.guess_the_secret(), found
+        return await stranger.send(packet), await stranger.send(large), await stranger.guess_the_secret(), found
 
-    asked, guessed, found = as_a_stranger(pair.ticket, attack)
-    assert b"has not proven" in asked
+    asked, told, guessed, found = as_a_stranger(pair.ticket, attack)
+    assert b"has not proven" in asked and b"at most 32768 are read" in told
     assert b"does not know the run's secret" in guessed
     assert not found
-    assert one.refused["stranger"] == 2
+    assert one.refused["stranger"] == 3
 
 
 @pytest.mark.slow
@@ -411,6 +431,21 @@ def test_one_that_listens_for_its_own_machine_is_told_that_nobody_else_reaches_i
 
 
 @pytest.mark.slow
+def test_one_whose_link_takes_for_ever_to_measure_is_told_of(
+    pair: Run, liar: Liar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("farflung.networks.internet.examination.PROMPT_SECONDS", 0.2)
+
+    async def drip(stream: PeerStream, _: Any) -> None:
+        await stream.tell({"go": True})
+        while await stream.reader.read(1):
+            stream.writer.write(bytes(1000))
+            await asyncio.sleep(0.1)
+
+    liar.peers.handlers["probe"] = drip
+    assert any(not finding.good and "liar" in finding.text for finding in examine(pair.peers[1].peers))
+
+
 def test_a_port_in_use_is_named(pair: Run, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="choose another with --port"):
         local = ListenAddress("127.0.0.1", pair.port)
@@ -472,6 +507,30 @@ def test_altered_bytes_and_a_slow_drip_are_no_packet(pair: Run, liar: Liar, monk
     awaited = victim.peers.background.run(expectation(victim, liar, "dripped"), patience(5))
     assert "refused" in liar.tells(liar.header(key="dripped", size=1000, digest=""), bytes(1000), drip_s=0.05)
     assert awaited.exception()
+
+
+@pytest.mark.parametrize("striped", [False, True])
+def test_what_drips_for_a_round_that_is_over_is_kept_no_longer(
+    pair: Run, liar: Liar, striped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each round would leave as much memory as a message takes, for hours."""
+    victim = pair.peers[0]
+    monkeypatch.setattr(transport, "SLOWEST", 1.0)
+    if striped:
+        monkeypatch.setattr(transport, "STRIPED", 1000)
+    victim.peers.background.run(expectation(victim, liar, "over"), patience(5))
+    header, content = liar.header(key="over", size=4000, digest=""), bytes(1000 if striped else 999)
+    with ThreadPoolExecutor(1) as pool:
+        told = pool.submit(liar.tells, header, content, drip_s=0.001)
+        until(lambda: victim._transport._arriving)
+        time.sleep(1)
+        victim.peers.background.run(_forgets(victim, liar, "over"), patience(5))
+        until(lambda: not victim._transport._arriving, 2)
+        assert "nobody waits for this packet any more" in told.result()["refused"]
+
+
+async def _forgets(victim: InternetNetwork, liar: Liar, key: str) -> None:
+    victim._transport.forget(liar.peers.identity.rank, key)
 
 
 async def expectation(victim: InternetNetwork, liar: Liar, key: str) -> Any:
@@ -580,6 +639,23 @@ def test_one_that_does_not_know_a_round_s_host_is_sent_on_to_it(
         parties = list(pool.map(meet, guests))
     assert [party.group for party in parties] == [tuple(sorted(peer.rank for peer in guests))] * len(guests)
     assert {party.host for party in parties} == {other.rank if dead else host.rank}
+
+
+@pytest.mark.parametrize("unknown", [{"listed": False}, {"door_of": 7}], ids=["an onlooker", "a door"])
+def test_one_that_others_do_not_know_of_comes_to_no_round(pair: Run, tmp_path: Path, unknown: dict[str, Any]) -> None:
+    """They would wait for its message, and it would never be to blame."""
+    info = {**INFO, **unknown}
+    onlooker = Peers(pair.ticket, Identity(tmp_path / "o.key"), ListenAddress("127.0.0.1"), info, pair.told.append)
+    onlooker.start(patience(20))
+    try:
+        host = onlooker.members.by_rank[pair.peers[0].rank]
+        wants = [onlooker.identity.rank, *pair.peers[0].members()]
+        request = {"kind": "meet", "wants": wants, "key": "round 1 of fragment 8", "step": 5, "weight": 1.0}
+        with pytest.raises(RequestRefusedError, match="do not know of it"):
+            request |= {"shuns": [], "lineage": "", "patience": 0.0}
+            onlooker.background.run(onlooker.ask(host, request), patience(20))
+    finally:
+        onlooker.close()
 
 
 def test_one_with_other_anchors_is_told_that_it_is_behind(pair: Run) -> None:
@@ -763,6 +839,14 @@ def test_what_onlookers_are_told_is_numbers_and_plain_names(pair: Run) -> None:
     assert member.facts == {"loss": 1.5} and member.host == "a??31m?b"
 
 
+def test_one_whose_loss_is_no_number_tells_of_none_and_is_not_to_blame(pair: Run) -> None:
+    one, other = pair.peers
+    one.tell_others(loss=2.0, rounds=3)
+    one.tell_others(loss=float("nan"), tokens_per_second=float("inf"))
+    heard = other.peers.background.run(other.peers.handshake(one.peers.identity.peer), patience(20))
+    assert heard.facts == {"rounds": 3} and not other.refused
+
+
 def test_a_guest_whose_weight_is_none_is_refused_and_its_host_not_blamed(pair: Run, liar: Liar) -> None:
     meeting = {"kind": "meet", "key": "odd", "wants": [], "shuns": [], "step": 1, "lineage": "", "patience": 0.0}
     for weight in (float("nan"), float("inf"), -1.0):
@@ -938,6 +1022,35 @@ def test_a_state_comes_in_pieces_from_several_and_survives_one_that_sends_other_
             thread.join()
     assert torch.equal(state.tensors["anchor 0"], values) and state.facts["step"] == 7
     assert run.peers[2].refused.get("bad piece", 0) >= 1
+
+
+@pytest.mark.slow
+def test_one_that_asks_for_pieces_and_reads_none_has_few_packed_for_it(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, greedy = run.join(), run.join()
+    run.all_know_each_other()
+    values, packed = torch.randn(8 << 20), list[int]()
+
+    def counting(piece: memoryview) -> bytes:
+        packed.append(len(piece))
+        return packing.packed(piece)
+
+    monkeypatch.setattr(snapshots, "packed", counting)
+
+    async def ask(number: int, name: str) -> None:
+        async with greedy.peers.stream(greedy.peers.members.by_rank[one.rank]) as stream:
+            await stream.tell({"kind": "piece", "id": name, "number": number})
+            await asyncio.sleep(patience(20))
+
+    one.peers.background.run(one._snapshots._keep(*snapshots._described(SharedState({"x": values}, {}))), patience(20))
+    (name,) = one._snapshots._kept
+    asked = [greedy.peers.background.submit(ask(number % 8, name)) for number in range(32)]
+    until(lambda: one.peers.guard._streams[greedy.peers.identity.peer] == 32)
+    time.sleep(2)
+    assert len(packed) == snapshots.AT_A_TIME
+    for one_of in asked:
+        one_of.cancel()
 
 
 def test_a_state_that_nobody_has_is_not_waited_for(pair: Run) -> None:

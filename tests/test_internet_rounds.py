@@ -218,6 +218,33 @@ def test_one_host_alone_cannot_have_a_replica_fetch_the_others_state(run: Run, m
 
 
 @pytest.mark.slow
+def test_where_anchors_differ_anyway_no_host_makes_a_replica_fetch_a_state(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, *liars = (run.join() for _ in range(3))
+    run.all_know_each_other()
+    fetched, said = list[bool](), list[int]()
+
+    async def fetch(identical: bool) -> None:
+        fetched.append(identical)
+        raise UserError("there is nothing to fetch")
+
+    def lie(host: int) -> Callable[..., Any]:
+        async def welcome(rank: int, request: dict[str, Any]) -> dict[str, Any]:
+            said.append(host)
+            return {"weights": [], "behind": True}
+
+        return welcome
+
+    for liar in liars:
+        monkeypatch.setattr(liar._matchmaker, "_welcome", lie(liar.rank))
+    monkeypatch.setattr(one._states, "fetch", fetch)
+    monkeypatch.setattr(one._matchmaker, "patience_s", lambda key: 0.1)
+    result = train(one, methods.noloco(every=5), lambda *_: len({*said}) < 2)
+    assert not fetched and all(round.outcome != "behind" for round in result.rounds)
+
+
+@pytest.mark.slow
 def test_one_that_comes_late_to_equal_anchors_gets_them_bit_for_bit(run: Run) -> None:
     method = methods.diloco(every=20, codec=ErrorFeedback(Quantize(bits=8)))
     first, done, steps = run.join(), threading.Event(), []

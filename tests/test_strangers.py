@@ -18,9 +18,11 @@ from patience import patience, until
 from test_internet import Run, two_peers, unspoilt
 
 from farflung.networks.internet import Identity, InternetNetwork
+from farflung.networks.internet.contact.guard import MISSED
 from farflung.networks.internet.contact.identity import rank_of
 from farflung.networks.internet.contact.member import signed
 from farflung.networks.internet.contact.streams import PeerStream
+from farflung.networks.internet.matchmaker import VISITED, _turn
 from farflung.testing.liars import Liar
 
 pytestmark = pytest.mark.slow
@@ -137,12 +139,12 @@ def test_one_that_tells_news_without_end_is_not_answered(pair: Run, liar: Liar) 
 def test_a_beat_that_fails_is_told_once_and_the_next_ones_go_on(pair: Run) -> None:
     one = pair.peers[0]
     told = len(pair.told)
-    one.tell_others(loss=object())  # type: ignore[arg-type]
+    one.peers.info["facts"] = {"loss": object()}
     try:
         until(lambda: len(pair.told) > told)
         time.sleep(2)
     finally:
-        one.tell_others(loss=1.0)
+        one.peers.info["facts"] = {"loss": 1.0}
     lines = [line for line in pair.told[told:] if "has failed" in line]
     assert lines and len(lines) == len(set(lines)) <= 2 and all("not JSON serializable" in line for line in lines)
     blamed = one.refused.keys() - {"too much news"}  # beats are quick here, and an honest one's may come too often
@@ -173,8 +175,9 @@ def meet(liar: Liar, answer: bytes) -> None:
         b'{"weights":[[%d,1],[7,1e999]]}',
         b'{"refused":{"why":[%d]}}',
         b'{"better":[%d]}',
+        b'{"better":"\\ud800%d"}',
     ],
-    ids=["huge", "deep", "infinite", "refused", "better"],
+    ids=["huge", "deep", "infinite", "refused", "better", "half a character"],
 )
 def test_a_host_s_answer_that_cannot_be_read_costs_one_question(pair: Run, liar: Liar, answer: bytes) -> None:
     """The next host is asked, by all alike."""
@@ -195,6 +198,53 @@ def test_a_host_s_answer_that_cannot_be_read_costs_one_question(pair: Run, liar:
 
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(met, pair.peers)) == [group, group]
+
+
+def test_a_host_that_keeps_others_waiting_is_asked_last_after_a_few_times(
+    pair: Run, liar: Liar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("farflung.networks.internet.matchmaker.PROMPT_SECONDS", 0.5)
+    one, rank, visits = pair.peers[0], liar.peers.identity.rank, list[int]()
+
+    async def on_meet(stream: PeerStream, _: Any) -> None:
+        visits.append(stream.member.rank)
+        await stream.reader.read(1)
+
+    liar.peers.handlers["meet"] = on_meet
+    liar.peers.info["trains"] = True
+    for number in range(MISSED + 2):
+        until(lambda: rank in one.members())  # its next news says that it is there
+        key = asked_first(one, rank, f"try {number}")
+        one.peers.background.run(one._matchmaker.meet(one.members(), key, 5, 1.0, "", 0.0), patience(20))
+    assert visits == [one.rank] * MISSED
+
+
+@pytest.mark.parametrize("better", [True, False])
+def test_a_host_that_sends_others_on_to_nobody_is_asked_last(
+    pair: Run, liar: Liar, tmp_path: Path, better: bool
+) -> None:
+    """Six visits are made in all; to one that is no better none is."""
+    one, rank, visits = pair.peers[0], liar.peers.identity.rank, list[int]()
+    ghosts = {rank_of(ghost["about"]["peer"]): ghost for ghost in (made_up(tmp_path, n, liar) for n in range(20))}
+
+    async def on_meet(stream: PeerStream, frame: Any) -> None:
+        visits.append(stream.member.rank)
+        by_turn = sorted(ghosts, key=lambda ghost: _turn(frame["key"], ghost))
+        await stream.tell({"better": ghosts[by_turn[0 if better else -1]]})
+
+    liar.peers.handlers["meet"] = on_meet
+    liar.peers.info["trains"] = True
+    until(lambda: rank in one.members())
+    key = asked_first(one, rank)
+    one.peers.background.run(one._matchmaker.meet(one.members(), key, 5, 1.0, "", 0.0), patience(60))
+    assert len(visits) == (VISITED // 2 if better else 1)
+    assert (one._matchmaker._hosts(key)[-1] == rank) is better and one.refused["bad answer"] == (not better)
+
+
+def asked_first(one: InternetNetwork, host: int, what: str = "") -> str:
+    """A round for which a host is to be asked first."""
+    keys = (f"round {number} of {what}" for number in range(1000))
+    return next(key for key in keys if min(one.members(), key=lambda rank: _turn(key, rank)) == host)
 
 
 # Addresses

@@ -39,8 +39,8 @@ from farflung.networks.transfer import IN_BACKGROUND
 
 T = TypeVar("T")
 
-LARGEST = 1 << 24
-"""Bytes that an island's doors and keepers are described in, at most."""
+DOOR_BYTES, KEEPER_BYTES = 1 << 12, 5
+"""Bytes that a door of an island, and the keeper of a cell, are described in, at most."""
 WHEREABOUTS = "peer", "rank", "session", "host", "addresses"
 """What a process of an island is told of the peers that it meets: it hears no gossip."""
 AGAIN_SECONDS = 60.0
@@ -138,9 +138,10 @@ class Doorkeeper:
         """An island's doors, once each has proven that it is one. Raises as `stream`, and FrameError."""
         async with asyncio.timeout(PROMPT_SECONDS), self._peers.stream(member) as stream:
             await stream.tell({"kind": "doors"})
-            told = bytearray(whole((await stream.hear()).get("size"), LARGEST))
+            largest = DOOR_BYTES * (1 + member.doors) + KEEPER_BYTES * len(self.cells)
+            told = bytearray(whole((await stream.hear()).get("size"), largest))
             await read_payload(stream.reader, memoryview(told), PROMPT_SECONDS, SLOWEST)
-        doors = await asyncio.to_thread(doors_of, parsed(bytes(told)))
+        doors = await asyncio.to_thread(lambda: doors_of(parsed(bytes(told))))
         if len(doors.keepers) != len(self.cells) or doors.peers[0] != member.peer:
             raise FrameError("an island keeps another number of cells than the model has, or is somebody else")
         async with asyncio.timeout(PROMPT_SECONDS):

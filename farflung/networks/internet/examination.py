@@ -25,7 +25,7 @@ def examine(peers: Peers) -> Iterator[Finding]:
     yield _reachability(peers)
     heard_of, answered = peers.members.all(), list[int]()
     for member in heard_of:
-        link = peers.background.run(_link(peers, member), 10 * PROMPT_SECONDS)
+        link = peers.background.run(_link(peers, member), 12 * PROMPT_SECONDS)
         answered += [member.rank] * link.good
         yield link
     # What each has said of itself when it was asked.
@@ -60,7 +60,8 @@ async def _link(peers: Peers, member: Member) -> Finding:
         began = time.monotonic()
         await peers.handshake(member.peer)
         shaken = time.monotonic()
-        up, down = await measured(peers, member)
+        async with asyncio.timeout(10 * PROMPT_SECONDS):
+            up, down = await measured(peers, member)
     except (*UNREACHABLE, RequestRefusedError, FrameError) as error:
         where = f"{member.described} at {', '.join(member.addresses) or 'no address'}"
         remedy = "see that it runs and that no firewall is in between"

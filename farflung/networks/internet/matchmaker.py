@@ -11,12 +11,14 @@ import contextlib
 import hashlib
 import random
 import time
-from collections import OrderedDict, deque
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Sequence
 from dataclasses import replace
 
 from farflung.errors import UserError
 from farflung.networks.base import HOSTS_AGREE, Group, Party
 from farflung.networks.internet.contact.frames import Frame, FrameError, entry, name_in
+from farflung.networks.internet.contact.guard import BAN_SECONDS, MISSED
 from farflung.networks.internet.contact.host import UNREACHABLE
 from farflung.networks.internet.contact.member import Member, arrives, member_in
 from farflung.networks.internet.contact.members import KNOWN
@@ -64,6 +66,8 @@ class Matchmaker:
         self._longest_s = longest_s
         self._met: dict[str, float] = {}
         self._called: dict[int, float] = {}
+        self._silent: defaultdict[int, deque[float]] = defaultdict(lambda: deque(maxlen=MISSED))
+        """When hosts that have answered nothing since were asked in vain, or have sent this peer on in vain."""
         self._said_kept: dict[int, set[int]] = {}
         """Which hosts have said that others keep one that this peer shuns."""
         self._rendezvous: OrderedDict[str, Rendezvous] = OrderedDict()
@@ -83,11 +87,14 @@ class Matchmaker:
         request = {"wants": list(wanted), "key": key, "step": step, "weight": weight, "lineage": anchor_digest}
         request |= {"patience": patience_s, "shuns": self._peers.members.shunned()[:SHUNNED]}
         hosts, asked, alone = deque(self._hosts(key)[:HOSTS_TRIED]), list[int](), "unreachable"
+        for forgotten in self._silent.keys() - self._peers.members.by_rank.keys():
+            del self._silent[forgotten]
+        silent = [host for host in self._silent if self._asked_in_vain(host)]  # nobody shall send this peer on to these
         while hosts and len(asked) < VISITED:
             asked.append(hosts.popleft())
             if asked[-1] == self._peers.identity.rank:
                 return await self._at_home(request, weight)
-            found = await self._visit(asked[-1], {"kind": "meet", **request, "asked": asked})
+            found = await self._visit(asked[-1], {"kind": "meet", **request, "asked": asked + silent})
             if isinstance(found, Party):
                 return found
             if isinstance(found, str):
@@ -105,14 +112,17 @@ class Matchmaker:
             answer = await self._peers.ask(member, request, request["patience"] + PROMPT_SECONDS)
             if "better" in answer:
                 return await self._better(answer, request["key"], host)
+            self._silent.pop(host, None)
             self._forgive(answer, host)
             return replace(party_of(answer, self._peers.identity.rank, request["weight"]), host=host)
         except FrameError as error:
             self._peers.guard.strike(member.peer, "bad answer", str(error))
         except RequestRefusedError:
             return "refused"  # it is there
-        except UNREACHABLE:
+        except UNREACHABLE as error:
             self._peers.members.failed(host)
+            if isinstance(error, TimeoutError):
+                self._silent[host].append(time.monotonic())
         return None
 
     async def _better(self, answer: Frame, key: str, host: int) -> int:
@@ -121,8 +131,10 @@ class Matchmaker:
         if _turn(key, better.rank) >= _turn(key, host):
             raise FrameError("a host sends this peer on to one that is no better")
         if better.rank not in self._peers.members.by_rank:
-            with contextlib.suppress(*UNREACHABLE, RequestRefusedError, FrameError, UserError):
+            try:
                 await self._peers.handshake(better.peer, better.addresses)
+            except (*UNREACHABLE, RequestRefusedError, FrameError, UserError):
+                self._silent[host].append(time.monotonic())
         return better.rank
 
     async def _at_home(self, request: Frame, weight: float) -> Party:
@@ -152,13 +164,20 @@ class Matchmaker:
                 self._peers.guard.forgive(self._peers.members.by_rank[rank].peer)
 
     def _hosts(self, key: str) -> list[int]:
-        """Who may host a round, in the order in which they are to be asked."""
-        return sorted(self._expected(), key=lambda rank: _turn(key, rank))
+        """Who may host a round, in the order in which they are to be asked: last, those that keep others waiting."""
+        return sorted(self._expected(), key=lambda rank: (self._asked_in_vain(rank), _turn(key, rank)))
+
+    def _asked_in_vain(self, host: int) -> bool:
+        """Whether a host has not answered again and again; it is asked last for a while."""
+        asked: Sequence[float] = self._silent.get(host, ())
+        return len(asked) == MISSED and time.monotonic() - asked[-1] < BAN_SECONDS
 
     def _expected(self) -> list[int]:
         return [member.rank for member in self._peers.members.training()] + [self._peers.identity.rank]
 
     async def _on_meet(self, stream: PeerStream, frame: Frame) -> None:
+        if not stream.member.listed or stream.member.door_of is not None:
+            raise RequestRefusedError("the others do not know of it")  # and would wait for it in vain
         first, asked = self._hosts(name_in(frame, "key"))[0], frame.get("asked")
         if isinstance(asked, list) and first not in (self._peers.identity.rank, stream.member.rank, *asked):
             await stream.tell({"better": self._peers.members.by_rank[first].record})

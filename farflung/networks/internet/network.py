@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
@@ -208,7 +209,8 @@ class InternetNetwork(Exchanges):
 
     def tell_others(self, **facts: float) -> None:
         """See ElasticNetwork."""
-        self.peers.info["facts"] = {**self.peers.info["facts"], **facts}
+        told = {**self.peers.info["facts"], **facts}
+        self.peers.info["facts"] = {name: fact for name, fact in told.items() if math.isfinite(fact)}
 
     def others_told(self, fact: str) -> list[float]:
         """See ElasticNetwork."""

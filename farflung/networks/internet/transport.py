@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakValueDictionary
@@ -71,9 +71,10 @@ class PacketLostError(Exception):
 
 @dataclass
 class Arriving:
-    """A packet on its way, and the stripes of it that nobody has begun to send yet."""
+    """A packet on its way, who waits for it, and the stripes of it that nobody has begun to send yet."""
 
     content: memoryview
+    packet: asyncio.Future[Tensor]
     missing: dict[int, asyncio.Event]
 
 
@@ -294,13 +295,11 @@ class PacketTransport:
         address = stream.member.rank, frame["key"]
         arrivals = {number: asyncio.Event() for number in range(1, stripes(len(content)))}
         awaited = list(arrivals.values())
-        self._arriving[address] = Arriving(content, arrivals)
+        self._arriving[address] = Arriving(content, packet, arrivals)
         try:
             await stream.tell({"go": True})
-            await read_payload(stream.reader, stripe(content, 0), self._stall_s, SLOWEST)
-            for arrival in awaited:
-                async with asyncio.timeout(self._stall_s + len(content) / SLOWEST):
-                    await arrival.wait()
+            async with asyncio.timeout(self._stall_s + len(content) / SLOWEST):
+                await while_awaited(packet, self._come(stream, content, awaited))
         finally:
             del self._arriving[address]
         if await asyncio.to_thread(digest, content) != frame.get("digest"):
@@ -310,6 +309,12 @@ class PacketTransport:
             packet.set_result(buffer)
         await stream.tell({"taken": True})
 
+    async def _come(self, stream: PeerStream, content: memoryview, others: Sequence[asyncio.Event]) -> None:
+        """Waits for the first stripe, and the others."""
+        await read_payload(stream.reader, stripe(content, 0), self._stall_s, SLOWEST)
+        for arrival in others:
+            await arrival.wait()
+
     async def _on_stripe(self, stream: PeerStream, frame: Frame) -> None:
         """Takes a part of a packet that has been announced, once."""
         arriving = self._arriving.get((stream.member.rank, entry(frame, "key", str)))
@@ -317,9 +322,27 @@ class PacketTransport:
         if arriving is None or number not in arriving.missing:
             raise RequestRefusedError("no such part of a packet is awaited")
         arrival = arriving.missing.pop(number)
-        await read_payload(stream.reader, stripe(arriving.content, number), self._stall_s, SLOWEST)
+        coming = read_payload(stream.reader, stripe(arriving.content, number), self._stall_s, SLOWEST)
+        await while_awaited(arriving.packet, coming)
         arrival.set()
         await stream.tell({"taken": True})
+
+
+async def while_awaited(packet: asyncio.Future[Tensor], coming: Coroutine[Any, Any, None]) -> None:
+    """Waits for what comes of a packet, as long as somebody waits for that: its memory is freed then.
+
+    Raises RequestRefusedError when nobody does.
+    """
+    work: asyncio.Future[Any] = asyncio.ensure_future(coming)
+    awaited: list[asyncio.Future[Any]] = [work, packet]
+    try:
+        await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
+        if not work.done():
+            raise RequestRefusedError("nobody waits for this packet any more")
+        work.result()
+    finally:
+        work.cancel()
+        await asyncio.wait([work])  # until then nobody else may read
 
 
 def stall_of(deadline_s: float) -> float:

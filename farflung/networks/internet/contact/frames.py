@@ -61,10 +61,17 @@ async def read_frame(reader: asyncio.StreamReader, largest: int = LARGEST_FRAME)
 @reading("a frame")
 def parsed(text: str | bytes) -> Frame:
     """The frame that a text is. Raises FrameError."""
-    frame = json.loads(text, parse_constant=_not_json)
+    frame = told_in(text)
     if not isinstance(frame, dict):
         raise FrameError("a frame is no JSON object")
     return frame
+
+
+def told_in(text: str | bytes) -> Any:
+    """What JSON says. Raises ValueError, also where it could not be handed on: for half a character, or infinity."""
+    told = json.loads(text, parse_constant=_not_json)
+    json.dumps(told, ensure_ascii=False, allow_nan=False).encode()
+    return told
 
 
 def _not_json(name: str) -> None:

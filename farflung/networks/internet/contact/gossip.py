@@ -25,6 +25,7 @@ from farflung.networks.internet.contact.frames import (
     number,
     read_payload,
     reading,
+    told_in,
     whole,
     write_payload,
 )
@@ -251,7 +252,7 @@ def news_in(content: bytes) -> list[Frame]:
     text = unpacking.decompress(content, LARGEST_NEWS)
     if not unpacking.eof:
         raise FrameError("news are longer than any may be")
-    told = json.loads(text)
+    told = told_in(text)
     if not isinstance(told, list) or len(told) > TOLD_A_NEWCOMER + 2:
         raise FrameError("news are no list of records, or of too many")
     return told

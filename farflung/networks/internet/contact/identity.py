@@ -18,6 +18,8 @@ from farflung.files import replacing
 KEY_BYTES, SIGNATURE_BYTES = 32, 64
 ID_BYTES = b"\x00\x24\x08\x01\x12\x20"
 """What stands before the key in an Ed25519 key's libp2p id: the id is the key itself, not its hash."""
+LONGEST_ID = 64
+"""Letters of a libp2p id that is read at all: the time that it takes grows with their square."""
 KEPT = 512
 """Peers whose keys are read but once: each is heard of again and again."""
 RANK_BITS = 52
@@ -50,12 +52,12 @@ def rank_of(peer: str) -> int:
 
 def is_peer(peer: str) -> bool:
     """Whether a text is the libp2p id of an Ed25519 key."""
-    return _key_of(peer) is not None
+    return len(peer) <= LONGEST_ID and _key_of(peer) is not None
 
 
 def signed_by(peer: str, signature: str, text: bytes) -> bool:
     """Whether the owner of a libp2p id has signed a text."""
-    key = _key_of(peer)
+    key = _key_of(peer) if is_peer(peer) else None
     if key is None or len(signature) != 2 * SIGNATURE_BYTES:  # fromhex would skip any number of spaces
         return False
     try:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from farflung.networks.internet.contact.frames import Frame, FrameError, entry, number, reading, whole
-from farflung.networks.internet.contact.host import MOST_ADDRESSES, leads_to
+from farflung.networks.internet.contact.host import LONGEST_ADDRESS, MOST_ADDRESSES, leads_to
 from farflung.networks.internet.contact.identity import Identity, rank_of, signed_by
 
 BEAT_SECONDS = 5.0
@@ -174,9 +174,14 @@ def member_in(record: Frame, age: float = 0.0) -> Member:
 
 def addresses_in(told: list[Any], peer: str) -> tuple[str, ...]:
     """The addresses that are said to lead to a peer. Raises FrameError."""
-    if len(told) > MOST_ADDRESSES or not all(isinstance(one, str) and leads_to(one, peer) for one in told):
+    if len(told) > MOST_ADDRESSES or not all(_is_place(one) and leads_to(one, peer) for one in told):
         raise FrameError("an address that is said to lead to a peer does not")
     return tuple(told)
+
+
+def _is_place(told: object) -> bool:
+    """Whether something may be an address; `leads_to` remembers what it is asked of."""
+    return isinstance(told, str) and len(told) <= LONGEST_ADDRESS
 
 
 def _flat(value: object) -> bool:

@@ -91,9 +91,10 @@ def read_ticket(path: Path) -> Ticket:
             )
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
+        json.dumps(table)  # as the hash of settings is made, in which TOML's dates have no place
     except OSError as error:
         raise UserError(f"cannot read the ticket {path}: {error.strerror}; give the path of a ticket file") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         raise UserError(f"{path} is no ticket: {error}; ask for a new one") from error
     kinds = {"name": str, "secret": str, "addresses": list, "settings": dict}
     for key, kind in kinds.items():

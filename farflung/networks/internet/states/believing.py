@@ -113,7 +113,7 @@ def by_spread(sources: Sequence[Source], sketches: Sequence[Tensor], signs: Sign
         for (_, manifest), sketch in zip(sources, sketches, strict=True)
     }
     if len(voices) < 3:
-        return Believed(largest_group(sources, lambda manifest: manifest.digests))
+        return Believed(largest_group(sources, lambda manifest: manifest.digests) if sources else [])
     spread = Spread(torch.stack(list(voices.values())), signs)
     near = [spread.holds(sketch) for sketch in sketches]
     good = [source for source, holds in zip(sources, near, strict=True) if holds]

@@ -13,7 +13,16 @@ import torch
 from torch import Tensor
 
 from farflung.networks.base import PeerLostError, SharedState
-from farflung.networks.internet.contact.frames import SLOWEST, Frame, FrameError, digest, parsed, read_payload, whole
+from farflung.networks.internet.contact.frames import (
+    SLOWEST,
+    Frame,
+    FrameError,
+    digest,
+    parsed,
+    read_payload,
+    reading,
+    whole,
+)
 from farflung.networks.internet.contact.host import UNREACHABLE
 from farflung.networks.internet.contact.member import Member
 from farflung.networks.internet.contact.peers import Peers
@@ -101,6 +110,8 @@ class Fetching:
         believed = (by_majority(like) if identical else None) or await self._near(like)
         for member in believed.false:
             self.refuse(member, "bad state", "its state is not that of the others")
+        if not believed.sources:
+            raise PeerLostError([member.rank for member, _ in like], "no peer shows that its state is near the others'")
         if identical:
             believed.sources = largest_group(believed.sources, lambda manifest: manifest.digests)
         return believed
@@ -158,10 +169,9 @@ class Fetching:
         size = 8 * STRETCHES * len(theirs.pieces)
         try:
             told = await self._asked(member, {"kind": "sketch", "id": theirs.id, "seed": seed}, size)
-            sketches = torch.frombuffer(bytearray(told), dtype=torch.float64).view(-1, STRETCHES)
-            if len(told) == size and sketches.isfinite().all():
-                return sketches
-            self.refuse(member, "bad state", "its sketches are none")
+            return _sketches_in(told, len(theirs.pieces))
+        except FrameError as error:
+            self.refuse(member, "bad state", str(error))
         except (*UNREACHABLE, RequestRefusedError):
             pass
         return None
@@ -228,6 +238,15 @@ class Fetching:
             self._told = time.monotonic()
             size = download.manifest.size / 1e6
             self._peers.tell(f"fetching the run's state: {download.share:.0f} % of {size:.0f} MB")
+
+
+@reading("a state's sketches")
+def _sketches_in(told: bytes, pieces: int) -> Tensor:
+    """The sketches of so many pieces. Raises FrameError when they are none."""
+    sketches = torch.frombuffer(bytearray(told), dtype=torch.float64).view(pieces, STRETCHES)
+    if not sketches.isfinite().all():
+        raise FrameError("a state's sketches are not finite")
+    return sketches
 
 
 def _finite(content: memoryview) -> bool:

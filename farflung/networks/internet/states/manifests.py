@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from farflung.networks.internet.contact.frames import Frame, FrameError, entry, reading, whole
+from farflung.networks.internet.contact.frames import Frame, FrameError, entry, name_in, reading, whole
 from farflung.networks.internet.contact.member import FURTHEST
 
 PIECE = 1 << 22
@@ -49,18 +49,18 @@ class Manifest:
 def manifest_of(told: Frame, largest: int, furthest: float) -> Manifest:
     """The manifest in a peer's answer. Raises FrameError when it has too many bytes, or too late a step."""
     tensors = tuple((name, whole(length, largest)) for name, length in entry(told, "tensors", list))
-    facts = entry(told, "facts", dict)
+    facts = {"history": "", **entry(told, "facts", dict)}
     step = whole(facts.get("step"), min(FURTHEST, furthest))
-    history = facts.get("history", "")
-    manifest = Manifest(entry(told, "id", str), tuple(entry(told, "digests", list)), tensors, step, history)
+    history = name_in(facts, "history")
+    manifest = Manifest(name_in(told, "id"), tuple(entry(told, "digests", list)), tensors, step, history)
     if not all(type(name) is str for name, _ in tensors) or len(dict(tensors)) < len(tensors):
         raise FrameError("a state's tensors have no names of their own")
     if not 0 < manifest.size <= largest:
         raise FrameError(f"a state has {manifest.size} bytes; at most {largest} are taken, and at least one")
     if len(manifest.digests) != len(manifest.pieces):
         raise FrameError("a state has other pieces than its size asks for")
-    if not all(re.fullmatch("[0-9a-f]{64}", one) for one in manifest.digests) or type(history) is not str:
-        raise FrameError("a state's digests or history are none")
+    if not all(re.fullmatch("[0-9a-f]{64}", one) for one in manifest.digests):
+        raise FrameError("a state's digests are none")
     return manifest
 
 

@@ -9,6 +9,7 @@ import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -27,6 +28,8 @@ KEPT_SECONDS = 120.0
 """How long a snapshot that nobody asks for is kept."""
 SNAPSHOTS = 2
 """How many are kept at most; each is as large as the anchors and what the outer optimizer keeps."""
+AT_A_TIME = 4
+"""Pieces that are on their way to a member at a time: it need not read them, and each lies in memory until it does."""
 FRESH_SECONDS = 60.0
 """Longest wait for a peer to end its step and make a snapshot."""
 
@@ -49,6 +52,8 @@ class Snapshots:
         self._stall_s = stall_s
         self._kept: dict[str, Snapshot] = {}
         self._wanted: list[asyncio.Future[Frame]] = []
+        self._turns = WeakValueDictionary[str, asyncio.Semaphore]()
+        self._copying = asyncio.Lock()
         self.lent: Callable[[int], SharedState | None] = lambda stage: None
         """The copy of another stage's state, if this peer has one."""
         peers.handlers["state"] = self._on_state
@@ -70,7 +75,8 @@ class Snapshots:
         if stage == self._peers.info["stage"]:
             manifest = self._held(frame.get("held")) or self._freshest() or await self._made()
         else:
-            manifest = self._held(frame.get("held")) or await self._copied(whole(stage, MOST_STAGES))
+            async with self._copying:  # a copy at a time, however many ask
+                manifest = self._held(frame.get("held")) or await self._copied(whole(stage, MOST_STAGES))
         await self._answer(stream, json.dumps(manifest, separators=(",", ":")).encode())
 
     async def _on_sketch(self, stream: PeerStream, frame: Frame) -> None:
@@ -160,8 +166,10 @@ class Snapshots:
     async def _on_piece(self, stream: PeerStream, frame: Frame) -> None:
         pieces = self._asked(frame).pieces
         piece = pieces[whole(frame.get("number"), len(pieces) - 1)]
-        with contextlib.suppress(*UNREACHABLE):
-            await self._answer(stream, await asyncio.to_thread(packed, piece))
+        turn = self._turns.setdefault(stream.member.peer, asyncio.Semaphore(AT_A_TIME))
+        async with turn:
+            with contextlib.suppress(*UNREACHABLE):
+                await self._answer(stream, await asyncio.to_thread(packed, piece))
 
 
 def _described(state: SharedState) -> tuple[Tensor, Frame]:
