@@ -129,11 +129,11 @@ def test_who_is_lost_is_called_for_ever_and_ever_more_rarely(tmp_path: Path, mon
     monkeypatch.setattr(time, "monotonic", lambda: began + clock[0])
     monkeypatch.setattr(peers._gossip, "_call", lambda peer: calls.append((peer, clock[0])))
     monkeypatch.setattr(peers.background, "spawn", lambda call: None)
-    for clock[0] in range(60, 24 * 3600, 3):
+    for clock[0] in range(60, 24 * 3600, 5):
         peers._gossip._seek_the_lost()
     called = [at for peer, at in calls if peer == other.peer]
     pauses = [after - before for before, after in itertools.pairwise(called)]
-    assert pauses[:7] == [6, 12, 24, 48, 96, 192, 384] and set(pauses[7:]) == {600}
+    assert pauses[:6] == [10, 20, 40, 80, 160, 320] and set(pauses[6:]) == {600}
     assert called[-1] > 24 * 3600 - 610
     peers.close()
 
