@@ -101,16 +101,6 @@ def test_the_loss_is_that_of_labels_built_by_hand(template: str, tmp_path: Path)
     assert workload.units_per_sample == sum(label != -100 for label in labels)
 
 
-@pytest.mark.parametrize("column", ["text", "messages"])
-def test_prepare_refuses_chats_and_says_who_takes_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], column: str
-) -> None:
-    written(tmp_path / "c.jsonl", [{"messages": TWO_TURNS}])
-    assert run_here(monkeypatch, tmp_path, "prepare", "c.jsonl", "--text-column", column, "--out", "store") == 2
-    told = "farflung: c.jsonl holds chats, which need no store; train --data c.jsonl takes them as is\n"
-    assert capsys.readouterr().err == told and not (tmp_path / "store").exists()
-
-
 def test_bytes_and_all_forms_of_records_give_the_same_labels(tmp_path: Path) -> None:
     import pyarrow as pa
     import pyarrow.parquet

@@ -91,11 +91,16 @@ def test_pieces_of_models_that_cannot_are_refused() -> None:
         decoder.check_keeps_to_documents(config)
 
 
-def test_what_cannot_be_together_is_refused_in_a_line(tmp_path: Path) -> None:
-    chats = tmp_path / "chats.jsonl"
-    chats.write_text("".join(json.dumps({"prompt": f"{number}", "completion": "yes"}) + "\n" for number in range(30)))
-    with pytest.raises(UserError, match="a chat has a sequence for itself; leave out document_mask"):
-        Language(LanguageSettings(model="micro", data=str(chats), document_mask=True)).check()
+def test_a_chat_is_one_document_though_its_answers_end_as_a_text_does(tmp_path: Path) -> None:
+    said = [{"role": role, "content": "so"} for role in ("user", "assistant", "user", "assistant")]
+    (tmp_path / "chats.jsonl").write_text((json.dumps({"messages": said}) + "\n") * 9)
+    plain, masked = (
+        Language(LanguageSettings(model="micro", data=str(tmp_path / "chats.jsonl"), document_mask=mask))
+        for mask in (False, True)
+    )
+    masked.check()
+    model, batch = plain.build(0), plain.batch(plain.sample_ids(0, 0, 0, 2))
+    assert torch.equal(masked.loss(model, batch), plain.loss(model, batch))
 
 
 @pytest.mark.slow

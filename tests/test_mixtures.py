@@ -13,6 +13,7 @@ from far_server import FarServer
 from hypothesis import given
 from hypothesis import strategies as st
 from processes import SMALL, farflung
+from torch import Tensor
 
 from farflung.data import Sequences
 from farflung.errors import UserError
@@ -134,8 +135,75 @@ def test_chats_are_judged_by_chats(tmp_path: Path) -> None:
     text = rows(tmp_path / "text.jsonl", "a", 9)
     with pytest.raises(UserError, match=r"validation: .*text\.jsonl holds text, and data chats; give two of a kind"):
         language(data, validation=str(text), sequence_length=64).check()
-    with pytest.raises(UserError, match="holds chats, which cannot be mixed yet; write them into one file"):
-        language(f"0.5*{data} + 0.5*{text}").check()
+
+
+@pytest.fixture
+def mixed_kinds(tmp_path: Path) -> tuple[str, str]:
+    """Chats of two answers, and documents of 32 tokens."""
+
+    def told(number: int) -> list[dict[str, str]]:
+        said = ("user", f"is it {number}"), ("assistant", "yes"), ("user", "so?"), ("assistant", "!" * (number % 9))
+        return [{"role": role, "content": content} for role, content in said]
+
+    (tmp_path / "c.jsonl").write_text("\n".join(json.dumps({"messages": told(number)}) for number in range(100, 200)))
+    (tmp_path / "t.jsonl").write_text("\n".join(json.dumps({"text": f"{n:06d}" * 5 + "."}) for n in range(200)))
+    return str(tmp_path / "c.jsonl"), str(tmp_path / "t.jsonl")
+
+
+def test_of_chats_only_answers_are_learnt_and_of_text_beside_them_all(mixed_kinds: tuple[str, str]) -> None:
+    workload = language("0.7*{} + 0.3*{}".format(*mixed_kinds), Deal(2), sequence_length=64)
+    workload.check()
+    alone = [language(one, sequence_length=64) for one in mixed_kinds]
+    of_chats, texts = (one.batch(np.arange(one.available or 0)) for one in alone)
+    rows = [*zip(*of_chats, strict=True), *zip(texts, texts, strict=True)]
+    expected = {bytes(row.tolist()).strip(b"\0"): label[label >= 0].tolist() for row, label in rows}
+    batches = [workload.batch(workload.sample_ids(3, 0, step, 8)) for step in range(BLOCK // 8)]
+    found = [(row, label) for batch in batches for row, label in zip(*batch, strict=True)]
+    assert sum(bool((label == row).all()) for row, label in found) == 300
+    assert all(label[label >= 0].tolist() == expected[bytes(row.tolist()).strip(b"\0")] for row, label in found)
+    said = workload.sample(workload.build(0).eval(), 0, torch.device("cpu"))
+    assert said.startswith("user: is it") and "assistant:" in said.splitlines()[1]
+
+
+@pytest.mark.parametrize("mask", [False, True], ids=["plain", "document mask"])
+def test_losses_of_both_kinds_are_means_of_all_tokens_that_are_learnt(mixed_kinds: tuple[str, str], mask: bool) -> None:
+    workload = language("0.7*{} + 0.3*{}".format(*mixed_kinds), sequence_length=64, document_mask=mask)
+    alone = [language(one, sequence_length=64).data for one in mixed_kinds]
+    model = workload.build(0).eval()
+
+    def loss(rows: list[tuple[Tensor, Tensor]]) -> float:
+        """A sample at a time, of which nothing fills it up; a text has two documents, and a chat is one."""
+        total, count = 0.0, 0
+        for row, label in rows:
+            end = int(row.nonzero()[-1]) + 2
+            positions = torch.arange(32).repeat(2)[None] if mask and torch.equal(row, label) else None
+            own = int((label[1:] >= 0).sum())
+            total += own * float(sequence_loss(model, row[None, :end], label[None, :end], positions))
+            count += own
+        return total / count
+
+    with torch.no_grad():
+        batch = workload.batch(workload.sample_ids(3, 0, 0, 8))
+        assert {torch.equal(row, label) for row, label in zip(*batch, strict=True)} == {True, False}
+        assert float(workload.loss(model, batch)) == pytest.approx(loss([*zip(*batch, strict=True)]), rel=1e-5)
+        score = workload.evaluate(model, 5, torch.device("cpu"))
+        (tokens, labels), texts = alone[0].held_out(14), alone[1].held_out(6)
+        both = [[*zip(tokens, labels, strict=True)], [*zip(texts, texts, strict=True)]]
+        assert [*score.sources.values()] == pytest.approx([*map(loss, both)], rel=1e-5)
+        assert score.loss == pytest.approx(loss(both[0] + both[1]), rel=1e-5)
+
+
+def test_a_mixture_with_chats_may_be_judged_by_either_and_text_by_no_chats(mixed_kinds: tuple[str, str]) -> None:
+    data = "0.7*{} + 0.3*{}".format(*mixed_kinds)
+    for validation in (*mixed_kinds, data):
+        judged = language(data, sequence_length=64, validation=validation)
+        judged.check()
+        assert judged.evaluate(judged.build(0).eval(), 9, torch.device("cpu")).loss > 0
+    _, text = mixed_kinds
+    with pytest.raises(UserError, match=r"validation: .*c\.jsonl holds chats, and data text; give two of a kind"):
+        language(text, sequence_length=64, validation=data).check()
+    with pytest.raises(UserError, match="holds chats, whose prompts stages and shards do not mask"):
+        _ = language(data).divisible
 
 
 def test_a_source_may_be_far_away_and_another_prepared(tmp_path: Path) -> None:

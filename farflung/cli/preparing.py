@@ -1,4 +1,4 @@
-"""farflung prepare: text to tokens, before a run needs them."""
+"""farflung prepare: text or chats to tokens, before a run needs them."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from farflung.cli.arguments import parse
 from farflung.errors import UserError, counted, disk_errors
 
 if TYPE_CHECKING:
-    from farflung.workloads.store import Told
+    from farflung.workloads.store import Store, Told
 
 
 @dataclass(frozen=True)
 class PrepareOptions:
-    """Which text to make tokens of, and where to."""
+    """Which text or chats to make tokens of, and where to."""
 
     data: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="DATA")]
     """stdlib, hf:NAME (hub), or a path or glob of text, JSON Lines, CSV or Parquet, as for train --data."""
@@ -35,33 +35,38 @@ class PrepareOptions:
 
 
 def prepare(arguments: list[str]) -> None:
-    """Make a store of tokens from text, for train --data; a run makes its own where it is given text."""
+    """Make a store of tokens from text or chats, for train --data; a run makes its own where it is given these."""
     options = parse(PrepareOptions, arguments, "prepare", prepare.__doc__)
 
-    from farflung.workloads import chats, mixtures, prepared, store, text, tokenizers
+    from farflung.workloads import chat_store, mixtures, prepared, store, text, tokenizers
     from farflung.workloads.settings import LanguageSettings
 
     if store.is_store(options.out):
         raise UserError(f"{options.out} holds a whole store; give another folder with --out, or remove it")
-    there = {path.name for path in options.out.iterdir()} if options.out.exists() else set()
-    if there - {*store.PARTS, store.PROGRESS}:
-        raise UserError(f"{options.out} holds something else; give another folder with --out")
     if mixtures.sources(options.data):
         raise UserError("prepare each source by itself, and mix the stores: train --data '0.7*STORE + 0.3*OTHER'")
     settings = LanguageSettings(data=options.data, text_column=options.text_column, max_tokens=options.max_tokens)
     size = text.text_bytes(options.data)  # a misspelt path is told before the hub is asked for a tokenizer
-    if chats.holds_chats(settings):
-        raise UserError(
-            f"{options.data} holds chats, which need no store; train --data {options.data} takes them as is"
-        )
+    as_chats = chat_store.holds_chats(settings)
+    there = {path.name for path in options.out.iterdir()} if options.out.exists() else set()
+    if there - {*(store.CHATS if as_chats else store.TEXT), store.PROGRESS}:
+        raise UserError(f"{options.out} holds something else; give another folder with --out")
     tokenizer = tokenizers.load(options.tokenizer)
     with disk_errors(f"write to {options.out}", "make room, and give the same command again"), _bar(size) as told:
-        made = prepared.make(options.out, settings, tokenizer, told).manifest
-    tokens = made.training + made.held_out
-    print(
-        f"farflung: {options.out} holds {tokens:,} tokens of {counted(made.documents, 'document')}, {made.held_out:,} "
-        f"of them held out; train on it with: farflung train --data {options.out}"
-    )
+        made = prepared.make(options.out, settings, tokenizer, told, as_chats=as_chats)
+    print(f"farflung: {options.out} holds {_told(made)}; train on it with: farflung train --data {options.out}")
+
+
+def _told(made: Store) -> str:
+    """What is in a store."""
+    from farflung.workloads import store
+
+    manifest = made.manifest
+    tokens = manifest.training + manifest.held_out
+    if manifest.template:
+        answers = int(made.mapped(store.INDEX)["learnt"].sum())
+        return f"{tokens:,} tokens of {counted(manifest.documents, 'chat')}, {answers:,} of them in answers"
+    return f"{tokens:,} tokens of {counted(manifest.documents, 'document')}, {manifest.held_out:,} of them held out"
 
 
 @contextmanager

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import accumulate, pairwise
-from typing import Any
+from collections.abc import Sequence
+from functools import cached_property
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from farflung.errors import UserError, counted
+from farflung.workloads import store
 from farflung.workloads.base import Ids
+from farflung.workloads.chat_store import chats_of, content
 from farflung.workloads.dealing import ALL, Deal
-from farflung.workloads.far import HUB, is_far
 from farflung.workloads.held_out import HELD_OUT_SHARE, by_number, evenly, is_held_out
+from farflung.workloads.prepared import is_prepared, store_of
 from farflung.workloads.settings import LanguageSettings
-from farflung.workloads.templates import ANSWERS, ChatError, Message, Rendered
-from farflung.workloads.text import records
+from farflung.workloads.store import Store
+from farflung.workloads.templates import ANSWERS
 from farflung.workloads.tokenizers import Tokenizer
 
 IGNORED = -100
@@ -36,113 +38,117 @@ class Chats:
     """Chats to train on and chats held out; the beginning of a sequence is a prompt.
 
     Args:
-        training, held_out: the chats, none longer than a sequence.
+        training, held_out: their numbers in the store.
+        length: tokens after which they are cut.
         padding: the token that fills shorter ones up.
     """
 
-    def __init__(self, training: Sequence[Rendered], held_out: Sequence[Rendered], padding: int) -> None:
-        self._training, self._held_out = _Rows(training), _Rows(held_out)
-        self._padding = padding
+    def __init__(self, kept: Store, training: Ids, held_out: Ids, length: int, padding: int) -> None:
+        self._tokens, self._learnt, self._index = map(kept.mapped, store.CHATS)
+        self._training, self._held_out = training, held_out
+        self._length, self._padding = length, padding
 
     @property
     def available(self) -> int:
         """Training chats."""
         return len(self._training)
 
-    @property
+    @cached_property
     def answer_tokens(self) -> int:
         """Tokens of answers in a training chat, in the mean; at least 1."""
-        return max(1, round(int(self._training.answers.sum()) / self.available))
+        entries = self._index[self._training]
+        cut = entries["tokens"] > self._length
+        learnt = int(entries["learnt"][~cut].sum())
+        learnt += sum(int(self._learnt[self._span(entry)].sum()) for entry in entries[cut])
+        return max(1, round(learnt / self.available))
 
     def batch(self, ids: Ids) -> Labelled:
         """Training chats by their numbers, filled up to the longest."""
-        return self._training.batch(ids, self._padding)
+        return self._filled_up(self._training[ids])
 
     def held_out(self, most: int) -> Labelled:
         """Up to `most` held-out chats, evenly spread; the same for every replica and step."""
-        return self._held_out.batch(evenly(len(self._held_out), most), self._padding)
+        return self._filled_up(self._held_out[evenly(len(self._held_out), most)])
+
+    def _filled_up(self, numbers: Ids) -> Labelled:
+        rows = []
+        for entry in self._index[numbers]:
+            span = self._span(entry)
+            tokens = torch.from_numpy(self._tokens[span].astype(np.int64))
+            learnt = torch.from_numpy(self._learnt[span].copy())
+            rows.append((tokens.unsqueeze(0), torch.where(learnt, tokens, IGNORED).unsqueeze(0)))
+        return joined(rows, self._padding)
+
+    def _span(self, entry: NDArray[np.void]) -> slice:
+        """Where the tokens of a chat lie, as far as they are trained on."""
+        begin = int(entry["begin"])
+        return slice(begin, begin + min(int(entry["tokens"]), self._length))
 
 
-class _Rows:
-    """Sequences of unlike lengths, one after the other."""
-
-    def __init__(self, chats: Sequence[Rendered]) -> None:
-        self._tokens = np.concatenate([chat.tokens for chat in chats] or [np.empty(0, dtype=np.int64)])
-        self.answers = np.concatenate([chat.answers for chat in chats] or [np.empty(0, dtype=np.bool_)])
-        self._bounds = list(pairwise(accumulate((len(chat.tokens) for chat in chats), initial=0)))
-
-    def __len__(self) -> int:
-        return len(self._bounds)
-
-    def batch(self, ids: Ids, padding: int) -> Labelled:
-        """Some of them, filled up to the longest."""
-        chosen = [slice(*self._bounds[number]) for number in ids.tolist()]
-        shape = (len(chosen), max(one.stop - one.start for one in chosen))
-        tokens, labels = np.full(shape, padding, dtype=np.int64), np.full(shape, IGNORED, dtype=np.int64)
-        for row, one in enumerate(chosen):
-            length, own = one.stop - one.start, self._tokens[one].astype(np.int64)  # bytes hold no IGNORED
-            tokens[row, :length] = own
-            labels[row, :length] = np.where(self.answers[one], own, IGNORED)
-        return torch.from_numpy(tokens), torch.from_numpy(labels)
+def labelled(samples: Tensor | Labelled) -> Labelled:
+    """Samples with labels; of text, all tokens are learnt."""
+    return (samples, samples) if isinstance(samples, Tensor) else samples
 
 
-def holds_chats(settings: LanguageSettings) -> bool:
-    """Whether the first record of the data is a chat. Raises UserError where it cannot be read."""
-    if is_far(settings.data) and not settings.data.startswith(HUB):
-        return False  # which would be read whole
-    _, first = next(records(settings.data), ("", ""))
-    if isinstance(first, str) or isinstance(first.get(settings.text_column), str):
-        return False
-    return _form_of(first, settings.text_column) is not None
+def joined(samples: Sequence[Labelled], padding: int) -> Labelled:
+    """Samples one after the other, filled up to the longest with a token that is not learnt."""
+    shape = sum(len(tokens) for tokens, _ in samples), max(tokens.shape[1] for tokens, _ in samples)
+    found = torch.full(shape, padding), torch.full(shape, IGNORED)
+    row = 0
+    for sample in samples:
+        here = slice(row, row := row + len(sample[0]))
+        for whole, part in zip(found, sample, strict=True):
+            whole[here, : part.shape[1]] = part
+    return found
 
 
 def check(settings: LanguageSettings, tokenizer: Tokenizer) -> None:
-    """Refuses a tokenizer that cannot tell the first chat's answers. Raises UserError."""
-    next(_rendered(settings, tokenizer), None)
+    """Refuses a tokenizer that cannot tell the first chat's answers, or is not the store's. Raises UserError."""
+    if is_prepared(settings):
+        store_of(settings, tokenizer, as_chats=True)
+    elif first := next(chats_of(settings), None):
+        first.rendered(tokenizer)
 
 
 def load(settings: LanguageSettings, tokenizer: Tokenizer, deal: Deal = ALL) -> Chats:
-    """Reads the chats that the settings name, and warns of those that are too long.
+    """The chats that the settings name, mapped from their store; warns of those that are too long.
 
     Raises UserError where one is no chat, or where there are too few.
     """
-    kept, lost = _read(settings, tokenizer)
-    training, held_out = (kept, []) if settings.validation else _dealt(kept, deal.draws)
+    found = store_of(settings, tokenizer, as_chats=True)
+    kept, lost = _fit(found, settings)
+    training, held_out = (kept, kept[:0]) if settings.validation else _dealt(found, kept, settings, deal.draws)
     least = max(deal.shares, LEAST_TRAINING)
     if len(training) < least:
         wanted = str(least) if settings.validation else f"{least + 1}: {least} to train on, and one held out"
-        raise _too_few(settings, kept, lost, wanted)
+        raise _too_few(settings, len(kept), lost, wanted)
     _warn(settings, lost)
-    return Chats(training, held_out, tokenizer.end)
+    return Chats(found, training, held_out, settings.sequence_length, tokenizer.end)
 
 
 def load_all(settings: LanguageSettings, tokenizer: Tokenizer) -> Labelled:
     """Up to `eval_sequences` of all chats that the settings name, evenly spread. Raises UserError."""
-    kept, lost = _read(settings, tokenizer)
-    if not kept:
-        raise _too_few(settings, kept, lost, "1")
+    found = store_of(settings, tokenizer, as_chats=True)
+    kept, lost = _fit(found, settings)
+    if not len(kept):
+        raise _too_few(settings, 0, lost, "1")
     _warn(settings, lost)
-    return Chats([], kept, tokenizer.end).held_out(settings.eval_sequences)
+    return Chats(found, kept[:0], kept, settings.sequence_length, tokenizer.end).held_out(settings.eval_sequences)
 
 
-def _read(settings: LanguageSettings, tokenizer: Tokenizer) -> tuple[list[Rendered], str]:
+def _fit(found: Store, settings: LanguageSettings) -> tuple[Ids, str]:
     """The chats that have something to learn within a sequence, and what is told of others. Raises UserError."""
-    kept, cut, left_out, silent = [], 0, 0, 0
-    for chat in _rendered(settings, tokenizer):
-        fits = Rendered(chat.tokens[: settings.sequence_length], chat.answers[: settings.sequence_length])
-        if fits.answers[1:].any():  # of a first token, nobody predicts anything
-            kept.append(fits)
-            cut += len(fits.tokens) < len(chat.tokens)
-        else:
-            left_out += bool(chat.answers.any())
-            silent += not chat.answers.any()
-    if not kept and left_out:
+    index, length = found.mapped(store.INDEX), settings.sequence_length
+    if settings.max_tokens:  # of a store that was prepared with more
+        index = index[: np.searchsorted(index["begin"], settings.max_tokens)]
+    fits, silent = index["first"] < np.minimum(index["tokens"], length), index["learnt"] == 0
+    cut, left_out = int((fits & (index["tokens"] > length)).sum()), int((~fits & ~silent).sum())
+    if left_out and not fits.any():
         raise UserError(
-            f"data {settings.data}: all {left_out} chats are cut at sequence_length {settings.sequence_length}, before "
+            f"data {settings.data}: all {left_out} chats are cut at sequence_length {length}, before "
             "their answers begin; give a larger sequence_length, or shorter prompts"
         )
-    lost = _told_of_lost(settings, len(kept) + left_out + silent, cut, left_out, silent)
-    return kept, lost
+    return np.flatnonzero(fits), _told_of_lost(length, len(index), cut, left_out, int(silent.sum()))
 
 
 def _warn(settings: LanguageSettings, lost: str) -> None:
@@ -150,85 +156,33 @@ def _warn(settings: LanguageSettings, lost: str) -> None:
         warnings.warn(f"data {settings.data}: {lost}", stacklevel=3)
 
 
-def _too_few(settings: LanguageSettings, kept: list[Rendered], lost: str, wanted: str) -> UserError:
-    there = f"{counted(len(kept), 'chat')} to learn from{f' ({lost})' if lost else ''}"
+def _too_few(settings: LanguageSettings, kept: int, lost: str, wanted: str) -> UserError:
+    there = f"{counted(kept, 'chat')} to learn from{f' ({lost})' if lost else ''}"
     longer = ", or a larger sequence_length" if "longer than" in lost else ""
     return UserError(f"data {settings.data}: {there}; give at least {wanted}{longer}")
 
 
-def _told_of_lost(settings: LanguageSettings, count: int, cut: int, left_out: int, silent: int) -> str:
+def _told_of_lost(length: int, count: int, cut: int, left_out: int, silent: int) -> str:
     """What has become of chats that are not learnt whole; "" where all are."""
     lost = []
     if cut or left_out:
-        long = f"{cut + left_out} of {count} chats are longer than a sequence of {settings.sequence_length} tokens"
+        long = f"{cut + left_out} of {count} chats are longer than a sequence of {length} tokens"
         lost.append(f"{long} ({cut} are cut, {left_out} left out, whose answers begin behind it)")
     if silent:
         lost.append(f"{silent} of {count} chats are left out, which have no answer of the role {ANSWERS}")
     return ", and ".join(lost)
 
 
-def _dealt(chats: list[Rendered], numbered: bool) -> tuple[list[Rendered], list[Rendered]]:
+def _dealt(found: Store, chats: Ids, settings: LanguageSettings, numbered: bool) -> tuple[Ids, Ids]:
     """Chats to train on and chats held out, by what they hold or their number; of few ones, the last are held out."""
-    if len(chats) < HELD_OUT_SHARE:
+    entries, tokens, length = found.mapped(store.INDEX)[chats], found.mapped(store.TOKENS), settings.sequence_length
+    out = entries["held_out"].copy()
+    if numbered:
+        out[:] = [is_held_out(by_number(number)) for number in range(len(chats))]
+    else:
+        for place in np.flatnonzero(entries["tokens"] > length):
+            begin = int(entries["begin"][place])
+            out[place] = is_held_out(content(tokens[begin : begin + length]))
+    if len(chats) < HELD_OUT_SHARE or out.all() or not out.any():
         return chats[:-1], chats[-1:]
-    training: list[Rendered] = []
-    held_out: list[Rendered] = []
-    for number, chat in enumerate(chats):
-        content = by_number(number) if numbered else chat.tokens.astype(np.int64).tobytes()
-        (held_out if is_held_out(content) else training).append(chat)
-    return (training, held_out) if training and held_out else (chats[:-1], chats[-1:])
-
-
-def _rendered(settings: LanguageSettings, tokenizer: Tokenizer) -> Iterator[Rendered]:
-    """The chats as tokens, until there are `max_tokens`."""
-    room = settings.max_tokens
-    for number, (where, record) in enumerate(records(settings.data)):
-        at = f"data {where}: record {number + 1}"
-        form = None if isinstance(record, str) else _form_of(record, settings.text_column)
-        if form is None:
-            raise UserError(f"{at} is no chat, as the first is; give {FORMS}, in all of them")
-        try:
-            chat = tokenizer.chat(_checked(form, at))
-        except ChatError as error:
-            raise UserError(f"{at}: the tokenizer's chat template refuses it: {error}; mend or remove it") from error
-        yield chat
-        if room is not None and (room := room - len(chat.tokens)) <= 0:
-            return
-
-
-FORMS = "messages with role and content, prompt and completion, or instruction and output"
-"""What records of chats hold."""
-
-
-def _form_of(record: Mapping[str, Any], column: str) -> list[Any] | None:
-    """The messages of a record; None where it is no chat."""
-    for name in (column, "messages"):
-        if isinstance(record.get(name), list):
-            return list(record[name])
-    if {"prompt", "completion"} <= record.keys():
-        return _exchange(record["prompt"], record["completion"])
-    if {"instruction", "output"} <= record.keys():
-        asked = "\n\n".join(filter(None, (record["instruction"], record.get("input"))))
-        return _exchange(asked, record["output"])
-    return None
-
-
-def _exchange(asked: Any, answered: Any) -> list[Any]:
-    """A question and its answer, which may both be lists of messages already."""
-    before = asked if isinstance(asked, list) else [{"role": "user", "content": asked}]
-    after = answered if isinstance(answered, list) else [{"role": ANSWERS, "content": answered}]
-    return [*before, *after]
-
-
-def _checked(messages: list[Any], at: str) -> list[Message]:
-    """Messages without what is unset. Raises UserError where one has no role, or the chat is empty."""
-    if not messages:
-        raise UserError(f"{at} is a chat without messages; remove it")
-    found: list[Message] = []
-    for message in messages:
-        if not (isinstance(message, Mapping) and isinstance(message.get("role"), str)):
-            raise UserError(f"{at} has a message without a role; give each a role and content")
-        found.append({name: value for name, value in message.items() if value is not None})
-        if message["role"] in (ANSWERS, "user") and "content" not in found[-1] and "tool_calls" not in found[-1]:
-            raise UserError(f"{at} has a message of {message['role']} without content; mend or remove it")
-    return found
+    return chats[~out], chats[out]

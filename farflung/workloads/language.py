@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from farflung.errors import UserError
 from farflung.lazy import Later
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from farflung.workloads.chats import Chats, Labelled
     from farflung.workloads.data import Data
     from farflung.workloads.shards import Shards
-    from farflung.workloads.sources import Mixture
+    from farflung.workloads.sources import Mixture, Source
 else:
     np, torch, subspaces = Later("numpy"), Later("torch"), Later("farflung.workloads.subspace")
     adapters, base, chats, decoder, models, sources, tokenizers = (
@@ -74,12 +74,25 @@ class Language:
     @property
     def units_per_sample(self) -> int:
         """See Workload: of a chat, the tokens of its answers, in the mean."""
-        return self.data.answer_tokens if isinstance(self.data, chats.Chats) else self.settings.sequence_length
+        return sources.learnt(self.data, self.settings.sequence_length)
 
     @cached_property
+    def _named(self) -> list[Source]:
+        return sources.named(self.settings)  # once: on the hub, each asking is a journey
+
+    @cached_property
+    def _judges(self) -> list[Source]:
+        return sources.judges(self.settings)
+
+    @property
     def holds_chats(self) -> bool:
-        """Whether it trains on the answers of chats. Raises UserError."""
-        return sources.holds_chats(self.settings)
+        """Whether it trains on the answers of chats, and perhaps on text, too. Raises UserError."""
+        return any(source.is_chats for source in self._named)
+
+    @property
+    def _answers(self) -> bool:
+        """Whether the first sample that it is judged by is a chat."""
+        return (self._judges or self._named)[0].is_chats
 
     @cached_property
     def tokenizer(self) -> tokenizers.Tokenizer:
@@ -94,17 +107,17 @@ class Language:
     @cached_property
     def data(self) -> Data | Shards | Chats | Mixture:
         """The tokens to train on. Raises UserError."""
-        return sources.load(self.settings, self.tokenizer, self._deal, self.holds_chats)
+        return sources.load(self._named, self.tokenizer, self._deal)
 
     @cached_property
     def _judged_by(self) -> dict[str, Tensor | Labelled]:
         """Samples of each source."""
-        return sources.judged_by(self.settings, self.tokenizer, self.data)
+        return sources.held_out(self.data, self._judges, self.tokenizer, self.settings.eval_sequences)
 
     @cached_property
     def _held_out(self) -> Tensor | Labelled:
         parts = [*self._judged_by.values()]
-        return torch.cat(cast("list[Tensor]", parts)) if len(parts) > 1 else parts[0]  # chats are of one source
+        return sources.together(parts, self.tokenizer.end, with_labels=isinstance(parts[0], tuple))
 
     @cached_property
     def bytes_per_unit(self) -> float:
@@ -120,9 +133,7 @@ class Language:
             self.outline()
             if self.settings.base:
                 adapters.refuse_other_base(self._base(), self.settings)
-        sources.check(self.settings, self.tokenizer, self._deal, self.holds_chats)
-        if self.settings.document_mask and self.holds_chats:
-            raise UserError("a chat has a sequence for itself; leave out document_mask")
+        sources.check(self._named, self._judges, self.tokenizer, self._deal)
 
     def settled(self) -> LanguageSettings:
         """Its settings with the hash of the base, where adapters are trained. Raises UserError."""
@@ -184,12 +195,19 @@ class Language:
     def loss(self, model: Any, batch: Tensor | Labelled) -> Tensor:
         """See Workload; of chats, the mean over the tokens of their answers."""
         tokens, labels = batch if isinstance(batch, tuple) else (batch, batch)
-        return models.sequence_loss(model, tokens, labels, self._positions and self._positions(tokens))
+        positions = self._positions and self._positions(tokens)
+        if positions is not None and self.holds_chats:
+            # A chat is one document, though its messages may end as a text does; what is learnt whole is text.
+            is_text = (labels == tokens).all(dim=1, keepdim=True)
+            positions = torch.where(is_text, positions, torch.arange(tokens.shape[1], device=tokens.device))
+        return models.sequence_loss(model, tokens, labels, positions)
 
     @property
     def _positions(self) -> Callable[[Tensor], Tensor] | None:
-        """Says where in its document each token of a batch is, where documents are not to see each other."""
-        return partial(models.within_documents, end=self.tokenizer.end) if self.settings.document_mask else None
+        """Says where in its document each token of a text is, where documents are not to see each other."""
+        if not self.settings.document_mask or all(source.is_chats for source in self._named):
+            return None
+        return partial(models.within_documents, end=self.tokenizer.end)
 
     def weight(self, batch: Tensor | Labelled) -> int:
         """See Workload: its sequences, or the tokens of answers that are predicted in it."""
@@ -231,7 +249,7 @@ class Language:
                 temperature=TEMPERATURE,
                 pad_token_id=self.tokenizer.end,
             )[0].tolist()
-        if not self.holds_chats:
+        if not self._answers:
             return self.tokenizer.decode(tokens)
         asked = prompt.shape[1]
         return "\n".join(self.tokenizer.decode(part).strip() for part in (tokens[:asked], tokens[asked:]))
@@ -355,14 +373,14 @@ class Language:
 
     @property
     def _sample_length(self) -> int:
-        longest = self._prompt().shape[1] + SAMPLE_TOKENS if self.holds_chats else SAMPLE_TOKENS
+        longest = self._prompt().shape[1] + SAMPLE_TOKENS if self._answers else SAMPLE_TOKENS
         return min(longest, self.settings.sequence_length)
 
     def _prompt(self) -> Tensor:
         """(1, tokens): the beginning of a sequence held out; of a chat, all that comes before its first answer."""
-        if isinstance(self._held_out, torch.Tensor):
-            return self._held_out[:1, : min(PROMPT_TOKENS, min(SAMPLE_TOKENS, self.settings.sequence_length) // 2)]
-        tokens, labels = self._held_out
+        tokens, labels = chats.labelled(self._held_out)
+        if not self._answers:
+            return tokens[:1, : min(PROMPT_TOKENS, min(SAMPLE_TOKENS, self.settings.sequence_length) // 2)]
         return tokens[:1, : int((labels[0, 1:] != chats.IGNORED).nonzero()[0]) + 1]
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -14,7 +16,7 @@ from filelock import FileLock, Timeout
 from farflung import formats
 from farflung.errors import UserError, disk_errors
 from farflung.files import write_text
-from farflung.workloads import store, text
+from farflung.workloads import chat_store, store, text
 from farflung.workloads.far import is_far
 from farflung.workloads.settings import LanguageSettings
 from farflung.workloads.store import Store, Told
@@ -40,50 +42,80 @@ def cache() -> Path:
     return Path(tempfile.gettempdir()) / f"farflung-{os.getuid()}"
 
 
+def is_prepared(settings: LanguageSettings) -> bool:
+    """Whether the data is what `farflung prepare` has made."""
+    return store.is_store(Path(settings.data).expanduser())
+
+
 def store_of(
-    settings: LanguageSettings, tokenizer: Tokenizer, told: Told = lambda *_: None, numbered: bool = False
+    settings: LanguageSettings,
+    tokenizer: Tokenizer,
+    told: Told = lambda *_: None,
+    numbered: bool = False,
+    as_chats: bool = False,
 ) -> Store:
-    """The store of a run's text, made if there is none; `numbered` as for `store.write`. Raises UserError."""
-    named = Path(settings.data).expanduser()
-    if store.is_store(named):
-        found = store.read(named)
-        refuse_other_tokenizer(found, tokenizer)
+    """The store of a run's text or chats, made if there is none; `numbered` as for `store.write`. Raises UserError."""
+    if is_prepared(settings):
+        found = store.read(Path(settings.data).expanduser())
+        _refuse_other(found, tokenizer, as_chats)
         return found
     kept = cache()
+    by = [1 if numbered else formats.STORE.version, tokenizer.digest, settings.text_column, settings.max_tokens]
+    by += ["chats", tokenizer.template] if as_chats else []
     with disk_errors(f"keep tokens in {kept}", f"make room, or set {CACHE} to another folder"):
-        folder = kept / "tokens" / _name(settings, tokenizer, kept, numbered)
+        folder = kept / "tokens" / _name(settings.data, by, kept)
         # Who finds it whole needs no lock, so that many processes start at once, from a folder that is read only, too.
-        return store.whole(folder) or _made_once(folder, settings, tokenizer, told, numbered)
+        if found_whole := store.whole(folder):
+            return found_whole
+        with _alone(folder):
+            return store.whole(folder) or make(folder, settings, tokenizer, told, numbered, as_chats)
 
 
-def refuse_other_tokenizer(found: Store, tokenizer: Tokenizer) -> None:
-    """Raises UserError for a store whose tokens are another tokenizer's."""
+def _refuse_other(found: Store, tokenizer: Tokenizer, as_chats: bool) -> None:
+    """Raises UserError for a store whose tokens are another tokenizer's, or of another kind than is wanted."""
+    remedy = "with --tokenizer as it is given here, or give the one that it was made with"
     if found.manifest.tokenizer != tokenizer.digest:
         raise UserError(
-            f"data {found.folder}: its tokens are not of the model's tokenizer; "
-            "prepare the text again with --tokenizer as it is given here, or give the one that it was made with"
+            f"data {found.folder}: its tokens are not of the model's tokenizer; prepare the text again {remedy}"
+        )
+    if bool(found.manifest.template) != as_chats:
+        raise UserError(f"data {found.folder}: is a store of chats, and text is needed here; give text")
+    if as_chats and found.manifest.template != tokenizer.template:
+        raise UserError(
+            f"data {found.folder}: its chats are of another chat template than the tokenizer has now; "
+            f"prepare them again {remedy}"
         )
 
 
-def _made_once(folder: Path, settings: LanguageSettings, tokenizer: Tokenizer, told: Told, numbered: bool) -> Store:
-    """Waits for whoever makes it, which the system ends with that process, and makes it if nobody has."""
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Waits for whoever makes a store; the system ends the wait with that process."""
     lock = folder.with_name(f"{folder.name}.lock")
     lock.parent.mkdir(parents=True, exist_ok=True)
     try:
         with FileLock(lock, timeout=LONGEST_S):
-            if found := store.whole(folder):
-                return found
-            (folder / store.MANIFEST).unlink(missing_ok=True)  # of one that is damaged
-            return make(folder, settings, tokenizer, told, numbered)
+            yield
     except Timeout as error:
         raise UserError(f"another process has {lock} for a day; end it") from error
 
 
-def make(folder: Path, settings: LanguageSettings, tokenizer: Tokenizer, told: Told, numbered: bool = False) -> Store:
-    """Makes a store of a run's text, or goes on with one. Raises UserError where there is none, and OSError."""
-    documents = text.documents(settings.data, settings.text_column)
+def make(
+    folder: Path,
+    settings: LanguageSettings,
+    tokenizer: Tokenizer,
+    told: Told,
+    numbered: bool = False,
+    as_chats: bool = False,
+) -> Store:
+    """Makes a store of a run's data, or goes on with one. Raises UserError where there is no text, and OSError."""
+    (folder / store.MANIFEST).unlink(missing_ok=True)  # of one that is damaged
+    most = settings.max_tokens
     try:
-        made = store.write(folder, documents, tokenizer, settings.max_tokens, told, numbered)
+        if as_chats:
+            made = chat_store.write(folder, chat_store.chats_of(settings), tokenizer, most, told)
+        else:
+            documents = text.documents(settings.data, settings.text_column)
+            made = store.write(folder, documents, tokenizer, most, told, numbered)
     except UserError:
         if not (folder / store.PROGRESS).exists():  # which a later attempt goes on from
             shutil.rmtree(folder)
@@ -94,15 +126,14 @@ def make(folder: Path, settings: LanguageSettings, tokenizer: Tokenizer, told: T
     return made
 
 
-def _name(settings: LanguageSettings, tokenizer: Tokenizer, kept: Path, numbered: bool) -> str:
-    """Follows from what the text's files hold, and from all else that its tokens depend on.
+def _name(data: str, by: list[object], kept: Path) -> str:
+    """Follows from what the data's files hold, and from all else that its tokens depend on.
 
     Files that were seen before, of the same size and time, are not read for it again.
     """
-    by = [1 if numbered else formats.STORE.version, tokenizer.digest, settings.text_column, settings.max_tokens]
-    if is_far(settings.data):
-        return _hash([*by, text.version_of(settings.data)])
-    paths = text.files(settings.data)
+    if is_far(data):
+        return _hash([*by, text.version_of(data)])
+    paths = text.files(data)
     stats = [path.stat() for path in paths]
     seen = [[str(path.resolve()), stat.st_size, stat.st_mtime_ns] for path, stat in zip(paths, stats, strict=True)]
     note = kept / "seen" / _hash([*by, seen])

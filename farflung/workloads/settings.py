@@ -9,7 +9,7 @@ from farflung.tables import AFTER_RESUME, BETWEEN_MACHINES, BETWEEN_PEERS, Check
 
 @dataclass(frozen=True)
 class LanguageSettings(Checked):
-    """The language model, and the text that it is trained on."""
+    """The language model, and the text or chats that it is trained on."""
 
     model: str = setting("tiny", may_differ=BETWEEN_PEERS)
     """A preset (micro, tiny, small, llama-125m, llama-1.3b, llama-6.8b), or anything that AutoConfig loads."""
@@ -22,7 +22,7 @@ class LanguageSettings(Checked):
     base: str = ""
     """Hash of the weights that adapters belong to. farflung fills it in, and refuses machines with other weights."""
     data: str = setting("stdlib", may_differ=BETWEEN_MACHINES | BETWEEN_PEERS)
-    """stdlib, hf:NAME (hub), a path, glob or address of text or rows, or a store; several: '0.7*code/*.py + 0.3*B'."""
+    """stdlib, hf:NAME (hub), a path, glob or address of text, rows or chats, or a store; several: '0.7*A + 0.3*B'."""
     validation: str | None = setting(None, may_differ=BETWEEN_MACHINES | BETWEEN_PEERS)
     """What to judge the model by, as for data; unset: documents of the data, one in twenty, that are held out."""
     tokenizer: str | None = setting(None, may_differ=BETWEEN_MACHINES | BETWEEN_PEERS)

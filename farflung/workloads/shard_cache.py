@@ -144,7 +144,7 @@ class ShardCache:
         for _, size, folder in kept:
             if over > 0 and size:
                 with contextlib.suppress(Timeout), _locked(folder, 0):
-                    for name in (store.MANIFEST, *store.PARTS):
+                    for name in (store.MANIFEST, *store.TEXT):
                         (folder / name).unlink(missing_ok=True)
                     over -= size
 
@@ -159,7 +159,7 @@ def _used(folder: Path) -> float:
 
 def _size(folder: Path) -> int:
     sizes = 0
-    for name in store.PARTS:
+    for name in store.TEXT:
         with contextlib.suppress(FileNotFoundError):
             sizes += (folder / name).stat().st_size
     return sizes

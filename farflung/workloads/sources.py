@@ -1,4 +1,4 @@
-"""What a run trains on and what it is judged by: text, chats, files that come one by one, or a mixture of texts."""
+"""What a run trains on and what it is judged by: text, chats, files that come one by one, or a mixture of these."""
 
 from __future__ import annotations
 
@@ -6,19 +6,20 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from farflung.errors import UserError
-from farflung.workloads import chats, data, far, mixtures, shards, store
+from farflung.workloads import chat_store, chats, data, far, mixtures, shards, store
 from farflung.workloads.base import Ids
-from farflung.workloads.chats import Chats, Labelled
+from farflung.workloads.chats import Chats, Labelled, joined, labelled
 from farflung.workloads.data import Data
 from farflung.workloads.dealing import Deal, mixed
 from farflung.workloads.mixtures import BLOCK
+from farflung.workloads.prepared import is_prepared
 from farflung.workloads.settings import LanguageSettings
 from farflung.workloads.shard_cache import ShardCache
 from farflung.workloads.shards import Shards
@@ -31,20 +32,35 @@ LEAST_TOKENS = 1000
 """Of each source, where they are limited."""
 
 
+class Source(NamedTuple):
+    """What a model is trained on or judged by, or one part of it."""
+
+    share: int
+    """Sequences of each BLOCK."""
+    settings: LanguageSettings
+    """The settings as if there were no other."""
+    is_chats: bool
+    """Whether only answers are learnt."""
+
+
 class Mixture:
     """Sequences of several sources, of which a replica trains on so many of each as their shares are.
+
+    Where some are chats, all have labels; of text, all tokens are learnt.
 
     Args:
         parts: each source's data by its name; files that come one by one have one cache.
         shares: how many of so many sequences, one after the other, are each one's.
         deal: how the sequences of a source are dealt to replicas.
+        padding: the token that fills chats up to the length of text.
     """
 
     available = None
     """Some sources are gone through more often than others."""
 
-    def __init__(self, parts: Mapping[str, Data | Shards], shares: list[int], deal: Deal) -> None:
+    def __init__(self, parts: Mapping[str, Data | Shards | Chats], shares: list[int], deal: Deal, padding: int) -> None:
         self._names, self._parts, self._shares, self._deal = list(parts), list(parts.values()), shares, deal
+        self._padding = padding
         self._from_far = [part for part in self._parts if isinstance(part, Shards)]
 
     @property
@@ -71,20 +87,28 @@ class Mixture:
         total = sum(self._shares)
         return {name: sequences * share / total / part.available for name, part, share in each if part.available}
 
-    def batch(self, ids: Ids) -> Tensor:
-        """Sequences (n, length) int64 by their numbers. Raises UserError."""
+    def batch(self, ids: Ids) -> Tensor | Labelled:
+        """Sequences (n, length) int64 by their numbers, where some source is chats with labels. Raises UserError."""
         sources, within = ids >> IN_SOURCE, ids & ((1 << IN_SOURCE) - 1)
         rows = [self._parts[of].batch(within[turn : turn + 1]) for turn, of in enumerate(sources.tolist())]
-        return torch.cat(rows)
+        return self._together(rows)
 
-    def held_out(self, most: int) -> Tensor:
-        """Sequences (n, length) int64 held out of all sources, one after the other."""
-        return torch.cat([*self.held_out_of(most).values()])
+    def held_out(self, most: int) -> Tensor | Labelled:
+        """Samples held out of all sources, one after the other, as `batch` gives them."""
+        return self._together([*self.held_out_of(most).values()])
 
-    def held_out_of(self, most: int) -> dict[str, Tensor]:
-        """Of each source by its name, sequences (n, length) int64 held out: its share of `most`, and at least one."""
+    def held_out_of(self, most: int) -> dict[str, Tensor | Labelled]:
+        """Of each source by its name, samples held out: its share of `most`, and at least one."""
         counts = [max(1, round(most * share / sum(self._shares))) for share in self._shares]
         return {name: part.held_out(count) for name, part, count in zip(self._names, self._parts, counts, strict=True)}
+
+    def learnt(self, length: int) -> int:
+        """The tokens that are learnt of a sample, in the mean; of text, so many."""
+        each = zip(self._parts, self._shares, strict=True)
+        return round(sum(learnt(part, length) * share for part, share in each) / sum(self._shares))
+
+    def _together(self, samples: list[Tensor | Labelled]) -> Tensor | Labelled:
+        return together(samples, self._padding, any(isinstance(part, Chats) for part in self._parts))
 
     def let_go(self) -> None:
         """See Shards."""
@@ -92,103 +116,120 @@ class Mixture:
             part.let_go()
 
 
-def is_prepared(settings: LanguageSettings) -> bool:
-    """Whether the data is what `farflung prepare` has made."""
-    return store.is_store(Path(settings.data).expanduser())
+def learnt(trained_on: Data | Shards | Chats | Mixture, length: int) -> int:
+    """The tokens that are learnt of a sample, in the mean, where a sequence of text has so many."""
+    if isinstance(trained_on, Mixture):
+        return trained_on.learnt(length)
+    return trained_on.answer_tokens if isinstance(trained_on, Chats) else length
 
 
-def holds_chats(settings: LanguageSettings) -> bool:
-    """Whether the data is chats, of which answers are learnt. Raises UserError."""
-    return not (mixtures.sources(settings.data) or is_prepared(settings)) and chats.holds_chats(settings)
+def together(samples: list[Tensor | Labelled], padding: int, with_labels: bool) -> Tensor | Labelled:
+    """Samples one after the other; those with labels are filled up to the longest."""
+    if with_labels:
+        return joined([labelled(one) for one in samples], padding)
+    return torch.cat(cast("list[Tensor]", samples))
 
 
-def load(
-    settings: LanguageSettings, tokenizer: Tokenizer, deal: Deal, as_chats: bool
-) -> Data | Shards | Chats | Mixture:
-    """What the settings name to train on, which `holds_chats` or not. Raises UserError."""
-    if as_chats:
+def named(settings: LanguageSettings) -> list[Source]:
+    """What the settings name to train on. Raises UserError."""
+    sources, most = mixtures.sources(settings.data), settings.max_tokens
+    if not sources:
+        return [Source(BLOCK, settings, _is_chats(settings))]
+    limits = [most and max(LEAST_TOKENS, most * source.share // BLOCK) for source in sources]
+    parts = [replace(settings, data=one.data, max_tokens=limit) for one, limit in zip(sources, limits, strict=True)]
+    return [Source(one.share, part, _is_chats(part)) for one, part in zip(sources, parts, strict=True)]
+
+
+def judges(settings: LanguageSettings) -> list[Source]:
+    """What the settings name to judge by, all of it; nothing where that is held out. Raises UserError."""
+    if not settings.validation:
+        return []
+    try:
+        found = named(replace(settings, data=settings.validation, validation=None, max_tokens=None))
+    except UserError as error:
+        raise UserError(f"validation: {error}") from error
+    most = settings.eval_sequences
+    counts = [max(1, round(most * source.share / BLOCK)) for source in found]
+    return [
+        source._replace(settings=replace(source.settings, eval_sequences=count))
+        for source, count in zip(found, counts, strict=True)
+    ]
+
+
+def load(sources: list[Source], tokenizer: Tokenizer, deal: Deal) -> Data | Shards | Chats | Mixture:
+    """What is trained on, of sources that were `named`. Raises UserError."""
+    if len(sources) == 1:
+        return _load(sources[0], tokenizer, deal, None)
+    kept = shards.cache_of(sources[0].settings, tokenizer)
+    found = {source.settings.data: _load(source, tokenizer, deal, kept) for source in sources}
+    return Mixture(found, [source.share for source in sources], deal, tokenizer.end)
+
+
+def _load(source: Source, tokenizer: Tokenizer, deal: Deal, kept: ShardCache | None) -> Data | Shards | Chats:
+    settings = source.settings
+    if source.is_chats:
         return chats.load(settings, tokenizer, deal)
-    if not (parts := _parts(settings)):
-        return _of_one(settings, tokenizer, deal)
-    kept = shards.cache_of(settings, tokenizer)
-    found = {name: _of_one(part, tokenizer, deal, kept) for name, (_, part) in parts.items()}
-    return Mixture(found, [share for share, _ in parts.values()], deal)
-
-
-def _of_one(
-    settings: LanguageSettings, tokenizer: Tokenizer, deal: Deal, kept: ShardCache | None = None
-) -> Data | Shards:
     if far.is_far(settings.data) and not settings.max_tokens:
         return shards.load(settings, deal, kept or shards.cache_of(settings, tokenizer))
     return data.load(settings, tokenizer, deal)
 
 
-def _parts(settings: LanguageSettings) -> dict[str, tuple[int, LanguageSettings]]:
-    """Of each source of a mixture by its name: its share, and the settings as if there were no other."""
-    sources, most = mixtures.sources(settings.data), settings.max_tokens
-    limits = [most and max(LEAST_TOKENS, most * source.share // BLOCK) for source in sources]
-    return {
-        source.data: (source.share, replace(settings, data=source.data, max_tokens=limit))
-        for source, limit in zip(sources, limits, strict=True)
-    }
+def _load_all(source: Source, tokenizer: Tokenizer) -> Tensor | Labelled:
+    load = chats.load_all if source.is_chats else data.load_all
+    return load(source.settings, tokenizer)
 
 
-def judged_by(
-    settings: LanguageSettings, tokenizer: Tokenizer, trained_on: Data | Shards | Chats | Mixture
+def held_out(
+    trained_on: Data | Shards | Chats | Mixture, judges: list[Source], tokenizer: Tokenizer, most: int
 ) -> dict[str, Tensor | Labelled]:
-    """What the model is judged by: samples of each source, by its name where there are several. Raises UserError."""
-    if not settings.validation:
-        most = settings.eval_sequences
-        return {**trained_on.held_out_of(most)} if isinstance(trained_on, Mixture) else {"": trained_on.held_out(most)}
-    own = _to_judge_by(settings, settings.validation)
-    if isinstance(trained_on, Chats):
-        return {"": chats.load_all(own, tokenizer)}
-    if not (parts := _parts(own)):
-        return {"": data.load_all(own, tokenizer)}
-    return {
-        name: data.load_all(replace(part, eval_sequences=max(1, round(own.eval_sequences * share / BLOCK))), tokenizer)
-        for name, (share, part) in parts.items()
-    }
+    """What the model is judged by: samples of each source, by its name where there are several. Raises UserError.
+
+    All have labels where some have.
+    """
+    found: dict[str, Tensor | Labelled]
+    if judges:
+        names = [source.settings.data for source in judges] if len(judges) > 1 else [""]
+        found = {name: _load_all(source, tokenizer) for name, source in zip(names, judges, strict=True)}
+    elif isinstance(trained_on, Mixture):
+        found = trained_on.held_out_of(most)
+    else:
+        found = {"": trained_on.held_out(most)}
+    if not any(isinstance(samples, tuple) for samples in found.values()):
+        return found
+    return {name: labelled(samples) for name, samples in found.items()}
 
 
-def _to_judge_by(settings: LanguageSettings, data: str) -> LanguageSettings:
-    """The settings as if that data were what is trained on, all of it."""
-    return replace(settings, data=data, validation=None, max_tokens=None)
+def _is_chats(settings: LanguageSettings) -> bool:
+    """Whether a source is chats, of which answers are learnt. Raises UserError."""
+    if is_prepared(settings):
+        return bool(store.read(Path(settings.data).expanduser()).manifest.template)
+    return chat_store.holds_chats(settings)
 
 
-def check(settings: LanguageSettings, tokenizer: Tokenizer, deal: Deal, as_chats: bool) -> None:
-    """Raises UserError for data that cannot be trained on, as far as that is soon known. See `holds_chats`."""
-    if deal.draws and mixtures.sources(settings.data):
+def check(sources: list[Source], judges: list[Source], tokenizer: Tokenizer, deal: Deal) -> None:
+    """Raises UserError for data that cannot be trained on or judged by, as far as that is soon known."""
+    if deal.draws and len(sources) > 1:
         raise UserError("the sequences of a mixture are not drawn; leave out --order draws")
-    _check(settings, tokenizer, partial(data.load, deal=deal), as_chats)
-    if not settings.validation:
-        return
-    own = _to_judge_by(settings, settings.validation)
+    for source in sources:
+        _check(source, tokenizer, partial(data.load, deal=deal))
+    kinds = {source.is_chats for source in sources}
     try:
-        if (other := holds_chats(own)) != as_chats:
-            kinds = "chats, and data text" if other else "text, and data chats"
-            raise UserError(f"{own.data} holds {kinds}; give two of a kind")
-        _check(own, tokenizer, data.load_all, other)
+        for source in judges:
+            if source.is_chats not in kinds:
+                told = "chats, and data text" if source.is_chats else "text, and data chats"
+                raise UserError(f"{source.settings.data} holds {told}; give two of a kind")
+            _check(source, tokenizer, data.load_all)
     except UserError as error:
         raise UserError(f"validation: {error}") from error
 
 
-def _check(
-    settings: LanguageSettings,
-    tokenizer: Tokenizer,
-    load_text: Callable[[LanguageSettings, Tokenizer], object],
-    as_chats: bool,
-) -> None:
-    if as_chats:
+def _check(source: Source, tokenizer: Tokenizer, load_text: Callable[[LanguageSettings, Tokenizer], object]) -> None:
+    settings = source.settings
+    if source.is_chats:
         chats.check(settings, tokenizer)
-        return
-    parts = _parts(settings)
-    for _, part in parts.values() or [(0, settings)]:
-        if parts and holds_chats(part):
-            raise UserError(f"data {part.data}: holds chats, which cannot be mixed yet; write them into one file")
-        if far.is_far(part.data):
-            far.files(part.data)
-        elif is_prepared(part) or is_small(part.data):
-            load_text(part, tokenizer)  # too little of it is told before anything is begun
-        elif not any(documents(part.data, part.text_column)):
-            raise no_text(part.data)
+    elif far.is_far(settings.data):
+        far.files(settings.data)
+    elif is_prepared(settings) or is_small(settings.data):
+        load_text(settings, tokenizer)  # too little of it is told before anything is begun
+    elif not any(documents(settings.data, settings.text_column)):
+        raise no_text(settings.data)

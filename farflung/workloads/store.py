@@ -1,19 +1,23 @@
-"""Tokens on disk: made of text once, and mapped by every process that trains on them.
+"""Tokens on disk: made of text or chats once, and mapped by every process that trains on them.
 
-A store is a folder with the tokens to train on and those held out, document after document, each ended, in one order.
-Its manifest says what made them and how many there are; it is written last, so a store that has one is whole.
+A store of text is a folder with the tokens to train on and those held out, document after document, each ended, in one
+order. One of chats has the tokens of all, which of these are learnt, and where each chat lies: which chats are held
+out depends on where a run cuts them. The manifest says what made them and how many there are; it is written last, so a
+store that has one is whole.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,10 +28,19 @@ from farflung.files import write_text
 from farflung.workloads.held_out import HELD_OUT_SHARE, by_number, is_held_out
 from farflung.workloads.tokenizers import Tokenizer
 
+D = TypeVar("D")
+
 MANIFEST, PROGRESS = "store.json", "progress.json"
-PARTS = ("training.bin", "held-out.bin")
+TRAINING, HELD_OUT = TEXT = ("training.bin", "held-out.bin")
+"""The files of text."""
+TOKENS, LEARNT, INDEX = CHATS = ("chats.bin", "learnt.bin", "index.bin")
+"""The files of chats."""
+ENTRY = np.dtype([("begin", "u8"), ("tokens", "u4"), ("first", "u4"), ("learnt", "u4"), ("held_out", "?")])
+"""What the index says of a chat: where its tokens begin; how many they are; the place of the first that is learnt, or
+their number where none is (place 0 does not count, since nothing predicts that token); how many are learnt; and whether
+the chat is held out, if a run does not cut it."""
 BATCH = 1 << 22
-"""Characters of text that are made tokens of together."""
+"""Bytes of text that are made tokens of together."""
 LEAST_HELD_OUT, MOST_HELD_OUT = 0.01, 0.5
 """The share of the tokens that held-out documents may have; where it is another, the end of the text is held out."""
 KEPT_EVERY = 1 << 26
@@ -47,9 +60,20 @@ class Manifest:
     """The tokens' dtype."""
     documents: int
     training: int
-    """Tokens to train on."""
+    """Tokens to train on; of chats, all."""
     held_out: int
     """Tokens held out."""
+    template: str = ""
+    """Of chats, the hash of the template that they were rendered by; of text, nothing."""
+
+    @property
+    def files(self) -> dict[str, tuple[np.dtype[Any], int]]:
+        """What each file consists of, and how many of it."""
+        tokens = np.dtype(self.kind)
+        if not self.template:
+            return {TRAINING: (tokens, self.training), HELD_OUT: (tokens, self.held_out)}
+        learnt = np.dtype(np.bool_)
+        return {TOKENS: (tokens, self.training), LEARNT: (learnt, self.training), INDEX: (ENTRY, self.documents)}
 
 
 @dataclass(frozen=True)
@@ -61,18 +85,20 @@ class Store:
 
     @property
     def training(self) -> NDArray[np.integer]:
-        """Flat tokens to train on, mapped from the disk, read only."""
-        return self._mapped(PARTS[0], self.manifest.training)
+        """Flat tokens of text to train on, mapped from the disk, read only."""
+        return self.mapped(TRAINING)
 
     @property
     def held_out(self) -> NDArray[np.integer]:
-        """Flat tokens held out, as `training`."""
-        return self._mapped(PARTS[1], self.manifest.held_out)
+        """Flat tokens of text held out, as `training`."""
+        return self.mapped(HELD_OUT)
 
-    def _mapped(self, name: str, size: int) -> NDArray[np.integer]:
+    def mapped(self, name: str) -> NDArray[Any]:
+        """What one of its files holds, flat, mapped from the disk, read only."""
+        kind, size = self.manifest.files[name]
         if not size:  # nothing cannot be mapped
-            return np.empty(0, dtype=self.manifest.kind)
-        return np.asarray(np.memmap(self.folder / name, dtype=self.manifest.kind, mode="r", shape=(size,)))
+            return np.empty(0, dtype=kind)
+        return np.asarray(np.memmap(self.folder / name, dtype=kind, mode="r", shape=(size,)))
 
 
 def is_store(folder: Path) -> bool:
@@ -86,13 +112,15 @@ def read(folder: Path) -> Store:
     try:
         table = json.loads(where.read_text("utf-8"))
         formats.STORE.check(table, str(where))
-        store = Store(folder, Manifest(**{name: table[name] for name in Manifest.__dataclass_fields__}))
-        sizes = [(folder / name).stat().st_size // np.dtype(store.manifest.kind).itemsize for name in PARTS]
+        told = {name: table[name] for name in Manifest.__dataclass_fields__ if name in table}
+        store = Store(folder, Manifest(**told))
+        sizes = [(folder / name).stat().st_size for name in store.manifest.files]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{where}: the store is damaged ({error}); {remedy}") from error
-    for name, found, told in zip(PARTS, sizes, (store.manifest.training, store.manifest.held_out), strict=True):
-        if found != told:
-            raise UserError(f"{folder / name}: has {found} tokens, and {MANIFEST} says {told}; {remedy}")
+    for size, (name, (kind, count)) in zip(sizes, store.manifest.files.items(), strict=True):
+        if size // kind.itemsize != count:
+            there = f"{size // kind.itemsize} {'chats' if name == INDEX else 'tokens'}"
+            raise UserError(f"{folder / name}: has {there}, and {MANIFEST} says {count}; {remedy}")
     return store
 
 
@@ -107,7 +135,7 @@ def whole(folder: Path) -> Store | None:
 def write(
     folder: Path, documents: Iterable[str], tokenizer: Tokenizer, most: int | None, told: Told, numbered: bool = False
 ) -> Store:
-    """Makes a store of documents, or goes on where another process was interrupted with the same ones.
+    """Makes a store of text, or goes on where another process was interrupted with the same documents.
 
     Args:
         most: the most tokens; None for all.
@@ -116,116 +144,165 @@ def write(
 
     Raises OSError where the disk does not let it, and what reading the documents raises.
     """
-    writer = _Writer(folder, np.min_scalar_type(max(tokenizer.size - 1, tokenizer.end)))
-    room = float("inf") if most is None else most - writer.tokens
-    read_now = 0
-    try:
-        for texts in _batches(itertools.islice(filter(None, documents), writer.documents, None)):
-            if room <= 0:
-                break
-            read_now += sum(len(one.encode()) for one in texts)
-            for text, tokens in zip(texts, tokenizer.encode_all(texts), strict=True):
-                ended = np.append(tokens.astype(writer.kind), np.array([tokenizer.end], dtype=writer.kind))
-                content = by_number(writer.documents) if numbered else text.encode()
-                writer.add(ended if len(ended) <= room else ended[: int(room)], is_held_out(content))
-                if (room := room - len(ended)) <= 0:
-                    break
-            told(read_now, writer.tokens)
-            writer.keep_some()
-        return writer.finish(tokenizer.digest, numbered)
-    finally:
-        writer.close()
+    return _TextWriter(folder, tokenizer, most, numbered).write(filter(None, documents), told)
 
 
-def _batches(texts: Iterator[str]) -> Iterator[list[str]]:
-    """Texts that have some BATCH characters together."""
-    batch: list[str] = []
-    size = 0
-    for text in texts:
-        batch.append(text)
-        if (size := size + len(text)) >= BATCH:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
+class Writer(ABC, Generic[D]):
+    """A store that is being made; of what an interrupted one has left, it keeps all that is known to be whole.
 
+    Args:
+        kinds: the dtypes of its files, by their names.
+        most: so many tokens are enough; None for all.
+    """
 
-class _Writer:
-    """A store that is being made; of what an interrupted one has left, it keeps all that is known to be whole."""
-
-    def __init__(self, folder: Path, kind: np.dtype[np.integer]) -> None:
+    def __init__(
+        self, folder: Path, tokenizer: Tokenizer, most: int | None, kinds: Mapping[str, np.dtype[Any]]
+    ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self._folder, self.kind = folder, kind
-        self._files: list[BinaryIO] = [(folder / name).open("a+b") for name in PARTS]
-        self.documents, self._bytes = self._left()
-        for file, size in zip(self._files, self._bytes, strict=True):
+        self._folder, self.tokenizer, self._most = folder, tokenizer, most
+        self.files: list[BinaryIO] = [(folder / name).open("a+b") for name in kinds]
+        self.documents, self.bytes = self._left()
+        for file, size in zip(self.files, self.bytes, strict=True):
             file.truncate(size)
-        self._safe = sum(self._bytes)
+        self._safe = sum(self.bytes)
+
+    @property
+    @abstractmethod
+    def tokens(self) -> int:
+        """How many there are."""
+
+    @abstractmethod
+    def size(self, document: D) -> int:
+        """Bytes of a document's text."""
+
+    @abstractmethod
+    def encoded(self, documents: list[D]) -> Iterator[tuple[NDArray[Any], ...]]:
+        """What each document adds to each file; one is added before the next is asked for."""
+
+    @abstractmethod
+    def ended(self) -> Manifest:
+        """Does what is left to do with all documents, and says what there is."""
+
+    @property
+    def room(self) -> float:
+        """The tokens that may still be added."""
+        return math.inf if self._most is None else self._most - self.tokens
+
+    def write(self, documents: Iterable[D], told: Told) -> Store:
+        """Adds the documents behind those that are there already, and ends the store."""
+        read_now = 0
+        try:
+            for batch, size in self._batches(itertools.islice(documents, self.documents, None)):
+                if self.room <= 0:
+                    break
+                read_now += size
+                for parts in self.encoded(batch):
+                    self._add(parts)
+                    if self.room <= 0:
+                        break
+                told(read_now, self.tokens)
+                self._keep_some()
+            return self._finish()
+        finally:
+            for file in self.files:
+                file.close()
+
+    def flush(self) -> None:
+        """Makes sure that what was written is on the disk."""
+        for file in self.files:
+            file.flush()
+            os.fsync(file.fileno())
 
     def _left(self) -> tuple[int, list[int]]:
         """The documents and bytes that are whole."""
+        nothing = 0, [0] * len(self.files)
         try:
             left = json.loads((self._folder / PROGRESS).read_text("utf-8"))
             documents, sizes = int(left["documents"]), [int(size) for size in left["bytes"]]
         except (OSError, ValueError, KeyError, TypeError):
-            return 0, [0, 0]
-        there = [os.fstat(file.fileno()).st_size for file in self._files]
-        return (documents, sizes) if all(map(int.__ge__, there, sizes)) else (0, [0, 0])
+            return nothing
+        there = [os.fstat(file.fileno()).st_size for file in self.files]
+        return (documents, sizes) if len(sizes) == len(there) and all(map(int.__ge__, there, sizes)) else nothing
 
-    @property
-    def tokens(self) -> int:
-        """How many there are."""
-        return sum(self._bytes) // self.kind.itemsize
+    def _batches(self, documents: Iterator[D]) -> Iterator[tuple[list[D], int]]:
+        """Documents that have some BATCH bytes together, and how many they have."""
+        batch: list[D] = []
+        size = 0
+        for document in documents:
+            batch.append(document)
+            if (size := size + self.size(document)) >= BATCH:
+                yield batch, size
+                batch, size = [], 0
+        if batch:
+            yield batch, size
 
-    def add(self, tokens: NDArray[np.integer], held_out: bool) -> None:
-        """The next document's."""
-        part = int(held_out)
-        self._files[part].write(tokens.tobytes())
-        self._bytes[part] += tokens.nbytes
+    def _add(self, parts: tuple[NDArray[Any], ...]) -> None:
+        for number, part in enumerate(parts):
+            self.files[number].write(part.tobytes())
+            self.bytes[number] += part.nbytes
         self.documents += 1
 
-    def keep_some(self) -> None:
+    def _keep_some(self) -> None:
         """Makes what is there safe, if it has become much."""
-        if sum(self._bytes) - self._safe >= KEPT_EVERY:
-            self._flush()
-            self._safe = sum(self._bytes)
-            write_text(self._folder / PROGRESS, json.dumps({"documents": self.documents, "bytes": self._bytes}))
+        if sum(self.bytes) - self._safe >= KEPT_EVERY:
+            self.flush()
+            self._safe = sum(self.bytes)
+            write_text(self._folder / PROGRESS, json.dumps({"documents": self.documents, "bytes": self.bytes}))
 
-    def finish(self, tokenizer: str, numbered: bool) -> Store:
-        """Writes the manifest."""
-        self._flush()
-        share = self._bytes[1] / max(sum(self._bytes), 1)
-        unfit = not (numbered or LEAST_HELD_OUT <= share <= MOST_HELD_OUT)
-        if self.documents < HELD_OUT_SHARE or unfit:
-            self._hold_out_the_end()
-        training, held_out = (size // self.kind.itemsize for size in self._bytes)
-        manifest = Manifest(tokenizer, self.kind.name, self.documents, training, held_out)
-        write_text(
-            self._folder / MANIFEST, json.dumps({formats.KEY: formats.STORE.version, **asdict(manifest)}, indent=1)
-        )
+    def _finish(self) -> Store:
+        self.flush()
+        manifest = self.ended()
+        table = {formats.KEY: formats.STORE.version, **asdict(manifest)}
+        write_text(self._folder / MANIFEST, json.dumps(table, indent=1))
         (self._folder / PROGRESS).unlink(missing_ok=True)
         return Store(self._folder, manifest)
 
-    def close(self) -> None:
-        """Closes its files."""
-        for file in self._files:
-            file.close()
 
-    def _flush(self) -> None:
-        for file in self._files:
-            file.flush()
-            os.fsync(file.fileno())
+def token_kind(tokenizer: Tokenizer) -> np.dtype[np.integer]:
+    """The smallest dtype that holds a tokenizer's tokens."""
+    return np.min_scalar_type(max(tokenizer.size - 1, tokenizer.end))
+
+
+class _TextWriter(Writer[str]):
+    """Text is dealt to its files as it comes."""
+
+    def __init__(self, folder: Path, tokenizer: Tokenizer, most: int | None, numbered: bool) -> None:
+        self._kind, self._numbered = token_kind(tokenizer), numbered
+        super().__init__(folder, tokenizer, most, dict.fromkeys(TEXT, self._kind))
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.bytes) // self._kind.itemsize
+
+    def size(self, document: str) -> int:
+        return len(document.encode())
+
+    def encoded(self, documents: list[str]) -> Iterator[tuple[NDArray[Any], ...]]:
+        nothing = np.empty(0, dtype=self._kind)
+        for text, tokens in zip(documents, self.tokenizer.encode_all(documents), strict=True):
+            ended = np.append(tokens.astype(self._kind), np.array([self.tokenizer.end], dtype=self._kind))
+            cut = ended if len(ended) <= self.room else ended[: int(self.room)]
+            content = by_number(self.documents) if self._numbered else text.encode()
+            yield (nothing, cut) if is_held_out(content) else (cut, nothing)
+
+    def ended(self) -> Manifest:
+        share = self.bytes[1] / max(sum(self.bytes), 1)
+        unfit = not (self._numbered or LEAST_HELD_OUT <= share <= MOST_HELD_OUT)
+        if self.documents < HELD_OUT_SHARE or unfit:
+            self._hold_out_the_end()
+        training, held_out = (size // self._kind.itemsize for size in self.bytes)
+        return Manifest(self.tokenizer.digest, self._kind.name, self.documents, training, held_out)
 
     def _hold_out_the_end(self) -> None:
         """Of too few documents to hold out whole ones, the end of the text is held out instead."""
-        training, held_out = self._files
+        training, held_out = self.files
         held_out.seek(0)
         shutil.copyfileobj(held_out, training)
-        end = self.tokens // HELD_OUT_SHARE * self.kind.itemsize
-        cut = sum(self._bytes) - end
+        end = self.tokens // HELD_OUT_SHARE * self._kind.itemsize
+        cut = sum(self.bytes) - end
         held_out.truncate(0)
         training.seek(cut)
         shutil.copyfileobj(training, held_out)
-        self._flush()
+        self.flush()
         training.truncate(cut)
-        self._bytes = [cut, end]
+        self.bytes = [cut, end]

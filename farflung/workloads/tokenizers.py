@@ -33,7 +33,7 @@ class Bytes:
     size = 256
     end = 0
 
-    digest = "bytes"
+    digest = template = "bytes"
 
     def encode(self, text: str) -> NDArray[np.integer]:
         """The flat tokens of a text, one a byte."""
@@ -105,6 +105,12 @@ class Pretrained:
         for how_to_batch in ("truncation", "padding"):  # which change with each call, and no text's tokens
             rules.pop(how_to_batch, None)
         return hashlib.sha256(json.dumps([kind, self.end, rules], sort_keys=True).encode()).hexdigest()
+
+    @cached_property
+    def template(self) -> str:
+        """A hash of all that its chats' text depends on."""
+        by = [self._tokenizer.chat_template, self._tokenizer.special_tokens_map]
+        return hashlib.sha256(json.dumps(by, sort_keys=True, default=str).encode()).hexdigest()
 
     def encode_all(self, texts: Sequence[str]) -> Iterator[NDArray[np.integer]]:
         """The flat tokens of each text, without special ones; fast tokenizers use all cores.
