@@ -102,6 +102,7 @@ def test_the_cache_is_bounded_and_what_was_removed_comes_again(server: FarServer
             biggest = max(biggest, sum(path.stat().st_size for path in tmp_path.glob("cache/*/*.bin")))
     assert 0 < biggest <= 3000 + 3 * 1500  # of a file, 1300 bytes are tokens
     assert len(server.asked) > FILES
+    assert sum(path.is_dir() for path in (tmp_path / "cache").iterdir()) < FILES, "no empty folders are left"
 
 
 def test_a_file_that_has_changed_is_refused(server: FarServer, tmp_path: Path) -> None:

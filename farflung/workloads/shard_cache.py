@@ -118,8 +118,9 @@ class ShardCache:
             )
         by = [formats.STORE.version, self._tokenizer.digest, self._column, address, version]
         folder = self._folder / hashlib.sha256(json.dumps(by).encode()).hexdigest()[:32]
-        folder.mkdir(parents=True, exist_ok=True)
+        self._folder.mkdir(parents=True, exist_ok=True)
         with _locked(folder, LONGEST_S):
+            folder.mkdir(exist_ok=True)
             made = store.whole(folder) or self._made(folder, address)
             os.utime(folder / store.MANIFEST)
             found = Tokens(made.training, made.held_out)
@@ -146,6 +147,8 @@ class ShardCache:
                 with contextlib.suppress(Timeout), _locked(folder, 0):
                     for name in (store.MANIFEST, *store.TEXT):
                         (folder / name).unlink(missing_ok=True)
+                    with contextlib.suppress(OSError):  # it holds something else
+                        folder.rmdir()
                     over -= size
 
 
@@ -166,4 +169,5 @@ def _size(folder: Path) -> int:
 
 
 def _locked(folder: Path, longest_s: float) -> FileLock:
+    """A lock. Its empty file stays: who waits may have it open already, and would lock what others no longer see."""
     return FileLock(folder.with_suffix(".lock"), timeout=longest_s)
