@@ -70,6 +70,7 @@ class _Under:
     leaving: Tensor | None
     batch: Tensor
     gradient: Any = None
+    counted: bool = False
 
 
 class StageWork:
@@ -156,7 +157,8 @@ class StageWork:
             raise LostError("a gradient that is not finite")
         under.leaving = None
         back = None if self._before is None else _finite(self._before, self._before.pack_gradient(entering))
-        if forward.counts():
+        under.counted = forward.counts() and forward.microbatch not in self.learnt.samples  # once, if it comes again
+        if under.counted:
             with self._learning:
                 self.learnt.add(gradients)
                 self.learnt.samples[forward.microbatch] = len(under.batch)
@@ -170,9 +172,9 @@ class StageWork:
 
         Where a step was taken with it, the next one is without as much of it.
         """
-        if not forward.counts():
-            return
         under = self._under_way[forward]
+        if not under.counted:
+            return
         under.leaving = self._compute(under)
         gradients = self._gradients(under)[1]
         with self._learning:
