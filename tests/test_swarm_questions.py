@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import struct
 from collections.abc import Awaitable, Callable
@@ -20,6 +21,7 @@ from farflung.networks.internet.contact.streams import PeerStream
 from farflung.pipeline.settings import MOST_TOGETHER
 from farflung.swarm.letters import LostError, Microbatch
 from farflung.swarm.questions import QUESTION, Asked, Questions, read_names, told_names
+from farflung.swarm.signs import SIGN
 from farflung.swarm.synchronous import Synchronous
 
 PARTS, LAST = 6, 100
@@ -77,7 +79,7 @@ def test_a_peer_whose_answers_are_false_is_struck_and_counts_as_lost(made: Make)
         sums.fill_(1.0)
     work.learnt.samples[Microbatch(0, 1)] = 3
     own = Synchronous(here.stage, work, None, None, None)  # type: ignore[arg-type]
-    questions = Questions(here.peers, own, lambda: (0, b""), 3, PARTS, LAST, patience(20), patience(20))
+    questions = Questions(here.peers, own, lambda: (0, b""), 3, PARTS, LAST, patience(20))
     member = here.peers.members.by_rank[liar.peers.identity.rank]
     asked = Asked(questions, member)
     numel = sum(one.numel() for one in work.learnt.sums.values())
@@ -125,3 +127,22 @@ def test_a_peer_whose_answers_are_false_is_struck_and_counts_as_lost(made: Make)
     lie(told({"missing": "all", "size": 0}), lambda: asked.gather(TERM, [1]))
     lie(told({"version": -1, "size": 0}), asked.state)
     assert all(torch.equal(one, torch.ones_like(one)) for one in work.learnt.sums.values())
+
+    questions.stall_s = patience(0.25)
+
+    async def silent(stream: PeerStream, _: Any) -> None:
+        await asyncio.sleep(patience(60))
+
+    async def working(stream: PeerStream, _: Any) -> None:
+        for _ in range(3):
+            await asyncio.sleep(patience(0.15))
+            await stream.tell(SIGN)
+        await stream.tell(report())
+        await stream.hear_the_end(patience(20))
+
+    here.peers.guard.forgive(member.peer)
+    liar.peers.handlers[QUESTION] = silent
+    with pytest.raises(LostError, match="late"):
+        here.peers.background.run(asked.report(TERM), patience(20))
+    liar.peers.handlers[QUESTION] = working
+    assert here.peers.background.run(asked.report(TERM), patience(20)).stage == 1

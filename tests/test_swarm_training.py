@@ -22,12 +22,13 @@ from torch import Tensor, nn
 from farflung.codecs import codec_named
 from farflung.networks.simulator.event_loop import run_in_virtual_time
 from farflung.pipeline.boundaries import Boundary
+from farflung.swarm.leading import Leader, believed
 from farflung.swarm.letters import Forward, Gradient, LostError, Microbatch
 from farflung.swarm.peer import StagePeer
 from farflung.swarm.processor import Processor
 from farflung.swarm.routers import ThroughputRouter
 from farflung.swarm.simulated import SimulatedPost, TimeAlone, in_virtual_seconds
-from farflung.swarm.synchronous import Leader, Participant, Report, Synchronous, Term, believed
+from farflung.swarm.synchronous import Participant, Report, Synchronous, Term
 from farflung.swarm.work import Learnt, StageWork
 
 SAMPLES, WIDTH = 3, 6
@@ -273,6 +274,94 @@ def test_a_peer_that_lies_about_its_weights_or_gives_nothing_to_its_mates_change
     assert_equal(swarm, alone(3, OPTIMIZERS["adamw"], 8, 6)[0])
 
 
+@pytest.mark.parametrize("seconds", [1e6, 500.0], ids=["never", "late"])
+@pytest.mark.parametrize("questions", ["report", "gather", "step", "run", "report gather step run"])
+def test_a_peer_that_is_late_on_purpose_costs_some_deadlines_and_changes_nothing(
+    questions: str, seconds: float
+) -> None:
+    swarm, steps = Swarm([3, 2, 2], OPTIMIZERS["adamw"], random.Random(1), patience=60.0), 12
+    slow = 2 if "run" in questions else 4
+
+    def late(answer: Callable[..., Any]) -> Callable[..., Any]:
+        async def answers(*given: Any) -> Any:
+            await asyncio.sleep(seconds)
+            return await answer(*given)
+
+        return answers
+
+    async def stays(version: int, givers: list[int]) -> None:
+        raise LostError("it was left out, and stays where it is")
+
+    async def trained() -> float:
+        swarm.begin()
+        seat = swarm.seats[slow]
+        seat.fetch = stays
+        for name in questions.split():
+            setattr(seat, name, late(getattr(seat, name)))
+        leader = Leader(swarm, 3, 0)
+        for step in range(steps):
+            await leader.step(step, [Microbatch(step, number) for number in range(6)])
+        return asyncio.get_running_loop().time()
+
+    undisturbed = 150.0
+    assert run_in_virtual_time(trained()) < undisturbed + 300
+    swarm.post.kill(slow)
+    assert_equal(swarm, alone(3, OPTIMIZERS["adamw"], steps, 6)[0])
+
+
+@pytest.mark.parametrize("away", [3, 4])
+def test_one_that_is_away_for_a_moment_comes_back_with_what_was_run_again_meanwhile(away: int) -> None:
+    swarm = Swarm([1, 2, 2], OPTIMIZERS["adamw"], random.Random(2), patience=60.0)
+
+    async def trained() -> None:
+        swarm.begin()
+        seat, leader, looks = swarm.seats[away], Leader(swarm, 3, 0), itertools.count()
+        report = seat.report
+
+        async def missed_once(term: Term) -> Report:
+            if seat.work.learnt_from() and next(looks) == 0:
+                raise LostError("the network was away")
+            return await report(term)
+
+        async def fetched(version: int, givers: list[int]) -> None:
+            theirs = swarm.works[givers[0]]
+            seat.work.piece.load_state_dict(theirs.piece.state_dict())
+            assert seat.work.optimizer and theirs.optimizer
+            seat.work.optimizer.load_state_dict(copy.deepcopy(theirs.optimizer.state_dict()))
+            seat.work.begin_at(version)
+
+        seat.report, seat.fetch = missed_once, fetched  # type: ignore[method-assign]
+        leader._leave_out = lambda peer: None  # type: ignore[method-assign]  # as one that has only begun to lead
+        for step in range(4):
+            await leader.step(step, [Microbatch(step, number) for number in range(6)])
+        await leader.bring_up(4)
+        assert next(looks) > 1
+
+    run_in_virtual_time(trained())
+    assert_equal(swarm, alone(3, OPTIMIZERS["adamw"], 4, 6)[0])
+
+
+def test_a_stages_only_peer_is_asked_again_however_often_it_did_not_answer() -> None:
+    swarm = Swarm([2, 1], OPTIMIZERS["sgd"], random.Random(0))
+
+    async def trained() -> None:
+        swarm.begin()
+        looks, report = itertools.count(), swarm.seats[2].report
+
+        async def at_last(term: Term) -> Report:
+            if next(looks) < 10:
+                raise LostError("gone")
+            return await report(term)
+
+        swarm.seats[2].report = at_last  # type: ignore[method-assign]
+        leader = Leader(swarm, 2, 0)
+        for step in range(2):
+            await leader.step(step, [Microbatch(step, number) for number in range(4)])
+
+    run_in_virtual_time(trained())
+    assert_equal(swarm, alone(2, OPTIMIZERS["sgd"], 2, 4)[0])
+
+
 def test_of_few_peers_each_is_believed_and_of_many_not_one_that_is_far_ahead_alone() -> None:
     def claims(*versions: int) -> dict[int, Report]:
         return {peer: Report((0, 0), 0, version, frozenset(), 0) for peer, version in enumerate(versions)}
@@ -318,6 +407,19 @@ def test_what_is_taken_back_was_never_learnt() -> None:
         assert work.learnt.samples == then.samples
         for name, total in work.learnt.sums.items():
             torch.testing.assert_close(total, then.sums[name])
+
+
+def test_a_microbatch_that_comes_again_is_learnt_from_once() -> None:
+    works = [work_of(stage, 2, OPTIMIZERS["sgd"]) for stage in range(2)]
+    passed_on(works, Forward(Microbatch(0, 0), 0, 0))
+    before = [copy.deepcopy(work.learnt) for work in works]
+    again, _ = passed_on(works, Forward(Microbatch(0, 0), 0, 0))
+    for taken_back in (False, True):
+        for work, forward, then in zip(works, again, before, strict=True):
+            if taken_back:
+                work.take_back(forward)
+            assert work.learnt.samples == then.samples and work.learnt.losses == then.losses
+            assert all(torch.equal(one, then.sums[name]) for name, one in work.learnt.sums.items())
 
 
 def test_what_is_dropped_in_the_midst_of_its_backward_pass_is_taken_back() -> None:

@@ -21,20 +21,21 @@ from test_swarm_training import OPTIMIZERS, Piece, batch_of, boundary, pieces, w
 from torch import Tensor
 
 from farflung.networks.internet import Identity, ListenAddress, Peers, Ticket
-from farflung.networks.internet.contact.frames import FrameError, write_payload
-from farflung.networks.internet.contact.streams import RequestRefusedError
+from farflung.networks.internet.contact.frames import Frame, FrameError, write_payload
+from farflung.networks.internet.contact.streams import PeerStream, RequestRefusedError
+from farflung.swarm import signs
 from farflung.swarm.letters import Caller, Forward, Gradient, Microbatch
 from farflung.swarm.peer import StagePeer
 from farflung.swarm.processor import Pass, Processor, T
 from farflung.swarm.routers import ThroughputRouter
-from farflung.swarm.visits import Visits, read_visit, told_visit
+from farflung.swarm.visits import VISIT, Visits, read_visit, told_visit
 
 
 class Seat:
     """One peer of a swarm: its host, and its stage."""
 
     def __init__(self, peers: Peers, stage: int, stages: int) -> None:
-        self.peers, self.stages = peers, stages
+        self.peers, self.stages, self.rank = peers, stages, peers.identity.rank
         self.work = work_of(stage, stages, OPTIMIZERS["sgd"])
         room = boundary().room()
         entering, leaving = room if stage else None, room if stage < stages - 1 else None
@@ -178,6 +179,42 @@ def test_gradients_equal_those_of_one_process_and_a_death_is_routed_around(made:
         assert_learnt(swarm, stage, gradients(3, list(swarm.counted(stage)))[stage])
     assert set(lives.work.learnt.samples) <= set(before + after)
     assert sum(swarm.seats[0].stage.struck.values()) > 0
+
+
+@pytest.mark.slow
+def test_who_is_silent_is_passed_by_and_who_is_only_slow_is_waited_for(
+    made: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(signs, "EVERY_SECONDS", 0.1)
+    swarm = made([1, 2])
+    head, slow, silent = swarm.seats
+    for seat in swarm.seats:
+        seat.visits.stall_s = patience(0.25)
+    slow.seconds = patience(0.3)
+
+    async def nothing(stream: PeerStream, frame: Frame) -> None:
+        await asyncio.sleep(patience(120))
+
+    silent.peers.handlers[VISIT] = nothing
+    both = [Microbatch(0, number) for number in range(2)]
+    head.start(both)
+    swarm.settle()
+    assert swarm.counted(0) == swarm.counted(1) == Counter(both)
+    assert head.stage.struck == {"gone": 1}
+
+    slow.seconds = 0.0
+    packet = torch.zeros(3, 6)
+
+    async def stands_still() -> None:
+        async with asyncio.timeout(patience(20)), head.peers.stream(head.peers.members.by_rank[slow.rank]) as stream:
+            await stream.tell({**told_visit(Forward(Microbatch(0, 2), 1, 0)), "size": packet.nbytes})
+            await write_payload(stream.writer, packet.numpy().view("u1").reshape(-1).data, patience(5))
+            await signs.heard(stream, patience(5))
+            while slow.stage.under_way:
+                await asyncio.sleep(0.1)
+
+    head.peers.background.run(stands_still(), patience(30))
+    assert swarm.counted(1) == Counter(both), "a gradient of which nobody says whether it is kept is taken back"
 
 
 LIES: list[Callable[[Tensor], Tensor]] = [

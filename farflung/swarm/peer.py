@@ -13,11 +13,12 @@ from typing import Any, Protocol
 from farflung.swarm.letters import Call, Caller, FalseLetterError, Forward, Gradient, LostError, Microbatch, Post
 from farflung.swarm.processor import Pass, Processor
 from farflung.swarm.routers import Router
+from farflung.swarm.waits import Waits
 
 IN_FLIGHT = 2
 """Microbatches that a head has under way for each stage, so that none is idle."""
 PAUSE_SECONDS = 1.0
-"""Between two looks for somebody who serves the next stage, where nobody does."""
+"""Between two looks for somebody who serves the next stage, where nobody does; or whether one of them is late."""
 LATELY = 32
 """Microbatches of which a peer knows how long the stages behind the next one took."""
 
@@ -55,7 +56,8 @@ class StagePeer:
 
     Args:
         next_stage: chooses who is behind; None in the last stage.
-        patience: seconds that one stage may take for a microbatch; a peer waits so long for each stage behind it.
+        patience: seconds that one stage may take for a microbatch at most; a peer waits as long as `Waits` says for
+            each stage behind it.
         now: the clock.
     """
 
@@ -69,21 +71,35 @@ class StagePeer:
     now: Callable[[], float]
     struck: dict[str, int] = field(default_factory=dict)
     """How often somebody was passed by, by the reason."""
-    under_way: int = 0
-    """Microbatches of which it is not settled yet whether they are kept, a head's own among them."""
     _behind_lately: deque[float] = field(default_factory=lambda: deque([0.0], LATELY))
     """What those of the next stage say that they have waited. One alone is not believed: it could seem the quickest."""
+    _serving: set[asyncio.Task[None]] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self._waits = Waits(self.patience)
 
     async def serve(self, forward: Forward, caller: Caller) -> None:
         """Takes a microbatch through this stage and those behind it, and its gradient back.
 
         Raises LostError for a packet that cannot be right. Cancelling it drops the microbatch.
         """
-        self.under_way += 1
-        try:
-            await self._served(forward, caller)
-        finally:
-            self.under_way -= 1
+        serving = asyncio.ensure_future(self._served(forward, caller))
+        if not forward.judged:
+            self._serving.add(serving)
+            serving.add_done_callback(self._serving.discard)
+        await serving
+
+    @property
+    def under_way(self) -> int:
+        """Microbatches of which it is not settled yet whether they are kept, a head's own among them."""
+        return len(self._serving)
+
+    async def drop_all(self) -> None:
+        """Drops what is under way, here and behind."""
+        for serving in (dropped := list(self._serving)):
+            serving.cancel()
+        if dropped:
+            await asyncio.wait(dropped)
 
     async def _served(self, forward: Forward, caller: Caller) -> None:
         behind: Call | None = None
@@ -128,44 +144,57 @@ class StagePeer:
             return None, Gradient()
         onward = replace(forward, stage=self.stage + 1, packet=packet)
         tried: set[int] = set()
-        patience = self.patience * (self.stages - 1 - self.stage)
+        stages_behind = self.stages - 1 - self.stage
         while True:
-            peer = self.next_stage.choose(forward.microbatch, tried)
+            peer = self._chosen(forward.microbatch, tried)
             if peer is None:
                 tried.clear()
                 await asyncio.sleep(PAUSE_SECONDS)
                 continue
-            call = self.post.call(peer, onward)
+            call, began = self.post.call(peer, onward), self.now()
             try:
-                return call, await self._answer(peer, call, onward, patience)
+                return call, await self._answer(peer, call, onward, stages_behind)
             except BaseException as error:
                 call.drop(str(error) if isinstance(error, FalseLetterError) else "")
                 if not isinstance(error, LostError | TimeoutError):
                     raise
                 tried.add(peer)
-                patience *= 1 + isinstance(error, TimeoutError)  # all may be late, and will be later still
-                self._pass_by(peer, error)
+                stages_behind *= 1 + isinstance(error, TimeoutError)  # all may be late, and will be later still
+                self._pass_by(peer, error, self.now() - began)
 
-    async def _answer(self, peer: int, call: Call, onward: Forward, patience: float) -> Gradient:
+    def _chosen(self, microbatch: Microbatch, tried: set[int]) -> int | None:
+        """Who is next; those that are left out only where all are."""
         assert self.next_stage is not None
-        began = self.now()
-        async with asyncio.timeout(patience):
-            gradient = await call.gradient()
+        peer = self.next_stage.choose(microbatch, tried | self._waits.left_out(self.now()))
+        return peer if peer is not None or tried else self.next_stage.choose(microbatch)
+
+    async def _answer(self, peer: int, call: Call, onward: Forward, stages_behind: int) -> Gradient:
+        """The gradient. What is usual may come to be known meanwhile. Raises TimeoutError and LostError."""
+        assert self.next_stage is not None
+        began, answer = self.now(), asyncio.ensure_future(call.gradient())
+        while not answer.done():
+            left = began + stages_behind * self._waits.seconds(peer) - self.now()
+            if left <= 0:
+                raise TimeoutError
+            await asyncio.wait([answer], timeout=min(left, PAUSE_SECONDS))
+        gradient = answer.result()
         if onward.judged:
             return gradient
         took = self.now() - began
         self.work.check(gradient)
+        self._waits.took(peer, took)
         self._behind_lately.append(gradient.behind)
         self.next_stage.observe(peer, max(took - median_low(self._behind_lately), took / self.stages))
         return gradient
 
-    def _pass_by(self, peer: int, error: Exception) -> None:
-        """A peer that is gone is left out until it joins again; one that is late is asked again next time."""
+    def _pass_by(self, peer: int, error: Exception, waited: float) -> None:
+        """A peer that is gone is left out until it joins again; one that is late for a while, and gets less then."""
         assert self.next_stage is not None
         reason = "late" if isinstance(error, TimeoutError) else str(error)
         self.struck[reason] = self.struck.get(reason, 0) + 1
+        self._waits.failed(peer, waited, self.now())
         if isinstance(error, TimeoutError):
-            self.next_stage.observe(peer, self.patience)
+            self.next_stage.observe(peer, waited)
         else:
             self.next_stage.leave(peer)
 

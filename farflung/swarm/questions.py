@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
+import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -28,11 +30,15 @@ from farflung.networks.internet.contact.member import Member
 from farflung.networks.internet.contact.peers import Peers
 from farflung.networks.internet.contact.streams import PeerStream, RequestRefusedError
 from farflung.swarm.letters import LostError, Microbatch, ledger_of
+from farflung.swarm.signs import heard, works
 from farflung.swarm.synchronous import Counts, Report, Synchronous, Term
 from farflung.swarm.visits import MOST
+from farflung.swarm.waits import Waits
 from farflung.swarm.work import TOO_LARGE, Learnt
 
 QUESTION = "step"
+LONGEST_SECONDS = 600.0
+"""Until an answer begins, whatever holds it up."""
 LARGEST_STATE = 64
 """Bytes a parameter that a stage's state has at most: weights, and what an optimizer keeps of them."""
 
@@ -47,8 +53,7 @@ class Questions:
         samples: of a microbatch.
         parts: microbatches of a step.
         last: the run's last step.
-        answer_s: seconds that an answer may take.
-        stall_s: seconds without a byte after which a transfer is given up.
+        stall_s: seconds without a byte, or a sign of life, after which an answer is given up.
     """
 
     peers: Peers
@@ -57,8 +62,10 @@ class Questions:
     samples: int
     parts: int
     last: int
-    answer_s: float = 600.0
     stall_s: float = 20.0
+    learnt: Waits = field(default_factory=lambda: Waits(math.inf))
+    """How long what others have learnt takes."""
+    states: Waits = field(default_factory=lambda: Waits(math.inf))
 
     def open(self) -> None:
         """Begins to answer."""
@@ -73,7 +80,8 @@ class Questions:
         if answer is None:
             raise FrameError("a question that nobody knows")
         try:
-            told, payload = await answer(self, frame)
+            with works(stream):
+                told, payload = await answer(self, frame)
         except LostError as lost:
             raise RequestRefusedError(str(lost)) from lost
         content = memoryview(payload)
@@ -107,6 +115,10 @@ class Questions:
         await self.own.step(_term(frame))
         return {}, b""
 
+    async def _settle(self, frame: Frame) -> tuple[Frame, bytes]:
+        await self.own.settle(_term(frame))
+        return {}, b""
+
     async def _catch_up(self, frame: Frame) -> tuple[Frame, bytes]:
         givers = [whole(one, MOST) for one in entry(frame, "givers", list)]
         await self.own.catch_up(_term(frame), whole(frame.get("version"), MOST), givers)
@@ -123,6 +135,7 @@ _ANSWERS: dict[str, Callable[[Questions, Frame], Awaitable[tuple[Frame, bytes]]]
     "learnt": Questions._learnt,
     "gather": Questions._gather,
     "step": Questions._step,
+    "settle": Questions._settle,
     "catch up": Questions._catch_up,
     "state": Questions._state,
 }
@@ -154,7 +167,7 @@ class Asked:
         """See Participant."""
         own = self.here.own.work.learnt
         numel = sum(one.numel() for one in own.sums.values())
-        told, content = await self._ask("learnt", 4 * numel)
+        told, content = await self._held("learnt", self.here.learnt, 4 * numel, self.here.stall_s)
         with self._striking():
             return _read_learnt(told, content, own, self.here)
 
@@ -168,6 +181,10 @@ class Asked:
         """See Participant."""
         await self._ask("step", term=term)
 
+    async def settle(self, term: Term) -> None:
+        """See Participant."""
+        await self._ask("settle", term=term)
+
     async def catch_up(self, term: Term, version: int, givers: list[int]) -> None:
         """See Participant."""
         await self._ask("catch up", term=term, version=version, givers=givers)
@@ -175,7 +192,7 @@ class Asked:
     async def state(self) -> tuple[int, bytes]:
         """Its weights and their optimizer's state, and the version of them. Raises LostError."""
         numel = sum(one.numel() for one in self.here.own.work.learnt.sums.values())
-        told, content = await self._ask("state", LARGEST_STATE * numel + (1 << 20))
+        told, content = await self._held("state", self.here.states, LARGEST_STATE * numel + (1 << 20), LONGEST_SECONDS)
         with self._striking():
             return whole(told.get("version"), MOST), content
 
@@ -189,14 +206,29 @@ class Asked:
             peers.guard.strike(peers.liable(self.member.peer), "false answer", str(false))
             raise LostError(str(false)) from false
 
-    async def _ask(self, what: str, most: int = 0, **told: Any) -> tuple[Frame, bytes]:
+    async def _held(self, what: str, waits: Waits, most: int, prompt_s: float) -> tuple[Frame, bytes]:
+        """Something that the other has, which others hold up in no way. Raises LostError."""
+        rank, began = self.member.rank, time.monotonic()
+        try:
+            async with asyncio.timeout(waits.seconds(rank)):
+                found = await self._ask(what, most, prompt_s)
+        except (LostError, TimeoutError) as lost:
+            waits.failed(rank, time.monotonic() - began, time.monotonic())
+            raise LostError(str(lost) or "late") from lost
+        waits.took(rank, time.monotonic() - began)
+        return found
+
+    async def _ask(
+        self, what: str, most: int = 0, answer_s: float = LONGEST_SECONDS, **told: Any
+    ) -> tuple[Frame, bytes]:
         """The answer, and at most so many bytes behind it. Raises LostError."""
         peers = self.here.peers
         try:
             with self._striking():
                 async with peers.stream(self.member) as stream:
                     await stream.tell({"kind": QUESTION, "ask": what, **told})
-                    answer = await stream.hear(self.here.answer_s)
+                    async with asyncio.timeout(answer_s):
+                        answer = await heard(stream, self.here.stall_s)
                     content = bytearray(whole(answer.get("size"), most))
                     await read_payload(stream.reader, memoryview(content), self.here.stall_s, SLOWEST)
                     return answer, bytes(content)

@@ -47,7 +47,7 @@ class Seat:
     Args:
         settings: the run's.
         network: on which it says which stage it serves.
-        patience_s: the seconds that a stage may take for a microbatch.
+        patience_s: the seconds that a stage may take for a microbatch at most.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Seat:
         self._processor = Processor(self._computed)
         entering, leaving = (end.room() if end else None for end in (before, after))
         _, output = workload.shapes(self.model, workload.example(self.samples))
-        self._visits = Visits(self.peers, self.stage, self.stages, entering, leaving, self._served)
+        self._visits = Visits(self.peers, self.stage, self.stages, entering, leaving, self._served, word_s=patience_s)
         self._visits.scores = torch.empty(output[-1])
         self.traffic = self._visits.traffic
         """Of microbatches, on their way and back."""

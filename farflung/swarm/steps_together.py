@@ -11,11 +11,12 @@ import torch
 from farflung.errors import UserError
 from farflung.hooks.trained import trainable
 from farflung.networks import PeerLostError
+from farflung.swarm.leading import Leader
 from farflung.swarm.letters import LostError, Microbatch
 from farflung.swarm.questions import Asked, Questions
 from farflung.swarm.seat import Seat
 from farflung.swarm.states import weights_in
-from farflung.swarm.synchronous import Leader, Participant, Synchronous
+from farflung.swarm.synchronous import Participant, Synchronous
 from farflung.swarm.work import Learnt
 
 LOOK_SECONDS = 0.2
@@ -87,7 +88,7 @@ class StepsTogether:
             await asyncio.sleep(LOOK_SECONDS)
 
     async def _lead_all(self) -> None:
-        leader = Leader(self, self._seat.stages, self._seat.network.rank)
+        leader = Leader(self, self._seat.stages, self._seat.network.rank, self._seat.peer.patience)
         while (step := await leader.furthest()) < self._last:
             await leader.step(step, [Microbatch(step, number) for number in range(self._seat.parts)])
         await leader.bring_up(self._last)

@@ -28,6 +28,7 @@ from farflung.networks.internet.contact.member import Member
 from farflung.networks.internet.contact.peers import Peers
 from farflung.networks.internet.contact.streams import PeerStream, RequestRefusedError
 from farflung.swarm.letters import Call, Caller, FalseLetterError, Forward, Gradient, LostError, Microbatch
+from farflung.swarm.signs import heard, works
 
 VISIT = "visit"
 MOST = 1 << 53
@@ -48,8 +49,8 @@ class Visits:
         stage: that this peer serves.
         entering, leaving: a packet's form on the boundaries before and after it; None at the model's ends.
         serve: takes a microbatch that comes through the stage.
-        stall_s: seconds without a byte after which a packet is given up.
-        word_s: seconds for which a peer waits, after its gradient, for the word whether that is kept.
+        stall_s: seconds without a byte, or a sign of life, after which a visit is given up.
+        word_s: seconds that a peer waits at most, for each stage before it, for the word whether its gradient is kept.
         scores: the form of what comes back of a text.
     """
 
@@ -74,11 +75,14 @@ class Visits:
 
     async def _on_visit(self, stream: PeerStream, frame: Frame) -> None:
         forward = await self._entered(stream, frame)
-        visit = _Visitor(self, stream)
-        visit.word = asyncio.ensure_future(_word(stream))
-        serving = asyncio.ensure_future(self.serve(forward, visit))
+        with works(stream) as signs:
+            visit = _Visitor(self, stream, signs)
+            await self._visited(visit, asyncio.ensure_future(self.serve(forward, visit)))
+
+    async def _visited(self, visit: _Visitor, serving: asyncio.Future[None]) -> None:
+        ends: list[asyncio.Future[Any]] = [serving, visit.word]
         try:
-            await asyncio.wait([serving, visit.word], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             if not visit.given:
                 serving.cancel()  # nobody wants it any more
             await asyncio.wait([serving])
@@ -91,7 +95,7 @@ class Visits:
         finally:
             serving.cancel()
             visit.word.cancel()
-            await asyncio.wait([serving, visit.word])  # one reader after the other: what follows reads to the end
+            await asyncio.wait(ends)  # one reader after the other: what follows reads to the end
 
     async def _entered(self, stream: PeerStream, frame: Frame) -> Forward:
         """The microbatch that comes. Raises FrameError."""
@@ -129,11 +133,15 @@ class _Visitor:
 
     visits: Visits
     stream: PeerStream
-    word: asyncio.Future[bool] | None = None
+    signs: asyncio.Task[None]
     given: bool = False
+
+    def __post_init__(self) -> None:
+        self.word = asyncio.ensure_future(_word(self.stream, self.visits.stall_s))
 
     async def give(self, gradient: Gradient) -> None:
         self.given = True
+        self.signs.cancel()
         try:
             told = {"loss": gradient.loss, "behind": gradient.behind}
             if gradient.packet is None:
@@ -145,9 +153,8 @@ class _Visitor:
             raise LostError(str(error) or "gone") from error
 
     async def kept(self) -> bool:
-        assert self.word is not None
         try:
-            async with asyncio.timeout(self.visits.word_s):
+            async with asyncio.timeout(self.visits.word_s * self.visits.stage):
                 return await asyncio.shield(self.word)
         except TimeoutError:
             return False
@@ -206,14 +213,16 @@ class _Call:
         async with visits.peers.stream(self._member) as stream:
             await stream.tell({**told_visit(forward), "size": forward.packet.nbytes})
             await visits.write(stream, forward.packet)
-            frame = await stream.hear(visits.word_s)
-            with reading("a gradient"):
-                loss, behind = number(frame.get("loss"), -MOST), number(frame.get("behind"))
-            room = visits.answer(forward)
-            packet = None if room is None else await visits.read(stream, frame, room)
-            if not self._gradient.done():
-                self._gradient.set_result(Gradient(packet, loss, behind))
-            await stream.tell({"kept": await self._word})
+            with works(stream):
+                frame = await heard(stream, visits.stall_s)
+                with reading("a gradient"):
+                    loss, behind = number(frame.get("loss"), -MOST), number(frame.get("behind"))
+                room = visits.answer(forward)
+                packet = None if room is None else await visits.read(stream, frame, room)
+                if not self._gradient.done():
+                    self._gradient.set_result(Gradient(packet, loss, behind))
+                kept = await self._word
+            await stream.tell({"kept": kept})
             with contextlib.suppress(*LOST):
                 await stream.hear(visits.stall_s)  # closing before it has come could cut it off
 
@@ -256,10 +265,10 @@ def read_visit(frame: Frame, stages: int, tokens: int) -> Forward:
     return replace(found, text=tuple(whole(one, tokens - 1) for one in entry(frame, "text", list)))
 
 
-async def _word(stream: PeerStream) -> bool:
-    """Whether the caller keeps a gradient; it does not where it has gone, or says anything else."""
+async def _word(stream: PeerStream, silent_s: float) -> bool:
+    """Whether the caller keeps a gradient; it does not where it has gone or is silent, or says anything else."""
     try:
-        kept: bool = entry(await stream.hear(float(MOST)), "kept", bool)
+        kept: bool = entry(await heard(stream, silent_s), "kept", bool)
         with contextlib.suppress(*LOST):
             await stream.tell({"heard": kept})
         return kept
