@@ -29,6 +29,7 @@ from warm import Python
 
 from farflung.errors import UserError
 from farflung.events import JoinedEvent, LearntEvent, RoundEvent, StepEvent, events_in
+from farflung.networks import SharedState
 from farflung.report.peers import stages_of
 from farflung.settings import Settings, read_settings
 from farflung.swarm.copies import Copies
@@ -322,6 +323,36 @@ def test_a_damaged_copy_of_a_stage_is_none(tmp_path: Path) -> None:
         network.close()
 
 
+@pytest.mark.slow
+def test_a_copy_for_which_there_is_no_room_is_told_of_and_the_next_one_is_kept(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    port, folder = free_port(), tmp_path / "copies"
+    write_ticket(tmp_path / "run.ticket", tmp_path / "0.key", "127.0.0.1", port)
+    networks = [join_network(tmp_path, number, "127.0.0.1", port, patience(20)) for number in range(2)]
+    try:
+        keeps, gives = networks
+        tensors = {"anchor": torch.arange(1000.0)}
+        for network in networks:
+            network.expect_model("alike", 1000)
+        gives.give(SharedState(tensors, {"step": 7, "until": 8, "history": ""}))
+        gives.peers.background.run(gives.peers.announce(stage=1), patience(20))
+        until(lambda: any(one.stage == 1 for one in keeps.peers.members.proven()))
+        folder.write_text("what lies here is no folder")
+        copies = Copies(keeps, 2, folder, 10, lambda: True)
+        keeps.peers.info["step"] = 10
+        keeps.peers.background.keep("keeping a copy of a stage", copies.go_on)
+        until(lambda: "no copy of stage 1 is kept" in caplog.text)
+        folder.unlink()
+        keeps.peers.info["step"] = 20
+        until(folder.exists)
+        until(lambda: copies.lent(1))
+        assert torch.equal(copies.lent(1).tensors["anchor"], tensors["anchor"])  # type: ignore[union-attr]
+    finally:
+        for network in networks:
+            network.close()
+
+
 SHAPES = st.lists(st.lists(st.integers(1, 5), max_size=3).map(tuple), min_size=1, max_size=6)
 
 
@@ -388,6 +419,29 @@ def test_steps_taken_together_are_those_of_one_process_whoever_dies(swarm: Swarm
         for path in (swarm.folder / first / "checkpoints").glob("averaged*"):
             one, other = (read(swarm.folder / name / "checkpoints" / path.name)["model"] for name in (first, second))
             assert all(torch.equal(weights, other[name]) for name, weights in one.items()), path
+
+
+@pytest.mark.slow
+def test_after_a_power_cut_steps_taken_together_go_on_from_the_last_checkpoints(swarm: Swarm) -> None:
+    """And one that stood still for longer than others wait is left out meanwhile, and comes back."""
+    running = begin(swarm, "synchronous", 70, "--method", "local", "--microbatches", 8)
+    until(lambda: min(map(swarm.step, running)) > 13)
+    for process in running.values():
+        process.kill()
+    running = {"first": swarm.join("first", "--first", "--port", swarm.port)}
+    running |= {name: swarm.join(name) for name in ("one", "two", "three")}
+    until(lambda: min(map(swarm.step, running)) > 23)
+    running["three"].send_signal(signal.SIGSTOP)
+    reached = swarm.step("first")
+    until(lambda: swarm.step("first") > reached + 5)
+    running["three"].send_signal(signal.SIGCONT)
+    for name, process in running.items():
+        assert process.wait(patience(120)) == 0, swarm.said(name)
+    for name in ("first", "two"):
+        counted = [swarm_ledger(event) for event in swarm.events(name, LearntEvent)]
+        steps = [step for ((_, step, *_),) in counted]
+        assert steps == sorted(set(steps)) and steps[-1] == 69, "no step twice"
+        assert counted == [[[0, step, *range(8)]] for step in steps]
 
 
 def swarm_ledger(event: LearntEvent) -> list[list[int]]:

@@ -73,6 +73,10 @@ class Island(Protocol):
         """Is called when the results are written, and returns when nobody else needs this process any more."""
         return
 
+    def restored(self, step: int) -> None:
+        """Is told that the weights and the optimizer's state are those of a checkpoint after so many steps."""
+        self.after_step()
+
     def steps_with(self, optimizer: torch.optim.Optimizer) -> None:
         """Is told once what takes the steps."""
         return

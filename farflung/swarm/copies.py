@@ -49,6 +49,10 @@ class Copies:
                 await asyncio.to_thread(self._write, state)
             except PeerLostError:
                 continue  # nobody has it now
+            except OSError as error:  # to fetch it again at once would not make room
+                why = error.strerror or error
+                told = f"no copy of stage {self._next} is kept: {why}; see to {self._folder}"
+                self._network.peers.background.tell_once(told)
             before = turn
 
     def _write(self, state: SharedState) -> None:

@@ -36,6 +36,8 @@ LAST_STEP, JUDGED, LEAVES = 1.0, 2.0, 3.0
 """What a peer says of its end: it has taken its last step; has judged what came of them all; needs nobody any more."""
 UNMANNED_SECONDS = 5.0
 """For so long a stage has nobody before another one's peer takes it over."""
+AWAKE_SECONDS = 20.0
+"""For so long a peer that stood still hears of the others before it believes that they are gone."""
 LONGEST_EVALUATION_SECONDS = 24 * 3600.0
 LOST = (LostError, TimeoutError, asyncio.CancelledError)
 
@@ -149,6 +151,10 @@ class SwarmIsland:
             self._stepping = False
             self._seat.weights.release()
 
+    def restored(self, step: int) -> None:
+        """See Island."""
+        self._seat.work.begin_at(step)
+
     def steps_with(self, optimizer: torch.optim.Optimizer) -> None:
         """See Island."""
         self._seat.optimizer = optimizer
@@ -229,17 +235,21 @@ class SwarmIsland:
 
     def _waited(self) -> bool:
         """Waits for what the next step learns from; False where nothing will come. Raises UserError and MoveError."""
-        began = manned = time.monotonic()
+        began = manned = looked = time.monotonic()
         while not (enough := self._pace.enough(over := self._over())) and not over and not self._stopping():
             self._seat.learnt.clear()
             self._seat.learnt.wait(LOOK_SECONDS)
+            now = time.monotonic()
+            if now > looked + UNMANNED_SECONDS:  # it stood still, and has missed what others said
+                began, manned = now, now + AWAKE_SECONDS
+            looked = now
             if not (unmanned := self._unmanned()):
-                manned = time.monotonic()
-            elif time.monotonic() > manned + UNMANNED_SECONDS:
+                manned = now
+            elif now > manned + UNMANNED_SECONDS:
                 self._take_over(unmanned)
-            if time.monotonic() > began + self._deadline_s:
+            if now > began + self._deadline_s:
                 self._refuse_without_heads()
-                began = time.monotonic()
+                began = now
         return enough
 
     def _unmanned(self) -> list[int]:

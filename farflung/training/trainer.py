@@ -322,7 +322,7 @@ class Trainer:
         for traffic, values in zip((self.network.traffic, self.island.traffic), saved, strict=True):
             for name, value in values.items():
                 setattr(traffic, name, value)
-        self.island.after_step()  # a tied head's copy is in no checkpoint
+        self.island.restored(self.step)  # a tied head's copy is in no checkpoint
         self._saved = None
 
     def _catch_up(self, session: Session) -> None:
