@@ -235,7 +235,9 @@ def test_a_host_that_sends_others_on_to_nobody_is_asked_last(
     liar.peers.handlers["meet"] = on_meet
     liar.peers.info["trains"] = True
     until(lambda: rank in one.members())
-    key = asked_first(one, rank)
+    keys = (asked_first(one, rank, f"going {number}") for number in range(100))
+    turns = ((key, sorted(_turn(key, one) for one in ghosts)) for key in keys)
+    key = next(key for key, (first, *_, last) in turns if first < _turn(key, rank) < last)
     one.peers.background.run(one._matchmaker.meet(one.members(), key, 5, 1.0, "", 0.0), patience(60))
     assert len(visits) == (VISITED // 2 if better else 1)
     assert (one._matchmaker._hosts(key)[-1] == rank) is better and one.refused["bad answer"] == (not better)
@@ -252,9 +254,13 @@ def asked_first(one: InternetNetwork, host: int, what: str = "") -> str:
 
 @pytest.mark.parametrize("address", ["garbage", "/ip4/999.1.1.1/tcp/1/p2p/{}", "/p2p/{}", "/ip4/127.0.0.1/tcp/1"])
 def test_a_peer_with_an_address_that_is_none_is_not_taken_for_a_member(pair: Run, liar: Liar, address: str) -> None:
-    peer = liar.peers.identity.peer
-    liar.peers.info["addresses"] = [address.format(peer)]
-    one = pair.peers[0].peers
+    peer, one = liar.peers.identity.peer, pair.peers[0].peers
+
+    async def lie() -> list[str]:
+        return [address.format(peer)]
+
+    liar.peers._host.addresses = lie  # type: ignore[method-assign]
+    liar.peers.background.run(liar.peers.look_around(), patience(20))
     with pytest.raises(Exception, match="address"):
         liar.peers.background.run(liar.peers.handshake(one.identity.peer), patience(20))
     assert address.format(peer) not in one.addresses
