@@ -12,7 +12,7 @@ import torch
 from families import FAMILIES, gpt2
 from processes import SMALL, farflung
 from torch import nn
-from transformers import AutoModelForCausalLM, BloomConfig, MambaConfig, PretrainedConfig
+from transformers import AutoModelForCausalLM, BloomConfig, MambaConfig, PretrainedConfig, Qwen3NextConfig
 
 from farflung.errors import UserError
 from farflung.workloads import decoder, models
@@ -85,9 +85,13 @@ def test_pieces_in_a_row_keep_to_documents_as_the_whole_does(name: str) -> None:
     assert not torch.allclose(passing, whole(input_ids=tokens).logits, atol=1e-3)
 
 
-def test_pieces_of_models_that_cannot_are_refused() -> None:
-    config = MambaConfig(hidden_size=32, num_hidden_layers=2, vocab_size=256, state_size=4)
-    with pytest.raises(UserError, match="MambaForCausalLM cannot keep its attention within documents; leave out"):
+def test_pieces_of_models_of_which_one_kind_of_layer_cannot_are_refused() -> None:
+    heads = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+    widths = {"head_dim": 8, "linear_key_head_dim": 8, "linear_value_head_dim": 8, "moe_intermediate_size": 16}
+    kinds = ["full_attention", "linear_attention"]
+    config = Qwen3NextConfig(hidden_size=32, num_hidden_layers=2, layer_types=kinds, vocab_size=256, **heads, **widths)
+    decoder.check_passes_on(config)
+    with pytest.raises(UserError, match="Qwen3NextForCausalLM cannot keep its attention within documents; leave out"):
         decoder.check_keeps_to_documents(config)
 
 
