@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Self
 
 from bench.lib.attacker import KINDS
 from bench.lib.hardship import Check, Hardship, check, checks, running
@@ -67,49 +68,50 @@ def run(options: Options, store: Store) -> Iterator[Part]:
         warned = sum(len(peer.events(WarningEvent)) for peer in training)
         rounds = [event.outcome for peer in training for event in peer.events(RoundEvent)]
         finish(training, options)
+        learnt = Learnt.of(training)  # before the small disk goes, and with it what is on it
     averaged = f"{rounds.count('averaged')} of {len(rounds)}; {warned}"
-    rows = judged(options, store, training, troubles, gone, grown, everything)
+    rows = [*borne(troubles, gone, grown)]
+    if options.undisturbed:
+        rows.append(beside_undisturbed(options, store, learnt, everything))
     yield checks([*rows, check("rounds that averaged; warnings", averaged, "", True)])
 
 
-def judged(
-    options: Options,
-    store: Store,
-    training: list[PeerProcess],
-    troubles: list[str],
-    gone: list[str],
-    grown: dict[str, float],
-    everything: Settings,
-) -> list[Check]:
+def borne(troubles: list[str], gone: list[str], grown: dict[str, float]) -> Iterator[Check]:
     most = max(grown.values(), default=0.0)
     told = ", ".join(f"{name} {mb:+.0f}" for name, mb in grown.items())
-    rows = [
-        check(f"{len(troubles)} troubles: peers that stopped", ", ".join(gone) or "none", "none", not gone),
-        check("memory since the first minute, MB, of those never restarted", told, "+20", most <= 20),
-    ]
-    losses = evaluations(training)
-    if options.undisturbed and not losses:
-        rows.append(check("validation loss", "no step at which all were judged", "2 %", False))
-    elif options.undisturbed:
-        step = max(losses)
-        quick = replace(options, step_ms=min(options.step_ms, options.undisturbed_step_ms))
-        with running(quick, store, "calm", **{**everything, "steps": step + 20}) as (_, calm):
-            calm.start(options.peers)
-            calm.wait(120 * options.minutes)
-        undisturbed = evaluations(calm)[step]
-        change = losses[step] / undisturbed - 1
-        tokens = [sum(peer.events(StepEvent)[-1].tokens for peer in each) for each in (training, calm)]
-        measured = f"{losses[step]:.4f}, {undisturbed:.4f}, {change:+.1%}; {tokens[0] / tokens[1]:.0%} of the tokens"
-        rows.append(check(f"validation loss at step {step}, undisturbed", measured, "2 %", change <= 0.02))
-    return rows
+    yield check(f"{len(troubles)} troubles: peers that stopped", ", ".join(gone) or "none", "none", not gone)
+    yield check("memory since the first minute, MB, of those never restarted", told, "+20", most <= 20)
 
 
-def evaluations(peers: Iterable[PeerProcess]) -> dict[int, float]:
-    """The mean validation loss of all peers, for each step at which each was judged."""
-    each = [{event.step: event.validation_loss for event in peer.events(EvaluationEvent)} for peer in peers]
-    common = set[int].intersection(*(set(losses) for losses in each))
-    means = {step: mean([losses[step] for losses in each]) for step in common}
-    return {step: math.nan if loss is None else loss for step, loss in means.items()}
+@dataclass(frozen=True)
+class Learnt:
+    """What peers have come to: their mean loss at each step at which all were judged, and tokens of all."""
+
+    losses: dict[int, float]
+    tokens: int
+
+    @classmethod
+    def of(cls, peers: Iterable[PeerProcess]) -> Self:
+        each = [{event.step: event.validation_loss for event in peer.events(EvaluationEvent)} for peer in peers]
+        common = set[int].intersection(*(set(losses) for losses in each))
+        means = {step: mean([losses[step] for losses in each]) for step in common}
+        losses = {step: math.nan if loss is None else loss for step, loss in means.items()}
+        return cls(losses, sum(peer.events(StepEvent)[-1].tokens for peer in peers))
+
+
+def beside_undisturbed(options: Options, store: Store, learnt: Learnt, everything: Settings) -> Check:
+    if not learnt.losses:
+        return check("validation loss", "no step at which all were judged", "2 %", False)
+    step = max(learnt.losses)
+    quick = replace(options, step_ms=min(options.step_ms, options.undisturbed_step_ms))
+    with running(quick, store, "calm", **{**everything, "steps": step + 20}) as (_, peers):
+        peers.start(options.peers)
+        peers.wait(120 * options.minutes)
+        calm = Learnt.of(peers)
+    loss, undisturbed = learnt.losses[step], calm.losses[step]
+    change = loss / undisturbed - 1
+    measured = f"{loss:.4f}, {undisturbed:.4f}, {change:+.1%}; {learnt.tokens / calm.tokens:.0%} of the tokens"
+    return check(f"validation loss at step {step}, undisturbed", measured, "2 %", change <= 0.02)
 
 
 def trouble(options: Options, lab: NetLab, peers: PeerProcesses, steps: int) -> Iterator[str]:
