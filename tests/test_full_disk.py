@@ -63,7 +63,7 @@ def test_the_lines_that_wait_are_not_without_end(disk: Path, monkeypatch: pytest
 @pytest.mark.slow
 @pytest.mark.parametrize("network", ["simulated", "torch"])
 def test_a_run_goes_on_and_its_events_are_written_when_there_is_room(disk: Path, tmp_path: Path, network: str) -> None:
-    settings = [*SMALL, "--replicas", 2, "--steps", 3000, "--every", 10, "--network", network, "--out", "disk/run"]
+    settings = [*SMALL, "--replicas", 2, "--steps", 2000, "--every", 10, "--network", network, "--out", "disk/run"]
     process = Python("-m", "farflung", "train", *settings, cwd=tmp_path, err=tmp_path / "err")
     until(lambda: len(list(disk.glob("run/checkpoints/step-*"))) > 1)
     filler = fill(disk)
@@ -75,4 +75,4 @@ def test_a_run_goes_on_and_its_events_are_written_when_there_is_room(disk: Path,
     run = read_run(disk / "run")
     assert not run.unread() and (disk / "run" / "summary.json").exists()
     for replica in (0, 1):
-        assert [event.step for event in run.of(replica, StepEvent)] == list(range(5, 3001, 5))
+        assert [event.step for event in run.of(replica, StepEvent)] == list(range(5, 2001, 5))
