@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -37,7 +36,7 @@ from farflung.pipeline.routes import Routes, fixed_routes, random_routes
 from farflung.pipeline.settings import IslandSettings
 from farflung.pipeline.stages import RoutedStage, Transport
 from farflung.scoped import quiet
-from farflung.workloads.base import Divisible, Score
+from farflung.workloads.base import Divisible, Score, held_out_of
 
 SCHEDULES = {
     "gpipe": ScheduleGPipe,
@@ -148,27 +147,26 @@ class DividedIsland(Island):
     @torch.no_grad()
     def evaluate(self) -> Score:
         """See Island."""
-        sources: dict[str, int] = getattr(self.workload, "sources", {"": self.workload.held_out})
-        ends = [*accumulate(sources.values())]
+        sources = held_out_of(self.workload)
         with self.groups.naming_the_lost(), self._evaluating():
-            facts = [self._judged(end - count, end) for count, end in zip(sources.values(), ends, strict=True)]
+            facts = [self._judged(numbers) for numbers in sources.values()]
             losses, counts = self.total(torch.cat(facts)).view(-1, 2).T.tolist()
         return Score.of(dict(zip(sources, zip(losses, counts, strict=True), strict=True)))
 
-    def _judged(self, begin: int, end: int) -> Tensor:
+    def _judged(self, samples: range) -> Tensor:
         """The sum of the losses of some held-out samples that this process has, and how many these are; float64.
 
         Each shard takes a part of the samples; the last ones may take one that does not count.
         """
         size, shards = self._samples // self._microbatches, self.settings.shard
-        numbers = [begin + self.coordinates.shard + shards * turn for turn in range(-(-(end - begin) // shards))]
+        numbers = [samples.start + self.coordinates.shard + shards * turn for turn in range(-(-len(samples) // shards))]
         facts = torch.zeros(2, dtype=torch.float64)
         for turn in range(0, len(numbers), size):
             wanted = numbers[turn : turn + size]
-            ids = np.array([min(number, end - 1) for number in wanted])
+            ids = np.array([min(number, samples.stop - 1) for number in wanted])
             batch = self.workload.held_out_batch(ids).to(self.device)
             output = self._forward(batch)
-            counted = sum(number < end for number in wanted)
+            counted = sum(number in samples for number in wanted)
             if output is not None and counted:
                 loss = self.pieces[-1].loss(output[:counted], batch[:counted])
                 facts += torch.tensor([float(loss) * counted, counted], dtype=torch.float64)

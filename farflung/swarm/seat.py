@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -25,7 +24,7 @@ from farflung.swarm.processor import Pass, Processor
 from farflung.swarm.routers import ThroughputRouter
 from farflung.swarm.visits import Visits
 from farflung.swarm.work import StageWork
-from farflung.workloads.base import Divisible, Ids
+from farflung.workloads.base import Divisible, Ids, held_out_of
 
 if TYPE_CHECKING:
     from farflung.networks.internet import InternetNetwork, Peers
@@ -201,10 +200,9 @@ class Seat:
 
 def _turns(workload: Divisible, size: int) -> Iterator[tuple[str, Ids]]:
     """Microbatches of the held-out samples of each source, `size` in each: as many as are whole, and at least one."""
-    sources: dict[str, int] = getattr(workload, "sources", {"": workload.held_out})
-    for begin, (source, count) in zip(accumulate(sources.values(), initial=0), sources.items(), strict=False):
-        for turn in range(max(1, count // size)):
-            yield source, begin + np.arange(turn * size, (turn + 1) * size) % count
+    for source, samples in held_out_of(workload).items():
+        for turn in range(max(1, len(samples) // size)):
+            yield source, samples.start + np.arange(turn * size, (turn + 1) * size) % len(samples)
 
 
 def told(peers: Peers, **facts: Any) -> None:

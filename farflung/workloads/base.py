@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -224,6 +225,13 @@ class Divisible(Workload, Protocol):
     def sample_in_pieces(self, forward: Forward, seed: int) -> str:
         """As `sample`, for a model that several processes compute."""
         ...
+
+
+def held_out_of(workload: Divisible) -> dict[str, range]:
+    """The numbers of the held-out samples of each source, by its name; "" where there is one."""
+    sources: dict[str, int] = getattr(workload, "sources", {"": workload.held_out})
+    ends = accumulate(sources.values())
+    return {source: range(end - sources[source], end) for source, end in zip(sources, ends, strict=True)}
 
 
 Forward = Callable[[Tensor, Callable[[Tensor], Tensor], int], Tensor]

@@ -195,7 +195,8 @@ class Language:
     def loss(self, model: Any, batch: Tensor | Labelled) -> Tensor:
         """See Workload; of chats, the mean over the tokens of their answers."""
         tokens, labels = batch if isinstance(batch, tuple) else (batch, batch)
-        positions = self._positions and self._positions(tokens)
+        positions_of = self._positions
+        positions = positions_of(tokens) if positions_of else None
         if positions is not None and self.holds_chats:
             # A chat is one document, though its messages may end as a text does; what is learnt whole is text.
             is_text = (labels == tokens).all(dim=1, keepdim=True)
