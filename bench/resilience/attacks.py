@@ -67,6 +67,9 @@ def attack(options: Options, ticket: Ticket, folder: Path, victim: PeerProcess) 
     heard = as_a_stranger(ticket, lambda stranger: stranger.bombard(options.messages))
     what = f"{options.messages} random messages, {time.time() - began:.0f} s"
     yield check(what, f"{heard} answered otherwise than refused", "0", heard == 0)
+    rounds = [event.outcome for event in victim.since(RoundEvent, began)]  # liars are members later, with their rounds
+    met = rounds.count("averaged")
+    yield check("rounds that averaged under them", f"{met} of {len(rounds)}", "95%", met >= 0.95 * len(rounds))
     yield from lies(options, ticket, folder)
     time.sleep(options.rest_s / 2)
     yield from meanwhile(victim, before)
