@@ -10,6 +10,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -33,6 +34,10 @@ PEAKS = {"A100": 312.0, "H100": 989.0, "H200": 989.0, "L40": 181.0, "4090": 165.
 """Dense bfloat16 TFLOP/s of cards, by a part of their names."""
 PASSES, REPEATS = 9, 7
 """Of the bytes of a message in an outer step; and how often something is measured."""
+CODECS_BESIDE = {"float32": "float32", "modulo4": "modulo4"}
+"""What rounds beside training send."""
+EVERY, ROUNDS_BESIDE, MATRICES = 40, 3, 100
+"""Steps between rounds beside training; rounds measured; products of matrices in a step."""
 
 
 @dataclass(frozen=True)
@@ -112,24 +117,50 @@ def codecs(options: Options) -> Iterator[tuple[Cell, ...]]:
 
 
 def process(backend: str, parameters: int) -> None:
-    """One of two replicas: prints the seconds of its rounds."""
+    """One of two replicas: prints the seconds of a round, and what rounds beside steps add to these."""
     dist.init_process_group(backend)
     torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
     model = nn.ParameterList([nn.Parameter(torch.ones(parameters // 100, device="cuda")) for _ in range(100)])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     with methods.noloco(every=1).attach(model, optimizer, TorchNetwork()):
         optimizer.step()
-        print(json.dumps(seconds(optimizer.step)))
+        told = {"alone": seconds(optimizer.step)}
+    works = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
+    for name, codec in CODECS_BESIDE.items():
+        method = methods.noloco(every=EVERY, delay=EVERY - 1, codec=codec)
+        ways: list[Callable[[], Any]] = [nullcontext, lambda: method.attach(model, optimizer, TorchNetwork())]  # noqa: B023
+        without, beside = (steps_with(way, optimizer, works) for way in ways)
+        told[name] = (beside - without) / ROUNDS_BESIDE
+    print(json.dumps(told))
     dist.destroy_process_group()
+
+
+def steps_with(way: Callable[[], Any], optimizer: torch.optim.Optimizer, works: torch.Tensor) -> float:
+    """The seconds of steps on both devices of some 30 ms, in which so many rounds start and are applied."""
+
+    def steps(count: int) -> None:
+        for _ in range(count):
+            for _ in range(MATRICES):
+                torch.mm(works, works)
+            optimizer.step()
+
+    with way():
+        steps(EVERY + 1)  # the first round, whose buffers are new
+        dist.barrier()
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        steps(EVERY * ROUNDS_BESIDE)
+        torch.cuda.synchronize()
+        return time.perf_counter() - began
 
 
 def rounds(options: Options, backend: str) -> tuple[Cell, ...]:
     """Two processes' rounds over a backend, of a tenth of the parameters."""
     values = options.parameters // 10
     arguments = ["-m", __name__, backend, str(values)]
-    told = torch_everywhere([LOOPBACK] * 2, arguments, timeout_s=300)
-    taken = max(json.loads(text.strip().splitlines()[-1]) for text in told)
-    return backend, taken, 4e-9 * values / taken
+    told = [json.loads(text.strip().splitlines()[-1]) for text in torch_everywhere([LOOPBACK] * 2, arguments, 300)]
+    most = {name: max(one[name] for one in told) for name in told[0]}
+    return backend, most.pop("alone"), 4e-9 * values / max(one["alone"] for one in told), *most.values()
 
 
 def waiting(name: str, model: str, step: float) -> float:
@@ -158,7 +189,9 @@ def run(options: Options, store: Store) -> Iterator[Part]:
     yield f"outer step of {options.parameters:,} values: {taken:.4f} s, {taken / copying:.2f} × copying its bytes"
     yield Table({"codec": "", "encode GB/s": ".2f", "decode GB/s": ".2f"}, codecs(options))
     backends = ["gloo", *(["nccl"] if torch.cuda.device_count() > 1 else [])]
-    yield Table({"rounds over": "", "seconds": ".3f", "GB/s": ".2f"}, (rounds(options, one) for one in backends))
+    adds = {f"{name} beside steps adds, s": ".4f" for name in CODECS_BESIDE}
+    columns = {"rounds over": "", "seconds": ".3f", "GB/s": ".2f", **adds}
+    yield Table(columns, (rounds(options, one) for one in backends))
     waits = ((f"{n}, {m}", waiting(n, m, s)) for m, s in steps.items() for n in options.methods)
     yield Table({"8 replicas, every 50, 100 Mbit/s": "", "waiting": ".1%"}, waits)
 

@@ -51,6 +51,8 @@ class Options:
     """Tokens in a sequence beside a plain loop."""
     modes: tuple[str, ...] = ("float32", "bfloat16", "compile", "compile bfloat16")
     """How it is computed."""
+    device: str = "cpu"
+    """Where one replica and a plain loop compute."""
     steps: int = 200
     """Inner steps of each replica with a method."""
     every: int = 50
@@ -90,7 +92,8 @@ class Plain:
     def __init__(self, trainer: Trainer) -> None:
         settings, self.workload = trainer.settings, trainer.workload
         self.settings, self.step, self.losses = settings, 0, list[float]()
-        self.model: Any = training(self.workload.build(settings.run.seed), settings.island)
+        self.device = trainer.device
+        self.model: Any = training(self.workload.build(settings.run.seed).to(self.device), settings.island)
         named, inner = trainable(self.model).items(), settings.inner
         self.optimizer = settings.method().inner.make(named, lr=trainer.lr, weight_decay=inner.weight_decay)
         self.lr = trainer.lr
@@ -98,7 +101,8 @@ class Plain:
     def train_step(self) -> None:
         settings, island, run = self.settings, self.settings.island, self.settings.run
         batch = self.workload.batch(self.workload.sample_ids(run.seed, 0, self.step, island.batch_size))
-        with torch.autocast("cpu", torch.bfloat16, enabled=island.precision == "bfloat16"):
+        batch = batch.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else batch
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=island.precision == "bfloat16"):
             loss = self.workload.loss(self.model, batch)
         torch.autograd.backward(loss)
         nn.utils.clip_grad_norm_(self.model.parameters(), island.clip)
@@ -108,7 +112,7 @@ class Plain:
         self.optimizer.zero_grad()
         self.step += 1
         if self.step % run.log_every == 0:
-            self.losses.append(float(loss))
+            self.losses.append(float(loss.detach()))
 
 
 class Paced(Trainer):
@@ -119,17 +123,23 @@ class Paced(Trainer):
     def train(self, catch_up: bool = False) -> None:
         """See Trainer."""
         self.plain, self.seconds = Plain(self), list[tuple[float, float]]()
-        self._since = time.perf_counter()
+        self._since = self._now()
         super().train(catch_up)
+
+    def _now(self) -> float:
+        """Once the device has done what it was given."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
 
     def _train_step(self, session: Session) -> None:
         super()._train_step(session)
         if self.step % self.block == 0:
-            own = time.perf_counter() - self._since
-            began = time.perf_counter()
+            began = self._now()
+            own = began - self._since
             for _ in range(self.block):
                 self.plain.train_step()
-            self._since = time.perf_counter()
+            self._since = self._now()
             self.seconds.append((own, self._since - began))
 
 
@@ -160,7 +170,7 @@ def beside_plain(model: str, mode: str, batch_size: int, block: int, options: Op
         network: Any = settings.network.kind.open(settings.network.starting, settings.network.deadline)
         stop = Stop(network.store, [0], [0])
         coordination = Coordination(stop, Kept(network.store, lambda: [0]))
-        trainer = Paced(settings, network, Path(folder), coordination, torch.device("cpu"))
+        trainer = Paced(settings, network, Path(folder), coordination, torch.device(options.device))
         trainer.block = block
         with launch.stopping_on_signals(stop):
             trainer.train()

@@ -56,7 +56,8 @@ class TorchNetwork(RealNetwork):
         self.processes = tuple(range(dist.get_world_size()) if processes is None else processes)
         self.process = dist.get_rank()
         self.rank = self.processes.index(self.process)
-        self.device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
+        nccl = dist.get_backend() == "nccl"
+        self.device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
         self._members = tuple(range(len(self.processes)))
         self._addresses = addresses or {}
         self.island_processes: Sequence[Group] = ()

@@ -71,11 +71,13 @@ _threads: set[threading.Thread] = set()
 
 
 def in_thread(work: Callable[[], object]) -> threading.Thread:
-    """A thread that does some work with others, and that `end_all` ends."""
+    """A thread that does some work with others, in this one's stream of a GPU, and that `end_all` ends."""
+    stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
 
     def done() -> None:
         try:
-            work()
+            with torch.cuda.stream(stream):
+                work()
         finally:
             _threads.discard(threading.current_thread())
 

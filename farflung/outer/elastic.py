@@ -23,7 +23,7 @@ from farflung.networks.base import ALONE, HOSTS_AGREE
 from farflung.outer.aggregation import Aggregation
 from farflung.outer.averaging import Meeting
 from farflung.outer.columns import of_party
-from farflung.outer.exchange import Exchange, start_columns
+from farflung.outer.exchange import Exchange, not_compared, start_columns
 from farflung.outer.fragments import ANCHOR, Weights
 from farflung.outer.loop import OuterLoop
 from farflung.outer.optimizers import OuterOptimizer, ParameterAveraging, after_a_step
@@ -158,8 +158,11 @@ class ElasticLoop(OuterLoop):
         whole = self._weights[sync.index].fragment.message(message)
         key = self._round_key(sync.index, number)
 
-        @torch.no_grad()
         def average(party: Party) -> Result:
+            with torch.no_grad(), follows():
+                return averaged(party)
+
+        def averaged(party: Party) -> Result:
             if party.behind and lineage:
                 why = f"the round's host (replica {party.host}) says that its anchors are not the others'"
                 return Result(message, (), Outcome.BEHIND, why, host=party.host)
@@ -170,8 +173,9 @@ class ElasticLoop(OuterLoop):
             meetings = [
                 Meeting(column.network, party.group, column.key(key), number, party.weights) for column in columns
             ]
-            without = [None] * len(columns)  # whose anchors differ does not come to the party
-            pending, error = start_columns(whole, party.group, columns, meetings, without, averaging, self.network.now)
+            pending, error = start_columns(
+                whole, party.group, columns, meetings, not_compared, averaging, self.network.now
+            )
             try:
                 result = pending.wait(self.deadline_s)
             except PeerLostError as lost:
@@ -181,7 +185,7 @@ class ElasticLoop(OuterLoop):
 
         lineage = self._lineage(sync.index) if self.method.needs_equal_anchors else ""
         weight = 0.0 if offer.fault else sync.trained * self._options["step_weight"]
-        began = self.network.now()
+        began, follows = self.network.now(), self._side.following(message)
         return Exchange(began, self._elastic.meet(group, key, self.step, weight, lineage, average))
 
     def _lineage(self, fragment: int) -> str:

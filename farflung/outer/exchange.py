@@ -9,6 +9,7 @@ from torch import Tensor
 
 from farflung.networks import Finished, Group, Pending
 from farflung.outer.averaging import Averaging, Meeting
+from farflung.outer.beside import Beside, Follows
 from farflung.outer.columns import Column, Message
 from farflung.outer.healing import differ
 from farflung.outer.outcomes import Result
@@ -24,6 +25,14 @@ class Exchange:
     compression_error: float = 0.0
 
 
+Compared = Pending[dict[int, Tensor]] | None
+"""A group's sketches of an anchor, where these should be equal."""
+
+
+def not_compared(column: Column, meeting: Meeting) -> None:
+    """For members that all have been found to have equal anchors."""
+
+
 @dataclass
 class ColumnExchange:
     """What a column exchanges of a message: a pending mean, and sketches by which the group's anchors are compared."""
@@ -31,7 +40,7 @@ class ColumnExchange:
     column: Column
     part: Message
     mean: Pending[Tensor]
-    sketches: Pending[dict[int, Tensor]] | None
+    sketches: Compared
     group: Group
 
     def done(self) -> bool:
@@ -56,14 +65,16 @@ def start_columns(
     group: Group,
     columns: Sequence[Column],
     meetings: Sequence[Meeting],
-    sketches: Sequence[Pending[dict[int, Tensor]] | None],
+    compare: Callable[[Column, Meeting], Compared],
     averaging: Averaging,
     now: Callable[[], float],
 ) -> tuple[Pending[Result], float]:
-    """Starts averaging a message, each column in its meeting; returns what comes of it, and the compression error.
+    """Starts comparing anchors and averaging a message, each column in its meeting.
 
-    A process that keeps no cells has no column, and nothing to wait for.
+    Returns what comes of it, and the compression error. A process that keeps no cells has no column, and waits for
+    nothing.
     """
+    sketches = list(map(compare, columns, meetings))
     parts = [message.part(column.cells) for column in columns]
     means, error = averaging.start_parts(parts, meetings)
     exchanges = [ColumnExchange(*one, group) for one in zip(columns, parts, means, sketches, strict=True)]
@@ -78,3 +89,18 @@ def start_columns(
         return Result(message.flat, group, apart=tuple(name for result in results for name in result.apart))
 
     return Together(exchanges, now, joined), error
+
+
+def start_beside(
+    start: Callable[[], tuple[Pending[Result], float]], follows: Follows, began: float, now: Callable[[], float]
+) -> Exchange:
+    """An exchange that is started, and whose result is made, beside training."""
+
+    def started() -> Pending[Result]:
+        pending, exchange.compression_error = start()
+        return pending
+
+    beside = Beside(started, follows, now)
+    exchange = Exchange(began, beside)
+    beside.begin()
+    return exchange

@@ -22,13 +22,14 @@ from farflung.hooks.buffers import average
 from farflung.hooks.copies import Copies
 from farflung.hooks.scaling import unscaled_steps
 from farflung.hooks.steps import hook_steps
-from farflung.networks import Finished, Group, PeerLostError, Pending
+from farflung.networks import Finished, Group, PeerLostError
 from farflung.networks.torchrun import log
 from farflung.outer.adaptation import Adaptation, effective_ranks
 from farflung.outer.averaging import Averaging, Meeting
+from farflung.outer.beside import SideStream
 from farflung.outer.columns import Column, Message
 from farflung.outer.departures import has_left
-from farflung.outer.exchange import Exchange, start_columns
+from farflung.outer.exchange import Compared, Exchange, start_beside, start_columns
 from farflung.outer.fragments import Weights, split
 from farflung.outer.healing import draw_together, sketch, stay_away
 from farflung.outer.optimizers import gradient_of, load_into, refuse_rounded_weights, sends_weights
@@ -84,6 +85,7 @@ class OuterLoop(Session):
         self._replica = Replica(self._weights, self.trained, self.untrained, copies, self._faults)
         self._rounds = Rounds[Tensor, Exchange](schedule, self._weights)
         self._everyone = network.members()
+        self._side = SideStream()
         self.trained.restore = lambda: self._replica.restore_if_spoilt(self._rounds.pending)
         for optimizer in optimizers:
             self.undo.callback(unscaled_steps(optimizer))
@@ -154,19 +156,20 @@ class OuterLoop(Session):
         message = self._weights[sync.index].fragment.message(offer.message)
         columns, key = self.columns.of(group, message.names), self._round_key(sync.index, sync.rounds)
         meetings = [Meeting(column.network, group, column.key(key), sync.rounds) for column in columns]
-        sketches = [self._compare(sync, *meets) for meets in zip(columns, meetings, strict=True)]
-        averaging = self._averagings[sync.index]
-        return Exchange(began, *start_columns(message, group, columns, meetings, sketches, averaging, self.network.now))
+        averaging, apart = self._averagings[sync.index], sync.lost or sync.met not in ((), group)
+        compare = partial(self._compare, sync.index, apart)
+        start = partial(start_columns, message, group, columns, meetings, compare, averaging, self.network.now)
+        if sync.delay_steps and message.flat.is_cuda and not self.network.timed:
+            return start_beside(start, self._side.following(message.flat), began, self.network.now)
+        return Exchange(began, *start())
 
-    def _compare(self, sync: Sync[Tensor], column: Column, meeting: Meeting) -> Pending[dict[int, Tensor]] | None:
+    def _compare(self, fragment: int, apart: bool, column: Column, meeting: Meeting) -> Compared:
         """Starts comparing the anchors of a column with the group's, where they should be equal."""
         if not self._compares(meeting.group):
             return None
-        anchor = self._weights[sync.index].fragment.message(self.anchors[sync.index]).part(column.cells).flat
+        anchor = self._weights[fragment].fragment.message(self.anchors[fragment]).part(column.cells).flat
         # In an eager merge each anchor has the own last part in it; then only rounds that were lost count.
-        own = sketch(
-            anchor[:0] if self.method.merge.eager else anchor, sync.lost or sync.met not in ((), meeting.group)
-        )
+        own = sketch(anchor[:0] if self.method.merge.eager else anchor, apart)
         return column.network.exchange(own, meeting.group, f"{meeting.key}, anchors")
 
     def _compares(self, group: Group) -> bool:

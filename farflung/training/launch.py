@@ -304,20 +304,21 @@ def run_processes(settings: Settings, folder: Path, arguments: Sequence[str]) ->
     with disk_errors(f"write to {folder}", "make room, or choose another folder with --out"):
         (folder / "logs").mkdir(parents=True, exist_ok=True)
         logs = tempfile.mkdtemp(dir=folder / "logs")
-    launcher = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=settings.mesh().processes,
-        run_id=folder.name,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        local_addr="localhost",
-        max_restarts=0,
-        logs_specs=DefaultLogsSpecs(log_dir=logs, redirects=Std.ALL),
-        shutdown_timeout=round(2 * settings.network.deadline),
-        start_method=import_ahead().get_start_method(),
-        signals_to_handle=",".join(number.name for number in (*stop_signals(), signal.SIGQUIT)),
-    )
+    # Torch before 2.13 has no setting for it, and kills who has not ended after half a minute.
+    with scoped.environment(TORCH_ELASTIC_SHUTDOWN_TIMEOUT=str(round(2 * settings.network.deadline))):
+        launcher = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=settings.mesh().processes,
+            run_id=folder.name,
+            rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0",
+            local_addr="localhost",
+            max_restarts=0,
+            logs_specs=DefaultLogsSpecs(log_dir=logs, redirects=Std.ALL),
+            start_method=import_ahead().get_start_method(),
+            signals_to_handle=",".join(number.name for number in (*stop_signals(), signal.SIGQUIT)),
+        )
     try:
         with (
             scoped.quiet("torch.distributed.elastic"),
@@ -348,10 +349,10 @@ def stopping_on_signals(stop: Stop) -> Iterator[None]:
 
 
 def pick_device(name: str, local_rank: int) -> torch.device:
-    """The device that a setting names; `auto` takes a machine's GPUs in turn when there are any. Raises UserError."""
+    """The device that a setting names; `auto` and `cuda` take a machine's GPUs in turn. Raises UserError."""
+    if name in ("auto", "cuda") and torch.cuda.is_available():
+        return torch.device("cuda", local_rank % torch.cuda.device_count())
     if name == "auto":
-        if torch.cuda.is_available():
-            return torch.device("cuda", local_rank % torch.cuda.device_count())
         return torch.device("cpu")
     try:
         device = torch.device(name)
