@@ -23,7 +23,7 @@ test: lint
 
 # torch==2.9.0 is the lowest; a build without CUDA is a tenth of the size, where an index has one.
 TORCH ?= torch==2.9.0
-CORE := workloads split codecs methods optimizers settings report imports attach loop
+CORE := workloads split codecs methods optimizers settings report imports attach loop launching beside
 # That router loss fails within transformers 5.9 and before.
 NOT_THERE := --deselect "tests/test_split.py::test_pieces_in_a_row_train_their_routers_as_the_whole_model_does[granite]"
 

@@ -116,6 +116,15 @@ def test_a_file_that_has_changed_is_refused(server: FarServer, tmp_path: Path) -
         later.held_out(4)
 
 
+def test_chats_of_another_machine_are_refused_with_what_to_do(server: FarServer, tmp_path: Path) -> None:
+    chat = json.dumps({"messages": [{"role": "user", "content": "Well?"}, {"role": "assistant", "content": "Yes."}]})
+    (tmp_path / "far" / "chats.jsonl").write_text(chat)
+    cache = ShardCache(tmp_path / "cache", 10**9, tokenizers.Bytes(), "text", 1)
+    told = r"chats.jsonl: no column 'text'; set text_column to one of messages, or copy it here first if it holds chats"
+    with pytest.raises(UserError, match=told):
+        cache.tokens(f"{server.address}/chats.jsonl")
+
+
 def test_what_is_half_there_is_made_anew(server: FarServer, tmp_path: Path) -> None:
     found = shards(server, tmp_path / "cache")
     expected = {file: found._cache.tokens(file).training.tobytes() for file in found._files}

@@ -57,8 +57,8 @@ def _texts(found: Iterable[tuple[str, str | Mapping[str, Any]]], column: str) ->
             yield record
         elif column not in record:
             named = ", ".join([*list(record)[:COLUMNS_NAMED], *(["…"] if len(record) > COLUMNS_NAMED else [])])
-            narrower = "" if far.is_far(where) else ", or give a narrower path or glob"
-            raise UserError(f"data {where}: no column {column!r}; set text_column to one of {named}{narrower}")
+            or_else = "copy it here first if it holds chats" if far.is_far(where) else "give a narrower path or glob"
+            raise UserError(f"data {where}: no column {column!r}; set text_column to one of {named}, or {or_else}")
         elif isinstance(record[column], str):
             yield record[column]
 
