@@ -30,6 +30,7 @@ from farflung.training import checkpoint, launch
 from farflung.training.measures import peak_tflops
 from farflung.training.saving import Saving, copied
 from farflung.workloads.base import Span
+from farflung.workloads.models import sequence_loss
 
 STEPS = 12
 ALONE = [*SMALL, "--steps", str(STEPS), "--method", "local"]
@@ -140,6 +141,27 @@ def test_attention_of_presets_is_torchs_own() -> None:
 
     gradients(Watched())
     assert called == [None, None]  # one a layer; a mask of its own would keep it from its fast forms
+
+
+def test_a_pass_reads_no_number_from_its_device_but_where_documents_begin_anew() -> None:
+    read = []
+
+    class Watched(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.ops.aten._local_scalar_dense.default:
+                read.append(func)
+            return func(*args, **(kwargs or {}))
+
+    workload = Settings.of(network="simulated", model="micro", sequence_length=32).made_workload()
+    model = workload.build(0)
+    tokens, positions = torch.arange(64).view(2, 32), (torch.arange(32) % 8).expand(2, 32)
+    with Watched():  # type: ignore[no-untyped-call]
+        whole = sequence_loss(model, tokens)
+    assert not read
+    with Watched():  # type: ignore[no-untyped-call]
+        packed = sequence_loss(model, tokens, positions=positions)
+    assert read and whole.item() != packed.item()
+    assert model(input_ids=tokens, labels=tokens, position_ids=positions, use_cache=False).loss.item() == packed.item()
 
 
 def test_batches_made_ahead_are_those_of_their_steps_and_come_from_one_thread() -> None:

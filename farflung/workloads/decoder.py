@@ -13,6 +13,7 @@ from farflung.errors import UserError
 from farflung.workloads import models
 from farflung.workloads.base import Load, Span
 from farflung.workloads.experts import active_shares
+from farflung.workloads.packing import positions_given
 from farflung.workloads.routers import router_loss_of
 
 POSITIONS = ("embed_positions", "wpe")
@@ -89,9 +90,10 @@ class Piece(nn.Module):
         if self._positions:
             assert batch is not None
             given["position_ids"] = self._positions(batch).to(entering.device)
+        in_documents = positions_given(given.get("position_ids"))
         if self.routers:
             given["output_router_logits"] = False  # the family would make a loss of this piece's alone
-        with torch.autocast(entering.device.type, torch.bfloat16, enabled=self._half):
+        with torch.autocast(entering.device.type, torch.bfloat16, enabled=self._half), in_documents:
             if self.span.last:
                 leaving: Tensor = self.model(**given).logits.float()
             else:

@@ -18,6 +18,7 @@ from torch import nn
 from farflung.errors import UserError
 from farflung.scoped import quiet
 from farflung.workloads.base import Reshape
+from farflung.workloads.packing import positions_given
 from farflung.workloads.settings import LanguageSettings
 from farflung.workloads.tokenizers import Bytes, Pretrained, Tokenizer, comes_with, load, reason
 
@@ -197,9 +198,10 @@ def sequence_loss(
     """
     labels = sequences if labels is None else labels
     given = {} if positions is None else {"position_ids": positions}
-    if not model.training:
-        return cross_entropy(model, model(input_ids=sequences, use_cache=False, **given).logits, labels)
-    loss: torch.Tensor = model(input_ids=sequences, labels=labels, use_cache=False, **given).loss
+    with positions_given(positions):
+        if not model.training:
+            return cross_entropy(model, model(input_ids=sequences, use_cache=False, **given).logits, labels)
+        loss: torch.Tensor = model(input_ids=sequences, labels=labels, use_cache=False, **given).loss
     return loss
 
 
