@@ -32,6 +32,7 @@ SMALL: dict[str, Any] = {
     "log_every": 1,
     "warmup": 2,
     "checkpoint_every": 6,
+    "device": "cpu",
 }
 
 

@@ -332,6 +332,8 @@ def test_a_simulated_world_goes_on_where_it_stood(tmp_path: Path, monkeypatch: p
         "4",
         "--conditions",
         "world.toml",
+        "--device",
+        "cpu",
     ]
     assert run_here(monkeypatch, tmp_path, *command, "--out", "undisturbed") == 0
     crash(monkeypatch, tmp_path, [*command, "--out", "crashed"], 19)

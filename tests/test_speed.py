@@ -300,7 +300,7 @@ def test_a_run_tells_its_speed_and_traces_the_steps_that_it_is_asked_for(
         ({"compile": True, "stages": 2, "pipeline_schedule": "zero-bubble"}, "zero-bubble schedule cannot divide"),
         ({"profile": "3..4", "network": "simulated"}, "simulated replicas take turns in one process"),
         ({"profile": "300..500"}, "the run has 400 steps; give steps up to 400"),
-        ({"compile": True}, "there is no /no/compiler here; install one"),
+        ({"compile": True, "device": "cpu"}, "there is no /no/compiler here; install one"),
     ],
 )
 def test_what_cannot_be_is_refused_in_a_line(

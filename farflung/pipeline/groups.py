@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 import time
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from farflung.errors import UserError
 from farflung.hooks.shared_memory import Parts
 from farflung.hooks.swaps import Swaps
 from farflung.networks import PeerLostError, TorchNetwork
@@ -45,7 +47,7 @@ class ProcessGroups:
         device: what shards are gathered on.
         gateway: whether only the island's first process meets other replicas.
 
-    Raises PeerLostError.
+    Raises PeerLostError, and UserError where two shards would compute on one GPU.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class ProcessGroups:
         self.everyone = self._group(self._near)
         shards = self.mesh.shard_group(self.coordinates)
         self._shards = {"cpu": self._group(shards)}
+        _refuse_one_for_two(device, self._shards["cpu"])
         if device.type == "cuda":
             torch.cuda.set_device(device)  # FSDP works on the current one
             self._shards["cuda"] = self._group(shards, "nccl")
@@ -83,7 +86,8 @@ class ProcessGroups:
 
     def swap(self, outgoing: Parts, incoming: Parts, like: Tensor) -> None:
         """See Layout.swap: among the shards of this stage."""
-        self._swaps[like.device.type](outgoing, incoming, like)
+        swaps = self._swaps.get(like.device.type, self._swaps["cpu"])  # where there is one, it swaps with itself
+        swaps(outgoing, incoming, like)
 
     def swap_among_all(self, outgoing: Parts, incoming: Parts, like: Tensor) -> None:
         """See Layout.swap: among all processes of the island, through the host's memory."""
@@ -192,6 +196,19 @@ class ProcessGroups:
             raise self._fault(others, _is_late(error)) from error
         assert isinstance(group, dist.ProcessGroup)
         return group
+
+
+def _refuse_one_for_two(device: torch.device, shards: dist.ProcessGroup) -> None:
+    """Raises UserError where two shards would compute on one GPU, which NCCL does not let them."""
+    if device.type == "cpu" or shards.size() == 1:
+        return
+    told: list[Any] = [None] * shards.size()
+    dist.all_gather_object(told, (socket.gethostname(), str(device)), group=shards)
+    if twice := [seat for seat in told if told.count(seat) > 1]:
+        raise UserError(
+            f"{len(twice)} shards of one stage would share {twice[0][1]} of {twice[0][0]}, and each needs its own; "
+            "give fewer with --shard, or compute with --device cpu"
+        )
 
 
 def _is_late(error: RuntimeError) -> bool:

@@ -60,7 +60,10 @@ class RoutedStage(PipelineStage):
         device: torch.device,
     ) -> None:
         entering, leaving = shapes
-        super().__init__(piece, index, count, device, input_args=entering, output_args=leaving, group=pipeline_group)
+        # Torch's own messages, with which stages agree, go from this device; and Gloo reads the host's memory alone.
+        host = torch.device("cpu")
+        super().__init__(piece, index, count, host, input_args=entering, output_args=leaving, group=pipeline_group)
+        self._computes_on = device
         self.batches: list[Tensor] = []
         """The samples of each microbatch of the step."""
         self.routes: Routes
@@ -118,12 +121,12 @@ class RoutedStage(PipelineStage):
 
     def _retrieve_recv_activations(self, fwd_chunk_id: int) -> tuple[Tensor, ...]:
         packet, *sums = self._inbox.pop(("forward", fwd_chunk_id))
-        entering = (self._before.unpack(packet, self.batches[fwd_chunk_id]), *(s.to(self.device) for s in sums))
+        entering = (self._before.unpack(packet, self.batches[fwd_chunk_id]), *(s.to(self._computes_on) for s in sums))
         return tuple(tensor.requires_grad_(self.has_backward) for tensor in entering)
 
     def _retrieve_recv_grads(self, bwd_chunk_id: int) -> tuple[Tensor, ...]:
         packet, *of_sums = self._inbox.pop(("backward", bwd_chunk_id))
-        return (self._after.unpack_gradient(packet), *(s.to(self.device) for s in of_sums))
+        return (self._after.unpack_gradient(packet), *(s.to(self._computes_on) for s in of_sums))
 
     def _onward(self, microbatch: int) -> int:
         replica = self.routes.onward(self._transport.replica, microbatch, self.stage_index)

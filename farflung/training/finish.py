@@ -94,7 +94,7 @@ def _met(trainer: Trainer, network: Network, own: Message, facts: dict[str, Any]
     """The mean of the weights of those on a network, and what they tell. Raises PeerLostError."""
     deadline = DEADLINES_AT_THE_END * trainer.settings.network.deadline
     mean = _mean(network, own, deadline)
-    apart = torch.tensor([own.flat.numel(), (own.flat - mean).double().square().sum()], dtype=torch.float64)
+    apart = torch.tensor([own.flat.numel(), float((own.flat - mean).double().square().sum())], dtype=torch.float64)
     numel, deviation = trainer.island.total(apart).tolist()
     facts = {**facts, "parameters": round(numel), "deviation": deviation / max(numel, 1)}
     return mean, facts_of_replicas(network, facts, "summary", deadline)
