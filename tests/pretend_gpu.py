@@ -113,6 +113,16 @@ def tensors(tree: Any) -> Iterator[Tensor]:
     return iter(found)
 
 
+def empty(size: Any, *, dtype: Any = None, **_: Any) -> OnGpu:
+    """Memory of the device, in any thread."""
+    return OnGpu(torch.empty(size, dtype=dtype))
+
+
+def empty_strided(size: Any, stride: Any, *, dtype: Any = None, **_: Any) -> OnGpu:
+    """So, with strides."""
+    return OnGpu(torch.empty_strided(size, stride, dtype=dtype))
+
+
 def main() -> None:
     """Runs the command."""
     from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
@@ -120,6 +130,9 @@ def main() -> None:
     module = _DummyBackendModule()
     module.get_amp_supported_dtype = lambda: [torch.bfloat16]  # type: ignore[attr-defined]
     _setup_privateuseone_for_python_backend(GPU, module)
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("empty.memory_format", empty, "PrivateUse1")
+    library.impl("empty_strided", empty_strided, "PrivateUse1")
     from farflung import cli
 
     sys.argv = ["farflung", *sys.argv[1:]]

@@ -29,16 +29,16 @@ SETTINGS = [
 
 
 class Swarm:
-    """Peers in processes of their own, in one folder."""
+    """Peers in processes of their own, in one folder; `program` is what Python runs."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, *program: object) -> None:
+        self.folder, self.program = folder, program or ("-m", "farflung")
         self.port = free_port()
         self.processes: list[Python] = []
 
     def start(self, *arguments: object, log: str) -> Python:
         files = {"out": self.folder / f"{log}.out", "err": self.folder / f"{log}.err"}
-        process = Python("-m", "farflung", *arguments, "--listen", "127.0.0.1", cwd=self.folder, **files)
+        process = Python(*self.program, *arguments, "--listen", "127.0.0.1", cwd=self.folder, **files)
         self.processes.append(process)
         return process
 

@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 from patience import patience
 from processes import HERE, SMALL
+from swarm import Swarm
 from warm import Python
 
+from farflung.events import RoundEvent, StepEvent
 from farflung.testing.hosts import torch_rendezvous
 
 pytestmark = pytest.mark.slow
@@ -69,6 +71,23 @@ def test_what_is_learnt_on_a_gpu_is_what_is_learnt_on_the_host(tmp_path: Path, r
         assert [rank.returncode for rank in ranks] == [0] * len(ranks), "\n".join(r.err.read_text() for r in ranks)
     found = losses(tmp_path / "gpu")
     assert len(found) >= 7 and found == pytest.approx(losses(tmp_path / "cpu"), rel=1e-4)
+
+
+def test_peers_of_a_swarm_train_on_gpus_and_meet(tmp_path: Path) -> None:
+    swarm = Swarm(tmp_path, HERE / "pretend_gpu.py")
+    stages = ["--swarm", "--stages", "2", "--boundary", "subspace8-int8", "--microbatches", "2", "--codec", "modulo4"]
+    peers = [swarm.invite("--method", "noloco", "--device", "gpu", *stages, "--every", "4", steps=24)]
+    try:
+        peers += [swarm.join(name, "--device", "gpu") for name in ("second", "third")]
+        for peer in peers:
+            assert peer.wait(patience(150)) == 0, peer.err.read_text()
+    finally:
+        for peer in peers:
+            peer.kill()
+    rounds = [event.outcome for name in ("first", "second", "third") for event in swarm.events(name, RoundEvent)]
+    assert rounds.count("averaged") >= 2
+    told = [event.loss for event in swarm.events("first", StepEvent) if event.loss is not None]
+    assert len(told) > 4 and told[-1] < told[0] - 0.5
 
 
 def test_shards_that_would_share_a_gpu_are_refused_in_a_line(tmp_path: Path) -> None:
