@@ -120,6 +120,17 @@ def test_one_without_a_finite_loss_leaves_the_others_as_they_are() -> None:
                 torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-4)
 
 
+def test_all_meet_at_each_moment_to_which_their_steps_bring_them() -> None:
+    def work(network: SimulatedNetwork) -> list[Any]:
+        met = []
+        for _ in range(3):
+            network.advance()
+            met.append(network.meet(network.rank, lambda ranks: [sorted(ranks)] * len(ranks)))
+        return met
+
+    assert Simulation(3, Conditions(step_ms=100)).run(work) == [[[0, 1, 2]] * 3] * 3
+
+
 def test_who_is_there_at_a_moment_meets_and_gets_its_part_or_the_error() -> None:
     def work(network: SimulatedNetwork) -> list[Any]:
         met = [network.meet(network.rank, lambda ranks: [sorted(ranks)] * len(ranks))]

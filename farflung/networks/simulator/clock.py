@@ -40,6 +40,12 @@ class Clock:
                 return True
         return False
 
+    def due(self) -> bool:
+        """Whether something is planned for this very moment."""
+        while self._events and self._events[0][2].action is None:
+            heapq.heappop(self._events)
+        return bool(self._events) and self._events[0][0] <= self.now
+
 
 class Event:
     """A planned action, which can be cancelled."""

@@ -136,7 +136,7 @@ class Simulation:
     def pass_baton(self, holder: SimulatedNetwork) -> None:
         """Lets the next one run; returns when it is the holder's turn again, or at once if it has left."""
         while not self._ready:
-            if self._met:
+            if self._met and not self.cluster.clock.due():
                 self._hold_meeting()
                 continue
             if all(network.baton.left for network in self.networks):
