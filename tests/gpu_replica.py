@@ -1,6 +1,6 @@
 """One of two replicas on a GPU, or on the CPU: `python gpu_replica.py DEVICE METHOD CODEC OUT`.
 
-Saves its weights after some steps; on a GPU also how often it was blocked by the device between rounds.
+Saves its weights after some steps, and each round's outcome and compression error.
 """
 
 from __future__ import annotations

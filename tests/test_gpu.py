@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from patience import patience
-from processes import HERE, SMALL, free_port, run_here, run_together, same, saved
-from test_speed import KILLED, STEPS, alone
+from processes import HERE, SMALL, run_here, run_together, saved
+from test_speed import STEPS, alone, killed_and_resumed_as_undisturbed
 from warm import Python
 
 from farflung.codecs import CODECS, codec_named
-from farflung.training import checkpoint
 
 pytestmark = [
     pytest.mark.slow,
@@ -26,9 +24,7 @@ ALONE = [*SMALL, "--steps", str(STEPS), "--method", "local", "--device", "cuda"]
 
 ASYNCHRONOUS = """
 import sys, torch
-from transformers import masking_utils
 from farflung import cli
-masking_utils.find_packed_sequence_indices = lambda positions: None  # each pass asks whether sequences are packed
 from farflung.training.trainer import Trainer
 original = Trainer._train_step
 def step(self, session):
@@ -95,16 +91,7 @@ def test_rounds_beside_training_come_to_what_they_do_on_the_cpu(tmp_path: Path, 
 def test_killed_and_resumed_is_as_undisturbed_bit_for_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: list[str]
 ) -> None:
-    for name, value in alone().items():
-        monkeypatch.setenv(name, value)
-    assert run_here(monkeypatch, tmp_path, "train", *ALONE, *mode, "--out", "whole") == 0
-    process = Python("-c", KILLED, "train", *ALONE, *mode, "--out", tmp_path / "run", **alone())
-    assert process.wait(patience(100)) == -signal.SIGKILL, process.err.read_text()
-    assert checkpoint.whole_steps(tmp_path / "run") == [5]
-    monkeypatch.setenv("MASTER_PORT", str(free_port()))
-    assert run_here(monkeypatch, tmp_path, "train", "--resume", "run") == 0
-    whole, resumed = (saved(tmp_path / name, STEPS, 0) for name in ("whole", "run"))
-    assert same(whole["model"], resumed["model"])
+    killed_and_resumed_as_undisturbed(tmp_path, monkeypatch, *ALONE, *mode)
 
 
 @pytest.mark.parametrize("mode", [[], ["--precision", "bfloat16", "--inner", "adamw"], ["--inner", "muon"]])

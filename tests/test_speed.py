@@ -65,6 +65,21 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
+def killed_and_resumed_as_undisturbed(folder: Path, monkeypatch: pytest.MonkeyPatch, *flags: str) -> dict[str, Any]:
+    """The last checkpoint of a run of one process, which one that was killed and resumed has bit for bit."""
+    for name, value in alone().items():
+        monkeypatch.setenv(name, value)
+    assert run_here(monkeypatch, folder, "train", *flags, "--out", "whole") == 0
+    process = Python("-c", KILLED, "train", *flags, "--out", folder / "run", **alone())
+    assert process.wait(patience(100)) == -signal.SIGKILL, process.err.read_text()
+    assert checkpoint.whole_steps(folder / "run") == [5]
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    assert run_here(monkeypatch, folder, "train", "--resume", "run") == 0
+    whole, resumed = (saved(folder / name, STEPS, 0) for name in ("whole", "run"))
+    assert same(whole["model"], resumed["model"])
+    return whole
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "mode",
@@ -77,16 +92,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def test_killed_and_resumed_is_as_undisturbed_bit_for_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: list[str]
 ) -> None:
-    for name, value in alone().items():
-        monkeypatch.setenv(name, value)
-    assert run_here(monkeypatch, tmp_path, "train", *ALONE, *mode, "--out", "whole") == 0
-    process = Python("-c", KILLED, "train", *ALONE, *mode, "--out", tmp_path / "run", **alone())
-    assert process.wait(patience(100)) == -signal.SIGKILL, process.err.read_text()
-    assert checkpoint.whole_steps(tmp_path / "run") == [5]
-    monkeypatch.setenv("MASTER_PORT", str(free_port()))
-    assert run_here(monkeypatch, tmp_path, "train", "--resume", "run") == 0
-    whole, resumed = (saved(tmp_path / name, STEPS, 0) for name in ("whole", "run"))
-    assert same(whole["model"], resumed["model"])
+    whole = killed_and_resumed_as_undisturbed(tmp_path, monkeypatch, *ALONE, *mode)
     assert {tensor.dtype for tensor in whole["model"].values()} == {torch.float32}
 
 

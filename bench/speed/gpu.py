@@ -34,7 +34,7 @@ PEAKS = {"A100": 312.0, "H100": 989.0, "H200": 989.0, "L40": 181.0, "4090": 165.
 """Dense bfloat16 TFLOP/s of cards, by a part of their names."""
 PASSES, REPEATS = 9, 7
 """Of the bytes of a message in an outer step; and how often something is measured."""
-CODECS_BESIDE = {"float32": "float32", "modulo4": "modulo4"}
+CODECS_BESIDE = ("float32", "modulo4")
 """What rounds beside training send."""
 EVERY, ROUNDS_BESIDE, MATRICES = 40, 3, 100
 """Steps between rounds beside training; rounds measured; products of matrices in a step."""
@@ -126,11 +126,11 @@ def process(backend: str, parameters: int) -> None:
         optimizer.step()
         told = {"alone": seconds(optimizer.step)}
     works = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
-    for name, codec in CODECS_BESIDE.items():
+    for codec in CODECS_BESIDE:
         method = methods.noloco(every=EVERY, delay=EVERY - 1, codec=codec)
         ways: list[Callable[[], Any]] = [nullcontext, lambda: method.attach(model, optimizer, TorchNetwork())]  # noqa: B023
         without, beside = (steps_with(way, optimizer, works) for way in ways)
-        told[name] = (beside - without) / ROUNDS_BESIDE
+        told[codec] = (beside - without) / ROUNDS_BESIDE
     print(json.dumps(told))
     dist.destroy_process_group()
 
@@ -159,8 +159,8 @@ def rounds(options: Options, backend: str) -> tuple[Cell, ...]:
     values = options.parameters // 10
     arguments = ["-m", __name__, backend, str(values)]
     told = [json.loads(text.strip().splitlines()[-1]) for text in torch_everywhere([LOOPBACK] * 2, arguments, 300)]
-    most = {name: max(one[name] for one in told) for name in told[0]}
-    return backend, most.pop("alone"), 4e-9 * values / max(one["alone"] for one in told), *most.values()
+    taken, *added = (max(one[name] for one in told) for name in ("alone", *CODECS_BESIDE))
+    return backend, taken, 4e-9 * values / taken, *added
 
 
 def waiting(name: str, model: str, step: float) -> float:

@@ -40,8 +40,11 @@ class SideStream:
         """For another thread: work on a message that this one's stream has made, or is about to."""
         if not message.is_cuda:
             return nullcontext
-        stream = self._streams.setdefault(message.device, torch.cuda.Stream(message.device))
-        return partial(_following, stream, torch.cuda.current_stream(message.device).record_event())
+        if message.device not in self._streams:
+            self._streams[message.device] = torch.cuda.Stream(message.device)
+        return partial(
+            _following, self._streams[message.device], torch.cuda.current_stream(message.device).record_event()
+        )
 
 
 @contextmanager

@@ -1,7 +1,6 @@
 """Tells transformers that sequences are not packed, so that no pass waits to read their positions off a GPU.
 
-It would ask so before each pass, and the device then has nothing to do until the next layers come: 4% of a step of
-llama-125m on an H200.
+It would ask so before each pass, and the device then has nothing to do until the next layers come.
 """
 
 from __future__ import annotations
