@@ -65,7 +65,6 @@ class Stack:
         for island in islands:
             island.stack = self
 
-    @torch.enable_grad()  # whoever ends its step last computes, and steps take no gradients
     def gradients(self, came: Sequence[Came]) -> list[tuple[float, str]]:
         """See Island.gradients, of each."""
         islands = [island for island, _ in came]

@@ -116,7 +116,13 @@ class Simulation:
         """See SimulatedNetwork."""
         visit = _Visit(network, brings, work)
         self._met.append(visit)
-        self.block(network)
+        try:
+            self.block(network)
+            if visit in self._met:  # the first of those who wait works for all, in the state of its own thread
+                self._hold_meeting()
+        finally:
+            if visit in self._met:  # it has died
+                self._met.remove(visit)
         if visit.error:
             raise visit.error
         return visit.result
@@ -130,14 +136,14 @@ class Simulation:
         except Exception as error:  # it is the visitors', whoever has the baton
             for visit in visits:
                 visit.error = error
-        for visit in visits:
+        for visit in visits[1:]:
             self.make_ready(visit.network)
 
     def pass_baton(self, holder: SimulatedNetwork) -> None:
         """Lets the next one run; returns when it is the holder's turn again, or at once if it has left."""
         while not self._ready:
             if self._met and not self.cluster.clock.due():
-                self._hold_meeting()
+                self.make_ready(self._met[0].network)
                 continue
             if all(network.baton.left for network in self.networks):
                 return
@@ -177,7 +183,7 @@ class _Baton:
         self.random_state = torch.get_rng_state()
 
 
-@dataclass
+@dataclass(eq=False)
 class _Visit:
     """What a replica brings to a meeting, and what comes of it."""
 
