@@ -12,8 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 GPU = "gpu"
@@ -65,23 +63,6 @@ class OnGpu(Tensor):
         return f"OnGpu({self.there!r})"
 
 
-class Machine(TorchDispatchMode):
-    """In it, tensors can be made on the device."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return computed(func, args, kwargs or {})
-
-
-class Numbers(TorchFunctionMode):
-    """In it, so can tensors of Python's numbers, of which torch makes no operation."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is torch.tensor and torch.device(kwargs.get("device") or "cpu").type == GPU:
-            return func(*args, **kwargs | {"device": "cpu"}).to(GPU)
-        return func(*args, **kwargs)
-
-
 def computed(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """What an operation comes to, on the device where its tensors lie or where it is asked to."""
     given = list(tensors((args, kwargs)))
@@ -123,6 +104,12 @@ def empty_strided(size: Any, stride: Any, *, dtype: Any = None, **_: Any) -> OnG
     return OnGpu(torch.empty_strided(size, stride, dtype=dtype))
 
 
+def copy_from(given: Tensor, to: Tensor, non_blocking: bool = False) -> Tensor:
+    """Copies, where torch has its own Python numbers brought to the device."""
+    to.there.copy_(given.there if isinstance(given, OnGpu) else given)  # type: ignore[attr-defined]
+    return to
+
+
 def main() -> None:
     """Runs the command."""
     from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
@@ -133,11 +120,11 @@ def main() -> None:
     library = torch.library.Library("aten", "IMPL")
     library.impl("empty.memory_format", empty, "PrivateUse1")
     library.impl("empty_strided", empty_strided, "PrivateUse1")
+    library.impl("_copy_from", copy_from, "PrivateUse1")
     from farflung import cli
 
     sys.argv = ["farflung", *sys.argv[1:]]
-    with Machine(), Numbers():  # type: ignore[no-untyped-call]
-        cli.main()
+    cli.main()
 
 
 if __name__ == "__main__":
