@@ -35,6 +35,7 @@ _WHERE_TOLD: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
         "validation loss of each source, mean of the replicas",
         lambda s: ", ".join(f"{name}: {number(loss)}" for name, loss in s["validation_losses"].items()),
     ),
+    "epochs": ("epochs", lambda s: f"{s['epochs']:.3g}"),
     "epochs_of_sources": (
         "epochs of each source",
         lambda s: ", ".join(f"{name}: {epochs:.3g}" for name, epochs in s["epochs_of_sources"].items()),
@@ -127,7 +128,6 @@ def _results(runs: list[Run]) -> str:
         ("stages × shards of a replica", lambda s: s.get("islands") or f"{s['stages']} × {s['shards']}"),
         ("parameters", lambda s: f"{s['parameters']:,}"),
         (figures.units_of(runs), lambda s: f"{s['tokens']:,}"),
-        ("epochs", lambda s: f"{s['epochs']:.3g}" if "epochs" in s else "…"),
         ("sent by all replicas", _sent),
         ("sending gradients every step would take", _ddp),
         ("rounds of a replica", lambda s: str(s["rounds"])),
