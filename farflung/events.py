@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from farflung import formats
+from farflung.figure import LOSS, Figure
 from farflung.formats import EVENTS
 
 
@@ -77,13 +78,25 @@ class StartEvent(Event):
     units: str = "tokens"
     """What is counted of the workload's samples; `tokens` of all events are these."""
     measure: str = "nats a token"
-    """What losses are measured in."""
+    """What training losses are measured in."""
+    judged_by: str = LOSS.name
+    """The name of the figure that the run is judged by."""
+    judged_in: str | None = None
+    """What that figure is measured in, "" for nothing; None: what losses are."""
+    more_is_better: bool = False
+    """Whether more of that figure is better."""
     bytes_per_unit: float | None = None
     """Of text: the bytes that a unit stands for, on average over the held-out samples."""
     resumed: bool = False
     """Whether it goes on with a run that had begun before."""
     clock: float | None = None
     """On the internet, the wall clock's Unix time in seconds."""
+
+    @property
+    def figure(self) -> Figure:
+        """What the run is judged by."""
+        unit = self.measure if self.judged_in is None else self.judged_in
+        return Figure(self.judged_by, unit, self.more_is_better)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,13 +174,15 @@ class RoundEvent(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationEvent(ProgressEvent):
-    """The weights were judged by held-out sequences, each `eval_every` inner steps."""
+    """The weights were judged by held-out samples, each `eval_every` inner steps."""
 
     kind = "evaluation"
-    validation_loss: float | None
-    """Mean loss of the held-out sequences, in nats a token; None when it is not finite."""
-    validation_losses: dict[str, float | None] | None = None
+    score: float | None
+    """The figure that the run is judged by, such as its validation loss; None when it is not finite."""
+    scores: dict[str, float | None] | None = None
     """The same of each source of a mixture by its name."""
+    others: dict[str, float | None] | None = None
+    """More figures of the workload, by their names."""
     sample: str
     """Some of the replica's weights, always the same ones: float32, little-endian, base64."""
 
@@ -188,6 +203,9 @@ class TextEvent(Event):
 
     kind = "text"
     text: str
+    """Of a picture, what is under it."""
+    picture: str | None = None
+    """A picture as PNG, base64."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -255,6 +273,12 @@ _TYPES: dict[type[Event], dict[str, tuple[Any, frozenset[type] | None]]] = {
 """Of each kind's fields, by name; plain ones, which are most, are looked up: a run has a hundred thousand lines."""
 
 
+_FORMERLY: dict[type[Event], dict[str, str]] = {
+    EvaluationEvent: {"validation_loss": "score", "validation_losses": "scores"}
+}
+"""What fields are called now, by their names in version 1."""
+
+
 def line_of(event: Event) -> bytes:
     """An event as a line, without its end."""
     table: dict[str, Any] = {"event": event.kind}
@@ -296,8 +320,9 @@ def _table_in(line: bytes) -> dict[str, Any]:
 
 def _event_of(kind: type[Event], table: dict[str, Any]) -> Event | None:
     """None when a field is missing, or is of another type."""
-    hints, known = _TYPES[kind], {}
-    for name, value in table.items():
+    hints, known, formerly = _TYPES[kind], {}, _FORMERLY.get(kind, {})
+    for called, value in table.items():
+        name = formerly.get(called, called)
         if name in hints:
             hint, plain = hints[name]
             if value is None and hint is float:

@@ -60,7 +60,7 @@ CHECKPOINT = Format("checkpoint", 2)
 """What a file in `checkpoints/` holds; see training/checkpoint.py."""
 ROUNDS = Format("rounds' state", 2, {0: "0.1.0", 1: "0.1.0"})
 """What a session's `state_dict` returns, for checkpoints of one's own; in those of the trainer, it is migrated."""
-EVENTS = Format("events", 1)
+EVENTS = Format("events", 2)
 """The lines of `events/*.jsonl`; see events.py."""
 RUN_FOLDER = Format("run folder", 2)
 """Which files a run folder has and what they are called, the settings in `config.toml`, and `summary.json`."""

@@ -19,17 +19,23 @@ class Registry(Mapping[str, T]):
     """Things of one kind, such as "method", by name. A package adds some by an entry point of group `farflung.KINDs`.
 
     Renamed ones work under their old names for one version more, with a warning. `check` raises an error for what a
-    package adds and is nothing of the kind.
+    package adds and is nothing of the kind. With `by_path`, MODULE:NAME names what a module of the user's own has.
     """
 
     def __init__(
-        self, kind: str, rows: Mapping[str, T], check: Callable[[T], None], renamed: Mapping[str, str] | None = None
+        self,
+        kind: str,
+        rows: Mapping[str, T],
+        check: Callable[[T], None],
+        renamed: Mapping[str, str] | None = None,
+        by_path: bool = False,
     ) -> None:
         self.kind = kind
         self._rows = dict(rows)
         self._check = check
         self._renamed = renamed or {}
         self._left_out: set[str] = set()
+        self._by_path = by_path
 
     @functools.cached_property
     def _added(self) -> dict[str, EntryPoint]:
@@ -51,13 +57,15 @@ class Registry(Mapping[str, T]):
         """Raises UserError for a name that there is not, and for what a package adds and cannot be used."""
         name = self.current(name)
         self.check_known(name)
+        if name not in self._rows and self._is_path(name):
+            return self._loaded(EntryPoint(name, name, self.kind))
         if name not in self._rows:
             self._rows[name] = self._loaded(self._added[name])
         return self._rows[name]
 
     def check_known(self, name: str) -> None:
         """Raises UserError for a name that there is not."""
-        if name not in self:
+        if name not in self and not self._is_path(name):
             raise UserError(f"there is no {self.kind} {name!r}{suggestion(name, list(self))}")
 
     def usable(self) -> Iterator[tuple[str, T]]:
@@ -97,13 +105,17 @@ class Registry(Mapping[str, T]):
     def __len__(self) -> int:
         return len({**self._rows, **self._added})
 
+    def _is_path(self, name: str) -> bool:
+        return self._by_path and ":" in name
+
     def _loaded(self, entry: EntryPoint) -> T:
         try:
             loaded: T = entry.load()
             self._check(loaded)
         except (Exception, SystemExit) as error:
             why = " ".join(f"{type(error).__name__}: {error}".split())
-            told = f"{_named(self.kind, entry)} cannot be loaded ({why}); repair or remove that package"
+            remedy = "repair or remove that package" if entry.dist else "repair it, or start where its module lies"
+            told = f"{_named(self.kind, entry)} cannot be loaded ({why}); {remedy}"
             raise UserError(told) from error
         return loaded
 
@@ -113,4 +125,4 @@ def _package(entry: EntryPoint) -> str:
 
 
 def _named(kind: str, entry: EntryPoint) -> str:
-    return f"the {kind} {entry.name!r} of {_package(entry)}"
+    return f"the {kind} {entry.name!r}" + (f" of {_package(entry)}" if entry.dist else "")

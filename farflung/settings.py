@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from farflung import formats, methods
 from farflung.errors import UserError, suggestion
+from farflung.figure import Figure, figure_of
 from farflung.files import event_files
 from farflung.formats import OWN_LOOP, RUN_FOLDER
 from farflung.lazy import Later
@@ -49,7 +50,7 @@ class RunSettings(Checked):
     """How long to train, where, and what to keep."""
 
     workload: str = "language"
-    """What to train; its settings have a table of their own."""
+    """What to train: language, or a class of your own as MODULE:NAME. Its settings have a table of their own."""
     replicas: int = setting(4, least=1)
     """Copies of the model; under torchrun, set by the number of its processes."""
     steps: int = setting(400, least=1, may_differ=AFTER_RESUME)
@@ -69,11 +70,11 @@ class RunSettings(Checked):
     log_every: int = setting(10, least=1, may_differ=AFTER_RESUME | BETWEEN_MACHINES | BETWEEN_PEERS)
     """Inner steps between two lines of loss in the events."""
     eval_every: int = setting(50, least=1, may_differ=AFTER_RESUME | BETWEEN_PEERS)
-    """Inner steps between two measurements of the validation loss."""
+    """Inner steps between two times that the model is judged by held-out samples."""
     checkpoint_every: int = setting(100, least=0, may_differ=AFTER_RESUME | BETWEEN_PEERS)
     """Inner steps between two checkpoints; 0 writes none until the end."""
     keep_checkpoints: int = setting(2, least=1, may_differ=AFTER_RESUME | BETWEEN_MACHINES)
-    """Checkpoints to keep. Older ones are removed, except the one with the lowest validation loss."""
+    """Checkpoints to keep. Older ones are removed, except the one that was judged best."""
     track: str = setting("", may_differ=AFTER_RESUME | BETWEEN_MACHINES | BETWEEN_PEERS)
     """Trackers that get the events' figures: tensorboard, wandb, trackio, mlflow, with commas between several."""
     track_replicas: Literal["first", "all"] = setting(
@@ -199,6 +200,11 @@ class Settings:
         known = None if self.network.kind.elastic else self.run.replicas
         deal = Deal(known, apart=self.run.shares == "apart", draws=self.run.order == "draws")
         return WORKLOADS[self.run.workload](self.workload, deal)
+
+    @property
+    def figure(self) -> Figure:
+        """What the run is judged by. Raises UserError for a workload that there is not."""
+        return figure_of(self.made_workload())
 
     def settled(self) -> Settings:
         """With what a run takes where they do not say, such as the learning rate. Raises UserError."""

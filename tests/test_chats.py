@@ -97,7 +97,7 @@ def test_the_loss_is_that_of_labels_built_by_hand(template: str, tmp_path: Path)
     model = workload.build(0)
     expected = model(input_ids=torch.tensor([ids]), labels=torch.tensor([labels])).loss
     assert torch.equal(workload.loss(model, workload.batch(np.array([0, 1]))), expected)
-    assert workload.evaluate(model.eval(), 2, torch.device("cpu")).loss == pytest.approx(float(expected), rel=1e-5)
+    assert workload.evaluate(model.eval(), 2, torch.device("cpu")).value == pytest.approx(float(expected), rel=1e-5)
     assert workload.units_per_sample == sum(label != -100 for label in labels)
 
 
@@ -272,7 +272,7 @@ def test_adapters_travel_by_any_codec_and_learn(
     words += ["--eval-every", "10", "--batch-size", "4", "--replicas", "2", "--network", "simulated", "--out", "run"]
     assert run_here(monkeypatch, tmp_path, "train", *words) == 0
     run = read_run(tmp_path / "run")
-    losses = [event.validation_loss for event in run.of(0, EvaluationEvent)]
+    losses = [event.score for event in run.of(0, EvaluationEvent)]
     assert losses[-1] < losses[0] - 0.05, losses
     values = sum(map(torch.numel, saved(tmp_path / "run", 20, 0)["model"].values()))
     sizes = [event.bytes_sent for event in run.of(0, RoundEvent)]

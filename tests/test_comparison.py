@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from farflung.report import html, read_run, write_report
-from farflung.report.comparison import best_of, bits_per_byte, cautions, losses, verdict
+from farflung.report.comparison import best_of, bits_per_byte, cautions, scores, verdict
 from farflung.report.figures import loss_figure
 
 
@@ -72,7 +72,7 @@ def test_losses_of_different_tokenizers_are_compared_by_bits_a_byte(tmp_path: Pa
     long = read_run(run_of(tmp_path / "long", 4.0, 4.0, tokenizer="bpe"))
     short = read_run(run_of(tmp_path / "short", 2.0))
     assert bits_per_byte(long, 4.0) == pytest.approx(1 / math.log(2))
-    assert losses([long, short]) == pytest.approx([1 / math.log(2), 2 / math.log(2)])
+    assert scores([long, short]) == pytest.approx([1 / math.log(2), 2 / math.log(2)])
     assert best_of([long, short]) == 0
     (line,) = cautions([long, short])
     assert "only bits a byte can be compared: a token has 4.00 bytes in long, 1.00 bytes in short" in line

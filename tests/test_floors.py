@@ -21,6 +21,7 @@ FLOORS = {
     "formats": 1,
     "events": 2,
     "registry": 2,
+    "figure": 1,
     "files": 2,
     "codecs": 3,
     "networks": 3,

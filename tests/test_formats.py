@@ -31,7 +31,7 @@ from farflung.settings import read_settings
 from farflung.training import checkpoint, launch
 
 SAMPLES = Path(__file__).parent / "samples"
-EVENTS_NOW = "events-3.jsonl"
+EVENTS_NOW = "events-4.jsonl"
 RUNS = sorted(SAMPLES.glob("run-*"))
 HANDSHAKES = sorted(SAMPLES.glob("handshake-*"))
 
@@ -88,7 +88,7 @@ def test_a_run_folder_of_each_version_is_reported(run: Path, tmp_path: Path) -> 
     assert [event.group for event in read.of(0, RoundEvent)] == [[0, 1], [0, 1]]
     assert read.of(0, StepEvent)[-1].tokens == 64 and summary["tokens"] == 128
     last = read.by_step(EvaluationEvent)[4]
-    assert [event.validation_loss for event in last] == pytest.approx(summary["validation_loss_per_replica"])
+    assert [event.score for event in last] == pytest.approx(summary["validation_loss_per_replica"])
     one, other = (torch.tensor(list(base64.b64decode(event.sample)), dtype=torch.uint8) for event in last)
     apart = one.view(torch.float32) - other.view(torch.float32)
     assert read.consensus_distance()[4] == pytest.approx(float((apart / 2).square().mean().sqrt()))
@@ -99,13 +99,17 @@ def lines_of(sample: str) -> list[dict[str, object]]:
     return [json.loads(line) for line in (SAMPLES / sample).read_text().splitlines()]
 
 
+NOW = {"validation_loss": "score"}
+"""What fields are called now."""
+
+
 @pytest.mark.parametrize("sample", [path.name for path in sorted(SAMPLES.glob("events-*.jsonl"))])
 def test_every_kind_of_line_is_read_with_all_that_it_says(sample: str) -> None:
     events, spoilt = events_in((SAMPLES / sample).read_bytes(), sample)
     known = {kind.kind for kind in kinds()} - ({"text", "learnt"} if sample < "events-3" else set())  # which came later
     assert not spoilt and {event.kind for event in events} == known
     for event, line in zip(events, lines_of(sample), strict=True):
-        told = {name: value for name, value in line.items() if name not in ("event", "format")}
+        told = {NOW.get(name, name): value for name, value in line.items() if name not in ("event", "format")}
         assert told.items() <= dataclasses.asdict(event).items()
 
 
@@ -207,7 +211,7 @@ def test_newer_files_are_refused_where_they_are_read(tmp_path: Path) -> None:
             read()
     config.write_text(texts[config])
     events.write_text(texts[events].replace('"format": ', '"format": 9'))
-    with pytest.raises(UserError, match=r"replica-0.jsonl: events format 91 is newer.*update farflung"):
+    with pytest.raises(UserError, match=r"replica-0.jsonl: events format 92 is newer.*update farflung"):
         read_run(folder)
     path = tmp_path / "newer.pt"
     checkpoint.write(path, {"format": CHECKPOINT.version + 1})  # type: ignore[typeddict-item]

@@ -18,6 +18,7 @@ from torch import Tensor
 from farflung.data import Sequences
 from farflung.errors import UserError
 from farflung.events import EvaluationEvent
+from farflung.figure import LOSS
 from farflung.report.read import read_run
 from farflung.training.finish import _by_source
 from farflung.workloads.dealing import Deal, mixed
@@ -107,7 +108,7 @@ def test_losses_are_of_each_source_and_their_mean_is_by_sequences(two: str) -> N
     for name, samples in zip(names, expected.values(), strict=True):
         with torch.no_grad():
             assert score.sources[name] == pytest.approx(float(sequence_loss(model, samples)), rel=1e-5)
-    assert score.loss == pytest.approx((18 * score.sources[names[0]] + 2 * score.sources[names[1]]) / 20)
+    assert score.value == pytest.approx((18 * score.sources[names[0]] + 2 * score.sources[names[1]]) / 20)
     assert not language(names[0]).evaluate(model, 7, torch.device("cpu")).sources, "of one source"
 
 
@@ -190,7 +191,7 @@ def test_losses_of_both_kinds_are_means_of_all_tokens_that_are_learnt(mixed_kind
         (tokens, labels), texts = alone[0].held_out(14), alone[1].held_out(6)
         both = [[*zip(tokens, labels, strict=True)], [*zip(texts, texts, strict=True)]]
         assert [*score.sources.values()] == pytest.approx([*map(loss, both)], rel=1e-5)
-        assert score.loss == pytest.approx(loss(both[0] + both[1]), rel=1e-5)
+        assert score.value == pytest.approx(loss(both[0] + both[1]), rel=1e-5)
 
 
 def test_a_mixture_with_chats_may_be_judged_by_either_and_text_by_no_chats(mixed_kinds: tuple[str, str]) -> None:
@@ -198,7 +199,7 @@ def test_a_mixture_with_chats_may_be_judged_by_either_and_text_by_no_chats(mixed
     for validation in (*mixed_kinds, data):
         judged = language(data, sequence_length=64, validation=validation)
         judged.check()
-        assert judged.evaluate(judged.build(0).eval(), 9, torch.device("cpu")).loss > 0
+        assert judged.evaluate(judged.build(0).eval(), 9, torch.device("cpu")).value > 0
     _, text = mixed_kinds
     with pytest.raises(UserError, match=r"validation: .*c\.jsonl holds chats, and data text; give two of a kind"):
         language(text, sequence_length=64, validation=data).check()
@@ -276,8 +277,8 @@ def test_mixtures_are_refused_where_there_can_be_one_source(two: str, tmp_path: 
 def test_machines_may_name_the_same_sources_otherwise() -> None:
     losses = [{"/a/x": 1.0, "/a/y": 3.0}, {"/b/x": 2.0, "/b/y": 5.0}]
     expected = {"/a/x": 1.5, "/a/y": 4.0}
-    assert _by_source(losses) == {"validation_losses": expected}
-    assert _by_source([losses[0], {}]) == {}, "a machine has one source"
+    assert _by_source(LOSS, losses) == {"validation_losses": expected}
+    assert _by_source(LOSS, [losses[0], {}]) == {}, "a machine has one source"
 
 
 def test_max_tokens_does_not_limit_the_data_to_judge_by(tmp_path: Path) -> None:
@@ -303,5 +304,5 @@ def test_a_run_tells_each_sources_loss_and_goes_on_exactly(two: str, tmp_path: P
     assert of_a == pytest.approx(72 / 285, rel=0.1), "72 of 80 sequences of two documents each, of 95% of 600 documents"
     assert of_b == pytest.approx(8 / 47.5, rel=0.2)
     run = read_run(tmp_path / "whole")
-    assert all([*event.validation_losses] == names for event in run.of(0, EvaluationEvent))
+    assert all([*(event.scores or ())] == names for event in run.of(0, EvaluationEvent))
     assert f"{names[0]}: " in (tmp_path / "whole" / "report.html").read_text()

@@ -42,7 +42,7 @@ def runs(packages: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
 def test_it_learns_and_is_counted_in_its_own_units(runs: dict[str, Path]) -> None:
     for folder in runs.values():
         summary = json.loads((folder / "summary.json").read_text())
-        losses = [event.validation_loss for event in read_run(folder).of(0, EvaluationEvent)]
+        losses = [event.score for event in read_run(folder).of(0, EvaluationEvent)]
         assert summary["validation_loss_averaged"] < 0.6 * losses[0]
         assert summary["tokens"] == 2 * STEPS * 8 and summary["units"] == "examples"
         page = (folder / "report.html").read_text()

@@ -42,7 +42,7 @@ def test_all_four_train_together(package: Path, tmp_path: Path) -> None:
         assert all(round.outcome == "averaged" and 0 < round.compression_error < 0.01 for round in rounds)
         # The net has 6 x 16 + 16 weights in one layer, and 17 in the other: two bytes each, and each layer a header.
         assert all(258 <= round.bytes_sent < 258 + 150 for round in rounds[1:])
-        losses = [event.validation_loss for event in run.of(0, EvaluationEvent)]
+        losses = [event.score for event in run.of(0, EvaluationEvent)]
         assert losses[-1] < 0.6 * losses[0]
         seconds[network] = json.loads((tmp_path / network / "summary.json").read_text())["seconds"]
     assert seconds["bay"] - seconds["simulated"] == pytest.approx(7, abs=0.5), "the start and six rounds"

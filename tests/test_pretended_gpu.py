@@ -60,7 +60,7 @@ def trained(folder: Path, device: str, processes: int, *flags: str) -> list[Pyth
 
 def losses(folder: Path) -> list[float]:
     told = [json.loads(line) for line in (folder / "events" / "replica-0.jsonl").read_text().splitlines()]
-    return [event[key] for event in told for key in ("loss", "validation_loss") if event.get(key) is not None]
+    return [event[key] for event in told for key in ("loss", "score") if event.get(key) is not None]
 
 
 @pytest.mark.parametrize("run", RUNS)

@@ -174,7 +174,7 @@ def text_of(renderable: Any) -> str:
 def test_the_table_has_each_replicas_latest_state(real: Path) -> None:
     rows = [re.findall(r"[\w.,]+(?: \w+)?", row) for row in text_of(table(read_run(real))).splitlines()]
     for replica, (last, evaluated) in enumerate(zip(both(real, "step", 20), both(real, "evaluation", 20), strict=True)):
-        told = [f"{last['loss']:.4f}", f"{evaluated['validation_loss']:.4f}", f"{last['tokens_per_second']:,.0f}"]
+        told = [f"{last['loss']:.4f}", f"{evaluated['score']:.4f}", f"{last['tokens_per_second']:,.0f}"]
         told += [str(last["rounds"]), nbytes(last["bytes_sent"]), f"{last['seconds_blocked']:.1f} s"]
         assert [str(replica), "20", *told] in rows
 
@@ -193,7 +193,7 @@ def test_the_plain_log_has_no_boxes_and_says_everything_once(run: Path) -> None:
     path_of(run, 1).write_text(path_of(run, 1).read_text().replace(text(warning), text(odd)))
     lines = watched(Run(run))
     for step in (10, 20):
-        loss = mean(both(run, "evaluation", step), "validation_loss")
+        loss = mean(both(run, "evaluation", step), "score")
         assert (
             lines.count(
                 f"step {step} · validation loss {loss:.4f} · consensus distance {consensus_distance(run, step):.3g} "
@@ -296,7 +296,7 @@ def test_what_is_read_late_is_told_once_and_nothing_else_again(real: Path, tmp_p
 def test_a_run_that_diverged_is_shown_as_such(run: Path) -> None:
     for replica, loss in enumerate((None, 3.0)):
         with path_of(run, replica).open("a") as file:
-            file.write(text(like(lines_of(run, replica, "evaluation")[-1], step=30, validation_loss=loss)))
+            file.write(text(like(lines_of(run, replica, "evaluation")[-1], step=30, score=loss)))
     (run / "summary.json").unlink()
     assert any(line.startswith("step 30 · validation loss not finite") for line in watched(Run(run)))
     assert "not finite" in text_of(table(read_run(run)))
@@ -327,7 +327,7 @@ def test_the_figures_hold_the_numbers(real: Path) -> None:
     for axis, xs in (("tokens", tokens), ("bytes", [count / 1e6 for count in sent]), ("seconds", ats)):
         (validation,) = (line for line in loss_figure([read], axis).data if line.name == "run, validation")
         assert validation.x == pytest.approx(xs)
-        assert validation.y == pytest.approx([mean(lines, "validation_loss") for lines in evaluated])
+        assert validation.y == pytest.approx([mean(lines, "score") for lines in evaluated])
     compute, exchange, waiting = timeline_figure(read).data
     rounds = lines_of(real, 0, "round") + lines_of(real, 1, "round")
     waited = sum(round["landed"] - round["waited_from"] for round in rounds)
@@ -484,7 +484,7 @@ def test_a_run_under_way_has_a_report_too(run: Path) -> None:
     (run / "summary.json").unlink()
     write_report([run], run / "report.html")
     page = (run / "report.html").read_text()
-    losses = [f"{line['validation_loss']:.4f}" for line in both(run, "evaluation", 20)]
+    losses = [f"{line['score']:.4f}" for line in both(run, "evaluation", 20)]
     assert "run has not ended" in page and ", ".join(losses) in page
     last = both(run, "step", 20)
     blocked, seconds = mean(last, "seconds_blocked"), max(line["at"] for line in last)

@@ -130,7 +130,7 @@ def test_a_swarm_trains_past_deaths_counts_each_microbatch_once_and_is_exported(
     workload = settings.made_workload()
     summary = json.loads((swarm.folder / stayed / "summary.json").read_text())
     score = workload.evaluate(model.eval(), 2, torch.device("cpu"))
-    assert score.loss == pytest.approx(summary["validation_loss"], abs=1e-4)
+    assert score.value == pytest.approx(summary["validation_loss"], abs=1e-4)
     assert score.sources == pytest.approx(summary["validation_losses"], abs=1e-4) and list(score.sources) == sources
 
     @torch.no_grad()

@@ -138,7 +138,7 @@ def track(run: Path, place: Path, *arguments: str) -> subprocess.CompletedProces
 
 def test_the_losses_of_each_source_are_figures_with_names_that_each_tracker_takes() -> None:
     losses = {"/texts/a.jsonl": 2.0, "../b/**/*.py": 3.0, "https://host/c": None}
-    event = EvaluationEvent(step=5, tokens=10, bytes_sent=0, validation_loss=2.5, validation_losses=losses, sample="")
+    event = EvaluationEvent(step=5, tokens=10, bytes_sent=0, score=2.5, scores=losses, sample="")
     figures = figures_of(event)
     assert figures.pop("evaluation/at") == event.at
     assert figures == {

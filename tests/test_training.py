@@ -230,7 +230,7 @@ def test_the_summary_of_a_partition_is_of_its_largest_side_and_names_who_is_miss
     summary = run(folder, replicas=4, method="diloco", conditions=str(world))
     assert summary["replicas"] == 4 and summary["missing"] == [0]
     last = [events(folder, replica, "step")[-1] for replica in (1, 2, 3)]
-    losses = [events(folder, replica, "evaluation")[-1]["validation_loss"] for replica in (1, 2, 3)]
+    losses = [events(folder, replica, "evaluation")[-1]["score"] for replica in (1, 2, 3)]
     assert summary["validation_loss_per_replica"] == losses
     assert summary["bytes_sent"] == sum(event["bytes_sent"] for event in last)
     assert summary["tokens"] == sum(event["tokens"] for event in last)

@@ -315,13 +315,13 @@ def test_writing_changes_no_weight_and_no_random_number_of_training() -> None:
         torch.manual_seed(3)
         state = torch.get_rng_state()
         writing = Writing(island, 0.02)
-        assert writing.text(torch.device("cpu")) == writing.text(torch.device("cpu")) != ""
+        assert writing.sample(torch.device("cpu")) == writing.sample(torch.device("cpu")) != ""
         assert torch.equal(torch.get_rng_state(), state) and island.model.training
         assert all(torch.equal(before[name], value) for name, value in island.model.state_dict().items())
         with torch.no_grad():
             for parameter in island.model.parameters():
                 parameter.fill_(torch.nan)
-        assert writing.text(torch.device("cpu")) == "" and island.model.training
+        assert writing.sample(torch.device("cpu")) == "" and island.model.training
         assert torch.equal(torch.get_rng_state(), state)
 
     with_island(case)
@@ -346,7 +346,7 @@ def test_writing_takes_its_share_of_the_time_and_no_more(seconds: float) -> None
         slow.now += 0.7  # a step
         if writing.due():
             assert slow.now >= FIRST_S and (first or spent + seconds <= 0.02 * slow.now)
-            writing.text(torch.device("cpu"))
+            writing.sample(torch.device("cpu"))
             first, spent = False, spent + seconds
     assert 0.75 * 0.02 * 20_000 < spent <= 0.02 * slow.now
     never = Writing(slow, 0.0, lambda: slow.now)

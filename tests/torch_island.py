@@ -50,7 +50,7 @@ def observed(network: Network, config: Settings, workload: Workload) -> dict[str
         "coordinates": island.coordinates,
         "peers": rounds.members(),
         "losses": losses,
-        "validation_loss": score.loss,
+        "validation_loss": score.value,
         "validation_losses": score.sources,
         "written": island.sample(),
         "weights": {name: p.detach().clone() for name, p in island.model.named_parameters()},

@@ -72,8 +72,7 @@ def outcome(settings: Settings, seed: int) -> Result:
         except DivergedError:
             return {"validation_loss": None}
         losses = {
-            step: mean([event.validation_loss for event in events])
-            for step, events in run.run.by_step(EvaluationEvent).items()
+            step: mean([event.score for event in events]) for step, events in run.run.by_step(EvaluationEvent).items()
         }
         kept = {key: run.summary[key] for key in KEPT}
         return {**kept, "losses": losses, "wall_seconds": round(time.time() - began, 1)}

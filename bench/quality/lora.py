@@ -106,7 +106,7 @@ def replicas_run(options: Options, settings: Settings, seed: int) -> Result:
         end = {"eval_every": options.steps, "log_every": options.steps, "seed": seed}
         run = simulate(Path(scratch) / "run", **settings, **plan, **end).run
         assert run.summary
-        ends = [run.of(replica, EvaluationEvent)[-1].validation_loss for replica in range(options.replicas)]
+        ends = [run.of(replica, EvaluationEvent)[-1].score for replica in range(options.replicas)]
         rounds = [event.bytes_sent for event in run.of(0, RoundEvent)]
         return {"losses": ends, "values": run.summary["parameters"], "bytes": median(rounds) if rounds else None}
 
@@ -158,7 +158,7 @@ def process(options: Options, settings: Settings, seed: int, rounds: bool) -> No
         trainer.train()
     model = trainer.model.get_base_model().eval()
     with torch.no_grad():
-        loss = workload.evaluate(model, settings["batch_size"], torch.device("cpu")).loss
+        loss = workload.evaluate(model, settings["batch_size"], torch.device("cpu")).value
     values = sum(one.numel() for one in model.parameters() if one.requires_grad)
     print(json.dumps({"loss": loss, "values": values, "bytes": median(sizes) if sizes else None}))
 

@@ -91,7 +91,7 @@ def newest(peers: PeerProcesses) -> float:
 def final_loss(peers: Iterable[PeerProcess]) -> float:
     """The mean of their last evaluations; NaN if one was not finite."""
     last = [evaluations[-1] for peer in peers if (evaluations := peer.events(EvaluationEvent))]
-    loss = mean([evaluation.validation_loss for evaluation in last])
+    loss = mean([evaluation.score for evaluation in last])
     return math.nan if loss is None else loss
 
 

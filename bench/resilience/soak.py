@@ -92,7 +92,7 @@ class Learnt:
 
     @classmethod
     def of(cls, peers: Iterable[PeerProcess]) -> Self:
-        each = [{event.step: event.validation_loss for event in peer.events(EvaluationEvent)} for peer in peers]
+        each = [{event.step: event.score for event in peer.events(EvaluationEvent)} for peer in peers]
         common = set[int].intersection(*(set(losses) for losses in each))
         means = {step: mean([losses[step] for losses in each]) for step in common}
         losses = {step: math.nan if loss is None else loss for step, loss in means.items()}

@@ -100,7 +100,7 @@ class Writer:
         if self.step % EVAL_EVERY == 0:
             weights = self._random.normal(size=1024).astype("<f4").tobytes()
             sample = base64.b64encode(weights).decode()
-            told.append(EvaluationEvent(**common, **done, validation_loss=loss + 0.1, sample=sample))
+            told.append(EvaluationEvent(**common, **done, score=loss + 0.1, sample=sample))
         self._told += told
         return len(told)
 

@@ -75,6 +75,8 @@ def _run() -> None:
         return
     if arguments[0] not in COMMANDS:
         raise UserError(f"there is no command {arguments[0]!r}{suggestion(arguments[0], list(COMMANDS))}")
+    if arguments[0] != "join":  # where a stranger's ticket names what to import
+        sys.path.append(str(Path.cwd()))  # for a workload of the user's own
     command_named(arguments[0])(arguments[1:])
 
 

@@ -10,6 +10,7 @@ from typing import Any, TextIO
 
 from farflung.durations import duration
 from farflung.errors import counted
+from farflung.figure import LOSS, Figure
 from farflung.files import event_files
 
 
@@ -53,13 +54,15 @@ def _losses(summary: dict[str, Any]) -> str:
     """What the models of a finished run came to: of one peer on the internet its own, and what the others last told."""
     from farflung.report import last_told
 
-    own = f"validation loss {summary['validation_loss']:.4f} {summary['measure']}"
-    for name, loss in summary.get("validation_losses", {}).items():
-        own += f", {loss:.4f} of {name}"
+    figure = Figure(**summary["judged_by"]) if "judged_by" in summary else LOSS._replace(unit=summary["measure"])
+    own = figure.told(f"{summary[figure.key]:.4f}")
+    for name, score in summary.get(figure.key_of_sources, {}).items():
+        own += f", {score:.4f} of {name}"
     if summary["replicas"] == 1 and "peers" not in summary:
         return own
     if "peers" not in summary:
-        averaged = f"{summary['validation_loss_averaged']:.4f} with their weights averaged"
+        averaged = f"{summary[f'{figure.key}_averaged']:.4f} with their weights averaged"
+        averaged += "".join(f", {name} {value:.4f}" for name, value in summary.get("others_averaged", {}).items())
         return f"{own} (mean of the replicas), {averaged}"
     others = "".join(f"\n    {line}" for line in last_told(summary["peers"]))
     told = f"the others, with the training loss that each told last:{others}" if others else "no other peer is known"

@@ -17,7 +17,7 @@ from farflung.pipeline.ahead import Ahead, OnItsWay, pinned
 from farflung.pipeline.compiling import eagerly
 from farflung.pipeline.mesh import Mesh, MeshCoordinates
 from farflung.pipeline.settings import IslandSettings
-from farflung.workloads.base import Batch, Score, Workload, to
+from farflung.workloads.base import Batch, Picture, Score, Workload, to
 
 Ledger = tuple[list[list[int]], list[list[int]]]
 """The microbatches that a step has learnt from, and those that it unlearns: lists of stream, step and their numbers."""
@@ -97,7 +97,7 @@ class Island(Protocol):
         """
         ...
 
-    def sample(self) -> str:
+    def sample(self) -> str | Picture:
         """A sample of what the model makes. Raises PeerLostError."""
         ...
 
@@ -166,9 +166,9 @@ class WholeIsland(Island):
         """See Island."""
         with self._evaluating(), self._precision():
             found = self.workload.evaluate(self.model, self.settings.batch_size, self.device)
-        return found if isinstance(found, Score) else Score(found, {})
+        return found if isinstance(found, Score) else Score(found)
 
-    def sample(self) -> str:
+    def sample(self) -> str | Picture:
         """See Island."""
         with self._evaluating():
             return self.workload.sample(self.model, self.seed, self.device)

@@ -33,37 +33,43 @@ def unlike_tokens(runs: Sequence[Facts]) -> bool:
     return len({run.tokenizer for run in told}) > 1 and not alike
 
 
-def losses(runs: Sequence[Run]) -> list[float | None]:
-    """What each run is judged by: its loss, of the averaged weights where there is one; in bits a byte if need be."""
-    found = [run.results() for run in runs]
-    raw = [one.get("validation_loss_averaged", one.get("validation_loss")) for one in found]
+def scores(runs: Sequence[Run]) -> list[float | None]:
+    """What each run is judged by: of the averaged weights where they were judged; a loss in bits a byte if need be."""
+    found = [(run.results(), run.figure.key) for run in runs]
+    raw = [one.get(f"{key}_averaged", one.get(key)) for one, key in found]
     if unlike_tokens(runs):
         return [bits_per_byte(run, loss) for run, loss in zip(runs, raw, strict=True)]
     return raw
 
 
 def best_of(runs: Sequence[Run]) -> int | None:
-    """The place of the run with the lowest loss; None for a single one, and where they cannot be compared."""
+    """The place of the run that is judged best; None for a single one, and where they cannot be compared."""
     if len(runs) < 2 or cautions(runs, about_tokens=False):
         return None
-    judged = losses(runs)
-    if any(loss is None or not math.isfinite(loss) for loss in judged) or len(set(judged)) < 2:
+    judged = scores(runs)
+    if any(score is None or not math.isfinite(score) for score in judged) or len(set(judged)) < 2:
         return None
-    return judged.index(min(loss for loss in judged if loss is not None))
+    return judged.index(runs[0].figure.best(score for score in judged if score is not None))
+
+
+def best_word(run: Run) -> str:
+    """What to call the run that is judged best, as HTML."""
+    figure = run.figure
+    return escape(f"highest {figure.name}") if figure.more_is_better else "lowest loss"
 
 
 def verdict(runs: Sequence[Run]) -> str:
     """One line on which run is better, and what keeps runs from being compared, as HTML."""
     lines = [f'<p class="caution">{escape(line)}</p>' for line in cautions(runs)]
     if (best := best_of(runs)) is not None:
-        judged = [float(loss) for loss in losses(runs) if loss is not None]
-        second = min((place for place in range(len(runs)) if place != best), key=lambda place: judged[place])
-        unit = "bits a byte" if unlike_tokens(runs) else runs[best].measure
-        less = 1 - judged[best] / judged[second] if judged[second] else 0.0
+        judged, figure = [float(score) for score in scores(runs) if score is not None], runs[best].figure
+        second = judged.index(figure.best(score for place, score in enumerate(judged) if place != best))
+        value = f"{number(judged[best])} {'bits a byte' if unlike_tokens(runs) else figure.unit}".rstrip()
+        apart = abs(1 - judged[best] / judged[second]) if judged[second] else 0.0
+        most, than = ("highest", "above") if figure.more_is_better else ("lowest", "below")
         lines.append(
-            f'<p class="verdict"><b>{escape(runs[best].name)}</b> has the lowest validation loss: '
-            f"{number(judged[best])} {escape(unit)}, {less:.1%} below {escape(runs[second].name)}"
-            f"{escape(_unequal_work(runs))}.</p>"
+            f'<p class="verdict"><b>{escape(runs[best].name)}</b> has the {most} {escape(figure.name)}: '
+            f"{escape(value)}, {apart:.1%} {than} {escape(runs[second].name)}{escape(_unequal_work(runs))}.</p>"
         )
     return "".join(lines)
 
@@ -73,8 +79,8 @@ def cautions(runs: Sequence[Run], about_tokens: bool = True) -> list[str]:
     if len(runs) < 2:
         return []
     lines = []
-    if len(measures := sorted({run.measure for run in runs})) > 1:
-        lines.append(f"Losses are measured in different things ({', '.join(measures)}), so no run is marked as better.")
+    if len(told := sorted({run.figure.told("in").removesuffix(" in") for run in runs})) > 1:
+        lines.append(f"Runs are measured in different things ({', '.join(told)}), so no run is marked as better.")
     elif unlike_tokens(runs) and not all(run.bytes_per_unit for run in runs):
         lines.append("Losses are of different tokenizers and cannot be compared: a longer token is harder to foretell.")
     elif unlike_tokens(runs) and about_tokens:

@@ -14,12 +14,13 @@ from typing import Any, Literal, NamedTuple
 
 from farflung import formats
 from farflung.events import StartEvent
+from farflung.figure import LOSS, Figure
 from farflung.formats import RUN_FOLDER
 from farflung.tables import flattened
 
 Axis = Literal["tokens", "bytes", "seconds", "steps"]
-What = Literal["training", "validation", "distance"] | int
-"""The mean training or validation loss, the consensus distance, or one replica's validation loss."""
+What = Literal["training", "score", "distance"] | int
+"""The mean training loss or score, the consensus distance, or one replica's score."""
 Line = tuple[Sequence[float], Sequence[float | None]]
 """The x and y of a line's points; None interrupts the line."""
 
@@ -102,8 +103,18 @@ class Facts(ABC):
 
     @property
     def measure(self) -> str:
-        """What losses are measured in."""
+        """What training losses are measured in."""
         return next((start.measure for start in self.starts), StartEvent.measure)
+
+    @property
+    def figure(self) -> Figure:
+        """What the run is judged by."""
+        return next((start.figure for start in self.starts), LOSS._replace(unit=StartEvent.measure))
+
+    @property
+    def judged_by_loss(self) -> bool:
+        """Whether what it is judged by can be drawn beside its training losses."""
+        return self.figure.unit == self.measure and not self.figure.more_is_better
 
     @property
     def tokenizer(self) -> str:

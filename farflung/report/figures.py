@@ -55,22 +55,56 @@ def loss_traces(runs: Sequence[Facts], axis: Axis) -> list[Trace]:
     for colour, run in zip(colours_of(runs), runs, strict=True):
         lighter = {"width": 1.5, "mode": "lines", "opacity": 0.6}
         traces.append(Trace(run, "training", axis, f"{run.name}, training", colour, lighter, bits))
-        traces.append(Trace(run, "validation", axis, f"{run.name}, validation", colour, {}, bits))
-        # Above their mean and in other colours: where they are all alike, one line would hide the others.
-        for place, replica in enumerate(
-            run.replicas if len(runs) == 1 and 1 < len(run.replicas) <= MOST_DOTTED else ()
-        ):
-            dotted = {"width": 1.5, "dash": "dot", "mode": "lines"}
-            other = COLOURS[1:][place % (len(COLOURS) - 1)]
-            traces.append(Trace(run, replica, axis, run.called(replica), other, dotted, bits))
+        if run.judged_by_loss:
+            traces.append(Trace(run, "score", axis, f"{run.name}, {run.figure.heading}", colour, {}, bits))
+            traces += _of_each_replica(runs, run, axis, bits)
     return traces
+
+
+def score_traces(runs: Sequence[Facts], axis: Axis) -> list[Trace]:
+    """What the replicas are judged by, on average, where it is no loss as in training."""
+    traces = []
+    for colour, run in zip(colours_of(runs), runs, strict=True):
+        if not run.judged_by_loss:
+            traces.append(Trace(run, "score", axis, f"{run.name}, {run.figure.name}", colour, {}))
+            traces += _of_each_replica(runs, run, axis)
+    return traces
+
+
+def _of_each_replica(runs: Sequence[Facts], run: Facts, axis: Axis, bits: bool = False) -> list[Trace]:
+    """What each replica of a single run is judged by.
+
+    Above their mean and in other colours: where they are all alike, one line would hide the others.
+    """
+    if len(runs) > 1 or not 1 < len(run.replicas) <= MOST_DOTTED:
+        return []
+    dotted = {"width": 1.5, "dash": "dot", "mode": "lines"}
+    colours = [COLOURS[1:][place % (len(COLOURS) - 1)] for place in range(len(run.replicas))]
+    return [
+        Trace(run, replica, axis, run.called(replica), colour, dotted, bits)
+        for replica, colour in zip(run.replicas, colours, strict=True)
+    ]
 
 
 def loss_figure(runs: Sequence[Facts], axis: Axis) -> go.Figure:
     """What `loss_traces` are."""
     measures = "bits a byte" if _in_bits(runs) else " or ".join(dict.fromkeys(run.measure for run in runs))
-    title = AXES.get(axis, f"{units_of(runs)}, all replicas together")
-    return _drawn(_figure(title, f"loss, {measures}"), loss_traces(runs, axis))
+    return _drawn(_figure(_title(runs, axis), f"loss, {measures}"), loss_traces(runs, axis))
+
+
+def score_figure(runs: Sequence[Facts], axis: Axis) -> go.Figure:
+    """What `score_traces` are."""
+    return _drawn(_figure(_title(runs, axis), scores_of(runs)), score_traces(runs, axis))
+
+
+def scores_of(runs: Sequence[Facts]) -> str:
+    """The names of what runs are judged by that is no loss as in training, with their units."""
+    told = [run.figure for run in runs if not run.judged_by_loss]
+    return " or ".join(dict.fromkeys(", ".join(filter(None, (one.name, one.unit))) for one in told))
+
+
+def _title(runs: Sequence[Facts], axis: Axis) -> str:
+    return AXES.get(axis, f"{units_of(runs)}, all replicas together")
 
 
 def _in_bits(runs: Sequence[Facts]) -> bool:

@@ -13,10 +13,11 @@ from farflung.events import RoundEvent, WarningEvent
 from farflung.files import write_text
 from farflung.methods import RECIPES, defaults_of
 from farflung.report import figures
-from farflung.report.comparison import best_of, bits_per_byte, verdict
+from farflung.report.comparison import best_of, best_word, bits_per_byte, verdict
+from farflung.report.facts import Axis
 from farflung.report.islands import islands_table, wide_table
 from farflung.report.numbers import nbytes, number, shares
-from farflung.report.page import page, picture, plotly_inside, plotly_shared
+from farflung.report.page import page, picture, plotly_inside, plotly_shared, sample_html
 from farflung.report.peers import last_told
 from farflung.report.read import Run, missing_from, read_run
 from farflung.report.rounds import Rounds
@@ -24,17 +25,7 @@ from farflung.report.rounds import Rounds
 WARNINGS_SHOWN = 20
 
 _Rows = list[tuple[str, Callable[[dict[str, Any]], str]]]
-_LOSS_OF_A_PEER: _Rows = [("validation loss of this peer", lambda s: number(s["validation_loss"]))]
-_LOSSES_OF_REPLICAS: _Rows = [
-    ("validation loss, mean of the replicas", lambda s: number(s["validation_loss"])),
-    ("validation loss of their averaged weights", lambda s: number(s["validation_loss_averaged"])),
-    ("validation loss, each replica", lambda s: ", ".join(map(number, s["validation_loss_per_replica"]))),
-]
 _WHERE_TOLD: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
-    "validation_losses": (
-        "validation loss of each source, mean of the replicas",
-        lambda s: ", ".join(f"{name}: {number(loss)}" for name, loss in s["validation_losses"].items()),
-    ),
     "epochs": ("epochs", lambda s: f"{s['epochs']:.3g}"),
     "epochs_of_sources": (
         "epochs of each source",
@@ -48,7 +39,7 @@ _WHERE_TOLD: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
 
 _DISTANCE_NOTE = (
     "<p>How far the replicas' weights are from their mean: the root mean square over a sample of weights. It is "
-    "measured with the validation loss (<code>--eval-every</code>); where a round ends at that step, after it.</p>"
+    "measured when the model is judged (<code>--eval-every</code>); where a round ends at that step, after it.</p>"
 )
 _COMPRESSION_NOTE = (
     "<p>The share of a message that its packet left out: 0 is nothing, 1 everything. With error feedback, the message "
@@ -86,8 +77,10 @@ def _page(runs: list[Run], plotly: str) -> str:
         _section("Results", _results(runs)),
         *(settings if len(runs) > 1 else []),
         _section(f"Loss against {units}", picture(figures.loss_figure(runs, "tokens"))),
+        *_scored(runs, f"against {units}", "tokens"),
         *_against_bytes(runs),
         _section("Loss against time", _clock_note(runs) + picture(figures.loss_figure(runs, "seconds"))),
+        *_scored(runs, "against time", "seconds"),
         *_consensus(runs),
         *_compression(runs),
         *each("Adaptation", lambda run: picture(figures.adaptation_figure(run)), figures.adapts),
@@ -105,7 +98,18 @@ def _page(runs: list[Run], plotly: str) -> str:
 def _against_bytes(runs: list[Run]) -> list[str]:
     if not any(run.results().get("rounds") for run in runs):
         return []
-    return [_section("Loss against bytes", picture(figures.loss_figure(runs, "bytes")))]
+    return [
+        _section("Loss against bytes", picture(figures.loss_figure(runs, "bytes"))),
+        *_scored(runs, "against bytes", "bytes"),
+    ]
+
+
+def _scored(runs: list[Run], against: str, axis: Axis) -> list[str]:
+    """What runs are judged by that is no loss."""
+    if not figures.score_traces(runs, axis):
+        return []
+    title = f"{figures.scores_of(runs)} {against}"
+    return [_section(escape(title[:1].upper() + title[1:]), picture(figures.score_figure(runs, axis)))]
 
 
 def _consensus(runs: list[Run]) -> list[str]:
@@ -123,7 +127,7 @@ def _compression(runs: list[Run]) -> list[str]:
 def _results(runs: list[Run]) -> str:
     rows: _Rows = [
         ("method", lambda s: s["method"]),
-        *(_LOSS_OF_A_PEER if all(run.is_one_peer for run in runs) else _LOSSES_OF_REPLICAS),
+        *_scores(runs),
         ("replicas × steps", lambda s: f"{s['replicas']} × {s['steps']}"),
         ("stages × shards of a replica", lambda s: s.get("islands") or f"{s['stages']} × {s['shards']}"),
         ("parameters", lambda s: f"{s['parameters']:,}"),
@@ -137,7 +141,7 @@ def _results(runs: list[Run]) -> str:
     ]
     results = [run.results() for run in runs]
     rows += [row for key, row in _WHERE_TOLD.items() if any(key in result for result in results)]
-    bits = [bits_per_byte(run, run.results().get("validation_loss")) for run in runs]
+    bits = [bits_per_byte(run, run.results().get(run.figure.key)) for run in runs]
     cells = [[escape(label), *(escape(_known(text, result)) for result in results)] for label, text in rows]
     if any(bits):
         place = [label for label, _ in rows].index("replicas × steps")
@@ -149,6 +153,36 @@ def _results(runs: list[Run]) -> str:
     elsewhere = "".join(map(_elsewhere, runs))
     unread = "".join(f"<p>{escape(line)}.</p>" for run in runs for line in run.unread())
     return verdict(runs) + going + missing + elsewhere + unread + _table(runs, cells, best_of(runs))
+
+
+def _scores(runs: list[Run]) -> _Rows:
+    """What the runs are judged by, each figure in rows of its own."""
+    rows: _Rows = []
+    results = [run.results() for run in runs]
+    for figure in dict.fromkeys(run.figure for run in runs):
+        key, name, sources = figure.key, figure.name, figure.key_of_sources
+        if all(run.is_one_peer for run in runs):
+            rows.append((f"{name} of this peer", _under(key, number)))
+        else:
+            rows += [
+                (f"{name}, mean of the replicas", _under(key, number)),
+                (f"{name} of their averaged weights", _under(f"{key}_averaged", number)),
+                (f"{name}, each replica", _under(f"{key}_per_replica", lambda told: ", ".join(map(number, told)))),
+            ]
+        if any(sources in one for one in results):
+            rows.append((f"{name} of each source, mean of the replicas", _under(sources, _named)))
+    if any("others_averaged" in one for one in results):
+        rows.append(("more of the averaged weights", _under("others_averaged", _named)))
+    return rows
+
+
+def _under(key: str, text: Callable[[Any], str]) -> Callable[[dict[str, Any]], str]:
+    """What a summary has under a key, as text."""
+    return lambda summary: text(summary[key])
+
+
+def _named(values: dict[str, float]) -> str:
+    return ", ".join(f"{name}: {number(value)}" for name, value in values.items())
 
 
 def _elsewhere(run: Run) -> str:
@@ -206,7 +240,7 @@ def _table(runs: list[Run], cells: list[list[str]], best: int | None = None) -> 
         for i, run in enumerate(runs)
     ]
     if best is not None:
-        heads[best] += '<br><span class="best">lowest loss</span>'
+        heads[best] += f'<br><span class="best">{best_word(runs[best])}</span>'
     return wide_table(["", *heads], cells)
 
 
@@ -233,7 +267,8 @@ def _others(run: Run) -> str:
 
 
 def _sample(run: Run) -> str:
-    return f"<pre>{escape(run.results()['sample'])}</pre>"
+    summary = run.results()
+    return sample_html(summary["sample"], summary.get("sample_picture"))
 
 
 def _timeline_note(run: Run) -> str:

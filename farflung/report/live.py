@@ -117,8 +117,8 @@ def _is_due(untold_steps: int, told_at: float, step: int, steps: int) -> bool:
 
 def _evaluation_line(run: Run, step: int, events: Sequence[EvaluationEvent], distance: float | None) -> str:
     apart = "" if distance is None else f" · consensus distance {distance:.3g} (of sampled weights)"
-    loss = number(mean([event.validation_loss for event in events]))
-    return f"step {step}{_of_whom(run)} · validation loss {loss}{apart}"
+    score = number(mean([event.score for event in events]))
+    return f"step {step}{_of_whom(run)} · {run.figure.name} {score}{apart}"
 
 
 def table(run: Run) -> Table:
@@ -130,7 +130,7 @@ def table(run: Run) -> Table:
         "" if alone else "replica",
         "step",
         "loss",
-        "validation",
+        run.figure.heading,
         f"{run.units}/s",
         *(["MFU"] if measured else []),
         "rounds",
@@ -141,13 +141,13 @@ def table(run: Run) -> Table:
         shown.add_column(heading, justify="right")
     for replica in run.replicas:
         steps, evaluations = run.of(replica, StepEvent), run.of(replica, EvaluationEvent)
-        validation = number(evaluations[-1].validation_loss) if evaluations else "…"
+        score = number(evaluations[-1].score) if evaluations else "…"
         if steps:
             last = steps[-1]
             values = (
                 str(last.step),
                 number(last.loss),
-                validation,
+                score,
                 f"{last.tokens_per_second:,.0f}",
                 *([f"{last.mfu or 0:.1%}"] if measured else []),
                 str(last.rounds),
@@ -159,7 +159,7 @@ def table(run: Run) -> Table:
             values = (
                 "0",
                 "…",
-                validation,
+                score,
                 "…",
                 *(["…"] if measured else []),
                 "0",
@@ -204,7 +204,7 @@ def _notes(run: Run) -> list[Text]:
         notes.append(Text(f"time goes to {shares(spent)}"))
     for step, distance in list(run.consensus_distance().items())[-1:]:
         often = f", each {every} steps" if (every := run.settings.get("eval_every")) else ""
-        measured = f"of sampled weights, measured with the validation loss{often}"
+        measured = f"of sampled weights, measured with the {run.figure.name}{often}"
         notes.append(Text(f"consensus distance {distance:.3g} at step {step} ({measured})"))
     for warning in run.all_of(WarningEvent)[-WARNINGS_SHOWN:]:
         notes.append(Text(f"{_whose(run, warning)}{warning.message}", style="yellow"))

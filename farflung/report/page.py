@@ -26,6 +26,14 @@ def picture(figure: go.Figure) -> str:
     return f'<div style="height:{height}px"></div><script type="application/json" class="figure">{inside}</script>'
 
 
+def sample_html(text: str, png: str | None) -> str:
+    """A sample of what a model makes: text, or a picture (base64) and what it is of."""
+    if not png:
+        return f"<pre>{escape(text)}</pre>"
+    told = escape(text)
+    return f'<img class="sample" src="data:image/png;base64,{escape(png)}" alt="{told}"><p class="muted">{told}</p>'
+
+
 def page(title: str, sections: Sequence[str], plotly: str, state: Mapping[str, object] | None = None) -> str:
     """The whole page; `plotly` is what brings the program.
 

@@ -170,10 +170,10 @@ class Run(Facts):
             return list(distances), list(distances.values())
         if what == "training":
             return self._mean_line(StepEvent, lambda event: event.loss, axis)
-        if what == "validation":
-            return self._mean_line(EvaluationEvent, lambda event: event.validation_loss, axis)
+        if what == "score":
+            return self._mean_line(EvaluationEvent, lambda event: event.score, axis)
         points = [
-            (place[axis], event.validation_loss)
+            (place[axis], event.score)
             for place, events in self._places(EvaluationEvent)
             for event in events
             if event.replica == what
@@ -210,12 +210,12 @@ class Run(Facts):
                 "seconds_blocked": mean([event.seconds_blocked for event in steps]),
             }
         for step, evaluations in list(self.by_step(EvaluationEvent).items())[-1:]:
-            losses = [event.validation_loss for event in evaluations]
-            results |= {"validation_loss": mean(losses), "validation_loss_per_replica": losses}
-            by_source = [event.validation_losses or {} for event in evaluations]
+            scores, figure = [event.score for event in evaluations], self.figure
+            results |= {figure.key: mean(scores), f"{figure.key}_per_replica": scores}
+            by_source = [event.scores or {} for event in evaluations]
             if by_source[0] and len({*map(len, by_source)}) == 1:  # machines may name the same sources otherwise
                 each = zip(*(own.values() for own in by_source), strict=True)
-                results["validation_losses"] = dict(zip(by_source[0], map(mean, each), strict=True))
+                results[figure.key_of_sources] = dict(zip(by_source[0], map(mean, each), strict=True))
             if (spread := self.consensus_distance().get(step)) is not None:
                 results["weight_spread"] = spread
         return results

@@ -180,7 +180,7 @@ class SwarmIsland:
         else:
             self._wait_for(LAST_STEP, self._seat.everyone)
         if self.evaluate() is None:
-            self._judged = Score(math.nan, {})  # nobody will any more
+            self._judged = Score(math.nan)  # nobody will any more
         self._ended = True
         told(peers, ended=JUDGED)
 
@@ -200,10 +200,10 @@ class SwarmIsland:
         if self._seat.stage:
             heads = [one.facts for one in self._seat.serving(0)]
             told = [one["validation_loss"] for one in heads if "validation_loss" in one]
-            self._judged = Score(mean(told), {}) if told else self._judged
+            self._judged = Score(mean(told)) if told else self._judged
         else:
             self._judged = judged = self._network.peers.background.run(self._evaluated(), LONGEST_EVALUATION_SECONDS)
-            self._network.tell_others(validation_loss=judged.loss)
+            self._network.tell_others(validation_loss=judged.value)
 
     def sample(self) -> str:
         """See Island. A head asks the stages for each token, for as long as they answer."""
@@ -335,7 +335,7 @@ class SwarmIsland:
             if not isinstance(loss, BaseException):
                 total, count = sums.get(source, (0.0, 0))
                 sums[source] = total + loss, count + 1
-        return Score.of(sums) if sums else Score(math.nan, {})
+        return Score.of(sums) if sums else Score(math.nan)
 
 
 def _ended(member: Member) -> float:

@@ -23,9 +23,10 @@ import torch
 from torch import Tensor
 
 from farflung.errors import UserError
+from farflung.figure import Figure
 from farflung.files import replacing
 from farflung.formats import CHECKPOINT
-from farflung.training.events import died, losses
+from farflung.training.events import died, scores
 from farflung.training.migrations import migrated
 
 _PART_NAME = re.compile(r"replica-([0-9]+)(?:-part-([0-9]+)-of-([0-9]+))?")
@@ -257,29 +258,29 @@ def whole_steps(folder: Path) -> list[int]:
     return sorted(set.intersection(*steps), reverse=True) if steps else []
 
 
-def best_step(folder: Path) -> tuple[int, float] | None:
-    """The step of the checkpoint with the least validation loss, as the mean of the replicas, and that loss.
+def best_step(folder: Path, figure: Figure) -> tuple[int, float] | None:
+    """The step of the checkpoint with the best score, as the mean of the replicas, and that score.
 
     None where no checkpoint is of a step at which all replicas were judged.
     """
-    told = [losses(folder, replica) for replica in replicas_of(folder)]
-    return best_of({step: [one.get(step) for one in told] for step in whole_steps(folder)})
+    told = [scores(folder, replica) for replica in replicas_of(folder)]
+    return best_of({step: [one.get(step) for one in told] for step in whole_steps(folder)}, figure)
 
 
-def best_of(judged: Mapping[int, Sequence[float | None]]) -> tuple[int, float] | None:
-    """The step with the least mean of its losses, and that mean; of several, the last.
+def best_of(judged: Mapping[int, Sequence[float | None]], figure: Figure) -> tuple[int, float] | None:
+    """The step with the best mean of its scores, and that mean; of several, the last.
 
-    Steps of which a loss is unknown or not finite do not count.
+    Steps of which a score is unknown or not finite do not count.
     """
     means = {step: sum(known) / len(known) for step, told in judged.items() if (known := _known(told))}
-    best = min(means, key=lambda step: (means[step], -step), default=None)
+    best = min(means, key=lambda step: (figure.badness(means[step]), -step), default=None)
     return None if best is None else (best, means[best])
 
 
-def _known(losses: Sequence[float | None]) -> list[float]:
-    """The losses, if all are known and finite; else none."""
-    known = [loss for loss in losses if loss is not None and math.isfinite(loss)]
-    return known if len(known) == len(losses) else []
+def _known(told: Sequence[float | None]) -> list[float]:
+    """The scores, if all are known and finite; else none."""
+    known = [score for score in told if score is not None and math.isfinite(score)]
+    return known if len(known) == len(told) else []
 
 
 def replicas_of(folder: Path) -> list[int]:

@@ -214,12 +214,12 @@ def died(folder: Path) -> set[int]:
     return {event.replica for event in ends if isinstance(event, EndEvent) and event.reason == "died"}
 
 
-def losses(folder: Path, replica: int) -> dict[int, float]:
-    """A replica's validation losses so far, by the step; those that were not finite are left out."""
+def scores(folder: Path, replica: int) -> dict[int, float]:
+    """What a replica was judged by so far, by the step; what was not finite is left out."""
     path = folder / "events" / f"replica-{replica}.jsonl"
     told = _whole_lines(path) if path.exists() else []
     judged = [event for event in told if isinstance(event, EvaluationEvent)]
-    return {event.step: event.validation_loss for event in judged if event.validation_loss is not None}
+    return {event.step: event.score for event in judged if event.score is not None}
 
 
 def tell_death(path: Path) -> None:

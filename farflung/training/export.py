@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError
 
 from farflung.errors import UserError, counted, disk_errors
+from farflung.figure import Figure
 from farflung.files import event_files, holds_no_run
 from farflung.formats import OWN_LOOP
 from farflung.lazy import Later
@@ -29,7 +30,7 @@ def export(folder: Path, target: Path, best: bool = False, adapter: bool = False
 
     The folder may be the ticket of a swarm, whose peers are then asked.
     Of a run that has not ended, or whose averaged weights are damaged, the last whole checkpoint is averaged, or the
-    last one of each independent replica; the `best` ones by validation loss if asked for. Raises UserError.
+    last one of each independent replica; the `best` ones by what they were judged by if asked for. Raises UserError.
     """
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UserError(f"{target} exists already; give a folder that does not, or an empty one")
@@ -53,7 +54,7 @@ def _of_folder(folder: Path, best: bool) -> tuple[Settings, dict[str, Any], str]
     settings = read_settings(folder / "config.toml")
     if settings.island.swarm and not checkpoint.averages(folder):
         return _of_swarm(folder / "run.ticket", best)
-    return settings, *(_best(folder) if best else _averaged(folder, settings))
+    return settings, *(_best(folder, settings.figure) if best else _averaged(folder, settings))
 
 
 def _of_swarm(path: Path, best: bool) -> tuple[Settings, dict[str, Any], str]:
@@ -129,10 +130,10 @@ def _averaged(folder: Path, settings: Settings) -> tuple[dict[str, Any], str]:
     return resharding.mean_weights(complete), f"the mean of {len(complete)}{of} replicas' checkpoints at {at}{but}"
 
 
-def _best(folder: Path) -> tuple[dict[str, Any], str]:
+def _best(folder: Path, figure: Figure) -> tuple[dict[str, Any], str]:
     """The mean of the replicas' weights at the step where they were judged best; independent ones at a step each."""
     homes = sorted({path.parent.parent for path in event_files(folder)})
-    found = [(home, *best) for home in homes if (best := checkpoint.best_step(home))]
+    found = [(home, *best) for home in homes if (best := checkpoint.best_step(home, figure))]
     if not found:
         raise UserError(
             f"{folder} has no checkpoint of a step at which all replicas were judged; let the run go on, with "
@@ -143,10 +144,10 @@ def _best(folder: Path) -> tuple[dict[str, Any], str]:
         raise UserError(
             f"{folder} has only parts of replicas; copy the folders of all machines together, and export that"
         )
-    steps, loss = sorted({step for _, step, _ in found}), sum(loss for *_, loss in found) / len(found)
+    steps, score = sorted({step for _, step, _ in found}), sum(score for *_, score in found) / len(found)
     at = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
     origin = f"the mean of the checkpoints of {counted(len(parts), 'replica')} at {at}, the best"
-    return resharding.mean_weights(parts), f"{origin}: validation loss {loss:.4f}"
+    return resharding.mean_weights(parts), f"{origin}: {figure.told(f'{score:.4f}')}"
 
 
 def _damaged(folder: Path, homes: Sequence[Path]) -> list[Path]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from farflung.durations import duration
+from farflung.figure import Figure, figure_of
 from farflung.files import write_text
 from farflung.hooks.trained import trainable
 from farflung.networks import (
@@ -34,6 +35,7 @@ from farflung.training.agreement import facts_of_replicas
 from farflung.training.resharding import buffer_names, mean_weights, whole_weights
 from farflung.training.terminal import say
 from farflung.training.trainer import Trainer
+from farflung.training.writing import as_told
 from farflung.workloads import Workload
 
 
@@ -79,8 +81,8 @@ def _own_facts(trainer: Trainer) -> dict[str, Any]:
     return {
         "replica": island.coordinates.replica,
         "tokens": trainer.log.units,
-        "loss": score.loss,
-        "losses": score.sources,
+        "score": score.value,
+        "scores": dict(score.sources),
         "sent": round(sent),
         "boundary": round(boundary),
         "blocked": blocked / island.settings.processes,
@@ -124,12 +126,14 @@ def _summary(
 ) -> dict[str, Any]:
     seen = sum(fact["tokens"] for fact in facts)
     replicas, count, parameters = settings.run.replicas, len(facts), facts[0]["parameters"]
+    figure, judged = figure_of(workload), island.evaluate()
     # On the internet, replicas have other numbers.
     missing = set(range(replicas)) - {fact["replica"] for fact in facts} if count < replicas else set()
     return {
         "method": settings.rounds.method,
         "units": workload.units,
         "measure": workload.measure,
+        "judged_by": figure._asdict(),
         "replicas": replicas,
         "missing": sorted(missing),
         "steps": step,
@@ -139,10 +143,11 @@ def _summary(
         "parameters": parameters,
         "tokens": seen,
         **_epochs(workload, seen / workload.units_per_sample),
-        "validation_loss": sum(fact["loss"] for fact in facts) / count,
-        "validation_loss_per_replica": [fact["loss"] for fact in facts],
-        **_by_source([fact["losses"] for fact in facts]),
-        "validation_loss_averaged": judged.loss if (judged := island.evaluate()) else None,
+        figure.key: sum(fact["score"] for fact in facts) / count,
+        f"{figure.key}_per_replica": [fact["score"] for fact in facts],
+        **_by_source(figure, [fact["scores"] for fact in facts]),
+        f"{figure.key}_averaged": judged.value if judged else None,
+        **({"others_averaged": dict(judged.others)} if judged and judged.others else {}),
         "bytes_sent": sum(fact["sent"] for fact in facts),
         "boundary_bytes": sum(fact["boundary"] for fact in facts),
         "ddp_bytes": ddp_bytes(parameters, settings, count),
@@ -162,16 +167,16 @@ def _epochs(workload: Workload, samples: float) -> dict[str, Any]:
     return {"epochs_of_sources": of} if (of := epochs_of(samples)) else {}
 
 
-def _by_source(losses: list[dict[str, float]]) -> dict[str, Any]:
-    """The replicas' mean validation losses of each source, as the first one names it: machines may have other paths.
+def _by_source(figure: Figure, scores: list[dict[str, float]]) -> dict[str, Any]:
+    """The replicas' mean scores of each source, as the first one names it: machines may have other paths.
 
     Nothing where there is one source, or more for some replicas than for others.
     """
-    if len({*map(len, losses)}) > 1:
+    if len({*map(len, scores)}) > 1:
         return {}
-    each = zip(*(own.values() for own in losses), strict=True)
-    found = {name: sum(own) / len(losses) for name, own in zip(losses[0], each, strict=True)}
-    return {"validation_losses": found} if found else {}
+    each = zip(*(own.values() for own in scores), strict=True)
+    found = {name: sum(own) / len(scores) for name, own in zip(scores[0], each, strict=True)}
+    return {figure.key_of_sources: found} if found else {}
 
 
 def _speed(facts: list[dict[str, Any]]) -> dict[str, Any]:
@@ -200,7 +205,7 @@ def finish_apart(settings: Settings, folder: Path, ended: Mapping[int, Path], de
     files = {replica: checkpoint.averages(path) for replica, path in ended.items()}
     mean = mean_weights(list(files.values()))
     island.model.load_state_dict(mean)
-    names = trainable(island.model)
+    names, figure = trainable(island.model), figure_of(workload)
     numel = sum(mean[name].numel() for name in names)
     facts = []
     for replica, path in ended.items():
@@ -210,8 +215,8 @@ def finish_apart(settings: Settings, folder: Path, ended: Mapping[int, Path], de
             {
                 "replica": replica,
                 "tokens": told["tokens"],
-                "loss": told["validation_loss"],
-                "losses": told.get("validation_losses", {}),
+                "score": told[figure.key],
+                "scores": told.get(figure.key_of_sources, {}),
                 "sent": told["bytes_sent"],
                 "boundary": told["boundary_bytes"],
                 "blocked": told["seconds_blocked"],
@@ -224,7 +229,7 @@ def finish_apart(settings: Settings, folder: Path, ended: Mapping[int, Path], de
                 "spent": told.get("spent", {}),
             }
         )
-    summary = _summary(settings, island, workload, settings.run.steps, facts) | {"sample": island.sample()}
+    summary = _summary(settings, island, workload, settings.run.steps, facts) | _sample(island)
     try:
         checkpoint.write(checkpoint.average_of(folder), _average(island))
         write_text(folder / "summary.json", json.dumps(summary, indent=2) + "\n")
@@ -237,7 +242,7 @@ def write_results(trainer: Trainer, summary: dict[str, Any], tells: bool) -> Non
 
     Raises NoRoomError, when the disk stays full.
     """
-    summary = {**summary, "sample": trainer.island.sample()}
+    summary = {**summary, **_sample(trainer.island)}
     average = _average(trainer.island)
 
     def write() -> None:
@@ -251,6 +256,12 @@ def write_results(trainer: Trainer, summary: dict[str, Any], tells: bool) -> Non
 def write_events(trainer: Trainer) -> None:
     """Writes the events that still wait for room, of which their log has told. Raises NoRoomError."""
     _keep_trying(trainer.log.events.flush, trainer)
+
+
+def _sample(island: Island) -> dict[str, Any]:
+    """A sample of what an island's model makes, as the summary has it."""
+    told = as_told(island.sample())
+    return {"sample": told["text"]} | ({"sample_picture": told["picture"]} if "picture" in told else {})
 
 
 def _average(island: Island) -> checkpoint.Weights:

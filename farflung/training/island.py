@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 from torch.distributed import HashStore
 
 from farflung.errors import UserError, counted
+from farflung.figure import Figure
 from farflung.networks import Network, SimulatedNetwork, TorchNetwork
 from farflung.pipeline import Mesh
 from farflung.settings import Settings
@@ -97,11 +98,11 @@ def step_of(near: TorchNetwork | None, settings: Settings, folder: Path, rank: i
     return max(set.intersection(*map(set, told)), default=0)
 
 
-def coordination(near: TorchNetwork | None) -> Coordination:
+def coordination(near: TorchNetwork | None, figure: Figure) -> Coordination:
     """What the peer's processes agree on."""
     processes, own = (range(len(near.processes)), near.process) if near else (range(1), 0)
     store = near.store if near else HashStore()
-    return Coordination(Stop(store, processes, [own]), Kept(store, lambda: processes))
+    return Coordination(Stop(store, processes, [own]), Kept(store, lambda: processes, figure))
 
 
 def alone(near: TorchNetwork | None) -> Network:

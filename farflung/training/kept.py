@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch.distributed import Store
 
+from farflung.figure import LOSS, Figure
 from farflung.training.checkpoint import best_of
 from farflung.training.stopping import Stop
 
@@ -17,23 +18,23 @@ from farflung.training.stopping import Stop
 class Kept:
     """The checkpoints that each process has reported, in a shared store; reports may lag behind.
 
-    A checkpoint is whole when `everyone` has it; the dead are left out. The best one is that of the least validation
-    loss, as the mean of what all have told of it.
+    A checkpoint is whole when `everyone` has it; the dead are left out. The best one is that of the best score by
+    `figure`, as the mean of what all have told of it.
     """
 
-    def __init__(self, store: Store, everyone: Callable[[], Iterable[int]]) -> None:
-        self._store, self._everyone = store, everyone
+    def __init__(self, store: Store, everyone: Callable[[], Iterable[int]], figure: Figure = LOSS) -> None:
+        self._store, self._everyone, self._figure = store, everyone, figure
         self._own: dict[int, dict[int, float | None]] = {}
 
-    def tell(self, process: int, losses: Mapping[int, float | None]) -> None:
-        """Says at which steps a process has its part of a checkpoint, and its validation losses there if known."""
-        self._own[process] = dict(losses)
+    def tell(self, process: int, scores: Mapping[int, float | None]) -> None:
+        """Says at which steps a process has its part of a checkpoint, and its scores there if known."""
+        self._own[process] = dict(scores)
         with contextlib.suppress(dist.DistError, RuntimeError):  # others then keep their files for longer
             self._store.set(f"kept/{process}", json.dumps(sorted(self._own[process].items())))
 
-    def add(self, process: int, step: int, loss: float | None) -> None:
-        """Says that a process has written one more, with the validation loss at its step if known."""
-        self.tell(process, {**self._own[process], step: loss})
+    def add(self, process: int, step: int, score: float | None) -> None:
+        """Says that a process has written one more, with the score at its step if known."""
+        self.tell(process, {**self._own[process], step: score})
 
     def needed(self, process: int, keep: int) -> tuple[int, int | None]:
         """The step before which a process may remove its own, as all are known to have `keep` newer ones; but the best.
@@ -42,7 +43,9 @@ class Kept:
         """
         whole = self.whole()
         oldest, best = whole[keep - 1] if len(whole) >= keep else 0, self.best()
-        self._own[process] = {step: loss for step, loss in self._own[process].items() if step >= oldest or step == best}
+        self._own[process] = {
+            step: score for step, score in self._own[process].items() if step >= oldest or step == best
+        }
         return oldest, best
 
     def whole(self) -> list[int]:
@@ -50,8 +53,8 @@ class Kept:
         return sorted(self._together(), reverse=True)
 
     def best(self) -> int | None:
-        """The step of the least validation loss; of several, the last."""
-        found = best_of(self._together())
+        """The step of the best score; of several, the last."""
+        found = best_of(self._together(), self._figure)
         return None if found is None else found[0]
 
     def _together(self) -> dict[int, list[float | None]]:

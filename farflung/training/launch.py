@@ -151,10 +151,10 @@ def run_simulated(settings: Settings, folder: Path, resume: bool) -> None:
     simulation = simulate(settings.run.replicas, settings.network.simulated_conditions())
     store = HashStore()
     stop = Stop(store, range(settings.run.replicas), range(settings.run.replicas))
-    kept = Kept(store, lambda: simulation.cluster.living)
+    workload = settings.made_workload()
+    kept = Kept(store, lambda: simulation.cluster.living, settings.figure)
     coordination = Coordination(stop, kept)
     step = beginning.local_step(settings, folder) if resume else None
-    workload = settings.made_workload()
     endings = Endings()
 
     def replica(network: SimulatedNetwork) -> None:
@@ -211,7 +211,7 @@ def run_torch_replica(
         begun()
         if way == beginning.RESUMED:
             write_settings(settings, folder)  # which may be other ones, in what may change
-        coordination = Coordination(stop, Kept(network.store, lambda: everyone))
+        coordination = Coordination(stop, Kept(network.store, lambda: everyone, settings.figure))
         device = pick_device(settings.run.device, local_rank())
         trainer = Trainer(settings, network, folder, coordination, device, step)
         machines = {process: standing.machine for process, standing in enumerate(standings)}

@@ -151,7 +151,7 @@ def run_peer(
         network.expect_model(*model_of(settings))
         if joining:
             leaving.enter_context(_ticket_kept(joining, folder / "run.ticket"))
-        coordination = island.coordination(near)
+        coordination = island.coordination(near, settings.figure)
         with launch.stopping_on_signals(coordination.stop):
             device = launch.pick_device(settings.run.device, launch.local_rank())
             trainer = Trainer(settings, network, folder, coordination, device, step)

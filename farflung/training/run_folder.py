@@ -17,6 +17,7 @@ from torch import Tensor
 from farflung import formats
 from farflung.errors import UserError
 from farflung.events import CheckpointEvent, EndEvent, EvaluationEvent, StartEvent, StepEvent, WarningEvent
+from farflung.figure import LOSS, Figure
 from farflung.files import write_text
 from farflung.formats import OWN_LOOP, RUN_FOLDER
 from farflung.hooks.layouts import is_sharded
@@ -49,17 +50,25 @@ class RunFolder:
         folder: where it lies; made if there is none.
         units: what is counted of the data, such as tokens.
         measure: what losses are measured in.
+        figure: what `evaluated` is told of; unset: a validation loss.
         log_every: inner steps between two lines of loss.
         keep: older checkpoints are removed once so many newer ones are whole on all replicas.
     """
 
     def __init__(
-        self, folder: str | Path, units: str = "samples", measure: str = "loss", log_every: int = 10, keep: int = 2
+        self,
+        folder: str | Path,
+        units: str = "samples",
+        measure: str = "loss",
+        log_every: int = 10,
+        keep: int = 2,
+        figure: Figure | None = None,
     ) -> None:
         if log_every < 1 or keep < 1:
             raise UserError(f"log_every is {log_every} and keep is {keep}; give 1 or more")
         self.folder = Path(folder)
         self._units, self._measure, self._log_every, self._keep = units, measure, log_every, keep
+        self._figure = (figure or LOSS._replace(unit=measure)).checked()
         self._session: Session | None = None
         self._counted = self._rate_from = 0
         self._since = 0.0
@@ -135,8 +144,8 @@ class RunFolder:
                 )
             )
 
-    def evaluated(self, loss: float | Tensor) -> None:
-        """Says what the weights as they are now come to on held-out data."""
+    def evaluated(self, score: float | Tensor) -> None:
+        """Says what the weights as they are now come to on held-out data: a loss, or the run's `figure`."""
         outer = self._begun()
         sample = sampled(outer.trained.named, outer.trained.layout, SAMPLED_WEIGHTS).numpy().astype(np.dtype("<f4"))
         self._events.write(
@@ -144,7 +153,7 @@ class RunFolder:
                 step=outer.step,
                 tokens=self._counted,
                 bytes_sent=outer.network.traffic.bytes_sent,
-                validation_loss=_number(loss),
+                score=_number(score),
                 sample=base64.b64encode(sample.tobytes()).decode(),
             )
         )
@@ -225,6 +234,9 @@ class RunFolder:
                 device=str(outer.trained.parameters[0].device),
                 units=self._units,
                 measure=self._measure,
+                judged_by=self._figure.name,
+                judged_in=self._figure.unit,
+                more_is_better=self._figure.more_is_better,
                 resumed=resumed,
                 clock=time.time() if outer.network.elastic else None,
             )
@@ -285,8 +297,8 @@ def _check(outer: Session, begun: Session | None) -> None:
         raise UserError(SHARDED)
 
 
-def _number(loss: float | Tensor) -> float:
-    return float(loss.detach() if isinstance(loss, Tensor) else loss)
+def _number(value: float | Tensor) -> float:
+    return float(value.detach() if isinstance(value, Tensor) else value)
 
 
 def _fits_toml(value: Any) -> bool:

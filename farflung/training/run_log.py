@@ -6,6 +6,7 @@ import base64
 import dataclasses
 import socket
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import isfinite
 from typing import Any
@@ -24,6 +25,7 @@ from farflung.events import (
     TextEvent,
     WarningEvent,
 )
+from farflung.figure import figure_of
 from farflung.hooks.layouts import layout_of
 from farflung.hooks.trained import trainable
 from farflung.networks import Network
@@ -34,7 +36,7 @@ from farflung.pipeline.island import Ledger
 from farflung.settings import Settings
 from farflung.training.events import EventLog
 from farflung.training.measures import Rate, Spent, peak_memory, peak_tflops, sampled
-from farflung.training.writing import Writing
+from farflung.training.writing import Writing, as_told
 from farflung.workloads import Workload
 
 SAMPLED_WEIGHTS = 1024
@@ -93,7 +95,7 @@ class RunLog:
 
     def start(self, device: torch.device, resumed: bool) -> None:
         """The process begins, or goes on."""
-        settings, island = self.settings, self.island
+        settings, island, figure = self.settings, self.island, figure_of(self.workload)
         self._share_of_peak = self._share_of(device)
         shape = island.mesh.shape(island.coordinates.replica)
         own = sum(p.numel() for p in trainable(island.model).values())
@@ -115,6 +117,9 @@ class RunLog:
                 tokens_per_step=self.units_per_step,
                 units=self.workload.units,
                 measure=self.workload.measure,
+                judged_by=figure.name,
+                judged_in=figure.unit,
+                more_is_better=figure.more_is_better,
                 bytes_per_unit=getattr(self.workload, "bytes_per_unit", None),
                 resumed=resumed,
                 clock=time.time() if self.network.elastic else None,
@@ -189,29 +194,29 @@ class RunLog:
         return True
 
     def evaluate(self) -> float | None:
-        """Judges the weights as they are now, and writes some of them down. Returns the validation loss, if any."""
+        """Judges the weights as they are now, and writes some of them down. Returns what they are judged by, if any."""
         with self.rate.paused(), self.spent.on("evaluations"):
             if (score := self.island.evaluate()) is None:
                 return None
-            by_source = {name: loss if isfinite(loss) else None for name, loss in score.sources.items()}
             sample = self._sampled_weights().numpy().astype(np.dtype("<f4"))
             self.events.write(
                 EvaluationEvent(
                     step=self.progress.step,
                     tokens=self.units,
                     bytes_sent=self._total(self.network.traffic.bytes_sent),
-                    validation_loss=score.loss,
-                    validation_losses=by_source or None,
+                    score=score.value,
+                    scores=_told(score.sources),
+                    others=_told(score.others),
                     sample=base64.b64encode(sample.tobytes()).decode(),
                 )
             )
-        return score.loss
+        return score.value
 
     def text(self, writing: Writing, device: torch.device) -> None:
-        """Has the model write something, where it can."""
+        """Has the model make something to look at, where it can."""
         with self.rate.paused(), self.spent.on("texts"):
-            if text := writing.text(device):
-                self.events.write(TextEvent(step=self.progress.step, text=text))
+            if made := writing.sample(device):
+                self.events.write(TextEvent(step=self.progress.step, **as_told(made)))
 
     def checkpoint(self, step: int, seconds: float, delayed: float) -> None:
         """A checkpoint was written, in so long, of which its step waited so long."""
@@ -248,3 +253,8 @@ class RunLog:
         """Some of the replica's weights, always the same ones."""
         named = trainable(self.island.model)
         return self.island.total(sampled(named, layout_of(self.island.model, named), SAMPLED_WEIGHTS))
+
+
+def _told(figures: Mapping[str, float]) -> dict[str, float | None] | None:
+    """Figures as events have them; None for none."""
+    return {name: value if isfinite(value) else None for name, value in figures.items()} or None

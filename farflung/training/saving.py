@@ -27,14 +27,14 @@ class Saved:
 
     Args:
         step: of which it is.
-        loss: the validation loss there, if it was measured.
+        score: what the model was judged by there, if it was.
         seconds: until it was whole on the disk.
         delayed: those of them that the step waited for.
         fault: why there is none; "" where there is one.
     """
 
     step: int
-    loss: float | None
+    score: float | None
     seconds: float
     delayed: float
     fault: str = ""
@@ -55,7 +55,7 @@ class Saving:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoints") if background else None
         self._writing: Future[Saved] | None = None
 
-    def begin(self, step: int, state: Checkpoint, loss: float | None) -> None:
+    def begin(self, step: int, state: Checkpoint, score: float | None) -> None:
         """Begins to write a state, which may change afterwards. The one before must have ended."""
         assert self._writing is None
         began = time.perf_counter()
@@ -63,10 +63,10 @@ class Saving:
         if self._thread and apart:
             state = copied(state, {})
             delayed = time.perf_counter() - began
-            self._writing = self._thread.submit(self._write, step, state, loss, began, delayed)
+            self._writing = self._thread.submit(self._write, step, state, score, began, delayed)
         else:
             self._writing = Future()
-            self._writing.set_result(self._write(step, state, loss, began, None))
+            self._writing.set_result(self._write(step, state, score, began, None))
 
     def ended(self, wait: bool) -> Saved | None:
         """What has come of the one that was begun, told once; None where there is none, or it is not written yet."""
@@ -80,7 +80,7 @@ class Saving:
         if self._thread:
             self._thread.shutdown()
 
-    def _write(self, step: int, state: Checkpoint, loss: float | None, began: float, delayed: float | None) -> Saved:
+    def _write(self, step: int, state: Checkpoint, score: float | None, began: float, delayed: float | None) -> Saved:
         fault = ""
         try:
             self._flush()
@@ -88,7 +88,7 @@ class Saving:
         except OSError as error:
             fault = error.strerror or str(error)
         seconds = time.perf_counter() - began
-        return Saved(step, loss, seconds, seconds if delayed is None else delayed, fault)
+        return Saved(step, score, seconds, seconds if delayed is None else delayed, fault)
 
 
 def copied(value: Any, known: dict[Any, Tensor]) -> Any:

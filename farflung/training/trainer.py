@@ -20,7 +20,7 @@ from farflung.pipeline.compiling import telling_of_compilers
 from farflung.settings import Settings
 from farflung.training import checkpoint
 from farflung.training.checkpoint import Checkpoint
-from farflung.training.events import EventLog, losses
+from farflung.training.events import EventLog, scores
 from farflung.training.kept import Coordination
 from farflung.training.learning_rate import lr_scale
 from farflung.training.profiling import Profile
@@ -79,8 +79,8 @@ class Trainer:
         self.progress = Progress(resume_step or 0, trained=resume_step or 0)
         self.tail = TailAverage(self.model)
         self._lost: LostDataError | None = None
-        self._loss: float | None = None
-        """The validation loss at this step, if it was measured."""
+        self._score: float | None = None
+        """What the model was judged by at this step, if it was."""
         self._saved = self._load(resume_step)
         if self._saved and network.timed:
             network.timed.resume(self._saved["clock"])
@@ -132,14 +132,14 @@ class Trainer:
                     self._train_step(session)
             self.island.after_step()  # leaving has applied what was pending
             self.island.stay()
-            self._loss = self.log.evaluate()  # first, so that the events that go with the checkpoint tell of it
+            self._score = self.log.evaluate()  # first, so that the events that go with the checkpoint tell of it
             self.save(session)
             self._end_saving(wait=True)
             self.log.end("finished")
 
     def _train_step(self, session: Session) -> None:
         before, number = self.step, self.step + 1
-        self._loss = None
+        self._score = None
         with self.profile.step(number):
             loss, lr = self._computed(session)
             self.progress.trained += 1
@@ -194,7 +194,7 @@ class Trainer:
 
         if comes(run.eval_every) and not last:
             session.average_buffers()
-            self._loss = self.log.evaluate()
+            self._score = self.log.evaluate()
         self._end_saving(wait=False)
         if run.checkpoint_every and comes(run.checkpoint_every) and not last:
             self.save(session)
@@ -228,7 +228,7 @@ class Trainer:
         """Has this process's part of a checkpoint written; the one before is waited for."""
         with self.log.rate.paused(), self.log.spent.on("checkpoints"):
             self._end_saving(wait=True)
-            self.saving.begin(self.step, self._state(session), self._loss)
+            self.saving.begin(self.step, self._state(session), self._score)
 
     def _end_saving(self, wait: bool) -> None:
         """Tells of the last checkpoint once it is written, and removes those that nobody needs any more."""
@@ -239,7 +239,7 @@ class Trainer:
                 f"no checkpoint of step {saved.step}: {saved.fault}; see to {self.folder}; the last one stays"
             )
             return
-        self.kept.add(self.process, saved.step, saved.loss)
+        self.kept.add(self.process, saved.step, saved.score)
         self.prune()
         self.log.checkpoint(saved.step, saved.seconds, saved.delayed)
 
@@ -267,7 +267,7 @@ class Trainer:
         state = None
         if resume_step:
             state = load_state(self.folder, resume_step, mesh, coordinates, self.model, self.optimizer)
-        there, judged = checkpoint.steps_of(self.folder, coordinates.replica), losses(self.folder, coordinates.replica)
+        there, judged = checkpoint.steps_of(self.folder, coordinates.replica), scores(self.folder, coordinates.replica)
         self.kept.tell(self.process, {step: judged.get(step) for step in there if step <= self.step})
         return state
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
@@ -27,10 +28,12 @@ Reshape = Callable[[Any], None]
 class Score(NamedTuple):
     """How good a model is."""
 
-    loss: float
-    """The mean of all held-out samples; less is better."""
-    sources: dict[str, float]
-    """The means of the samples of each source by its name, where there are several."""
+    value: float
+    """What it is judged by, over all held-out samples."""
+    sources: Mapping[str, float] = MappingProxyType({})
+    """The same of the samples of each source by its name, where there are several."""
+    others: Mapping[str, float] = MappingProxyType({})
+    """More figures, by their names."""
 
     @classmethod
     def of(cls, sums: Mapping[str, tuple[float, float]]) -> Score:
@@ -40,12 +43,21 @@ class Score(NamedTuple):
         return cls(total / weight, each if len(each) > 1 else {})
 
 
+class Picture(NamedTuple):
+    """A sample that is looked at."""
+
+    png: bytes
+    caption: str = ""
+
+
 class Workload(Protocol):
     """What is trained: a model, its batches, its loss, how it is judged, and a sample to look at.
 
     It is made from an instance of its `Settings`, and a `deal` that says which samples come to which replica. Making
     it reads no data; the first use of data reads it, once.
 
+    Where a model is judged by another figure than a loss in `measure`, it has `judged_by`, a
+    `farflung.figure.Figure`.
     Where the microbatches of a step do not count the same, it has `weight(batch)`: what a batch's mean loss was taken
     over, such as its number of tokens. Where they can be counted, it has `operations(recompute)`: those that training
     on one unit takes, with all layers' forward passes computed twice or once. Where its samples are so many, and not
@@ -60,7 +72,7 @@ class Workload(Protocol):
     units: str
     """What samples consist of, such as tokens."""
     measure: str
-    """The unit of `loss` and `evaluate`, such as nats a token."""
+    """The unit of `loss`, such as nats a token."""
 
     def __init__(self, settings: Any, deal: Deal) -> None: ...
 
@@ -103,15 +115,15 @@ class Workload(Protocol):
         ...
 
     def evaluate(self, model: Any, size: int, device: torch.device) -> float | Score:
-        """The score of a model in evaluation mode on held-out samples, `size` at a time; less is better."""
+        """The score of a model in evaluation mode on held-out samples, `size` at a time."""
         ...
 
     def digest(self) -> str:
         """A hash of the held-out samples."""
         ...
 
-    def sample(self, model: Any, seed: int, device: torch.device) -> str:
-        """Text to look at, made by a model in evaluation mode."""
+    def sample(self, model: Any, seed: int, device: torch.device) -> str | Picture:
+        """Something to look at, made by a model in evaluation mode."""
         ...
 
     def export(self, weights: Mapping[str, Tensor], target: Path, seed: int, constrained_to: int = 0) -> None:

@@ -18,5 +18,5 @@ def _check(kind: type[Workload]) -> None:
     kind.Settings()
 
 
-WORKLOADS: Registry[type[Workload]] = Registry("workload", {"language": Language}, _check)
-"""What can be trained, by name."""
+WORKLOADS: Registry[type[Workload]] = Registry("workload", {"language": Language}, _check, by_path=True)
+"""What can be trained, by name; MODULE:NAME is a class of the user's own."""

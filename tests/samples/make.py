@@ -12,7 +12,17 @@ import sys
 import tempfile
 from pathlib import Path
 
-from farflung.events import JoinedEvent, StartEvent, StepEvent, TextEvent, WarningEvent, events_in, line_of
+from farflung.events import (
+    CheckpointEvent,
+    JoinedEvent,
+    LearntEvent,
+    StartEvent,
+    StepEvent,
+    TextEvent,
+    WarningEvent,
+    events_in,
+    line_of,
+)
 from farflung.networks.internet import Identity, ListenAddress, Peers, Ticket, newcomer_info
 from farflung.networks.internet.contact.frames import Frame, read_frame, write_frame
 from farflung.networks.internet.contact.handshake import Handshake
@@ -52,11 +62,13 @@ def run_folder(folder: Path) -> None:
 
 def events(path: Path, run: Path) -> None:
     found, _ = events_in((run / "events" / "replica-0.jsonl").read_bytes(), "")
-    found = [*found[:6], found[-1]]
+    found = [*found[:6], next(event for event in found if isinstance(event, CheckpointEvent)), found[-1]]
     found[0] = StartEvent(**{**vars(found[0]), "network": "internet", "clock": 1.75e9})
     found[1] = StepEvent(**{**vars(found[1]), "refused": {"stranger": 3}, "peak_memory": 1 << 30})
     found[1:1] = [JoinedEvent(step=0, at=0.1, seconds=0.1), WarningEvent(step=0, at=0.1, message="round 1: peer lost")]
+    found.insert(4, LearntEvent(step=1, at=0.12, microbatches=[[7, 3, 0, 1], [9, 3, 1]], unlearnt=[[7, 2, 1]]))
     found.insert(-1, TextEvent(step=2, at=0.3, text="The quick brown …\n<b>fox</b>"))
+    found.insert(-1, TextEvent(step=2, at=0.3, text="letters", picture="aVZCT1I="))
     path.write_bytes(b"".join(line_of(event) + b"\n" for event in found))
 
 

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from farflung.events import Event, RoundEvent
+from farflung.events import EvaluationEvent, Event, RoundEvent, StartEvent
+from farflung.figure import LOSS, Figure
 from farflung.report.read import Run
 
 NO_FIGURES = ("replica", "step")
@@ -33,12 +34,16 @@ class Row:
     place: Place
 
 
-def figures_of(event: Event) -> dict[str, float]:
+def figures_of(event: Event, judged_by: Figure = LOSS) -> dict[str, float]:
     """An event's finite numbers, under the names of its fields; of a round, how long it took, too.
+
+    What a model is judged by has the name of that figure.
 
     Those of a field that is a table have the names KIND/FIELD/NAME, in the letters that all trackers take.
     """
     values: dict[str, Any] = {one.name: getattr(event, one.name) for one in dataclasses.fields(event)}
+    if isinstance(event, EvaluationEvent):
+        values |= {judged_by.key: values.pop("score"), judged_by.key_of_sources: values.pop("scores")}
     for field_name, table in [(name, value) for name, value in values.items() if isinstance(value, dict)]:
         values |= {f"{field_name}/{UNUSUAL.sub('_', name).strip('_.')}": value for name, value in table.items()}
     if isinstance(event, RoundEvent):
@@ -62,13 +67,16 @@ class Cursor:
     _position: int = 0
     _last: Event | None = None
     _seen: dict[str, Place] = field(default_factory=dict)
+    _judged_by: Figure = LOSS
 
     def new(self, events: list[Event]) -> Iterator[Row]:
         """The rows of events that a tracker was not given yet."""
         if self._position > len(events) or (self._position and events[self._position - 1] is not self._last):
             self._position, self._seen = 0, {}  # the run went back to a checkpoint
         for event in events[self._position :]:
-            if row := self._row(event.kind, event.step, figures_of(event)):
+            if isinstance(event, StartEvent):
+                self._judged_by = event.figure
+            if row := self._row(event.kind, event.step, figures_of(event, self._judged_by)):
                 yield row
         self._position, self._last = len(events), events[-1] if events else None
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from farflung.durations import duration
 from farflung.report.islands import wide_table
 from farflung.report.numbers import nbytes, number
+from farflung.report.page import sample_html
 from farflung.report.watching.replica import OVER, Replica
 from farflung.report.watching.watched import Shown
 
@@ -26,16 +27,18 @@ DOTS = "…"
 
 def shown(run: Followed) -> Shown:
     """All of it."""
-    summary = run.summary or {}
-    text = str(summary.get("sample", "")) or (run.kept.text.text if run.kept.text else "")
-    when = "at the end" if "sample" in summary else f"after step {run.kept.text.step}" if run.kept.text else ""
+    summary, last = run.summary or {}, run.kept.text
+    text, png = (last.text, last.picture) if last else ("", None)
+    if "sample" in summary:
+        text, png = summary["sample"], summary.get("sample_picture")
+    when = "at the end" if "sample" in summary else f"after step {last.step}" if last else ""
     return Shown(
         facts=_facts(run),
         warnings=[*_now(run), *_told(run)],
         sections={
             "Replicas": _table(run),
             "The latest rounds: who met whom": run.kept.rounds.html(run.replicas, run.kept.ranks),
-            "What the model writes": f'<p class="muted">{when}</p><pre>{escape(text)}</pre>' if text else "",
+            "What the model makes": f'<p class="muted">{when}</p>{sample_html(text, png)}' if text or png else "",
         },
     )
 
@@ -48,13 +51,13 @@ def _facts(run: Followed) -> dict[str, str]:
     step = min((one.step for one in there), default=0)
     lines = [one.last for one in replicas if one.last]
     speed = sum(one.last.tokens_per_second for one in there if one.last and run.state(one) == "trains")
-    curves = {what: run.kept.curves[what].last for what in ("training", "validation", "distance")}
+    curves = {what: run.kept.curves[what].last for what in ("training", "score", "distance")}
     distance = curves["distance"]
     return {
         "method": escape(str(run.settings.get("method") or next((start.method for start in run.starts), DOTS))),
         "state": escape(_state(run)),
         "step": f'{step} of {steps} <progress value="{step}" max="{max(1, steps)}"></progress>',
-        "validation loss": _loss(curves["validation"]),
+        escape(run.figure.name): _loss(curves["score"]),
         "training loss": _loss(curves["training"]),
         escape(run.units): f"{sum(line.tokens for line in lines):,}"
         + (f", {speed:,.0f} a second now" if speed else ""),
@@ -100,8 +103,8 @@ def _table(run: Followed) -> str:
         "step": lambda one: str(one.step),
         "behind": lambda one: str(foremost - one.step),
         "loss": lambda one: _loss(one.last.loss if one.last else None, one.last is not None),
-        "validation": lambda one: _loss(
-            one.evaluation.validation_loss if one.evaluation else None, one.evaluation is not None
+        escape(run.figure.heading): lambda one: _loss(
+            one.evaluation.score if one.evaluation else None, one.evaluation is not None
         ),
         f"{escape(run.units)}/s": lambda one: f"{one.last.tokens_per_second:,.0f}" if one.last else DOTS,
         "blocked": lambda one: _share(one.last.seconds_blocked, one.last.at) if one.last else DOTS,
@@ -126,7 +129,7 @@ def _now(run: Followed) -> Iterator[str]:
     replicas = [run.kept.replicas[number] for number in run.replicas]
     faults: dict[str, Callable[[Replica], str]] = {
         "dead or silent": lambda one: _death(run, one),
-        "without a finite loss": _not_finite,
+        "without a finite loss": lambda one: _not_finite(run, one),
         "late for a round": lambda one: (
             f"has had no round for {one.late_for_round()} steps, more than twice as long as before"
             if one.late_for_round() and run.state(one) == "trains"
@@ -155,12 +158,12 @@ def _death(run: Followed, one: Replica) -> str:
     }.get(run.state(one), "")
 
 
-def _not_finite(one: Replica) -> str:
+def _not_finite(run: Followed, one: Replica) -> str:
     """Where its last losses are NaN or infinite."""
     if one.last and one.last.loss is None:
         return f"has a training loss that is not finite, at step {one.last.step}"
-    if one.evaluation and one.evaluation.validation_loss is None:
-        return f"has a validation loss that is not finite, at step {one.evaluation.step}"
+    if one.evaluation and one.evaluation.score is None:
+        return f"has a {run.figure.name} that is not finite, at step {one.evaluation.step}"
     return ""
 
 

@@ -179,10 +179,10 @@ class Followed(Watched):
                 kept.curves["training"].add(positions(step, events, everyone), loss)
         for step, judged, all_judged in kept.evaluations.complete(self.replicas, gone):
             place = positions(step, judged, all_judged)
-            if (loss := mean([event.validation_loss for event in judged])) is not None:
-                kept.curves["validation"].add(place, loss)
+            if (score := mean([event.score for event in judged])) is not None:
+                kept.curves["score"].add(place, score)
             for event in judged:
-                kept.curves[event.replica].add(place, event.validation_loss)
+                kept.curves[event.replica].add(place, event.score)
             if (distance := distance_of(judged)) is not None:
                 kept.curves["distance"].add(place, distance)
 

@@ -106,10 +106,16 @@ class View:
             title = TITLES.get(axis, f"Loss against {figures.units_of(runs)}")
             return title, lambda: figures.loss_traces(runs, axis), lambda: figures.loss_figure(runs, axis)
 
+        def score(axis: Axis) -> _Picture:
+            against = TITLES.get(axis, f"Loss against {figures.units_of(runs)}").removeprefix("Loss ")
+            title = escape(f"{figures.scores_of(runs)} {against}")
+            return title, lambda: figures.score_traces(runs, axis), lambda: figures.score_figure(runs, axis)
+
         runs = self._watched
         axes = [axis for axis in ("tokens", "bytes", "seconds") if any(axis in run.axes for run in runs)]
         spread = "Consensus distance", lambda: figures.consensus_traces(runs), lambda: figures.consensus_figure(runs)
-        return [*map(loss, axes), *([spread] if "tokens" in axes else [])]  # type: ignore[arg-type]
+        scored = axes if any(not run.judged_by_loss for run in runs) else []
+        return [*map(loss, axes), *map(score, scored), *([spread] if "tokens" in axes else [])]  # type: ignore[arg-type]
 
     def _epoch(self) -> str:
         """Another one when lines come, go or lose points, or are drawn otherwise, as one point is."""

@@ -1,0 +1,122 @@
+"""Runs that are judged by a figure which is no loss, with a sample that is a picture, of a class of the user's own."""
+
+from __future__ import annotations
+
+import base64
+import json
+import struct
+import zlib
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from processes import run_here
+
+from farflung.cli.results import tell_result
+from farflung.errors import UserError
+from farflung.events import EvaluationEvent
+from farflung.figure import LOSS, Figure
+from farflung.report import read_run
+from farflung.report.comparison import best_of, verdict
+from farflung.report.watching.followed import Followed
+from farflung.settings import Settings
+from farflung.training import checkpoint
+from farflung.training.export import export
+from farflung.workloads.registry import WORKLOADS
+
+MODULE = Path(__file__).parent / "own_workload.py"
+SMALL = ("--workload", "own_workload:Guess", "--network", "simulated", "--replicas", "2", "--every", "2")
+SMALL += ("--steps", "8", "--eval-every", "2", "--checkpoint-every", "2", "--keep-checkpoints", "1", "--log-every", "2")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run whose score rises and falls again: its best is that after six steps."""
+    folder = tmp_path_factory.mktemp("own")
+    (folder / "own_workload.py").write_text(MODULE.read_text())
+    with pytest.MonkeyPatch.context() as patch:
+        assert run_here(patch, folder, "train", *SMALL, "--out", "run") == 0
+    return folder / "run"
+
+
+def test_the_last_lines_tell_of_the_figure(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tell_result(run)
+    told = "right answers 0.5000 (mean of the replicas), 0.5000 with their weights averaged, spread 0.2500"
+    assert told in capsys.readouterr().out
+
+
+def test_events_and_summary_go_by_the_workloads_figure(run: Path) -> None:
+    scores = [event.score for event in read_run(run).of(0, EvaluationEvent)]
+    assert scores == [0.25, 0.5, 0.75, 0.5]
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["right_answers"] == summary["right_answers_averaged"] == 0.5
+    assert summary["right_answers_per_replica"] == [0.5, 0.5] and "validation_loss" not in summary
+    assert summary["others_averaged"] == {"spread": 0.25}
+
+
+def test_the_checkpoint_that_is_kept_and_exported_has_the_most(run: Path, tmp_path: Path) -> None:
+    kept = set(checkpoint.whole_steps(run))
+    assert 6 in kept and not kept & {2, 4}
+    assert export(run, tmp_path / "model", best=True).endswith("at step 6, the best: right answers 0.7500")
+
+
+def test_report_and_page_show_the_figure_and_the_picture(run: Path) -> None:
+    page = (run / "report.html").read_text().split("</script>", 1)[-1]
+    assert "Right answers against guesses" in page and "validation loss" not in page
+    png = base64.b64encode(_png()).decode()
+    assert f'src="data:image/png;base64,{png}"' in page and "a &lt;dot&gt;" in page
+    followed = Followed(run)
+    followed.refresh()
+    shown = followed.shown()
+    assert shown.facts["right answers"] == "0.5000" and png in shown.sections["What the model makes"]
+
+
+def _png() -> bytes:
+    """What the workload's sample is: one black pixel."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    head = struct.pack(">IIBBBBB", 1, 1, 8, 0, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(b"\0\0")) + chunk(b"IEND", b"")
+
+
+def test_of_two_runs_the_one_with_more_is_better(run: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    (other / "events").mkdir(parents=True)
+    (other / "config.toml").write_text((run / "config.toml").read_text())
+    for path in (run / "events").glob("*.jsonl"):
+        (other / "events" / path.name).write_text(path.read_text().replace('"score": 0.5', '"score": 0.625'))
+    runs = [read_run(run), read_run(other)]
+    assert best_of(runs) == 1
+    assert "has the highest right answers: 0.6250, 25.0% above run" in verdict(runs)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("nowhere_at_all:Mine", "the workload 'nowhere_at_all:Mine' cannot be loaded (ModuleNotFoundError"),
+        ("json:loads", "which is no farflung.workloads.Workload"),
+        ("json:Nothing", "AttributeError"),
+        (":", "cannot be loaded"),
+    ],
+)
+def test_what_is_no_workload_is_refused_in_a_line(name: str, words: str) -> None:
+    with pytest.raises(UserError) as raised:
+        Settings.of(workload=name)
+    assert words in str(raised.value) and "\n" not in str(raised.value)
+    assert name not in WORKLOADS
+
+
+@given(st.lists(st.floats(allow_nan=False, allow_infinity=False), min_size=1), st.booleans())
+def test_the_best_is_the_most_or_the_least(values: list[float], more: bool) -> None:
+    figure = Figure("link MRR", more_is_better=more)
+    assert figure.best(values) == (max(values) if more else min(values))
+
+
+def test_names_of_figures() -> None:
+    assert Figure("link MRR").key == "link_mrr" and LOSS.key == "validation_loss"
+    assert LOSS.key_of_sources == "validation_losses" and Figure("AUC").key_of_sources == "aucs"
+    with pytest.raises(UserError, match="give it a name of letters"):
+        Figure("?").checked()
