@@ -40,13 +40,18 @@ def test_contract(name: str, tmp_path: Path) -> None:
         assert observed["processes"] in ((), (0, 1, 2, 3))
         assert observed["alone"] and observed["attachments"] == [0, 1, 2]
         # Those who have left the simulation meanwhile are named alone; on real networks, all who have not come.
-        assert set(observed["lost"]) <= {0, 1, 2, 3} - {rank} and observed["lost"]
+        for lost in (observed["lost"], observed["lost when dealt"]):
+            assert set(lost) <= {0, 1, 2, 3} - {rank} and lost
         assert observed["packets"] == {peer: [peer] * (peer + 1) for peer in range(4)}
         assert observed["mean"] == [2.5 * i for i in range(10)]
         assert observed["in_place"] and observed["done"] and observed["empty"] == 0
         assert observed["pair_mean"] == [0.5 if rank < 2 else 2.5]
         # Each combines what the others sent to it: 10 times their rank and its own; and all get all of that.
         assert observed["relayed"] == {p: [p, *(10 * other + p for other in range(4) if other != p)] for p in range(4)}
+        # Each has the packet that another made for it, of as many bytes as its own place asks for, and not its own.
+        others = [other for other in range(4) if other != rank]
+        assert observed["dealt"] == {other: [10 * other + rank] * (rank + 1) for other in others}
+        assert list(observed["dealt"]) == others and observed["dealt_alone"] == {}
         # 10 floats among four: a replica sends its three other parts, then its own to three; and a pair swaps a tensor.
         assert 2_800_004 <= observed["sent"] <= 2_800_004 + 300
     assert sum(o["sent"] for o in seen) == sum(o["received"] for o in seen)
@@ -200,6 +205,24 @@ def test_a_relay_takes_two_sendings_and_two_latencies() -> None:
     # Two packets of half a megabyte take 1 s at 8 Mbit/s; two of a quarter, half a second more.
     seen = Simulation(3, Conditions(bandwidth_mbps=8, latency_ms=50)).run(work)
     assert seen == [(1.6, 1_500_000, 1_500_000)] * 3
+
+
+def test_what_is_dealt_takes_as_long_as_the_fullest_link() -> None:
+    sizes = {0: {1: 500_000, 2: 500_000}, 1: {0: 100_000, 2: 0}, 2: {0: 100_000, 1: 250_000}}
+
+    def work(network: SimulatedNetwork) -> tuple[float, int, int]:
+        packets = {to: torch.zeros(size, dtype=torch.uint8) for to, size in sizes[network.rank].items()}
+        pending = network.all_to_all(packets, (0, 1, 2), "x")
+        received = {sender: packet.numel() for sender, packet in pending.wait(100).items()}
+        assert received == {sender: to[network.rank] for sender, to in sizes.items() if sender != network.rank}
+        return round(pending.finished_at, 6), network.traffic.bytes_sent, network.traffic.bytes_received
+
+    # Replica 0 sends a megabyte, 1 s at 8 Mbit/s, and 50 ms to arrive.
+    assert Simulation(3, Conditions(bandwidth_mbps=8, latency_ms=50)).run(work) == [
+        (1.05, 1_000_000, 200_000),
+        (1.05, 100_000, 750_000),
+        (1.05, 350_000, 500_000),
+    ]
 
 
 def test_a_simulated_deadline_passes_in_virtual_time() -> None:

@@ -59,6 +59,11 @@ def contract(network: Network, _: str) -> Any:
         "relay",
         lambda received: torch.tensor([rank, *(int(packet[0]) for packet in received.values())], dtype=torch.uint8),
     ).wait(patience(20))
+    dealt = network.all_to_all(
+        {m: torch.full((place[m] + 1,), 10 * rank + place[m], dtype=torch.uint8) for m in members if m != network.rank},
+        members,
+        "dealt",
+    ).wait(patience(20))
     empty = network.all_reduce(torch.empty(0), members, "empty").wait(patience(20))
     observed = {
         "packets": {place[member]: p.tolist() for member, p in packets.items()},
@@ -67,6 +72,8 @@ def contract(network: Network, _: str) -> Any:
         "pair_mean": pair_mean.unique().tolist(),
         "done": pending.done(),
         "relayed": {place[member]: p.tolist() for member, p in summed.items()},
+        "dealt": {place[member]: p.tolist() for member, p in dealt.items()},
+        "dealt_alone": network.all_to_all({}, (network.rank,), "dealt alone").wait(patience(20)),
         "empty": empty.numel(),
         "received": network.traffic.bytes_received,
         "sent": network.traffic.bytes_sent,
@@ -79,6 +86,11 @@ def contract(network: Network, _: str) -> Any:
         network.exchange(packet, members, f"only {rank}").wait(0.2)
     except PeerLostError as lost:
         observed["lost"] = [place[member] for member in lost.ranks]
+    try:
+        packets = {member: packet for member in members if member != network.rank}
+        network.all_to_all(packets, members, f"dealt to {rank} alone").wait(0.2)
+    except PeerLostError as lost:
+        observed["lost when dealt"] = [place[member] for member in lost.ranks]
     return observed
 
 

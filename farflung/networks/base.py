@@ -178,6 +178,9 @@ class Network(Protocol):
     def exchange(self, packet: Tensor, group: Group, key: str) -> Pending[Packets]:
         """All-gather: sends a packet (flat uint8, any length) to the group; yields every member's, own included."""
 
+    def all_to_all(self, packets: Packets, group: Group, key: str) -> Pending[Packets]:
+        """Sends each of the others its packet; yields what they have sent here, by their ranks. Own ones stay away."""
+
     def scatter_combine_gather(self, packets: Packets, group: Group, key: str, combine: Combine) -> Pending[Packets]:
         """Sends each member its packet, combines those received, and all-gathers the combined packets, own included.
 

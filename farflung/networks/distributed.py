@@ -142,6 +142,15 @@ class TorchNetwork(RealNetwork):
 
         return _Exchange(self, group, work)
 
+    def all_to_all(self, packets: Packets, group: Group, key: str) -> Pending[Packets]:
+        """See Network. Lengths travel first, as in `exchange`."""
+
+        def work(transfer: _Exchange[Packets]) -> Packets:
+            transfer.delivered = self._swap_packets(packets, transfer, key)
+            return transfer.all_received()
+
+        return _Exchange(self, group, work)
+
     def scatter_combine_gather(self, packets: Packets, group: Group, key: str, combine: Combine) -> Pending[Packets]:
         """See Network. Combines in the exchange's thread."""
 

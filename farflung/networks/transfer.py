@@ -114,6 +114,11 @@ class Transfer(Generic[T]):
         self.raise_if_lost()
         return {rank: self.delivered[rank] for rank in self.group}
 
+    def all_received(self) -> Packets:
+        """The others' packets, in the group's order. Raises PeerLostError."""
+        self.raise_if_lost()
+        return {rank: self.delivered[rank] for rank in self.others}
+
     def raise_if_lost(self) -> None:
         """Raises PeerLostError, naming them, if anybody was lost."""
         if self.lost:

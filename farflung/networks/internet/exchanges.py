@@ -73,6 +73,15 @@ class Exchanges(RealNetwork):
 
         return self.begin(group, work)
 
+    def all_to_all(self, packets: Packets, group: Group, key: str) -> Pending[Packets]:
+        """See Network."""
+
+        async def work(transfer: Transfer[Packets]) -> Packets:
+            await self._swap(packets, transfer, key, self._deadline)
+            return transfer.all_received()
+
+        return self.begin(group, work)
+
     def scatter_combine_gather(self, packets: Packets, group: Group, key: str, combine: Combine) -> Pending[Packets]:
         """See Network. Combines in a thread of its own."""
         return self.begin(group, lambda transfer: self._combined(packets, combine, transfer, key))

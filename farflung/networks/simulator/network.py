@@ -8,13 +8,12 @@ timing, and the replicas' code is the same as on a real network.
 from __future__ import annotations
 
 import itertools
-import math
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Generic, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,15 +24,15 @@ from farflung.networks.base import (
     Finished,
     Group,
     Packets,
-    PeerLostError,
     Pending,
     TimedNetwork,
     Traffic,
     mean_in_order,
 )
-from farflung.networks.simulator.cluster import CUT_OFF, Hops, SimulatedCluster, SimulatedCollective, described
+from farflung.networks.simulator.cluster import Hops, SimulatedCluster, SimulatedCollective
 from farflung.networks.simulator.conditions import Conditions
 from farflung.networks.simulator.fabric import Demand
+from farflung.networks.simulator.pending import SimulatedPending
 from farflung.networks.simulator.step_times import StepTimes
 from farflung.renamed import Formerly
 
@@ -245,16 +244,27 @@ class SimulatedNetwork:
 
         return self._join(group, key, packet, hops, collect)
 
+    def all_to_all(self, packets: Packets, group: Group, key: str) -> Pending[Packets]:
+        """See Network."""
+        if group == (self.rank,):
+            return Finished({}, self.now())
+        self.traffic.sent(sum(packet.nbytes for packet in packets.values()))
+
+        def collect(collective: SimulatedCollective) -> Packets:
+            received = {rank: collective.brought[rank][self.rank] for rank in group if rank != self.rank}
+            for packet in received.values():
+                self.traffic.received(packet.nbytes)
+            return received
+
+        return self._join(group, key, packets, lambda brought: iter([_each_its_own(group, brought)]), collect)
+
     def scatter_combine_gather(self, packets: Packets, group: Group, key: str, combine: Combine) -> Pending[Packets]:
         """See Network. All members combine at once, in order of rank."""
         self.traffic.sent(sum(packet.nbytes for packet in packets.values()))
         brings = _Parcels(packets, combine)
 
         def hops(brought: dict[int, _Parcels]) -> Iterator[Demand]:
-            sizes = {rank: {to: packet.nbytes for to, packet in brought[rank].packets.items()} for rank in group}
-            sent = [sum(sizes[rank].values()) for rank in group]
-            received = [sum(theirs.get(rank, 0) for theirs in sizes.values()) for rank in group]
-            yield Demand(group, sent, received, max(max(theirs.values()) for theirs in sizes.values()))
+            yield _each_its_own(group, {rank: theirs.packets for rank, theirs in brought.items()})
             for rank in group:
                 theirs = {other: brought[other].packets[rank] for other in group if other != rank}
                 brought[rank].combined = brought[rank].combine(theirs)
@@ -336,9 +346,9 @@ class SimulatedNetwork:
 
     def _join(
         self, group: Group, key: str, brings: Any, hops: Hops, collect: Callable[[SimulatedCollective], T]
-    ) -> _SimulatedPending[T]:
+    ) -> SimulatedPending[T]:
         collective = self._cluster.join(self.rank, group, key, brings, hops)
-        return _SimulatedPending(self, collective, collect)
+        return SimulatedPending(self, collective, collect)
 
 
 @dataclass
@@ -350,48 +360,9 @@ class _Parcels:
     combined: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
 
 
-class _SimulatedPending(Generic[T]):
-    """An exchange on the virtual clock."""
-
-    def __init__(
-        self, network: SimulatedNetwork, collective: SimulatedCollective, collect: Callable[[SimulatedCollective], T]
-    ) -> None:
-        self._network = network
-        self._collective = collective
-        self._collect = collect
-        self.finished_at = math.inf
-
-    def done(self) -> bool:
-        return self._collective.settled
-
-    def wait(self, timeout: float) -> T:
-        network, collective = self._network, self._collective
-        began = network.now()
-        if not collective.settled:
-            wake = partial(network.simulation.make_ready, network)
-            deadline = network.simulation.cluster.clock.at(began + timeout, wake)
-            collective.waiting.append(wake)
-            network.simulation.block(network)
-            deadline.cancel()
-            if wake in collective.waiting:
-                collective.waiting.remove(wake)  # or a late end of this one would wake the replica from another wait
-        network.traffic.seconds_blocked += network.now() - began
-        self.finished_at = min(collective.ended_at, network.now())
-        if collective.ended_at > network.now():
-            raise self._lost(timeout)
-        return self._collect(collective)
-
-    def _lost(self, timeout: float) -> PeerLostError:
-        collective, own = self._collective, self._network.rank
-        away = self._network.simulation.cluster.cut_off_from(own, collective.group)
-        late = collective.lost or collective.missing()
-        if collective.lost:
-            lost = collective.lost_to(own)
-        elif away or late:
-            lost = dict.fromkeys(late, f"did not deliver within {timeout:g} s") | dict.fromkeys(away, CUT_OFF)
-        else:
-            others = [rank for rank in collective.group if rank != own]
-            lost = dict.fromkeys(others, f"is still delivering after {timeout:g} s")
-        brought = sorted(collective.brought.items()) if late else []
-        delivered = {rank: packet for rank, packet in brought if isinstance(packet, Tensor) and rank not in late}
-        return PeerLostError(sorted(lost), described(lost), delivered)
+def _each_its_own(group: Group, brought: Mapping[int, Packets]) -> Demand:
+    """What travels where each member has brought a packet for each of the others."""
+    sizes = {rank: {to: packet.nbytes for to, packet in brought[rank].items()} for rank in group}
+    sent = [sum(sizes[rank].values()) for rank in group]
+    received = [sum(theirs.get(rank, 0) for theirs in sizes.values()) for rank in group]
+    return Demand(group, sent, received, max(max(theirs.values()) for theirs in sizes.values()))
