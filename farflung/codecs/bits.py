@@ -43,7 +43,7 @@ def unpack_bits(packed: Tensor, bits: int, dtype: torch.dtype = torch.uint8) -> 
 def _planes(bits: int) -> list[tuple[int, int]]:
     """The widths that make up `bits`, each with the position of its lowest bit."""
     planes, shift = [], 0
-    for width in (8, 8, 4, 2, 1):
+    for width in (8, 8, 8, 8, 4, 2, 1):
         if bits - shift >= width:
             planes.append((width, shift))
             shift += width
