@@ -6,6 +6,7 @@ from dataclasses import is_dataclass
 from typing import TYPE_CHECKING
 
 from farflung.registry import Registry
+from farflung.workloads.clicks.workload import Recommender
 from farflung.workloads.language import Language
 
 if TYPE_CHECKING:
@@ -18,5 +19,7 @@ def _check(kind: type[Workload]) -> None:
     kind.Settings()
 
 
-WORKLOADS: Registry[type[Workload]] = Registry("workload", {"language": Language}, _check, by_path=True)
+WORKLOADS: Registry[type[Workload]] = Registry(
+    "workload", {"language": Language, "clicks": Recommender}, _check, by_path=True
+)
 """What can be trained, by name; MODULE:NAME is a class of the user's own."""

@@ -1,0 +1,214 @@
+"""Click logs in files: tab-separated text, as Criteo's, and Parquet."""
+
+from __future__ import annotations
+
+import glob
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from farflung.errors import UserError, disk_errors, suggestion
+from farflung.workloads.clicks.log import Categories, ClickLog
+from farflung.workloads.clicks.settings import ClicksSettings
+
+CRITEO_NUMBERS = 13
+"""Criteo's logs have no names: a label, so many numbers, and categories."""
+BLOCK = 1 << 24
+"""Bytes of text that are read at a time."""
+
+
+def paths_of(data: str) -> list[Path]:
+    """The files of a path or a glob. Raises UserError where there are none."""
+    found = [Path(name) for name in sorted(glob.glob(data, recursive=True))]
+    if not found:
+        raise UserError(f"there are no files {data!r}; give synthetic, debian, or a path or glob of click logs")
+    if folders := [path for path in found if path.is_dir()]:
+        raise UserError(f"{folders[0]} is a folder; name its files, as in '{folders[0]}/*.parquet'")
+    return found
+
+
+def read(data: str, settings: ClicksSettings) -> ClickLog:
+    """The clicks of some files, one after the other. Raises UserError."""
+    import pyarrow as pa
+
+    left, tables = settings.max_clicks, list[Any]()
+    for path in paths_of(data):
+        table = _File(path, settings).table(left)
+        if tables and table.schema != tables[0].schema:
+            raise UserError(
+                f"{path} has the columns {', '.join(table.column_names)} where {paths_of(data)[0]} has "
+                f"{', '.join(tables[0].column_names)}, or others of the same names; give logs that are alike"
+            )
+        tables.append(table)
+        left = None if left is None else left - table.num_rows
+        if left == 0:
+            break
+    whole = pa.concat_tables(tables)
+    columns = {name: whole[name] for name in whole.column_names}
+    labels = columns.pop("").to_numpy()
+    numbers = {n: column.to_numpy() for n, column in columns.items() if pa.types.is_floating(column.type)}
+    categories = {name: _categories(column) for name, column in columns.items() if name not in numbers}
+    if not categories:
+        raise UserError(f"{data} has no column of categories; leave some out of --numbers")
+    return ClickLog(data, labels, numbers, categories)
+
+
+def _categories(column: Any) -> Categories:
+    import pyarrow as pa
+
+    encoded = column.combine_chunks().dictionary_encode()
+    if isinstance(encoded, pa.ChunkedArray):
+        encoded = encoded.combine_chunks()
+    return Categories(encoded.indices.to_numpy().astype(np.int64), encoded.dictionary.to_pylist())
+
+
+class _File:
+    """One file, and where in it something is amiss."""
+
+    def __init__(self, path: Path, settings: ClicksSettings) -> None:
+        self._path, self._settings = path, settings
+        self._is_parquet = path.suffix in (".parquet", ".pq")
+        self._first_row = 1  # the number of the first click, as a message tells it
+
+    def table(self, most: int | None) -> Any:
+        """The label under the name "", numbers as float32 (NaN where there is none), categories as strings."""
+        import pyarrow as pa
+        import pyarrow.compute as pc
+
+        with disk_errors(f"read {self._path}", "look at its rights, or name another"):
+            raw = self._parquet() if self._is_parquet else self._text()
+        if most is not None:
+            raw = raw.slice(0, most)
+        if not raw.num_rows:
+            raise UserError(f"{self._path} holds no clicks; leave it out")
+        label = self._label_of(raw)
+        numbers = self._numbers_of(raw)
+        table = {"": pa.array(self._labels(raw[label]))}
+        for name in raw.column_names:
+            if name in numbers:
+                table[name] = pa.array(self._numbers(name, raw[name]))
+            elif name != label:
+                table[name] = pc.fill_null(raw[name].cast(pa.string()), "")
+        return pa.table(table)
+
+    def _parquet(self) -> Any:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        try:
+            return pq.read_table(self._path)
+        except pa.ArrowInvalid as error:
+            raise UserError(f"{self._path} is no Parquet file: {_line(error)}; name another") from error
+
+    def _text(self) -> Any:
+        import pyarrow as pa
+        from pyarrow import csv
+
+        names, has_names = self._names()
+        broken: list[Any] = []
+
+        def note(row: Any) -> str:
+            broken.append(row)
+            return "error"
+
+        self._first_row = 2 if has_names else 1
+        try:
+            return csv.read_csv(
+                self._path,
+                csv.ReadOptions(use_threads=False, column_names=names, skip_rows=int(has_names), block_size=BLOCK),
+                csv.ParseOptions("\t", quote_char=False, ignore_empty_lines=False, invalid_row_handler=note),
+                csv.ConvertOptions(column_types=dict.fromkeys(names, pa.string()), strings_can_be_null=False),
+            )
+        except pa.ArrowInvalid as error:
+            if not broken:
+                raise UserError(f"{self._path} cannot be read: {_line(error)}; mend it, or name another") from error
+            row = broken[0]
+            raise UserError(
+                f"{self._path}, line {row.number}: {row.actual_columns} fields where line 1 has "
+                f"{row.expected_columns}; mend or remove that line"
+            ) from error
+
+    def _names(self) -> tuple[list[str], bool]:
+        """The columns' names, and whether they are the file's first line."""
+        import pyarrow as pa
+
+        with pa.input_stream(str(self._path), compression="detect") as stream:
+            first = stream.read(1 << 16).partition(b"\n")[0].decode(errors="replace").rstrip("\r")
+        fields = first.split("\t")
+        if fields[0] not in ("0", "1"):
+            return fields, True
+        numbers = min(CRITEO_NUMBERS, len(fields) - 1)
+        categories = len(fields) - 1 - numbers
+        named = [f"I{n + 1}" for n in range(numbers)] + [f"C{n + 1}" for n in range(categories)]
+        return [self._settings.label, *named], False
+
+    def _label_of(self, raw: Any) -> str:
+        label = self._settings.label
+        if label not in raw.column_names:
+            raise UserError(f"{self._path} has no column {label!r}{suggestion(label, raw.column_names)}; set --label")
+        return label
+
+    def _numbers_of(self, raw: Any) -> set[str]:
+        """The columns that hold numbers."""
+        import pyarrow as pa
+
+        if self._settings.numbers:
+            asked = [name.strip() for name in self._settings.numbers.split(",")]
+            if missing := [name for name in asked if name not in raw.column_names]:
+                known = suggestion(missing[0], raw.column_names)
+                raise UserError(f"{self._path} has no column {missing[0]!r}, which --numbers names{known}")
+            return set(asked)
+        if self._is_parquet:
+            return {field.name for field in raw.schema if pa.types.is_floating(field.type)} - {self._settings.label}
+        criteo = {f"I{n + 1}" for n in range(CRITEO_NUMBERS)}
+        return criteo & set(raw.column_names) if self._first_row == 1 else set()
+
+    def _labels(self, column: Any) -> NDArray[np.float32]:
+        labels = self._floats(column)
+        if (wrong := ~np.isin(labels, (0, 1))).any():
+            where, value = self._at(column, wrong)
+            raise UserError(f"{where}: the label is {value!r}; it must be 0 or 1")
+        return labels
+
+    def _numbers(self, name: str, column: Any) -> NDArray[np.float32]:
+        import pyarrow.compute as pc
+
+        numbers = self._floats(column)
+        missing = pc.fill_null(pc.equal(column.cast("string"), ""), True).to_numpy()
+        if (wrong := ~np.isfinite(numbers) & ~missing).any():
+            where, value = self._at(column, wrong)
+            raise UserError(
+                f"{where}: column {name} holds {value!r}, which is no number; mend it, or name others in --numbers"
+            )
+        return numbers
+
+    def _floats(self, column: Any) -> NDArray[np.float32]:
+        """A column's numbers; NaN for what is none."""
+        import pyarrow as pa
+        import pyarrow.compute as pc
+
+        with suppress(pa.ArrowInvalid):
+            words = column.cast(pa.string())
+            filled = pc.if_else(pc.equal(words, ""), None, words).cast(pa.float32()).fill_null(float("nan"))
+            return np.asarray(filled.to_numpy(), dtype=np.float32)
+        return np.array([_float(value) for value in column.to_pylist()], dtype=np.float32)
+
+    def _at(self, column: Any, wrong: NDArray[np.bool_]) -> tuple[str, Any]:
+        """Where the first wrong value is, in words, and what it is."""
+        number = int(wrong.argmax())
+        place = "row" if self._is_parquet else "line"
+        return f"{self._path}, {place} {number + self._first_row}", column[number].as_py()
+
+
+def _float(value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return float("nan")
+
+
+def _line(error: Exception) -> str:
+    return str(error).splitlines()[0].rstrip(".")
