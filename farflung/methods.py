@@ -272,6 +272,26 @@ def nolocox(
     return replace(method, adapt=outer.Adapt(steps=False) if adapt else None)
 
 
+def random_tma(every: int = 10) -> Method:
+    """Weights averaged among all; each trains on random nodes of a graph, and the edges among them.
+
+    Paper: Zhu and others 2023, arXiv 2305.09887
+    """
+    return _tma(every, "random")
+
+
+def super_tma(every: int = 10) -> Method:
+    """Weights averaged among all; each trains on random clusters of a graph's nodes, which keep most of the edges.
+
+    Paper: Zhu and others 2023, arXiv 2305.09887
+    """
+    return _tma(every, "super")
+
+
+def _tma(every: int, cut: str) -> Method:
+    return outer.Method(outer.Schedule(every), outer=outer.Average, inner=inner.ADAMW, cut=cut)
+
+
 def _codec(given: Codec | str | None, usual: Codec) -> Codec:
     """A codec, or the one of a name; the usual one where none is given. Raises UserError."""
     return usual if given is None else codecs.as_codec(given)
@@ -298,6 +318,8 @@ _ALL = (
     sparseloco,
     demo,
     dynamic_threshold,
+    random_tma,
+    super_tma,
     ddp,
     local,
 )

@@ -198,7 +198,7 @@ class Settings:
     def made_workload(self) -> Workload:
         """What is trained. Raises UserError for a workload that there is not."""
         known = None if self.network.kind.elastic else self.run.replicas
-        deal = Deal(known, apart=self.run.shares == "apart", draws=self.run.order == "draws")
+        deal = Deal(known, apart=self.run.shares == "apart", draws=self.run.order == "draws", cut=self.method().cut)
         return WORKLOADS[self.run.workload](self.workload, deal)
 
     @property

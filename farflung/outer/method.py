@@ -49,6 +49,7 @@ class Method:
             and all-gather, encoded twice, so that bytes do not grow with the group.
         inner: the inner optimizer that goes with it. Muon lowered the loss under every method (docs/evidence.md).
         needs_inner: whether the method is only the published one with that inner optimizer.
+        cut: how a graph is cut into the replicas' parts, where its settings do not say; "" trains on all of it.
     """
 
     schedule: Schedule
@@ -60,6 +61,7 @@ class Method:
     averaging: Way = "parts"
     inner: Inner = MUON
     needs_inner: type[torch.optim.Optimizer] | None = None
+    cut: str = ""
     check_open = Formerly("check_elastic")
 
     def __post_init__(self) -> None:

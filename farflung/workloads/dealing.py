@@ -31,11 +31,13 @@ class Deal:
             samples in an order of its own.
         apart: whether a replica sees only its own one of so many stretches of the data.
         draws: whether samples are drawn anew in each step instead, with replacement, as earlier releases did.
+        cut: how the method cuts what hangs together, such as a graph, into the replicas' parts; "" where it does not.
     """
 
     replicas: int | None = None
     apart: bool = False
     draws: bool = False
+    cut: str = ""
 
     @property
     def shares(self) -> int:

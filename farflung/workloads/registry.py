@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from farflung.registry import Registry
 from farflung.workloads.clicks.workload import Recommender
+from farflung.workloads.graph.workload import Graph
 from farflung.workloads.language import Language
 
 if TYPE_CHECKING:
@@ -20,6 +21,13 @@ def _check(kind: type[Workload]) -> None:
 
 
 WORKLOADS: Registry[type[Workload]] = Registry(
-    "workload", {"language": Language, "clicks": Recommender}, _check, by_path=True
+    "workload",
+    {
+        "language": Language,
+        "graph": Graph,
+        "clicks": Recommender,
+    },
+    _check,
+    by_path=True,
 )
 """What can be trained, by name; MODULE:NAME is a class of the user's own."""

@@ -1,0 +1,126 @@
+"""The packages of Debian and what they depend on: a real graph that each machine with apt has, or can get.
+
+A package's label is its section. Its features are made of the words of its name and of its one-line description.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import subprocess
+from collections import Counter
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from farflung.errors import UserError
+from farflung.workloads.graph.data import GraphData, undirected
+from farflung.workloads.graph.kept import Arrays, kept
+
+FIELDS = ("Depends", "Pre-Depends", "Recommends", "Suggests")
+MOST_EDGES = 1000
+"""A package with more is left out: it tells nothing of those that depend on it."""
+WIDTH = 64
+"""Features of a package."""
+LEAST_USES = 3
+"""A word that fewer packages have is left out."""
+PATIENCE_S = 120.0
+REMEDY = "run apt-get update first, on a machine with Debian or one of its kin"
+
+Package = Mapping[str, str]
+
+
+def read() -> GraphData:
+    """The graph of the packages that apt's lists name. Raises UserError where there are none."""
+    packages = dict(sorted(_packages(_lists())))
+    checksum = hashlib.sha256(json.dumps(packages).encode()).hexdigest()
+    made = kept("debian", [checksum, WIDTH, MOST_EDGES, LEAST_USES], lambda: graph_of(packages))
+    names, classes = (tuple(made[name].tolist()) for name in ("names", "classes"))
+    return GraphData("debian", made["features"], made["edges"], checksum, made["labels"], names, classes)
+
+
+def graph_of(packages: Mapping[str, Package]) -> Arrays:
+    """Of packages by their names. Raises UserError."""
+    edges = _edges(packages)
+    if not len(edges):
+        raise UserError(f"no package in apt's lists depends on another; {REMEDY}")
+    used, edges = np.unique(edges, return_inverse=True)
+    everyone = list(packages)
+    names = [everyone[number] for number in used]
+    sections = [packages[name].get("Section", "unknown") for name in names]
+    classes, labels = np.unique(sections, return_inverse=True)
+    words = [_words(f"{name} {packages[name].get('Description', '')}") for name in names]
+    return {
+        "features": features_of(words),
+        "edges": edges.reshape(-1, 2).astype(np.int64),
+        "labels": labels.astype(np.int64),
+        "names": np.array(names),
+        "classes": classes,
+    }
+
+
+def _lists() -> str:
+    try:
+        command = ["apt-cache", "dumpavail"]
+        text = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=True).stdout
+    except (OSError, subprocess.SubprocessError) as error:
+        raise UserError(f"data is debian, and apt-cache cannot be asked: {error}; {REMEDY}") from error
+    if "Package: " not in text:
+        raise UserError(f"data is debian, and apt has no lists of packages; {REMEDY}")
+    return text
+
+
+def _packages(text: str) -> Iterator[tuple[str, Package]]:
+    wanted = re.compile(rf"^(Package|Section|Description|{'|'.join(FIELDS)}): (.*)$", re.MULTILINE)
+    for stanza in text.split("\n\n"):
+        found = dict(wanted.findall(stanza))
+        if "Package" in found:
+            yield found["Package"], found
+
+
+def _edges(packages: Mapping[str, Package]) -> NDArray[np.int64]:
+    """(edges, 2), of all alternatives; without what has too many."""
+    numbers = {name: number for number, name in enumerate(packages)}
+    pairs = [
+        (numbers[name], numbers[other])
+        for name, package in packages.items()
+        for field in FIELDS
+        for other in re.findall(r"(?:^|[,|]) *([a-z0-9][a-z0-9+.-]*)", package.get(field, ""))
+        if other in numbers
+    ]
+    edges = undirected(np.array(pairs, np.int64).reshape(-1, 2))
+    many = np.bincount(edges.ravel(), minlength=len(packages)) > MOST_EDGES
+    return edges[~many[edges].any(axis=1)]
+
+
+def _words(text: str) -> list[str]:
+    return re.findall(r"[a-z]{2,}", text.lower())
+
+
+def features_of(texts: list[list[str]]) -> NDArray[np.float32]:
+    """(texts, WIDTH): TF-IDF of their words, and of that the largest singular directions."""
+    uses = Counter(word for words in texts for word in set(words))
+    known = {word: number for number, word in enumerate(sorted(w for w in uses if uses[w] >= LEAST_USES))}
+    rows, columns, values = [], [], []
+    for row, words in enumerate(texts):
+        counts = Counter(word for word in words if word in known)
+        of_words = {
+            word: (1 + np.log(n)) * (1 + np.log((1 + len(texts)) / (1 + uses[word]))) for word, n in counts.items()
+        }
+        length = np.sqrt(sum(weight**2 for weight in of_words.values())) or 1.0
+        rows += [row] * len(of_words)
+        columns += [known[word] for word in of_words]
+        values += [weight / length for weight in of_words.values()]
+    shape = (len(texts), len(known))
+    places, weights = torch.tensor([rows, columns]), torch.tensor(values, dtype=torch.float32)
+    table = torch.sparse_coo_tensor(places, weights, shape, check_invariants=True)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        # With more directions than are kept, the kept ones are found exactly enough.
+        left, strengths, _ = torch.svd_lowrank(table.coalesce(), q=min(2 * WIDTH, *shape), niter=4)
+    features = (left * strengths)[:, :WIDTH]
+    features *= np.sqrt(features.numel()) / features.norm()  # as large as what networks are made for
+    return features.numpy()

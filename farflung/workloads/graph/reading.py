@@ -1,0 +1,67 @@
+"""A graph by the name of its data: a folder of arrays, a folder in OGB's format, or debian."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from farflung.errors import UserError, disk_errors
+from farflung.workloads.graph import debian, ogb
+from farflung.workloads.graph.data import GraphData
+from farflung.workloads.graph.kept import checksum
+
+REMEDY = "give a folder with edges.npy and features.npy, a folder in OGB's format, or debian"
+
+
+def read(name: str) -> GraphData:
+    """The graph of that name. Raises UserError."""
+    if name == "debian":
+        return debian.read()
+    folder = Path(name).expanduser()
+    if not folder.is_dir():
+        raise UserError(f"data is {name}, and there is no such folder; {REMEDY}")
+    with disk_errors(f"read the graph in {folder}", REMEDY):
+        return ogb.read(folder) if ogb.is_ogb(folder) else read_arrays(folder)
+
+
+def read_arrays(folder: Path) -> GraphData:
+    """A folder of edges.npy and features.npy, and perhaps labels, names and what is held out. Raises UserError."""
+    nothing = np.empty(0, np.int64)
+    features, edges = _array(folder / "features.npy"), _numbers(folder / "edges.npy")
+    assert features is not None and edges is not None
+    labels = _numbers(folder / "labels.npy", needed=False)
+    return GraphData(
+        where=str(folder),
+        features=features.astype(np.float32),
+        edges=edges,
+        checksum=checksum(path for path in sorted(folder.iterdir()) if path.suffix in (".npy", ".txt")),
+        labels=nothing if labels is None else labels,
+        names=_lines(folder / "names.txt"),
+        classes=_lines(folder / "classes.txt"),
+        held_out_nodes=_numbers(folder / "held_out_nodes.npy", needed=False),
+        held_out_links=_numbers(folder / "held_out_links.npy", needed=False),
+    )
+
+
+def _array(path: Path, needed: bool = True) -> NDArray[np.generic] | None:
+    if not path.exists():
+        if needed:
+            raise UserError(f"there is no {path}; {REMEDY}")
+        return None
+    try:
+        return np.asarray(np.load(path, allow_pickle=False))
+    except (ValueError, EOFError) as error:
+        raise UserError(f"{path} is no array of numbers: {error}; write it with numpy.save") from error
+
+
+def _numbers(path: Path, needed: bool = True) -> NDArray[np.int64] | None:
+    found = _array(path, needed)
+    if found is not None and not np.issubdtype(found.dtype, np.integer):
+        raise UserError(f"{path} holds {found.dtype}; give whole numbers")
+    return None if found is None else found.astype(np.int64)
+
+
+def _lines(path: Path) -> tuple[str, ...]:
+    return tuple(path.read_text("utf-8").splitlines()) if path.exists() else ()
