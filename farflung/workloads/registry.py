@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from farflung.registry import Registry
 from farflung.workloads.clicks.workload import Recommender
 from farflung.workloads.graph.workload import Graph
+from farflung.workloads.images.workload import Images
 from farflung.workloads.language import Language
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ WORKLOADS: Registry[type[Workload]] = Registry(
         "language": Language,
         "graph": Graph,
         "clicks": Recommender,
+        "images": Images,
     },
     _check,
     by_path=True,

@@ -1,0 +1,120 @@
+"""A folder of pictures, whose sub-folders are classes."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+
+from farflung.errors import UserError
+from farflung.workloads.images.pictures import Form, Pictures
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+GREY = {"1", "L", "LA", "I;16"}
+"""Pillow's modes of pictures without colours."""
+
+
+class _File(NamedTuple):
+    path: Path
+    label: int
+
+
+@dataclass(frozen=True)
+class Folder:
+    """Pictures in files. Pictures that are in no sub-folder are of one class, named like the folder.
+
+    Args:
+        path: the folder.
+        resize: pixels of the side of a square that pictures are scaled and cut to; None leaves them as they are.
+    """
+
+    path: Path
+    resize: int | None
+
+    @cached_property
+    def form(self) -> Form:
+        """See Form: it reads the heads of all files. Raises UserError."""
+        colours, size, first = False, (0, 0), None
+        for file in self._files:
+            with _opened(file.path) as picture:
+                colours |= picture.mode not in GREY
+                if not self.resize and first and picture.size != size:
+                    raise UserError(
+                        f"data {self.path}: {first} is {size[0]}×{size[1]} pixels and {file.path} "
+                        f"{picture.width}×{picture.height}; scale all of them: --resize {min(*size, *picture.size)}"
+                    )
+                first, size = first or file.path, picture.size
+        width, height = (self.resize, self.resize) if self.resize else size
+        return Form(self._classes, 3 if colours else 1, height, width)
+
+    def read(self) -> Pictures:
+        """All of them; what is transparent is white. Raises UserError."""
+        form = self.form
+        pixels = torch.empty(len(self._files), *form.shape, dtype=torch.uint8)
+        for number, file in enumerate(self._files):
+            with _opened(file.path) as picture:
+                plain = _on_white(picture).convert("L" if form.channels == 1 else "RGB")
+                values = np.asarray(self._scaled(plain)).reshape(form.height, form.width, form.channels)
+            pixels[number] = torch.from_numpy(values.copy()).permute(2, 0, 1)
+        return Pictures(pixels, torch.tensor([file.label for file in self._files]))
+
+    @cached_property
+    def _classes(self) -> tuple[str, ...]:
+        """The sub-folders' names, or the folder's own."""
+        if not self.path.is_dir():
+            raise UserError(f"data {str(self.path)!r}: there is no such folder; give glyphs, or a folder of pictures")
+        below = sorted(path.name for path in self.path.iterdir() if path.is_dir() and any(_pictures(path)))
+        return tuple(below) or (self.path.name,)
+
+    @cached_property
+    def _files(self) -> list[_File]:
+        homes = [self.path / name for name in self._classes] if self._classes != (self.path.name,) else [self.path]
+        found = [_File(path, label) for label, home in enumerate(homes) for path in _pictures(home)]
+        if not found:
+            raise UserError(f"data {self.path}: holds no picture; give a folder of PNG, JPEG or other pictures")
+        return found
+
+    def _scaled(self, picture: Image.Image) -> Image.Image:
+        from PIL import Image, ImageOps
+
+        if not self.resize:
+            return picture
+        return ImageOps.fit(picture, (self.resize, self.resize), Image.Resampling.LANCZOS)
+
+
+def _pictures(folder: Path) -> Iterator[Path]:
+    """The files in a folder, and below, whose names say that they are pictures, in order."""
+    from PIL import Image
+
+    known = Image.registered_extensions()
+    return (path for path in sorted(folder.rglob("*")) if path.suffix.lower() in known and path.is_file())
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[Image.Image]:
+    """A picture, turned as its camera was held. Raises UserError for a file that holds none, or a part of one."""
+    from PIL import Image, ImageOps
+
+    try:
+        with Image.open(path) as picture:
+            ImageOps.exif_transpose(picture, in_place=True)
+            yield picture
+    except (OSError, SyntaxError, Image.DecompressionBombError) as error:
+        raise UserError(f"data {path}: cannot be read as a picture ({error}); mend it, or remove it") from error
+
+
+def _on_white(picture: Image.Image) -> Image.Image:
+    from PIL import Image
+
+    if not picture.has_transparency_data:
+        return picture
+    layer = picture.convert("RGBA")
+    return Image.alpha_composite(Image.new("RGBA", picture.size, "white"), layer)
