@@ -31,6 +31,7 @@ from farflung.settings import Settings, read_settings
 from farflung.testing.hosts import processes_of
 from farflung.training import checkpoint
 from farflung.training.cautions import cautions
+from farflung.workloads.registry import WORKLOADS
 
 QUICK = [
     *("--replicas", 2, "--every", 5, "--batch-size", 2, "--sequence-length", 32, "--eval-sequences", 4),
@@ -115,7 +116,8 @@ def test_a_mistake_gets_one_line_and_exit_code_2(
     assert not any(tmp_path.iterdir())
 
 
-OPTIONS = (*map(type, vars(Settings()).values()), ListenAddress, PlanOptions, SimulateOptions)
+OPTIONS = (*map(type, vars(Settings()).values()), *(kind.Settings for _, kind in WORKLOADS.usable()))
+OPTIONS += (ListenAddress, PlanOptions, SimulateOptions)
 OF_TRACKERS = {"logdir", "project"}
 OF_TYRO = {"tyro-print-completion"}
 OF_TORCHRUN = {"nnodes", "node-rank", "nproc-per-node", "master-addr", "master-port", "max-restarts"}

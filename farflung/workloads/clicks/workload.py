@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from farflung.errors import counted
+from farflung.figure import Figure
 from farflung.lazy import Later
 from farflung.workloads.clicks.settings import ClicksSettings
 from farflung.workloads.dealing import ALL, Deal
@@ -51,15 +52,11 @@ class Recommender:
     measure = "nats a click"
     units_per_sample = 1
     divisible = None
+    judged_by = Figure("AUC", more_is_better=True)
 
     def __init__(self, settings: ClicksSettings, deal: Deal = ALL) -> None:
         self.settings = settings
         self._deal = deal
-
-    @property
-    def judged_by(self) -> base.Figure:
-        """See Workload."""
-        return base.Figure("AUC", more_is_better=True)
 
     @cached_property
     def _log(self) -> logs.ClickLog:
