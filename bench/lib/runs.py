@@ -6,7 +6,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ProcessPoolExecutor
 from multiprocessing import get_context
 from statistics import mean, stdev
@@ -42,11 +42,12 @@ def regime(steps: int, model: str = "micro", replicas: int = 8) -> Settings:
 
 
 class Runs:
-    """Runs with `common` settings, kept in a store; `seed` is given with each."""
+    """Runs with `common` settings, kept in a store; `seed` is given with each. `make` makes one, in its own process."""
 
-    def __init__(self, store: Store, common: Settings) -> None:
+    def __init__(self, store: Store, common: Settings, make: Callable[[Settings, int], Result] = outcome) -> None:
         self.store = store
         self._common = common
+        self._make = make
         self._lock = threading.RLock()  # a run that has ended at once is kept while it is being started
         self._futures: dict[str, Future[Result]] = {}
 
@@ -73,7 +74,7 @@ class Runs:
                     self._futures[key] = Future()
                     self._futures[key].set_result(kept[seed])
                 else:
-                    self._futures[key] = self._pool.submit(outcome, everything, seed)
+                    self._futures[key] = self._pool.submit(self._make, everything, seed)
                     self._futures[key].add_done_callback(lambda future: self._keep(everything, seed, future))
             return self._futures[key]
 
@@ -112,7 +113,7 @@ class Runs:
             return
         result = future.result()
         self.store.keep(settings, seed, result)
-        print(f"{time.strftime('%H:%M:%S')} {result['validation_loss']}  seed {seed}  {settings}", flush=True)
+        print(f"{time.strftime('%H:%M:%S')} {next(iter(result.values()))}  seed {seed}  {settings}", flush=True)
 
 
 def around(values: Iterable[float], digits: int = 3, sign: str = "") -> str:

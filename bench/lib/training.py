@@ -23,10 +23,10 @@ from farflung.report.read import E, Run, mean, read_run
 from farflung.training import launch
 
 KEPT = (
-    *("validation_loss", "validation_loss_averaged", "weight_spread", "bytes_sent", "ddp_bytes"),
-    *("rounds", "tokens", "parameters", "seconds", "seconds_blocked"),
+    *("weight_spread", "bytes_sent", "ddp_bytes", "rounds", "tokens", "parameters"),
+    *("seconds", "seconds_blocked"),
 )
-"""What is kept of a run's summary."""
+"""What is kept of a run's summary, besides the figure that it is judged by."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Finished:
 def outcome(settings: Settings, seed: int) -> Result:
     """Makes a run, and returns what is kept of it; its loss is None if it diverged.
 
-    Simulated, but for pipelines, which need real processes. `losses` are the replicas' mean validation losses, by step.
+    Simulated, but for pipelines, which need real processes. `losses` are the replicas' mean figures, by step.
     """
     with tempfile.TemporaryDirectory() as name:
         folder, began = Path(name) / "run", time.time()
@@ -74,7 +74,8 @@ def outcome(settings: Settings, seed: int) -> Result:
         losses = {
             step: mean([event.score for event in events]) for step, events in run.run.by_step(EvaluationEvent).items()
         }
-        kept = {key: run.summary[key] for key in KEPT}
+        judged_by = run.run.figure.key
+        kept = {key: run.summary.get(key) for key in (judged_by, f"{judged_by}_averaged", *KEPT)}
         return {**kept, "losses": losses, "wall_seconds": round(time.time() - began, 1)}
 
 
