@@ -211,6 +211,24 @@ def test_weights_follow_from_the_seed_and_their_names() -> None:
     }
 
 
+def test_operations_are_those_of_all_convolutions_and_matrices() -> None:
+    counted: list[int] = []
+
+    def count(layer: torch.nn.Module, _: Any, out: torch.Tensor) -> None:
+        each = layer.weight[0].numel()  # of one number of the output
+        counted.append(2 * each * out.numel())
+
+    images = Images(ImagesSettings(letters="AOX", resize=16, width=8))
+    model = images.build(0)
+    for layer in model.modules():
+        if isinstance(layer, torch.nn.Conv2d | torch.nn.Linear):
+            layer.register_forward_hook(count)
+    network.flow(model, torch.zeros(1, 1, 16, 16), torch.zeros(1), torch.zeros(1, dtype=torch.int64))
+    attention = 2 * 2 * (8 * 8) ** 2 * 16  # places, and channels, at the smallest size
+    assert images.operations(recompute=False) == pytest.approx(3 * (sum(counted) + attention))
+    assert images.operations(recompute=True) == pytest.approx(4 * (sum(counted) + attention))
+
+
 class Knows:
     """Stands for a network that knows the one picture of each class: it says exactly which way the noise lies."""
 

@@ -18,7 +18,7 @@ from farflung.planner.architecture import Architecture, architecture
 from farflung.planner.memory import RESERVED, memory_bytes
 from farflung.planner.table import figures
 from farflung.settings import Settings
-from farflung.workloads import Language
+from farflung.workloads import Language, Workload
 
 SIDE, SECONDS = 1024, 0.2
 """The side of the matrices that a device's speed is measured with, and for how long."""
@@ -44,7 +44,7 @@ def outlook(settings: Settings, device: torch.device) -> list[tuple[str, str]]:
     ]
     if model:
         rows.append(("memory", f"{figures(_memory(settings, model, method) / 1e9)} GB a process at most, {RUNTIME}"))
-    work = _work(settings, model, parameters) * units * run.steps
+    work = _work(settings, workload, model, parameters) * units * run.steps
     rate = _flops_per_second(device, island.precision) * _devices(device)
     shown = f"{duration(work / rate)} or more for the steps, all on this machine's {device.type}"
     return [*rows, ("time", f"{shown} at {figures(rate / 1e9)} GFLOP/s; rounds come on top")]
@@ -82,10 +82,11 @@ def _places(settings: Settings, model: Architecture | None, outline: nn.Module) 
     return trained.kept_cells(shape.stages, shape.shards)
 
 
-def _work(settings: Settings, model: Architecture | None, parameters: int) -> float:
-    """Operations for one unit, forward and backward."""
+def _work(settings: Settings, workload: Workload, model: Architecture | None, parameters: int) -> float:
+    """Operations for one unit, forward and backward; where nobody counts them, as many as at least."""
     if model is None:
-        return 6.0 * parameters
+        count = getattr(workload, "operations", lambda _: None)
+        return float(count(settings.island.recompute) or 6.0 * parameters)
     (whole,) = model.spans(1)
     return model.flops_per_token(whole, settings.workload.sequence_length, settings.island.recompute)
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from farflung.errors import UserError
 from farflung.workloads.base import Reshape
@@ -74,6 +75,13 @@ def flow(model: Any, noisy: Tensor, share: Tensor, labels: Tensor) -> Tensor:
     """The network's guess of noise minus picture, of (n, channels, height, width) in which noise has (n,) shares."""
     found: Tensor = model(noisy, share * MOMENTS, labels).sample
     return found.float()
+
+
+def operations(form: Form, width: int, recompute: bool) -> float:
+    """Those of training on one picture: two for each of the forward pass in going back, which may take it once more."""
+    with FlopCounterMode(display=False) as forward, torch.device("meta"):
+        flow(outline(form, width), torch.empty(1, *form.shape), torch.empty(1), torch.zeros(1, dtype=torch.int64))
+    return forward.get_total_flops() * (4.0 if recompute else 3.0)
 
 
 def draw(model: Any, labels: Tensor, form: Form, seed: int, size: int) -> Tensor:

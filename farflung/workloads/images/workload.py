@@ -108,6 +108,10 @@ class Images:
         """See Workload."""
         return len(self.training.labels)
 
+    def operations(self, recompute: bool) -> float:
+        """See Workload."""
+        return network.operations(self.form, self.settings.width, recompute)
+
     def sample_ids(self, seed: int, replica: int, step: int, size: int) -> Ids:
         """See Workload: the number of a picture, and that of its noise times the number of pictures."""
         chosen = self._deal.ids(seed, replica, step, size, self.available)
