@@ -64,9 +64,10 @@ def test_sub_folders_are_classes_and_what_is_transparent_is_white(tmp_path: Path
 def test_pictures_without_colours_have_one_channel_and_are_of_one_class_without_sub_folders(tmp_path: Path) -> None:
     save(tmp_path / "a.png", "L", (9, 9), 5)
     save(tmp_path / "b.png", "1", (9, 9), 1)
+    Image.fromarray(np.full((9, 9), 77 * 257, np.uint16)).save(tmp_path / "c.png")  # of 16 bits
     folder = Folder(tmp_path, None)
     assert folder.form == Form((tmp_path.name,), 1, 9, 9)
-    assert folder.read().pixels.flatten(1).unique(dim=1).tolist() == [[5], [255]]
+    assert folder.read().pixels.flatten(1).unique(dim=1).tolist() == [[5], [255], [77]]
 
 
 def test_pictures_of_unlike_sizes_are_told_and_can_be_scaled(tmp_path: Path) -> None:
@@ -101,6 +102,12 @@ def test_what_is_no_picture_is_told_in_a_line(name: str | None, content: bytes, 
     assert "\n" not in str(error.value)
 
 
+def test_pixels_that_are_no_whole_numbers_are_told(tmp_path: Path) -> None:
+    save(tmp_path / "a.tiff", "F", (8, 8), 0.5)
+    with pytest.raises(UserError, match=r"a\.tiff: cannot be read as a picture \(its pixels are no whole numbers\)"):
+        Folder(tmp_path, None).read()
+
+
 def test_a_picture_that_ends_too_soon_is_told_when_it_is_read(tmp_path: Path) -> None:
     Image.fromarray(np.random.default_rng(0).integers(0, 255, (64, 64), np.uint8)).save(tmp_path / "a.png")
     whole = (tmp_path / "a.png").read_bytes()
@@ -117,7 +124,7 @@ def test_other_mistakes_are_told(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="letters is 'ABA'; give one letter or more, and each once"):
         ImagesSettings(letters="ABA")
     save(tmp_path / "a.png", "L", (8, 8), 5)
-    with pytest.raises(UserError, match="holds 1 pictures, too few to hold one in twenty out"):
+    with pytest.raises(UserError, match="holds 1 picture, too few to hold one in twenty out"):
         Images(ImagesSettings(data=str(tmp_path))).digest()
 
 

@@ -18,8 +18,10 @@ from farflung.workloads.images.pictures import Form, Pictures
 if TYPE_CHECKING:
     from PIL import Image
 
-GREY = {"1", "L", "LA", "I;16"}
-"""Pillow's modes of pictures without colours."""
+DEEP = {"I", "I;16", "I;16L", "I;16B"}
+"""Pillow's modes of pictures of 16 bits a pixel."""
+GREY = {"1", "L", "LA", *DEEP}
+"""Those of pictures without colours."""
 
 
 class _File(NamedTuple):
@@ -61,7 +63,7 @@ class Folder:
         pixels = torch.empty(len(self._files), *form.shape, dtype=torch.uint8)
         for number, file in enumerate(self._files):
             with _opened(file.path) as picture:
-                plain = _on_white(picture).convert("L" if form.channels == 1 else "RGB")
+                plain = _plain(picture).convert("L" if form.channels == 1 else "RGB")
                 values = np.asarray(self._scaled(plain)).reshape(form.height, form.width, form.channels)
             pixels[number] = torch.from_numpy(values.copy()).permute(2, 0, 1)
         return Pictures(pixels, torch.tensor([file.label for file in self._files]))
@@ -94,7 +96,7 @@ def _pictures(folder: Path) -> Iterator[Path]:
     """The files in a folder, and below, whose names say that they are pictures, in order."""
     from PIL import Image
 
-    known = Image.registered_extensions()
+    known = {ending for ending, kind in Image.registered_extensions().items() if kind in Image.OPEN}
     return (path for path in sorted(folder.rglob("*")) if path.suffix.lower() in known and path.is_file())
 
 
@@ -106,14 +108,19 @@ def _opened(path: Path) -> Iterator[Image.Image]:
     try:
         with Image.open(path) as picture:
             ImageOps.exif_transpose(picture, in_place=True)
+            if picture.mode == "F":
+                raise SyntaxError("its pixels are no whole numbers")
             yield picture
     except (OSError, SyntaxError, Image.DecompressionBombError) as error:
         raise UserError(f"data {path}: cannot be read as a picture ({error}); mend it, or remove it") from error
 
 
-def _on_white(picture: Image.Image) -> Image.Image:
+def _plain(picture: Image.Image) -> Image.Image:
+    """A picture of 8 bits a colour, on white where it is transparent."""
     from PIL import Image
 
+    if picture.mode in DEEP:  # Pillow would make white of all that is not nearly black
+        return Image.fromarray((np.asarray(picture) >> 8).clip(0, 255).astype(np.uint8))
     if not picture.has_transparency_data:
         return picture
     layer = picture.convert("RGBA")

@@ -81,7 +81,8 @@ def operations(form: Form, width: int, recompute: bool) -> float:
     """Those of training on one picture: two for each of the forward pass in going back, which may take it once more."""
     with FlopCounterMode(display=False) as forward, torch.device("meta"):
         flow(outline(form, width), torch.empty(1, *form.shape), torch.empty(1), torch.zeros(1, dtype=torch.int64))
-    return forward.get_total_flops() * (4.0 if recompute else 3.0)
+    found: float = forward.get_total_flops() * (4.0 if recompute else 3.0)
+    return found
 
 
 def draw(model: Any, labels: Tensor, form: Form, seed: int, size: int) -> Tensor:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from farflung.workloads.held_out import is_held_out
+from farflung.workloads.held_out import evenly, is_held_out
 
 LEAST_SIDE = 48
 """Pixels of each picture in a grid, at least, so that a person can see it."""
@@ -39,6 +39,10 @@ class Pictures(NamedTuple):
     def at(self, ids: Tensor) -> Pictures:
         """Some of them, by number, or by whether each is one."""
         return Pictures(self.pixels[ids], self.labels[ids])
+
+    def evenly(self, most: int) -> Pictures:
+        """At most so many of them, evenly spread."""
+        return self.at(torch.from_numpy(evenly(len(self.labels), most)))
 
     def values(self) -> Tensor:
         """Float32 from -1, black, to 1, white."""

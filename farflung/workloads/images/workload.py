@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from farflung.errors import UserError
+from farflung.errors import UserError, counted
 from farflung.lazy import Later
 from farflung.workloads.dealing import ALL, Deal
 from farflung.workloads.images.settings import ImagesSettings
@@ -72,10 +72,8 @@ class Images:
         """Those to train on, and those held out. Raises UserError."""
         found = self._source.read().split()
         if not all(len(part.labels) for part in found):
-            count = sum(len(part.labels) for part in found)
-            raise UserError(
-                f"data {self.settings.data}: holds {count} pictures, too few to hold one in twenty out; add some"
-            )
+            count = counted(sum(len(part.labels) for part in found), "picture")
+            raise UserError(f"data {self.settings.data}: holds {count}, too few to hold one in twenty out; add some")
         return found
 
     @property
@@ -86,10 +84,7 @@ class Images:
     @cached_property
     def held_out(self) -> Pictures:
         """The pictures that models are judged by. Raises UserError."""
-        from farflung.workloads.held_out import evenly
-
-        found = self._pictures[1]
-        return found.at(torch.from_numpy(evenly(len(found.labels), self.settings.eval_pictures)))
+        return self._pictures[1].evenly(self.settings.eval_pictures)
 
     def check(self) -> None:
         """See Workload."""
