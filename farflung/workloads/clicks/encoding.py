@@ -69,7 +69,7 @@ class Encoder:
         ]
         rows = [self._rows(name, log.categories[name]) for name in self.words]
         return Clicks(
-            torch.from_numpy(log.labels),
+            torch.tensor(log.labels),
             torch.from_numpy(np.stack(numbers, axis=1).astype(np.float32)) if numbers else torch.empty(len(log), 0),
             torch.from_numpy(np.stack(rows, axis=1)),
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from farflung.errors import UserError, disk_errors, suggestion
+from farflung.errors import UserError, counted, disk_errors, suggestion
 from farflung.workloads.clicks.log import Categories, ClickLog
 from farflung.workloads.clicks.settings import ClicksSettings
 
@@ -79,11 +80,15 @@ class _File:
         import pyarrow.compute as pc
 
         with disk_errors(f"read {self._path}", "look at its rights, or name another"):
-            raw = self._parquet() if self._is_parquet else self._text()
-        if most is not None:
-            raw = raw.slice(0, most)
-        if not raw.num_rows:
+            batches, count = [], 0
+            for batch in self._parquet() if self._is_parquet else self._text():
+                batches.append(batch)
+                count += batch.num_rows
+                if most is not None and count >= most:
+                    break
+        if not count:
             raise UserError(f"{self._path} holds no clicks; leave it out")
+        raw = pa.Table.from_batches(batches).slice(0, most)
         label = self._label_of(raw)
         numbers = self._numbers_of(raw)
         table = {"": pa.array(self._labels(raw[label]))}
@@ -94,16 +99,18 @@ class _File:
                 table[name] = pc.fill_null(raw[name].cast(pa.string()), "")
         return pa.table(table)
 
-    def _parquet(self) -> Any:
+    def _parquet(self) -> Iterator[Any]:
+        """Its batches. Raises UserError."""
         import pyarrow as pa
         import pyarrow.parquet as pq
 
         try:
-            return pq.read_table(self._path)
+            yield from pq.ParquetFile(self._path).iter_batches()
         except pa.ArrowInvalid as error:
             raise UserError(f"{self._path} is no Parquet file: {_line(error)}; name another") from error
 
-    def _text(self) -> Any:
+    def _text(self) -> Iterator[Any]:
+        """Its batches. Raises UserError."""
         import pyarrow as pa
         from pyarrow import csv
 
@@ -115,19 +122,17 @@ class _File:
             return "error"
 
         self._first_row = 2 if has_names else 1
+        layout = csv.ParseOptions(delimiter="\t", quote_char=False, ignore_empty_lines=False, invalid_row_handler=note)
+        reading = csv.ReadOptions(use_threads=False, column_names=names, skip_rows=int(has_names), block_size=BLOCK)
+        types = csv.ConvertOptions(column_types=dict.fromkeys(names, pa.string()), strings_can_be_null=False)
         try:
-            return csv.read_csv(
-                self._path,
-                csv.ReadOptions(use_threads=False, column_names=names, skip_rows=int(has_names), block_size=BLOCK),
-                csv.ParseOptions("\t", quote_char=False, ignore_empty_lines=False, invalid_row_handler=note),
-                csv.ConvertOptions(column_types=dict.fromkeys(names, pa.string()), strings_can_be_null=False),
-            )
+            yield from csv.open_csv(self._path, reading, layout, types)
         except pa.ArrowInvalid as error:
             if not broken:
                 raise UserError(f"{self._path} cannot be read: {_line(error)}; mend it, or name another") from error
             row = broken[0]
             raise UserError(
-                f"{self._path}, line {row.number}: {row.actual_columns} fields where line 1 has "
+                f"{self._path}, line {row.number}: {counted(row.actual_columns, 'field')} where line 1 has "
                 f"{row.expected_columns}; mend or remove that line"
             ) from error
 
@@ -137,6 +142,8 @@ class _File:
 
         with pa.input_stream(str(self._path), compression="detect") as stream:
             first = stream.read(1 << 16).partition(b"\n")[0].decode(errors="replace").rstrip("\r")
+        if not first:
+            raise UserError(f"{self._path} begins with an empty line, or is empty; leave it out")
         fields = first.split("\t")
         if fields[0] not in ("0", "1"):
             return fields, True

@@ -51,6 +51,7 @@ class Recommender:
     units = "clicks"
     measure = "nats a click"
     units_per_sample = 1
+    judged_by = Figure("AUC", more_is_better=True)
     divisible = None
     judged_by = Figure("AUC", more_is_better=True)
 
