@@ -107,8 +107,9 @@ class ElasticLoop(OuterLoop):
         counted, wanted = self._elastic.paced(step, every), self._elastic.wanted
         alone = wanted and self.network.members() == (self.network.rank,)
         self.step, wanted, alone = self._lead((counted, wanted, alone))
-        self._catch_up_if_new(step, every)
-        if wanted and self._values:  # without rounds there are no anchors
+        if self._values:  # without rounds there are no anchors
+            self._catch_up_if_new(step, every)
+        if wanted and self._values:
             if alone:
                 self._anchor_weights()
             self._elastic.give(self.state())

@@ -138,7 +138,10 @@ class SwarmIsland:
     """See Island: its microbatches come by themselves."""
 
     def close(self) -> None:
-        """See Island: `leave` does."""
+        """See Island: `leave` does. One that fails in the midst of a step lets go of the weights, for which others wait."""
+        if self._stepping:
+            self._stepping = False
+            self._seat.weights.release()
 
     def slow_link(self) -> str:
         """See Island."""

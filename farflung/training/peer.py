@@ -271,12 +271,12 @@ def _following(
 
 def _away(network: InternetNetwork, settings: Settings, step: int | None) -> bool:
     """Whether this peer was away for so long that it needs the others' state; then it is on its way."""
-    if settings.island.stepping == "synchronous":
-        return False  # who leads the steps has it take the weights that it has missed
     method, behind = settings.method(), network.behind(step or 0)
+    if not method.schedule.every:
+        return False  # without rounds there are no anchors; steps taken together are led to the weights that it missed
     if behind is None and settings.island.swarm:
         behind = seats.furthest(network) - (step or 0)  # whose stage has nobody else; others keep copies of its state
-    away = bool(behind and (step is None or behind > (method.schedule.every or 1)))
+    away = bool(behind and (step is None or behind > method.schedule.every))
     if away:
         network.prefetch(method.topology.identical)  # while the rest is being prepared
     return away

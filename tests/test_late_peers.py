@@ -1,0 +1,83 @@
+"""Peers that come late to a run without rounds, and peers of a swarm that fail in the midst of a step."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from patience import patience
+from problem import flat, inner_steps, small_model
+from swarm_here import SwarmHere
+from test_internet import Run, two_peers, unspoilt
+
+from farflung import methods
+from farflung.networks import SharedState
+
+
+@pytest.fixture(scope="module")
+def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    yield from two_peers(tmp_path_factory.mktemp("pair"))
+
+
+@pytest.fixture
+def pair(live: Run, monkeypatch: pytest.MonkeyPatch) -> Run:
+    return unspoilt(live, monkeypatch)
+
+
+def test_who_comes_late_to_a_run_without_rounds_asks_for_no_anchors(pair: Run) -> None:
+    late, ahead = pair.peers
+    late.peers.members.heard_step(ahead.rank, 500)
+    over = threading.Event()
+
+    def gives() -> bool:
+        """What a swarm's peers have of steps that are taken together: no anchors of this model."""
+        asked = False
+        while not over.wait(0.01):
+            if ahead.wanted:
+                asked = True
+                ahead.give(SharedState({"anchor of 0.weight": torch.ones(4)}, {"step": 500, "until": 501}))
+        return asked
+
+    with ThreadPoolExecutor(1) as pool:
+        giving = pool.submit(gives)
+        try:
+            model, reference = small_model(), small_model()
+            optimizer, plain = (torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, reference))
+            with methods.local().attach(model, optimizer, late) as outer:
+                inner_steps(model, optimizer, 0, range(6))
+                assert outer.step >= 500
+        finally:
+            over.set()
+        assert not giving.result(patience(20))
+    inner_steps(reference, plain, 0, range(6))
+    assert torch.equal(flat(model), flat(reference))
+    assert not late.refused
+
+
+@pytest.mark.slow
+def test_who_fails_in_the_midst_of_a_step_lets_go_of_the_weights_and_the_others_go_on(tmp_path: Path) -> None:
+    swarm = SwarmHere(tmp_path, [0, 1, 1], steps=6)
+    failing = swarm.trainers[2]
+
+    def fails(*_: object) -> None:
+        if failing.step == 3:
+            raise RuntimeError("as a step may")
+
+    failing.optimizer.register_step_pre_hook(fails)
+    try:
+        *going_on, failed = swarm.train()
+        with pytest.raises(RuntimeError, match="as a step may"):
+            failed.result(patience(60))
+        weights = swarm.seat(failing).weights
+        assert weights.acquire(timeout=patience(5)), "else its threads wait for ever, and its process with them"
+        weights.release()
+        swarm.run.peers[2].close()
+        for one in going_on:
+            one.result(patience(60))
+        assert [one.step for one in swarm.trainers] == [6, 6, 3]
+    finally:
+        swarm.close()
