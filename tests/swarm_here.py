@@ -18,9 +18,19 @@ from farflung.training.island import coordination
 from farflung.training.trainer import Trainer
 
 SETTINGS: dict[str, Any] = {
-    **{"network": "internet", "swarm": True, "stepping": "synchronous", "method": "local", "model": "micro"},
-    **{"sequence_length": 16, "batch_size": 4, "microbatches": 4, "max_tokens": 50_000, "eval_sequences": 2},
-    **{"eval_every": 100_000, "log_every": 1, "lr": 0.003},
+    "network": "internet",
+    "swarm": True,
+    "stepping": "synchronous",
+    "method": "local",
+    "model": "micro",
+    "sequence_length": 16,
+    "batch_size": 4,
+    "microbatches": 4,
+    "max_tokens": 50_000,
+    "eval_sequences": 2,
+    "eval_every": 100_000,
+    "log_every": 1,
+    "lr": 0.003,
 }
 
 

@@ -24,6 +24,7 @@ from farflung.testing.hosts import LOOPBACK, Host, NetLab, free_port
 from farflung.testing.peers import PeerProcess, PeerProcesses
 from farflung.testing.waiting import until
 from farflung.training.forks import BY_PEERS, import_ahead, run_module, starting
+from farflung.training.terminal import BEGIN_WITH
 
 PORT = 4600
 FORWARD = 1 / 3
@@ -108,10 +109,14 @@ def swarm(
             for peer, seat in zip(peers, seats, strict=True):
                 peer.folder.mkdir(parents=True, exist_ok=True)
                 (peer.folder / "stage").write_text(f"{seat.stage}\n")  # as if it had served that before
-            peers[0].start("--first")
+            mates = Counter(seat.stage for seat in seats)
+            together = [
+                {BEGIN_WITH: str(mates[seat.stage])} for seat in seats
+            ]  # else a short run is over before all came
+            peers[0].start("--first", env=together[0])
             until((peers[0].folder / "run.ticket").exists, BEGINS_S, "the first peer")
-            for peer in list(peers)[1:]:
-                peer.start()
+            for peer, env in zip(list(peers)[1:], together[1:], strict=True):
+                peer.start(env=env)
             peers.wait_for_steps(peers, 1, BEGINS_S)
             yield peers
 

@@ -138,7 +138,7 @@ class SwarmIsland:
     """See Island: its microbatches come by themselves."""
 
     def close(self) -> None:
-        """See Island: `leave` does. One that fails in the midst of a step lets go of the weights, for which others wait."""
+        """See Island: `leave` does. One that fails in the midst of a step lets go of the weights: others wait for them."""
         if self._stepping:
             self._stepping = False
             self._seat.weights.release()

@@ -283,7 +283,7 @@ def _away(network: InternetNetwork, settings: Settings, step: int | None) -> boo
 
 
 def _begin_together(network: InternetNetwork, step: int, stop: Stop, deadline_s: float) -> None:
-    """Waits until all independent replicas know of each other; else a short run is over before its first round."""
+    """Waits until as many replicas as are told know of each other; else a short run is over before its first round."""
     replicas = int(os.environ.get(BEGIN_WITH, "0"))
     if not replicas:
         return
