@@ -10,6 +10,7 @@ import torch
 from patience import patience, until
 from test_internet import Run
 
+from farflung.events import Event, events_in
 from farflung.settings import Settings
 from farflung.swarm.island import SwarmIsland
 from farflung.swarm.seat import Seat
@@ -35,14 +36,14 @@ SETTINGS: dict[str, Any] = {
 
 
 class SwarmHere:
-    """Peers that serve the given stages; `changed` are settings."""
+    """Peers that serve some stages; `changed` are settings."""
 
-    def __init__(self, folder: Path, stages: list[int], **changed: Any) -> None:
+    def __init__(self, folder: Path, serving: list[int], **changed: Any) -> None:
         self.run = Run(folder)
-        self.settings = Settings.of(**{**SETTINGS, "stages": 1 + max(stages), "deadline": patience(15), **changed})
-        self.trainers = [self.join(stage) for stage in stages]
+        self.settings = Settings.of(**{**SETTINGS, "stages": 1 + max(serving), "deadline": patience(15), **changed})
+        self.trainers = [self.join(stage) for stage in serving]
         self._pool = ThreadPoolExecutor(8)
-        until(lambda: all(len(one.peers.members.proven()) == len(stages) - 1 for one in self.run.peers))
+        until(lambda: all(len(one.peers.members.proven()) == len(serving) - 1 for one in self.run.peers))
 
     def join(self, stage: int) -> Trainer:
         """One more peer, that does not train yet."""
@@ -52,7 +53,11 @@ class SwarmHere:
 
     def train(self, *trainers: Trainer) -> list[Future[None]]:
         """Has all peers train, unless some are given."""
-        return [self._pool.submit(one.train) for one in trainers or self.trainers]
+        return [self._pool.submit(self._train, one) for one in trainers or self.trainers]
+
+    def _train(self, trainer: Trainer) -> None:
+        with trainer.stop.listening():
+            trainer.train()
 
     def reached(self, step: int) -> None:
         """Waits until all have taken so many steps."""
@@ -63,9 +68,19 @@ class SwarmHere:
         assert isinstance(trainer.island, SwarmIsland)
         return trainer.island._seat
 
+    @staticmethod
+    def events(trainer: Trainer) -> list[Event]:
+        """What it says has happened, once all has ended."""
+        (path,) = (trainer.folder / "events").iterdir()
+        found, spoilt = events_in(path.read_bytes(), str(path))
+        assert not spoilt
+        return found
+
     def close(self) -> None:
         """Ends it all."""
         for one in self.trainers:
             one.stop.request()
         self.run.close()
         self._pool.shutdown()
+        for one in self.trainers:
+            one.log.events.close()

@@ -9,13 +9,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from patience import patience
+from patience import patience, until
 from problem import flat, inner_steps, small_model
 from swarm_here import SwarmHere
 from test_internet import Run, two_peers, unspoilt
 
 from farflung import methods
+from farflung.events import EndEvent, EvaluationEvent, StepEvent
 from farflung.networks import SharedState
+from farflung.training.stopping import StoppedError
 
 
 @pytest.fixture(scope="module")
@@ -81,3 +83,19 @@ def test_who_fails_in_the_midst_of_a_step_lets_go_of_the_weights_and_the_others_
         assert [one.step for one in swarm.trainers] == [6, 6, 3]
     finally:
         swarm.close()
+
+
+@pytest.mark.slow
+def test_a_head_tells_of_no_loss_while_nobody_serves_the_stage_behind_it(tmp_path: Path) -> None:
+    swarm = SwarmHere(tmp_path, [0], stages=2, stepping="local", method="noloco", eval_every=1)
+    try:
+        (head,) = swarm.train()
+        until(lambda: swarm.seat(swarm.trainers[0]).passes > 0)
+        swarm.trainers[0].stop.request()
+        with pytest.raises(StoppedError):
+            head.result(patience(60))
+    finally:
+        swarm.close()
+    told = swarm.events(swarm.trainers[0])
+    assert any(isinstance(event, EndEvent) for event in told)
+    assert not [event for event in told if isinstance(event, StepEvent | EvaluationEvent)]

@@ -44,7 +44,8 @@ class Island(Protocol):
     def gradients(self, step: int) -> tuple[float, str]:
         """Computes the clipped gradients of the replica's mean loss in a step.
 
-        Returns the loss and its fault: "" for none; with a fault, there are no gradients. Raises PeerLostError.
+        Returns the loss and its fault: "" for none; with a fault, there are no gradients. The loss is NaN without a
+        fault where nothing was learnt from yet. Raises PeerLostError.
         """
         ...
 

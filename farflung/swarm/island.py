@@ -138,7 +138,7 @@ class SwarmIsland:
     """See Island: its microbatches come by themselves."""
 
     def close(self) -> None:
-        """See Island: `leave` does. One that fails in the midst of a step lets go of the weights: others wait for them."""
+        """See Island: `leave` does. One that fails in the midst of a step lets go of the weights, or threads wait."""
         if self._stepping:
             self._stepping = False
             self._seat.weights.release()
@@ -182,8 +182,7 @@ class SwarmIsland:
             self._wait_for(JUDGED, lambda: self._seat.serving(0))
         else:
             self._wait_for(LAST_STEP, self._seat.everyone)
-        if self.evaluate() is None:
-            self._judged = Score(math.nan)  # nobody will any more
+        self._judged = self.evaluate() or Score(math.nan)  # nobody will judge it any more
         self._ended = True
         told(peers, ended=JUDGED)
 
@@ -195,18 +194,18 @@ class SwarmIsland:
 
     def evaluate(self) -> Score | None:
         """See Island. Heads have the held-out samples pass through the swarm; others know what heads say."""
-        if not self._ended:
-            self._judge()
-        return self._judged
+        return self._judged if self._ended else self._judgement()
 
-    def _judge(self) -> None:
+    def _judgement(self) -> Score | None:
         if self._seat.stage:
             heads = [one.facts for one in self._seat.serving(0)]
             told = [one["validation_loss"] for one in heads if "validation_loss" in one]
             self._judged = Score(mean(told)) if told else self._judged
-        else:
-            self._judged = judged = self._network.peers.background.run(self._evaluated(), LONGEST_EVALUATION_SECONDS)
+            return self._judged
+        judged = self._network.peers.background.run(self._evaluated(), LONGEST_EVALUATION_SECONDS)
+        if judged:
             self._network.tell_others(validation_loss=judged.value)
+        return judged
 
     def sample(self) -> str:
         """See Island. A head asks the stages for each token, for as long as they answer."""
@@ -314,8 +313,8 @@ class SwarmIsland:
                 return
             time.sleep(LOOK_SECONDS)
 
-    async def _evaluated(self) -> Score:
-        """The means of what comes of all held-out samples, but for those that are lost on their way."""
+    async def _evaluated(self) -> Score | None:
+        """The means of what comes of all held-out samples, but for those lost on their way; None where all are."""
         room = asyncio.Semaphore(2 * self.settings.stages)
 
         async def one(turn: int) -> float:
@@ -338,7 +337,7 @@ class SwarmIsland:
             if not isinstance(loss, BaseException):
                 total, count = sums.get(source, (0.0, 0))
                 sums[source] = total + loss, count + 1
-        return Score.of(sums) if sums else Score(math.nan)
+        return Score.of(sums) if sums else None
 
 
 def _ended(member: Member) -> float:

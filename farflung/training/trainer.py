@@ -141,14 +141,14 @@ class Trainer:
         before, number = self.step, self.step + 1
         self._score = None
         with self.profile.step(number):
-            loss, lr = self._computed(session)
+            told = self._computed(session)
             self.progress.trained += 1
-            self._tell(loss, lr)
+            self._tell(*told)
         self._end_profile(number)
         self._judge_and_keep(session, before)
 
-    def _computed(self, session: Session) -> tuple[float, float]:
-        """Takes an inner step. Returns its loss and its learning rate."""
+    def _computed(self, session: Session) -> tuple[float | None, float]:
+        """Takes an inner step. Returns its loss, if it has one, and its learning rate."""
         spent = self.log.spent
         with spent.on("gradients"), telling_of_compilers(self.settings.island.compile):
             loss, fault = self._gradients()
@@ -165,13 +165,15 @@ class Trainer:
             self.optimizer.zero_grad()
             self.island.after_step()
         self._count(session)
-        return loss, lr
+        return None if math.isnan(loss) and not fault else loss, lr
 
-    def _tell(self, loss: float, lr: float) -> None:
-        """Writes the events that are due after a step."""
+    def _tell(self, loss: float | None, lr: float) -> None:
+        """Writes the events that are due after a step; one that had nothing to learn from has no loss to tell of."""
         run = self.settings.run
         self.log.rate.count(self.log.units_per_step)
         self.log.learnt(self.island.ledger())
+        if loss is None:
+            return
         if self.progress.trained % run.log_every == 0 or self.step >= run.steps:
             self.log.step(loss, lr, self.device)
             if self.writing.due():
