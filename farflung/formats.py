@@ -66,7 +66,9 @@ RUN_FOLDER = Format("run folder", 2)
 """Which files a run folder has and what they are called, the settings in `config.toml`, and `summary.json`."""
 STORE = Format("token store", 2)
 """The files of a folder of tokens; see workloads/store.py."""
+MIXTURE = Format("mixture", 1)
+"""`mixture.json` of a folder of experts' data and routers; see mixtures/folder.py."""
 OWN_LOOP = "own loop"
 """The workload in the `config.toml` of a run that is a user's own training loop."""
 
-FORMATS = (PROTOCOL, CHECKPOINT, ROUNDS, EVENTS, RUN_FOLDER, STORE)
+FORMATS = (PROTOCOL, CHECKPOINT, ROUNDS, EVENTS, RUN_FOLDER, STORE, MIXTURE)

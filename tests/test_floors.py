@@ -38,6 +38,7 @@ FLOORS = {
     "training": 9,
     "report": 9,
     "planner": 9,
+    "mixtures": 9,
     "cli": 10,
     "integrations": 10,
     "testing": 10,

@@ -30,6 +30,7 @@ COMMANDS = {
     **dict.fromkeys(("plan", "simulate"), "farflung.cli.planning"),
     **dict.fromkeys(("methods", "report", "export"), "farflung.cli.runs"),
     "prepare": "farflung.cli.preparing",
+    "mixture": "farflung.cli.mixtures",
     **dict.fromkeys(("track", "watch"), "farflung.cli.watching"),
     "completion": "farflung.cli.completion",
 }

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from farflung.cli import peers, preparing, runs, training, watching
+from farflung.cli import mixtures, peers, preparing, runs, training, watching
 from farflung.cli.arguments import LIKE_A_FILE, parse, with_field
 from farflung.planner.options import PlanOptions, SimulateOptions
 from farflung.settings import Settings
@@ -47,6 +47,7 @@ def options_of_commands() -> dict[str, Any]:
         "report": runs.ReportOptions,
         "export": runs.ExportOptions,
         "prepare": preparing.PrepareOptions,
+        "mixture": mixtures.MixtureOptions,
         "track": watching.TrackOptions,
         "watch": watching.WatchOptions,
         "completion": CompletionOptions,

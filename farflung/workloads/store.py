@@ -147,6 +147,28 @@ def write(
     return _TextWriter(folder, tokenizer, most, numbered).write(filter(None, documents), told)
 
 
+def write_sequences(
+    folder: Path, training: Iterable[NDArray[np.integer]], held_out: NDArray[np.integer], tokenizer: Tokenizer
+) -> None:
+    """Makes a store of sequences (n, length), in their order: those to train on in blocks, and those held out.
+
+    A run with sequences of that length trains on these very ones. Raises OSError.
+    """
+    kind, count = token_kind(tokenizer), len(held_out)
+    folder.mkdir(parents=True)
+    tokens = 0
+    with (folder / TRAINING).open("wb") as file:
+        for rows in training:
+            file.write(rows.astype(kind).tobytes())
+            count, tokens = count + len(rows), tokens + rows.size
+    (folder / HELD_OUT).write_bytes(held_out.astype(kind).tobytes())
+    _write_manifest(folder, Manifest(tokenizer.digest, kind.name, count, tokens, held_out.size))
+
+
+def _write_manifest(folder: Path, manifest: Manifest) -> None:
+    write_text(folder / MANIFEST, json.dumps({formats.KEY: formats.STORE.version, **asdict(manifest)}, indent=1))
+
+
 class Writer(ABC, Generic[D]):
     """A store that is being made; of what an interrupted one has left, it keeps all that is known to be whole.
 
@@ -252,8 +274,7 @@ class Writer(ABC, Generic[D]):
     def _finish(self) -> Store:
         self.flush()
         manifest = self.ended()
-        table = {formats.KEY: formats.STORE.version, **asdict(manifest)}
-        write_text(self._folder / MANIFEST, json.dumps(table, indent=1))
+        _write_manifest(self._folder, manifest)
         (self._folder / PROGRESS).unlink(missing_ok=True)
         return Store(self._folder, manifest)
 
