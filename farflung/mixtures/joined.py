@@ -93,9 +93,8 @@ def join(mixture: Mixture, experts: Mapping[int, Path], target: Path) -> None:
         )
         with torch.device("meta"):
             model = MixtureForCausalLM(config)
-        for modules, loaded in ((model.experts, parts), (model.routers, routers)):
-            for place, part in enumerate(loaded):
-                modules[place] = part
+        for place, pair in enumerate(zip(parts, routers, strict=True)):
+            model.put(place, *pair)
         MixtureConfig.register_for_auto_class()
         MixtureForCausalLM.register_for_auto_class("AutoModelForCausalLM")
         model.save_pretrained(target)

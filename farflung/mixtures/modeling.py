@@ -73,9 +73,25 @@ class MixtureForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc
 
     def __init__(self, config: MixtureConfig) -> None:
         super().__init__(config)
-        self.experts = nn.ModuleList(_of_dictionary(table) for table in config.experts)
-        self.routers = nn.ModuleList(_of_dictionary(table) for table in config.routers)
+        # As children of their own and in no list: transformers asks a model's children which weights are tied.
+        for place, tables in enumerate(zip(config.experts, config.routers, strict=True)):
+            self.put(place, *map(_of_dictionary, tables))
         self.post_init()
+
+    def put(self, place: int, expert: nn.Module, router: nn.Module) -> None:
+        """Puts an expert and its router at their place, from 0."""
+        self.add_module(f"expert_{place}", expert)
+        self.add_module(f"router_{place}", router)
+
+    @property
+    def experts(self) -> list[Any]:
+        """The experts, in order."""
+        return [getattr(self, f"expert_{place}") for place in range(len(self.config.experts))]
+
+    @property
+    def routers(self) -> list[Any]:
+        """Their routers, in order."""
+        return [getattr(self, f"router_{place}") for place in range(len(self.config.routers))]
 
     @torch.no_grad()
     def route(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
