@@ -107,7 +107,10 @@ def written_beside(folder: Path) -> Iterator[Path]:
         try:
             new.mkdir(parents=True)
             yield new
-            if not (folder.exists() and any(folder.iterdir())):
+            try:
                 new.rename(folder)
+            except OSError:
+                if not (folder.is_dir() and any(folder.iterdir())):
+                    raise
         finally:
             shutil.rmtree(new, ignore_errors=True)

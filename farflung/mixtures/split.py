@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
+from safetensors.torch import save_model
 
 from farflung.errors import UserError
 from farflung.mixtures.corpus import Corpus
@@ -24,6 +25,10 @@ BLOCK = 1 << 14
 """Sequences that are read, and scored, at once."""
 LEAST_CHOSEN = 0.1
 """Of an even share: a router that fewer sequences would choose has learnt nothing of its own."""
+
+
+WEIGHTS = "model.safetensors"
+"""Where transformers looks for a model's weights."""
 
 
 def split(settings: SplitSettings, network: Network, told: Callable[[RouterRound], object]) -> Mixture:
@@ -68,7 +73,9 @@ def split(settings: SplitSettings, network: Network, told: Callable[[RouterRound
     with written_beside(settings.out) as folder, models.without_remarks():
         there = replace(mixture, folder=folder)
         for number, router in routers.all().items():
-            router.save_pretrained(there.router(number))
+            # transformers' own way to save does so on one of several processes alone.
+            router.config.save_pretrained(there.router(number))
+            save_model(router, str(there.router(number) / WEIGHTS), {"format": "pt"})
         for number in range(settings.experts):
             rows = held_out.numpy()[judges == number]
             _write_store(there.store(number), corpus, np.flatnonzero(experts == number), rows, tokenizer)
