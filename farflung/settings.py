@@ -50,7 +50,7 @@ class RunSettings(Checked):
     """How long to train, where, and what to keep."""
 
     workload: str = "language"
-    """What to train: language, graph, clicks, images, or your own class as MODULE:NAME; each has settings of its own."""
+    """What to train: language, graph, clicks, images, or your own class as MODULE:NAME; each has its own settings."""
     replicas: int = setting(4, least=1)
     """Copies of the model; under torchrun, set by the number of its processes."""
     steps: int = setting(400, least=1, may_differ=AFTER_RESUME)

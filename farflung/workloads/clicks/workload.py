@@ -53,7 +53,6 @@ class Recommender:
     units_per_sample = 1
     judged_by = Figure("AUC", more_is_better=True)
     divisible = None
-    judged_by = Figure("AUC", more_is_better=True)
 
     def __init__(self, settings: ClicksSettings, deal: Deal = ALL) -> None:
         self.settings = settings
