@@ -53,6 +53,7 @@ def test_events_and_summary_go_by_the_workloads_figure(run: Path) -> None:
     assert summary["right_answers"] == summary["right_answers_averaged"] == 0.5
     assert summary["right_answers_per_replica"] == [0.5, 0.5] and "validation_loss" not in summary
     assert summary["others_averaged"] == {"spread": 0.25}
+    assert (run / "sample.png").read_bytes() == _png()
 
 
 def test_the_checkpoint_that_is_kept_and_exported_has_the_most(run: Path, tmp_path: Path) -> None:

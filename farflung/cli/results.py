@@ -34,7 +34,7 @@ def tell_result(folder: Path, to: TextIO | None = None, simulated: bool = False)
     print(
         f"\n{_losses(summary)}\n"
         f"{_speed(summary)}{traffic}{between}\n{took}{without}\n"
-        f"{_sample_of(summary)}"
+        f"{_sample_of(folder, summary)}"
         f"run folder {folder}\nreport     {_report_of(folder)}",
         file=to,
     )
@@ -82,8 +82,10 @@ def _report_of(folder: Path) -> str:
     return str(folder / "report.html")
 
 
-def _sample_of(summary: dict[str, Any]) -> str:
+def _sample_of(folder: Path, summary: dict[str, Any]) -> str:
     """What the model makes, where this process has all of it."""
+    if "sample_picture" in summary:
+        return f"a sample from the trained model: {folder / 'sample.png'}\n{_indented(summary['sample'])}\n\n"
     return f"a sample from the trained model:\n{_indented(summary['sample'])}\n\n" if summary["sample"] else ""
 
 

@@ -298,7 +298,7 @@ def prune(folder: Path, replica: int, before: int, best: int | None = None) -> N
 
 def forget_results(folder: Path, stem: str) -> None:
     """Removes what a run left that had ended and goes on: its averaged weights, and what tells of its end."""
-    for path in (average_of(folder, stem), folder / "summary.json"):
+    for path in (average_of(folder, stem), folder / "summary.json", folder / "sample.png"):
         path.unlink(missing_ok=True)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from farflung.durations import duration
 from farflung.figure import Figure, figure_of
-from farflung.files import write_text
+from farflung.files import replacing, write_text
 from farflung.hooks.trained import trainable
 from farflung.networks import (
     Group,
@@ -37,6 +37,7 @@ from farflung.training.terminal import say
 from farflung.training.trainer import Trainer
 from farflung.training.writing import as_told
 from farflung.workloads import Workload
+from farflung.workloads.base import Picture
 
 
 class NoRoomError(RuntimeError):
@@ -45,6 +46,9 @@ class NoRoomError(RuntimeError):
 
 TRY_EVERY_SECONDS, TRY_FOR_SECONDS = 5.0, 3600.0
 """Seconds between two attempts to write the results, and seconds until the last."""
+
+SAMPLE = {"text": "sample", "picture": "sample_picture"}
+"""What a summary calls a sample of what the model makes."""
 
 DEADLINES_AT_THE_END = 10
 """The end waits this many times the deadline: replicas that never exchange may be far apart in time."""
@@ -229,10 +233,10 @@ def finish_apart(settings: Settings, folder: Path, ended: Mapping[int, Path], de
                 "spent": told.get("spent", {}),
             }
         )
-    summary = _summary(settings, island, workload, settings.run.steps, facts) | _sample(island)
+    summary = _summary(settings, island, workload, settings.run.steps, facts)
     try:
         checkpoint.write(checkpoint.average_of(folder), _average(island))
-        write_text(folder / "summary.json", json.dumps(summary, indent=2) + "\n")
+        _write_summary(folder, summary, island.sample())
     except OSError as error:
         raise NoRoomError(f"cannot write to {folder}: {error.strerror}; make room") from error
 
@@ -242,12 +246,11 @@ def write_results(trainer: Trainer, summary: dict[str, Any], tells: bool) -> Non
 
     Raises NoRoomError, when the disk stays full.
     """
-    summary = {**summary, **_sample(trainer.island)}
-    average = _average(trainer.island)
+    sample, average = trainer.island.sample(), _average(trainer.island)
 
     def write() -> None:
         if tells:
-            write_text(trainer.folder / "summary.json", json.dumps(summary, indent=2) + "\n")
+            _write_summary(trainer.folder, summary, sample)
         checkpoint.write(checkpoint.average_of(trainer.folder, trainer.island.part_stem), average)
 
     _keep_trying(write, trainer, json.dumps(summary))
@@ -258,10 +261,13 @@ def write_events(trainer: Trainer) -> None:
     _keep_trying(trainer.log.events.flush, trainer)
 
 
-def _sample(island: Island) -> dict[str, Any]:
-    """A sample of what an island's model makes, as the summary has it."""
-    told = as_told(island.sample())
-    return {"sample": told["text"]} | ({"sample_picture": told["picture"]} if "picture" in told else {})
+def _write_summary(folder: Path, summary: Mapping[str, Any], sample: str | Picture) -> None:
+    """Writes the summary with a sample of what the model makes; a picture has a file of its own, too."""
+    told = {**summary, **{SAMPLE[name]: value for name, value in as_told(sample).items()}}
+    if isinstance(sample, Picture):
+        with replacing(folder / "sample.png") as file:
+            file.write(sample.png)
+    write_text(folder / "summary.json", json.dumps(told, indent=2) + "\n")
 
 
 def _average(island: Island) -> checkpoint.Weights:
