@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from typing_extensions import Doc
 
 from farflung import codecs, outer
+from farflung.durations import seconds_of, ticks_of
 from farflung.errors import UserError
 from farflung.lazy import Later, homes_of
 from farflung.registry import Registry
@@ -37,10 +38,10 @@ class RoundSettings(Checked):
 
     method: str = "noloco"
     """The method: see `farflung methods`."""
-    every: int | None = setting(None, least=1)
-    """Inner steps between two rounds. What is unset here has the method's own default."""
-    delay: int | None = setting(None, least=0)
-    """Inner steps between a round's start and the moment its result is applied."""
+    every: int | str | None = setting(None, least=1)
+    """Inner steps between two rounds, or by the clock: 30s, 2min. What is unset here has the method's own default."""
+    delay: int | str | None = setting(None, least=0)
+    """Inner steps, or by the clock a time, between a round's start and the moment its result is applied."""
     fragments: int | None = setting(None, least=1)
     """Parts that the model is split into; each is exchanged in its own rounds."""
     outer_lr: float | None = setting(None, above=0)
@@ -59,6 +60,8 @@ class RoundSettings(Checked):
     """Replicas that average with each other in a round (noloco, diloco)."""
     averaging: Literal["whole", "parts"] | None = None
     """How groups of more than two average. whole: all-gather, as published; parts: reduce-scatter, fewer bytes."""
+    weighting: Literal["even", "steps"] | None = None
+    """What a message weighs in the mean: the same, or the steps behind it. Unset: even; on the internet, steps."""
     every_final: int | None = setting(None, least=1)
     """Inner steps between two rounds at the end of the run; --every grows or shrinks to it by a constant factor."""
     robust: Literal["mean", "median", "clipped"] = "mean"
@@ -72,6 +75,9 @@ class RoundSettings(Checked):
             object.__setattr__(self, "method", RECIPES.current(self.method))
             RECIPES.check_known(self.method)
         super().__post_init__()
+        for name in ("every", "delay"):
+            if isinstance(given := getattr(self, name), str):
+                ticks_of(name, seconds_of(name, given))
 
     def given(self) -> dict[str, Any]:
         """What was chosen for the method; what it is to take its own default for is left out."""
@@ -110,10 +116,10 @@ def local() -> Method:
 
 
 def diloco(
-    every: int = 50,
+    every: int | str = 50,
     outer_lr: float = 0.7,
     outer_momentum: float = 0.5,
-    delay: int = 0,
+    delay: int | str = 0,
     fragments: int = 1,
     group_size: int | None = None,
     codec: Codec | str | None = None,
@@ -135,10 +141,10 @@ def diloco(
 
 
 def streaming_diloco(
-    every: int = 50,
+    every: int | str = 50,
     outer_lr: float = 0.7,
     outer_momentum: float = 0.5,
-    delay: int = 2,
+    delay: int | str = 2,
     fragments: int = 3,
     codec: Codec | str | None = None,
     merge: str = "kept",
@@ -152,7 +158,7 @@ def streaming_diloco(
 
 
 def eager_diloco(
-    every: int = 50, outer_lr: float = 0.7, outer_momentum: float = 0.5, codec: Codec | str | None = None
+    every: int | str = 50, outer_lr: float = 0.7, outer_momentum: float = 0.5, codec: Codec | str | None = None
 ) -> Method:
     """DiLoCo with exchanges that take a whole round; a replica's own part of the mean is always fresh.
 
@@ -162,7 +168,7 @@ def eager_diloco(
 
 
 def dilocox(
-    every: int = 125,
+    every: int | str = 125,
     outer_lr: float = 0.7,
     outer_momentum: float = 0.5,
     codec: Codec | str | None = None,
@@ -183,7 +189,7 @@ def dilocox(
 
 
 def sparseloco(
-    every: int = 50, outer_lr: float = 1.0, codec: Codec | str | None = None, averaging: Way = "whole"
+    every: int | str = 50, outer_lr: float = 1.0, codec: Codec | str | None = None, averaging: Way = "whole"
 ) -> Method:
     """DiLoCo without outer momentum: the largest 2 % of the pseudo-gradient in 2 bits, the rest fed back.
 
@@ -221,12 +227,12 @@ def dynamic_threshold(codec: Codec | str | None = None, averaging: Way = "whole"
 
 
 def noloco(
-    every: int = 50,
+    every: int | str = 50,
     outer_lr: float = 0.7,
     outer_momentum: float = 0.5,
     gamma: float = 0.7,
     group_size: int = 2,
-    delay: int = 0,
+    delay: int | str = 0,
     fragments: int = 1,
     codec: Codec | str | None = None,
     merge: str = "kept",
@@ -254,7 +260,7 @@ def noloco(
 
 
 def nolocox(
-    every: int = 125,
+    every: int | str = 125,
     outer_lr: float = 0.7,
     outer_momentum: float = 0.5,
     gamma: float = 0.7,

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from farflung import formats, methods
+from farflung.durations import seconds_of, ticks_of
 from farflung.errors import UserError, suggestion
 from farflung.figure import Figure, figure_of
 from farflung.files import event_files
@@ -55,6 +56,8 @@ class RunSettings(Checked):
     """Copies of the model; under torchrun, set by the number of its processes."""
     steps: int = setting(400, least=1, may_differ=AFTER_RESUME)
     """Inner steps of each replica."""
+    rounds: int | None = setting(None, least=1, may_differ=AFTER_RESUME)
+    """Rounds of each replica, in place of --steps; by the clock (--every 30s) the run ends after so many."""
     max_hours: float | None = setting(None, above=0, may_differ=AFTER_RESUME | BETWEEN_MACHINES | BETWEEN_PEERS)
     """Stop after so many hours from this start, all replicas at one step and with a checkpoint to go on from."""
     seed: int = setting(0, least=0)
@@ -148,6 +151,15 @@ class Settings:
             of_method = twice[0] in vars(self.rounds) and twice[0] not in rounds
             kinds, name = (methods.RECIPES, self.rounds.method) if of_method else (WORKLOADS, self.run.workload)
             raise UserError(f"{kinds.described(name)} has a setting {twice[0]}, which every run has; rename it")
+        if self.run.rounds is not None:
+            object.__setattr__(self, "run", replace(self.run, steps=self.run.rounds * self._steps_of_a_round()))
+
+    def _steps_of_a_round(self) -> int:
+        """Inner steps, or tenths of a second, between two rounds. Raises UserError for a method that has none."""
+        every = self.rounds.every or methods.defaults_of(self.rounds.method).get("every")
+        if every is None:
+            raise UserError(f"rounds is {self.run.rounds}, but {self.rounds.method} counts none; give --steps")
+        return every if isinstance(every, int) else ticks_of("every", seconds_of("every", every))
 
     @classmethod
     def of(cls, **values: Any) -> Settings:
@@ -185,6 +197,11 @@ class Settings:
         """The method, with the inner optimizer that goes with it. Raises UserError."""
         method = methods.chosen(self.rounds, self.run.seed, self.run.steps)
         return replace(method, inner=inner.INNER[self.inner.inner]) if self.inner.inner else method
+
+    @property
+    def by_clock(self) -> bool:
+        """Whether rounds go by the clock: the run then counts tenths of a second where it else counts inner steps."""
+        return isinstance(self.rounds.every, str)
 
     def mesh(self) -> Mesh:
         """Which process is which part of which replica. Raises UserError."""

@@ -52,7 +52,7 @@ class Rule:
         limits = (("at least", operator.ge, self.least), ("at most", operator.le, self.most))
         beyond = (("more than", operator.gt, self.above), ("less than", operator.lt, self.below))
         for words, holds, limit in (*limits, *beyond):
-            if value is not None and limit is not None and not holds(value, limit):
+            if isinstance(value, int | float) and limit is not None and not holds(value, limit):
                 raise UserError(f"{name} is {value}; it must be {words} {limit:g}")
 
 

@@ -8,7 +8,6 @@ import farflung
 
 PACKAGE = Path(farflung.__file__).parent
 FLOORS = {
-    "durations": 0,
     "errors": 0,
     "findings": 0,
     "cells": 0,
@@ -18,6 +17,7 @@ FLOORS = {
     "tables": 2,
     "scoped": 1,
     "signals": 1,
+    "durations": 1,
     "formats": 1,
     "events": 2,
     "registry": 2,

@@ -254,10 +254,11 @@ class ElasticNetwork(Network, Protocol):
             lineage: equal for all messages that may be averaged; "" for any.
         """
 
-    def paced(self, step: int, every: int) -> int:
+    def paced(self, step: int, every: int, rate: float = 0.0) -> int:
         """The step that a replica counts after its own `step`, with rounds each `every` steps.
 
-        Slow replicas skip to the others' median step. Called at the end of each step.
+        Slow replicas skip to the others' median step. Called at the end of each step. Where the clock makes them, they
+        come at a `rate`, so many a second.
         """
 
     def keep(self, cells: Sequence[str], here: Collection[str]) -> None:

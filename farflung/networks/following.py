@@ -74,7 +74,7 @@ class FollowingNetwork(RealNetwork):
         """See ElasticNetwork."""
         return Finished(then(Party((self.rank,), {self.rank: weight})), self.now())
 
-    def paced(self, step: int, every: int) -> int:
+    def paced(self, step: int, every: int, rate: float = 0.0) -> int:
         """See ElasticNetwork."""
         return step
 

@@ -108,7 +108,7 @@ class Averaging:
         of the others, or this replica's own values.
         """
         lossless = self._prototype.traits.lossless and (self._exact or message.flat.dtype == torch.float32)
-        if lossless and self._aggregation is None:
+        if lossless and self._aggregation is None and not meeting.weights:
             return meeting.network.all_reduce(message.flat, meeting.group, meeting.key), 0.0
         self._round = meeting.round
         whole = self._aggregation is not None and self._aggregation.whole

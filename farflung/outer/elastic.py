@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from farflung.codecs import finite
+from farflung.durations import TICKS_PER_SECOND
 from farflung.errors import UserError
 from farflung.hooks.digests import digest
 from farflung.networks import Group, Party, PeerLostError, Pending, SharedState
@@ -103,8 +104,9 @@ class ElasticLoop(OuterLoop):
 
     def _counted(self, step: int) -> int:
         """Counts a step as the others do; loads their state when a download has ended."""
-        every = self.method.schedule.every or 1
-        counted, wanted = self._elastic.paced(step, every), self._elastic.wanted
+        every, step = self.method.schedule.every or 1, super()._counted(step)
+        rate = TICKS_PER_SECOND if self._clock else 0.0
+        counted, wanted = self._elastic.paced(step, every, rate), self._elastic.wanted
         alone = wanted and self.network.members() == (self.network.rank,)
         self.step, wanted, alone = self._lead((counted, wanted, alone))
         if self._values:  # without rounds there are no anchors
@@ -116,6 +118,8 @@ class ElasticLoop(OuterLoop):
         self._take_fetched()
         for sync in self._rounds.syncs:
             sync.skip_to(self.step - sync.every_steps + 1)  # to the latest that has started, which it may yet come to
+        if self._clock and self.step != step:
+            self._clock.jump(self.step)
         return self.step
 
     def _catch_up_if_new(self, step: int, every: int) -> None:
@@ -185,7 +189,8 @@ class ElasticLoop(OuterLoop):
             return result
 
         lineage = self._lineage(sync.index) if self.method.needs_equal_anchors else ""
-        weight = 0.0 if offer.fault else sync.trained * self._options["step_weight"]
+        even = self._options["weighting"] == "even"
+        weight = 0.0 if offer.fault else 1.0 if even else sync.trained * self._options["step_weight"]
         began, follows = self.network.now(), self._side.following(message)
         return Exchange(began, self._elastic.meet(group, key, self.step, weight, lineage, average))
 
@@ -272,6 +277,8 @@ class ElasticLoop(OuterLoop):
         for sync, weights in zip(self._rounds.syncs, self._weights, strict=True):
             weights.write(weights.anchor)
             sync.skip_to(self.step + 1)
+        if self._clock:
+            self._clock.jump(self.step)
 
     def _take_shared(self, state: SharedState) -> None:
         """Raises UserError in all of a replica's processes, where it does not fit in the first."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from farflung.networks import Finished, Group, Pending
+from farflung.networks.base import fact_in, fact_packet
 from farflung.outer.averaging import Averaging, Meeting
 from farflung.outer.beside import Beside, Follows
 from farflung.outer.columns import Column, Message
@@ -58,6 +59,19 @@ class ColumnExchange:
         if self.sketches is not None and differ(self.sketches.wait(timeout)):
             result.apart = (self.column.name,)
         return result
+
+
+def weighed(meetings: Sequence[Meeting], own: float, deadline_s: float) -> list[Meeting]:
+    """The meetings with what each member says that its message weighs; without, where all say the same.
+
+    Raises PeerLostError.
+    """
+    told = [each.network.exchange(fact_packet(own), each.group, f"{each.key}, weights") for each in meetings]
+    weights = [{rank: fact_in(word) for rank, word in each.wait(deadline_s).items()} for each in told]
+    return [
+        replace(meeting, weights=each if len(set(each.values())) > 1 else {})
+        for meeting, each in zip(meetings, weights, strict=True)
+    ]
 
 
 def start_columns(

@@ -24,20 +24,22 @@ from farflung.hooks.scaling import unscaled_steps
 from farflung.hooks.steps import hook_steps
 from farflung.networks import Finished, Group, PeerLostError
 from farflung.networks.torchrun import log
-from farflung.outer.adaptation import Adaptation, effective_ranks
+from farflung.outer.adaptation import effective_ranks
 from farflung.outer.averaging import Averaging, Meeting
 from farflung.outer.beside import SideStream
+from farflung.outer.clock import Clock, common_time
 from farflung.outer.columns import Column, Message
 from farflung.outer.departures import has_left
-from farflung.outer.exchange import Compared, Exchange, start_beside, start_columns
+from farflung.outer.exchange import Compared, Exchange, start_beside, start_columns, weighed
 from farflung.outer.fragments import Weights, split
 from farflung.outer.healing import draw_together, sketch, stay_away
 from farflung.outer.optimizers import gradient_of, load_into, refuse_rounded_weights, sends_weights
 from farflung.outer.outcomes import Outcome, Result, Round
+from farflung.outer.pace import Pace
 from farflung.outer.replica import Replica
 from farflung.outer.round import Offer, PendingRound, Rounds, Sync
 from farflung.outer.session import Session, Setup
-from farflung.outer.states import copied, packed, unpacked
+from farflung.outer.states import cells_kept, packed, take_cells, unpacked
 
 if TYPE_CHECKING:
     from farflung.outer.aggregation import Aggregation
@@ -81,11 +83,14 @@ class OuterLoop(Session):
         ]
         exact = sends_weights(self.outer)
         self._averagings = [Averaging(network.rank, method, exact, self._aggregation()) for _ in fragments]
-        self._adaptations = [Adaptation(method.adapt) if method.adapt else None for _ in fragments]
         self._replica = Replica(self._weights, self.trained, self.untrained, copies, self._faults)
         self._rounds = Rounds[Tensor, Exchange](schedule, self._weights)
+        parts = zip(self._rounds.syncs, self._averagings, strict=True)
+        self._paces = [Pace(sync, averaging, method.adapt) for sync, averaging in parts]
         self._everyone = network.members()
         self._side = SideStream()
+        self._clock = Clock(setup.options["clock"] or network.now) if schedule.by_clock else None
+        self._held = False  # whether a round has started in this step
         self.trained.restore = lambda: self._replica.restore_if_spoilt(self._rounds.pending)
         for optimizer in optimizers:
             self.undo.callback(unscaled_steps(optimizer))
@@ -109,8 +114,10 @@ class OuterLoop(Session):
         self.step = self._counted(self.step + 1)
         if self.step & (self.step - 1) == 0:  # from the start, since a first round may be long
             self._look()
+        self._held = False
         for due in self._rounds.after(self.step):
             if isinstance(due, Sync):
+                self._held = True
                 self._start(due)
             else:
                 self._apply(due, starts=self._rounds.syncs[due.fragment].starts_at(self.step))
@@ -118,8 +125,23 @@ class OuterLoop(Session):
             self._faults.judge(self.step, self.step)  # without rounds, each step answers for itself
 
     def _counted(self, step: int) -> int:
-        """The step that this replica counts after one of its own."""
-        return step
+        """The step that this replica counts after one of its own; by the clock, it is a tenth of a second."""
+        if self._clock is None:
+            return step
+        # No further than its next round: there all replicas count the same, however late they come.
+        return self.trained.layout.told(min(self._clock.ticks, self._rounds.syncs[0].next_start))[0]
+
+    def _begin_counting(self) -> None:
+        if self._clock is None:
+            return
+        if not (self.network.timed or self.network.elastic):  # clocks of other machines, and processes that start anew
+            self._clock.set(common_time(self.network, self._clock.elapsed_s, self.key("clock"), self.starting_s))
+        self._clock.begin()
+
+    @property
+    def together(self) -> bool:
+        """See Session; by the clock, only where a round starts."""
+        return self._clock is None or self._held or bool(self.network.elastic)
 
     def _start(self, sync: Sync[Tensor]) -> None:
         """Puts a fragment's message on its way to the group."""
@@ -150,18 +172,29 @@ class OuterLoop(Session):
         began = self.network.now()
         if not group:
             return Exchange(began, Finished(Result(offer.message, (), Outcome.SAT_OUT, LEFT_OVER), began))
-        if gone := self.departures.gone(group, sync.index, sync.rounds):
-            lost = Result(offer.message, group, Outcome.PEER_LOST, has_left(gone), missing=gone)
-            return Exchange(began, Finished(lost, began))
         message = self._weights[sync.index].fragment.message(offer.message)
         columns, key = self.columns.of(group, message.names), self._round_key(sync.index, sync.rounds)
         meetings = [Meeting(column.network, group, column.key(key), sync.rounds) for column in columns]
+        try:
+            meetings = self._weighed(sync, offer.fault, meetings, group)
+        except PeerLostError as error:
+            lost = Result(offer.message, group, Outcome.PEER_LOST, str(error), missing=error.ranks)
+            return Exchange(began, Finished(lost, began))
         averaging, apart = self._averagings[sync.index], sync.lost or sync.met not in ((), group)
         compare = partial(self._compare, sync.index, apart)
         start = partial(start_columns, message, group, columns, meetings, compare, averaging, self.network.now)
         if sync.delay_steps and message.flat.is_cuda and not self.network.timed:
             return start_beside(start, self._side.following(message.flat), began, self.network.now)
         return Exchange(began, *start())
+
+    def _weighed(self, sync: Sync[Tensor], fault: str, meetings: list[Meeting], group: Group) -> list[Meeting]:
+        """The meetings of a round, with messages' weights. Raises PeerLostError, also for members that have left."""
+        if gone := self.departures.gone(group, sync.index, sync.rounds):
+            raise PeerLostError(gone, has_left(gone))
+        if self._options["weighting"] != "steps":
+            return meetings
+        with self.departures.watched(group, sync.index, sync.rounds):
+            return weighed(meetings, 0.0 if fault else float(sync.trained), self.deadline_s)
 
     def _compare(self, fragment: int, apart: bool, column: Column, meeting: Meeting) -> Compared:
         """Starts comparing the anchors of a column with the group's, where they should be equal."""
@@ -233,7 +266,7 @@ class OuterLoop(Session):
     def _settle(self, sync: Sync[Tensor], pending: PendingRound[Tensor, Exchange], result: Result) -> None:
         """Makes anchors, outer momentum and schedule equal again in a group that was found to hold different ones."""
         group, key = pending.group, self._round_key(pending.fragment, pending.round)
-        fragment, pace = self._weights[sync.index].fragment, self._pace(sync)
+        fragment, pace = self._weights[sync.index].fragment, self._paces[sync.index].told()
         columns = self.columns.of(group, fragment.names)
         if not result.apart:
             if result.outcome == Outcome.PEER_LOST and self._compares(group):
@@ -252,32 +285,17 @@ class OuterLoop(Session):
         except PeerLostError as lost:
             result.note(Outcome.PEER_LOST, str(lost))  # the next round tries again
             return
-        self._keep_pace(sync, pace)
+        self._paces[sync.index].keep(pace)
         sync.lost = False
         if pending.offer.own is not None:
             pending.offer.own.copy_(result.mean)  # what is left of the own part in the anchors' mean
-
-    def _pace(self, sync: Sync[Tensor]) -> dict[str, Any]:
-        """When rounds come, and what decides it: equal for all members of a group."""
-        adaptation = self._adaptations[sync.index]
-        return {
-            "sync": sync.pace(),
-            "adaptation": adaptation.state_dict() if adaptation else None,
-            "share": self._averagings[sync.index].share,
-        }
-
-    def _keep_pace(self, sync: Sync[Tensor], pace: dict[str, Any]) -> None:
-        sync.keep_pace(pace["sync"])
-        if adaptation := self._adaptations[sync.index]:
-            adaptation.load_state_dict(pace["adaptation"])
-        self._averagings[sync.index].set_budget(pace["share"])
 
     def _adapt(self, sync: Sync[Tensor], result: Result) -> tuple[float | None, float | None]:
         """Adapts the codec's share and the steps between rounds to the effective rank.
 
         Steps may only adapt to means that all replicas have seen, so a round that one may have missed is left out.
         """
-        adaptation, weights = self._adaptations[sync.index], self._weights[sync.index]
+        adaptation, weights = self._paces[sync.index].adaptation, self._weights[sync.index]
         if adaptation is None or not result.group:
             return None, None
         cells = weights.fragment.message(gradient_of(self.outer, weights.anchor, result.mean)).cells
@@ -340,8 +358,9 @@ class OuterLoop(Session):
             **super().state_dict(),
             **self._replica.state_dict(),
             "groups": self.outer.state_dict()["param_groups"],
-            "fragments": [self._pace(sync) | {"sync": sync.state_dict()} for sync in self._rounds.syncs],
+            "fragments": [pace.told() | {"sync": pace.sync.state_dict()} for pace in self._paces],
             "pending": [told for told, _ in pending],
+            "clock": self._clock.elapsed_s if self._clock else None,
             "cells": dict(self._cells([tensors for _, tensors in pending])),
         }
 
@@ -350,13 +369,10 @@ class OuterLoop(Session):
 
     def _cells(self, pending: list[dict[str, Tensor]]) -> Iterator[tuple[str, dict[str, Any]]]:
         """What is kept of each cell, also in pending rounds, by its name."""
-        for sync, weights, averaging in zip(self._rounds.syncs, self._weights, self._averagings, strict=True):
-            kept, codecs = weights.kept(), averaging.state_dict()
-            for place, tensors in enumerate(pending):
-                if self._rounds.pending[place].fragment == sync.index:
-                    kept |= {_of_pending(place, name): tensor for name, tensor in tensors.items()}
-            for cell, values in zip(weights.fragment.cells, weights.fragment.apart(kept).values(), strict=True):
-                yield cell.name, values | {"codecs": codecs.get(cell.name, {}), "values": cell.numel}
+        of = [round.fragment for round in self._rounds.pending]
+        for index, (weights, averaging) in enumerate(zip(self._weights, self._averagings, strict=True)):
+            own = {place: tensors for place, tensors in enumerate(pending) if of[place] == index}
+            yield from cells_kept(weights, averaging.state_dict(), own)
 
     def _packed(self, pending: PendingRound[Tensor, Exchange]) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """As plain values and tensors, once the mean is there."""
@@ -369,24 +385,15 @@ class OuterLoop(Session):
         super()._load(state)
         self._replica.load_state_dict(state)
         load_into(self.outer, {"state": {}, "param_groups": state["groups"]})
+        if self._clock:
+            self._clock.set(state["clock"])
         pending: dict[int, dict[str, Tensor]] = {}
         for sync, saved, weights in zip(self._rounds.syncs, state["fragments"], self._weights, strict=True):
-            cells = {cell.name: state["cells"][cell.name] for cell in weights.fragment.cells}
-            cells = copied(cells, weights.anchor.device)
-            codecs = {name: kept.pop("codecs") for name, kept in cells.items()}
-            kept = weights.fragment.together(cells)
-            weights.take(kept)
-            for place, told in enumerate(state["pending"]):
-                if told["fragment"] == sync.index:
-                    none = weights.anchor[:0]  # where no cell of the fragment is kept
-                    pending[place] = {name: kept.get(_of_pending(place, name), none) for name in told["tensors"]}
+            told = {n: one["tensors"] for n, one in enumerate(state["pending"]) if one["fragment"] == sync.index}
+            codecs, own = take_cells(weights, state["cells"], told)
+            pending |= own
             self._averagings[sync.index].load_state_dict(codecs)
-            self._keep_pace(sync, saved)
+            self._paces[sync.index].keep(saved)
             sync.load_state_dict(saved["sync"])
         now, saved_rounds = self.network.now(), enumerate(state["pending"])
         self._rounds.pending = [unpacked(told, pending[place], now) for place, told in saved_rounds]
-
-
-def _of_pending(place: int, name: str) -> str:
-    """What a pending round's tensor is called among those of its cells."""
-    return f"pending {place} {name}"

@@ -149,6 +149,7 @@ class Method:
         _check_given(model, optimizers)
         _check_role("the network given to attach", network, Network)
         self._check_network(network, chosen["robust"])
+        self._check_weighting(network, chosen["weighting"])
         self._look_at_inner(optimizers)
         reshard(model)
         check_shards(model, network)
@@ -168,6 +169,15 @@ class Method:
             self.check_elastic()
         elif robust != "mean":
             raise UserError(f"robust is {robust!r}, but only peers on the internet need it; leave it out")
+
+    def _check_weighting(self, network: Network, weighting: str | None) -> None:
+        if weighting == "steps" and self.outer is None:
+            raise UserError("weighting is 'steps', but this method averages gradients in each step; leave it out")
+        if weighting == "steps" and self.schedule.delay and not network.elastic:
+            raise UserError(
+                f"weighting is 'steps', which members tell each other before a round, and delay is "
+                f"{self.schedule.delay}; choose one of them"
+            )
 
     def _look_at_inner(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Says so where the method would be another one."""

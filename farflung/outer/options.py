@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypedDict
 
 import torch
@@ -27,12 +27,24 @@ class Options(TypedDict, total=False):
     """What an inner step weighs in the mean on an elastic network, such as its tokens: 1."""
     buffers: Literal["end", "round"]
     """Whether buffers are averaged in every "round", or only at the "end" and by `average_buffers`."""
+    clock: Callable[[], float] | None
+    """Seconds, by which rounds by the clock go: by default, the network's clock."""
+    weighting: Literal["even", "steps"] | None
+    """What a message weighs in the mean: the same, or the steps behind it; by default even, on the internet steps."""
     on_round: Callable[[Round], None] | None
     """Told of every round when it was applied; without it, the logger `farflung` hears of lost ones, once a partner."""
 
 
 USUAL = Options(
-    outer_device=None, deadline_s=120.0, starting_s=600.0, robust="mean", step_weight=1.0, buffers="end", on_round=None
+    outer_device=None,
+    deadline_s=120.0,
+    starting_s=600.0,
+    robust="mean",
+    step_weight=1.0,
+    buffers="end",
+    clock=None,
+    weighting=None,
+    on_round=None,
 )
 _FORMERLY = {"deadline": "deadline_s", "starting": "starting_s"}
 
@@ -52,11 +64,14 @@ def completed(given: Mapping[str, Any]) -> Options:
         options[name] = value
     if options["buffers"] not in ("end", "round"):
         raise UserError(f"buffers is {options['buffers']!r}; choose 'end' or 'round'")
+    if options["weighting"] not in (None, "even", "steps"):
+        raise UserError(f"weighting is {options['weighting']!r}; choose 'even' or 'steps'")
     for name, unit in (("deadline_s", "seconds"), ("starting_s", "seconds"), ("step_weight", "a number")):
         if not (isinstance(options[name], int | float) and options[name] > 0):
             raise UserError(f"{name} is {options[name]!r}; give {unit}, more than 0")
-    if not (options["on_round"] is None or callable(options["on_round"])):
-        raise UserError(f"on_round is {options['on_round']!r}; give a function, which is told of every round")
+    for name, what in (("on_round", "is told of every round"), ("clock", "tells the time in seconds")):
+        if not (options[name] is None or callable(options[name])):
+            raise UserError(f"{name} is {options[name]!r}; give a function, which {what}")
     _check_device(options["outer_device"])
     return options  # type: ignore[return-value]
 
@@ -67,3 +82,19 @@ def _check_device(given: Any) -> None:
     except (RuntimeError, AssertionError, TypeError, NotImplementedError) as error:
         told = f"outer_device is {given!r}, which this machine does not have; give another, such as 'cpu'"
         raise UserError(told) from error
+
+
+def check_elastic(number: int, floating: Sequence[str], buffers: str) -> None:
+    """Refuses what peers on the internet cannot do: buffers, and a second session. Raises UserError."""
+    if number:
+        raise UserError(
+            "a network on the internet serves one session, and this one has had one; give attach all "
+            "optimizers in a list, or open another network with a ticket of its own"
+        )
+    if buffers != "end":
+        raise UserError(f"buffers is {buffers!r}, but peers on the internet average none; leave it out")
+    if floating:
+        raise UserError(
+            f"the model keeps {floating[0]} besides its weights, which peers on the internet cannot average; "
+            "replace BatchNorm by LayerNorm or GroupNorm, or register such buffers with persistent=False"
+        )

@@ -3,48 +3,84 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from farflung.durations import seconds_of, ticks_of
 from farflung.errors import UserError
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class Schedule:
     """Fragment p starts a round at each step where (step - offset of p) is a multiple of `every`.
 
     The offsets spread the fragments evenly over the steps between rounds (Streaming DiLoCo, arXiv 2501.18512).
 
+    By the clock (RandomTMA, arXiv 2305.09887), what it counts are not steps but tenths of a second since the replicas
+    began together. When a round is due, each finishes the step that it is in; so they may be of unlike speeds.
+
     Args:
-        every: inner steps between two rounds of one fragment; None never has a round.
+        every: inner steps between two rounds of one fragment, or a time such as "30s"; None never has a round.
         fragments: parts of the parameters that have rounds of their own.
-        delay: inner steps between sending an update and applying the result; training goes on during the exchange.
+        delay: inner steps between sending an update and applying the result, or a time; training goes on meanwhile.
         final: what `every` is after `steps`; it gets there by equal factors. None leaves it as it is.
         steps: inner steps of the run.
+        seconds: the time between two rounds, in place of `every`.
 
     Raises:
-        UserError: the three cannot work together.
+        UserError: they cannot work together.
     """
 
     every: int | None
-    fragments: int = 1
-    delay: int = 0
-    final: int | None = None
-    steps: int = 0
+    fragments: int
+    delay: int
+    final: int | None
+    steps: int
+    seconds: float | None = field(repr=False)
 
-    def __post_init__(self) -> None:
-        for name, value in vars(self).items():
+    def __init__(
+        self,
+        every: int | str | None = None,
+        fragments: int = 1,
+        delay: int | str = 0,
+        final: int | None = None,
+        steps: int = 0,
+        *,
+        seconds: float | None = None,
+    ) -> None:
+        seconds = seconds_of("every", every) if isinstance(every, str) else seconds
+        if seconds is not None:
+            ticks = ticks_of("every", seconds)
+            if isinstance(every, int) and every != ticks:
+                raise UserError(f"every is {every} and seconds is {seconds:g}; give one of them")
+            every = ticks
+        if isinstance(delay, str):
+            if seconds is None:
+                raise UserError(f"delay is {delay!r}, but every is {every!r}; give both as times, or neither")
+            delay = ticks_of("delay", seconds_of("delay", delay))
+        chosen = {"every": every, "fragments": fragments, "delay": delay, "final": final, "steps": steps}
+        for name, value in {**chosen, "seconds": seconds}.items():
+            object.__setattr__(self, name, value)
+        for name, value in chosen.items():
             unset = value is None and name in ("every", "final")
             if not unset and (not isinstance(value, int) or isinstance(value, bool)):
                 raise UserError(f"{name} is {value!r}; it must be a whole number")
+        self._check()
+
+    def _check(self) -> None:
+        """Refuses what cannot work together. Raises UserError."""
         if self.every is None:
             return
         if self.every < 1 or self.fragments < 1 or self.delay < 0:
             raise UserError(f"{self} is not possible: every and fragments must be at least 1, delay at least 0")
+        unit = "" if self.seconds is None else " (tenths of a second)"
         if self.delay > self.every:
             raise UserError(
-                f"delay is {self.delay} but every is {self.every}: a round must be applied before the next one starts; "
-                f"choose a delay of at most {self.every}"
+                f"delay is {self.delay} but every is {self.every}{unit}: a round must be applied before the next one "
+                f"starts; choose a delay of at most {self.every}"
             )
+        if self.seconds is not None and (self.fragments > 1 or self.final is not None):
+            what = f"fragments is {self.fragments}" if self.final is None else f"every_final is {self.final}"
+            raise UserError(f"{what}, but rounds by the clock have none; leave it out, or give every in inner steps")
         if self.fragments > self.every:
             raise UserError(
                 f"fragments is {self.fragments} but every is {self.every}: "
@@ -55,6 +91,11 @@ class Schedule:
                 f"every_final is {self.final}, less than delay ({self.delay}) or fragments ({self.fragments}); "
                 f"choose at least {max(self.delay, self.fragments)}"
             )
+
+    @property
+    def by_clock(self) -> bool:
+        """Whether it counts tenths of a second, and not inner steps."""
+        return self.seconds is not None
 
     def every_at(self, step: int) -> int:
         """Inner steps from a round that starts after a step to the fragment's next; 0 for never."""

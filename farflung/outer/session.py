@@ -33,7 +33,7 @@ from farflung.outer.columns import Columns, Message
 from farflung.outer.departures import Departures
 from farflung.outer.faults import Faults
 from farflung.outer.fragments import split
-from farflung.outer.options import Options
+from farflung.outer.options import Options, check_elastic
 from farflung.outer.outcomes import Round
 from farflung.outer.reports import Reports
 
@@ -101,7 +101,7 @@ class Session:
         if self.method.exchanges:
             watch_for_strangers()
         if network.elastic:
-            _check_elastic(number, self.untrained, setup.options["buffers"])
+            check_elastic(number, self.untrained.floating(), setup.options["buffers"])
 
     def __enter__(self) -> Self:
         if self._left:
@@ -281,12 +281,12 @@ class Session:
         agrees = self.method.exchanges and not self.network.elastic
         if agrees:
             self.meet_islands()
-        if self._begun:
-            return
-        self._begun = True
-        self._begin()
-        if agrees:
-            self._agree_on_start(untrained)
+        if not self._begun:
+            self._begun = True
+            self._begin()
+            if agrees:
+                self._agree_on_start(untrained)
+        self._begin_counting()
 
     def meet_islands(self) -> None:
         """Learns who keeps which cells, before anything is exchanged; later calls find it known."""
@@ -334,6 +334,7 @@ class Session:
         method = self.method
         parts: dict[str, object] = {
             "schedule": method.schedule,
+            "way of counting": "tenths of a second" if method.schedule.by_clock else "inner steps",
             "topology": method.topology,
             "codec": method.codec,
             "merge": method.merge,
@@ -361,6 +362,14 @@ class Session:
     def _begin(self) -> None:
         """Takes note of the weights that training starts from, which may have been loaded since attach."""
 
+    def _begin_counting(self) -> None:
+        """All replicas are there, and begin their first step, or go on."""
+
+    @property
+    def together(self) -> bool:
+        """Whether all replicas come to be at this very step, so that they can do something together there."""
+        return True
+
     def report(self, round: Round) -> None:
         """Reports a round that was applied."""
         self._reports.tell(round)
@@ -383,18 +392,3 @@ class Session:
     def replicas(self) -> int:
         """How many replicas are believed alive, this one among them: the world size."""
         return len(self.network.members())
-
-
-def _check_elastic(number: int, untrained: Untrained, buffers: str) -> None:
-    if number:
-        raise UserError(
-            "a network on the internet serves one session, and this one has had one; give attach all "
-            "optimizers in a list, or open another network with a ticket of its own"
-        )
-    if buffers != "end":
-        raise UserError(f"buffers is {buffers!r}, but peers on the internet average none; leave it out")
-    if floating := untrained.floating():
-        raise UserError(
-            f"the model keeps {floating[0]} besides its weights, which peers on the internet cannot average; "
-            "replace BatchNorm by LayerNorm or GroupNorm, or register such buffers with persistent=False"
-        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from farflung.networks import Finished
 from farflung.outer.exchange import Exchange
+from farflung.outer.fragments import Weights
 from farflung.outer.outcomes import Outcome, Result
 from farflung.outer.round import Offer, PendingRound
 
@@ -47,3 +49,39 @@ def unpacked(saved: dict[str, Any], tensors: dict[str, Tensor], now: float) -> P
     result = Result(**values.pop("exchange") | {"mean": offer.message})
     result.outcome = Outcome(result.outcome)
     return PendingRound(**values, offer=offer, exchange=Exchange(started_s, Finished(result, finished)))
+
+
+def cells_kept(
+    weights: Weights, codecs: Mapping[str, Any], pending: Mapping[int, Mapping[str, Tensor]]
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """What is kept of each cell of a fragment by its name, also in its pending rounds, which are told by their places.
+
+    `codecs` are the states of the cells' codecs.
+    """
+    kept = weights.kept()
+    for place, tensors in pending.items():
+        kept |= {_of_pending(place, name): tensor for name, tensor in tensors.items()}
+    for cell, values in zip(weights.fragment.cells, weights.fragment.apart(kept).values(), strict=True):
+        yield cell.name, values | {"codecs": codecs.get(cell.name, {}), "values": cell.numel}
+
+
+def take_cells(
+    weights: Weights, kept_cells: Mapping[str, dict[str, Any]], pending: Mapping[int, Sequence[str]]
+) -> tuple[dict[str, Any], dict[int, dict[str, Tensor]]]:
+    """Gives a fragment its `cells_kept`, of those of all fragments.
+
+    Returns the codecs' states, and the tensors of its pending rounds, of which `pending` tells the names.
+    """
+    cells = copied({cell.name: kept_cells[cell.name] for cell in weights.fragment.cells}, weights.anchor.device)
+    codecs = {name: kept.pop("codecs") for name, kept in cells.items()}
+    kept = weights.fragment.together(cells)
+    weights.take(kept)
+    none = weights.anchor[:0]  # where no cell of the fragment is kept
+    return codecs, {
+        place: {name: kept.get(_of_pending(place, name), none) for name in names} for place, names in pending.items()
+    }
+
+
+def _of_pending(place: int, name: str) -> str:
+    """What a pending round's tensor is called among those of its cells."""
+    return f"pending {place} {name}"

@@ -19,7 +19,9 @@ def check_batched(settings: Settings) -> None:
     if settings.island.compile:
         raise UserError("batched_replicas computes layers as they are; leave out compile, or batched_replicas")
     conditions = settings.network.simulated_conditions()
-    if uneven := next((n for n in ("speed_sigma", "step_sigma", "slow_share") if getattr(conditions, n)), None):
+    if uneven := next(
+        (n for n in ("speeds", "speed_sigma", "step_sigma", "slow_share") if getattr(conditions, n)), None
+    ):
         raise UserError(
             f"batched_replicas needs replicas of one speed, and {uneven} is {getattr(conditions, uneven)}; choose "
             "other --conditions, or leave it out"

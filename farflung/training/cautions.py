@@ -19,6 +19,8 @@ def _without_rounds(settings: Settings) -> str:
     first = min(schedule.first(fragment) for fragment in range(schedule.fragments))
     if first <= settings.run.steps:
         return ""
+    if schedule.by_clock:
+        return f"the run ends before its first round, which comes after {schedule.seconds:g} s; give --rounds"
     ends = f"the run ends at step {settings.run.steps}, before its first round, which comes after step {first}"
     return f"{ends}; its replicas exchange nothing; give a smaller --every"
 

@@ -102,6 +102,7 @@ def check_for_internet(settings: Settings, local: ListenAddress | None = None) -
     if settings.network.conditions:
         raise UserError("conditions are for the simulated network; leave them out")
     launch.check_network(settings.changed(network="internet"))
+    launch.check_clock(settings)
     settings.method().check_elastic()
 
 

@@ -81,6 +81,8 @@ class Trainer:
         self._lost: LostDataError | None = None
         self._score: float | None = None
         """What the model was judged by at this step, if it was."""
+        self._judged_at = 0
+        """The last step that was looked at for what is due."""
         self._saved = self._load(resume_step)
         if self._saved and network.timed:
             network.timed.resume(self._saved["clock"])
@@ -120,6 +122,7 @@ class Trainer:
             starting_s=network.starting,
             robust=rounds.robust,
             step_weight=float(self.log.units_per_step),
+            weighting=rounds.weighting,
             on_round=self._after_round,
         )
         with contextlib.closing(self.saving):
@@ -128,6 +131,7 @@ class Trainer:
                     self._restore(self._saved, session)
                 if catch_up:
                     self._catch_up(session)
+                self._judged_at = self.step
                 while self.step < self.settings.run.steps:
                     self._train_step(session)
             self.island.after_step()  # leaving has applied what was pending
@@ -138,14 +142,15 @@ class Trainer:
             self.log.end("finished")
 
     def _train_step(self, session: Session) -> None:
-        before, number = self.step, self.step + 1
+        number = self.step + 1
         self._score = None
         with self.profile.step(number):
             told = self._computed(session)
             self.progress.trained += 1
             self._tell(*told)
         self._end_profile(number)
-        self._judge_and_keep(session, before)
+        if session.together:
+            self._judge_and_keep(session)
 
     def _computed(self, session: Session) -> tuple[float | None, float]:
         """Takes an inner step. Returns its loss, if it has one, and its learning rate."""
@@ -186,9 +191,10 @@ class Trainer:
         except (OSError, RuntimeError) as error:
             self.log.warn(f"no trace of steps {self.settings.run.profile}: {error}")
 
-    def _judge_and_keep(self, session: Session, before: int) -> None:
-        """After a step: evaluates, writes a checkpoint, or stops where it is due. Raises StoppedError."""
+    def _judge_and_keep(self, session: Session) -> None:
+        """After a step of all: evaluates, writes a checkpoint, or stops where it is due. Raises StoppedError."""
         run, last = self.settings.run, self.step >= self.settings.run.steps
+        before, self._judged_at = self._judged_at, self.step
 
         def comes(every: int) -> bool:
             """Whether a multiple was reached or passed."""

@@ -135,13 +135,13 @@ class InternetNetwork(Exchanges):
         with contextlib.suppress(TimeoutError):  # one that is silent shall hold up nobody
             self.peers.background.run(self.peers.announce(trains=True, step=step), self._deadline)
 
-    def paced(self, step: int, every: int) -> int:
+    def paced(self, step: int, every: int, rate: float = 0.0) -> int:
         """See ElasticNetwork. Raises UserError where this peer cannot stay."""
         self.peers.check()
         counted = counted_step(step, every, self.peers.members, self._pace.begins)
-        rate = self._pace.step(self.now())
-        self.peers.info.update(trains=True, rate=rate, step=counted)
-        self.peers.members.stepped(rate)
+        own = self._pace.step(self.now())
+        self.peers.info.update(trains=True, rate=rate or own, step=counted)
+        self.peers.members.stepped(own)
         return counted
 
     @property

@@ -93,6 +93,7 @@ class Conditions:
         step_ms: what the computation of one inner step takes, milliseconds.
         bandwidth_sigma: spread of the replicas' links (log-normal).
         latency_sigma: spread of the messages' latencies (log-normal).
+        speeds: how fast single replicas compute, in order, as a multiple of all others: 1, 0.25 is a slow second one.
         speed_sigma: spread of the replicas' speeds (log-normal).
         step_sigma: spread of one replica's steps (log-normal).
         slow_share, slow_factor: this share of steps takes so many times as long.
@@ -112,6 +113,7 @@ class Conditions:
     up_mbps: float | None = None
     bandwidth_sigma: float = 0.0
     latency_sigma: float = 0.0
+    speeds: tuple[float, ...] = ()
     speed_sigma: float = 0.0
     step_sigma: float = 0.0
     slow_share: float = 0.0
@@ -135,6 +137,8 @@ class Conditions:
         for name in ("loss", "slow_share"):
             if not 0 <= getattr(self, name) < 1:
                 raise UserError(f"{name} is {getattr(self, name)}; it is a share, and must be from 0 to less than 1")
+        for rank, speed in enumerate(self.speeds):
+            check_number(f"the speed of replica {rank}", speed, SMALLEST)
         check_number("seed", self.seed, most=2**64 - 1)
         _check_sites(self.sites, self.links)
         for number, cut in enumerate(self.cuts, start=1):
@@ -168,7 +172,8 @@ class Conditions:
 
     def step_seconds(self, rank: int) -> float:
         """A replica's typical inner step."""
-        return self.step_ms / 1000 * self._spread("speed", self.speed_sigma, rank)
+        speed = self.speeds[rank] if rank < len(self.speeds) else 1.0
+        return self.step_ms / 1000 / speed * self._spread("speed", self.speed_sigma, rank)
 
     def latency_seconds(self, places: dict[int, int], key: str) -> float:
         """How long the last message of all to all takes, among so many replicas at each site, apart from its bytes."""

@@ -1,0 +1,64 @@
+"""The clock by which rounds go where replicas are of unlike speeds, and what messages then weigh."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable
+
+from farflung.durations import TICKS_PER_SECOND
+from farflung.hooks.start import all_there
+from farflung.networks import Network
+from farflung.networks.base import fact_in, fact_packet
+
+SLACK = 1e-6
+"""Of a tenth of a second: so much may be missing, since sums of steps are rounded."""
+
+
+class Clock:
+    """Counts tenths of a second since the replicas of a run began together; where the run does, it stops.
+
+    Args:
+        now: seconds, from any moment on.
+    """
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self._now = now
+        self._elapsed_s = 0.0
+        self._began: float | None = None
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds of the run so far."""
+        return self._elapsed_s if self._began is None else self._now() - self._began
+
+    @property
+    def ticks(self) -> int:
+        """Whole tenths of a second of the run so far."""
+        return math.floor(self.elapsed_s * TICKS_PER_SECOND + SLACK)
+
+    def begin(self) -> None:
+        """Begins, or goes on from the time that was `set`, unless it runs."""
+        if self._began is None:
+            self._began = self._now() - self._elapsed_s
+
+    def set(self, elapsed_s: float) -> None:
+        """Stops, at so many seconds of the run."""
+        self._elapsed_s, self._began = elapsed_s, None
+
+    def jump(self, ticks: int) -> None:
+        """Goes on from another time, unless it is this already."""
+        if ticks != self.ticks:
+            self.set(ticks / TICKS_PER_SECOND)
+            self.begin()
+
+
+def common_time(network: Network, own_s: float, key: str, deadline_s: float) -> float:
+    """The seconds of the run so far by the median of all replicas' clocks, as soon as all of them are there.
+
+    A process of an island asks all processes of all islands. Raises PeerLostError.
+    """
+    everyone = network.islands.everyone() if network.islands else network
+    pending = everyone.exchange(fact_packet(own_s), everyone.members(), key)
+    told: list[float] = [fact_in(word) for word in all_there(everyone, pending, deadline_s).values()]
+    return statistics.median_low(told)

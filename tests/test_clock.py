@@ -1,0 +1,243 @@
+"""Rounds by the clock: replicas of unlike speeds come to them in the step that they are in."""
+
+import copy
+import io
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from problem import flat, inner_steps, small_model
+from registered import METHODS, made
+from torch import Tensor
+
+from farflung import methods
+from farflung.codecs import codec_named
+from farflung.errors import UserError
+from farflung.methods import Method, RoundSettings, chosen, defaults_of
+from farflung.networks import Conditions, Network, Simulation
+from farflung.outer import Round, Schedule, Session
+from farflung.settings import Settings
+from farflung.training import cautions, launch
+
+AT_ONCE: dict[str, Any] = {"latency_ms": 0.0, "bandwidth_mbps": 1e12}
+"""Conditions in which exchanges take next to no time."""
+ONE_SLOW = Conditions(**AT_ONCE, speeds=(1.0, 1.0, 1.0, 0.25))
+BY_THE_CLOCK = [name for name in METHODS if "every" in defaults_of(name) and name != "streaming-diloco"]
+
+
+@dataclass
+class Trained:
+    """What came of a replica's training, after so many steps of its own."""
+
+    weights: Tensor
+    rounds: list[Round]
+    steps: int
+
+
+def trainer(make: Callable[[], Method], rounds: int, **options: Any) -> Callable[[Network], Trained]:
+    """A replica that trains until it has had so many rounds."""
+
+    def work(network: Network) -> Trained:
+        model, ended = small_model(), list[Round]()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        steps = 0
+        with make().attach(model, optimizer, network, on_round=ended.append, **options):
+            while len(ended) < rounds:
+                inner_steps(model, optimizer, network.rank, range(steps, steps + 1))
+                steps += 1
+        return Trained(flat(model), ended, steps)
+
+    return work
+
+
+@pytest.mark.parametrize("name", BY_THE_CLOCK)
+def test_even_speeds_give_the_bits_of_rounds_by_steps(name: str) -> None:
+    """A step takes a tenth of a second."""
+    by_steps = Simulation(3, Conditions(**AT_ONCE)).run(trainer(lambda: made(name, every=4), 6))
+    by_clock = Simulation(3, Conditions(**AT_ONCE)).run(trainer(lambda: made(name, every="0.4s"), 6))
+    for one, other in zip(by_steps, by_clock, strict=True):
+        assert torch.equal(one.weights, other.weights)
+        assert [r.started_step for r in one.rounds] == [r.started_step for r in other.rounds]
+
+
+@settings(max_examples=8, deadline=None)
+@given(
+    speeds=st.lists(st.floats(0.1, 3.0), min_size=3, max_size=4),
+    seconds=st.sampled_from(["1s", "2.5s", "6s"]),
+    name=st.sampled_from(["diloco", "noloco"]),
+)
+def test_nobody_waits_longer_than_one_step_of_the_slowest(speeds: list[float], seconds: str, name: str) -> None:
+    """However unlike the speeds are; all have had the same rounds in the end, and more steps the faster they are."""
+    conditions = Conditions(**AT_ONCE, speeds=tuple(speeds))
+    # Rounds further apart than the longest step, so that no two of them are due in one.
+    trained = Simulation(len(speeds), conditions).run(trainer(lambda: made(name, every=seconds), 4))
+    slowest_s = 0.1 / min(speeds)
+    for replica in trained:
+        assert [round.round for round in replica.rounds] == [1, 2, 3, 4]
+        assert {round.outcome for round in replica.rounds} <= {"averaged", "sat out"}
+        assert all(round.landed - round.waited_from <= slowest_s + 1e-6 for round in replica.rounds)
+    order = sorted(range(len(speeds)), key=lambda rank: speeds[rank])
+    assert [trained[rank].steps for rank in order] == sorted(one.steps for one in trained)
+
+
+def test_a_replica_four_times_slower_trains_a_quarter_of_the_steps() -> None:
+    trained = Simulation(4, ONE_SLOW).run(trainer(lambda: methods.diloco(every="4s"), 3))
+    assert [one.steps for one in trained] == [120, 120, 120, 30]
+    assert all(torch.equal(one.weights, trained[0].weights) for one in trained)
+
+
+def test_rounds_that_one_long_step_has_missed_are_made_up_for() -> None:
+    """With steps of 3 s and a round each second, three come after each step, of which each takes one."""
+    conditions = Conditions(**AT_ONCE, step_ms=3000)
+    trained = Simulation(2, conditions).run(trainer(lambda: methods.diloco(every="1s"), 5))
+    assert [[round.round for round in one.rounds] for one in trained] == [[1, 2, 3, 4, 5]] * 2
+    assert [[round.started_step for round in one.rounds] for one in trained] == [[10, 20, 30, 40, 50]] * 2
+
+
+@pytest.mark.parametrize("name", ["diloco", "noloco", "dilocox", "sparseloco"])
+@pytest.mark.parametrize("weighting", ["even", "steps"])
+def test_resumed_in_the_middle_of_an_interval_it_goes_on_bit_for_bit(name: str, weighting: str) -> None:
+    method: Callable[[], Method] = lambda: made(name, every="2s")  # noqa: E731
+    if method().schedule.delay and weighting == "steps":
+        return
+
+    def part(network: Network, saved: Mapping[int, bytes], until_s: float) -> tuple[bytes, Tensor]:
+        """Trains from what is saved to a moment of the run."""
+        model = small_model()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        # The state was saved under another clock, which began at another moment.
+        begins, steps = network.now(), 0
+        with method().attach(model, optimizer, network, weighting=weighting) as outer:  # type: ignore[arg-type]
+            if network.rank in saved:
+                state = torch.load(io.BytesIO(saved[network.rank]), weights_only=True)
+                model.load_state_dict(state["model"])
+                optimizer.load_state_dict(state["optimizer"])
+                outer.load_state_dict(state["outer"])
+                steps, begins = state["steps"], begins - state["seconds"]
+            while network.now() - begins < until_s - 1e-6:
+                inner_steps(model, optimizer, network.rank, range(steps, steps + 1))
+                steps += 1
+            state = {
+                "outer": outer.state_dict(),
+                "model": model.state_dict(),
+                "optimizer": optimizer.state_dict(),
+                "steps": steps,
+                "seconds": network.now() - begins,
+            }
+            torch.save(copy.deepcopy(state), buffer := io.BytesIO())
+            weights = flat(model)
+        return buffer.getvalue(), weights
+
+    whole = Simulation(4, ONE_SLOW).run(lambda network: part(network, {}, 9.0))
+    first = Simulation(4, ONE_SLOW).run(lambda network: part(network, {}, 5.1))
+    saved = {rank: state for rank, (state, _) in enumerate(first)}
+    rest = Simulation(4, ONE_SLOW).run(lambda network: part(network, saved, 9.0))
+    assert all(torch.equal(one, other) for (_, one), (_, other) in zip(whole, rest, strict=True))
+
+
+@pytest.mark.parametrize("codec", ["float32", "int8"])
+@pytest.mark.parametrize("way", ["whole", "parts"])
+def test_messages_weigh_the_steps_behind_them(way: Any, codec: str) -> None:
+    """Against a mean taken by hand of what replicas that train alone come to."""
+    average = partial(torch.optim.SGD, lr=1.0)  # of pseudo-gradients: the mean of the weights
+
+    def work(network: Network) -> tuple[Tensor, Tensor, int]:
+        model, before = small_model(), list[Tensor]()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+        method = Method(Schedule("1s"), codec=codec_named(codec), outer=average, averaging=way)
+        steps = 0
+        with method.attach(model, optimizer, network, weighting="steps") as outer:
+            while not outer.rounds:
+                trained = copy.deepcopy(model)
+                alone = torch.optim.SGD(trained.parameters(), lr=1e-2)
+                inner_steps(trained, alone, network.rank, range(steps, steps + 1))
+                before = [flat(trained)]
+                inner_steps(model, optimizer, network.rank, range(steps, steps + 1))
+                steps += 1
+        return before[0], flat(model), steps
+
+    alone, ended, steps = zip(*Simulation(4, ONE_SLOW).run(work), strict=True)
+    assert steps == (10, 10, 10, 3)
+    weights = torch.tensor(steps, dtype=torch.float64)
+    mean = (torch.stack(alone).double() * weights[:, None]).sum(0) / weights.sum()
+    for one in ended:
+        torch.testing.assert_close(one.double(), mean, rtol=0, atol=1e-6 if codec == "float32" else 2e-3)
+    assert all(torch.equal(one, ended[0]) for one in ended)
+
+
+def test_where_all_have_as_many_steps_weights_change_no_bit() -> None:
+    even, weighed = (
+        Simulation(3).run(trainer(lambda: methods.noloco(every=5), 4, weighting=weighting))
+        for weighting in ("even", "steps")
+    )
+    assert all(torch.equal(one.weights, other.weights) for one, other in zip(even, weighed, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: Schedule("1s", fragments=2), "fragments is 2, but rounds by the clock have none"),
+        (lambda: Schedule("1s", final=20), "every_final is 20, but rounds by the clock have none"),
+        (lambda: Schedule(5, delay="1s"), "delay is '1s', but every is 5; give both as times, or neither"),
+        (lambda: Schedule("1s", delay="2s"), "delay is 20 but every is 10 .tenths of a second."),
+        (lambda: Schedule(5, seconds=1.0), "every is 5 and seconds is 1; give one of them"),
+        (lambda: Schedule("soon"), "every is 'soon'; give inner steps, such as 50, or a time, such as 30s"),
+        (lambda: Method(Schedule("1s")), "a method without `outer` averages gradients at every step"),
+        (lambda: chosen(RoundSettings("ddp", every="1s")), "ddp has no setting every"),
+        (lambda: chosen(RoundSettings("streaming-diloco", every="1s")), "fragments is 3"),
+    ],
+)
+def test_what_cannot_go_by_the_clock_is_refused(make: Callable[[], object], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({}, "every is 30s, so that rounds end the run, and not steps; say how many with --rounds"),
+        ({"rounds": 2, "routes": "random", "stages": 2}, "every is 30s, but with routes random replicas step together"),
+        ({"rounds": 2, "swarm": True}, "every is 30s, but with swarm replicas step together"),
+    ],
+)
+def test_settings_that_cannot_go_by_the_clock_are_refused(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        launch.check_clock(Settings.of(every="30s", **given))
+
+
+def test_rounds_in_place_of_steps() -> None:
+    assert Settings.of(every=20, rounds=7).run.steps == 140
+    assert Settings.of(method="dilocox", rounds=2).run.steps == 250
+    by_clock = Settings.of(every="2min", rounds=3)
+    assert by_clock.by_clock and by_clock.run.steps == 3600 and by_clock.changed(rounds=4).run.steps == 4800
+    assert not cautions.cautions(by_clock)
+    with pytest.raises(UserError, match="rounds is 3, but ddp counts none; give --steps"):
+        Settings.of(method="ddp", rounds=3)
+
+
+@pytest.mark.parametrize(
+    ("make", "weighting", "words"),
+    [
+        (methods.ddp, "steps", "weighting is 'steps', but this method averages gradients in each step"),
+        (methods.dilocox, "steps", "weighting is 'steps', which members tell each other before a round, and delay"),
+        (methods.diloco, "more", "weighting is 'more'; choose 'even' or 'steps'"),
+    ],
+)
+def test_weights_that_there_cannot_be_are_refused(make: Callable[[], Method], weighting: Any, words: str) -> None:
+    model, network = small_model(), Simulation(1).networks[0]
+    with pytest.raises(UserError, match=words):
+        make().attach(model, torch.optim.SGD(model.parameters(), lr=0.1), network, weighting=weighting)
+
+
+def test_a_state_by_steps_is_no_state_by_the_clock() -> None:
+    def session(every: Any) -> Session:
+        model, network = small_model(), Simulation(1).networks[0]
+        return methods.noloco(every=every).attach(model, torch.optim.SGD(model.parameters(), lr=0.1), network)
+
+    with pytest.raises(UserError, match="this state was saved with another way of counting"):
+        session("5s").load_state_dict(session(50).state_dict())
