@@ -2,9 +2,12 @@
 
 import copy
 import io
+import json
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from problem import flat, inner_steps, small_model
+from processes import same_weights, saved
 from registered import METHODS, made
 from torch import Tensor
 
@@ -239,5 +243,58 @@ def test_a_state_by_steps_is_no_state_by_the_clock() -> None:
         model, network = small_model(), Simulation(1).networks[0]
         return methods.noloco(every=every).attach(model, torch.optim.SGD(model.parameters(), lr=0.1), network)
 
-    with pytest.raises(UserError, match="this state was saved with another way of counting"):
+    with pytest.raises(UserError, match=r"this state was saved with another schedule: .*every=50.*, not .*seconds=5.0"):
         session("5s").load_state_dict(session(50).state_dict())
+
+
+SMALL: dict[str, Any] = {
+    "model": "micro",
+    "network": "simulated",
+    "replicas": 2,
+    "batch_size": 2,
+    "sequence_length": 32,
+    "eval_sequences": 4,
+    "eval_every": 8,
+    "log_every": 4,
+    "checkpoint_every": 6,
+    "warmup": 2,
+    "max_tokens": 200_000,
+    "latency_ms": 0.0,
+    "bandwidth_mbps": 1e12,
+    "method": "diloco",
+}
+
+
+def run(folder: Path, resume: bool = False, **given: Any) -> dict[str, Any]:
+    config = Settings.of(out=str(folder), **SMALL | given)
+    launch.prepare(config, folder, resume)
+    launch.run_simulated(config, folder, resume)
+    summary: dict[str, Any] = json.loads((folder / "summary.json").read_text())
+    return summary
+
+
+@pytest.mark.slow
+def test_a_run_by_the_clock_is_that_by_steps_where_all_are_equally_fast(tmp_path: Path) -> None:
+    run(tmp_path / "steps", every=4, steps=12)
+    run(tmp_path / "clock", every="0.4s", rounds=3)
+    assert same_weights(tmp_path / "steps", tmp_path / "clock", 12)
+
+
+@pytest.mark.slow
+def test_a_run_of_unlike_replicas_goes_on_from_a_round_bit_for_bit(tmp_path: Path) -> None:
+    """All judge and keep what they have after a round, whatever their steps."""
+    (tmp_path / "slow.toml").write_text("speeds = [1, 0.3]\nlatency_ms = 3\n")
+    given: dict[str, Any] = {"every": "1s", "rounds": 4, "conditions": str(tmp_path / "slow.toml"), "latency_ms": None}
+    run(tmp_path / "run", **given)
+    lines = (tmp_path / "run" / "events" / "replica-1.jsonl").read_text().splitlines()
+    events = [json.loads(line) for line in lines]
+    for kind in ("evaluation", "checkpoint"):
+        assert [event["step"] for event in events if event["event"] == kind] == [10, 20, 30, 40]
+    whole = [saved(tmp_path / "run", 40, replica) for replica in (0, 1)]
+    assert whole[0]["trained"] > 2 * whole[1]["trained"]
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-000040")
+    run(tmp_path / "run", resume=True, **given)
+    for replica, before in enumerate(whole):
+        after = saved(tmp_path / "run", 40, replica)
+        assert after["trained"] == before["trained"]
+        assert all(map(torch.equal, before["model"].values(), after["model"].values()))

@@ -124,8 +124,8 @@ def test_a_table_that_there_is_not_is_named(tmp_path: Path) -> None:
             AFTER_RESUME,
             "batched_replicas boundary checkpoint_every compile data_deadline data_room deadline device "
             "device_tflops eval_every force_tokenizer islands keep_checkpoints log_every lr max_hours "
-            "microbatches pipeline_schedule profile profile_replicas restarts rounds shard stages steps text_share track "
-            "track_replicas",
+            "microbatches pipeline_schedule profile profile_replicas restarts rounds shard stages steps text_share "
+            "track track_replicas",
         ),
         (
             BETWEEN_MACHINES,

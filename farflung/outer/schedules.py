@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from farflung.durations import seconds_of, ticks_of
 from farflung.errors import UserError
@@ -35,7 +35,7 @@ class Schedule:
     delay: int
     final: int | None
     steps: int
-    seconds: float | None = field(repr=False)
+    seconds: float | None
 
     def __init__(
         self,
@@ -91,6 +91,10 @@ class Schedule:
                 f"every_final is {self.final}, less than delay ({self.delay}) or fragments ({self.fragments}); "
                 f"choose at least {max(self.delay, self.fragments)}"
             )
+
+    def __repr__(self) -> str:
+        told = (f"{name}={value!r}" for name, value in vars(self).items() if name != "seconds" or self.by_clock)
+        return f"Schedule({', '.join(told)})"
 
     @property
     def by_clock(self) -> bool:

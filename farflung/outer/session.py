@@ -334,7 +334,6 @@ class Session:
         method = self.method
         parts: dict[str, object] = {
             "schedule": method.schedule,
-            "way of counting": "tenths of a second" if method.schedule.by_clock else "inner steps",
             "topology": method.topology,
             "codec": method.codec,
             "merge": method.merge,
