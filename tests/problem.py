@@ -97,3 +97,28 @@ def replica(make: Callable[[], Method], steps: int, dtype: torch.dtype = torch.f
         return Result(flat(model), rounds, outer)
 
     return work
+
+
+@dataclass
+class Trained:
+    """What came of a replica's training, after so many steps of its own."""
+
+    weights: Tensor
+    rounds: list[Round]
+    steps: int
+
+
+def trainer(make: Callable[[], Method], rounds: int, **options: Any) -> Callable[[Network], Trained]:
+    """A replica that trains until it has had so many rounds."""
+
+    def work(network: Network) -> Trained:
+        model, ended = small_model(), list[Round]()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        steps = 0
+        with make().attach(model, optimizer, network, on_round=ended.append, **options):
+            while len(ended) < rounds:
+                inner_steps(model, optimizer, network.rank, range(steps, steps + 1))
+                steps += 1
+        return Trained(flat(model), ended, steps)
+
+    return work

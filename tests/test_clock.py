@@ -5,7 +5,6 @@ import io
 import json
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,17 +13,18 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from problem import flat, inner_steps, small_model
-from processes import same_weights, saved
+from problem import Trained, flat, inner_steps, small_model, trainer
+from processes import run_replicas, same_weights, saved
 from registered import METHODS, made
 from torch import Tensor
+from torch_replica import BY_CLOCK
 
 from farflung import methods
 from farflung.codecs import codec_named
 from farflung.errors import UserError
 from farflung.methods import Method, RoundSettings, chosen, defaults_of
 from farflung.networks import Conditions, Network, Simulation
-from farflung.outer import Round, Schedule, Session
+from farflung.outer import Schedule, Session
 from farflung.settings import Settings
 from farflung.training import cautions, launch
 
@@ -32,31 +32,6 @@ AT_ONCE: dict[str, Any] = {"latency_ms": 0.0, "bandwidth_mbps": 1e12}
 """Conditions in which exchanges take next to no time."""
 ONE_SLOW = Conditions(**AT_ONCE, speeds=(1.0, 1.0, 1.0, 0.25))
 BY_THE_CLOCK = [name for name in METHODS if "every" in defaults_of(name) and name != "streaming-diloco"]
-
-
-@dataclass
-class Trained:
-    """What came of a replica's training, after so many steps of its own."""
-
-    weights: Tensor
-    rounds: list[Round]
-    steps: int
-
-
-def trainer(make: Callable[[], Method], rounds: int, **options: Any) -> Callable[[Network], Trained]:
-    """A replica that trains until it has had so many rounds."""
-
-    def work(network: Network) -> Trained:
-        model, ended = small_model(), list[Round]()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        steps = 0
-        with make().attach(model, optimizer, network, on_round=ended.append, **options):
-            while len(ended) < rounds:
-                inner_steps(model, optimizer, network.rank, range(steps, steps + 1))
-                steps += 1
-        return Trained(flat(model), ended, steps)
-
-    return work
 
 
 @pytest.mark.parametrize("name", BY_THE_CLOCK)
@@ -298,3 +273,26 @@ def test_a_run_of_unlike_replicas_goes_on_from_a_round_bit_for_bit(tmp_path: Pat
         after = saved(tmp_path / "run", 40, replica)
         assert after["trained"] == before["trained"]
         assert all(map(torch.equal, before["model"].values(), after["model"].values()))
+
+
+@pytest.mark.slow
+def test_under_the_same_clocks_real_processes_give_the_simulated_bits(tmp_path: Path) -> None:
+    """One of them is four times slower; the clocks of the simulated ones are replayed to them, call by call."""
+    clocks: dict[str, list[list[float]]] = {}
+    simulated: dict[str, list[Trained]] = {}
+    for case in BY_CLOCK:
+        clocks[case] = told = [[], [], [], []]
+
+        def work(network: Network, case: str = case, told: list[list[float]] = told) -> Trained:
+            def now() -> float:
+                told[network.rank].append(network.now())
+                return told[network.rank][-1]
+
+            return BY_CLOCK[case](now)(network)
+
+        simulated[case] = Simulation(4, ONE_SLOW).run(work)
+    (tmp_path / "clocks.json").write_text(json.dumps(clocks))
+    for rank, real in enumerate(run_replicas(4, "by_clock", str(tmp_path / "clocks.json"), tmp_path)):
+        for case, trained in real.items():
+            assert torch.equal(trained.weights, simulated[case][rank].weights), case
+            assert trained.steps == simulated[case][rank].steps == (60, 60, 60, 15)[rank]

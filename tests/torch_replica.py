@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -15,7 +16,7 @@ from typing import Any
 import registered
 import torch
 from patience import patience
-from problem import replica
+from problem import Trained, replica, trainer
 
 from farflung import methods
 from farflung.codecs import ErrorFeedback, LowRank, Quantize
@@ -25,11 +26,23 @@ from farflung.outer import bundles
 
 RANDOM_DIGITS = ErrorFeedback(LowRank(2) | Quantize(4, stochastic=True))
 
+
+def _by_clock(name: str, weighting: str, clock: Callable[[], float]) -> Callable[[Network], Trained]:
+    return trainer(lambda: registered.made(name, every="2s"), rounds=3, clock=clock, weighting=weighting)
+
+
 METHODS = {
     **{name: partial(registered.made, name, every=4) for name in registered.METHODS},
     "noloco in fragments": lambda: methods.noloco(every=4, fragments=2, delay=2),
     "dilocox rounded at random": lambda: methods.dilocox(every=4, codec=RANDOM_DIGITS),
 }
+
+
+BY_CLOCK: dict[str, Callable[[Callable[[], float]], Callable[[Network], Trained]]] = {
+    f"{name}, {weighting}": partial(_by_clock, name, weighting)
+    for name, weighting in (("noloco", "even"), ("diloco", "steps"), ("sparseloco", "steps"))
+}
+"""What replicas do under a clock that they are given, by method and weighting."""
 
 
 SHORT = 50
@@ -39,6 +52,12 @@ SHORT = 50
 def train(network: TorchNetwork, names: str) -> Any:
     bundles.STRIP = SHORT
     return {name: replica(METHODS[name], steps=12)(network).weights for name in names.split(",")}
+
+
+def by_clock(network: TorchNetwork, recorded: str) -> dict[str, Trained]:
+    """What this replica comes to by the clocks of others, as they were recorded."""
+    clocks = json.loads(Path(recorded).read_text())
+    return {case: work(iter(clocks[case][network.rank]).__next__)(network) for case, work in BY_CLOCK.items()}
 
 
 def contract(network: Network, _: str) -> Any:
