@@ -1,7 +1,8 @@
-"""Peers that come late to a run without rounds, and peers of a swarm that fail in the midst of a step."""
+"""Peers that come late to a run without rounds, and what a swarm does without some of its peers."""
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +18,11 @@ from test_internet import Run, two_peers, unspoilt
 from farflung import methods
 from farflung.events import EndEvent, EvaluationEvent, StepEvent
 from farflung.networks import SharedState
+from farflung.networks.internet import read_ticket
+from farflung.swarm import turns
+from farflung.swarm.leading import Leader
+from farflung.swarm.letters import Microbatch
+from farflung.training.peer import _ticket_kept
 from farflung.training.stopping import StoppedError
 
 
@@ -99,3 +105,34 @@ def test_a_head_tells_of_no_loss_while_nobody_serves_the_stage_behind_it(tmp_pat
     told = swarm.events(swarm.trainers[0])
     assert any(isinstance(event, EndEvent) for event in told)
     assert not [event for event in told if isinstance(event, StepEvent | EvaluationEvent)]
+
+
+@pytest.mark.slow
+def test_a_leader_that_leads_no_more_though_it_is_there_is_followed_by_another_head(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick: None
+) -> None:
+    monkeypatch.setattr(turns, "QUIET_SECONDS", patience(1))
+    swarm = SwarmHere(tmp_path, [0, 0, 1], steps=8)
+    heads = sorted(swarm.trainers[:2], key=lambda one: one.network.rank)
+    leads, is_taken = Leader.step, []
+
+    async def some(leader: Leader, step: int, microbatches: list[Microbatch]) -> None:
+        if leader.number == heads[0].network.rank and step >= 3:
+            await asyncio.Event().wait()
+        is_taken.append((leader.number, step))
+        await leads(leader, step, microbatches)
+
+    monkeypatch.setattr(Leader, "step", some)
+    try:
+        for one in swarm.train():
+            one.result(patience(60))
+    finally:
+        swarm.close()
+    first, second = (one.network.rank for one in heads)
+    assert {step for number, step in is_taken if number == second} >= set(range(3, 8)) and first != second
+    assert all(step < 3 for number, step in is_taken if number == first)
+
+
+def test_a_ticket_to_who_is_there_is_kept_before_the_first_step(pair: Run, tmp_path: Path) -> None:
+    with _ticket_kept(pair.peers[0], tmp_path / "run.ticket"):
+        assert read_ticket(tmp_path / "run.ticket").addresses == pair.peers[0].invitation().addresses

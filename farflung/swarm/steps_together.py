@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import io
+import time
+from statistics import median_low
 
 import torch
 
@@ -17,6 +19,7 @@ from farflung.swarm.questions import Asked, Questions
 from farflung.swarm.seat import Seat
 from farflung.swarm.states import weights_in
 from farflung.swarm.synchronous import Participant, Synchronous
+from farflung.swarm.turns import Turns
 from farflung.swarm.work import Learnt
 
 LOOK_SECONDS = 0.2
@@ -24,7 +27,7 @@ LOOK_SECONDS = 0.2
 
 
 class StepsTogether:
-    """See Steps. Of the heads, that with the lowest rank leads; a step takes one batch of the whole swarm's.
+    """See Steps. One of the heads leads, by turns; a step takes one batch of the whole swarm's.
 
     Args:
         last: the run's last step.
@@ -73,19 +76,26 @@ class StepsTogether:
         return {self._seat.network.rank: self._own, **others}
 
     async def _lead(self) -> None:
-        """Leads whenever no head of a lower rank is there."""
-        leading: asyncio.Task[None] | None = None
+        """Leads whenever it is this head's turn."""
+        seat, leading = self._seat, None
+        turns = Turns(seat.stages * seat.peer.patience)
+        own = seat.network.rank
         while True:
-            first = all(one.rank > self._seat.network.rank for one in self._seat.serving(0))
-            if first and leading is None:
+            heads = [own, *(one.rank for one in seat.serving(0))]
+            turn = turns.leader(heads, self._reached(), time.monotonic()) == own
+            if turn and leading is None:
                 leading = asyncio.ensure_future(self._lead_all())
-            if leading and (leading.done() or not first):
+            if leading and (leading.done() or not turn):
                 leading.cancel()
                 await asyncio.wait([leading])
                 if not leading.cancelled():
                     leading.result()
                 leading = None
             await asyncio.sleep(LOOK_SECONDS)
+
+    def _reached(self) -> int:
+        """The step that the swarm has reached, as most say: one alone could lie, or be behind."""
+        return median_low([self._seat.work.version, *(one.step for one in self._seat.everyone())])
 
     async def _lead_all(self) -> None:
         leader = Leader(self, self._seat.stages, self._seat.network.rank, self._seat.peer.patience)

@@ -344,19 +344,21 @@ def _with_newer_addresses(ticket: Ticket, kept: Path) -> Ticket:
 @contextlib.contextmanager
 def _ticket_kept(network: InternetNetwork, path: Path) -> Iterator[None]:
     """Keeps a ticket in the run folder that leads to the peers that are there now, for whoever is invited next."""
-    over = threading.Event()
+    over, written = threading.Event(), None
 
     def keep() -> None:
-        written = None
-        while True:
-            if (ticket := network.invitation()) != written:
-                with contextlib.suppress(OSError):  # a full disk spoils no training
-                    ticket.write(path)
-                    written = ticket
-            if over.wait(TICKET_SECONDS):
-                return
+        nonlocal written
+        if (ticket := network.invitation()) != written:
+            with contextlib.suppress(OSError):  # a full disk spoils no training
+                ticket.write(path)
+                written = ticket
 
-    thread = threading.Thread(target=keep, daemon=True)
+    def go_on() -> None:
+        while not over.wait(TICKET_SECONDS):
+            keep()
+
+    keep()  # before the first step: whoever is killed in it comes back
+    thread = threading.Thread(target=go_on, daemon=True)
     thread.start()
     try:
         yield
