@@ -17,6 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from patience import patience
+from processes import SMALL as FEW
 from processes import farflung, fill
 
 from farflung.errors import UserError
@@ -101,6 +102,8 @@ def test_a_store_is_the_documents_one_after_the_other_however_often_it_was_inter
         if not store.is_store(folder):
             store.write(folder, texts, tokenizers.Bytes(), most, lambda *_: None)
     assert held(store.read(folder)) == expected(texts, most)
+    at_once = store.write(tmp_path_factory.mktemp("once"), texts, tokenizers.Bytes(), most, lambda *_: None)
+    assert store.read(folder).manifest == at_once.manifest
     assert sorted(path.name for path in folder.iterdir()) == ["held-out.bin", "store.json", "training.bin"]
 
 
@@ -222,6 +225,49 @@ def test_a_killed_preparation_goes_on_where_it_was(tmp_path: Path) -> None:
     assert held(made) == expected([f"{i} words " * 40 for i in range(20_000)], None)
 
 
+@given(
+    numbers=st.lists(st.integers(0, 99), min_size=2, max_size=30, unique=True),
+    random=st.randoms(use_true_random=False),
+)
+@settings(max_examples=20)
+def test_a_manifest_tells_all_documents_and_their_order(
+    numbers: list[int], random: Random, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("stores")
+
+    def sources(name: str, texts: list[str], most: int | None = None) -> str:
+        return store.write(folder / name, texts, tokenizers.Bytes(), most, lambda *_: None).manifest.sources
+
+    texts = [f"document {number}" for number in numbers]
+    turned = [*texts[1:], texts[0]]
+    changed = random.randrange(len(texts))
+    other = [*texts[:changed], "another", *texts[changed + 1 :]]
+    joined = [texts[0] + texts[1], *texts[2:]]
+    every = [sources(str(place), one) for place, one in enumerate((texts, turned, other, joined, texts[:-1]))]
+    assert len(set(every)) == len(every) and sources("again", [*texts, ""]) == every[0]
+    assert sources("beginning", texts, most=sum(len(text) + 1 for text in texts[:-1])) == every[-1]
+
+
+def test_a_preparation_does_not_go_on_with_other_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in SMALL.items():
+        monkeypatch.setattr(store, name, value)
+    texts = [f"document {number} of some length" for number in range(40)]
+
+    def cut() -> Iterator[str]:
+        yield from texts[:30]
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        store.write(tmp_path / "store", cut(), tokenizers.Bytes(), None, lambda *_: None)
+    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in ["another", *texts[1:]]))
+    ended = farflung("prepare", "a.jsonl", "--out", "store", cwd=tmp_path)
+    told = "store: this store was begun with other documents than there are now; put back what they were, or remove"
+    assert ended.returncode == 2 and ended.stderr.count("\n") == 1 and told in ended.stderr, ended.stderr
+    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    ended = farflung("prepare", "a.jsonl", "--out", "store", cwd=tmp_path)
+    assert ended.returncode == 0 and held(store.read(tmp_path / "store")) == expected(texts, None), ended.stderr
+
+
 def test_a_named_store_trains_as_its_text_does(tmp_path: Path) -> None:
     path = a_text(tmp_path)
     ended = farflung("prepare", "a.txt", "--out", "store", cwd=tmp_path)
@@ -238,6 +284,35 @@ def test_a_named_store_trains_as_its_text_does(tmp_path: Path) -> None:
         os.truncate(tmp_path / "store" / name, 100)
         with pytest.raises(UserError, match=fault):
             Language(settings_of(tmp_path / "store")).check()
+
+
+def test_checkpoints_keep_which_documents_each_source_has(tmp_path: Path) -> None:
+    texts, chats = a_text(tmp_path), tmp_path / "chats.jsonl"
+    messages = [{"role": "user", "content": "What?"}, {"role": "assistant", "content": "That."}]
+    chats.write_text("\n".join(json.dumps({"messages": messages}) for _ in range(9)))
+    alone = [Language(settings_of(path)).known for path in (texts, chats)]
+    both = LanguageSettings(data=f"0.5*{texts} + 0.5*{chats}", sequence_length=8)
+    assert Language(both).known == {**alone[0], **alone[1]} and [*alone[0]] == [str(texts)]
+
+
+@pytest.mark.slow
+def test_a_run_does_not_go_on_with_a_store_of_other_text(tmp_path: Path) -> None:
+    def prepare(texts: list[str]) -> None:
+        shutil.rmtree(tmp_path / "store", ignore_errors=True)
+        store.write(tmp_path / "store", texts, tokenizers.Bytes(), None, lambda *_: None)
+
+    prepare(first := ["some words " * 300, "some more " * 300])
+    few = [*FEW[: FEW.index("--max-tokens")], "--data", "store", "--steps", 5, "--every", 2, "--network", "simulated"]
+    assert farflung("train", *few, "--out", "run", cwd=tmp_path).returncode == 0
+    on = ("train", "--resume", "run", "--steps", 8)
+    prepare([first[1], first[0]])
+    ended = farflung(*on, cwd=tmp_path)
+    told = "data store: has changed since this run began; put back what it was, or begin a new run"
+    assert ended.returncode == 2 and ended.stderr.count(told) == 1, ended.stderr
+    assert told in ended.stderr.strip().splitlines()[-1]
+    prepare(first)
+    ended = farflung(*on, cwd=tmp_path)
+    assert ended.returncode == 0, ended.stderr
 
 
 def test_max_tokens_bounds_a_named_store_too(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from farflung.errors import UserError
@@ -50,6 +51,13 @@ def other_data(network: Network, digest: str, deadline_s: float) -> bool:
     """Whether processes hold out other samples than each other, by their digests. Raises PeerLostError."""
     first, *others = all_gather_facts(network, digest, "held-out data", deadline_s).values()
     return any(other != first for other in others)
+
+
+def refuse_changed_data(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Compares what a checkpoint has told of data with what is told now, by their names. Raises UserError."""
+    for name, told in before.items():
+        if now.get(name, told) != told:
+            raise UserError(f"data {name}: has changed since this run began; put back what it was, or begin a new run")
 
 
 def _said(value: Any) -> str:

@@ -19,6 +19,7 @@ from farflung.outer.elastic import CATCH_UP_SECONDS
 from farflung.pipeline.compiling import telling_of_compilers
 from farflung.settings import Settings
 from farflung.training import checkpoint
+from farflung.training.agreement import refuse_changed_data
 from farflung.training.checkpoint import Checkpoint
 from farflung.training.events import EventLog, scores
 from farflung.training.kept import Coordination
@@ -325,7 +326,8 @@ class Trainer:
         progress.trained, progress.rounds, progress.bytes_told = state["trained"], state["rounds"], state["bytes_told"]
         self.tail.load_state_dict(state["late"])
         if known := state.get("data"):
-            cast(Any, self.workload).known.update(known)
+            refuse_changed_data(known, now := cast(Any, self.workload).known)
+            now.update(known)
         saved = (state["traffic"], state["boundary_traffic"])
         for traffic, values in zip((self.network.traffic, self.island.traffic), saved, strict=True):
             for name, value in values.items():

@@ -62,9 +62,10 @@ class Workload(Protocol):
     over, such as its number of tokens. Where they can be counted, it has `operations(recompute)`: those that training
     on one unit takes, with all layers' forward passes computed twice or once. Where its samples are so many, and not
     made anew, it has `available`: how many there are to train on; or, of several sources, `epochs(samples)`: how often
-    those of each come, by its name, in so many. Where its data comes piece by piece, it has
-    `known`: a table of what it has found out of it, which checkpoints keep, and a resumed run puts back; and
-    `let_go()`, after which nobody waits for a piece any more.
+    those of each come, by its name, in so many. Where its data may change, or comes piece by piece,
+    it has `known`: a table of what it has found out of it, by its names, which checkpoints keep, and a resumed run puts
+    back; a run that has found otherwise of a name meanwhile is refused. Where nobody is to wait for a piece any more,
+    it has `let_go()`.
     """
 
     Settings: Any

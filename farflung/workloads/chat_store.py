@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -83,8 +84,8 @@ class _ChatWriter(Writer[Chat]):
     def tokens(self) -> int:
         return self.bytes[0] // self._kind.itemsize
 
-    def size(self, document: Chat) -> int:
-        return sum(len(str(message.get("content", "")).encode()) for message in document.messages)
+    def content(self, document: Chat) -> bytes:
+        return json.dumps(document.messages, sort_keys=True, default=str).encode()
 
     def encoded(self, documents: list[Chat]) -> Iterator[tuple[NDArray[Any], ...]]:
         for tokens, learnt in (chat.rendered(self.tokenizer) for chat in documents):
@@ -95,7 +96,8 @@ class _ChatWriter(Writer[Chat]):
 
     def ended(self) -> Manifest:
         used = self.tokenizer.digest, self._kind.name
-        return Manifest(*used, self.documents, self.tokens, held_out=0, template=self.tokenizer.template)
+        chats = self.tokenizer.template, self.sources
+        return Manifest(*used, self.documents, self.tokens, 0, *chats)
 
 
 def content(tokens: NDArray[np.integer]) -> bytes:

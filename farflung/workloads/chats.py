@@ -39,14 +39,16 @@ class Chats:
 
     Args:
         training, held_out: their numbers in the store.
-        length: tokens after which they are cut.
+        settings: say after how many tokens they are cut, and what the user calls them.
         padding: the token that fills shorter ones up.
     """
 
-    def __init__(self, kept: Store, training: Ids, held_out: Ids, length: int, padding: int) -> None:
+    def __init__(self, kept: Store, training: Ids, held_out: Ids, settings: LanguageSettings, padding: int) -> None:
         self._tokens, self._learnt, self._index = map(kept.mapped, store.CHATS)
         self._training, self._held_out = training, held_out
-        self._length, self._padding = length, padding
+        self._length, self._padding = settings.sequence_length, padding
+        self.known = kept.known_as(settings.data)
+        """See Workload."""
 
     @property
     def available(self) -> int:
@@ -123,7 +125,7 @@ def load(settings: LanguageSettings, tokenizer: Tokenizer, deal: Deal = ALL) -> 
         wanted = str(least) if settings.validation else f"{least + 1}: {least} to train on, and one held out"
         raise _too_few(settings, len(kept), lost, wanted)
     _warn(settings, lost)
-    return Chats(found, training, held_out, settings.sequence_length, tokenizer.end)
+    return Chats(found, training, held_out, settings, tokenizer.end)
 
 
 def load_all(settings: LanguageSettings, tokenizer: Tokenizer) -> Labelled:
@@ -133,7 +135,7 @@ def load_all(settings: LanguageSettings, tokenizer: Tokenizer) -> Labelled:
     if not len(kept):
         raise _too_few(settings, 0, lost, "1")
     _warn(settings, lost)
-    return Chats(found, kept[:0], kept, settings.sequence_length, tokenizer.end).held_out(settings.eval_sequences)
+    return Chats(found, kept[:0], kept, settings, tokenizer.end).held_out(settings.eval_sequences)
 
 
 def _fit(found: Store, settings: LanguageSettings) -> tuple[Ids, str]:

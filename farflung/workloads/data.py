@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -57,11 +58,19 @@ class Data:
     Args:
         name: what the user calls it.
         shares: stretches of one length that the training part is cut into; a replica sees one of them.
+        known: see Workload.
 
     Raises UserError where a part, or a share, is shorter than one sequence.
     """
 
-    def __init__(self, training: Rows, held_out: Rows | None, name: str, shares: int = 1) -> None:
+    def __init__(
+        self,
+        training: Rows,
+        held_out: Rows | None,
+        name: str,
+        shares: int = 1,
+        known: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         training.refuse_none(f"{name}: the training part")
         if held_out is not None:
             held_out.refuse_none(f"{name}: the validation part")
@@ -70,7 +79,7 @@ class Data:
                 f"data {name}: {training.tokens} tokens are less than a sequence of {training.length} for each of "
                 f"{shares} replicas; give more text, or leave out shares"
             )
-        self._training, self._held_out = training, held_out
+        self._training, self._held_out, self.known = training, held_out, dict(known)
 
     @property
     def available(self) -> int:
@@ -96,10 +105,10 @@ def load(settings: LanguageSettings, tokenizer: Tokenizer, deal: Deal = ALL) -> 
     training, held_out = store.training, store.held_out
     if most and (there := len(training) + len(held_out)) > most:  # a store that was prepared with more
         training, held_out = (part[: len(part) * most // there] for part in (training, held_out))
-    length = settings.sequence_length
+    length, told = settings.sequence_length, (settings.data, deal.shares, store.known_as(settings.data))
     if settings.validation:
-        return Data(Rows([training, held_out], length), None, settings.data, deal.shares)
-    return Data(Rows([training], length), Rows([held_out], length), settings.data, deal.shares)
+        return Data(Rows([training, held_out], length), None, *told)
+    return Data(Rows([training], length), Rows([held_out], length), *told)
 
 
 def load_all(settings: LanguageSettings, tokenizer: Tokenizer) -> Tensor:

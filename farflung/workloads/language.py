@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from farflung.errors import UserError
 from farflung.lazy import Later
@@ -173,9 +173,9 @@ class Language:
         return self.data.epochs(samples) if isinstance(self.data, sources.Mixture) else {}
 
     @property
-    def known(self) -> dict[str, Any]:
+    def known(self) -> MutableMapping[str, Any]:
         """See Workload."""
-        return getattr(self.data, "known", {})
+        return cast("MutableMapping[str, Any]", self.data.known)
 
     def sample_ids(self, seed: int, replica: int, step: int, size: int) -> Ids:
         """See Workload."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import ChainMap
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -64,9 +65,9 @@ class Mixture:
         self._from_far = [part for part in self._parts if isinstance(part, Shards)]
 
     @property
-    def known(self) -> dict[str, Any]:
-        """See Shards."""
-        return self._from_far[0].known if self._from_far else {}
+    def known(self) -> MutableMapping[str, Any]:
+        """That of all parts; what is put back is for those that come file by file, which have one table."""
+        return ChainMap(*(cast(dict[str, Any], part.known) for part in [*self._from_far, *self._parts]))
 
     def at(self, seed: int, replica: int, places: Ids) -> Ids:
         """The numbers of the sequences at some places of the row that a replica trains on. Raises UserError."""

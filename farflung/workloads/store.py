@@ -8,6 +8,7 @@ store that has one is whole.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import math
@@ -65,6 +66,8 @@ class Manifest:
     """Tokens held out."""
     template: str = ""
     """Of chats, the hash of the template that they were rendered by; of text, nothing."""
+    sources: str = ""
+    """The hash of all documents in their order; nothing in stores of earlier releases."""
 
     @property
     def files(self) -> dict[str, tuple[np.dtype[Any], int]]:
@@ -92,6 +95,10 @@ class Store:
     def held_out(self) -> NDArray[np.integer]:
         """Flat tokens of text held out, as `training`."""
         return self.mapped(HELD_OUT)
+
+    def known_as(self, name: str) -> dict[str, str]:
+        """The hash of its documents under a name, for a resumed run to see that they are the same."""
+        return {name: self.manifest.sources} if self.manifest.sources else {}
 
     def mapped(self, name: str) -> NDArray[Any]:
         """What one of its files holds, flat, mapped from the disk, read only."""
@@ -183,7 +190,7 @@ class Writer(ABC, Generic[D]):
         folder.mkdir(parents=True, exist_ok=True)
         self._folder, self.tokenizer, self._most = folder, tokenizer, most
         self.files: list[BinaryIO] = [(folder / name).open("a+b") for name in kinds]
-        self.documents, self.bytes = self._left()
+        self.documents, self.sources, self.bytes = self._left()
         for file, size in zip(self.files, self.bytes, strict=True):
             file.truncate(size)
         self._safe = sum(self.bytes)
@@ -194,8 +201,8 @@ class Writer(ABC, Generic[D]):
         """How many there are."""
 
     @abstractmethod
-    def size(self, document: D) -> int:
-        """Bytes of a document's text."""
+    def content(self, document: D) -> bytes:
+        """All that a document holds, before it becomes tokens."""
 
     @abstractmethod
     def encoded(self, documents: list[D]) -> Iterator[tuple[NDArray[Any], ...]]:
@@ -211,15 +218,19 @@ class Writer(ABC, Generic[D]):
         return math.inf if self._most is None else self._most - self.tokens
 
     def write(self, documents: Iterable[D], told: Told) -> Store:
-        """Adds the documents behind those that are there already, and ends the store."""
-        read_now = 0
+        """Adds the documents behind those that are there already, and ends the store.
+
+        Raises UserError where those that are there are others.
+        """
+        read_now, coming = 0, iter(documents)
         try:
-            for batch, size in self._batches(itertools.islice(documents, self.documents, None)):
+            self._pass(coming)
+            for batch, contents in self._batches(coming):
                 if self.room <= 0:
                     break
-                read_now += size
-                for parts in self.encoded(batch):
-                    self._add(parts)
+                read_now += sum(map(len, contents))
+                for content, parts in zip(contents, self.encoded(batch), strict=True):
+                    self._add(content, parts)
                     if self.room <= 0:
                         break
                 told(read_now, self.tokens)
@@ -235,41 +246,57 @@ class Writer(ABC, Generic[D]):
             file.flush()
             os.fsync(file.fileno())
 
-    def _left(self) -> tuple[int, list[int]]:
-        """The documents and bytes that are whole."""
-        nothing = 0, [0] * len(self.files)
+    def _left(self) -> tuple[int, str, list[int]]:
+        """The documents that are whole, their hash, and the bytes that they have become."""
+        nothing = 0, "", [0] * len(self.files)
         try:
             left = json.loads((self._folder / PROGRESS).read_text("utf-8"))
-            documents, sizes = int(left["documents"]), [int(size) for size in left["bytes"]]
+            documents, sources, sizes = int(left["documents"]), str(left["sources"]), list(map(int, left["bytes"]))
         except (OSError, ValueError, KeyError, TypeError):
             return nothing
         there = [os.fstat(file.fileno()).st_size for file in self.files]
-        return (documents, sizes) if len(sizes) == len(there) and all(map(int.__ge__, there, sizes)) else nothing
+        fits = len(sizes) == len(there) and all(map(int.__ge__, there, sizes))
+        return (documents, sources, sizes) if fits else nothing
 
-    def _batches(self, documents: Iterator[D]) -> Iterator[tuple[list[D], int]]:
-        """Documents that have some BATCH bytes together, and how many they have."""
+    def _pass(self, documents: Iterator[D]) -> None:
+        """Passes by those that are there already. Raises UserError where they are others."""
+        sources = ""
+        for document in itertools.islice(documents, self.documents):
+            sources = _with(sources, self.content(document))
+        if sources != self.sources:
+            raise UserError(
+                f"{self._folder}: this store was begun with other documents than there are now; put back what they "
+                "were, or remove the folder"
+            )
+
+    def _batches(self, documents: Iterator[D]) -> Iterator[tuple[list[D], list[bytes]]]:
+        """Documents that have some BATCH bytes together, and what each holds."""
         batch: list[D] = []
+        contents: list[bytes] = []
         size = 0
         for document in documents:
             batch.append(document)
-            if (size := size + self.size(document)) >= BATCH:
-                yield batch, size
-                batch, size = [], 0
+            contents.append(self.content(document))
+            if (size := size + len(contents[-1])) >= BATCH:
+                yield batch, contents
+                batch, contents, size = [], [], 0
         if batch:
-            yield batch, size
+            yield batch, contents
 
-    def _add(self, parts: tuple[NDArray[Any], ...]) -> None:
+    def _add(self, content: bytes, parts: tuple[NDArray[Any], ...]) -> None:
         for number, part in enumerate(parts):
             self.files[number].write(part.tobytes())
             self.bytes[number] += part.nbytes
         self.documents += 1
+        self.sources = _with(self.sources, content)
 
     def _keep_some(self) -> None:
         """Makes what is there safe, if it has become much."""
         if sum(self.bytes) - self._safe >= KEPT_EVERY:
             self.flush()
             self._safe = sum(self.bytes)
-            write_text(self._folder / PROGRESS, json.dumps({"documents": self.documents, "bytes": self.bytes}))
+            left = {"documents": self.documents, "sources": self.sources, "bytes": self.bytes}
+            write_text(self._folder / PROGRESS, json.dumps(left))
 
     def _finish(self) -> Store:
         self.flush()
@@ -277,6 +304,11 @@ class Writer(ABC, Generic[D]):
         _write_manifest(self._folder, manifest)
         (self._folder / PROGRESS).unlink(missing_ok=True)
         return Store(self._folder, manifest)
+
+
+def _with(sources: str, content: bytes) -> str:
+    """The hash of documents and one more; a chain, so that who goes on with a store needs no more than the last."""
+    return hashlib.sha256(sources.encode() + hashlib.sha256(content).digest()).hexdigest()
 
 
 def token_kind(tokenizer: Tokenizer) -> np.dtype[np.integer]:
@@ -295,8 +327,8 @@ class _TextWriter(Writer[str]):
     def tokens(self) -> int:
         return sum(self.bytes) // self._kind.itemsize
 
-    def size(self, document: str) -> int:
-        return len(document.encode())
+    def content(self, document: str) -> bytes:
+        return document.encode()
 
     def encoded(self, documents: list[str]) -> Iterator[tuple[NDArray[Any], ...]]:
         nothing = np.empty(0, dtype=self._kind)
@@ -312,7 +344,8 @@ class _TextWriter(Writer[str]):
         if self.documents < HELD_OUT_SHARE or unfit:
             self._hold_out_the_end()
         training, held_out = (size // self._kind.itemsize for size in self.bytes)
-        return Manifest(self.tokenizer.digest, self._kind.name, self.documents, training, held_out)
+        used = self.tokenizer.digest, self._kind.name
+        return Manifest(*used, self.documents, training, held_out, sources=self.sources)
 
     def _hold_out_the_end(self) -> None:
         """Of too few documents to hold out whole ones, the end of the text is held out instead."""
