@@ -26,7 +26,7 @@ from farflung.methods import Method, RoundSettings, chosen, defaults_of
 from farflung.networks import Conditions, Network, Simulation
 from farflung.outer import Schedule, Session
 from farflung.settings import Settings
-from farflung.training import cautions, launch
+from farflung.training import cautions, launch, limits
 
 AT_ONCE: dict[str, Any] = {"latency_ms": 0.0, "bandwidth_mbps": 1e12}
 """Conditions in which exchanges take next to no time."""
@@ -186,7 +186,7 @@ def test_what_cannot_go_by_the_clock_is_refused(make: Callable[[], object], word
 )
 def test_settings_that_cannot_go_by_the_clock_are_refused(given: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError, match=words):
-        launch.check_clock(Settings.of(every="30s", **given))
+        limits.check_clock(Settings.of(every="30s", **given))
 
 
 def test_rounds_in_place_of_steps() -> None:

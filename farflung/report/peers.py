@@ -16,7 +16,7 @@ from farflung.report.numbers import nbytes, number
 
 Row = dict[str, Any]
 REFRESH_SECONDS = 3.0
-STATES = TRAINS, BEGINS, GONE, BOOTSTRAP = "trains", "begins", "gone", "bootstrap"
+STATES = TRAINS, BEGINS, OBSERVES, GONE, BOOTSTRAP = "trains", "begins", "observes", "gone", "bootstrap"
 """What a peer does, as they are listed."""
 ANY_PEER = "peer"
 """What a row is called where who looks is no peer of the run itself."""
@@ -111,7 +111,7 @@ def last_told(rows: list[Row]) -> list[str]:
         f"{row['name']:{width}}  step {row['step']}{_loss_of(row)}, {counted(int(row.get('rounds', 0)), 'round')}"
         + ("" if row["state"] == TRAINS else f", {row['state']}")
         for row in ordered(rows)
-        if row["state"] != BOOTSTRAP
+        if row["state"] not in (BOOTSTRAP, OBSERVES)
     ]
 
 
@@ -129,7 +129,7 @@ def _of_trainers(cell: Callable[[Row], str]) -> Callable[[Row], str]:
 
     def shown(row: Row) -> str:
         try:
-            return "" if row["state"] == BOOTSTRAP else cell(row)
+            return "" if row["state"] in (BOOTSTRAP, OBSERVES) else cell(row)
         except KeyError:
             return "…"
 

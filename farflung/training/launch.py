@@ -39,6 +39,7 @@ from farflung.training.failures import OneLine, failure_of
 from farflung.training.finish import Endings, ended_together, finish, write_events, write_results
 from farflung.training.forks import import_ahead, none_left, run_module, starting
 from farflung.training.kept import Coordination, Kept
+from farflung.training.limits import check_clock, check_observer
 from farflung.training.stopping import Stop, StoppedError
 from farflung.training.terminal import STARTED_HERE, looks_by_itself, say, share_terminal
 from farflung.training.trainer import Trainer
@@ -78,6 +79,7 @@ def check_settings(settings: Settings) -> None:
     _check_profile(settings)
     check_network(settings)
     check_clock(settings)
+    check_observer(settings)
     workload = settings.made_workload()
     workload.check()
     _check_island(settings)
@@ -91,25 +93,6 @@ def _check_groups(settings: Settings) -> None:
     size, replicas = settings.rounds.group_size, settings.run.replicas
     if size is not None and size > replicas and not settings.network.kind.elastic:
         raise UserError(f"group_size is {size}, but replicas is {replicas}; choose a group_size of at most {replicas}")
-
-
-def check_clock(settings: Settings) -> None:
-    """Refuses rounds by the clock of a run that counts none, or whose replicas take their steps together.
-
-    Raises UserError.
-    """
-    every, island = settings.rounds.every, settings.island
-    if not settings.by_clock:
-        return
-    if settings.run.rounds is None:
-        raise UserError(f"every is {every}, so that rounds end the run, and not steps; say how many with --rounds")
-    together = {
-        "routes random": island.routes == "random",
-        "swarm": island.swarm,
-        "batched_replicas": island.batched_replicas,
-    }
-    if what := next((name for name, chosen in together.items() if chosen), None):
-        raise UserError(f"every is {every}, but with {what} replicas step together; give --every in inner steps")
 
 
 def _check_profile(settings: Settings) -> None:

@@ -67,6 +67,8 @@ def _state(member: Member) -> str:
     """What a peer does; one without a model only helps others find each other."""
     if not member.alive:
         return "gone"
+    if member.facts.get("observes"):
+        return "observes"
     return "trains" if member.trains else "begins" if member.shapes else "bootstrap"
 
 

@@ -29,6 +29,7 @@ from farflung.training import beginning, island, launch, seats
 from farflung.training.failures import OneLine
 from farflung.training.finish import finish, write_results
 from farflung.training.gathering import gather_at_the_end
+from farflung.training.limits import check_clock, check_observer
 from farflung.training.onlooker import internet, looking_on, seen
 from farflung.training.stopping import Stop
 from farflung.training.terminal import BEGIN_WITH, say
@@ -45,6 +46,8 @@ LAST_PORT = 65535
 
 OF_A_MACHINE = ("compile", "device_tflops", "profile", "profile_replicas")
 """Settings of how a peer's own machine computes, which a ticket does not tell others."""
+OF_A_PEER = ("out", "observe", "track", "track_replicas", "max_hours", *OF_A_MACHINE)
+"""Those, and what else is each peer's own."""
 
 
 def shared_settings(settings: Settings) -> dict[str, Any]:
@@ -65,7 +68,7 @@ def shared_settings(settings: Settings) -> dict[str, Any]:
     if settings.island.swarm:
         launch.check_settings(settings.changed(network="internet"))
     settings = settings.with_settled_workload()
-    own = {name: Settings().flat()[name] for name in ("out", "track", "track_replicas", "max_hours", *OF_A_MACHINE)}
+    own = {name: Settings().flat()[name] for name in OF_A_PEER}
     return settings.changed(**own, network=NetworkSettings.network).changes()
 
 
@@ -102,7 +105,8 @@ def check_for_internet(settings: Settings, local: ListenAddress | None = None) -
     if settings.network.conditions:
         raise UserError("conditions are for the simulated network; leave them out")
     launch.check_network(settings.changed(network="internet"))
-    launch.check_clock(settings)
+    check_clock(settings)
+    check_observer(settings)
     settings.method().check_elastic()
 
 
@@ -158,9 +162,13 @@ def run_peer(
             trainer = Trainer(settings, network, folder, coordination, device, step)
             told.append(trainer)
             leaving.callback(trainer.log.events.close)
-            if joining:
-                _begin_together(joining, step or 0, coordination.stop, settings.network.deadline)
-            trainer.train(catch_up=away)
+            if joining and settings.run.observe:
+                joining.tell_others(observes=1.0)
+                trainer.observe(joining.behind)
+            else:
+                if joining:
+                    _begin_together(joining, step or 0, coordination.stop, settings.network.deadline)
+                trainer.train(catch_up=away)
             _finish(trainer, near, joining)
 
 
@@ -273,7 +281,7 @@ def _following(
 def _away(network: InternetNetwork, settings: Settings, step: int | None) -> bool:
     """Whether this peer was away for so long that it needs the others' state; then it is on its way."""
     method, behind = settings.method(), network.behind(step or 0)
-    if not method.schedule.every:
+    if settings.run.observe or not method.schedule.every:
         return False  # without rounds there are no anchors; steps taken together are led to the weights that it missed
     if behind is None and settings.island.swarm:
         behind = seats.furthest(network) - (step or 0)  # whose stage has nobody else; others keep copies of its state

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -34,6 +36,9 @@ from farflung.training.tail import TailAverage
 from farflung.training.terminal import say
 from farflung.training.writing import Writing
 from farflung.workloads import Workload
+
+LOOK_SECONDS = 0.5
+"""How often an observer looks how far the others are."""
 
 
 class Trainer:
@@ -109,6 +114,50 @@ class Trainer:
 
         To `catch_up` is to take the others' state first, on an elastic network where this replica was away.
         """
+        with contextlib.closing(self.saving):
+            with self._attached() as session:
+                if catch_up:
+                    self._catch_up(session)
+                self._judged_at = self.step
+                while self.step < self.settings.run.steps:
+                    self._train_step(session)
+            self.island.after_step()  # leaving has applied what was pending
+            self.island.stay()
+            self._score = self.log.evaluate()  # first, so that the events that go with the checkpoint tell of it
+            self.save(session)
+            self._end_saving(wait=True)
+            self.log.end("finished")
+
+    def observe(self, behind: Callable[[int], float | None]) -> None:
+        """Takes the others' state after each of their rounds, as far as it keeps up; judges it, and keeps the best.
+
+        It trains nothing. Ends with the run, or where nobody has trained for a deadline. `behind` tells by how many
+        steps a step is behind the others, None where nobody trains. Raises StoppedError.
+        """
+        every, heard = self.method.schedule.every or 1, time.monotonic()
+        with contextlib.closing(self.saving), self._attached() as session:
+            while self.step < self.settings.run.steps and time.monotonic() < heard + self.settings.network.deadline:
+                began, before = time.monotonic(), self.step
+                if (ahead := behind(self.step)) is not None:
+                    heard = began
+                    if before % every + ahead >= every and session.catch_up(CATCH_UP_SECONDS):
+                        self._count(session)
+                if self.step // every > before // every:
+                    self.island.after_step()
+                    self._score = self.log.evaluate()
+                    self.save(session)
+                self._end_saving(wait=False)
+                if self.stop.due_after(self.process, self.step):
+                    self._end_saving(wait=True)
+                    self.log.end("stopped")
+                    raise StoppedError(f"stopped after step {self.step}")
+                time.sleep(max(LOOK_SECONDS, time.monotonic() - began))  # so that it asks of the others half the time
+            self._end_saving(wait=True)
+            self.log.end("finished")
+
+    @contextlib.contextmanager
+    def _attached(self) -> Iterator[Session]:
+        """The method's session, as it was saved, until the island is done with."""
         self._forget_the_rest()
         self.log.start(self.device, self._resumed)
         if slow := self.island.slow_link():
@@ -126,21 +175,10 @@ class Trainer:
             weighting=rounds.weighting,
             on_round=self._after_round,
         )
-        with contextlib.closing(self.saving):
-            with contextlib.closing(self.island), session:
-                if self._saved:
-                    self._restore(self._saved, session)
-                if catch_up:
-                    self._catch_up(session)
-                self._judged_at = self.step
-                while self.step < self.settings.run.steps:
-                    self._train_step(session)
-            self.island.after_step()  # leaving has applied what was pending
-            self.island.stay()
-            self._score = self.log.evaluate()  # first, so that the events that go with the checkpoint tell of it
-            self.save(session)
-            self._end_saving(wait=True)
-            self.log.end("finished")
+        with contextlib.closing(self.island), session:
+            if self._saved:
+                self._restore(self._saved, session)
+            yield session
 
     def _train_step(self, session: Session) -> None:
         number = self.step + 1

@@ -32,7 +32,7 @@ ALIVE_SECONDS = 20.0
 """A member that was not heard for so long counts as gone."""
 
 FACTS = (
-    *("loss", "tokens_per_second", "rounds", "refused", "processes", "held_up_s", "alone"),
+    *("loss", "tokens_per_second", "rounds", "refused", "processes", "held_up_s", "alone", "observes"),
     *("queue", "capacity", "microbatches_per_second", "sent", "validation_loss", "serves", "ended"),
 )
 """The facts that a peer publishes, all numbers; the last ones of a swarm's stage."""

@@ -1,0 +1,41 @@
+"""What rounds by the clock, and observers, cannot go together with."""
+
+from __future__ import annotations
+
+from farflung.errors import UserError
+from farflung.settings import Settings
+
+
+def check_clock(settings: Settings) -> None:
+    """Refuses rounds by the clock of a run that counts none, or whose replicas take their steps together.
+
+    Raises UserError.
+    """
+    every, island = settings.rounds.every, settings.island
+    if not settings.by_clock:
+        return
+    if settings.run.rounds is None:
+        raise UserError(f"every is {every}, so that rounds end the run, and not steps; say how many with --rounds")
+    together = {
+        "routes random": island.routes == "random",
+        "swarm": island.swarm,
+        "batched_replicas": island.batched_replicas,
+    }
+    if what := next((name for name, chosen in together.items() if chosen), None):
+        raise UserError(f"every is {every}, but with {what} replicas step together; give --every in inner steps")
+
+
+def check_observer(settings: Settings) -> None:
+    """Refuses an observer of what nobody can observe. Raises UserError."""
+    run, island = settings.run, settings.island
+    if not run.observe:
+        return
+    if not settings.network.kind.elastic:
+        raise UserError(
+            "an observer is one more peer of a run on the internet, or of train --independent: give --observe to "
+            "farflung join, with that run's ticket"
+        )
+    if island.divided or island.swarm:
+        raise UserError("an observer has the whole model in one process; leave out --stages, --shard and --swarm")
+    if not settings.method().exchanges:
+        raise UserError(f"method is {settings.rounds.method!r}, whose peers exchange nothing that one could observe")
