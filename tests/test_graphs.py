@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from processes import saved
 from warm import Python
 
 from farflung.errors import UserError
+from farflung.pipeline.assemble import training
+from farflung.pipeline.settings import IslandSettings
 from farflung.settings import Settings
 from farflung.workloads.dealing import Deal
 from farflung.workloads.graph import debian, load, models, parts
@@ -233,6 +236,16 @@ def test_microbatches_weigh_what_their_targets_do(folder: Path) -> None:
     torch.testing.assert_close(whole, mean)
 
 
+@pytest.mark.parametrize("kind", ["gcn", "sage"])
+def test_in_half_precision_the_loss_is_nearly_the_same(folder: Path, kind: str) -> None:
+    made = graph(folder, model=kind)
+    model, batch = made.build(0), made.batch(made.sample_ids(0, 0, 0, 2))
+    whole = made.loss(model, batch)
+    with torch.autocast("cpu", torch.bfloat16):
+        half = made.loss(model, batch)
+    assert float(half) == pytest.approx(float(whole), rel=0.02) and half.dtype == torch.float32
+
+
 # Figures
 
 
@@ -367,6 +380,18 @@ def test_parts_need_a_number_of_replicas(folder: Path) -> None:
     assert len(graph(folder, None).sample_ids(0, 17, 3, 4)) == 4
 
 
+@pytest.mark.parametrize(("package", "parts"), [("torch_geometric.nn", "random"), ("pymetis", "super")])
+def test_what_is_not_installed_is_told(folder: Path, package: str, parts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(UserError, match=r"install farflung\[graphs\]"):
+        graph(folder, 2, parts=parts, super_nodes=20).check()
+
+
+def test_a_graph_networks_layers_are_not_computed_twice(folder: Path) -> None:
+    with pytest.raises(UserError, match="leave out --recompute"):
+        training(graph(folder).build(0), IslandSettings(recompute=True))
+
+
 # OGB's format, and Debian's packages
 
 
@@ -435,7 +460,8 @@ Description: plays plain games
 
 
 def apt(folder: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An apt-cache that says this."""
+    """An apt-cache that says this, which was not asked yet."""
+    debian.read.cache_clear()
     folder.mkdir(exist_ok=True)
     (folder / "lists").write_text(text)
     (folder / "apt-cache").write_text(f'#!/bin/sh\n[ "$1" = dumpavail ] && exec cat {folder / "lists"}\n')
@@ -460,6 +486,7 @@ def test_a_machine_without_lists_is_told_what_to_do(text: str, tmp_path: Path, m
 
 
 def test_a_machine_without_apt_is_told_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    debian.read.cache_clear()
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UserError, match=r"apt-cache cannot be asked.*run apt-get update first"):
         read("debian")

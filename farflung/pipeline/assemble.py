@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from farflung.errors import UserError
 from farflung.networks import Network, SimulatedNetwork, TorchNetwork
 from farflung.networks.settings import NetworkSettings
 from farflung.pipeline.compiling import compile_layers
@@ -67,7 +68,10 @@ def training(model: Any, settings: IslandSettings) -> Any:
     """The model as it is while it trains."""
     if settings.recompute:
         # transformers has called it by the second name before.
-        recompute = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
+        recompute = next((found for name in names if (found := getattr(model, name, None))), None)
+        if recompute is None:
+            raise UserError(f"{type(model).__name__} cannot compute its layers twice; leave out --recompute")
         recompute({"use_reentrant": False})
     if settings.compile:
         compile_layers(model)

@@ -5,6 +5,7 @@ A package's label is its section. Its features are made of the words of its name
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import re
@@ -33,8 +34,9 @@ REMEDY = "run apt-get update first, on a machine with Debian or one of its kin"
 Package = Mapping[str, str]
 
 
+@functools.cache
 def read() -> GraphData:
-    """The graph of the packages that apt's lists name. Raises UserError where there are none."""
+    """The graph of the packages that apt's lists named when this process first asked. Raises UserError for none."""
     packages = dict(sorted(_packages(_lists())))
     checksum = hashlib.sha256(json.dumps(packages).encode()).hexdigest()
     made = kept("debian", [checksum, WIDTH, MOST_EDGES, LEAST_USES], lambda: graph_of(packages))

@@ -63,7 +63,8 @@ class GraphModel(nn.Module):
 
     def embed(self, features: Tensor, adjacency: Tensor) -> Tensor:
         """(nodes, hidden) of features (nodes, width) and an `adjacency` (nodes, nodes)."""
-        embedded: Tensor = self.encoder(features, adjacency)
+        with torch.autocast(features.device.type, enabled=False):  # torch multiplies sparse matrices in float32 alone
+            embedded: Tensor = self.encoder(features, adjacency)
         return embedded
 
     def scores(self, embedded: Tensor, targets: Tensor) -> Tensor:
