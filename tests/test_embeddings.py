@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from farflung import UserError
 from farflung.codecs import Dense, ErrorFeedback, PacketError, Quantize
+from farflung.codecs.numbers import pack_numbers, unpack_numbers
 from farflung.embeddings import Bags, Crossing, DistinctRows, LargestOfSample, ShardedTables
-from farflung.embeddings.numbers import pack_numbers, unpack_numbers
 from farflung.networks import PeerLostError, SimulatedNetwork, Simulation
 
 ROWS = (40, 7, 100)

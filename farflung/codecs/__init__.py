@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from farflung.codecs.packets import Packet, PacketError
     from farflung.codecs.quantize import Quantize
     from farflung.codecs.registry import CODECS, as_codec, codec_named
+    from farflung.codecs.rows import Rows
     from farflung.codecs.split import SplitCodec
     from farflung.codecs.threshold import Threshold
     from farflung.codecs.topk import TopK
@@ -38,6 +39,7 @@ __all__ = [
     "Packet",
     "PacketError",
     "Quantize",
+    "Rows",
     "SplitCodec",
     "Threshold",
     "TopK",

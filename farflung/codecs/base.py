@@ -29,6 +29,7 @@ class Traits:
         composable: it may be joined to others with `|`, and fed back.
         fixed_length: a packet's size follows from its tensors' shapes, and `nbytes` is exact; else it is about right.
         remembers: a packet depends on messages before it.
+        omits_zeros: noughts cost it next to nothing, so that a message of few values is small.
         feeds_back: what a packet leaves out is added to the next message.
         halves: of the codecs of a message's two halves, where each has one of its own.
     """
@@ -38,6 +39,7 @@ class Traits:
     composable: bool = True
     fixed_length: bool = True
     remembers: bool = False
+    omits_zeros: bool = False
     feeds_back: bool = False
     halves: tuple[Traits, Traits] | None = None
 
@@ -130,7 +132,8 @@ class Compound(Codec):
     def traits(self) -> Traits:
         """Those of all parts together."""
         each = [vars(part.traits) for part in self.parts]
-        of_all, of_any = ("lossless", "composable", "fixed_length"), ("needs_receiver", "remembers", "feeds_back")
+        of_all = "lossless", "composable", "fixed_length"
+        of_any = "needs_receiver", "remembers", "omits_zeros", "feeds_back"
         found: dict[str, Any] = {name: all(one[name] for one in each) for name in of_all}
         return Traits(**found | {name: any(one[name] for one in each) for name in of_any})
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from farflung.codecs import block_dct, block_float, dense, feedback, lowrank, modulo, quantize, threshold, topk
+from farflung.codecs import block_dct, block_float, dense, feedback, lowrank, modulo, quantize, rows, threshold, topk
 from farflung.codecs.base import Codec, Name
 from farflung.codecs.chain import join
 from farflung.errors import UserError
@@ -25,6 +25,7 @@ CODECS: Registry[Name] = Registry(
         "int": quantize.NAME,
         "lowrank": lowrank.NAME,
         "topk": topk.NAME,
+        "rows": rows.NAME,
         "threshold": threshold.NAME,
         "block-dct": block_dct.NAME,
         "modulo": modulo.NAME,

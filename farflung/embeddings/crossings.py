@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding, embedding_bag
 
 from farflung.codecs import Codec, Dense, Packet, as_codec
+from farflung.codecs.numbers import gaps_of, pack_numbers, unpack_numbers
 from farflung.codecs.topk import pack_places, packed_size, unpack_places
-from farflung.embeddings.numbers import pack_numbers, unpack_numbers
 from farflung.errors import UserError
 
 
@@ -95,7 +95,7 @@ class DistinctRows:
         gaps, places, rows = [], [], 0
         for ids, offsets in bags:
             distinct, inverse = ids.unique(return_inverse=True)
-            gaps.append(distinct.diff(prepend=distinct.new_zeros(1)))
+            gaps.append(gaps_of(distinct))
             places.append(Bags(inverse + rows, offsets))
             rows += distinct.numel()
         return Asked(pack_numbers(gaps), (rows, tables[0].embedding_dim), places)

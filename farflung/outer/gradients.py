@@ -5,16 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
 
 from farflung.cells import Cell
-from farflung.errors import UserError
 from farflung.hooks.buffers import average
 from farflung.hooks.digests import digest
 from farflung.hooks.shards import own_of
 from farflung.hooks.steps import hook_steps
 from farflung.outer.columns import Message
-from farflung.outer.mean_gradient import SPARSE, MeanGradient
+from farflung.outer.mean_gradient import MeanGradient
 from farflung.outer.session import Session, Setup
 
 
@@ -37,7 +35,6 @@ class GradientLoop(Session):
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
-        _refuse_sparse_gradients(setup.model, set(self.trained.parameters))
         self._means = [MeanGradient(self, optimizer, index) for index, optimizer in enumerate(setup.optimizers)]
         self.undo.callback(hook_steps(setup.optimizers[-1], after=self._after_inner_step))
 
@@ -84,9 +81,3 @@ class GradientLoop(Session):
         super()._load(state)
         for mean, saved in zip(self._means, state["optimizers"], strict=True):
             mean.load_state_dict(saved, state["cells"])
-
-
-def _refuse_sparse_gradients(model: nn.Module, held: set[nn.Parameter]) -> None:
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight in held:
-            raise UserError(SPARSE.format(name or "the model"))

@@ -23,13 +23,12 @@ from farflung.outer.fragments import split
 from farflung.outer.outcomes import Outcome, Round
 from farflung.outer.pending import Together
 from farflung.outer.session import Session
+from farflung.outer.sparse import dense, rows_of, sparse_names
 from farflung.outer.states import copied
 from farflung.outer.topologies import group_of
 
 NOTES = "notes"
 """The cell of a message's notes, which arrive as they are."""
-
-SPARSE = "{} has sparse gradients, which cannot be averaged; make the embedding with sparse=False, or use diloco"
 
 
 class Notes(NamedTuple):
@@ -74,6 +73,7 @@ class MeanGradient:
         self._parameters = self.fragment.parameters
         method = session.method
         self._topology = method.topology
+        self._sparse = sparse_names(session.trained.model, named, method.codec)
         self._feeds_back = method.codec.traits.feeds_back
         self._averaging = Averaging(network.rank, method, plain={NOTES})
         self._exchanges = 0
@@ -194,8 +194,9 @@ class MeanGradient:
         device = self._parameters[0].device if self._parameters else None
         numel, room = self.fragment.numel, len(self._told_of(self.fragment.names)) + OTHER_NOTES
         flat = torch.zeros(numel + room, dtype=torch.float32, device=device)
-        if any(p.grad is not None and p.grad.layout != torch.strided for p in self._parameters):
-            raise UserError(SPARSE.format(f"a parameter of {self._name}"))
+        for name, parameter in self.fragment.named.items():
+            if parameter.grad is not None and parameter.grad.layout != torch.strided and name not in self._sparse:
+                raise UserError(f"{name} has sparse gradients, but no embedding with sparse=True; give it dense ones")
         present = {name: float(parameter.grad is not None) for name, parameter in self.fragment.named.items()}
         grads = {name: _gradient_of(parameter) for name, parameter in self.fragment.named.items()}
         self.fragment.keeper.gather(grads, flat[:numel])
@@ -242,7 +243,7 @@ class MeanGradient:
         A residual of a parameter, from steps in which it had a gradient, is a gradient, too.
         """
         for parameter in self._parameters:
-            if parameter.grad is None:
+            if parameter.grad is None or parameter.grad.layout != torch.strided:
                 parameter.grad = torch.empty_like(parameter)
         grads = {name: _gradient_of(parameter) for name, parameter in self.fragment.named.items()}
         self.fragment.keeper.scatter(mean, grads)
@@ -251,6 +252,8 @@ class MeanGradient:
             residual = self._feeds_back and self._ever_present[name] and bool(grads[name].any())
             if not present[name] and not residual:
                 parameter.grad = None
+            elif name in self._sparse:
+                parameter.grad = rows_of(grads[name])
 
     @property
     def _name(self) -> str:
@@ -285,7 +288,7 @@ def _gradient_of(parameter: nn.Parameter) -> Tensor:
     if parameter.grad is None:
         own = own_of(parameter)
         return own.new_zeros(1).expand_as(own)
-    return own_of(parameter.grad)
+    return own_of(dense(parameter.grad))
 
 
 def _like(loss: Any, value: float) -> Any:

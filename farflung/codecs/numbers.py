@@ -1,4 +1,4 @@
-"""Whole numbers on the wire: rows that are asked for, and how many of them a bag holds."""
+"""Lists of whole numbers of any length, such as the rows of a table that are meant."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from farflung.codecs import Packet, PacketError
 from farflung.codecs.bits import pack_bits, unpack_bits
+from farflung.codecs.packets import Packet, PacketError
 
 _WORD = 8
 _BITS = 32
@@ -43,6 +43,11 @@ def unpack_numbers(packet: Packet) -> list[Tensor]:
         unpack_bits(part, width, torch.int64).view(-1)[:length] if length else torch.empty(0, dtype=torch.int64)
         for part, length, width in zip(parts, lengths, widths, strict=True)
     ]
+
+
+def gaps_of(ordered: Tensor) -> Tensor:
+    """The numbers from 0 in an order, each less the one before it: small where they are many; `cumsum` undoes it."""
+    return ordered.diff(prepend=ordered.new_zeros(1))
 
 
 def _packed(numbers: Tensor, width: int) -> Tensor:
