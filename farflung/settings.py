@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from farflung import formats, methods
-from farflung.durations import seconds_of, ticks_of
-from farflung.errors import UserError, suggestion
+from farflung.durations import TICKS_PER_SECOND, duration, seconds_of, ticks_of
+from farflung.errors import UserError, counted, suggestion
 from farflung.figure import Figure, figure_of
 from farflung.files import event_files
 from farflung.formats import OWN_LOOP, RUN_FOLDER
@@ -178,6 +178,8 @@ class Settings:
         if method != self.rounds.method and isinstance(method, str) and method in methods.RECIPES:
             tables["rounds"] = self.rounds.of_method(method)
         values = _under_new_names(values, replace(self, **tables))
+        if "steps" in values:
+            values.setdefault("rounds", None)
         for name, table in (vars(self) | tables).items():
             known = {one.name for one in dataclasses.fields(table)} & values.keys()
             if known:
@@ -204,6 +206,16 @@ class Settings:
     def by_clock(self) -> bool:
         """Whether rounds go by the clock: the run then counts tenths of a second where it else counts inner steps."""
         return isinstance(self.rounds.every, str)
+
+    @property
+    def length(self) -> str:
+        """How long the run is, in words."""
+        steps = self.run.steps
+        return (
+            f"{counted(self.run.rounds or 0, 'round')} in {duration(steps / TICKS_PER_SECOND)}"
+            if self.by_clock
+            else (counted(steps, "step"))
+        )
 
     def mesh(self) -> Mesh:
         """Which process is which part of which replica. Raises UserError."""

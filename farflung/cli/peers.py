@@ -227,7 +227,7 @@ def _train(
         peer.run_part(ticket, settings, local, first, seat.called, alone)
         return
     check_trackers(settings)
-    say(f"{ticket.name}: {settings.rounds.method}, {counted(settings.run.steps, 'step')}; run folder {folder}")
+    say(f"{ticket.name}: {settings.rounds.method}, {settings.length}; run folder {folder}")
 
     come_back = functools.partial(_how_to_come_back, seat.ticket, folder, flags, first)
     with telling_how_to_go_on(come_back, max_hours=settings.run.max_hours):

@@ -31,6 +31,7 @@ from farflung.cli.arguments import (
 from farflung.cli.previews import dry_run, print_config
 from farflung.cli.printing import working
 from farflung.cli.results import tell_result
+from farflung.durations import TICKS_PER_SECOND
 from farflung.errors import UserError, counted
 from farflung.files import holds_no_run, typed
 from farflung.settings import RunSettings, Settings, names_that_may_differ, read_settings
@@ -96,7 +97,7 @@ def train(arguments: list[str]) -> None:
     if asked.resume and _step_at_end(asked.folder) >= asked.settings.run.steps and _shows():
         print(
             "farflung: this run has ended already: no step is left to train, and its results are written again; "
-            f"to go on, give more than --steps {asked.settings.run.steps}",
+            f"to go on, give more than {_length_given(asked.settings)}",
             flush=True,
         )
     network = asked.settings.network
@@ -193,9 +194,15 @@ def _announce(asked: Asked) -> None:
     shapes = f"stages x shards {island.islands}" if island.islands else str(island.shapes()[0])
     divided = f" of {shapes}" if island.divided else ""
     kind = "independent replica" if asked.settings.network.independent else "replica"
-    replicas, steps = counted(run.replicas, kind), counted(run.steps, "step")
-    print(f"farflung: {replicas}{divided}, {asked.settings.rounds.method}, {steps}; run folder {asked.folder}")
+    what = f"{counted(run.replicas, kind)}{divided}, {asked.settings.rounds.method}, {asked.settings.length}"
+    print(f"farflung: {what}; run folder {asked.folder}")
     print(f"farflung: starting; {'it' if run.replicas == 1 else 'each'} reads its data and makes its model", flush=True)
+
+
+def _length_given(settings: Settings) -> str:
+    """The flag that says how long a run is."""
+    run = settings.run
+    return f"--steps {run.steps}" if run.rounds is None else f"--rounds {run.rounds}"
 
 
 def _step_at_end(folder: Path) -> int:
@@ -250,8 +257,10 @@ def _resumed(arguments: list[str]) -> Asked:
     settings = before.changed(**given(options.changes))
     from farflung.pipeline.check import refuse_other_weights
 
-    if options.changes.steps and not options.restart and settings.run.steps < (reached := _last_step(folder)):
-        raise UserError(f"--steps is {settings.run.steps}, but {folder} has come to step {reached}; give more")
+    longer = {"steps", "rounds"} & given(options.changes).keys()
+    if longer and not options.restart and settings.run.steps < (reached := _last_step(folder)):
+        at = f"{reached / TICKS_PER_SECOND:g} s" if settings.by_clock else f"step {reached}"
+        raise UserError(f"{_length_given(settings)} is given, but {folder} has come to {at}; give more")
     refuse_other_weights(before.island, settings.island)
     return Asked(_with_replicas(settings), folder, not options.restart, options.restart, _instead(options))
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from farflung.cells import Cell, cells_among
 from farflung.cores import usable_cores
-from farflung.durations import duration
+from farflung.durations import TICKS_PER_SECOND, duration
 from farflung.errors import counted
 from farflung.outer import Method, message_bytes, traffic_per_hop
 from farflung.pipeline.settings import IslandSettings
@@ -39,15 +39,27 @@ def outlook(settings: Settings, device: torch.device) -> list[tuple[str, str]]:
     rows = [
         ("model", f"{getattr(settings.workload, 'model', run.workload)}, {parameters:,} parameters"),
         ("replicas", f"{run.replicas}, {counted(settings.mesh().processes, 'process')} in all"),
-        ("trained on", f"{units * run.steps:,} {workload.units}: {counted(run.steps, 'step')} of {units:,}"),
+        ("trained on", _trained_on(settings, units, workload.units)),
         ("rounds", _rounds(settings, method, _places(settings, model, outline))),
     ]
     if model:
         rows.append(("memory", f"{figures(_memory(settings, model, method) / 1e9)} GB a process at most, {RUNTIME}"))
-    work = _work(settings, workload, model, parameters) * units * run.steps
     rate = _flops_per_second(device, island.precision) * _devices(device)
-    shown = f"{duration(work / rate)} or more for the steps, all on this machine's {device.type}"
-    return [*rows, ("time", f"{shown} at {figures(rate / 1e9)} GFLOP/s; rounds come on top")]
+    step_s, here = _work(settings, workload, model, parameters) * units / rate, f"all on this machine's {device.type}"
+    speed = f"at {figures(rate / 1e9)} GFLOP/s"
+    if settings.by_clock:
+        lasts = duration(run.steps / TICKS_PER_SECOND)
+        return [*rows, ("time", f"{lasts} and a step at most; {duration(step_s)} or more a step, {here} {speed}")]
+    shown = f"{duration(step_s * run.steps)} or more for the steps, {here}"
+    return [*rows, ("time", f"{shown} {speed}; rounds come on top")]
+
+
+def _trained_on(settings: Settings, units: int, name: str) -> str:
+    """What all replicas train on in the run, where that can be told before."""
+    if settings.by_clock:
+        return f"{units:,} {name} in a step of all; each replica takes as many steps as it has time for"
+    steps = settings.run.steps
+    return f"{units * steps:,} {name}: {counted(steps, 'step')} of {units:,}"
 
 
 def _memory(settings: Settings, model: Architecture, method: Method) -> float:
@@ -62,14 +74,16 @@ def _memory(settings: Settings, model: Architecture, method: Method) -> float:
 
 def _rounds(settings: Settings, method: Method, places: Sequence[Sequence[Cell]]) -> str:
     """How many there are, and what each replica sends in them."""
-    replicas, every, name = settings.run.replicas, method.schedule.every, settings.rounds.method
+    replicas, name = settings.run.replicas, settings.rounds.method
+    every, seconds = method.schedule.every, method.schedule.seconds
     if not method.exchanges or every is None or replicas == 1:
         return f"none ({name})"
     members = max(map(len, method.topology.groups(tuple(range(replicas)), "dry run")))
     size = sum(message_bytes(method, cells, members) for cells in places)
     sent = (members - 1) * sum(traffic_per_hop(method.codec, method.averaging, members)) * size
     count = settings.run.steps // every
-    told = f"{count} of {name}, each {counted(every, 'step')}"
+    between = counted(every, "step") if seconds is None else duration(seconds)
+    told = f"{count} of {name}, each {between}"
     return f"{told}; a replica sends {figures(sent / 1e6)} MB in one, {figures(count * sent / 1e6)} MB in all"
 
 

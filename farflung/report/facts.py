@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from farflung import formats
+from farflung.durations import TICKS_PER_SECOND
 from farflung.events import StartEvent
 from farflung.figure import LOSS, Figure
 from farflung.formats import RUN_FOLDER
@@ -80,6 +81,15 @@ class Facts(ABC):
     def is_one_peer(self) -> bool:
         """Whether it is what one peer on the internet does, whose number nobody knows it by."""
         return self.settings.get("network") == "internet"
+
+    @property
+    def by_clock(self) -> bool:
+        """Whether its rounds go by the clock, so that it counts tenths of a second, and not inner steps."""
+        return isinstance(self.settings.get("every"), str)
+
+    def at(self, step: int) -> str:
+        """How a step, or a moment of a run by the clock, is called."""
+        return f"{step / TICKS_PER_SECOND:.1f} s" if self.by_clock else f"step {step}"
 
     @property
     def asked_for(self) -> int:

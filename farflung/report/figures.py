@@ -119,7 +119,12 @@ def consensus_traces(runs: Sequence[Facts]) -> list[Trace]:
 
 def consensus_figure(runs: Sequence[Facts]) -> go.Figure:
     """What `consensus_traces` are."""
-    return _drawn(_figure("inner steps", "rms of sampled weights"), consensus_traces(runs))
+    return _drawn(_figure(_counted(runs), "rms of sampled weights"), consensus_traces(runs))
+
+
+def _counted(runs: Sequence[Facts]) -> str:
+    """What runs count: inner steps, or by the clock, tenths of a second."""
+    return " or ".join(dict.fromkeys("tenths of a second" if run.by_clock else "inner steps" for run in runs))
 
 
 def _drawn(figure: go.Figure, traces: Sequence[Trace]) -> go.Figure:
@@ -130,7 +135,7 @@ def _drawn(figure: go.Figure, traces: Sequence[Trace]) -> go.Figure:
 
 def compression_figure(runs: list[Run]) -> go.Figure:
     """The share of messages that packets left out, against steps; the mean of the replicas."""
-    figure = _figure("inner steps", "left out, share of the norm")
+    figure = _figure(_counted(runs), "left out, share of the norm")
     for colour, run in zip(colours_of(runs), runs, strict=True):
         _draw(figure, _by_started_step(run, lambda event: event.compression_error), run.name, colour)
     figure.update_yaxes(rangemode="tozero")
@@ -139,7 +144,7 @@ def compression_figure(runs: list[Run]) -> go.Figure:
 
 def adaptation_figure(run: Run) -> go.Figure:
     """An adapting run's effective rank, steps between rounds, and bytes of a round."""
-    figure = _figure("inner steps", "in per cent of the first round's")
+    figure = _figure(_counted([run]), "in per cent of the first round's")
     values: dict[str, Callable[[RoundEvent], float | None]] = {
         "effective rank": lambda event: event.effective_rank,
         "steps between rounds": lambda event: event.every,

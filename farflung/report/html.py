@@ -128,7 +128,7 @@ def _results(runs: list[Run]) -> str:
     rows: _Rows = [
         ("method", lambda s: s["method"]),
         *_scores(runs),
-        ("replicas × steps", lambda s: f"{s['replicas']} × {s['steps']}"),
+        ("replicas × steps", lambda s: f"{s['replicas']} × {s.get('steps_trained', s['steps'])}"),
         ("stages × shards of a replica", lambda s: s.get("islands") or f"{s['stages']} × {s['shards']}"),
         ("parameters", lambda s: f"{s['parameters']:,}"),
         (figures.units_of(runs), lambda s: f"{s['tokens']:,}"),
@@ -246,7 +246,7 @@ def _table(runs: list[Run], cells: list[list[str]], best: int | None = None) -> 
 
 def _warnings(run: Run) -> str:
     warnings = run.all_of(WarningEvent)
-    items = [f"<li>step {w.step}{_whose(run, w)}: {escape(w.message)}</li>" for w in warnings[:WARNINGS_SHOWN]]
+    items = [f"<li>{run.at(w.step)}{_whose(run, w)}: {escape(w.message)}</li>" for w in warnings[:WARNINGS_SHOWN]]
     more = f"<p>… and {len(warnings) - WARNINGS_SHOWN} more.</p>" if len(warnings) > WARNINGS_SHOWN else ""
     return f"<ul>{''.join(items)}</ul>{more}"
 

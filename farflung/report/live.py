@@ -90,7 +90,7 @@ def _watch_plainly(
         for start in run.all_of(StartEvent):
             if id(start) not in told:
                 if start.resumed and (whose := _who_goes_on(run, start)) is not None:
-                    _print(console, f"{whose}goes on from step {start.step}")
+                    _print(console, f"{whose}goes on from {run.at(start.step)}")
                 told[id(start)] = start
                 told_step = min(told_step, start.step)
         evaluations = run.by_step(EvaluationEvent)
@@ -118,7 +118,7 @@ def _is_due(untold_steps: int, told_at: float, step: int, steps: int) -> bool:
 def _evaluation_line(run: Run, step: int, events: Sequence[EvaluationEvent], distance: float | None) -> str:
     apart = "" if distance is None else f" · consensus distance {distance:.3g} (of sampled weights)"
     score = number(mean([event.score for event in events]))
-    return f"step {step}{_of_whom(run)} · {run.figure.name} {score}{apart}"
+    return f"{run.at(step)}{_of_whom(run)} · {run.figure.name} {score}{apart}"
 
 
 def table(run: Run) -> Table:
@@ -128,7 +128,7 @@ def table(run: Run) -> Table:
     measured = any(step.mfu for replica in run.replicas for step in run.of(replica, StepEvent)[-1:])
     for heading in (
         "" if alone else "replica",
-        "step",
+        "at" if run.by_clock else "step",
         "loss",
         run.figure.heading,
         f"{run.units}/s",
@@ -145,7 +145,7 @@ def table(run: Run) -> Table:
         if steps:
             last = steps[-1]
             values = (
-                str(last.step),
+                run.at(last.step).removeprefix("step "),
                 number(last.loss),
                 score,
                 f"{last.tokens_per_second:,.0f}",
@@ -177,7 +177,8 @@ def plain_line(run: Run) -> str:
     everyone = [steps[-1] for replica in run.replicas if (steps := run.of(replica, StepEvent))]
     sent, held = sum(event.bytes_sent for event in everyone), any(event.rounds for event in everyone)
     parts = [
-        f"step {_slowest_step(run)}/{_steps(run)}{_of_whom(run)}",
+        f"{run.at(_slowest_step(run))}{' of ' if run.by_clock else '/'}{run.at(_steps(run)).removeprefix('step ')}"
+        f"{_of_whom(run)}",
         f"loss {number(mean([event.loss for event in last]))}",
         f"{sum(event.tokens_per_second for event in last):,.0f} {run.units}/s",
         *([f"MFU {sum(used) / len(used):.1%}"] if (used := [event.mfu for event in last if event.mfu]) else []),
@@ -203,9 +204,9 @@ def _notes(run: Run) -> list[Text]:
     if spent:
         notes.append(Text(f"time goes to {shares(spent)}"))
     for step, distance in list(run.consensus_distance().items())[-1:]:
-        often = f", each {every} steps" if (every := run.settings.get("eval_every")) else ""
+        often = f", each {every} steps" if (every := run.settings.get("eval_every")) and not run.by_clock else ""
         measured = f"of sampled weights, measured with the {run.figure.name}{often}"
-        notes.append(Text(f"consensus distance {distance:.3g} at step {step} ({measured})"))
+        notes.append(Text(f"consensus distance {distance:.3g} at {run.at(step)} ({measured})"))
     for warning in run.all_of(WarningEvent)[-WARNINGS_SHOWN:]:
         notes.append(Text(f"{_whose(run, warning)}{warning.message}", style="yellow"))
     return notes

@@ -131,6 +131,9 @@ def _summary(
     seen = sum(fact["tokens"] for fact in facts)
     replicas, count, parameters = settings.run.replicas, len(facts), facts[0]["parameters"]
     figure, judged = figure_of(workload), island.evaluate()
+    # By the clock, a run counts no steps, and some replicas have more of them than others.
+    of_a_step = workload.units_per_sample * settings.island.batch_size
+    trained = seen // (count * of_a_step) if settings.by_clock else settings.run.steps
     # On the internet, replicas have other numbers.
     missing = set(range(replicas)) - {fact["replica"] for fact in facts} if count < replicas else set()
     return {
@@ -154,7 +157,8 @@ def _summary(
         **({"others_averaged": dict(judged.others)} if judged and judged.others else {}),
         "bytes_sent": sum(fact["sent"] for fact in facts),
         "boundary_bytes": sum(fact["boundary"] for fact in facts),
-        "ddp_bytes": ddp_bytes(parameters, settings, count),
+        "ddp_bytes": ddp_bytes(parameters, settings, count, trained),
+        **({"steps_trained": trained} if settings.by_clock else {}),
         "rounds": max(fact["rounds"] for fact in facts),
         "seconds": max(fact["seconds"] for fact in facts),
         "seconds_blocked": sum(fact["blocked"] for fact in facts) / count,
@@ -339,6 +343,6 @@ def _keep_trying(write: Callable[[], None], trainer: Trainer, summary: str = "")
         time.sleep(TRY_EVERY_SECONDS)
 
 
-def ddp_bytes(parameters: int, settings: Settings, count: int) -> int:
+def ddp_bytes(parameters: int, settings: Settings, count: int, steps: int) -> int:
     """The bytes of so many of N replicas that average float32 gradients every step: 2 (N - 1) / N messages each."""
-    return 4 * parameters * 2 * (settings.run.replicas - 1) * settings.run.steps * count // settings.run.replicas
+    return 4 * parameters * 2 * (settings.run.replicas - 1) * steps * count // settings.run.replicas

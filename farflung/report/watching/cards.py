@@ -31,7 +31,7 @@ def shown(run: Followed) -> Shown:
     text, png = (last.text, last.picture) if last else ("", None)
     if "sample" in summary:
         text, png = summary["sample"], summary.get("sample_picture")
-    when = "at the end" if "sample" in summary else f"after step {last.step}" if last else ""
+    when = "at the end" if "sample" in summary else f"after {run.at(last.step)}" if last else ""
     return Shown(
         facts=_facts(run),
         warnings=[*_now(run), *_told(run)],
@@ -49,6 +49,7 @@ def _facts(run: Followed) -> dict[str, str]:
     there = [one for one in replicas if run.state(one) not in ("died", "dead")]
     steps = max((start.steps for start in run.starts), default=0)
     step = min((one.step for one in there), default=0)
+    word, (at, end) = "at" if run.by_clock else "step", (run.at(one).removeprefix("step ") for one in (step, steps))
     lines = [one.last for one in replicas if one.last]
     speed = sum(one.last.tokens_per_second for one in there if one.last and run.state(one) == "trains")
     curves = {what: run.kept.curves[what].last for what in ("training", "score", "distance")}
@@ -56,7 +57,7 @@ def _facts(run: Followed) -> dict[str, str]:
     return {
         "method": escape(str(run.settings.get("method") or next((start.method for start in run.starts), DOTS))),
         "state": escape(_state(run)),
-        "step": f'{step} of {steps} <progress value="{step}" max="{max(1, steps)}"></progress>',
+        word: f'{at} of {end} <progress value="{step}" max="{max(1, steps)}"></progress>',
         escape(run.figure.name): _loss(curves["score"]),
         "training loss": _loss(curves["training"]),
         escape(run.units): f"{sum(line.tokens for line in lines):,}"
