@@ -133,8 +133,8 @@ class SimulateOptions(Checked):
     """same-rack, two-data-centres, three-regions, home, world, or a TOML file (docs: Conditions)."""
     rounds: int = setting(100, least=1, most=1e12)
     """Rounds of each replica."""
-    every: int | None = setting(None, least=1)
-    """Inner steps between rounds; unset: each method's own default."""
+    every: int | str | None = setting(None, least=1)
+    """Inner steps between rounds, or by the clock: 30s, 2min; unset: each method's own default."""
     step_ms: float | None = setting(None, least=SMALLEST, most=1e12)
     """How long an inner step computes, milliseconds; unset: the conditions' own."""
     work_ms: float = setting(0.0, least=0, most=1e12)

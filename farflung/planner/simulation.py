@@ -35,8 +35,9 @@ class Simulated:
 
     @property
     def every(self) -> int:
-        """Inner steps in a round."""
-        return self.method.schedule.every or 1
+        """Inner steps in a round; by the clock, on average."""
+        schedule = self.method.schedule
+        return max(1, self.timing.steps // self.timing.rounds_each) if schedule.by_clock else schedule.every or 1
 
     @property
     def computing(self) -> float:
@@ -73,7 +74,7 @@ def method_names(listed: str) -> list[str]:
     return list(dict.fromkeys(map(RECIPES.current, names)))
 
 
-def _method_named(name: str, every: int | None = None) -> Method:
+def _method_named(name: str, every: int | str | None = None) -> Method:
     """A method with its defaults, and with `every` where it has that setting. Raises UserError."""
     known = defaults_of(name)
     return RECIPES[name](every=every) if every is not None and "every" in known else RECIPES[name]()

@@ -12,12 +12,14 @@ from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
 from functools import cache, partial
 
+from farflung.durations import TICKS_PER_SECOND
 from farflung.errors import UserError
 from farflung.networks import Conditions, Group
 from farflung.networks.simulator.cluster import SimulatedCluster, SimulatedCollective
 from farflung.networks.simulator.fabric import Demand
 from farflung.networks.simulator.step_times import StepTimes
 from farflung.outer import Method, traffic_per_hop
+from farflung.outer.clock import SLACK
 from farflung.outer.round import Offer, PendingRound, Rounds, Sync
 
 Replica = Generator["float | SimulatedCollective", None, None]
@@ -48,7 +50,7 @@ class Timing:
         seconds: until the last replica had applied its last round.
         lasted: how long that took without the steps trained during the last round alone: so many rounds more take as
             long again, however many there are.
-        steps: inner steps of each replica.
+        steps: inner steps of each replica; by the clock, on average.
         computed, blocked: seconds of all replicas together, without these steps, too.
         bytes_sent: payload of all replicas together.
         uplink: the share of what the replicas' uplinks could carry that they carried.
@@ -128,6 +130,7 @@ class Timer:
         self._groups: dict[str, tuple[Group, dict[int, Group]]] = {}
         self._result = Timing()
         self._times: dict[tuple[int, int], RoundTimes] = {}
+        self._steps: list[int] = []
 
     def run(self) -> Timing:
         """All rounds of all replicas."""
@@ -187,13 +190,12 @@ class Timer:
         sizes = [Size(1 / schedule.fragments)] * schedule.fragments
         rounds = Rounds[float, SimulatedCollective | None](schedule, sizes)
         last = [sync.rounds + self.rounds - 1 for sync in rounds.syncs]
-        step, trailing = 0, 0.0
+        step, steps, trailing = 0, 0, 0.0
         while following := rounds.next_step():
             if following > step:
-                seconds = computation.seconds(following - step)
+                taken, seconds = yield from self._compute(computation, step, following)
                 trailing += 0.0 if any(sync.next_start for sync in rounds.syncs) else seconds
-                yield seconds
-                step = following
+                step, steps = following, steps + taken
             for due in rounds.after(step):
                 if isinstance(due, PendingRound):
                     began = self._cluster.clock.now
@@ -207,9 +209,26 @@ class Timer:
                 if due.rounds > last[due.index]:
                     due.stop()
         result = self._result
-        result.steps = max(result.steps, step)
+        self._steps.append(steps)
+        result.steps = round(sum(self._steps) / len(self._steps))
         result.computed -= trailing
         result.lasted = max(result.lasted, self._cluster.clock.now - trailing)
+
+    def _compute(self, computation: StepTimes, step: int, until: int) -> Generator[float, None, tuple[int, float]]:
+        """Trains from a step on until another, or to the end of the step in which the clock comes to a moment.
+
+        Returns how many inner steps that took, and seconds.
+        """
+        if not self.method.schedule.by_clock:
+            seconds = computation.seconds(until - step)
+            yield seconds
+            return until - step, seconds
+        taken, spent = 0, 0.0
+        while taken == 0 or self._cluster.clock.now * TICKS_PER_SECOND + SLACK < until:
+            seconds = computation.seconds(1)
+            taken, spent = taken + 1, spent + seconds
+            yield seconds
+        return taken, spent
 
     def _start(self, rank: int, sync: Sync[float], step: int) -> PendingRound[float, SimulatedCollective | None]:
         label, times = sync.label, self._times.get((sync.index, sync.rounds))
