@@ -60,7 +60,7 @@ class RunSettings(Checked):
     """Rounds of each replica, in place of --steps; by the clock (--every 30s) the run ends after so many."""
     max_hours: float | None = setting(None, above=0, may_differ=AFTER_RESUME | BETWEEN_MACHINES | BETWEEN_PEERS)
     """Stop after so many hours from this start, all replicas at one step and with a checkpoint to go on from."""
-    observe: bool = setting(False, may_differ=AFTER_RESUME | BETWEEN_PEERS)
+    observe: bool = setting(False, may_differ=BETWEEN_PEERS)
     """Train nothing: receive and judge what the peers of a run have after each round, and keep the best."""
     seed: int = setting(0, least=0)
     """The seed of the weights, the data's order and the pairs."""

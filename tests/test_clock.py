@@ -25,6 +25,7 @@ from farflung.errors import UserError
 from farflung.methods import Method, RoundSettings, chosen, defaults_of
 from farflung.networks import Conditions, Network, Simulation
 from farflung.outer import Schedule, Session
+from farflung.planner.timing import Timer
 from farflung.settings import Settings
 from farflung.training import cautions, launch, limits
 
@@ -296,3 +297,18 @@ def test_under_the_same_clocks_real_processes_give_the_simulated_bits(tmp_path: 
         for case, trained in real.items():
             assert torch.equal(trained.weights, simulated[case][rank].weights), case
             assert trained.steps == simulated[case][rank].steps == (60, 60, 60, 15)[rank]
+
+
+@pytest.mark.parametrize("name", ["diloco", "noloco"])
+def test_rounds_without_tensors_come_when_those_of_simulated_training_do(name: str) -> None:
+    conditions = Conditions(latency_ms=10, bandwidth_mbps=1e6, speeds=(1.0, 0.4, 2.3), step_sigma=0.2, seed=3)
+    trained = Simulation(3, conditions).run(trainer(lambda: made(name, every="2s"), 5))
+    parameters = 4 * trained[0].weights.numel()
+    timing = Timer(made(name, every="2s"), lambda members: parameters, conditions, 3, 5, 120).run()
+    start = 0.01  # that replicas agree on where they start from
+    for times in timing.rounds:
+        same = [replica.rounds[times.round - 1] for replica in trained]
+        assert times.started + start == pytest.approx(min(round.started for round in same), abs=1e-3)
+        assert times.landed + start == pytest.approx(max(round.landed for round in same), abs=1e-3)
+        assert times.blocked == pytest.approx(sum(round.landed - round.waited_from for round in same), abs=1e-3)
+    assert timing.steps == round(sum(replica.steps for replica in trained) / 3)

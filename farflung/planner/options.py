@@ -71,7 +71,9 @@ class PlanOptions(Checked):
         words = [word.strip() for word in self.every.split(",") if word.strip()]
         for word in words:
             if not re.fullmatch("[0-9]+", word) or int(word) < 1:
-                raise UserError(f"every is {word!r}; give whole numbers of at least 1, with commas between")
+                raise UserError(
+                    f"every is {word!r}; give whole numbers of inner steps, at least 1, with commas between"
+                )
         return [int(word) for word in words] or [None]
 
     @property
