@@ -231,7 +231,7 @@ def test_operations_are_those_of_all_convolutions_and_matrices() -> None:
         if isinstance(layer, torch.nn.Conv2d | torch.nn.Linear):
             layer.register_forward_hook(count)
     network.flow(model, torch.zeros(1, 1, 16, 16), torch.zeros(1), torch.zeros(1, dtype=torch.int64))
-    attention = 2 * 2 * (8 * 8) ** 2 * 16  # places, and channels, at the smallest size
+    attention = 2 * 2 * (4 * 4) ** 2 * 32  # places, and channels, at the smallest size
     assert images.operations(recompute=False) == pytest.approx(3 * (sum(counted) + attention))
     assert images.operations(recompute=True) == pytest.approx(4 * (sum(counted) + attention))
 

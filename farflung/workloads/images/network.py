@@ -15,8 +15,8 @@ from farflung.workloads.base import Reshape
 from farflung.workloads.images.pictures import Form
 from farflung.workloads.images.settings import GROUPS
 
-SMALLEST = 8
-"""Pixels of the shorter side at which the U-Net stops to halve pictures."""
+SMALLEST = 4
+"""Pixels of the shorter side at which the U-Net stops to halve pictures: small enough to lay out all of one there."""
 WIDEST = 4
 """How many times as many channels as at the pictures' own size there are, at most."""
 MOMENTS = 1000
