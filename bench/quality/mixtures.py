@@ -1,0 +1,175 @@
+"""Do routers find the hidden sources of a text, and is a mixture of experts then better than one dense model?
+Each source is a Markov chain of 64 letters, whose entropy no model can go below. All have equal total tokens and models
+of one size: a dense model, the mixture, experts told the source, and experts of a random split. Takes about half an
+hour on two cores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bench.lib.experts import Division, Trained
+from bench.lib.runs import Runs, around
+from bench.lib.store import Settings, Store
+from bench.lib.table import Part, Table
+from farflung.mixtures.corpus import Corpus
+from farflung.mixtures.routers import RouterRound
+from farflung.mixtures.settings import SplitSettings
+from farflung.mixtures.split import split
+from farflung.networks import SimulatedNetwork
+from farflung.workloads import store as stores
+from farflung.workloads.tokenizers import Bytes
+
+LETTERS, SPREAD = 64, 0.15
+"""Of a chain, and how evenly a letter is followed by the others (Dirichlet)."""
+CHAINS, FIRST = 64, ord("0")
+WAYS = ("dense", "mixture", "told the source", "random split")
+
+
+@dataclass(frozen=True)
+class Options:
+    sources: tuple[int, ...] = (4, 8)
+    """How many sources, and experts, there are."""
+    seeds: tuple[int, ...] = (0, 1, 2)
+    """Of the chains, the routers and the runs."""
+    steps: int = 1600
+    """Of the dense model; the experts have as many together."""
+    batch_size: int = 16
+    length: int = 64
+    """Tokens in a sequence."""
+    prefix: int = 32
+    """Tokens that routers read."""
+    rounds: int = 6
+    """Of the routers."""
+    round_sequences: int = 8192
+    """Dealt among the routers in each."""
+    model: str = "micro"
+    lr: float = 3e-3
+
+    @property
+    def tokens(self) -> int:
+        """That the dense model is trained on."""
+        return self.steps * self.batch_size * self.length
+
+
+SMOKE = Options((2,), (0,), steps=8, batch_size=4, length=32, prefix=16, rounds=2, round_sequences=128)
+
+
+def run(options: Options, store: Store) -> Iterator[Part]:
+    common = {
+        "model": options.model,
+        "lr": options.lr,
+        "batch_size": options.batch_size,
+        "inner": "adamw",
+        "sequence_length": options.length,
+        "replicas": 1,
+        "method": "local",
+        "warmup": options.steps // 40,
+        "eval_sequences": 1 << 20,
+        "eval_every": options.steps,
+        "log_every": options.steps,
+    }
+    with Runs(store, common) as runs:
+        for count in options.sources:
+            pure, losses, floors = [], [], []
+            for seed in options.seeds:
+                folder = store.scratch / f"{count} sources, {options.tokens} tokens, seed {seed}"
+                floors.append(write_sources(folder, count, options, seed))
+                pure.append(store.once(_named(options, count), seed, partial(_split, folder, options, seed)))
+                losses.append(_losses(runs, folder, common, options, seed))
+            yield _purities(count, pure)
+            lines = [(way, around(one[way] for one in losses)) for way in WAYS]
+            title = (
+                f"{count} sources: nats a token after {options.tokens:,} tokens; no model can go below {around(floors)}"
+            )
+            yield Table(dict.fromkeys(("", "loss"), ""), lines, title)
+
+
+def write_sources(folder: Path, count: int, options: Options, seed: int) -> float:
+    """Writes a text of each source, a quarter more than is trained on; the mean entropy, in nats a token."""
+    folder.mkdir(parents=True, exist_ok=True)
+    chance, entropies = np.random.default_rng((seed, count)), []
+    for number in range(count):
+        table = chance.dirichlet(np.full(LETTERS, SPREAD), size=LETTERS)
+        entropies.append(entropy(table))
+        letters = walk(table, options.tokens * 5 // 4 // count // CHAINS + options.length, chance)
+        (folder / f"{number}.txt").write_bytes((letters + FIRST).astype(np.uint8).tobytes())
+    return float(np.mean(entropies))
+
+
+def walk(table: NDArray[np.float64], length: int, chance: np.random.Generator) -> NDArray[np.int64]:
+    """CHAINS walks of a Markov chain, one after the other."""
+    ends, at = table.cumsum(axis=1), chance.integers(LETTERS, size=CHAINS)
+    found = np.empty((length, CHAINS), dtype=np.int64)
+    for step in range(length):
+        found[step] = at
+        at = np.minimum((ends[at] < chance.random((CHAINS, 1))).sum(axis=1), LETTERS - 1)
+    return found.T.flatten()
+
+
+def entropy(table: NDArray[np.float64]) -> float:
+    """Of a chain's next letter, in nats, where letters are as often as they are in the long run."""
+    often = np.full(LETTERS, 1 / LETTERS)
+    for _ in range(1000):
+        often = often @ table
+    logs = np.log(table, where=table > 0, out=np.zeros_like(table))
+    return float(-(often[:, None] * table * logs).sum())
+
+
+def _named(options: Options, count: int) -> Settings:
+    names = ("prefix", "rounds", "round_sequences", "length", "tokens")
+    return {"routers of": count, **{name: getattr(options, name) for name in names}}
+
+
+def _settings(folder: Path, options: Options, seed: int) -> SplitSettings:
+    sources = sorted(map(str, folder.glob("*.txt")))
+    return SplitSettings(
+        data=tuple(sources),
+        out=folder / "mix",
+        experts=len(sources),
+        sequence_length=options.length,
+        prefix=options.prefix,
+        rounds=options.rounds,
+        round_sequences=options.round_sequences,
+        seed=seed,
+    )
+
+
+def _split(folder: Path, options: Options, seed: int) -> dict[str, Any]:
+    rounds: list[RouterRound] = []
+    split(_settings(folder, options, seed), SimulatedNetwork.alone(), rounds.append)
+    return {"purity": [one.purity for one in rounds]}
+
+
+def _losses(runs: Runs, folder: Path, common: Settings, options: Options, seed: int) -> dict[str, float]:
+    """Each way's loss on all sequences held out."""
+    settings = _settings(folder, options, seed)
+    corpus = Corpus(settings, Bytes())
+    told, judged = corpus.sources(np.arange(len(corpus))), corpus.held_out()[1]
+    chance = np.random.default_rng(seed)
+    by_chance = [chance.permutation(len(each)) % settings.experts for each in (told, judged)]
+    mixed = [settings.out / f"expert-{number}" for number in range(settings.experts)]
+    of_mixture = [len(stores.read(where).held_out) // options.length for where in mixed]
+    ways = {
+        "dense": Division.write(folder / "dense", corpus, np.zeros_like(told), np.zeros_like(judged)),
+        "mixture": Division(mixed, of_mixture),
+        "told the source": Division.write(folder / "told", corpus, told, judged),
+        "random split": Division.write(folder / "random", corpus, *by_chance),
+    }
+    trained = {way: Trained(runs, one, common, options.steps, seed) for way, one in ways.items()}
+    return {way: one.loss() for way, one in trained.items()}
+
+
+def _purities(count: int, found: list[dict[str, Any]]) -> Part:
+    by_round = zip(*(one["purity"] for one in found), strict=True)
+    lines = [(str(number), around(each)) for number, each in enumerate(by_round, start=1)]
+    return Table(
+        dict.fromkeys(("round", "purity"), ""), lines, f"{count} sources, purity of what the routers are dealt"
+    )
