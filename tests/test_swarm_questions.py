@@ -62,6 +62,7 @@ NESTED = b'{"term":' + b"[" * 60_000 + b"]" * 60_000 + b"}"
 ENDLESS = struct.pack(">I", 1 << 31)
 REPORTS: dict[str, dict[str, Any]] = {
     "a stage that there is not": report(stage=7),
+    "another stage than its own": report(stage=0),
     "a step after the last": report(version=LAST + 1),
     "microbatches that a step has not": report(learnt=[[0, 0, "f" * 40]]),
     "numbers below zero": report(under_way=-1),
@@ -81,6 +82,7 @@ def test_a_peer_whose_answers_are_false_is_struck_and_counts_as_lost(made: Make)
     own = Synchronous(here.stage, work, None, None, None)  # type: ignore[arg-type]
     questions = Questions(here.peers, own, lambda: (0, b""), 3, PARTS, LAST, patience(20))
     member = here.peers.members.by_rank[liar.peers.identity.rank]
+    member.stage = 1
     asked = Asked(questions, member)
     numel = sum(one.numel() for one in work.learnt.sums.values())
 
@@ -124,7 +126,7 @@ def test_a_peer_whose_answers_are_false_is_struck_and_counts_as_lost(made: Make)
             told({"learnt": [[0, 0, "1"]], "size": len(losses)}, losses),
             lambda: asked.run(TERM, [Microbatch(0, 0)], None),
         )
-    lie(told({"missing": "all", "size": 0}), lambda: asked.gather(TERM, [1]))
+    lie(told({"missing": "all", "size": 0}), lambda: asked.gather(TERM, {1: ""}))
     lie(told({"version": -1, "size": 0}), asked.state)
     assert all(torch.equal(one, torch.ones_like(one)) for one in work.learnt.sums.values())
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import mean
+from statistics import median
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -200,7 +200,7 @@ class SwarmIsland:
         if self._seat.stage:
             heads = [one.facts for one in self._seat.serving(0)]
             told = [one["validation_loss"] for one in heads if "validation_loss" in one]
-            self._judged = Score(mean(told)) if told else self._judged
+            self._judged = Score(median(told)) if told else self._judged
             return self._judged
         judged = self._network.peers.background.run(self._evaluated(), LONGEST_EVALUATION_SECONDS)
         if judged:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from farflung.swarm.letters import LostError, Microbatch
-from farflung.swarm.synchronous import Counts, Members, Participant, Report, Term
+from farflung.swarm.synchronous import LONGEST_REIGN, Counts, Members, Participant, Report, Term, digest_of
 from farflung.swarm.waits import LATE, LEAST_SECONDS, Waits, without_late
 
 LOOK_SECONDS = 1.0
@@ -24,8 +24,6 @@ AVOIDED = 3
 """A peer from whom others got nothing so often in a row is left out."""
 PARDONED = 100
 """It is tried again after about so many steps."""
-LONGEST_REIGN = 1000
-"""Leaders that may follow each other before a peer hears of them."""
 
 T = TypeVar("T")
 Missing = dict[Microbatch, set[int]]
@@ -164,9 +162,9 @@ class Leader:
 
     async def _gathered(self, living: dict[int, Participant], reports: dict[int, Report]) -> bool:
         """Has each peer fetch what its mates have learnt; whether all could."""
-        mates: dict[int, list[int]] = {}
+        mates: dict[int, dict[int, str]] = {}
         for peer, report in sorted(reports.items()):
-            mates.setdefault(report.stage, []).append(peer)
+            mates.setdefault(report.stage, {})[peer] = digest_of(report.learnt)
         missed = await self._asked(
             {peer: living[peer] for peer in reports},
             lambda peer, one: one.gather(self.term, mates[reports[peer].stage]),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import mean
+from statistics import median
 
 BYTES_A_PARAMETER = 32
 """That a stage keeps: weights, their copy for microbatches under way, sum of gradients, gradients, the inner and outer
@@ -14,6 +14,10 @@ STEADY_SECONDS, STAY_SECONDS = 120.0, 300.0
 """For so long a move must have been the best one; and so long a peer serves a stage before it moves."""
 WORTH = 0.05
 """A move must raise what the whole swarm does by this part, since the mover fetches its new stage's state first."""
+
+
+FASTER = 16.0
+"""Nobody is believed to be so many times as quick as the middle one of all: who says so would have others move."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +51,8 @@ class MoveError(Exception):
 def standings(told: Iterable[tuple[int, int, float]]) -> dict[int, Standing]:
     """What is known of peers by their rank, stage and speed; one without a speed counts as quick as the others do."""
     known = list(told)
-    usual = mean([speed for _, _, speed in known if speed] or [1.0])
-    return {rank: Standing(stage, speed or usual) for rank, stage, speed in known}
+    usual = median([speed for _, _, speed in known if speed] or [1.0])
+    return {rank: Standing(stage, min(speed or usual, FASTER * usual)) for rank, stage, speed in known}
 
 
 def capacities(peers: Mapping[int, Standing], stages: int) -> list[float]:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import math
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,7 +34,7 @@ from farflung.swarm.signs import heard, works
 from farflung.swarm.synchronous import Counts, Report, Synchronous, Term
 from farflung.swarm.visits import MOST
 from farflung.swarm.waits import Waits
-from farflung.swarm.work import TOO_LARGE, Learnt
+from farflung.swarm.work import Learnt, Usual
 
 QUESTION = "step"
 LONGEST_SECONDS = 600.0
@@ -66,6 +66,8 @@ class Questions:
     learnt: Waits = field(default_factory=lambda: Waits(math.inf))
     """How long what others have learnt takes."""
     states: Waits = field(default_factory=lambda: Waits(math.inf))
+    sizes: Usual = field(default_factory=Usual)
+    """Of what mates have learnt, a sample."""
 
     def open(self) -> None:
         """Begins to answer."""
@@ -76,9 +78,12 @@ class Questions:
         return Asked(self, member)
 
     async def _on_question(self, stream: PeerStream, frame: Frame) -> None:
-        answer = _ANSWERS.get(entry(frame, "ask", str))
+        asked = entry(frame, "ask", str)
+        answer = _ORDERS.get(asked) or _ANSWERS.get(asked)
         if answer is None:
             raise FrameError("a question that nobody knows")
+        if asked in _ORDERS:
+            self._check_order(stream.member.rank, _term(frame))
         try:
             with works(stream):
                 told, payload = await answer(self, frame)
@@ -88,6 +93,14 @@ class Questions:
         await stream.tell({**told, "size": len(content)})
         await write_payload(stream.writer, content, self.stall_s)
         await stream.hear_the_end(self.stall_s)
+
+    def _check_order(self, rank: int, term: Term) -> None:
+        """Only heads lead, each in its own name. Raises FrameError, and RequestRefusedError for who may be one yet."""
+        if term[1] != rank:
+            raise FrameError("an order in another one's name")
+        member = self.peers.members.by_rank.get(rank)
+        if member is None or member.stage:
+            raise RequestRefusedError("only a head leads")
 
     async def _report(self, frame: Frame) -> tuple[Frame, bytes]:
         one = await self.own.report(_term(frame))
@@ -108,7 +121,8 @@ class Questions:
         return told, _flat(learnt.sums.values()).numpy().tobytes()
 
     async def _gather(self, frame: Frame) -> tuple[Frame, bytes]:
-        mates = [whole(one, MOST) for one in entry(frame, "mates", list)]
+        with reading("mates"):
+            mates = {whole(int(mate), MOST): str(digest) for mate, digest in entry(frame, "mates", dict).items()}
         return {"missing": await self.own.gather(_term(frame), mates)}, b""
 
     async def _step(self, frame: Frame) -> tuple[Frame, bytes]:
@@ -121,7 +135,7 @@ class Questions:
 
     async def _catch_up(self, frame: Frame) -> tuple[Frame, bytes]:
         givers = [whole(one, MOST) for one in entry(frame, "givers", list)]
-        await self.own.catch_up(_term(frame), whole(frame.get("version"), MOST), givers)
+        await self.own.catch_up(_term(frame), whole(frame.get("version"), self.last), givers)
         return {}, b""
 
     async def _state(self, frame: Frame) -> tuple[Frame, bytes]:
@@ -129,16 +143,18 @@ class Questions:
         return {"version": version}, content
 
 
-_ANSWERS: dict[str, Callable[[Questions, Frame], Awaitable[tuple[Frame, bytes]]]] = {
+Answer = Callable[[Questions, Frame], Awaitable[tuple[Frame, bytes]]]
+_ORDERS: dict[str, Answer] = {
     "report": Questions._report,
     "run": Questions._run,
-    "learnt": Questions._learnt,
     "gather": Questions._gather,
     "step": Questions._step,
     "settle": Questions._settle,
     "catch up": Questions._catch_up,
-    "state": Questions._state,
 }
+"""What a leader asks, in its own name."""
+_ANSWERS: dict[str, Answer] = {"learnt": Questions._learnt, "state": Questions._state}
+"""What anyone may ask."""
 
 
 @dataclass
@@ -151,15 +167,18 @@ class Asked:
     async def report(self, term: Term) -> Report:
         """See Participant."""
         told, _ = await self._ask("report", term=term)
-        with self._striking():
-            return _read_report(told, self.here)
+        with self.striking():
+            report = _read_report(told, self.here)
+            if report.stage != self.member.stage:
+                raise FrameError(f"a report of stage {report.stage} by one that serves {self.member.stage}")
+            return report
 
     async def run(self, term: Term, microbatches: list[Microbatch], counts_in: Counts) -> dict[Microbatch, float]:
         """See Participant."""
         counts = None if counts_in is None else sorted(counts_in)
         names = told_names(microbatches)
         told, content = await self._ask("run", 8 * len(microbatches), term=term, learnt=names, counts_in=counts)
-        with self._striking():
+        with self.striking():
             losses = _read_losses(told, content, self.here.parts)
         return {one: losses[one] for one in microbatches if one in losses}
 
@@ -168,13 +187,13 @@ class Asked:
         own = self.here.own.work.learnt
         numel = sum(one.numel() for one in own.sums.values())
         told, content = await self._held("learnt", self.here.learnt, 4 * numel, self.here.stall_s)
-        with self._striking():
+        with self.striking():
             return _read_learnt(told, content, own, self.here)
 
-    async def gather(self, term: Term, mates: list[int]) -> list[int]:
+    async def gather(self, term: Term, mates: Mapping[int, str]) -> list[int]:
         """See Participant."""
-        told, _ = await self._ask("gather", term=term, mates=mates)
-        with self._striking(), reading("who is missing"):
+        told, _ = await self._ask("gather", term=term, mates=dict(mates))
+        with self.striking(), reading("who is missing"):
             return [whole(one, MOST) for one in entry(told, "missing", list)]
 
     async def step(self, term: Term) -> None:
@@ -193,11 +212,11 @@ class Asked:
         """Its weights and their optimizer's state, and the version of them. Raises LostError."""
         numel = sum(one.numel() for one in self.here.own.work.learnt.sums.values())
         told, content = await self._held("state", self.here.states, LARGEST_STATE * numel + (1 << 20), LONGEST_SECONDS)
-        with self._striking():
-            return whole(told.get("version"), MOST), content
+        with self.striking():
+            return whole(told.get("version"), self.here.last), content
 
     @contextlib.contextmanager
-    def _striking(self) -> Iterator[None]:
+    def striking(self) -> Iterator[None]:
         """What cannot be an answer counts against the peer. Raises LostError."""
         try:
             yield
@@ -224,7 +243,7 @@ class Asked:
         """The answer, and at most so many bytes behind it. Raises LostError."""
         peers = self.here.peers
         try:
-            with self._striking():
+            with self.striking():
                 async with peers.stream(self.member) as stream:
                     await stream.tell({"kind": QUESTION, "ask": what, **told})
                     async with asyncio.timeout(answer_s):
@@ -298,7 +317,7 @@ def _read_learnt(frame: Frame, content: bytes, own: Learnt, here: Questions) -> 
     names = read_names(frame, here.parts)
     size = float(flat.double().norm()) / max(1, here.samples * len(names))
     usual = float(_flat(own.sums.values()).double().norm()) / max(1, sum(own.samples.values()))
-    if size > TOO_LARGE * usual > 0 or (size and not names):
+    if (size and not names) or not here.sizes.takes(size, usual):
         raise FrameError("gradients that are far too large")
     parts = flat.split([one.numel() for one in own.sums.values()])
     sums = {

@@ -18,7 +18,7 @@ from farflung.pipeline.boundaries import Boundary
 from farflung.pipeline.build import pieces_of
 from farflung.pipeline.division import Division, division_of
 from farflung.pipeline.settings import IslandSettings
-from farflung.swarm.letters import Caller, Forward, LostError, Microbatch
+from farflung.swarm.letters import Caller, FalseLetterError, Forward, LostError, Microbatch
 from farflung.swarm.peer import StagePeer
 from farflung.swarm.processor import Pass, Processor
 from farflung.swarm.routers import ThroughputRouter
@@ -162,6 +162,9 @@ class Seat:
         return first, last
 
     async def _served(self, forward: Forward, caller: Caller) -> None:
+        number = forward.microbatch.number
+        if number >= self.parts and not (number == HELD_OUT and forward.judged):
+            raise FalseLetterError("a microbatch of which a step has not so many")
         await self.peer.serve(forward, caller)
 
     async def _computed(self, which: Pass, work: Callable[[], T]) -> T:

@@ -6,13 +6,17 @@ import asyncio
 import contextlib
 import io
 import time
+from collections.abc import Collection, Mapping
 from statistics import median_low
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from farflung.errors import UserError
 from farflung.hooks.trained import trainable
 from farflung.networks import PeerLostError
+from farflung.networks.internet.contact.frames import FrameError, reading
 from farflung.swarm.leading import Leader
 from farflung.swarm.letters import LostError, Microbatch
 from farflung.swarm.questions import Asked, Questions
@@ -128,10 +132,12 @@ class StepsTogether:
             one = living.get(giver)
             if not isinstance(one, Asked):
                 continue
-            found, content = await one.state()
-            if found == version:
-                await asyncio.to_thread(self._load, version, content)
-                return
+            with contextlib.suppress(LostError):  # another may have it
+                found, content = await one.state()
+                if found == version:
+                    with one.striking():
+                        await asyncio.to_thread(self._load, version, content)
+                    return
         raise LostError("nobody gives it the weights")
 
     async def _begin_anew(self, version: int) -> None:
@@ -148,13 +154,34 @@ class StepsTogether:
 
     def _load(self, version: int, content: bytes) -> None:
         seat = self._seat
-        try:
-            state = torch.load(io.BytesIO(content), weights_only=True, map_location="cpu")
-            with seat.weights, torch.no_grad():
-                assert seat.optimizer is not None
-                seat.optimizer.load_state_dict(state["optimizer"])
-                for name, one in trainable(seat.model).items():
-                    one.copy_(state["model"][name])
-                seat.work.begin_at(version)
-        except (RuntimeError, ValueError, KeyError, EOFError) as error:
-            raise LostError(f"a state that does not fit: {error}") from error
+        assert seat.optimizer is not None
+        state = taken_state(content, trainable(seat.model), seat.optimizer)
+        with seat.weights, torch.no_grad():
+            seat.optimizer.load_state_dict(state["optimizer"])
+            for name, one in trainable(seat.model).items():
+                one.copy_(state["model"][name])
+            seat.work.begin_at(version)
+
+
+@reading("a mate's state")
+def taken_state(content: bytes, weights: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """A mate's "model" and "optimizer" as bytes, but for the optimizer's settings, which stay the own ones.
+
+    Raises FrameError where its weights, or what its optimizer keeps of each, are not such as the own ones may be.
+    """
+    told = torch.load(io.BytesIO(content), weights_only=True, map_location="cpu")
+    parameters = [one for group in optimizer.param_groups for one in group["params"]]
+    model = {name: _like(told["model"][name], [one.shape]) for name, one in weights.items()}
+    kept = {
+        number: {name: _like(value, [parameters[number].shape, torch.Size()]) for name, value in of.items()}
+        for number, of in told["optimizer"]["state"].items()
+    }
+    return {"model": model, "optimizer": {"state": kept, "param_groups": optimizer.state_dict()["param_groups"]}}
+
+
+def _like(value: Any, shapes: Collection[torch.Size]) -> Any:
+    """What a mate has told. Raises FrameError where it is not finite, or has another shape than one of these."""
+    tensor = torch.as_tensor(value)
+    if tensor.shape not in shapes or not tensor.isfinite().all():
+        raise FrameError("it does not fit")
+    return value

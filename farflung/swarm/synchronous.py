@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import hashlib
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from farflung.swarm.letters import LostError, Microbatch
+from farflung.swarm.letters import LostError, Microbatch, ledger_of
 from farflung.swarm.peer import StagePeer
 from farflung.swarm.work import Learnt, StageWork
 
@@ -15,6 +16,8 @@ Term = tuple[int, int]
 """A leader's rank among all that lead a run one after the other: a count, and its number. An earlier one is refused:
 what it has ordered may still be under way when it is gone."""
 Counts = frozenset[int] | None
+LONGEST_REIGN = 1000
+"""Leaders that may follow each other before a peer hears of them."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +50,11 @@ class Participant(Protocol):
         """What it has learnt in this step."""
         ...
 
-    async def gather(self, term: Term, mates: list[int]) -> list[int]:
-        """Fetches what its stage mates have learnt, so that it can take the step; those of whom it could not."""
+    async def gather(self, term: Term, mates: Mapping[int, str]) -> list[int]:
+        """Fetches what its stage mates have learnt, so that it can take the step; those of whom it could not.
+
+        The digest says of which microbatches that must be, by the mate's report: else it could tell each another tale.
+        """
         ...
 
     async def step(self, term: Term) -> None:
@@ -98,7 +104,8 @@ class Synchronous:
 
     async def report(self, term: Term) -> Report:
         """See Participant."""
-        self._term = max(self._term, term)
+        if term[0] <= self._term[0] + LONGEST_REIGN:  # else one could have nobody ever lead after it
+            self._term = max(self._term, term)
         await self._taken()
         return Report(self._term, self.peer.stage, self.work.version, self.work.learnt_from(), self.peer.under_way)
 
@@ -116,17 +123,18 @@ class Synchronous:
         """See Participant."""
         return self.work.learnt
 
-    async def gather(self, term: Term, mates: list[int]) -> list[int]:
+    async def gather(self, term: Term, mates: Mapping[int, str]) -> list[int]:
         """See Participant. Sums are added in the order of the peers' numbers, alike everywhere."""
         self._follow(term)
         self._gathered, self._turn = None, self._turn + 1
         turn, living = self._turn, self.members.living()
         asked = [mate for mate in sorted(mates) if mate in living]
         found = await asyncio.gather(*(living[mate].learnt_now() for mate in asked), return_exceptions=True)
-        learnt = {mate: one for mate, one in zip(asked, found, strict=True) if isinstance(one, Learnt)}
         for one in found:
             if isinstance(one, BaseException) and not isinstance(one, LostError):
                 raise one
+        told = {mate: one for mate, one in zip(asked, found, strict=True) if isinstance(one, Learnt)}
+        learnt = {mate: one for mate, one in told.items() if digest_of(one.samples) == mates[mate]}
         if missing := [mate for mate in mates if mate not in learnt]:
             return missing
         if turn != self._turn:
@@ -171,3 +179,8 @@ class Synchronous:
     def _follow(self, term: Term) -> None:
         if term < self._term:
             raise LostError("another peer leads now")
+
+
+def digest_of(microbatches: Iterable[Microbatch]) -> str:
+    """Says which microbatches some are, in few letters."""
+    return hashlib.sha256(repr(ledger_of(microbatches)).encode()).hexdigest()[:32]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -19,8 +20,25 @@ from farflung.swarm.letters import FalseLetterError, Forward, Gradient, LostErro
 
 Weights = dict[str, Tensor]
 
-LATELY, TOO_LARGE = 16, 1000.0
-"""A gradient whose root mean square is so many times the median of so many before it is not believed."""
+LATELY, FEW, TOO_LARGE = 16, 3, 1000.0
+"""A gradient so many times as large as the median of so many before it, or of a few at first, is not believed."""
+REMEMBERED = 4096
+"""Microbatches of which a stage knows that it has learnt from them, so that none counts again."""
+
+
+class Usual:
+    """How large gradients were lately."""
+
+    def __init__(self) -> None:
+        self._lately: deque[float] = deque(maxlen=LATELY)
+
+    def takes(self, size: float, usual: float = 0.0) -> bool:
+        """Whether one can be believed, which then counts; beside what is `usual`, where that is known."""
+        usual = usual or (median(self._lately) if len(self._lately) >= FEW else 0.0)
+        if size > TOO_LARGE * usual > 0.0:
+            return False
+        self._lately.append(size)
+        return True
 
 
 @dataclass
@@ -106,12 +124,14 @@ class StageWork:
         self._stash: Weights = {}
         self._under_way: dict[Forward, _Under] = {}
         self._learning = threading.Lock()
-        self._sizes: deque[float] = deque(maxlen=LATELY)
+        self._coming, self._own = Usual(), Usual()
+        self._known: dict[Microbatch, None] = {}
+        """What it has learnt from, the latest last."""
 
     def forward(self, forward: Forward) -> Tensor | None:
         """See Work."""
-        if forward.version != self.version and not (self.alone or forward.judged):
-            raise LostError("weights of another step")
+        if not (self.alone or forward.judged):
+            self._check_step(forward)
         batch = self._batch_of(forward.microbatch)
         if forward.text is not None:
             batch = _begun(batch, forward.text)
@@ -137,10 +157,8 @@ class StageWork:
         if self._after is None:
             return
         _check(gradient.packet, self._after)
-        size = float(self._after.unpack_gradient(gradient.packet).square().mean())
-        if len(self._sizes) == self._sizes.maxlen and size > TOO_LARGE**2 * median(self._sizes):
+        if not self._coming.takes(float(self._after.unpack_gradient(gradient.packet).square().mean().sqrt())):
             raise FalseLetterError("a gradient that is far too large")
-        self._sizes.append(size)
 
     def backward(self, forward: Forward, gradient: Gradient) -> Gradient:
         """See Work."""
@@ -153,13 +171,17 @@ class StageWork:
         if forward.judged:
             return Gradient(None, loss)
         entering, gradients = self._gradients(under)
-        if not all(bool(one.isfinite().all()) for one in gradients.values()):
+        size = float(torch.stack([one.norm() for one in gradients.values()]).norm())
+        if not math.isfinite(size):
             raise LostError("a gradient that is not finite")
+        if not self._own.takes(size):  # whoever is to blame for that, here or there: what came in was not checked so
+            raise LostError("a gradient that is far too large")
         under.leaving = None
         back = None if self._before is None else _finite(self._before, self._before.pack_gradient(entering))
-        under.counted = forward.counts() and forward.microbatch not in self.learnt.samples  # once, if it comes again
+        under.counted = forward.counts() and forward.microbatch not in self._known  # once, if it comes again
         if under.counted:
             with self._learning:
+                self._remember(forward.microbatch)
                 self.learnt.add(gradients)
                 self.learnt.samples[forward.microbatch] = len(under.batch)
                 self.learnt.losses += loss * len(under.batch)
@@ -178,6 +200,7 @@ class StageWork:
         under.leaving = self._compute(under)
         gradients = self._gradients(under)[1]
         with self._learning:
+            self._known.pop(forward.microbatch, None)
             self.learnt.add(gradients, sign=-1)
             if self.learnt.samples.pop(forward.microbatch, None) is None:
                 self.learnt.taken_back.append(forward.microbatch)
@@ -219,12 +242,24 @@ class StageWork:
     def begin_at(self, version: int) -> None:
         """The weights are those of a later version, and nothing is learnt yet."""
         self.take()
-        self._stash, self.version = {}, version
+        self._known, self._stash, self.version = {}, {}, version
 
     def advance(self) -> None:
         """The weights are those of the next version."""
         self._stash = {}
         self.version += 1
+
+    def _check_step(self, forward: Forward) -> None:
+        """Refuses what is not of the step that all take together: its samples would count in another one."""
+        if forward.version != self.version:
+            raise LostError("weights of another step")
+        if (forward.microbatch.step, forward.microbatch.stream) != (self.version, 0):
+            raise FalseLetterError("a microbatch of another step")
+
+    def _remember(self, microbatch: Microbatch) -> None:
+        self._known[microbatch] = None
+        while len(self._known) > max(REMEMBERED, len(self.learnt.samples) + 1):
+            del self._known[next(iter(self._known))]
 
     @property
     def _device(self) -> torch.device:
