@@ -445,15 +445,15 @@ def test_status_says_why_a_peer_was_alone() -> None:
 def test_status_in_a_pipe_cuts_nothing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("COLUMNS", "60")
     swarms = {"stages": 4, "stage": 1, "queue": 3.0, "microbatches_per_second": 12.5, "sent": 2.5e6}
-    swarms |= {"processes": 2, "refused": 1}
+    swarms |= {"processes": 2, "refused": 1, "bypassed": 4}
     peers.show(lambda: [peer_row("a-name-of-its-own", **swarms)], threading.Event(), once=True)
     told = capsys.readouterr().out.splitlines()
     (row,) = (line for line in told if "a-name-of-its-own" in line)
     assert (
-        len(row.split()) == 17
+        len(row.split()) == 18
         and "2.5 MB" in row
         and "stage" in told[1]
-        and {"microbatches/s", "processes", "refused"} <= {*told[1].split()}
+        and {"microbatches/s", "processes", "refused", "bypassed"} <= {*told[1].split()}
     )
 
 

@@ -23,8 +23,11 @@ from farflung.networks.simulator.event_loop import run_in_virtual_time
 from farflung.swarm import signs
 from farflung.swarm.letters import FalseLetterError, Forward, Gradient, LostError, Microbatch
 from farflung.swarm.moves import FASTER, next_move, standings
+from farflung.swarm.peer import MOST_REASONS, StagePeer
 from farflung.swarm.questions import QUESTION, Questions
+from farflung.swarm.routers import ThroughputRouter
 from farflung.swarm.seat import HELD_OUT
+from farflung.swarm.simulated import SimulatedPost, in_virtual_seconds
 from farflung.swarm.steps_together import taken_state
 from farflung.swarm.synchronous import LONGEST_REIGN, Report, Synchronous, Term
 from farflung.swarm.work import Learnt, StageWork, Usual
@@ -254,3 +257,12 @@ def test_no_stage_learns_from_held_out_samples_or_from_others_under_two_names(tm
                 seat.peers.background.run(seat._served(forward, None), patience(20))  # type: ignore[arg-type]
     finally:
         swarm.close()
+
+
+def test_however_many_reasons_a_liar_makes_up_few_are_kept_and_all_are_counted() -> None:
+    work, post = work_of(0, 2, OPTIMIZERS["sgd"]), SimulatedPost()
+    device = in_virtual_seconds(0.0, 0.0)
+    peer = StagePeer(0, 2, work, device, post.of(0), ThroughputRouter([1]), 100.0, lambda: 0.0)
+    for number in range(1000):
+        peer._pass_by(1, LostError(f"reason {number}"), 1.0)
+    assert sum(peer.struck.values()) == 1000 and len(peer.struck) <= MOST_REASONS + 1

@@ -156,5 +156,6 @@ _IN_SWARMS: dict[str, Callable[[Row], str]] = {
 _IF_ANY: dict[str, Callable[[Row], str]] = {
     "processes": _of_trainers(lambda row: f"{row.get('processes', 1):.0f}"),
     "refused": _of_trainers(lambda row: f"{row.get('refused', 0):.0f}"),
+    "bypassed": _of_trainers(lambda row: f"{row.get('bypassed', 0):.0f}"),
 }
 """Columns that are there if any peer has such."""

@@ -19,6 +19,8 @@ IN_FLIGHT = 2
 """Microbatches that a head has under way for each stage, so that none is idle."""
 PAUSE_SECONDS = 1.0
 """Between two looks for somebody who serves the next stage, where nobody does; or whether one of them is late."""
+MOST_REASONS = 32
+"""Why others were passed by, in so many different words."""
 LATELY = 32
 """Microbatches of which a peer knows how long the stages behind the next one took."""
 
@@ -191,6 +193,8 @@ class StagePeer:
         """A peer that is gone is left out until it joins again; one that is late for a while, and gets less then."""
         assert self.next_stage is not None
         reason = "late" if isinstance(error, TimeoutError) else str(error)
+        if len(self.struck) >= MOST_REASONS and reason not in self.struck:
+            reason = "other reasons"  # the other one may have made up the words
         self.struck[reason] = self.struck.get(reason, 0) + 1
         self._waits.failed(peer, waited, self.now())
         if isinstance(error, TimeoutError):

@@ -134,6 +134,7 @@ class Seat:
             "queue": float(self._processor.queue),
             "capacity": computed / self._busy_s if self._busy_s else 0.0,
             "microbatches_per_second": computed / since if since else 0.0,
+            "bypassed": float(sum(self.peer.struck.values())),
             "sent": float(self.network.traffic.bytes_sent + self.traffic.bytes_sent),
         }
 
