@@ -12,7 +12,7 @@ from farflung.errors import UserError
 from farflung.formats import package_version
 
 if TYPE_CHECKING:
-    from farflung import codecs, data, integrations, methods, networks, outer
+    from farflung import codecs, data, embeddings, integrations, methods, networks, outer
     from farflung.codecs import Codec, Dense, ErrorFeedback, LowRank, Modulo, Quantize, TopK, codec_named
     from farflung.networks import (
         Conditions,
@@ -71,6 +71,7 @@ __all__ = [
     "codec_named",
     "codecs",
     "data",
+    "embeddings",
     "from_env",
     "integrations",
     "methods",
@@ -88,7 +89,7 @@ ROOMS = ("codecs", "methods", "networks", "outer")
 
 def __getattr__(name: str) -> Any:
     """Imports what is asked for: torch takes seconds, in which the command line must hear signals already."""
-    if name in (*ROOMS, "data", "integrations"):
+    if name in (*ROOMS, "data", "embeddings", "integrations"):
         return importlib.import_module(f"farflung.{name}")
     if name == "InternetNetwork":
         return importlib.import_module("farflung.training.peer").internet().InternetNetwork  # an extra; says so

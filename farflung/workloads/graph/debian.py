@@ -9,35 +9,31 @@ import functools
 import hashlib
 import json
 import re
-import subprocess
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from farflung.errors import UserError
+from farflung.workloads import apt
+from farflung.workloads.apt import Package
 from farflung.workloads.graph.data import GraphData, undirected
 from farflung.workloads.graph.kept import Arrays, kept
 
-FIELDS = ("Depends", "Pre-Depends", "Recommends", "Suggests")
 MOST_EDGES = 1000
 """A package with more is left out: it tells nothing of those that depend on it."""
 WIDTH = 64
 """Features of a package."""
 LEAST_USES = 3
 """A word that fewer packages have is left out."""
-PATIENCE_S = 120.0
-REMEDY = "run apt-get update first, on a machine with Debian or one of its kin"
-
-Package = Mapping[str, str]
 
 
 @functools.cache
 def read() -> GraphData:
     """The graph of the packages that apt's lists named when this process first asked. Raises UserError for none."""
-    packages = dict(sorted(_packages(_lists())))
+    packages = apt.packages("Section", "Description")
     checksum = hashlib.sha256(json.dumps(packages).encode()).hexdigest()
     made = kept("debian", [checksum, WIDTH, MOST_EDGES, LEAST_USES], lambda: graph_of(packages))
     names, classes = (tuple(made[name].tolist()) for name in ("names", "classes"))
@@ -48,7 +44,7 @@ def graph_of(packages: Mapping[str, Package]) -> Arrays:
     """Of packages by their names. Raises UserError."""
     edges = _edges(packages)
     if not len(edges):
-        raise UserError(f"no package in apt's lists depends on another; {REMEDY}")
+        raise UserError(f"no package in apt's lists has few enough dependencies; {apt.REMEDY}")
     used, edges = np.unique(edges, return_inverse=True)
     everyone = list(packages)
     names = [everyone[number] for number in used]
@@ -64,36 +60,9 @@ def graph_of(packages: Mapping[str, Package]) -> Arrays:
     }
 
 
-def _lists() -> str:
-    try:
-        command = ["apt-cache", "dumpavail"]
-        text = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=True).stdout
-    except (OSError, subprocess.SubprocessError) as error:
-        raise UserError(f"data is debian, and apt-cache cannot be asked: {error}; {REMEDY}") from error
-    if "Package: " not in text:
-        raise UserError(f"data is debian, and apt has no lists of packages; {REMEDY}")
-    return text
-
-
-def _packages(text: str) -> Iterator[tuple[str, Package]]:
-    wanted = re.compile(rf"^(Package|Section|Description|{'|'.join(FIELDS)}): (.*)$", re.MULTILINE)
-    for stanza in text.split("\n\n"):
-        found = dict(wanted.findall(stanza))
-        if "Package" in found:
-            yield found["Package"], found
-
-
 def _edges(packages: Mapping[str, Package]) -> NDArray[np.int64]:
     """(edges, 2), of all alternatives; without what has too many."""
-    numbers = {name: number for number, name in enumerate(packages)}
-    pairs = [
-        (numbers[name], numbers[other])
-        for name, package in packages.items()
-        for field in FIELDS
-        for other in re.findall(r"(?:^|[,|]) *([a-z0-9][a-z0-9+.-]*)", package.get(field, ""))
-        if other in numbers
-    ]
-    edges = undirected(np.array(pairs, np.int64).reshape(-1, 2))
+    edges = undirected(apt.pairs(packages))
     many = np.bincount(edges.ravel(), minlength=len(packages)) > MOST_EDGES
     return edges[~many[edges].any(axis=1)]
 
