@@ -278,7 +278,7 @@ def nolocox(
     return replace(method, adapt=outer.Adapt(steps=False) if adapt else None)
 
 
-def random_tma(every: int = 10) -> Method:
+def random_tma(every: int | str = 10) -> Method:
     """Weights averaged among all; each trains on random nodes of a graph, and the edges among them.
 
     Paper: Zhu and others 2023, arXiv 2305.09887
@@ -286,7 +286,7 @@ def random_tma(every: int = 10) -> Method:
     return _tma(every, "random")
 
 
-def super_tma(every: int = 10) -> Method:
+def super_tma(every: int | str = 10) -> Method:
     """Weights averaged among all; each trains on random clusters of a graph's nodes, which keep most of the edges.
 
     Paper: Zhu and others 2023, arXiv 2305.09887
@@ -294,7 +294,7 @@ def super_tma(every: int = 10) -> Method:
     return _tma(every, "super")
 
 
-def _tma(every: int, cut: str) -> Method:
+def _tma(every: int | str, cut: str) -> Method:
     return outer.Method(outer.Schedule(every), outer=outer.Average, inner=inner.ADAMW, cut=cut)
 
 

@@ -1,8 +1,9 @@
 """What does training on parts of a graph lose, how the parts are made, and how the trainers average?
 The packages of Debian and what they depend on; the baseline is one trainer on the whole graph, with the batches of all.
 SuperTMA's and RandomTMA's parts, a minimal cut alone (PSGD-PA) and with a server's steps on the whole graph (LLCG), and
-SuperTMA's parts under NoLoCo and DiLoCo; then trainers that are lost half-way. It needs apt's lists (apt-get update).
-Takes about an hour for each task and number of trainers on two cores, for three seeds.
+SuperTMA's parts under NoLoCo and DiLoCo; then trainers that are lost half-way, and one that is four times slower, with
+rounds by the clock and by steps. It needs apt's lists (apt-get update). Takes about ten minutes for each task and
+number of trainers on two cores.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ STEP_S = 0.1
 """Of an inner step on the simulated clock."""
 MODEL = {"nodes": "sage", "links": "gcn"}
 """The better of the two kinds of networks for each task, by the first hundred steps of one trainer."""
+SLOWER = 4
+"""How many times."""
 LOST = {2: 1, 4: 1, 8: 2}
 """How many trainers are lost, of how many."""
 
@@ -45,14 +48,16 @@ class Options:
     """Replicas, each with a part of the graph."""
     tasks: tuple[str, ...] = ("nodes", "links")
     """What is learnt."""
-    questions: tuple[str, ...] = ("parts", "lost")
-    """parts: ways to make them and to average; lost: trainers that are lost half-way."""
+    questions: tuple[str, ...] = ("parts", "lost", "slow")
+    """parts: ways to make them and to average; lost: trainers that are lost half-way; slow: one that is slower."""
     seeds: tuple[int, ...] = (0, 1, 2)
     """One run of each row for each; it is the seed of parts and of what is held out, too."""
     steps: int = 300
     """Inner steps of each trainer."""
     every: int = 10
     """Inner steps between rounds."""
+    hidden: int = 32
+    """Numbers that a node has after each layer."""
     super_nodes: int = 1000
     """Pieces that SuperTMA deals out."""
     server_steps: int = 2
@@ -61,7 +66,7 @@ class Options:
     """The graph; made: a small one with planted labels, on any machine."""
 
 
-SMOKE = Options(trainers=(2,), tasks=("links",), seeds=(0,), steps=4, every=2, super_nodes=20, data="made")
+SMOKE = Options(trainers=(2,), tasks=("links",), seeds=(0,), steps=8, every=2, super_nodes=20, data="made")
 
 
 def ways(options: Options) -> dict[str, Settings]:
@@ -80,20 +85,22 @@ def ways(options: Options) -> dict[str, Settings]:
 def made(settings: Settings, seed: int) -> Result:
     """One run, with the processor seconds of a step of one trainer, evaluations included."""
     settings = settings | {"split_seed": seed}
-    lost, server_steps = settings.pop("lost", 0), settings.pop("server_steps", 0)
+    lost, slow, server_steps = (settings.pop(name, 0) for name in ("lost", "slow", "server_steps"))
     with tempfile.TemporaryDirectory() as name:
         settings["data"] = planted(Path(name)) if settings["data"] == "made" else settings["data"]
-        settings["conditions"] = deaths(Path(name) / "conditions.toml", lost, settings["steps"])
+        settings["conditions"] = conditions(Path(name) / "conditions.toml", lost, slow, settings)
         began = time.process_time()
         found = llcg(settings, seed, server_steps) if server_steps else outcome(settings, seed)
         seconds = time.process_time() - began
     return found | {"seconds_a_step": seconds / settings["steps"] / settings["replicas"]}
 
 
-def deaths(path: Path, lost: int, steps: int) -> str:
-    """Conditions under which the last trainers are lost half-way, one after the other."""
-    tables = "".join(f"[[deaths]]\nreplica = {1 + one}\nat_s = {STEP_S * steps / 2 + one}\n" for one in range(lost))
-    path.write_text(f"step_ms = {1000 * STEP_S}\nbandwidth_mbps = 1000\nlatency_ms = 1\n{tables}")
+def conditions(path: Path, lost: int, slow: int, settings: Settings) -> str:
+    """Fast links, under which the last trainers are lost half-way, and the first may be so many times slower."""
+    last = range(settings["replicas"] - lost, settings["replicas"])
+    tables = "".join(f"[[deaths]]\nreplica = {one}\nat_s = {STEP_S * settings['steps'] / 2}\n" for one in last)
+    speeds = f"speeds = [{1 / slow}]\n" if slow else ""
+    path.write_text(f"step_ms = {1000 * STEP_S}\nbandwidth_mbps = 1000\nlatency_ms = 1\n{speeds}{tables}")
     return str(path)
 
 
@@ -175,15 +182,20 @@ class Trainer:
         self.optimizer.zero_grad()
 
 
+def common(options: Options, task: str, trainers: int) -> Settings:
+    """What all runs of a table have, unless a row says otherwise."""
+    of_task: Settings = {"workload": "graph", "data": options.data, "task": task, "model": MODEL[task]}
+    of_steps: Settings = {"steps": options.steps, "eval_every": max(1, options.steps // 6), "log_every": options.steps}
+    sizes: Settings = {"replicas": trainers, "batch_size": 8, "hidden": options.hidden}
+    return of_task | of_steps | sizes | {"super_nodes": options.super_nodes, "inner": "adamw", "lr": 0.01}
+
+
 def run(options: Options, store: Store) -> Iterator[Part]:
-    questions: dict[str, Callable[[Runs, Options, int, str], Iterator[Part]]] = {"parts": parts, "lost": lost}
+    questions: dict[str, Callable[[Runs, Options, int, str], Iterator[Part]]]
+    questions = {"parts": parts, "lost": lost, "slow": slow}
     for task in options.tasks:
         for trainers in options.trainers:
-            common = {"workload": "graph", "data": options.data, "task": task, "replicas": trainers, "batch_size": 8}
-            common |= {"steps": options.steps, "super_nodes": options.super_nodes, "inner": "adamw", "lr": 0.01}
-            common |= {"model": MODEL[task]}
-            common |= {"eval_every": max(1, options.steps // 10), "log_every": options.steps}
-            with Runs(store, common, made) as runs:
+            with Runs(store, common(options, task, trainers), made) as runs:
                 for question in options.questions:
                     yield from questions[question](runs, options, trainers, task)
 
@@ -228,6 +240,27 @@ def lost(runs: Runs, options: Options, trainers: int, task: str) -> Iterator[Par
 
     columns = {"": "", "none lost": ".4f", f"{gone} of {trainers} lost": ".4f", "points": "+.2f"}
     yield Table(columns, told(), f"{figure_name(task)}; {title_of(options, trainers, task)}")
+
+
+def slow(runs: Runs, options: Options, trainers: int, task: str) -> Iterator[Part]:
+    """What one slow trainer costs in the time in which the others take all of their steps."""
+    short = options.steps // SLOWER
+    rows: dict[str, Settings] = {
+        "by the clock": {"every": f"{STEP_S * options.every:g}s", "rounds": options.steps // options.every},
+        "by steps, in the same time": {"every": options.every, "steps": short, "eval_every": short, "log_every": short},
+    }
+    settings = {name: {"method": "super-tma", "parts": "super", "slow": SLOWER} | row for name, row in rows.items()}
+    for one in settings.values():
+        runs.start_all(one, options.seeds)
+
+    def told() -> Iterator[tuple[Cell, ...]]:
+        for name, one in settings.items():
+            found = list(runs.on_seeds(one, options.seeds).values())
+            blocked = mean(each["seconds_blocked"] for each in found)
+            yield name, mean(map(final, found)), mean(each["seconds"] for each in found), blocked
+
+    columns = {"rounds": "", figure_name(task): ".4f", "simulated s": ".1f", "blocked, a trainer": ".1f"}
+    yield Table(columns, told(), f"one trainer {SLOWER} times slower; {title_of(options, trainers, task)}")
 
 
 def final(result: Result) -> float:
