@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -35,6 +35,7 @@ class Links:
     units = "edges"
     measure = "nats an edge"
     judged_by = Figure("link MRR", more_is_better=True)
+    scores = "(n, 1) of pairs, targets (n, 2) int64: more than 0 where an edge is likely"
     outputs = 1
 
     def __init__(self, data: GraphData, settings: GraphSettings) -> None:
@@ -49,6 +50,7 @@ class Links:
                 "MRR; both need some: give more edges, or another held_out_links.npy"
             )
         self._data = data
+        self.labels: list[str] = []
         self.edges = self.training = training
         self.held_out = held_out[evenly(len(held_out), settings.eval_targets)]
         drawn = np.random.default_rng(settings.split_seed)
@@ -82,10 +84,6 @@ class Links:
             likeliest = int(scores.argmax())
             rows.append((self._data.name(node), self._data.name(likeliest), self._data.name(other)))
         return aligned(rows)
-
-    def about(self) -> dict[str, Any]:
-        """See Task."""
-        return {"scores": "(n, 1) of pairs, targets (n, 2) int64: more than 0 where an edge is likely"}
 
 
 def _ranks(model: GraphModel, embedded: Tensor, ends: Tensor) -> Tensor:

@@ -57,7 +57,6 @@ class GraphModel(nn.Module):
 
     def __init__(self, kind: str, width: int, hidden: int, layers: int, outputs: int, dropout: float = 0.0) -> None:
         super().__init__()
-        self.shape = {"kind": kind, "width": width, "hidden": hidden, "layers": layers, "outputs": outputs}
         self.encoder = KINDS[kind][0](width, hidden, layers, dropout)
         self.head = nn.Sequential(nn.Linear(hidden, hidden), nn.ReLU(), nn.Linear(hidden, outputs))
 
@@ -123,14 +122,23 @@ It needs farflung[graphs]. `config.json` has the model's shape, and what the sco
 """
 
 
-def export(model: GraphModel, weights: Mapping[str, Tensor], target: Path, about: Mapping[str, Any]) -> None:
+def shape_of(weights: Mapping[str, Tensor], kind: str, layers: int) -> dict[str, Any]:
+    """What `GraphModel` is made with, for one that has these weights."""
+    hidden, width = next(
+        value.shape for name, value in weights.items() if name.startswith("encoder") and value.dim() > 1
+    )
+    outputs = weights["head.2.bias"].numel()
+    return {"kind": kind, "width": width, "hidden": hidden, "layers": layers, "outputs": outputs}
+
+
+def export(weights: Mapping[str, Tensor], shape: Mapping[str, Any], target: Path, about: Mapping[str, Any]) -> None:
     """Writes a folder that `load` loads; `about` says what the scores are of, for people. Raises OSError."""
     from safetensors.torch import save_file
 
     target.mkdir(parents=True)
     save_file({name: value.contiguous() for name, value in weights.items()}, target / "model.safetensors")
-    (target / "config.json").write_text(json.dumps({"shape": model.shape, **about}, indent=1, ensure_ascii=False))
-    (target / "README.md").write_text(README.format(**model.shape, scores=about["scores"]))
+    (target / "config.json").write_text(json.dumps({"shape": shape, **about}, indent=1, ensure_ascii=False))
+    (target / "README.md").write_text(README.format(**shape, scores=about["scores"]))
 
 
 def load(folder: str | Path) -> GraphModel:

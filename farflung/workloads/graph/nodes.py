@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -30,6 +30,7 @@ class Nodes:
     units = "nodes"
     measure = "nats a node"
     judged_by = Figure("accuracy", more_is_better=True)
+    scores = "(n, labels) of nodes, targets (n, 1) int64"
 
     def __init__(self, data: GraphData, settings: GraphSettings) -> None:
         labelled = np.flatnonzero(data.labels >= 0)
@@ -47,6 +48,7 @@ class Nodes:
             )
         self._data = data
         self.outputs, self.edges = data.kinds, data.links
+        self.labels = [data.label(kind) for kind in range(data.kinds)]
         self.training = training[:, None]
         self.held_out = held_out[evenly(len(held_out), settings.eval_targets)][:, None]
 
@@ -74,8 +76,3 @@ class Nodes:
         for node, kind in zip(shown[:, 0], found, strict=True):
             rows.append((self._data.name(node), self._data.label(kind), self._data.label(self._data.labels[node])))
         return aligned(rows)
-
-    def about(self) -> dict[str, Any]:
-        """See Task."""
-        labels = [self._data.label(kind) for kind in range(self.outputs)]
-        return {"scores": "(n, labels) of nodes, targets (n, 1) int64", "labels": labels}

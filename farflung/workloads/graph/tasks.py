@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from torch import Tensor
@@ -33,8 +33,12 @@ class Task(Protocol):
     """The unit of `loss`."""
     judged_by: Figure
     """The figure that `evaluate` gives first."""
+    scores: str
+    """What a model's scores are of, for people."""
     outputs: int
     """Scores of a target."""
+    labels: list[str]
+    """What people call each of them, where they do."""
     edges: Ids
     """(edges, 2): those that the network may see, each once."""
     training: Ids
@@ -61,10 +65,6 @@ class Task(Protocol):
 
     def table(self, model: GraphModel, embedded: Tensor) -> str:
         """Some held-out targets, with what the model says of them."""
-        ...
-
-    def about(self) -> dict[str, Any]:
-        """What an exported model is told to score, for people."""
         ...
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -182,9 +183,13 @@ class Graph:
         return self.task.table(model, self._embedded(model, device))
 
     def export(self, weights: Mapping[str, Tensor], target: Path, seed: int, constrained_to: int = 0) -> None:
-        """A folder that `farflung.workloads.graph.load` loads."""
-        about = {"task": self.settings.task, "data": self.settings.data, "checksum": self.data.checksum}
-        models.export(self.outline(), weights, target, about | self.task.about())
+        """A folder that `farflung.workloads.graph.load` loads; without the graph, it does not say what labels mean."""
+        chosen = self.settings
+        about: dict[str, Any] = {"data": chosen.data, "checksum": chosen.checksum, "scores": self._kind.scores}
+        with contextlib.suppress(UserError):
+            about["labels"] = self.task.labels
+        shape = models.shape_of(weights, chosen.model, chosen.layers)
+        models.export(weights, shape, target, about)
 
     def part(self, number: int | None, device: torch.device) -> Part:
         """A part on a device, by its number; None for the whole graph."""
