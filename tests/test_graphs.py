@@ -243,7 +243,7 @@ def test_in_half_precision_the_loss_is_nearly_the_same(folder: Path, kind: str) 
     whole = made.loss(model, batch)
     with torch.autocast("cpu", torch.bfloat16):
         half = made.loss(model, batch)
-    assert float(half) == pytest.approx(float(whole), rel=0.02) and half.dtype == torch.float32
+    assert half.item() == pytest.approx(whole.item(), rel=0.02) and half.dtype == torch.float32
 
 
 # Figures

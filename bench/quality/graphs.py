@@ -31,6 +31,7 @@ from farflung.hooks.trained import trainable
 from farflung.training.learning_rate import lr_scale
 from farflung.workloads.dealing import Deal
 from farflung.workloads.graph import Graph
+from farflung.workloads.graph.reading import read
 
 STEP_S = 0.1
 """Of an inner step on the simulated clock."""
@@ -87,7 +88,7 @@ def made(settings: Settings, seed: int) -> Result:
     settings = settings | {"split_seed": seed}
     lost, slow, server_steps = (settings.pop(name, 0) for name in ("lost", "slow", "server_steps"))
     with tempfile.TemporaryDirectory() as name:
-        settings["data"] = planted(Path(name)) if settings["data"] == "made" else settings["data"]
+        settings["data"] = graph_of(settings["data"], Path(name))
         settings["conditions"] = conditions(Path(name) / "conditions.toml", lost, slow, settings)
         began = time.process_time()
         found = llcg(settings, seed, server_steps) if server_steps else outcome(settings, seed)
@@ -104,8 +105,11 @@ def conditions(path: Path, lost: int, slow: int, settings: Settings) -> str:
     return str(path)
 
 
-def planted(folder: Path) -> str:
-    """A graph of 200 nodes, whose edges mostly join nodes of a label."""
+def graph_of(data: str, folder: Path) -> str:
+    """What --data is to be; a made graph has 200 nodes, and its edges mostly join nodes of a label."""
+    if data != "made":
+        return data
+    folder.mkdir(parents=True, exist_ok=True)
     rng, labels = np.random.default_rng(0), np.arange(200) % 4
     pairs = rng.integers(200, size=(4000, 2))
     np.save(folder / "edges.npy", pairs[(labels[pairs[:, 0]] == labels[pairs[:, 1]]) | (rng.random(4000) < 0.1)])
@@ -191,6 +195,8 @@ def common(options: Options, task: str, trainers: int) -> Settings:
 
 
 def run(options: Options, store: Store) -> Iterator[Part]:
+    graph = read(graph_of(options.data, store.scratch))  # before there are processes, which have it then
+    yield f"{options.data}: {graph.nodes:,} nodes, {len(graph.links):,} edges, checksum {graph.checksum[:16]}"
     questions: dict[str, Callable[[Runs, Options, int, str], Iterator[Part]]]
     questions = {"parts": parts, "lost": lost, "slow": slow}
     for task in options.tasks:
