@@ -222,9 +222,10 @@ def parts(runs: Runs, options: Options, trainers: int, task: str) -> Iterator[Pa
             time_s = None if None in reached else seconds * mean(filter(None, reached))
             spread = stdev(scores) if len(scores) > 1 else 0.0
             sent = mean(one["bytes_sent"] for one in found) / 1e6
-            yield name, mean(scores), spread, mean(scores) / mean(base), time_s, sent
+            shown = edges_kept(common(options, task, trainers) | settings, options.seeds[0], runs.store.scratch)
+            yield name, shown, mean(scores), spread, mean(scores) / mean(base), time_s, sent
 
-    columns = {"": "", figure_name(task): ".4f", "+-": ".4f", "of the whole graph's": ".1%"}
+    columns = {"": "", "edges kept": ".0%", figure_name(task): ".4f", "+-": ".4f", "of the whole graph's": ".1%"}
     columns |= {"processor s of a trainer to 95% of it": ".1f", "MB sent": ".1f"}
     yield Table(columns, told(), title_of(options, trainers, task))
 
@@ -267,6 +268,16 @@ def slow(runs: Runs, options: Options, trainers: int, task: str) -> Iterator[Par
 
     columns = {"rounds": "", figure_name(task): ".4f", "simulated s": ".1f", "blocked, a trainer": ".1f"}
     yield Table(columns, told(), f"one trainer {SLOWER} times slower; {title_of(options, trainers, task)}")
+
+
+def edges_kept(settings: Settings, seed: int, scratch: Path) -> float:
+    """The share of the edges that some replica sees."""
+    chosen = {name: value for name, value in settings.items() if name != "server_steps"}
+    made: Any = run_settings.Settings.of(
+        **chosen | {"split_seed": seed, "data": graph_of(settings["data"], scratch)}
+    ).made_workload()
+    ends = made.part_of[made.task.edges]
+    return float((ends[:, 0] == ends[:, 1]).mean())
 
 
 def final(result: Result) -> float:
