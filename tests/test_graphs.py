@@ -349,6 +349,7 @@ def features(bad: float) -> np.ndarray:
         ({"edges": edges((0, 1), (1, 2))}, {"task": "links", "parts": "random"}, "has no edges to train on"),
         ({}, {"parts": "super", "super_nodes": 500}, "super_nodes is 500; the graph has 120 nodes"),
         ({}, {"parts": "super", "super_nodes": 3}, "super_nodes is 3; the graph has 120 nodes and there are 4 parts"),
+        ({"labels": np.arange(NODES) * (np.arange(NODES) < 3) - (np.arange(NODES) > 2)}, {"parts": "random"}, "part "),
         ({}, {"checksum": "0" * 64}, "it is another graph than this run began with"),
     ],
 )
@@ -358,6 +359,14 @@ def test_what_cannot_be_learnt_from_is_refused_in_a_line(
     with pytest.raises(UserError) as refused:
         graph(write(tmp_path / "bad", **changed), 4, **chosen).check()
     assert words in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_a_part_without_any_node_is_told(folder: Path) -> None:
+    """Not given to two replicas instead: METIS may leave a part empty."""
+    made = graph(folder, 3, parts="random")
+    made.__dict__["part_of"] = np.arange(NODES) % 2
+    with pytest.raises(UserError, match="part 2 of 3 has no nodes to train on"):
+        made.check()
 
 
 def test_a_folder_that_is_none_and_files_that_are_no_arrays_are_refused(tmp_path: Path, folder: Path) -> None:

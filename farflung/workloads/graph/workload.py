@@ -89,22 +89,27 @@ class Graph:
     def _cut(self) -> str:
         return self.settings.parts or self._deal.cut or "whole"
 
-    @cached_property
-    def part_of(self) -> Ids:
-        """The part that each node is in. Raises UserError."""
-        count = 1 if self._cut == "whole" else self._deal.replicas
-        if count is None:
+    @property
+    def _number(self) -> int:
+        """Of parts. Raises UserError where there is one for each replica, and nobody knows how many these are."""
+        number = 1 if self._cut == "whole" else self._deal.replicas
+        if number is None:
             raise UserError(
                 f"parts is {self._cut}, but on the internet the number of replicas is not known; choose --parts whole"
             )
-        return parts.CUTS[self._cut](self.task.edges, self.data.nodes, count, self.settings)
+        return number
+
+    @cached_property
+    def part_of(self) -> Ids:
+        """The part that each node is in. Raises UserError."""
+        return parts.CUTS[self._cut](self.task.edges, self.data.nodes, self._number, self.settings)
 
     @cached_property
     def _samples(self) -> Ids:
         """Of each part, how many samples it has. Raises UserError for a part without any."""
         owners = self.part_of[self.task.training]
         inside = (owners == owners[:, :1]).all(axis=1)
-        there = np.bincount(owners[inside, 0], minlength=int(self.part_of.max()) + 1)
+        there = np.bincount(owners[inside, 0], minlength=self._number)
         if len(empty := np.flatnonzero(there == 0)):
             raise UserError(
                 f"part {empty[0]} of {len(there)} has no {self.units} to train on; choose --parts super with fewer "
@@ -145,8 +150,9 @@ class Graph:
 
     def sample_ids(self, seed: int, replica: int, step: int, size: int) -> Ids:
         """Which samples of its part a replica trains on; an id tells the step, too, so that each draws other pairs."""
-        part = replica % len(self._samples)
-        deal = self._deal if self._cut == "whole" else replace(self._deal, replicas=None, apart=False)
+        part = replica % self._number
+        # Who has a part alone deals all of it to itself.
+        deal = self._deal if self._number == 1 else replace(self._deal, replicas=None, apart=False)
         own = deal.ids(seed, replica, step, size, int(self._samples[part]))
         ids: Ids = step * self.available + self._begins[part] + own
         return ids
