@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from typing_extensions import Doc
 
-from farflung import codecs, outer
+from farflung import codecs, outer, subnets
 from farflung.durations import seconds_of, ticks_of
 from farflung.errors import UserError
 from farflung.lazy import Later, homes_of
@@ -57,7 +57,7 @@ class RoundSettings(Checked):
     gamma: float | None = setting(None, least=0)
     """How strongly the anchors of a group are pulled together (noloco)."""
     group_size: int | None = setting(None, least=2)
-    """Replicas that average with each other in a round (noloco, diloco)."""
+    """Replicas that average with each other in a round (noloco, diloco, ist, resist)."""
     averaging: Literal["whole", "parts"] | None = None
     """How groups of more than two average. whole: all-gather, as published; parts: reduce-scatter, fewer bytes."""
     weighting: Literal["even", "steps"] | None = None
@@ -298,6 +298,33 @@ def _tma(every: int | str, cut: str) -> Method:
     return outer.Method(outer.Schedule(every), outer=outer.Average, inner=inner.ADAMW, cut=cut)
 
 
+def ist(every: int = 50, group_size: int | None = None, codec: Codec | str | None = None, seed: int = 0) -> Method:
+    """Each replica trains some heads and FFN columns of every layer, dealt anew in each round; the rest is averaged.
+
+    Paper: Yuan and others 2019, arXiv 1910.02120
+    """
+    return _dealt("heads", every, group_size, codec, seed)
+
+
+def resist(every: int = 50, group_size: int | None = None, codec: Codec | str | None = None, seed: int = 0) -> Method:
+    """Each replica trains some of the layers, dealt anew in each round; embeddings, last norm and head are averaged.
+
+    Paper: Dun and others 2021, arXiv 2107.00961
+    """
+    return _dealt("layers", every, group_size, codec, seed)
+
+
+def _dealt(
+    units: Literal["heads", "layers"], every: int, group_size: int | None, codec: Codec | str | None, seed: int
+) -> Method:
+    """What is not dealt becomes the plain mean of the group's weights."""
+    if group_size is None:
+        method = diloco(every, outer_lr=1.0, outer_momentum=0.0, codec=codec)
+    else:
+        method = noloco(every, 1.0, 0.0, 1.0, group_size, codec=codec, seed=seed)
+    return replace(method, dealing=subnets.DealtUnits(units, seed))
+
+
 def _codec(given: Codec | str | None, usual: Codec) -> Codec:
     """A codec, or the one of a name; the usual one where none is given. Raises UserError."""
     return usual if given is None else codecs.as_codec(given)
@@ -326,6 +353,8 @@ _ALL = (
     dynamic_threshold,
     random_tma,
     super_tma,
+    ist,
+    resist,
     ddp,
     local,
 )

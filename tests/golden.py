@@ -25,6 +25,7 @@ import torch
 from patience import measure
 from problem import Result, replica
 from processes import run_together
+from registered import METHODS
 
 from farflung import methods
 from farflung.codecs import codec_named
@@ -53,7 +54,7 @@ def cases() -> dict[str, tuple[Callable[[], Method], int]]:
         words = [recipe, *(f"{name}={value}" for name, value in settings.items()), f"replicas={replicas}"]
         found[" ".join(words)] = partial(_made, recipe, settings), replicas
 
-    for recipe in methods.RECIPES:
+    for recipe in METHODS:
         every = {} if recipe in ("ddp", "local", "demo", "dynamic-threshold") else {"every": EVERY}
         for replicas in (2, 3, 5):
             add(recipe, replicas, **every)

@@ -10,7 +10,8 @@ from farflung.methods import RECIPES, Method
 from farflung.outer import topologies
 from farflung.outer.merges import _MERGES
 
-METHODS = tuple(sorted(RECIPES))
+METHODS = tuple(sorted(name for name in RECIPES if RECIPES[name]().dealing is None))
+"""Those that train any model; what deals out units of a decoder is in test_subnets.py."""
 MERGES = _MERGES
 TOPOLOGIES = {name: kind for name, kind in vars(topologies).items() if is_dataclass(kind)}
 

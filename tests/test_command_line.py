@@ -124,7 +124,12 @@ OF_TORCHRUN = {"nnodes", "node-rank", "nproc-per-node", "master-addr", "master-p
 
 
 def test_every_flag_that_a_message_or_the_documentation_names_exists() -> None:
-    own = [kind for room in (mixtures, peers, runs, training, watching) for kind in vars(room).values() if is_dataclass(kind)]
+    own = [
+        kind
+        for room in (mixtures, peers, runs, training, watching)
+        for kind in vars(room).values()
+        if is_dataclass(kind)
+    ]
     known = {field.name.replace("_", "-") for kind in (*OPTIONS, *own) for field in fields(kind)}
     package = Path(cli.__file__).parents[1]
     texts = {path: path.read_text() for path in package.rglob("*.py")}

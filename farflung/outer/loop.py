@@ -8,14 +8,14 @@ anchor φ ──┴─▶ message ─▶ average with the group ─▶ outer opt
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from farflung.cells import Cell
 from farflung.hooks.buffers import average
@@ -72,7 +72,7 @@ class OuterLoop(Session):
         method, network, optimizers = setup.method, setup.network, setup.optimizers
         schedule = method.schedule
         device = torch.device(given) if (given := setup.options["outer_device"]) else None
-        fragments = split(setup.model, schedule.fragments, self.trained.named if schedule.every else {})
+        fragments = split(setup.model, schedule.fragments, self._exchanged())
         self.anchors = [fragment.read(device) for fragment in fragments]
         self.outer: torch.optim.Optimizer = self._make_outer()
         parameters = [fragment.parameters for fragment in fragments]
@@ -95,6 +95,10 @@ class OuterLoop(Session):
         for optimizer in optimizers:
             self.undo.callback(unscaled_steps(optimizer))
         self.undo.callback(hook_steps(optimizers[-1], after=self._after_inner_step))
+
+    def _exchanged(self) -> Mapping[str, nn.Parameter]:
+        """What rounds average, by name."""
+        return self.trained.named if self.method.schedule.every else {}
 
     def _make_outer(self) -> torch.optim.Optimizer:
         assert self.method.outer is not None

@@ -21,6 +21,7 @@ from farflung.networks import Network
 from farflung.outer.adaptation import Adapt
 from farflung.outer.aggregation import ROBUST
 from farflung.outer.averaging import Way
+from farflung.outer.dealing import Dealing
 from farflung.outer.elastic import ElasticLoop
 from farflung.outer.gradients import GradientLoop
 from farflung.outer.loop import OuterLoop
@@ -49,6 +50,7 @@ class Method:
             and all-gather, encoded twice, so that bytes do not grow with the group.
         inner: the inner optimizer that goes with it. Muon lowered the loss under every method (docs/evidence.md).
         needs_inner: whether the method is only the published one with that inner optimizer.
+        dealing: what units of the model replicas deal out among them; None for replicas that train all of it.
         cut: how a graph is cut into the replicas' parts, where its settings do not say; "" trains on all of it.
     """
 
@@ -61,6 +63,7 @@ class Method:
     averaging: Way = "parts"
     inner: Inner = MUON
     needs_inner: type[torch.optim.Optimizer] | None = None
+    dealing: Dealing | None = None
     cut: str = ""
     check_open = Formerly("check_elastic")
 
@@ -113,6 +116,10 @@ class Method:
         """Refuses what needs replicas to stay, for networks on which they come and go. Raises UserError."""
         if self.outer is None:
             raise UserError("this method needs all replicas at every step; on the internet use noloco or diloco")
+        if self.dealing:
+            raise UserError(
+                "this method deals out one model among replicas that stay; on the internet use noloco or diloco"
+            )
         faults = []
         if self.needs_equal_anchors and self.schedule.delay == self.schedule.every:
             faults.append(
@@ -154,7 +161,8 @@ class Method:
         reshard(model)
         check_shards(model, network)
         warn_of_gradients_between_replicas(model, network)
-        loop = GradientLoop if self.outer is None else ElasticLoop if network.elastic else OuterLoop
+        usual = GradientLoop if self.outer is None else ElasticLoop if network.elastic else OuterLoop
+        loop = self.dealing.session if self.dealing else usual
         undo = ExitStack()
         try:
             return loop(Setup(self, model, optimizers, network, chosen, undo))

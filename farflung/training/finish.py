@@ -72,7 +72,22 @@ def finish(trainer: Trainer, together: Together) -> dict[str, Any]:
     fragment.write(mean)
     trainer.island.after_step()
     trainer.prune()
-    return _summary(trainer.settings, trainer.island, trainer.workload, trainer.step, facts)
+    scale = _assembled(trainer, len(facts))
+    return _summary(trainer.settings, trainer.island, trainer.workload, trainer.step, facts) | scale
+
+
+def _assembled(trainer: Trainer, replicas: int) -> dict[str, float]:
+    """Makes one model of what replicas have trained of it, where they have dealt it out."""
+    if (dealing := trainer.method.dealing) is None:
+        return {}
+    figure = figure_of(trainer.workload)
+
+    def badness() -> float:
+        score = trainer.island.evaluate()
+        assert score is not None, "a replica that is one process is judged"
+        return figure.badness(score.value)
+
+    return {"branch_scale": dealing.assemble_best(trainer.model, replicas, badness)}
 
 
 def _own_facts(trainer: Trainer) -> dict[str, Any]:

@@ -34,6 +34,7 @@ from farflung.training import beginning, checkpoint
 from farflung.training.agreement import all_gather_facts, other_data, refuse_other_settings
 from farflung.training.batched import check_batched
 from farflung.training.cautions import cautions
+from farflung.training.dealing import check_dealing
 from farflung.training.events import holds_a_run
 from farflung.training.failures import OneLine, failure_of
 from farflung.training.finish import Endings, ended_together, finish, write_events, write_results
@@ -76,6 +77,7 @@ def check_settings(settings: Settings) -> None:
     """Refuses settings that cannot work, as far as can be seen before the start. Raises UserError."""
     settings.method()
     _check_groups(settings)
+    check_dealing(settings)
     _check_profile(settings)
     check_network(settings)
     check_clock(settings)
