@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -226,3 +226,11 @@ def test_numbers_come_back_from_as_few_bits_as_the_largest_needs(lists: list[lis
     for shorter in (packet[:-1], packet[:5]):
         with pytest.raises(PacketError):
             unpack_numbers(shorter)
+
+
+def test_a_network_that_deals_no_packets_out_is_refused() -> None:
+    class Plain:
+        rank = 0
+
+    with pytest.raises(UserError, match="ShardedTables needs a network that has all_to_all"):
+        ShardedTables([nn.EmbeddingBag(3, 2)], cast(Any, Plain()))

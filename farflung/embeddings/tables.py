@@ -12,7 +12,7 @@ from torch.autograd import Function
 from farflung.embeddings.crossings import Asked, Bags, Crossing, DistinctRows
 from farflung.errors import UserError
 from farflung.networks import Network
-from farflung.networks.base import Packets, packet_of
+from farflung.networks.base import Packets, packet_of, that_deals
 
 NOTHING = packet_of(b"-")
 """Goes to who owns no tables, or comes from there."""
@@ -46,7 +46,8 @@ class ShardedTables(nn.Module):
     ) -> None:
         super().__init__()
         _check(tables)
-        self.network, self.crossing, self.deadline_s = network, crossing or DistinctRows(), deadline_s
+        self.network = that_deals(network, "ShardedTables")
+        self.crossing, self.deadline_s = crossing or DistinctRows(), deadline_s
         self.group = network.members()
         self.owners = _owners(tables, self.group)
         self.rows = [table.num_embeddings for table in tables]

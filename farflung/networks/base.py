@@ -6,11 +6,12 @@ import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
 
+from farflung.errors import UserError
 from farflung.networks.board import Board
 
 T = TypeVar("T")
@@ -178,9 +179,6 @@ class Network(Protocol):
     def exchange(self, packet: Tensor, group: Group, key: str) -> Pending[Packets]:
         """All-gather: sends a packet (flat uint8, any length) to the group; yields every member's, own included."""
 
-    def all_to_all(self, packets: Packets, group: Group, key: str) -> Pending[Packets]:
-        """Sends each of the others its packet; yields what they have sent here, by their ranks. Own ones stay away."""
-
     def scatter_combine_gather(self, packets: Packets, group: Group, key: str, combine: Combine) -> Pending[Packets]:
         """Sends each member its packet, combines those received, and all-gathers the combined packets, own included.
 
@@ -210,6 +208,22 @@ class TimedNetwork(Network, Protocol):
 
     def resume(self, clock: Mapping[str, float]) -> None:
         """Waits until a time that `clock` gave; called once, before anything else."""
+
+
+class DealingNetwork(Network, Protocol):
+    """A network whose members can send each of the others a packet of its own. farflung's can; see `that_deals`."""
+
+    def all_to_all(self, packets: Packets, group: Group, key: str) -> Pending[Packets]:
+        """Sends each of the others its packet; yields what they have sent here, by their ranks. Own ones stay away."""
+
+
+def that_deals(network: Network, whose: str) -> DealingNetwork:
+    """The network, where it can do what something of that name needs. Raises UserError."""
+    if not hasattr(network, "all_to_all"):
+        raise UserError(
+            f"{whose} needs a network that has all_to_all, and {network!r} lacks it; add it, or take another"
+        )
+    return cast(DealingNetwork, network)
 
 
 class IslandNetwork(Network, Protocol):

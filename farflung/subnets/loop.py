@@ -18,7 +18,7 @@ from farflung.errors import UserError
 from farflung.hooks.digests import digest
 from farflung.hooks.start import Fact
 from farflung.networks import Group, PeerLostError
-from farflung.networks.base import packet_of, words_of
+from farflung.networks.base import packet_of, that_deals, words_of
 from farflung.outer import Outcome, OuterLoop
 from farflung.outer.exchange import Exchange
 from farflung.outer.outcomes import Result
@@ -46,7 +46,7 @@ class SubnetLoop(OuterLoop):
         if schedule.delay or schedule.fragments > 1:
             raise UserError(f"units change hands when a round ends, and yet {schedule} overlaps rounds; leave that out")
         members = network.members()
-        self._dealing = dealing
+        self._dealing, self._deals = dealing, that_deals(network, "this method")
         self._pools = dealing.pools(setup.model, len(members))
         self._holdings = first_holdings([pool.units for pool in self._pools], members, dealing.seed)
         self._groups: list[Group] = []
@@ -93,7 +93,7 @@ class SubnetLoop(OuterLoop):
         key = f"{self._round_key(pending.fragment, pending.round)}, units"
         try:
             with self.departures.watched(pending.group, pending.fragment, pending.round):
-                came = self.network.all_to_all(packets, pending.group, key).wait(self.deadline_s)
+                came = self._deals.all_to_all(packets, pending.group, key).wait(self.deadline_s)
         except PeerLostError as lost:
             result.note(Outcome.PEER_LOST, str(lost))
             came = {rank: packet for rank, packet in lost.delivered.items() if rank != own}
