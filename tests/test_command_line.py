@@ -44,8 +44,8 @@ QUICK = [
     [
         (["trian"], ["'trian'", "did you mean 'train'"]),
         (["train", "--evry", 3], ["--evry", "did you mean --every"]),
-        (["train", "--every", "x"], ["--every is 'x'; it must be a whole number"]),
-        (["train", "--delay", "1.5"], ["--delay is '1.5'; it must be a whole number"]),
+        (["train", "--every", "x"], ["--every is 'x'; give inner steps, such as 50, or a time, such as 30s"]),
+        (["train", "--delay", "1.5"], ["--delay is '1.5'; give inner steps, such as 50, or a time, such as 30s"]),
         (["train", "--outer-lr=x"], ["--outer-lr is 'x'; it must be a number"]),
         (["train", "--seed"], ["--seed is given without a value"]),
         (["train", "--seed", "-1"], ["farflung: --seed is -1; it must be at least 0"]),
