@@ -256,6 +256,7 @@ def test_a_network_that_knows_the_flow_draws_the_pictures() -> None:
     torch.testing.assert_close(drawn, pictures[labels], atol=1e-4, rtol=0)
 
 
+@pytest.mark.slow
 def test_the_score_depends_on_no_batch_size_and_who_knows_the_flow_has_no_loss() -> None:
     images = workload()
     model = images.build(0).eval()
@@ -304,6 +305,7 @@ def test_the_distance_is_that_of_gaussians(seed: int, shift: float, rank: int) -
     assert frechet.distance(one, one + shift) == pytest.approx(6 * shift**2, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_the_classifier_is_kept_and_made_anew_where_it_is_damaged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -321,6 +323,7 @@ def test_the_classifier_is_kept_and_made_anew_where_it_is_damaged(
     assert path.stat().st_size > 100 and list(path.parent.iterdir()) == [path]
 
 
+@pytest.mark.slow
 def test_what_is_drawn_worse_is_farther_from_what_is_held_out() -> None:
     images = workload()
     values = images.training.at(torch.arange(0, images.available, 20)).values()

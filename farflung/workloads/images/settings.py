@@ -22,7 +22,7 @@ class ImagesSettings(Checked):
     resize: int | None = setting(None, least=8)
     """Scale every picture to a square of so many pixels a side; unset: as they are, and 16 for glyphs."""
     width: int = setting(32, least=GROUPS)
-    """Channels of the U-Net at the pictures' own size, a multiple of 8; it has twice as many at half the size."""
+    """Channels of the U-Net at the pictures' own size, a multiple of 8; up to four times as many at smaller sizes."""
     eval_pictures: int = setting(256, least=1)
     """Held-out pictures that the validation loss is measured on, at most."""
     drawn_pictures: int = setting(128, least=0)
