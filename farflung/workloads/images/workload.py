@@ -116,8 +116,8 @@ class Images:
         """Pictures with noise: see `noisy`."""
         some = self.training.at(torch.from_numpy(ids % self.available))
         noise, shares = torch.empty(len(ids), *self.form.shape), torch.empty(len(ids))
-        for number, id in enumerate(ids):
-            random = np.random.default_rng(int(id))
+        for number, key in enumerate(ids.tolist()):
+            random = np.random.default_rng(key)
             shares[number] = random.random()
             noise[number] = torch.from_numpy(random.standard_normal(self.form.shape, dtype=np.float32))
         return noisy(some, noise, shares)
