@@ -95,11 +95,14 @@ class Questions:
         await stream.hear_the_end(self.stall_s)
 
     def _check_order(self, rank: int, term: Term) -> None:
-        """Only heads lead, each in its own name. Raises FrameError, and RequestRefusedError for who may be one yet."""
+        """Only heads lead, each in its own name; one whose stage is not heard of yet may be one.
+
+        Raises FrameError, and RequestRefusedError for who serves another stage, but may have moved.
+        """
         if term[1] != rank:
             raise FrameError("an order in another one's name")
         member = self.peers.members.by_rank.get(rank)
-        if member is None or member.stage:
+        if member is None or 0 < member.stage < self.own.peer.stages:
             raise RequestRefusedError("only a head leads")
 
     async def _report(self, frame: Frame) -> tuple[Frame, bytes]:
