@@ -136,3 +136,22 @@ def test_a_leader_that_leads_no_more_though_it_is_there_is_followed_by_another_h
 def test_a_ticket_to_who_is_there_is_kept_before_the_first_step(pair: Run, tmp_path: Path) -> None:
     with _ticket_kept(pair.peers[0], tmp_path / "run.ticket"):
         assert read_ticket(tmp_path / "run.ticket").addresses == pair.peers[0].invitation().addresses
+
+
+@pytest.mark.slow
+def test_a_head_judges_no_longer_when_a_stage_has_nobody_any_more(tmp_path: Path, quick: None) -> None:
+    swarm = SwarmHere(tmp_path, [0, 1], stepping="local", method="noloco", deadline=3600.0)
+    try:
+        head, gone = swarm.trainers
+        swarm.train()
+        until(lambda: head.step > 2)
+        assert head.island.evaluate() is not None
+        gone.network.close()  # type: ignore[attr-defined]
+        with ThreadPoolExecutor(1) as pool:
+            judged = pool.submit(head.island.evaluate)
+            try:
+                assert judged.result(patience(60)) is None
+            finally:
+                head.stop.request()
+    finally:
+        swarm.close()

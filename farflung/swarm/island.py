@@ -314,18 +314,27 @@ class SwarmIsland:
             time.sleep(LOOK_SECONDS)
 
     async def _evaluated(self) -> Score | None:
-        """The means of what comes of all held-out samples, but for those lost on their way; None where all are."""
+        """The means of what comes of all held-out samples, but for those lost on their way; None where all are.
+
+        It goes on while some come and each stage has somebody: else this peer may have to serve another one.
+        """
         room = asyncio.Semaphore(2 * self.settings.stages)
 
         async def one(turn: int) -> float:
-            async with room, asyncio.timeout(self._deadline_s * self.settings.stages):
+            async with room:
                 return await self._seat.held_out(turn)
 
         sources = self._seat.held_out_sources
         running = [asyncio.ensure_future(one(turn)) for turn in range(len(sources))]
-        left = set(running)
+        left, came = set(running), time.monotonic()
+        manned = came
         while left and not self._stopping():
-            _, left = await asyncio.wait(left, timeout=LOOK_SECONDS)
+            done, left = await asyncio.wait(left, timeout=LOOK_SECONDS)
+            now = time.monotonic()
+            came = now if done else came
+            manned = manned if self._unmanned() else now
+            if now > manned + UNMANNED_SECONDS or now > came + self._deadline_s * self.settings.stages:
+                break
         for late in left:
             late.cancel()
         losses = await asyncio.gather(*running, return_exceptions=True)
