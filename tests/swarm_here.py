@@ -49,7 +49,7 @@ class SwarmHere:
         """One more peer, that does not train yet."""
         network, folder = self.run.join(stage=stage), self.run.folder / f"peer-{len(self.run.peers)}"
         launch.prepare(self.settings, folder, False)
-        return Trainer(self.settings, network, folder, coordination(None), torch.device("cpu"))
+        return Trainer(self.settings, network, folder, coordination(None, self.settings.figure), torch.device("cpu"))
 
     def train(self, *trainers: Trainer) -> list[Future[None]]:
         """Has all peers train, unless some are given."""
