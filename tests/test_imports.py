@@ -99,10 +99,11 @@ with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.St
 heavy = ["torch", "numpy", "transformers", "datasets", "plotly", "hivemind", "starlette", "uvicorn"]
 print(json.dumps([told.getvalue(), [name for name in heavy if name in sys.modules]]))
 """
+MORE = [["report"], ["export"], ["mixture"], ["mixture", "split"], ["completion"], ["track"], ["watch"]]
 HELP = [[]] + [[name] for name in ("train", "invite", "join", "status", "doctor", "plan", "simulate", "methods")]
 
 
-@pytest.mark.parametrize("command", [*HELP, ["report"], ["export"], ["completion"], ["track"], ["watch"]], ids=" ".join)
+@pytest.mark.parametrize("command", [*HELP, *MORE], ids=" ".join)
 def test_help_waits_for_no_large_library(command: list[str]) -> None:
     assert python(COMMAND.format(arguments=[*command, "--help"])) == ["", []]
 

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from bench.lib.runs import Runs
 from bench.lib.store import Result, Settings
+from farflung.files import typed
 from farflung.mixtures.corpus import Corpus
 from farflung.workloads import store
 from farflung.workloads.tokenizers import Bytes
@@ -47,7 +48,7 @@ class Trained:
         self._each = steps // len(division.stores)
         own = {"steps": self._each, "eval_every": max(1, settings["eval_every"] // len(division.stores))}
         self._runs: list[Future[Result]] = [
-            runs.start({**settings, **own, "data": str(where)}, seed) for where in division.stores
+            runs.start({**settings, **own, "data": str(typed(where))}, seed) for where in division.stores
         ]
 
     def losses(self) -> dict[int, float]:

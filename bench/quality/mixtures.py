@@ -19,6 +19,8 @@ from bench.lib.experts import Division, Trained
 from bench.lib.runs import Runs, around
 from bench.lib.store import Settings, Store
 from bench.lib.table import Part, Table
+from bench.lib.training import save_llama
+from farflung.files import typed
 from farflung.mixtures.corpus import Corpus
 from farflung.mixtures.routers import RouterRound
 from farflung.mixtures.settings import SplitSettings
@@ -35,11 +37,11 @@ WAYS = ("dense", "mixture", "told the source", "random split")
 
 @dataclass(frozen=True)
 class Options:
-    sources: tuple[int, ...] = (4, 8)
+    sources: tuple[int, ...] = (4,)
     """How many sources, and experts, there are."""
     seeds: tuple[int, ...] = (0, 1, 2)
     """Of the chains, the routers and the runs."""
-    steps: int = 1600
+    steps: int = 800
     """Of the dense model; the experts have as many together."""
     batch_size: int = 16
     length: int = 64
@@ -48,10 +50,12 @@ class Options:
     """Tokens that routers read."""
     rounds: int = 6
     """Of the routers."""
-    round_sequences: int = 8192
+    round_sequences: int = 4096
     """Dealt among the routers in each."""
-    model: str = "micro"
-    lr: float = 3e-3
+    width: int = 64
+    """Of all models, which have one layer; routers have half of it."""
+    lr: float = 5e-3
+    """Of all models, and of routers."""
 
     @property
     def tokens(self) -> int:
@@ -59,15 +63,16 @@ class Options:
         return self.steps * self.batch_size * self.length
 
 
-SMOKE = Options((2,), (0,), steps=8, batch_size=4, length=32, prefix=16, rounds=2, round_sequences=128)
+SMOKE = Options((2,), (0,), steps=8, batch_size=4, length=32, prefix=16, rounds=2, round_sequences=128, width=16)
 
 
 def run(options: Options, store: Store) -> Iterator[Part]:
-    common = {
-        "model": options.model,
+    common: Settings = {
+        "model": _model(store, options.width),
+        "tokenizer": "bytes",
+        "inner": "adamw",
         "lr": options.lr,
         "batch_size": options.batch_size,
-        "inner": "adamw",
         "sequence_length": options.length,
         "replicas": 1,
         "method": "local",
@@ -82,8 +87,9 @@ def run(options: Options, store: Store) -> Iterator[Part]:
             for seed in options.seeds:
                 folder = store.scratch / f"{count} sources, {options.tokens} tokens, seed {seed}"
                 floors.append(write_sources(folder, count, options, seed))
-                pure.append(store.once(_named(options, count), seed, partial(_split, folder, options, seed)))
-                losses.append(_losses(runs, folder, common, options, seed))
+                settings = _settings(folder, options, seed, _model(store, options.width // 2))
+                pure.append(store.once(_named(options, count), seed, partial(_split, settings)))
+                losses.append(_losses(runs, settings, common, options.steps))
             yield _purities(count, pure)
             lines = [(way, around(one[way] for one in losses)) for way in WAYS]
             title = (
@@ -124,11 +130,16 @@ def entropy(table: NDArray[np.float64]) -> float:
 
 
 def _named(options: Options, count: int) -> Settings:
-    names = ("prefix", "rounds", "round_sequences", "length", "tokens")
+    names = ("prefix", "rounds", "round_sequences", "length", "tokens", "width", "lr")
     return {"routers of": count, **{name: getattr(options, name) for name in names}}
 
 
-def _settings(folder: Path, options: Options, seed: int) -> SplitSettings:
+def _model(store: Store, width: int) -> str:
+    sizes = {"hidden_size": width, "intermediate_size": 2 * width, "vocab_size": 256, "max_position_embeddings": 256}
+    return save_llama(typed(store.scratch / f"model-{width}"), num_hidden_layers=1, num_attention_heads=2, **sizes)
+
+
+def _settings(folder: Path, options: Options, seed: int, router: str) -> SplitSettings:
     sources = sorted(map(str, folder.glob("*.txt")))
     return SplitSettings(
         data=tuple(sources),
@@ -138,32 +149,34 @@ def _settings(folder: Path, options: Options, seed: int) -> SplitSettings:
         prefix=options.prefix,
         rounds=options.rounds,
         round_sequences=options.round_sequences,
+        router=router,
+        lr=options.lr,
         seed=seed,
     )
 
 
-def _split(folder: Path, options: Options, seed: int) -> dict[str, Any]:
+def _split(settings: SplitSettings) -> dict[str, Any]:
     rounds: list[RouterRound] = []
-    split(_settings(folder, options, seed), SimulatedNetwork.alone(), rounds.append)
+    split(settings, SimulatedNetwork.alone(), rounds.append)
     return {"purity": [one.purity for one in rounds]}
 
 
-def _losses(runs: Runs, folder: Path, common: Settings, options: Options, seed: int) -> dict[str, float]:
+def _losses(runs: Runs, settings: SplitSettings, common: Settings, steps: int) -> dict[str, float]:
     """Each way's loss on all sequences held out."""
-    settings = _settings(folder, options, seed)
+    folder, seed = settings.out.parent, settings.seed
     corpus = Corpus(settings, Bytes())
     told, judged = corpus.sources(np.arange(len(corpus))), corpus.held_out()[1]
     chance = np.random.default_rng(seed)
     by_chance = [chance.permutation(len(each)) % settings.experts for each in (told, judged)]
     mixed = [settings.out / f"expert-{number}" for number in range(settings.experts)]
-    of_mixture = [len(stores.read(where).held_out) // options.length for where in mixed]
+    of_mixture = [len(stores.read(where).held_out) // settings.sequence_length for where in mixed]
     ways = {
         "dense": Division.write(folder / "dense", corpus, np.zeros_like(told), np.zeros_like(judged)),
         "mixture": Division(mixed, of_mixture),
         "told the source": Division.write(folder / "told", corpus, told, judged),
         "random split": Division.write(folder / "random", corpus, *by_chance),
     }
-    trained = {way: Trained(runs, one, common, options.steps, seed) for way, one in ways.items()}
+    trained = {way: Trained(runs, one, common, steps, seed) for way, one in ways.items()}
     return {way: one.loss() for way, one in trained.items()}
 
 
