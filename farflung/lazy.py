@@ -10,11 +10,15 @@ from typing import Any
 
 
 class Later(ModuleType):
-    """Stands for a module, which is imported when something of it is asked for."""
+    """Stands for a module, which is imported when something of it is first asked for."""
+
+    _module: ModuleType | None = None
 
     def __getattr__(self, name: str) -> Any:
         """What the module has of that name."""
-        return getattr(importlib.import_module(self.__name__), name)
+        if self._module is None:  # which each later time need not be looked for: steps ask thousands of times
+            self._module = importlib.import_module(self.__name__)
+        return getattr(self._module, name)
 
 
 def homes_of(file: str) -> dict[str, str]:

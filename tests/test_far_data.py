@@ -5,9 +5,12 @@ from __future__ import annotations
 import contextlib
 import gzip
 import json
+import lzma
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -132,6 +135,49 @@ def test_what_is_half_there_is_made_anew(server: FarServer, tmp_path: Path) -> N
         path.write_bytes(path.read_bytes()[:-3])
     again = shards(server, tmp_path / "cache")
     assert {file: again._cache.tokens(file).training.tobytes() for file in again._files} == expected
+
+
+def judged_by(cache: Path, monkeypatch: pytest.MonkeyPatch, validation: str, **more: Any) -> bytes:
+    """The bytes of all samples that a model is judged by."""
+    monkeypatch.setenv("FARFLUNG_CACHE", str(cache))
+    monkeypatch.setattr(far, "PIECE", 1000)
+    monkeypatch.setattr(far, "SILENT_S", 20.0)
+    monkeypatch.setattr(far, "DEADLINE_S", 5.0)
+    given = {"sequence_length": LENGTH, "eval_sequences": 200, **more}
+    workload = Language(LanguageSettings(data=str(Path(__file__).parent / "*.py"), validation=validation, **given))
+    workload.check()
+    return bytes(workload.held_out_batch(np.arange(workload.held_out)).flatten().tolist())
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.txt", "a.txt.xz"])
+def test_data_to_judge_by_is_read_no_further_than_its_samples_take(
+    name: str, server: FarServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of one file, whose rest never comes."""
+    texts = [Random(number).randbytes(50).hex() for number in range(9000)]
+    lines = [json.dumps({"text": text}) for text in texts] if "jsonl" in name else texts
+    raw = "\n".join(lines).encode()
+    pack = {".gz": gzip.compress, ".xz": lzma.compress}.get(Path(name).suffix, bytes)
+    (server.folder / name).write_bytes(pack(raw))
+    server.most = 300_000
+    samples = judged_by(tmp_path / "cache", monkeypatch, f"{server.address}/{name}")
+    assert len(samples) == 200 * LENGTH
+    begin = "".join(texts) if "jsonl" in name else "\n".join(texts)
+    rows = (samples[at : at + LENGTH].replace(b"\0", b"").decode() for at in range(0, len(samples), LENGTH))
+    assert all(row in begin[: 201 * LENGTH] for row in rows)
+    assert judged_by(tmp_path / "other", monkeypatch, f"{server.address}/{name}") == samples
+
+
+def test_only_the_first_files_to_judge_by_are_read(
+    server: FarServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As far as so many samples take, or as there is room."""
+    few, room = {"eval_sequences": 150}, {"eval_sequences": 10**6, "data_room": 6e-6}
+    for number, (more, most) in enumerate(((few, 150), (room, 6000 // 4 // LENGTH))):
+        server.asked.clear()
+        samples = judged_by(tmp_path / f"cache-{number}", monkeypatch, f"{server.address}/*.gz", **more)
+        assert most - 1 <= len(samples) / LENGTH <= most
+        assert {name for name in server.asked if name} == {"0.jsonl.gz", "1.jsonl.gz"}
 
 
 @pytest.mark.parametrize(

@@ -290,9 +290,9 @@ def test_checkpoints_keep_which_documents_each_source_has(tmp_path: Path) -> Non
     texts, chats = a_text(tmp_path), tmp_path / "chats.jsonl"
     messages = [{"role": "user", "content": "What?"}, {"role": "assistant", "content": "That."}]
     chats.write_text("\n".join(json.dumps({"messages": messages}) for _ in range(9)))
-    alone = [Language(settings_of(path)).known for path in (texts, chats)]
-    both = LanguageSettings(data=f"0.5*{texts} + 0.5*{chats}", sequence_length=8)
-    assert Language(both).known == {**alone[0], **alone[1]} and [*alone[0]] == [str(texts)]
+    named = (str(texts), str(chats), f"0.5*{texts} + 0.5*{chats}")
+    of_text, of_chats, of_both = (Language(LanguageSettings(data=one, sequence_length=64)).known for one in named)
+    assert [*of_text, *of_chats] == [str(texts), str(chats)] and of_both == {**of_text, **of_chats}
 
 
 @pytest.mark.slow

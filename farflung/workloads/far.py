@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import time
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import IO, TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
 from farflung.errors import LostDataError, UserError
@@ -28,6 +29,10 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 """Seconds before a source is asked again, the first time and at most."""
 DEADLINE_S = 300.0
 """How long a source is asked again, where no setting says so."""
+PIECE = 1 << 22
+"""Bytes of text after which a piece of a file ends, with the line."""
+PACKED = {".gz", ".bz2", ".xz", ".zst"}
+"""How names of files end that are to be unpacked."""
 HERE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
 """What only the disk of this machine raises, so that asking again does not help."""
 
@@ -78,6 +83,57 @@ def fetch(address: str, folder: Path, deadline_s: float) -> Path:
         return part.rename(target)
     finally:
         part.unlink(missing_ok=True)
+
+
+def pieces(address: str, folder: Path, deadline_s: float) -> Iterator[Path]:
+    """A file of lines in pieces, unpacked; each takes the place of the one before in a folder.
+
+    No more of the file is read than for the pieces that are asked for. Raises as `fetch`.
+    """
+    name = PurePosixPath(urlsplit(address).path)
+    target = folder / (name.stem if name.suffix in PACKED else name.name)
+    rest = bytearray()
+    for block in _blocks(address, deadline_s):
+        rest += block
+        while end := rest.find(b"\n", PIECE) + 1:
+            target.write_bytes(rest[:end])
+            del rest[:end]
+            yield target
+    if rest:
+        target.write_bytes(rest)
+        yield target
+
+
+def _blocks(address: str, deadline_s: float) -> Iterator[bytes]:
+    """What a file holds, unpacked, in order; it is opened again where it breaks off."""
+    with contextlib.ExitStack() as opened:
+        file: Any = None
+        read = 0
+
+        def block() -> bytes:
+            nonlocal file
+            try:
+                if file is None:
+                    file = opened.enter_context(_system(address).open(address, "rb", compression="infer"))
+                    _skip(file, read)
+                found: bytes = file.read(PIECE)
+            except BaseException:
+                opened.close()
+                file = None
+                raise
+            return found
+
+        while found := _persistently(block, address, deadline_s):
+            read += len(found)
+            yield found
+
+
+def _skip(file: IO[bytes], size: int) -> None:
+    """Reads on behind so many bytes, in a file that can only be read in order. Raises EOFError where it has fewer."""
+    while size:
+        if not (found := file.read(min(size, PIECE))):
+            raise EOFError("the file has become shorter")
+        size -= len(found)
 
 
 def _persistently(ask: Callable[[], T], address: str, deadline_s: float) -> T:
@@ -133,10 +189,14 @@ def _system(address: str) -> AbstractFileSystem:
 
 
 def _patient() -> dict[str, Any]:
-    """A file may take as long as it needs, as long as something comes; aiohttp would give up after five minutes."""
+    """A file may take as long as it needs, as long as something comes; aiohttp would give up after five minutes.
+
+    A file that is opened comes in order, without blocks, since some servers know no ranges.
+    """
     import aiohttp
 
-    return {"client_kwargs": {"timeout": aiohttp.ClientTimeout(total=None, sock_connect=SILENT_S, sock_read=SILENT_S)}}
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=SILENT_S, sock_read=SILENT_S)
+    return {"client_kwargs": {"timeout": timeout}, "block_size": 0}
 
 
 def _line(error: BaseException) -> str:

@@ -31,6 +31,8 @@ IN_SOURCE = 56
 """The bits of a sequence's number that say which one of its source it is; those above say which source."""
 LEAST_TOKENS = 1000
 """Of each source, where they are limited."""
+TOKEN_BYTES = 4
+"""At most, on disk."""
 
 
 class Source(NamedTuple):
@@ -142,7 +144,10 @@ def named(settings: LanguageSettings) -> list[Source]:
 
 
 def judges(settings: LanguageSettings) -> list[Source]:
-    """What the settings name to judge by, all of it; nothing where that is held out. Raises UserError."""
+    """What the settings name to judge by; nothing where that is held out. Raises UserError.
+
+    That is all of it, but on other machines only its beginning, as far as the samples take.
+    """
     if not settings.validation:
         return []
     try:
@@ -152,9 +157,18 @@ def judges(settings: LanguageSettings) -> list[Source]:
     most = settings.eval_sequences
     counts = [max(1, round(most * source.share / BLOCK)) for source in found]
     return [
-        source._replace(settings=replace(source.settings, eval_sequences=count))
+        source._replace(settings=_beginning(replace(source.settings, eval_sequences=count)))
         for source, count in zip(found, counts, strict=True)
     ]
+
+
+def _beginning(settings: LanguageSettings) -> LanguageSettings:
+    """The same, but of data on other machines so many tokens as its samples have, if there is room for them."""
+    if not far.is_far(settings.data):
+        return settings
+    wanted = (settings.eval_sequences + 1) * settings.sequence_length  # of a store's two parts, the ends are no samples
+    room = int(settings.data_room * 1e9) // TOKEN_BYTES
+    return replace(settings, max_tokens=max(LEAST_TOKENS, min(wanted, room)))
 
 
 def load(sources: list[Source], tokenizer: Tokenizer, deal: Deal) -> Data | Shards | Chats | Mixture:

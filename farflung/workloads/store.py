@@ -270,14 +270,14 @@ class Writer(ABC, Generic[D]):
             )
 
     def _batches(self, documents: Iterator[D]) -> Iterator[tuple[list[D], list[bytes]]]:
-        """Documents that have some BATCH bytes together, and what each holds."""
+        """Documents that have some BATCH bytes together, or as many as there is room for tokens; what each holds."""
         batch: list[D] = []
         contents: list[bytes] = []
         size = 0
         for document in documents:
             batch.append(document)
             contents.append(self.content(document))
-            if (size := size + len(contents[-1])) >= BATCH:
+            if (size := size + len(contents[-1])) >= min(BATCH, self.room):
                 yield batch, contents
                 batch, contents, size = [], [], 0
         if batch:

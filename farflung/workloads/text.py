@@ -11,8 +11,9 @@ import shlex
 import sysconfig
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
+from pathlib import Path, PurePath, PurePosixPath
 from typing import Any
+from urllib.parse import urlsplit
 
 from farflung.errors import UserError
 from farflung.files import written_by_farflung
@@ -20,7 +21,6 @@ from farflung.scoped import quiet
 from farflung.workloads import far
 
 _LOADERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
-_PACKED = {".gz", ".bz2", ".xz", ".zst"}
 
 LOOKED_AT = 1 << 13
 """The bytes of a file that show whether it is text, in which no byte is zero."""
@@ -36,8 +36,9 @@ def documents(data: str, column: str) -> Iterator[str]:
     """The documents that `--data` names, in one order on every machine.
 
     Args:
-        data: `stdlib`, a path or glob, addresses as fsspec takes them, or `hf:NAME`. A text file is one document; other
-            files hold one a row.
+        data: `stdlib`, a path or glob, addresses as fsspec takes them, or `hf:NAME`. A text file is one document, and
+            on another machine each piece of one, so that no more is read of it than is asked for; other files hold one
+            a row.
         column: which column of a row holds its text.
 
     Raises:
@@ -74,10 +75,20 @@ def records(data: str) -> Iterator[tuple[str, str | Mapping[str, Any]]]:
     if far.is_far(data):
         for address in far.files(data):
             with tempfile.TemporaryDirectory() as folder:
-                yield from _records_of(far.fetch(address, Path(folder), far.DEADLINE_S), address)
+                for path in _parts(address, Path(folder)):
+                    yield from _records_of(path, address)
         return
     for path in files(data):
         yield from _records_of(path, str(path))
+
+
+def _parts(address: str, folder: Path) -> Iterator[Path]:
+    """A file on another machine, as it is asked for: in pieces where it consists of lines, and else whole."""
+    name = _unpacked_name(PurePosixPath(urlsplit(address).path))
+    if name.suffix == ".jsonl" or name.suffix not in _LOADERS:
+        yield from far.pieces(address, folder, far.DEADLINE_S)
+    else:
+        yield far.fetch(address, folder, far.DEADLINE_S)
 
 
 def _records_of(path: Path, where: str) -> Iterator[tuple[str, str | Mapping[str, Any]]]:
@@ -89,7 +100,11 @@ def _records_of(path: Path, where: str) -> Iterator[tuple[str, str | Mapping[str
 
 def loader_of(path: Path) -> str | None:
     """What of the datasets library reads a file's rows, packed or not; None for a file of text."""
-    return _LOADERS.get((path.with_suffix("") if path.suffix in _PACKED else path).suffix)
+    return _LOADERS.get(_unpacked_name(path).suffix)
+
+
+def _unpacked_name(path: PurePath) -> PurePath:
+    return path.with_suffix("") if path.suffix in far.PACKED else path
 
 
 def files(data: str) -> list[Path]:
@@ -103,7 +118,7 @@ def text_bytes(data: str) -> int | None:
     Raises UserError where there is nothing.
     """
     paths = [] if far.is_far(data) else files(data)
-    rows = not paths or any(loader_of(path) or path.suffix in _PACKED for path in paths)
+    rows = not paths or any(loader_of(path) or path.suffix in far.PACKED for path in paths)
     return None if rows else sum(path.stat().st_size for path in paths)
 
 
@@ -178,7 +193,7 @@ def _read(path: Path, where: str) -> str:
 
 
 def _unpacked(path: Path) -> bytes:
-    if path.suffix not in _PACKED:
+    if path.suffix not in far.PACKED:
         return path.read_bytes()
     import fsspec
 
