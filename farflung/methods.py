@@ -303,7 +303,7 @@ def ist(every: int = 50, group_size: int | None = None, codec: Codec | str | Non
 
     Paper: Yuan and others 2019, arXiv 1910.02120
     """
-    return _dealt("heads", every, group_size, codec, seed)
+    return replace(_mean(every, group_size, codec, seed), dealing=subnets.DealtUnits("heads", seed))
 
 
 def resist(every: int = 50, group_size: int | None = None, codec: Codec | str | None = None, seed: int = 0) -> Method:
@@ -311,18 +311,14 @@ def resist(every: int = 50, group_size: int | None = None, codec: Codec | str | 
 
     Paper: Dun and others 2021, arXiv 2107.00961
     """
-    return _dealt("layers", every, group_size, codec, seed)
+    return replace(_mean(every, group_size, codec, seed), dealing=subnets.DealtUnits("layers", seed))
 
 
-def _dealt(
-    units: Literal["heads", "layers"], every: int, group_size: int | None, codec: Codec | str | None, seed: int
-) -> Method:
-    """What is not dealt becomes the plain mean of the group's weights."""
+def _mean(every: int, group_size: int | None, codec: Codec | str | None, seed: int) -> Method:
+    """The plain mean of a group's weights: an outer optimizer that takes the mean progress as it is."""
     if group_size is None:
-        method = diloco(every, outer_lr=1.0, outer_momentum=0.0, codec=codec)
-    else:
-        method = noloco(every, 1.0, 0.0, 1.0, group_size, codec=codec, seed=seed)
-    return replace(method, dealing=subnets.DealtUnits(units, seed))
+        return diloco(every, outer_lr=1.0, outer_momentum=0.0, codec=codec)
+    return noloco(every, 1.0, 0.0, 1.0, group_size, codec=codec, seed=seed)
 
 
 def _codec(given: Codec | str | None, usual: Codec) -> Codec:

@@ -151,7 +151,7 @@ class Parts:
         yield module.register_load_state_dict_pre_hook(Unshared(partial(self._load, name)))
 
     def _save(self, name: str, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-        if (key := prefix + name.rpartition(".")[2]) in state:
+        if (key := prefix + name.rpartition(".")[2]) in state and not self._wide:
             state[key] = self._padded(name)
 
     @torch.no_grad()

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError
 
 from farflung.errors import UserError, counted, disk_errors
-from farflung.figure import Figure
 from farflung.files import event_files, holds_no_run
 from farflung.formats import OWN_LOOP
 from farflung.lazy import Later
@@ -54,7 +53,7 @@ def _of_folder(folder: Path, best: bool) -> tuple[Settings, dict[str, Any], str]
     settings = read_settings(folder / "config.toml")
     if settings.island.swarm and not checkpoint.averages(folder):
         return _of_swarm(folder / "run.ticket", best)
-    return settings, *(_best(folder, settings.figure) if best else _averaged(folder, settings))
+    return settings, *(_best(folder, settings) if best else _averaged(folder, settings))
 
 
 def _of_swarm(path: Path, best: bool) -> tuple[Settings, dict[str, Any], str]:
@@ -127,11 +126,13 @@ def _averaged(folder: Path, settings: Settings) -> tuple[dict[str, Any], str]:
     of = f" of {settings.run.replicas}" if len(complete) < settings.run.replicas else ""
     steps = sorted({step for _, step in last})
     at = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
-    return resharding.mean_weights(complete), f"the mean of {len(complete)}{of} replicas' checkpoints at {at}{but}"
+    origin = f"the mean of {len(complete)}{of} replicas' checkpoints at {at}{but}"
+    return _mean_weights(complete, settings), origin
 
 
-def _best(folder: Path, figure: Figure) -> tuple[dict[str, Any], str]:
+def _best(folder: Path, settings: Settings) -> tuple[dict[str, Any], str]:
     """The mean of the replicas' weights at the step where they were judged best; independent ones at a step each."""
+    figure = settings.figure
     homes = sorted({path.parent.parent for path in event_files(folder)})
     found = [(home, *best) for home in homes if (best := checkpoint.best_step(home, figure))]
     if not found:
@@ -147,7 +148,15 @@ def _best(folder: Path, figure: Figure) -> tuple[dict[str, Any], str]:
     steps, score = sorted({step for _, step, _ in found}), sum(score for *_, score in found) / len(found)
     at = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
     origin = f"the mean of the checkpoints of {counted(len(parts), 'replica')} at {at}, the best"
-    return resharding.mean_weights(parts), f"{origin}: {figure.told(f'{score:.4f}')}"
+    return _mean_weights(parts, settings), f"{origin}: {figure.told(f'{score:.4f}')}"
+
+
+def _mean_weights(replicas: Sequence[Sequence[Path]], settings: Settings) -> dict[str, Any]:
+    """The mean of some replicas' checkpoints; of those that have dealt out one model, that model."""
+    mean = resharding.mean_weights(replicas)
+    if dealing := settings.method().dealing:
+        dealing.assemble(mean, settings.made_workload().outline(), len(replicas))
+    return mean
 
 
 def _damaged(folder: Path, homes: Sequence[Path]) -> list[Path]:
