@@ -172,7 +172,7 @@ def test_a_new_category_takes_the_unknown_row_and_is_told_of(tmp_path: Path, cap
     columns = {"label": [0, 1, 1, 0], "shop": ["s2", "new", "s0", "newer"], "town": ["a"] * 4}
     validation = parquet(tmp_path, columns, "validation.parquet")
     clicks = recommender(data, validation=validation)
-    assert clicks.held_out.rows.tolist() == [[3, 1], [0, 1], [1, 1], [0, 1]]
+    assert clicks.judged_on.rows.tolist() == [[3, 1], [0, 1], [1, 1], [0, 1]]
     assert clicks.available == 60
     (line,) = caplog.messages
     assert line.startswith(f"{validation}: some categories of 4 clicks") and "(shop 2)" in line

@@ -2,7 +2,7 @@
 A DLRM is trained for one epoch, by Adam, in two ways. Data parallel: all of it is on each replica, and gradients are
 averaged. Model parallel: each table is on one replica and looked up by all, and only the layers are averaged. Bytes are
 what a replica sends; in the second way for the tables, since the layers take the same in all rows. Seconds are what
-steps wait for the links; computation comes on top. With debian it needs apt's lists (apt-get update).
+steps wait for links; computation comes on top. With debian it needs apt's lists (apt-get update).
 Takes about half an hour for each batch size and seed on two cores, and with --clicks 300000 a quarter of that.
 """
 

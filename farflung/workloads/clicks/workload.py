@@ -97,7 +97,7 @@ class Recommender:
         return log, chosen
 
     @cached_property
-    def held_out(self) -> encoding.Clicks:
+    def judged_on(self) -> encoding.Clicks:
         """The clicks that the model is judged by. Raises UserError."""
         log, chosen = self._judges
         clicks = self._clicks if log is self._log else self.encoder.encoded(log)
@@ -159,7 +159,7 @@ class Recommender:
 
     def evaluate(self, model: Any, size: int, device: torch.device) -> Score:
         """The AUC of the clicks held out, and their log loss."""
-        labels, numbers, rows = self.held_out
+        labels, numbers, rows = self.judged_on
         batches = zip(torch.split(numbers, size), torch.split(rows, size), strict=True)
         logits = torch.cat([model(*base.to(batch, device)).detach().float().cpu() for batch in batches])
         loss = torch.nn.functional.binary_cross_entropy_with_logits(logits, labels)
@@ -167,12 +167,12 @@ class Recommender:
 
     def digest(self) -> str:
         """See Workload."""
-        return hashlib.sha256(b"".join(part.numpy().tobytes() for part in self.held_out)).hexdigest()
+        return hashlib.sha256(b"".join(part.numpy().tobytes() for part in self.judged_on)).hexdigest()
 
     def sample(self, model: Any, seed: int, device: torch.device) -> str:
         """A table of some clicks held out, half of which came: the model's guess, what happened, some categories."""
         log, chosen = self._judges
-        labels, numbers, rows = self.held_out
+        labels, numbers, rows = self.judged_on
         generator = np.random.default_rng(seed)
         sides = (np.flatnonzero(labels.numpy() == side) for side in (1, 0))
         picked = [generator.permutation(side)[: SHOWN // 2] for side in sides]
