@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from processes import run_replicas
 from torch import Tensor, nn
 
 from farflung import UserError
 from farflung.codecs import Dense, ErrorFeedback, PacketError, Quantize
 from farflung.codecs.numbers import pack_numbers, unpack_numbers
 from farflung.embeddings import Bags, Crossing, DistinctRows, LargestOfSample, ShardedTables
-from farflung.networks import PeerLostError, SimulatedNetwork, Simulation
+from farflung.networks import Network, PeerLostError, SimulatedNetwork, Simulation
 
 ROWS = (40, 7, 100)
 WIDTH = 6
@@ -49,34 +51,39 @@ def looked_up(tables: Sequence[nn.EmbeddingBag], bags: Sequence[Bags]) -> Tensor
     return torch.stack([table(ids, offsets) for table, (ids, offsets) in zip(tables, bags, strict=True)], dim=1)
 
 
+def two_steps(network: Network, mode: str, crossing: Crossing, sparse: bool = False) -> dict[str, Any]:
+    """Two steps of SGD on dealt tables: what a replica has seen."""
+    tables = ShardedTables(copy.deepcopy(whole_tables(mode, sparse)), network, crossing)
+    weights = list(tables.parameters())
+    optimizer = torch.optim.SGD(weights, lr=0.5) if weights else None
+    pooled, gradients = [], {}
+    for lookup in range(2):
+        found = tables(batch_of(network.rank, lookup))
+        loss_of(found, network.rank).backward()
+        pooled.append(found.detach())
+        own = tables.owned_by(network.rank)
+        gradients = {n: w.grad.to_dense() for n, w in zip(own, weights, strict=True) if w.grad is not None}
+        if optimizer:
+            optimizer.step()
+            optimizer.zero_grad()
+    with torch.no_grad():
+        after = tables(batch_of(network.rank, 7))
+    whole, sent = tables.whole_weights(), network.traffic.bytes_sent
+    return {"pooled": pooled, "gradients": gradients, "whole": whole, "after": after, "sent": sent}
+
+
 def stepped(replicas: int, mode: str, crossing: Crossing, sparse: bool = False) -> list[dict[str, Any]]:
-    """Two steps of SGD on dealt tables: what each replica has seen."""
+    """What each replica has seen in two steps."""
+    return Simulation(replicas).run(lambda network: two_steps(network, mode, crossing, sparse))
 
-    def work(network: SimulatedNetwork) -> dict[str, Any]:
-        tables = ShardedTables(copy.deepcopy(whole_tables(mode, sparse)), network, crossing)
-        weights = list(tables.parameters())
-        optimizer = torch.optim.SGD(weights, lr=0.5) if weights else None
-        pooled, gradients = [], {}
-        for lookup in range(2):
-            found = tables(batch_of(network.rank, lookup))
-            loss_of(found, network.rank).backward()
-            pooled.append(found.detach())
-            own = tables.owned_by(network.rank)
-            gradients = {n: w.grad.to_dense() for n, w in zip(own, weights, strict=True) if w.grad is not None}
-            if optimizer:
-                optimizer.step()
-                optimizer.zero_grad()
-        with torch.no_grad():
-            after = tables(batch_of(network.rank, 7))
-        return {
-            "pooled": pooled,
-            "gradients": gradients,
-            "whole": tables.whole_weights(),
-            "after": after,
-            "sent": network.traffic.bytes_sent,
-        }
 
-    return Simulation(replicas).run(work)
+@pytest.mark.slow
+def test_real_processes_see_what_simulated_replicas_do_bit_for_bit(tmp_path: Path) -> None:
+    real = run_replicas(3, "tables", "", tmp_path)
+    for one, other in zip(real, stepped(3, "mean", DistinctRows("int8")), strict=True):
+        for seen in ("pooled", "whole"):
+            assert all(map(torch.equal, one[seen], other[seen]))
+        assert torch.equal(one["after"], other["after"])
 
 
 @pytest.mark.parametrize("mode", ["sum", "mean"])

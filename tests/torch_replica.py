@@ -113,6 +113,15 @@ def contract(network: Network, _: str) -> Any:
     return observed
 
 
+def tables(network: TorchNetwork, _: str) -> Any:
+    """What a replica sees in two steps on tables that are dealt out."""
+    from test_embeddings import two_steps
+
+    from farflung.embeddings import DistinctRows
+
+    return two_steps(network, "mean", DistinctRows("int8"))
+
+
 def late(network: TorchNetwork, _: str) -> Any:
     """Rank 1 comes to one exchange when rank 0 has given it up; later ones work."""
     group = (0, 1)
