@@ -114,6 +114,20 @@ def test_dealt_tables_are_one_dense_lookup(replicas: int, mode: str, crossing: C
         torch.testing.assert_close(one["after"], looked_up(tables, batch_of(rank, 7)), rtol=0, atol=1e-6)
 
 
+def test_a_second_backward_pass_is_an_exchange_of_its_own() -> None:
+    def work(network: SimulatedNetwork) -> list[Tensor]:
+        tables = ShardedTables(whole_tables(), network)
+        loss = loss_of(tables(batch_of(network.rank, 0)), 1)
+        seen = []
+        for again in (True, False):
+            loss.backward(retain_graph=again)
+            seen.append(torch.cat([weight.grad.flatten().clone() for weight in tables.parameters()]))
+        return seen
+
+    for once, twice in Simulation(2).run(work):
+        torch.testing.assert_close(twice, 2 * once)
+
+
 @pytest.mark.parametrize("crossing", [DistinctRows(), LargestOfSample(0.25)], ids=["rows", "largest"])
 def test_sparse_gradients_are_the_dense_ones(crossing: Crossing) -> None:
     for dense, sparse in zip(stepped(3, "mean", crossing), stepped(3, "mean", crossing, sparse=True), strict=True):
@@ -194,6 +208,7 @@ def test_a_peer_that_is_gone_on_the_way_back_is_told_of() -> None:
     [
         ([], "there are no tables to deal out; give at least one"),
         ([nn.EmbeddingBag(3, 4), nn.EmbeddingBag(3, 5)], "table 1 is 5 wide, and table 0 4; give them one width"),
+        ([nn.EmbeddingBag(3, 4, dtype=torch.bfloat16)], "table 0 is of torch.bfloat16; make it float32"),
         ([nn.EmbeddingBag(3, 4, mode="max")], "table 0 has mode='max'; choose sum or mean"),
         ([nn.EmbeddingBag(3, 4, max_norm=1.0)], "table 0 has max_norm=1.0, which a divided table cannot have"),
         ([nn.EmbeddingBag(3, 4, padding_idx=0)], "table 0 has padding_idx=0, which a divided table cannot have"),

@@ -105,8 +105,10 @@ class ShardedTables(nn.Module):
         if len({one.offsets.numel() for one in bags}) > 1:
             raise UserError("bags of one batch are of unequal numbers of samples; give each sample a bag in each table")
         for number, (one, rows) in enumerate(zip(bags, self.rows, strict=True)):
-            if one.ids.numel() and not 0 <= (worst := int(one.ids[(one.ids - rows / 2).abs().argmax()])) < rows:
-                raise UserError(f"table {number} has rows 0 to {rows - 1}, and is asked for {worst}; make it larger")
+            least, most = (int(end) for end in one.ids.aminmax()) if one.ids.numel() else (0, 0)
+            if least < 0 or most >= rows:
+                asked = least if least < 0 else most
+                raise UserError(f"table {number} has rows 0 to {rows - 1}, and is asked for {asked}; make it larger")
 
 
 class _Lookup:
@@ -127,6 +129,7 @@ class _Lookup:
         self._answers: dict[int, Tensor] = {}
         self._sent: dict[int, Any] = {}
         self._received: dict[int, Any] = {}
+        self._gradients = 0
 
     def forward(self, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The activations that each owner has found."""
@@ -138,8 +141,9 @@ class _Lookup:
                 self._leaves = [weight.detach().requires_grad_(self._learns) for weight in weights]
                 for asker, packet in requests.items():
                     self._answers[asker] = crossing.look_up(packet, self.tables.tables_here(), self._leaves)
-            for asker in requests.keys() - {rank}:
-                answers[asker], self._sent[asker] = crossing.send(self._answers[asker].detach())
+            for asker, answer in self._answers.items():
+                if asker != rank:
+                    answers[asker], self._sent[asker] = crossing.send(answer.detach())
         arrived = self._swap(answers, "found")
         found = []
         for owner, asked in self.asked.items():
@@ -160,7 +164,8 @@ class _Lookup:
             for owner, gradient in own.items()
             if owner != rank
         }
-        arrived = self._swap(packets, "gradient")
+        self._gradients += 1
+        arrived = self._swap(packets, f"gradient {self._gradients}")
         if not self._leaves:
             return []
         back = []
@@ -170,7 +175,8 @@ class _Lookup:
             else:
                 back.append(crossing.receive_gradient(arrived[asker], answer.detach(), self._sent[asker]))
         means = [gradient / len(self.tables.group) for gradient in back]
-        return list(torch.autograd.grad(list(self._answers.values()), self._leaves, means))
+        # Kept for another backward pass through the same forward pass, as a loop may ask for.
+        return list(torch.autograd.grad(list(self._answers.values()), self._leaves, means, retain_graph=True))
 
     def _swap(self, packets: Packets, what: str) -> Packets:
         """Sends the packets and yields those that came, by rank; one to itself stays here."""
@@ -219,6 +225,8 @@ def _check(tables: Sequence[nn.EmbeddingBag]) -> None:
         if table.embedding_dim != tables[0].embedding_dim:
             widths = f"{table.embedding_dim} wide, and table 0 {tables[0].embedding_dim}"
             raise UserError(f"table {number} is {widths}; give them one width")
+        if table.weight.dtype != torch.float32:
+            raise UserError(f"table {number} is of {table.weight.dtype}; make it float32")
         if table.mode not in ("sum", "mean"):
             raise UserError(f"table {number} has mode={table.mode!r}; choose sum or mean")
         given = {name: getattr(table, name) for name in ("max_norm", "padding_idx", "scale_grad_by_freq")}
