@@ -298,7 +298,9 @@ def _tma(every: int | str, cut: str) -> Method:
     return outer.Method(outer.Schedule(every), outer=outer.Average, inner=inner.ADAMW, cut=cut)
 
 
-def ist(every: int = 50, group_size: int | None = None, codec: Codec | str | None = None, seed: int = 0) -> Method:
+def ist(
+    every: int | str = 50, group_size: int | None = None, codec: Codec | str | None = None, seed: int = 0
+) -> Method:
     """Each replica trains some heads and FFN columns of every layer, dealt anew in each round; the rest is averaged.
 
     Paper: Yuan and others 2019, arXiv 1910.02120
@@ -306,7 +308,9 @@ def ist(every: int = 50, group_size: int | None = None, codec: Codec | str | Non
     return replace(_mean(every, group_size, codec, seed), dealing=subnets.DealtUnits("heads", seed))
 
 
-def resist(every: int = 50, group_size: int | None = None, codec: Codec | str | None = None, seed: int = 0) -> Method:
+def resist(
+    every: int | str = 50, group_size: int | None = None, codec: Codec | str | None = None, seed: int = 0
+) -> Method:
     """Each replica trains some of the layers, dealt anew in each round; embeddings, last norm and head are averaged.
 
     Paper: Dun and others 2021, arXiv 2107.00961
@@ -314,7 +318,7 @@ def resist(every: int = 50, group_size: int | None = None, codec: Codec | str | 
     return replace(_mean(every, group_size, codec, seed), dealing=subnets.DealtUnits("layers", seed))
 
 
-def _mean(every: int, group_size: int | None, codec: Codec | str | None, seed: int) -> Method:
+def _mean(every: int | str, group_size: int | None, codec: Codec | str | None, seed: int) -> Method:
     """The plain mean of a group's weights: an outer optimizer that takes the mean progress as it is."""
     if group_size is None:
         return diloco(every, outer_lr=1.0, outer_momentum=0.0, codec=codec)

@@ -1,4 +1,4 @@
-"""The clock by which rounds go where replicas are of unlike speeds, and what messages then weigh."""
+"""The clock by which rounds go where replicas are of unlike speeds."""
 
 from __future__ import annotations
 
@@ -37,10 +37,16 @@ class Clock:
         """Whole tenths of a second of the run so far."""
         return math.floor(self.elapsed_s * TICKS_PER_SECOND + SLACK)
 
-    def begin(self) -> None:
-        """Begins, or goes on from the time that was `set`, unless it runs."""
-        if self._began is None:
-            self._began = self._now() - self._elapsed_s
+    def begin(self, network: Network, key: str, deadline_s: float) -> None:
+        """Begins, or goes on from the time that was `set`, unless it runs; where replicas stay, when all are there.
+
+        Raises PeerLostError.
+        """
+        if self._began is not None:
+            return
+        if not (network.timed or network.elastic):  # each process has a clock of its own, and may have started anew
+            self._elapsed_s = _median_of_all(network, self._elapsed_s, key, deadline_s)
+        self._began = self._now() - self._elapsed_s
 
     def set(self, elapsed_s: float) -> None:
         """Stops, at so many seconds of the run."""
@@ -49,15 +55,11 @@ class Clock:
     def jump(self, ticks: int) -> None:
         """Goes on from another time, unless it is this already."""
         if ticks != self.ticks:
-            self.set(ticks / TICKS_PER_SECOND)
-            self.begin()
+            self._began = self._now() - ticks / TICKS_PER_SECOND
 
 
-def common_time(network: Network, own_s: float, key: str, deadline_s: float) -> float:
-    """The seconds of the run so far by the median of all replicas' clocks, as soon as all of them are there.
-
-    A process of an island asks all processes of all islands. Raises PeerLostError.
-    """
+def _median_of_all(network: Network, own_s: float, key: str, deadline_s: float) -> float:
+    """The median of what all replicas say, of islands all processes. Raises PeerLostError."""
     everyone = network.islands.everyone() if network.islands else network
     pending = everyone.exchange(fact_packet(own_s), everyone.members(), key)
     told: list[float] = [fact_in(word) for word in all_there(everyone, pending, deadline_s).values()]

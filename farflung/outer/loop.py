@@ -27,7 +27,7 @@ from farflung.networks.torchrun import log
 from farflung.outer.adaptation import effective_ranks
 from farflung.outer.averaging import Averaging, Meeting
 from farflung.outer.beside import SideStream
-from farflung.outer.clock import Clock, common_time
+from farflung.outer.clock import Clock
 from farflung.outer.columns import Column, Message
 from farflung.outer.departures import has_left
 from farflung.outer.exchange import Compared, Exchange, start_beside, start_columns, weighed
@@ -136,11 +136,8 @@ class OuterLoop(Session):
         return self.trained.layout.told(min(self._clock.ticks, self._rounds.syncs[0].next_start))[0]
 
     def _begin_counting(self) -> None:
-        if self._clock is None:
-            return
-        if not (self.network.timed or self.network.elastic):  # clocks of other machines, and processes that start anew
-            self._clock.set(common_time(self.network, self._clock.elapsed_s, self.key("clock"), self.starting_s))
-        self._clock.begin()
+        if self._clock:
+            self._clock.begin(self.network, self.key(f"clock at step {self.step}"), self.starting_s)
 
     @property
     def together(self) -> bool:
