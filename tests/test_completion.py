@@ -29,6 +29,8 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["train", "--merge", "m"], ["mixed"]),
         (["join", "--restarts", "2", "--gate"], ["--gateway"]),
         (["report", "--sm"], ["--small"]),
+        (["mixture", "ev"], ["evaluate"]),
+        (["mixture", "split", "--round-"], ["--round-sequences"]),
     ],
     ids=" ".join,
 )

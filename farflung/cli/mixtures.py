@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from farflung.mixtures.joined import MixtureScore
     from farflung.mixtures.routers import RouterRound
 
+EXAMPLE = 100
+"""Characters of an example of an expert's text."""
+
 MixturePath = Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="MIX")]
 
 
@@ -148,10 +151,6 @@ def export(arguments: list[str]) -> None:
         with written_beside(options.folder) as folder:
             join(found, experts, folder)
     print(f"farflung: {options.folder} holds {len(experts)} of {found.experts} experts and their routers")
-
-
-EXAMPLE = 100
-"""Characters of an example of an expert's text."""
 
 
 def _experts(found: Mixture, folder: Path) -> dict[int, Path]:
