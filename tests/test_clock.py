@@ -26,6 +26,8 @@ from farflung.methods import Method, RoundSettings, chosen, defaults_of
 from farflung.networks import Conditions, Network, Simulation
 from farflung.outer import Schedule, Session
 from farflung.planner.timing import Timer
+from farflung.report.live import plain_line
+from farflung.report.read import Run
 from farflung.settings import Settings
 from farflung.training import cautions, launch, limits
 
@@ -254,6 +256,14 @@ def test_a_run_by_the_clock_is_that_by_steps_where_all_are_equally_fast(tmp_path
     run(tmp_path / "steps", every=4, steps=12)
     run(tmp_path / "clock", every="0.4s", rounds=3)
     assert same_weights(tmp_path / "steps", tmp_path / "clock", 12)
+    told = []
+    for name in ("steps", "clock"):
+        shown = Run(tmp_path / name)
+        shown.refresh()
+        told.append(plain_line(shown))
+    assert told[0].startswith("step 12/12 · ") and told[1].startswith("1.2 s of 1.2 s · ")
+    sent = [json.loads((tmp_path / name / "summary.json").read_text())["ddp_bytes"] for name in ("steps", "clock")]
+    assert sent[0] == sent[1] > 0
 
 
 @pytest.mark.slow

@@ -91,6 +91,10 @@ class Facts(ABC):
         """How a step, or a moment of a run by the clock, is called."""
         return f"{step / TICKS_PER_SECOND:.1f} s" if self.by_clock else f"step {step}"
 
+    def span(self, steps: int) -> str:
+        """How many steps, or how much time of a run by the clock, they are."""
+        return f"{steps / TICKS_PER_SECOND:.1f} s" if self.by_clock else f"{steps} steps"
+
     @property
     def asked_for(self) -> int:
         """How many replicas the run has, on all machines."""

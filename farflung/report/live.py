@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -53,15 +53,14 @@ def _watch_on_terminal(
     progress = Progress(
         TextColumn("{task.description}"),
         BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("steps ·"),
+        TextColumn("{task.fields[reached]} ·"),
         TimeElapsedColumn(),
         TextColumn("gone ·"),
         TimeRemainingColumn(),
         TextColumn("left"),
         console=console,
     )
-    task = progress.add_task("starting", total=None)
+    task = progress.add_task("starting", total=None, reached="")
     # What is printed meanwhile, such as a ticket, may go to a file.
     with Live(console=console, auto_refresh=False, redirect_stdout=sys.stdout.isatty()) as live:
         done = False
@@ -70,7 +69,8 @@ def _watch_on_terminal(
             run.refresh()
             first = next(iter(run.all_of(StartEvent)), None)
             if first:
-                progress.update(task, description=first.method, total=_steps(run), completed=_slowest_step(run))
+                total, completed = _steps(run), _slowest_step(run)
+                progress.update(task, description=first.method, total=total, completed=completed, reached=_reached(run))
             beside: list[RenderableType] = [peers.table(others(), "other peer"), Text()] if others else []
             live.update(Group(progress, table(run), *beside, *_notes(run)), refresh=True)
 
@@ -177,8 +177,7 @@ def plain_line(run: Run) -> str:
     everyone = [steps[-1] for replica in run.replicas if (steps := run.of(replica, StepEvent))]
     sent, held = sum(event.bytes_sent for event in everyone), any(event.rounds for event in everyone)
     parts = [
-        f"{run.at(_slowest_step(run))}{' of ' if run.by_clock else '/'}{run.at(_steps(run)).removeprefix('step ')}"
-        f"{_of_whom(run)}",
+        f"{_reached(run)}{_of_whom(run)}",
         f"loss {number(mean([event.loss for event in last]))}",
         f"{sum(event.tokens_per_second for event in last):,.0f} {run.units}/s",
         *([f"MFU {sum(used) / len(used):.1%}"] if (used := [event.mfu for event in last if event.mfu]) else []),
@@ -222,6 +221,12 @@ def _who_goes_on(run: Run, start: StartEvent) -> str | None:
     if run.settings.get("independent"):
         return _whose(run, start)
     return "" if start.replica == run.alive[0] else None
+
+
+def _reached(run: Run) -> str:
+    """How far the run is, of how much."""
+    step, steps = run.at(_slowest_step(run)), run.at(_steps(run))
+    return f"{step} of {steps}" if run.by_clock else f"{step}/{steps.removeprefix('step ')}"
 
 
 def _slowest_step(run: Run) -> int:

@@ -110,7 +110,7 @@ def _table(run: Followed) -> str:
         f"{escape(run.units)}/s": lambda one: f"{one.last.tokens_per_second:,.0f}" if one.last else DOTS,
         "blocked": lambda one: _share(one.last.seconds_blocked, one.last.at) if one.last else DOTS,
         "rounds": lambda one: str(one.last.rounds) if one.last else "0",
-        "since round": lambda one: f"{one.step - one.round_steps[-1]} steps" if one.round_steps else DOTS,
+        "since round": lambda one: run.span(one.step - one.round_steps[-1]) if one.round_steps else DOTS,
         "sent": lambda one: nbytes(one.last.bytes_sent if one.last else 0),
     }
     if any(one.last and one.last.mfu for one in replicas):
@@ -132,7 +132,7 @@ def _now(run: Followed) -> Iterator[str]:
         "dead or silent": lambda one: _death(run, one),
         "without a finite loss": lambda one: _not_finite(run, one),
         "late for a round": lambda one: (
-            f"has had no round for {one.late_for_round()} steps, more than twice as long as before"
+            f"has had no round for {run.span(one.late_for_round())}, more than twice as long as before"
             if one.late_for_round() and run.state(one) == "trains"
             else ""
         ),
