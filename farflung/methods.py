@@ -342,21 +342,8 @@ def _nesterov(lr: float, momentum: float) -> OuterFactory:
 
 
 _ALL = (
-    noloco,
-    nolocox,
-    diloco,
-    dilocox,
-    streaming_diloco,
-    eager_diloco,
-    sparseloco,
-    demo,
-    dynamic_threshold,
-    random_tma,
-    super_tma,
-    ist,
-    resist,
-    ddp,
-    local,
+    *(noloco, nolocox, diloco, dilocox, streaming_diloco, eager_diloco, sparseloco, demo, dynamic_threshold),
+    *(random_tma, super_tma, ist, resist, ddp, local),
 )
 
 

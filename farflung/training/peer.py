@@ -162,14 +162,19 @@ def run_peer(
             trainer = Trainer(settings, network, folder, coordination, device, step)
             told.append(trainer)
             leaving.callback(trainer.log.events.close)
-            if joining and settings.run.observe:
-                joining.tell_others(observes=1.0)
-                trainer.observe(joining.behind)
-            else:
-                if joining:
-                    _begin_together(joining, step or 0, coordination.stop, settings.network.deadline)
-                trainer.train(catch_up=away)
+            _train(trainer, joining, away)
             _finish(trainer, near, joining)
+
+
+def _train(trainer: Trainer, joining: InternetNetwork | None, away: bool) -> None:
+    """Trains, or observes, until the end."""
+    if joining and trainer.settings.run.observe:
+        joining.tell_others(observes=1.0)
+        trainer.observe(joining.behind)
+        return
+    if joining:
+        _begin_together(joining, trainer.step, trainer.stop, trainer.settings.network.deadline)
+    trainer.train(catch_up=away)
 
 
 def _prepare(near: TorchNetwork | None, settings: Settings, owns_folder: bool) -> None:
