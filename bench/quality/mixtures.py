@@ -50,7 +50,7 @@ class Options:
     """Tokens that routers read."""
     rounds: int = 6
     """Of the routers."""
-    round_sequences: int = 4096
+    round_sequences: int = 8192
     """Dealt among the routers in each."""
     width: int = 64
     """Of all models, which have one layer; routers have half of it."""
@@ -143,7 +143,7 @@ def _settings(folder: Path, options: Options, seed: int, router: str) -> SplitSe
     sources = sorted(map(str, folder.glob("*.txt")))
     return SplitSettings(
         data=tuple(sources),
-        out=folder / "mix",
+        out=folder / f"mix-{options.rounds}-{options.round_sequences}",
         experts=len(sources),
         sequence_length=options.length,
         prefix=options.prefix,
