@@ -59,7 +59,8 @@ class Options:
     """Of all models, and of routers."""
 
 
-SMOKE = Options((0,), 16, 2, 4, 32, 16, 2, 64, 16, 20_000)
+SMALL = {"steps": 16, "points": 2, "batch_size": 4, "length": 32, "prefix": 16, "width": 16, "kind_tokens": 20_000}
+SMOKE = Options((0,), rounds=4, round_sequences=256, **SMALL)
 
 
 def kinds() -> dict[str, str]:
