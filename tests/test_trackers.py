@@ -55,6 +55,8 @@ def told(folder: Path, replica: int, distances: bool = True) -> list[Point]:
         line.pop("format", None)
         if kind == "round":
             line["seconds"] = line["finished"] - line["started"]
+        if kind == "evaluation":
+            line["validation_loss"] = line.pop("score")  # under the name of the figure that the run is judged by
         line |= {f"{field}/{name}": value for field in ("spent",) for name, value in (line.get(field) or {}).items()}
         points += [(f"{kind}/{name}", step, value) for name, value in line.items() if type(value) in (int, float)]
     if distances:
