@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -142,7 +143,8 @@ def _results(runs: list[Run]) -> str:
     results = [run.results() for run in runs]
     rows += [row for key, row in _WHERE_TOLD.items() if any(key in result for result in results)]
     bits = [bits_per_byte(run, run.results().get(run.figure.key)) for run in runs]
-    cells = [[escape(label), *(escape(_known(text, result)) for result in results)] for label, text in rows]
+    told = [(result, run.ended) for result, run in zip(results, runs, strict=True)]
+    cells = [[escape(label), *(escape(_known(text, *one)) for one in told)] for label, text in rows]
     if any(bits):
         place = [label for label, _ in rows].index("replicas × steps")
         label = "mean validation loss, in bits a byte of text"
@@ -171,14 +173,18 @@ def _scores(runs: list[Run]) -> _Rows:
             ]
         if any(sources in one for one in results):
             rows.append((f"{name} of each source, mean of the replicas", _under(sources, _named)))
-    if any("others_averaged" in one for one in results):
-        rows.append(("more of the averaged weights", _under("others_averaged", _named)))
+    for name in dict.fromkeys(name for one in results for name in one.get("others_averaged", {})):
+        rows.append((f"{name} of their averaged weights", _under("others_averaged", partial(_one, name))))
     return rows
 
 
 def _under(key: str, text: Callable[[Any], str]) -> Callable[[dict[str, Any]], str]:
     """What a summary has under a key, as text."""
     return lambda summary: text(summary[key])
+
+
+def _one(name: str, values: dict[str, float]) -> str:
+    return number(values[name])
 
 
 def _named(values: dict[str, float]) -> str:
@@ -204,12 +210,12 @@ def _distance(summary: dict[str, Any]) -> str:
     return f"{summary['weight_spread']:.3g} (of {'all' if 'sample' in summary else 'sampled'} weights)"
 
 
-def _known(text: Callable[[dict[str, Any]], str], results: dict[str, Any]) -> str:
-    """A figure as text, or dots where a run that has not ended does not have it yet."""
+def _known(text: Callable[[dict[str, Any]], str], results: dict[str, Any], ended: bool) -> str:
+    """A figure as text, or dots where a run does not have it yet, and a dash where it never will."""
     try:
         return text(results)
     except KeyError:
-        return "…"
+        return "–" if ended else "…"
 
 
 def _outcomes(run: Run) -> str:
