@@ -143,8 +143,8 @@ def _results(runs: list[Run]) -> str:
     results = [run.results() for run in runs]
     rows += [row for key, row in _WHERE_TOLD.items() if any(key in result for result in results)]
     bits = [bits_per_byte(run, run.results().get(run.figure.key)) for run in runs]
-    told = [(result, run.ended) for result, run in zip(results, runs, strict=True)]
-    cells = [[escape(label), *(escape(_known(text, *one)) for one in told)] for label, text in rows]
+    each = [(result, run.ended) for result, run in zip(results, runs, strict=True)]
+    cells = [[escape(label), *(escape(_known(text, *one)) for one in each)] for label, text in rows]
     if any(bits):
         place = [label for label, _ in rows].index("replicas × steps")
         label = "mean validation loss, in bits a byte of text"
