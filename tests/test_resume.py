@@ -472,7 +472,7 @@ def test_a_run_that_has_ended_goes_on_with_more_steps_and_its_best_weights_are_e
     before = json.loads((tmp_path / "run" / "summary.json").read_text())
     on = ["train", "--resume", "run", "--lr", "3.0", "--keep-checkpoints", "1"]
     assert run_here(monkeypatch, tmp_path, *on, "--steps", "9") == 2
-    assert "--steps is 9, but run has come to step 10; give more" in capsys.readouterr().err
+    assert "--steps 9 is given, but run has come to step 10; give more" in capsys.readouterr().err
     assert run_here(monkeypatch, tmp_path, *on, "--steps", "30") == 0
     after = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert (before["steps"], after["steps"], after["rounds"]) == (10, 30, 6)
