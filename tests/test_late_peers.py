@@ -139,18 +139,18 @@ def test_a_ticket_to_who_is_there_is_kept_before_the_first_step(pair: Run, tmp_p
 
 
 @pytest.mark.slow
-def test_a_head_judges_no_longer_when_a_stage_has_nobody_any_more(tmp_path: Path, quick: None) -> None:
+def test_a_head_judges_and_writes_no_longer_when_a_stage_has_nobody_any_more(tmp_path: Path, quick: None) -> None:
     swarm = SwarmHere(tmp_path, [0, 1], stepping="local", method="noloco", deadline=3600.0)
     try:
         head, gone = swarm.trainers
         swarm.train()
         until(lambda: head.step > 2)
-        assert head.island.evaluate() is not None
+        assert head.island.evaluate() is not None and head.island.sample()
         gone.network.close()  # type: ignore[attr-defined]
         with ThreadPoolExecutor(1) as pool:
-            judged = pool.submit(head.island.evaluate)
             try:
-                assert judged.result(patience(60)) is None
+                assert pool.submit(head.island.evaluate).result(patience(60)) is None
+                assert pool.submit(head.island.sample).result(patience(60)) == ""
             finally:
                 head.stop.request()
     finally:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +39,7 @@ UNMANNED_SECONDS = 5.0
 AWAKE_SECONDS = 20.0
 """For so long a peer that stood still hears of the others before it believes that they are gone."""
 LONGEST_EVALUATION_SECONDS = 24 * 3600.0
+T = TypeVar("T")
 LOST = (LostError, TimeoutError, asyncio.CancelledError)
 
 
@@ -213,7 +214,7 @@ class SwarmIsland:
 
         def scores(batch: Tensor, pick: Callable[[Tensor], Tensor], numbers: int) -> Tensor:
             left = max(0.0, ends - time.monotonic())
-            found = self._network.peers.background.run(self._seat.scores(batch[0].tolist()), left)
+            found = self._network.peers.background.run(self._scored(batch[0].tolist()), left)
             return pick(found[None, None]).double()
 
         try:
@@ -314,10 +315,7 @@ class SwarmIsland:
             time.sleep(LOOK_SECONDS)
 
     async def _evaluated(self) -> Score | None:
-        """The means of what comes of all held-out samples, but for those lost on their way; None where all are.
-
-        It goes on while some come and each stage has somebody: else this peer may have to serve another one.
-        """
+        """The means of what comes of all held-out samples, but for those lost on their way; None where all are."""
         room = asyncio.Semaphore(2 * self.settings.stages)
 
         async def one(turn: int) -> float:
@@ -325,7 +323,31 @@ class SwarmIsland:
                 return await self._seat.held_out(turn)
 
         sources = self._seat.held_out_sources
-        running = [asyncio.ensure_future(one(turn)) for turn in range(len(sources))]
+        losses = await self._while_manned([one(turn) for turn in range(len(sources))])
+        for lost in losses:
+            if isinstance(lost, BaseException) and not isinstance(lost, LOST):
+                raise lost
+        sums: dict[str, tuple[float, int]] = {}
+        for source, loss in zip(sources, losses, strict=True):
+            if not isinstance(loss, BaseException):
+                total, count = sums.get(source, (0.0, 0))
+                sums[source] = total + loss, count + 1
+        return Score.of(sums) if sums else None
+
+    async def _scored(self, text: list[int]) -> Tensor:
+        (found,) = await self._while_manned([self._seat.scores(text)])
+        if isinstance(found, asyncio.CancelledError):
+            raise LostError("a stage has nobody")  # raised as it is, it would cancel who asked
+        if isinstance(found, BaseException):
+            raise found
+        return found
+
+    async def _while_manned(self, asked: Sequence[Coroutine[Any, Any, T]]) -> list[T | BaseException]:
+        """What comes of all that is asked of the stages, or how it was lost.
+
+        Waits while some come and each stage has somebody: else this peer may have to serve another one.
+        """
+        running = [asyncio.ensure_future(one) for one in asked]
         left, came = set(running), time.monotonic()
         manned = came
         while left and not self._stopping():
@@ -337,16 +359,7 @@ class SwarmIsland:
                 break
         for late in left:
             late.cancel()
-        losses = await asyncio.gather(*running, return_exceptions=True)
-        for lost in losses:
-            if isinstance(lost, BaseException) and not isinstance(lost, LOST):
-                raise lost
-        sums: dict[str, tuple[float, int]] = {}
-        for source, loss in zip(sources, losses, strict=True):
-            if not isinstance(loss, BaseException):
-                total, count = sums.get(source, (0.0, 0))
-                sums[source] = total + loss, count + 1
-        return Score.of(sums) if sums else None
+        return await asyncio.gather(*running, return_exceptions=True)
 
 
 def _ended(member: Member) -> float:
