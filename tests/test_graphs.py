@@ -332,13 +332,17 @@ def features(bad: float) -> np.ndarray:
     [
         ({"edges": edges((0, 1), (3, 500))}, {}, "edge 1 has node 500, but there are nodes 0 to 119 only"),
         ({"edges": edges((0, 1), (-1, 2))}, {}, "edge 1 has node -1"),
-        ({"edges": np.array([1, 2, 3])}, {}, "edges have the shape (3,); give two nodes for each"),
+        ({"edges": np.array([1, 2, 3])}, {}, "edges have the shape (3,); give (number, 2), two nodes for each"),
+        ({"features": np.full((NODES, 2), "x")}, {}, "features.npy holds <U1; give numbers"),
+        ({"labels": np.zeros((NODES, 1), int)}, {}, "labels have the shape (120, 1), but there are 120 nodes"),
+        ({"labels": np.array(3)}, {}, "labels have the shape (), but there are 120 nodes"),
+        ({"held_out_links": edges((1, 1), (2, 2))}, {"task": "links"}, "0 to judge by, which gives no MRR"),
         ({"edges": np.empty((0, 2), int)}, {}, "there is no edge"),
         ({"edges": np.array([[0.5, 1]])}, {}, "edges.npy holds float64; give whole numbers"),
         ({"features": np.ones((50, 2), np.float32)}, {}, "but there are nodes 0 to 49 only"),
         ({"features": features(np.nan)}, {}, "the features of node 4 are not all finite"),
         ({"features": features(np.inf)}, {}, "the features of node 4 are not all finite"),
-        ({"labels": np.zeros(50, int)}, {}, "there are 50 labels, but 120 nodes"),
+        ({"labels": np.zeros(50, int)}, {}, "labels have the shape (50,), but there are 120 nodes"),
         ({"labels": np.arange(NODES) - 5}, {}, "node 0 has the label -5, which is out of range"),
         ({"labels": np.full(NODES, 10**9)}, {}, "node 0 has the label 1000000000, which is out of range"),
         ({"labels": np.full(NODES, -1)}, {}, "no node has a label; give labels.npy, or choose --task links"),
@@ -359,6 +363,26 @@ def test_what_cannot_be_learnt_from_is_refused_in_a_line(
     with pytest.raises(UserError) as refused:
         graph(write(tmp_path / "bad", **changed), 4, **chosen).check()
     assert words in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_names_are_lines_of_utf_8_and_may_hold_other_marks(tmp_path: Path) -> None:
+    folder = write(tmp_path / "named")
+    names = [f"a\u2028\x85{number}" for number in range(NODES)]
+    (folder / "names.txt").write_text("\n".join(names) + "\n", "utf-8")
+    assert read(str(folder)).names == tuple(names)
+    (folder / "names.txt").write_bytes(b"\xe9\n" * NODES)
+    with pytest.raises(UserError, match=r"names\.txt is no text in UTF-8: .*; save it as such"):
+        read(str(folder))
+
+
+@pytest.mark.parametrize("task", ["nodes", "links"])
+def test_a_spoilt_model_has_no_score(folder: Path, task: str) -> None:
+    """No score is greater than NaN, so that the true one would come first."""
+    made = graph(folder, 1, task=task, parts="whole")
+    model = made.build(0).eval()
+    with torch.no_grad():
+        model.head[2].bias.fill_(torch.nan)
+        assert np.isnan(made.evaluate(model, 8, torch.device("cpu")).value)
 
 
 def test_a_part_without_any_node_is_told(folder: Path) -> None:

@@ -89,7 +89,7 @@ class GraphData:
 
     def _check_pairs(self, what: str, pairs: Ids) -> None:
         if pairs.ndim != 2 or pairs.shape[1] != 2:
-            raise UserError(f"{self.where}: {what}s have the shape {pairs.shape}; give two nodes for each")
+            raise UserError(f"{self.where}: {what}s have the shape {pairs.shape}; give (number, 2), two nodes for each")
         if len(bad := self._unknown(pairs.ravel())):
             place = bad[0]
             raise UserError(
@@ -97,10 +97,10 @@ class GraphData:
             )
 
     def _check_labels(self) -> None:
-        if len(self.labels) not in (0, self.nodes):
+        if self.labels.shape not in ((0,), (self.nodes,)):
             raise UserError(
-                f"{self.where}: there are {len(self.labels)} labels, but {self.nodes} nodes; "
-                "give each a label, or -1 where it is not known"
+                f"{self.where}: labels have the shape {self.labels.shape}, but there are {self.nodes} nodes; "
+                "give each one label, or -1 where it is not known"
             )
         most = len(self.classes) or self.nodes  # more kinds than nodes are numbers that are no labels
         if len(bad := np.flatnonzero((self.labels < -1) | (self.labels >= most))):

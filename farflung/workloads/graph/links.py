@@ -42,7 +42,8 @@ class Links:
         if data.held_out_links is None:
             training, held_out = (data.links[places] for places in split(len(data.links), settings.split_seed))
         else:
-            held_out = data.held_out_links
+            given = data.held_out_links
+            held_out = given[given[:, 0] != given[:, 1]]
             training = _without(data.links, undirected(held_out), data.nodes)
         if not (len(training) and len(held_out)):
             raise UserError(
@@ -87,11 +88,12 @@ class Links:
 
 
 def _ranks(model: GraphModel, embedded: Tensor, ends: Tensor) -> Tensor:
-    """(links,) from 1, for a node, its true neighbour and others: (links, 2 + others)."""
+    """(links,) from 1, NaN without scores, for a node, its true neighbour and others: (links, 2 + others)."""
     pairs = torch.stack(torch.broadcast_tensors(ends[:, :1], ends[:, 1:]), dim=-1)
     scores = model.scores(embedded, pairs.flatten(0, 1)).view(len(ends), -1)
     true, others = scores[:, :1], scores[:, 1:]
-    return 1 + (others > true).sum(dim=1) + (others == true).sum(dim=1) / 2
+    ranks = 1 + (others > true).sum(dim=1) + (others == true).sum(dim=1) / 2
+    return ranks.masked_fill(scores.isnan().any(dim=1), torch.nan)  # nothing is greater than NaN
 
 
 def _without(pairs: Ids, left_out: Ids, nodes: int) -> Ids:

@@ -137,8 +137,9 @@ def export(weights: Mapping[str, Tensor], shape: Mapping[str, Any], target: Path
 
     target.mkdir(parents=True)
     save_file({name: value.contiguous() for name, value in weights.items()}, target / "model.safetensors")
-    (target / "config.json").write_text(json.dumps({"shape": shape, **about}, indent=1, ensure_ascii=False))
-    (target / "README.md").write_text(README.format(**shape, scores=about["scores"]))
+    config = json.dumps({"shape": shape, **about}, indent=1, ensure_ascii=False)
+    (target / "config.json").write_text(config, "utf-8")
+    (target / "README.md").write_text(README.format(**shape, scores=about["scores"]), "utf-8")
 
 
 def load(folder: str | Path) -> GraphModel:
@@ -146,7 +147,7 @@ def load(folder: str | Path) -> GraphModel:
     from safetensors.torch import load_file
 
     try:
-        config = json.loads((Path(folder) / "config.json").read_text())
+        config = json.loads((Path(folder) / "config.json").read_text("utf-8"))
         model = GraphModel(**config["shape"])
         model.load_state_dict(load_file(Path(folder) / "model.safetensors"))
     except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:

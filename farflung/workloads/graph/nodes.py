@@ -65,8 +65,8 @@ class Nodes:
         wanted = torch.from_numpy(self._data.labels[self.held_out[:, 0]]).to(embedded.device)
         parts = torch.from_numpy(self.held_out).to(embedded.device).split(size)
         scores = torch.cat([model.scores(embedded, part) for part in parts])
-        right = (scores.argmax(dim=1) == wanted).double().mean()
-        return Score(float(right), others={"cross-entropy": float(self.loss(scores, wanted))})
+        right = (scores.argmax(dim=1) == wanted).double().masked_fill(scores.isnan().any(dim=1), torch.nan)
+        return Score(float(right.mean()), others={"cross-entropy": float(self.loss(scores, wanted))})
 
     def table(self, model: GraphModel, embedded: Tensor) -> str:
         """See Task: the label that the model gives some nodes, and the true one."""

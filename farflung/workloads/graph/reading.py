@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from zipfile import BadZipFile
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,7 +30,7 @@ def read(name: str) -> GraphData:
 def read_arrays(folder: Path) -> GraphData:
     """A folder of edges.npy and features.npy, and perhaps labels, names and what is held out. Raises UserError."""
     nothing = np.empty(0, np.int64)
-    features, edges = _array(folder / "features.npy"), _numbers(folder / "edges.npy")
+    features, edges = _array(folder / "features.npy", "numbers", "uif"), _numbers(folder / "edges.npy")
     assert features is not None and edges is not None
     labels = _numbers(folder / "labels.npy", needed=False)
     return GraphData(
@@ -45,23 +46,31 @@ def read_arrays(folder: Path) -> GraphData:
     )
 
 
-def _array(path: Path, needed: bool = True) -> NDArray[np.generic] | None:
+def _array(path: Path, what: str, kinds: str, needed: bool = True) -> NDArray[np.generic] | None:
+    """An array whose dtype is of one of numpy's `kinds`. Raises UserError."""
     if not path.exists():
         if needed:
             raise UserError(f"there is no {path}; {REMEDY}")
         return None
     try:
-        return np.asarray(np.load(path, allow_pickle=False))
-    except (ValueError, EOFError) as error:
+        found = np.asarray(np.load(path, allow_pickle=False))
+    except (ValueError, EOFError, BadZipFile) as error:
         raise UserError(f"{path} is no array of numbers: {error}; write it with numpy.save") from error
+    if found.dtype.kind not in kinds:
+        raise UserError(f"{path} holds {found.dtype}; give {what}")
+    return found
 
 
 def _numbers(path: Path, needed: bool = True) -> NDArray[np.int64] | None:
-    found = _array(path, needed)
-    if found is not None and not np.issubdtype(found.dtype, np.integer):
-        raise UserError(f"{path} holds {found.dtype}; give whole numbers")
+    found = _array(path, "whole numbers", "ui", needed)
     return None if found is None else found.astype(np.int64)
 
 
 def _lines(path: Path) -> tuple[str, ...]:
-    return tuple(path.read_text("utf-8").splitlines()) if path.exists() else ()
+    if not path.exists():
+        return ()
+    try:
+        text = path.read_text("utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is no text in UTF-8: {error}; save it as such") from error
+    return tuple(text.removesuffix("\n").split("\n")) if text else ()  # other marks may be part of a name
