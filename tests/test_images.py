@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 import json
 import re
 import shutil
@@ -114,6 +115,41 @@ def test_a_picture_that_ends_too_soon_is_told_when_it_is_read(tmp_path: Path) ->
     (tmp_path / "a.png").write_bytes(whole[: len(whole) // 2])
     with pytest.raises(UserError, match=r"a\.png: cannot be read"):
         Folder(tmp_path, None).read()
+
+
+def test_a_picture_beside_folders_of_classes_is_told(tmp_path: Path) -> None:
+    """It would be of no class, and be left out unheard."""
+    (tmp_path / "a").mkdir()
+    save(tmp_path / "a" / "one.png", "L", (8, 8), 5)
+    save(tmp_path / "cover.png", "L", (8, 8), 5)
+    with pytest.raises(UserError, match=r"cover\.png: lies beside folders of classes; move it"):
+        Images(ImagesSettings(data=str(tmp_path))).check()
+
+
+def test_small_pictures_of_unlike_sizes_are_told_a_size_that_can_be_had(tmp_path: Path) -> None:
+    save(tmp_path / "a.png", "L", (4, 4), 5)
+    save(tmp_path / "b.png", "L", (5, 5), 9)
+    with pytest.raises(UserError, match=r"--resize 8$"):
+        Images(ImagesSettings(data=str(tmp_path))).check()
+
+
+@pytest.mark.parametrize("side", [1, 3])
+def test_the_classifier_takes_pictures_of_any_size(side: int) -> None:
+    assert frechet.Classifier(1, 2).features(torch.zeros(5, 1, side, side)).shape == (5, frechet.FEATURES)
+
+
+def test_a_distance_needs_numbers_and_two_pictures_of_each() -> None:
+    made = workload()
+    model = made.build(0).eval()
+    for parameter in model.parameters():
+        torch.nn.init.constant_(parameter, torch.nan)
+    with torch.no_grad():
+        score = made.evaluate(model, 16, CPU)
+    assert np.isnan([score.value, score.others["Frechet distance"]]).all()
+    for alone in ({"eval_pictures": 1}, {"drawn_pictures": 1}):
+        made = Images(dataclasses.replace(TINY, **alone), Deal(2))
+        with torch.no_grad():
+            assert not made.evaluate(model, 16, CPU).others
 
 
 def test_other_mistakes_are_told(tmp_path: Path) -> None:

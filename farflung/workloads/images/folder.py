@@ -14,6 +14,7 @@ import torch
 
 from farflung.errors import UserError
 from farflung.workloads.images.pictures import Form, Pictures
+from farflung.workloads.images.settings import LEAST_SIDE
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -51,7 +52,8 @@ class Folder:
                 if not self.resize and first and picture.size != size:
                     raise UserError(
                         f"data {self.path}: {first} is {size[0]}×{size[1]} pixels and {file.path} "
-                        f"{picture.width}×{picture.height}; scale all of them: --resize {min(*size, *picture.size)}"
+                        f"{picture.width}×{picture.height}; scale all of them: --resize "
+                        f"{max(LEAST_SIDE, min(*size, *picture.size))}"
                     )
                 first, size = first or file.path, picture.size
         width, height = (self.resize, self.resize) if self.resize else size
@@ -74,6 +76,8 @@ class Folder:
         if not self.path.is_dir():
             raise UserError(f"data {str(self.path)!r}: there is no such folder; give glyphs, or a folder of pictures")
         below = sorted(path.name for path in self.path.iterdir() if path.is_dir() and any(_pictures(path)))
+        if below and (loose := next((path for path in _pictures(self.path) if path.parent == self.path), None)):
+            raise UserError(f"data {loose}: lies beside folders of classes; move it into one of them, or elsewhere")
         return tuple(below) or (self.path.name,)
 
     @cached_property

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import math
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +21,7 @@ FEATURES = 32
 """Numbers that the classifier makes of a picture, before it chooses a class."""
 STEPS, BATCH, LR = 400, 128, 2e-3
 """Of the classifier's training."""
-RECIPE = 1
+RECIPE = 2
 """Another number for another classifier, or another training of it, so that none is taken from the cache."""
 
 
@@ -29,7 +30,7 @@ class Classifier(nn.Sequential):
 
     def __init__(self, channels: int, classes: int) -> None:
         features = nn.Sequential(
-            *(nn.Conv2d(channels, 16, 3, padding=1), nn.SiLU(), nn.MaxPool2d(2)),
+            *(nn.Conv2d(channels, 16, 3, padding=1), nn.SiLU(), nn.MaxPool2d(2, ceil_mode=True)),
             *(nn.Conv2d(16, 32, 3, padding=1), nn.SiLU(), nn.AdaptiveAvgPool2d(4)),
             *(nn.Flatten(), nn.Linear(32 * 16, FEATURES), nn.Tanh()),
         )
@@ -59,8 +60,11 @@ def classifier_of(pictures: Pictures, classes: int) -> Classifier:
 def distance(one: Tensor, other: Tensor) -> float:
     """Frechet distance of Gaussians with the means and covariances of features (n, FEATURES) float64.
 
-    ‖μ - μ'‖² + tr(C + C' - 2 (C C')^½), arXiv 1706.08500.
+    ‖μ - μ'‖² + tr(C + C' - 2 (C C')^½), arXiv 1706.08500. NaN where features are, as a spoilt
+    model's are.
     """
+    if not (one.isfinite().all() and other.isfinite().all()):
+        return math.nan
     shift = (one.mean(0) - other.mean(0)).square().sum()
     first, second = (torch.cov(features.T) for features in (one, other))
     root = _root(first)

@@ -139,11 +139,13 @@ class Images:
         return base.Score(total / count, others=self._others(model, size))
 
     def _others(self, model: Any, size: int) -> dict[str, float]:
-        """The Frechet distance, where there are classes for a classifier to tell apart, and it is asked for."""
-        drawn = self.settings.drawn_pictures
-        if not drawn or len(self.form.classes) < 2:
+        """The Frechet distance, where there are classes for a classifier to tell apart, and it is asked for.
+
+        One picture, drawn or held out, has no covariance.
+        """
+        drawn, labels = self.settings.drawn_pictures, self.held_out.labels
+        if min(drawn, len(labels), len(self.form.classes)) < 2:
             return {}
-        labels = self.held_out.labels
         labels = labels[torch.from_numpy(np.linspace(0, len(labels) - 1, drawn).astype(np.int64))]
         return {FRECHET: self.distance(network.draw(model, labels, self.form, 0, size))}
 
