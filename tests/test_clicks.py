@@ -102,6 +102,16 @@ def test_columns_with_names_are_taken_by_them(tmp_path: Path) -> None:
         assert [log.shown(n)["shop"] for n in range(4)] == ["s0", "s1", "s2", "s0"]
 
 
+def test_a_byte_order_mark_is_no_part_of_a_name(tmp_path: Path) -> None:
+    data = criteo(tmp_path, ["\ufefflabel\tshop", *(f"{n % 2}\ts{n % 3}" for n in range(20))])
+    log = files.read(data, ClicksSettings())
+    assert list(log.categories) == ["shop"] and log.labels.tolist() == [0, 1] * 10
+
+
+def test_a_spoilt_model_has_no_auc() -> None:
+    assert np.isnan(auc([0, 1, 1], [0.5, np.nan, 0.25]))
+
+
 def broken(folder: Path, kind: str) -> str:
     """A log in which something is amiss."""
     lines = [criteo_line(click) for click in range(50)]
@@ -121,6 +131,14 @@ def broken(folder: Path, kind: str) -> str:
         return criteo(folder, [criteo_line(click, label="0") for click in range(50)])
     if kind == "nothing":
         return criteo(folder, [])
+    if kind == "commas":
+        return criteo(folder, ["label,shop", "0,a", "1,b"])
+    if kind == "no name":
+        return criteo(folder, ["\tlabel\tshop", "0\t0\ta", "1\t1\tb"])
+    if kind == "one name":
+        return criteo(folder, ["label\tshop\tshop", "0\ta\ta", "1\tb\tb"])
+    if kind == "lists":
+        return parquet(folder, {"label": [0, 1], "shop": [["a"], ["b", "c"]]})
     if kind == "no column":
         return parquet(folder, {"labels": [0, 1], "shop": ["a", "b"]})
     if kind == "no categories":
@@ -150,6 +168,11 @@ def broken(folder: Path, kind: str) -> str:
         ),
         ("no positive", {}, "hold no positive click (label 1) among 50; give a log with both kinds"),
         ("nothing", {}, "day.tsv begins with an empty line, or is empty; leave it out"),
+        ("commas", {}, "day.tsv, line 1 has no tabs, which must be between columns"),
+        ("no name", {}, "day.tsv: column 1 has no name; give it one, or remove it"),
+        ("one name", {}, "day.tsv has 'shop' as the name of more than one column; rename the others"),
+        ("lists", {}, "day.parquet: column 'shop' holds list<"),
+        ("words", {"numbers": "price,label"}, "--numbers names 'label', which is the label; leave it out"),
         ("no column", {}, "day.parquet has no column 'label'; did you mean 'labels'?; set --label"),
         ("no categories", {}, "day.parquet has no column of categories; leave some out of --numbers"),
         ("no parquet", {}, "day.parquet is no Parquet file"),

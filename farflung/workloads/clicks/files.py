@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import glob
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -77,7 +78,6 @@ class _File:
     def table(self, most: int | None) -> Any:
         """The label under the name "", numbers as float32 (NaN where there is none), categories as strings."""
         import pyarrow as pa
-        import pyarrow.compute as pc
 
         with disk_errors(f"read {self._path}", "look at its rights, or name another"):
             batches, count = [], 0
@@ -89,6 +89,7 @@ class _File:
         if not count:
             raise UserError(f"{self._path} holds no clicks; leave it out")
         raw = pa.Table.from_batches(batches).slice(0, most)
+        self._check_names(raw.column_names)
         label = self._label_of(raw)
         numbers = self._numbers_of(raw)
         table = {"": pa.array(self._labels(raw[label]))}
@@ -96,8 +97,27 @@ class _File:
             if name in numbers:
                 table[name] = pa.array(self._numbers(name, raw[name]))
             elif name != label:
-                table[name] = pc.fill_null(raw[name].cast(pa.string()), "")
+                table[name] = self._words(name, raw[name])
         return pa.table(table)
+
+    def _check_names(self, names: Sequence[str]) -> None:
+        if "" in names:
+            raise UserError(f"{self._path}: column {names.index('') + 1} has no name; give it one, or remove it")
+        if twice := [name for name, count in Counter(names).items() if count > 1]:
+            raise UserError(f"{self._path} has {twice[0]!r} as the name of more than one column; rename the others")
+
+    def _words(self, name: str, column: Any) -> Any:
+        """A column as categories."""
+        import pyarrow as pa
+        import pyarrow.compute as pc
+
+        try:
+            return pc.fill_null(column.cast(pa.string()), "")
+        except pa.ArrowException as error:
+            raise UserError(
+                f"{self._path}: column {name!r} holds {column.type}, which makes no categories ({_line(error)}); write "
+                "it as text or numbers, or remove it"
+            ) from error
 
     def _parquet(self) -> Iterator[Any]:
         """Its batches. Raises UserError."""
@@ -141,10 +161,12 @@ class _File:
         import pyarrow as pa
 
         with pa.input_stream(str(self._path), compression="detect") as stream:
-            first = stream.read(1 << 16).partition(b"\n")[0].decode(errors="replace").rstrip("\r")
+            first = stream.read(1 << 16).partition(b"\n")[0].decode("utf-8-sig", errors="replace").rstrip("\r")
         if not first:
             raise UserError(f"{self._path} begins with an empty line, or is empty; leave it out")
         fields = first.split("\t")
+        if len(fields) == 1:
+            raise UserError(f"{self._path}, line 1 has no tabs, which must be between columns; mend it")
         if fields[0] not in ("0", "1"):
             return fields, True
         numbers = min(CRITEO_NUMBERS, len(fields) - 1)
@@ -167,6 +189,8 @@ class _File:
             if missing := [name for name in asked if name not in raw.column_names]:
                 known = suggestion(missing[0], raw.column_names)
                 raise UserError(f"{self._path} has no column {missing[0]!r}, which --numbers names{known}")
+            if self._settings.label in asked:
+                raise UserError(f"--numbers names {self._settings.label!r}, which is the label; leave it out")
             return set(asked)
         if self._is_parquet:
             return {field.name for field in raw.schema if pa.types.is_floating(field.type)} - {self._settings.label}
