@@ -8,6 +8,15 @@ from typing import Any, NamedTuple
 
 from farflung.errors import UserError
 
+_SUMMARY = """
+method units measure judged_by replicas missing steps stages shards islands parameters tokens epochs
+epochs_of_sources others_averaged bytes_sent boundary_bytes ddp_bytes steps_trained rounds seconds
+seconds_blocked tokens_per_second mfu spent weight_spread branch_scale peers sample sample_picture step time
+replica kind
+"""
+TAKEN = frozenset(_SUMMARY.split())
+"""What a run's summary and events call other things."""
+
 
 class Figure(NamedTuple):
     """A figure that says how good a model is."""
@@ -46,9 +55,11 @@ class Figure(NamedTuple):
         return f"{self.name} {value} {self.unit}".rstrip()
 
     def checked(self) -> Figure:
-        """Itself. Raises UserError for a name that has no letters."""
+        """Itself. Raises UserError for a name that has no letters, or is that of another number of a run."""
         if not self.key:
             raise UserError(f"a figure is called {self.name!r}; give it a name of letters, such as 'link MRR'")
+        if taken := [key for key in (self.key, self.key_of_sources) if key in TAKEN]:
+            raise UserError(f"a figure is called {self.name!r}, but a run has another {taken[0]}; rename it")
         return self
 
 
@@ -58,5 +69,10 @@ LOSS = Figure()
 
 def figure_of(workload: Any) -> Figure:
     """What a workload's models are judged by: its `judged_by`, or else the validation loss in its `measure`."""
-    told: Figure = getattr(workload, "judged_by", LOSS._replace(unit=workload.measure))
+    told = getattr(workload, "judged_by", LOSS._replace(unit=workload.measure))
+    if not isinstance(told, Figure):
+        raise UserError(
+            f"judged_by of the workload {type(workload).__name__} is {told!r}; make it a farflung.figure.Figure, such "
+            "as Figure('AUC', more_is_better=True)"
+        )
     return told.checked()

@@ -174,6 +174,7 @@ class Settings:
         workload = values.get("workload", self.run.workload)
         if workload != self.run.workload and isinstance(workload, str):
             tables["workload"] = WORKLOADS[workload].Settings()
+            tables["run"] = replace(self.run, workload=workload)
         method = values.get("method", self.rounds.method)
         if method != self.rounds.method and isinstance(method, str) and method in methods.RECIPES:
             tables["rounds"] = self.rounds.of_method(method)

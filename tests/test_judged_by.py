@@ -7,22 +7,31 @@ import json
 import struct
 import zlib
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from own_workload import Guess, GuessSettings
 from processes import run_here
 
 from farflung.cli.results import tell_result
 from farflung.errors import UserError
 from farflung.events import EvaluationEvent
-from farflung.figure import LOSS, Figure
+from farflung.figure import LOSS, Figure, figure_of
+from farflung.pipeline.island import WholeIsland
+from farflung.pipeline.settings import IslandSettings
 from farflung.report import read_run
 from farflung.report.comparison import best_of, verdict
 from farflung.report.watching.followed import Followed
 from farflung.settings import Settings
 from farflung.training import checkpoint
 from farflung.training.export import export
+from farflung.workloads.base import Score
+from farflung.workloads.dealing import ALL
 from farflung.workloads.registry import WORKLOADS
 
 MODULE = Path(__file__).parent / "own_workload.py"
@@ -121,3 +130,48 @@ def test_names_of_figures() -> None:
     assert LOSS.key_of_sources == "validation_losses" and Figure("AUC").key_of_sources == "aucs"
     with pytest.raises(UserError, match="give it a name of letters"):
         Figure("?").checked()
+
+
+def test_no_figure_takes_the_name_of_another_number_of_a_run(run: Path) -> None:
+    own = {"right_answers", "right_answers_averaged", "right_answers_per_replica"}
+    for key in json.loads((run / "summary.json").read_text()).keys() - own:
+        with pytest.raises(UserError, match=f"a run has another {key}; rename it"):
+            Figure(key).checked()
+    with pytest.raises(UserError, match="has another step;"):
+        Figure("step").checked()
+
+
+@pytest.mark.parametrize("judged_by", ["AUC", None, ("AUC", "", True)])
+def test_what_is_no_figure_is_told(judged_by: Any) -> None:
+    with pytest.raises(UserError, match=r"judged_by of the workload SimpleNamespace is .*; make it a farflung"):
+        figure_of(SimpleNamespace(judged_by=judged_by, measure="nats"))
+
+
+@pytest.mark.parametrize("value", [np.float32(0.5), torch.tensor(0.5), 0.5])
+def test_a_score_is_of_plain_numbers(value: Any) -> None:
+    for found in (value, Score(value, others={"spread": value})):
+        score = Score.given(found)
+        assert type(score.value) is float and score.value == 0.5
+        assert all(type(other) is float for other in score.others.values())
+
+
+@pytest.mark.parametrize("found", [None, "good", torch.ones(2), Score(0.5, others={"x": None})])
+def test_a_score_that_is_no_number_is_told(found: Any) -> None:
+    with pytest.raises(UserError, match=r"evaluate has given .*; let it return a number"):
+        Score.given(found)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"loss": lambda *_: 1.0}, r"loss is 1\.0; let it return the mean"),
+        ({"loss": lambda *_: torch.ones(2)}, r"loss is a tensor of \(2,\); let it return the mean"),
+        ({"sample": lambda *_: None}, "sample is None; let it return text, or a Picture"),
+    ],
+)
+def test_what_a_workload_returns_is_looked_at(change: dict[str, Any], words: str) -> None:
+    workload: Any = type("Changed", (Guess,), change)(GuessSettings(), ALL)
+    nowhere: Any = None
+    island = WholeIsland(IslandSettings(), workload, workload.build(0), nowhere, nowhere, 0, torch.device("cpu"))
+    with pytest.raises(UserError, match=words):
+        island.loss(torch.ones(1, 1)) if "loss" in change else island.sample()

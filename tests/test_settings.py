@@ -1,6 +1,9 @@
 import dataclasses
+import sys
 from functools import partial
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -154,6 +157,14 @@ class Twice(Checked):
 def test_a_workload_that_calls_a_setting_as_a_room_does_is_refused() -> None:
     with pytest.raises(UserError, match="has a setting steps, which every run has"):
         Settings(workload=Twice())
+
+
+def test_the_workload_that_does_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    module: Any = ModuleType("own_twice")
+    module.Mine = type("Mine", (), {"Settings": Twice})
+    monkeypatch.setitem(sys.modules, "own_twice", module)
+    with pytest.raises(UserError, match="the workload 'own_twice:Mine' has a setting steps"):
+        Settings.of(workload="own_twice:Mine")
 
 
 @given(st.integers(-5, 15), st.integers(-5, 15) | st.none(), st.integers(-5, 15) | st.none())

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from farflung.errors import UserError
 from farflung.networks import Traffic
 from farflung.pipeline.ahead import Ahead, OnItsWay, pinned
 from farflung.pipeline.compiling import eagerly
@@ -167,12 +168,15 @@ class WholeIsland(Island):
         """See Island."""
         with self._evaluating(), self._precision():
             found = self.workload.evaluate(self.model, self.settings.batch_size, self.device)
-        return found if isinstance(found, Score) else Score(found)
+        return Score.given(found)
 
     def sample(self) -> str | Picture:
         """See Island."""
         with self._evaluating():
-            return self.workload.sample(self.model, self.seed, self.device)
+            found = self.workload.sample(self.model, self.seed, self.device)
+        if not isinstance(found, str | Picture):
+            raise UserError(f"the workload's sample is {found!r}; let it return text, or a Picture")
+        return found
 
     def total(self, values: Tensor) -> Tensor:
         """See Island."""
@@ -191,7 +195,11 @@ class WholeIsland(Island):
     def loss(self, batch: Batch) -> Tensor:
         """The mean loss of a batch from the CPU."""
         with self._precision():
-            return self.workload.loss(self.model, to(batch, self.device))
+            found = self.workload.loss(self.model, to(batch, self.device))
+        if not isinstance(found, Tensor) or found.numel() != 1:
+            given = f"a tensor of {tuple(found.shape)}" if isinstance(found, Tensor) else repr(found)
+            raise UserError(f"the workload's loss is {given}; let it return the mean, as a tensor of one number")
+        return found
 
     def _precision(self) -> torch.autocast:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.settings.precision == "bfloat16")

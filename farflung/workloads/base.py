@@ -14,6 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from farflung.errors import UserError
+
 if TYPE_CHECKING:
     from farflung.workloads.dealing import Deal
 
@@ -41,6 +43,17 @@ class Score(NamedTuple):
         total, weight = map(sum, zip(*sums.values(), strict=True))
         each = {source: loss / own for source, (loss, own) in sums.items()}
         return cls(total / weight, each if len(each) > 1 else {})
+
+    @classmethod
+    def given(cls, found: Any) -> Score:
+        """What a workload's `evaluate` has given, in plain numbers. Raises UserError for what is none."""
+        value, *tables = found if isinstance(found, Score) else cls(found)
+        try:
+            return cls(float(value), *({name: float(own) for name, own in table.items()} for table in tables))
+        except (TypeError, ValueError, RuntimeError, AttributeError) as error:
+            raise UserError(
+                f"the workload's evaluate has given {found!r}; let it return a number, or a Score of numbers"
+            ) from error
 
 
 class Picture(NamedTuple):
