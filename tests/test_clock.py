@@ -3,9 +3,11 @@
 import copy
 import io
 import json
+import math
 import shutil
 from collections.abc import Callable, Mapping
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from torch import Tensor
 from torch_replica import BY_CLOCK
 
 from farflung import methods
+from farflung.cli.training import what_is_asked
 from farflung.codecs import codec_named
 from farflung.errors import UserError
 from farflung.methods import Method, RoundSettings, chosen, defaults_of
@@ -167,6 +170,9 @@ def test_where_all_have_as_many_steps_weights_change_no_bit() -> None:
         (lambda: Schedule("1s", final=20), "every_final is 20, but rounds by the clock have none"),
         (lambda: Schedule(5, delay="1s"), "delay is '1s', but every is 5; give both as times, or neither"),
         (lambda: Schedule("1s", delay="2s"), "delay is 20 but every is 10 .tenths of a second."),
+        (lambda: Schedule("1s", delay=5), "delay is 5, but rounds go by the clock; give it as a time, too"),
+        (lambda: Schedule("3s", seconds=7), "every is 3s and seconds is 7; give one of them"),
+        (lambda: Schedule(seconds="30s"), "seconds is '30s'; give a number, or a time such as every='30s'"),  # type: ignore[arg-type]
         (lambda: Schedule(5, seconds=1.0), "every is 5 and seconds is 1; give one of them"),
         (lambda: Schedule("soon"), "every is 'soon'; give inner steps, such as 50, or a time, such as 30s"),
         (lambda: Method(Schedule("1s")), "a method without `outer` averages gradients at every step"),
@@ -200,6 +206,8 @@ def test_rounds_in_place_of_steps() -> None:
     assert not cautions.cautions(by_clock)
     with pytest.raises(UserError, match="rounds is 3, but ddp counts none; give --steps"):
         Settings.of(method="ddp", rounds=3)
+    with pytest.raises(UserError, match="--steps and --rounds both say when the run ends"):
+        what_is_asked(["--steps", "30", "--rounds=3"])
 
 
 @pytest.mark.parametrize(
@@ -214,6 +222,48 @@ def test_weights_that_there_cannot_be_are_refused(make: Callable[[], Method], we
     model, network = small_model(), Simulation(1).networks[0]
     with pytest.raises(UserError, match=words):
         make().attach(model, torch.optim.SGD(model.parameters(), lr=0.1), network, weighting=weighting)
+
+
+def trained_by(clock: Callable[[], Any], every: Any = "0.4s", steps: int = 30) -> tuple[list[int], list[int]]:
+    """What a replica counts after each of its steps by a clock, and at what counts its rounds came."""
+    model, network, rounds = small_model(), Simulation(1).networks[0], list[int]()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    method = methods.diloco(every=every)
+    told = []
+    given: Any = {"clock": clock, "on_round": lambda event: rounds.append(event.started_step)}
+    with method.attach(model, optimizer, network, **given) as outer:
+        for _ in range(steps):
+            optimizer.step()
+            told.append(outer.step)
+    return told, rounds
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.integers(-24, 24).map(lambda eighths: eighths / 8), min_size=5, max_size=30))
+def test_a_clock_that_is_set_back_goes_on_from_there(moves: list[float]) -> None:
+    """Only what it moves forward counts, as if it had never been set back."""
+    with_leaps, without = accumulate(moves), accumulate(max(move, 0.0) for move in moves)
+    by_it = trained_by(lambda: next(with_leaps), steps=len(moves) - 1)
+    assert by_it == trained_by(lambda: next(without), steps=len(moves) - 1)
+    assert by_it[0] == sorted(by_it[0])
+
+
+@pytest.mark.parametrize("told", [math.nan, math.inf, None, "3"])
+def test_a_clock_that_tells_no_time_is_told_of(told: Any) -> None:
+    with pytest.raises(UserError, match=r"the clock has told .*; let it tell seconds"):
+        trained_by(lambda: told)
+
+
+def test_a_clock_that_stands_still_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    assert trained_by(lambda: 5.0, steps=1200) == ([0] * 1200, [])
+    assert [record.getMessage() for record in caplog.records] == [
+        "the clock stands still at 5 s, so that no round comes; look at what tells the time"
+    ]
+
+
+def test_a_clock_that_nothing_goes_by_is_refused() -> None:
+    with pytest.raises(UserError, match="clock is given, but every is 4; leave it out"):
+        trained_by(lambda: 5.0, every=4)
 
 
 def test_a_state_by_steps_is_no_state_by_the_clock() -> None:

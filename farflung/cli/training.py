@@ -223,6 +223,8 @@ def what_is_asked(arguments: list[str]) -> Asked:
     arguments = under_new_names(arguments, new_names(map(type, vars(Settings()).values())))
     if "--resume" in flags_among(arguments):
         return _resumed(arguments)
+    if value_among(arguments, "--steps") and value_among(arguments, "--rounds"):
+        raise UserError("--steps and --rounds both say when the run ends; leave one of them out")
     over = kinds_among(arguments)
     if arguments and not arguments[0].startswith("-"):
         if (Path(arguments[0]) / "config.toml").exists():

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import statistics
 from collections.abc import Callable
+from numbers import Real
 
 from farflung.durations import TICKS_PER_SECOND
+from farflung.errors import UserError
 from farflung.hooks.start import all_there
 from farflung.networks import Network
 from farflung.networks.base import fact_in, fact_packet
 
 SLACK = 1e-6
 """Of a tenth of a second: so much may be missing, since sums of steps are rounded."""
+STILL = 1000
+"""So often is the time looked at, before a clock that has not moved is told of."""
+
+log = logging.getLogger("farflung")
 
 
 class Clock:
@@ -23,14 +30,32 @@ class Clock:
     """
 
     def __init__(self, now: Callable[[], float]) -> None:
-        self._now = now
+        self._tell = now
         self._elapsed_s = 0.0
         self._began: float | None = None
+        self._latest = -math.inf
+        self._set_back = 0.0
+        self._same = 0  # how often, one after the other, the time was the same
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds of the run so far."""
+        """Seconds of the run so far. Raises UserError where what tells the time tells none."""
         return self._elapsed_s if self._began is None else self._now() - self._began
+
+    def _now(self) -> float:
+        """The time; where it is set back, as a machine's clock may be, it goes on from what it was."""
+        told = self._tell()
+        if not (isinstance(told, Real) and math.isfinite(told)):
+            raise UserError(f"the clock has told {told!r}; let it tell seconds, such as time.monotonic does")
+        now = told + self._set_back
+        if now < self._latest:
+            self._set_back += self._latest - now
+            now = self._latest
+        self._same = self._same + 1 if now == self._latest else 0
+        if self._same == STILL:
+            log.warning("the clock stands still at %g s, so that no round comes; look at what tells the time", told)
+        self._latest = now
+        return now
 
     @property
     def ticks(self) -> int:

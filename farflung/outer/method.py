@@ -157,6 +157,9 @@ class Method:
         _check_role("the network given to attach", network, Network)
         self._check_network(network, chosen["robust"])
         self._check_weighting(network, chosen["weighting"])
+        if chosen["clock"] and not self.schedule.by_clock:
+            told = f"clock is given, but every is {self.schedule.every}"
+            raise UserError(f"{told}; leave it out, or give every as a time, such as '30s'")
         self._look_at_inner(optimizers)
         reshard(model)
         check_shards(model, network)

@@ -9,6 +9,20 @@ from farflung.durations import seconds_of, ticks_of
 from farflung.errors import UserError
 
 
+def _ticks_and_seconds(every: int | str | None, seconds: float | None) -> tuple[int | None, float | None]:
+    """`every` in tenths of a second and in seconds, where it is a time; else itself, and None. Raises UserError."""
+    if seconds is None and not isinstance(every, str):
+        return every, None
+    given = seconds_of("every", every) if isinstance(every, str) else seconds
+    if not isinstance(given, int | float) or isinstance(given, bool):
+        raise UserError(f"seconds is {given!r}; give a number, or a time such as every='30s'")
+    ticks = ticks_of("every", given)
+    told = ticks if isinstance(every, str) else every
+    if told not in (None, ticks) or seconds not in (None, given):
+        raise UserError(f"every is {every} and seconds is {seconds:g}; give one of them")
+    return ticks, given
+
+
 @dataclass(frozen=True, init=False)
 class Schedule:
     """Fragment p starts a round at each step where (step - offset of p) is a multiple of `every`.
@@ -47,12 +61,8 @@ class Schedule:
         *,
         seconds: float | None = None,
     ) -> None:
-        seconds = seconds_of("every", every) if isinstance(every, str) else seconds
-        if seconds is not None:
-            ticks = ticks_of("every", seconds)
-            if isinstance(every, int) and every != ticks:
-                raise UserError(f"every is {every} and seconds is {seconds:g}; give one of them")
-            every = ticks
+        in_steps = delay if isinstance(every, str) and not isinstance(delay, str) else 0
+        every, seconds = _ticks_and_seconds(every, seconds)
         if isinstance(delay, str):
             if seconds is None:
                 raise UserError(f"delay is {delay!r}, but every is {every!r}; give both as times, or neither")
@@ -65,6 +75,8 @@ class Schedule:
             if not unset and (not isinstance(value, int) or isinstance(value, bool)):
                 raise UserError(f"{name} is {value!r}; it must be a whole number")
         self._check()
+        if in_steps:
+            raise UserError(f"delay is {in_steps}, but rounds go by the clock; give it as a time, too, such as '5s'")
 
     def _check(self) -> None:
         """Refuses what cannot work together. Raises UserError."""
