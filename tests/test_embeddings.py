@@ -211,6 +211,9 @@ def test_a_peer_that_is_gone_on_the_way_back_is_told_of() -> None:
         ([nn.EmbeddingBag(3, 4, dtype=torch.bfloat16)], "table 0 is of torch.bfloat16; make it float32"),
         ([nn.EmbeddingBag(3, 4, mode="max")], "table 0 has mode='max'; choose sum or mean"),
         ([nn.EmbeddingBag(3, 4, max_norm=1.0)], "table 0 has max_norm=1.0, which a divided table cannot have"),
+        ([nn.EmbeddingBag(3, 4, include_last_offset=True)], "table 0 has include_last_offset=True, which a divided"),
+        ([nn.Embedding(3, 4)], "table 0 is a Embedding; make it an nn.EmbeddingBag"),
+        ([nn.EmbeddingBag(3, 4)] * 2, "one table is given more than once, and would become several"),
         ([nn.EmbeddingBag(3, 4, padding_idx=0)], "table 0 has padding_idx=0, which a divided table cannot have"),
     ],
 )
@@ -226,10 +229,26 @@ def test_bags_that_do_not_fit_are_refused() -> None:
         ([Bags(one, one)], "there are 3 tables, and bags for 1; give bags for each table"),
         ([Bags(one, one), Bags(one, one), Bags(one, torch.tensor([0, 1]))], "unequal numbers of samples"),
         ([Bags(one, one), Bags(one + 7, one), Bags(one, one)], "table 1 has rows 0 to 6, and is asked for 7"),
+        (
+            [Bags(one / 1, one), *[Bags(one, one)] * 2],
+            r"ids of table 0 are \(1,\) of torch.float32; give whole numbers",
+        ),
+        ([Bags(one[None], one), *[Bags(one, one)] * 2], r"ids of table 0 are \(1, 1\) of torch.int64"),
+        ([Bags(one, one + 1), *[Bags(one, one)] * 2], "offsets of table 0 do not rise from 0 to its 1 ids"),
+        ([Bags(one, one[:0]), *[Bags(one, one[:0])] * 2], "offsets of table 0 do not rise from 0 to its 1 ids"),
+        ([(one, one)] * 3, "bags of a table are a tuple; give farflung.embeddings.Bags"),
         ([Bags(one - 1, one), Bags(one, one), Bags(one, one)], "table 0 has rows 0 to 39, and is asked for -1"),
     ):
         with pytest.raises(UserError, match=words):
             tables(bags)
+
+
+@pytest.mark.parametrize("crossing", [DistinctRows(), LargestOfSample(0.25)])
+def test_a_batch_may_have_no_samples(crossing: Any) -> None:
+    tables = ShardedTables(whole_tables(), SimulatedNetwork.alone(), crossing)
+    none = torch.empty(0, dtype=torch.int64)
+    width = tables.whole_weights()[0].shape[1]
+    assert tables([Bags(none, none)] * 3).shape == (0, 3, width)
 
 
 def test_crossings_that_cannot_work_are_refused() -> None:

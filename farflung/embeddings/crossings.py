@@ -183,7 +183,7 @@ class LargestOfSample:
 
     def pool(self, activations: Tensor, bags: Sequence[Bags], tables: Sequence[nn.EmbeddingBag]) -> Tensor:
         """See Crossing: that is done."""
-        return activations.view(len(activations), len(tables), -1)
+        return activations.view(len(activations), len(tables), tables[0].embedding_dim)
 
     def send_gradient(self, gradient: Tensor, places: Tensor | None) -> Packet:
         """See Crossing."""

@@ -102,9 +102,13 @@ class ShardedTables(nn.Module):
     def _check_fit(self, bags: Sequence[Bags]) -> None:
         if len(bags) != len(self.rows):
             raise UserError(f"there are {len(self.rows)} tables, and bags for {len(bags)}; give bags for each table")
+        if wrong := [one for one in bags if not isinstance(one, Bags)]:
+            kind = type(wrong[0]).__name__
+            raise UserError(f"bags of a table are a {kind}; give farflung.embeddings.Bags(ids, offsets)")
         if len({one.offsets.numel() for one in bags}) > 1:
             raise UserError("bags of one batch are of unequal numbers of samples; give each sample a bag in each table")
         for number, (one, rows) in enumerate(zip(bags, self.rows, strict=True)):
+            _check_bags(number, one)
             least, most = (int(end) for end in one.ids.aminmax()) if one.ids.numel() else (0, 0)
             if least < 0 or most >= rows:
                 asked = least if least < 0 else most
@@ -217,11 +221,29 @@ def _outline(table: nn.EmbeddingBag) -> nn.EmbeddingBag:
     return nn.EmbeddingBag(rows, width, mode=table.mode, sparse=table.sparse, device="meta")
 
 
+def _check_bags(number: int, bags: Bags) -> None:
+    """Raises UserError for what nn.EmbeddingBag would not take, before it is on its way."""
+    for name, given in bags._asdict().items():
+        if given.dtype not in (torch.int64, torch.int32) or given.dim() != 1:
+            shape = f"{tuple(given.shape)} of {given.dtype}"
+            raise UserError(f"{name} of table {number} are {shape}; give whole numbers, (n,) of torch.int64")
+    ids, offsets = bags
+    end = offsets.new_tensor([ids.numel()])
+    if int(torch.cat([offsets, end])[0]) != 0 or bool((offsets.diff(append=end) < 0).any()):
+        raise UserError(
+            f"offsets of table {number} do not rise from 0 to its {ids.numel()} ids; say where each sample's begin"
+        )
+
+
 def _check(tables: Sequence[nn.EmbeddingBag]) -> None:
     """Raises UserError for tables that cannot be divided."""
     if not tables:
         raise UserError("there are no tables to deal out; give at least one")
+    if len({id(table) for table in tables}) < len(tables):
+        raise UserError("one table is given more than once, and would become several; give it once, with all its bags")
     for number, table in enumerate(tables):
+        if not isinstance(table, nn.EmbeddingBag):
+            raise UserError(f"table {number} is a {type(table).__name__}; make it an nn.EmbeddingBag")
         if table.embedding_dim != tables[0].embedding_dim:
             widths = f"{table.embedding_dim} wide, and table 0 {tables[0].embedding_dim}"
             raise UserError(f"table {number} is {widths}; give them one width")
@@ -229,6 +251,9 @@ def _check(tables: Sequence[nn.EmbeddingBag]) -> None:
             raise UserError(f"table {number} is of {table.weight.dtype}; make it float32")
         if table.mode not in ("sum", "mean"):
             raise UserError(f"table {number} has mode={table.mode!r}; choose sum or mean")
-        given = {name: getattr(table, name) for name in ("max_norm", "padding_idx", "scale_grad_by_freq")}
+        given = {
+            name: getattr(table, name)
+            for name in ("max_norm", "padding_idx", "scale_grad_by_freq", "include_last_offset")
+        }
         if told := [f"{name}={value}" for name, value in given.items() if value is not None and value is not False]:
             raise UserError(f"table {number} has {told[0]}, which a divided table cannot have; leave it out")
