@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from farflung import UserError, methods
 from farflung.embeddings import Bags, ShardedTables
 from farflung.networks import SimulatedNetwork, Simulation
+from farflung.training.agreement import refuse_changed_data
 from farflung.workloads.clicks import files, synthetic
 from farflung.workloads.clicks.encoding import Encoder
 from farflung.workloads.clicks.figures import auc
@@ -227,6 +228,22 @@ def test_every_click_is_trained_on_or_held_out_and_never_both() -> None:
     assert sorted(seen) == sorted(training)  # an epoch has each once
     shares = [Recommender(ClicksSettings(max_clicks=1000), Deal(2)).sample_ids(0, rank, 3, 20) for rank in range(2)]
     assert not set(shares[0]) & set(shares[1])
+
+
+def test_a_run_does_not_go_on_with_another_log(tmp_path: Path) -> None:
+    """Other clicks give categories other rows."""
+    lines = ["label\tshop", *(f"{n % 2}\ts{n % 5}" for n in range(60))]
+    log = tmp_path / "day.tsv"
+
+    def known() -> dict[str, str]:
+        return recommender(str(log)).known
+
+    log.write_text("\n".join(lines) + "\n")
+    before = known()
+    refuse_changed_data(before, known())
+    log.write_text("\n".join(lines[:30] + lines[31:]) + "\n")
+    with pytest.raises(UserError, match=r"day\.tsv: has changed since this run began"):
+        refuse_changed_data(before, known())
 
 
 def test_more_synthetic_clicks_begin_with_the_same() -> None:

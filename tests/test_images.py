@@ -22,6 +22,7 @@ from processes import run_here, same, same_weights, trained
 
 from farflung.errors import UserError
 from farflung.training import checkpoint
+from farflung.training.agreement import refuse_changed_data
 from farflung.workloads.dealing import Deal
 from farflung.workloads.images import frechet, network
 from farflung.workloads.images.folder import Folder
@@ -226,6 +227,21 @@ def test_a_batch_is_its_samples_and_the_flow_leads_to_picture_and_noise() -> Non
     noise = (whole["noisy"] + (1 - share) * whole["flow"]).flatten()
     assert abs(noise.mean()) < 0.1 and abs(noise.std() - 1) < 0.1
     assert ((share >= 0) & (share < 1)).all() and 0.4 < share.mean() < 0.6
+
+
+def test_a_run_does_not_go_on_with_other_pictures(tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+    for number in range(40):
+        Image.fromarray(random.integers(0, 255, (8, 8), np.uint8)).save(tmp_path / f"{number}.png")
+
+    def known() -> dict[str, str]:
+        return Images(ImagesSettings(data=str(tmp_path))).known
+
+    before = known()
+    refuse_changed_data(before, known())
+    (tmp_path / "7.png").unlink()
+    with pytest.raises(UserError, match="has changed since this run began"):
+        refuse_changed_data(before, known())
 
 
 def test_what_is_held_out_follows_from_the_pixels_alone() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 from collections.abc import Mapping
 from functools import cached_property
@@ -143,6 +144,14 @@ class Recommender:
     def available(self) -> int:
         """See Workload."""
         return len(self._split[0])
+
+    @cached_property
+    def known(self) -> dict[str, str]:
+        """See Workload: a hash of the clicks, and of the rows that their categories have."""
+        found = hashlib.sha256(json.dumps(dict(self.encoder.words)).encode())
+        for part in self._clicks:
+            found.update(np.ascontiguousarray(part.numpy()))
+        return {self.settings.data: found.hexdigest()}
 
     def sample_ids(self, seed: int, replica: int, step: int, size: int) -> Ids:
         """See Workload."""

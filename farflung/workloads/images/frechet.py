@@ -7,14 +7,13 @@ and not with published ones, which are on the features of a large network and of
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import math
 
 import torch
 from torch import Tensor, nn
 
 from farflung.files import replacing
-from farflung.workloads.images.pictures import Pictures
+from farflung.workloads.images.pictures import Pictures, digest
 from farflung.workloads.prepared import cache
 
 FEATURES = 32
@@ -47,7 +46,7 @@ class Classifier(nn.Sequential):
 def classifier_of(pictures: Pictures, classes: int) -> Classifier:
     """The classifier of these pictures, from the cache, or trained and put there."""
     classifier = Classifier(pictures.pixels.shape[1], classes)
-    path = cache() / "picture-classifiers" / f"{_hash(pictures)}.pt"
+    path = cache() / "picture-classifiers" / f"{RECIPE}-{digest(pictures)[:32]}.pt"
     with contextlib.suppress(Exception):  # of whatever kind a damaged or an old file is: it is made anew
         classifier.load_state_dict(torch.load(path, weights_only=True))
         return classifier
@@ -92,10 +91,3 @@ def _train(classifier: Classifier, pictures: Pictures) -> None:
             nn.functional.cross_entropy(classifier(some.values()), some.labels).backward()
             optimizer.step()
             optimizer.zero_grad()
-
-
-def _hash(pictures: Pictures) -> str:
-    found = hashlib.sha256(str((RECIPE, *pictures.pixels.shape)).encode())
-    for tensor in pictures:
-        found.update(tensor.numpy().tobytes())
-    return found.hexdigest()[:32]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 from typing import NamedTuple
 
@@ -52,6 +53,14 @@ class Pictures(NamedTuple):
         """Those to train on, and those held out: each by its pixels alone."""
         held_out = torch.tensor([is_held_out(pixels.numpy().tobytes()) for pixels in self.pixels])
         return self.at(~held_out), self.at(held_out)
+
+
+def digest(some: Pictures) -> str:
+    """A hash of their pixels, shapes and labels."""
+    found = hashlib.sha256(str(tuple(some.pixels.shape)).encode())
+    for tensor in some:
+        found.update(tensor.contiguous().numpy().tobytes())
+    return found.hexdigest()
 
 
 def grid(values: Tensor) -> bytes:

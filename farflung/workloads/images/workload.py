@@ -103,6 +103,12 @@ class Images:
         """See Workload."""
         return len(self.training.labels)
 
+    @cached_property
+    def known(self) -> dict[str, str]:
+        """See Workload: a hash of the pictures, and of the names of their classes."""
+        parts = [*self.form.classes, *(pictures.digest(part) for part in self._pictures)]
+        return {self.settings.data: hashlib.sha256("\n".join(parts).encode()).hexdigest()}
+
     def operations(self, recompute: bool) -> float:
         """See Workload."""
         return network.operations(self.form, self.settings.width, recompute)
