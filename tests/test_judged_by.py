@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import base64
 import json
+import re
+import shutil
 import struct
 import zlib
 from pathlib import Path
@@ -69,6 +71,15 @@ def test_the_checkpoint_that_is_kept_and_exported_has_the_most(run: Path, tmp_pa
     kept = set(checkpoint.whole_steps(run))
     assert 6 in kept and not kept & {2, 4}
     assert export(run, tmp_path / "model", best=True).endswith("at step 6, the best: right answers 0.7500")
+
+
+def test_of_scores_that_are_not_finite_none_is_the_best(run: Path, tmp_path: Path) -> None:
+    spoilt = tmp_path / "spoilt"
+    shutil.copytree(run, spoilt)
+    for path in spoilt.rglob("*.jsonl"):
+        path.write_text(re.sub(r'"score": [0-9.]+', '"score": NaN', path.read_text()))
+    with pytest.raises(UserError, match=r"no right answers of .*spoilt is finite, so that none is the best; leave out"):
+        export(spoilt, tmp_path / "model", best=True)
 
 
 def test_report_and_page_show_the_figure_and_the_picture(run: Path) -> None:

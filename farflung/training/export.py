@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,11 +18,11 @@ from farflung.tables import toml_table
 
 if TYPE_CHECKING:
     from farflung.pipeline import boundaries
-    from farflung.training import checkpoint, resharding
+    from farflung.training import checkpoint, events, resharding
     from farflung.workloads import Language, Workload
 else:
     boundaries, checkpoint = Later("farflung.pipeline.boundaries"), Later("farflung.training.checkpoint")
-    resharding = Later("farflung.training.resharding")
+    events, resharding = Later("farflung.training.events"), Later("farflung.training.resharding")
 
 
 def export(folder: Path, target: Path, best: bool = False, adapter: bool = False) -> str:
@@ -136,6 +137,9 @@ def _best(folder: Path, settings: Settings) -> tuple[dict[str, Any], str]:
     homes = sorted({path.parent.parent for path in event_files(folder)})
     found = [(home, *best) for home in homes if (best := checkpoint.best_step(home, figure))]
     if not found:
+        told = [events.scores(home, one) for home in homes for one in checkpoint.replicas_of(home)]
+        if (values := [value for one in told for value in one.values()]) and not any(map(math.isfinite, values)):
+            raise UserError(f"no {figure.name} of {folder} is finite, so that none is the best; leave out --best")
         raise UserError(
             f"{folder} has no checkpoint of a step at which all replicas were judged; let the run go on, with "
             "--checkpoint-every a multiple of --eval-every, or leave out --best"

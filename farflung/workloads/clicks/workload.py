@@ -150,7 +150,7 @@ class Recommender:
         """See Workload: a hash of the clicks, and of the rows that their categories have."""
         found = hashlib.sha256(json.dumps(dict(self.encoder.words)).encode())
         for part in self._clicks:
-            found.update(np.ascontiguousarray(part.numpy()))
+            found.update(part.numpy().tobytes())
         return {self.settings.data: found.hexdigest()}
 
     def sample_ids(self, seed: int, replica: int, step: int, size: int) -> Ids:
