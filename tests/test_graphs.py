@@ -471,6 +471,27 @@ def test_what_ogbs_folder_lacks_is_told(ogb: Path) -> None:
         read(str(ogb))
 
 
+@pytest.mark.parametrize("held", [b"junk", {"foo": 1}, [1], {"edge": None}])
+def test_ogbs_links_that_are_none_are_told(ogb: Path, held: Any) -> None:
+    path = ogb / "split" / "time" / "valid.pt"
+    path.parent.mkdir(parents=True)
+    if isinstance(held, bytes):
+        path.write_bytes(held)
+    else:
+        torch.save(held, path)
+    with pytest.raises(UserError, match=r"valid\.pt holds no links .*; unpack the data set again"):
+        read(str(ogb))
+
+
+@pytest.mark.parametrize("node", [-1, 10**6])
+def test_ogbs_test_set_of_nodes_that_are_not_there_is_told(ogb: Path, node: int) -> None:
+    folder = ogb / "split" / "time"
+    folder.mkdir(parents=True)
+    table(folder / "test.csv.gz", [str(node)])
+    with pytest.raises(UserError, match=rf"test\.csv\.gz has node {node}, but there are labels of"):
+        read(str(ogb))
+
+
 LISTS = """Package: editor
 Version: 1
 Depends: libtext (>= 2), libc | libc-small

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import pickle
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ def read(folder: Path) -> GraphData:
     known = np.nan_to_num(labels.ravel(), nan=-1).astype(np.int64)
     nodes = {name: _nodes(path) for name, path in split.items() if path.suffix == ".gz"}
     if "test" in nodes and len(known):
-        known[nodes["test"]] = -1
+        known[_there(split["test"], nodes["test"], len(known))] = -1
     return GraphData(
         where=str(folder),
         features=made[paths[1].name].astype(np.float32),
@@ -67,12 +68,20 @@ def _nodes(path: Path) -> Ids:
     return _table(path).ravel().astype(np.int64)
 
 
+def _there(path: Path, nodes: Ids, count: int) -> Ids:
+    """These nodes. Raises UserError where there is another than those of the graph."""
+    if len(bad := nodes[(nodes < 0) | (nodes >= count)]):
+        raise UserError(f"{path} has node {bad[0]}, but there are labels of {count} nodes; unpack the data set again")
+    return nodes
+
+
 def _links(path: Path) -> Ids:
     """(links, 2); of `edge`, or of a source and a target node."""
     try:
         with torch.serialization.safe_globals(NUMPY):
             found = torch.load(path, weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        raise UserError(f"{path} cannot be read: {str(error).splitlines()[0]}; unpack the data set again") from error
-    pairs = [found["edge"]] if "edge" in found else [found["source_node"], found["target_node"]]
-    return np.stack([np.asarray(part) for part in pairs], axis=-1).reshape(-1, 2).astype(np.int64)
+        pairs = [found["edge"]] if "edge" in found else [found["source_node"], found["target_node"]]
+        return np.stack([np.asarray(part) for part in pairs], axis=-1).reshape(-1, 2).astype(np.int64)
+    except (pickle.UnpicklingError, struct.error, RuntimeError, EOFError, LookupError, TypeError, ValueError) as error:
+        told = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise UserError(f"{path} holds no links ({told}); unpack the data set again") from error
