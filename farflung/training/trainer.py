@@ -147,7 +147,8 @@ class Trainer:
                     self._score = self.log.evaluate()
                     self.save(session)
                 self._end_saving(wait=False)
-                if self.stop.due_after(self.process, self.step):
+                # It takes no step of its own, so that the next one, after which the others would stop, may never come.
+                if self.stop.due_after(self.process, self.step) or self.stop.requested:
                     self._end_saving(wait=True)
                     self.log.end("stopped")
                     raise StoppedError(f"stopped after step {self.step}")
