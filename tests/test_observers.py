@@ -59,7 +59,7 @@ def test_an_observer_judges_what_peers_have_and_is_in_nobody_s_round(launched: L
     assert rounds == sorted(set(rounds)) and rounds[0] > 0
     kept = [event.step for event in seen.of(own, CheckpointEvent)]
     assert kept == [event.step for event in judged()]
-    best = min(judged(), key=lambda event: event.validation_loss or 0.0).step
+    best = min(judged(), key=lambda event: event.score or 0.0).step
     assert saved(launched.folder / "observer", best, own)["trained"] == 0
     for number in range(2):
         held = launched.events(number, RoundEvent)
