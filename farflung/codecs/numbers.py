@@ -18,10 +18,11 @@ _BITS = 32
 
 def pack_numbers(lists: Sequence[Tensor]) -> Packet:
     """Lists of whole numbers from 0 to 2^31 - 1; each number takes the bits of the largest one of its list."""
+    lists = [numbers.cpu() for numbers in lists]
     widths = [int(numbers.max()).bit_length() or 1 if numbers.numel() else 1 for numbers in lists]
     words = [numbers.numel() * _BITS + width for numbers, width in zip(lists, widths, strict=True)]
     header = torch.tensor([len(lists), *words]).view(torch.uint8)
-    return torch.cat([header, *(_packed(numbers.cpu(), width) for numbers, width in zip(lists, widths, strict=True))])
+    return torch.cat([header, *(_packed(numbers, width) for numbers, width in zip(lists, widths, strict=True))])
 
 
 def unpack_numbers(packet: Packet) -> list[Tensor]:

@@ -49,7 +49,7 @@ class Rows(Transform):
         """See Transform."""
         if len(parts) != 2 or by_kind(parts)[1][:1] != [parts[1]]:
             raise PacketError("packet does not hold values and their rows")
-        touched = [gaps.cumsum(0).to(parts[0].device) for gaps in unpack_numbers(parts[1])]
+        touched = [gaps.cumsum(0) for gaps in unpack_numbers(parts[1])]
         matrices = [_matrix(tensor) for tensor in like]
         if len(touched) != len(like) or any(
             rows.numel() and int(rows[-1]) >= len(matrix) for rows, matrix in zip(touched, matrices, strict=True)
@@ -59,7 +59,9 @@ class Rows(Transform):
         (values,) = expected(parts[:1], (torch.float32, sum(sizes)))
         found = []
         for tensor, matrix, rows, own in zip(like, matrices, touched, values.split(sizes), strict=True):
-            whole = values.new_zeros(matrix.shape).index_copy_(0, rows, own.view(rows.numel(), matrix.shape[1]))
+            whole = values.new_zeros(matrix.shape).index_copy_(
+                0, rows.to(values.device), own.view(rows.numel(), matrix.shape[1])
+            )
             found.append(whole.view(tensor.shape))
         return found
 
