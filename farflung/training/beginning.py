@@ -156,7 +156,7 @@ def clear(folder: Path) -> None:
 def left_as_it_was(folder: Path) -> Iterator[None]:
     """Removes what a new run in which nothing was trained has put into its folder, and the folder if it made that.
 
-    It stays where the user is told how to go on with it.
+    It stays where the user is told how to go on with it; and a ticket, with the key of the peer to which that leads.
     """
     begun, there, before = bool(event_files(folder)), folder.exists(), set(folder.glob("*"))
     try:
@@ -164,7 +164,8 @@ def left_as_it_was(folder: Path) -> Iterator[None]:
     except BaseException as error:
         trained = any(folder.rglob("*.pt")) or events.tell_of_training(event_files(folder))
         if not (begun or trained or isinstance(error, (StoppedError, *RUN_ERRORS))):
-            for path in set(folder.glob("*")) - before:
+            told = {folder / name for name in ("peer.key", "run.ticket")}
+            for path in set(folder.glob("*")) - before - (told if all(path.exists() for path in told) else set()):
                 shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink()
             if folder.exists() and not there:
                 with contextlib.suppress(OSError):  # another process of the run is not done yet
