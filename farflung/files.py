@@ -9,10 +9,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+from farflung.errors import UserError
+
 
 def beside(path: Path) -> Path:
     """Where to write a file before it is renamed: no other process, on whatever machine, writes there."""
     return path.with_name(f"{path.name}.{socket.gethostname()}-{os.getpid()}.tmp")
+
+
+def refuse_taken(folder: Path, remedy: str) -> None:
+    """Raises UserError for a folder that is to be written, and has something in it."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"{folder} exists already; {remedy}")
 
 
 def typed(path: Path) -> Path:

@@ -14,6 +14,7 @@ import tyro
 from farflung.cli.arguments import parse
 from farflung.cli.printing import working
 from farflung.errors import UserError, counted, suggestion
+from farflung.files import refuse_taken
 from farflung.mixtures.settings import SplitSettings
 from farflung.tables import Checked, setting
 
@@ -141,7 +142,7 @@ def export(arguments: list[str]) -> None:
     """Join all experts and routers in one folder that AutoModelForCausalLM loads with trust_remote_code=True."""
     options = parse(ExportOptions, arguments, "mixture export", export.__doc__)
 
-    from farflung.mixtures.folder import read, refuse_taken, written_beside
+    from farflung.mixtures.folder import read, written_beside
     from farflung.mixtures.joined import join
 
     found = read(options.mixture)

@@ -90,12 +90,6 @@ def read(folder: Path) -> Mixture:
         raise UserError(f"{where} is damaged ({error}); split the text again") from error
 
 
-def refuse_taken(folder: Path, remedy: str) -> None:
-    """Raises UserError for a folder with something in it."""
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UserError(f"{folder} exists already; {remedy}")
-
-
 @contextmanager
 def written_beside(folder: Path) -> Iterator[Path]:
     """A folder that is written beside its place and renamed at the end, unless another process was first.

@@ -11,8 +11,9 @@ from numpy.typing import NDArray
 from safetensors.torch import save_model
 
 from farflung.errors import UserError
+from farflung.files import refuse_taken
 from farflung.mixtures.corpus import Corpus
-from farflung.mixtures.folder import Mixture, refuse_taken, written_beside
+from farflung.mixtures.folder import Mixture, written_beside
 from farflung.mixtures.routers import RouterRound, Routers, learn
 from farflung.mixtures.seats import balanced_assignment, table_of
 from farflung.mixtures.settings import SplitSettings

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError
 
 from farflung.errors import UserError, counted, disk_errors
-from farflung.files import event_files, holds_no_run
+from farflung.files import event_files, holds_no_run, refuse_taken
 from farflung.formats import OWN_LOOP
 from farflung.lazy import Later
 from farflung.settings import Settings, read_settings
@@ -32,8 +32,7 @@ def export(folder: Path, target: Path, best: bool = False, adapter: bool = False
     Of a run that has not ended, or whose averaged weights are damaged, the last whole checkpoint is averaged, or the
     last one of each independent replica; the `best` ones by what they were judged by if asked for. Raises UserError.
     """
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise UserError(f"{target} exists already; give a folder that does not, or an empty one")
+    refuse_taken(target, "give a folder that does not, or an empty one")
     if folder.is_file():
         settings, weights, origin = _of_swarm(folder, best)
     else:
