@@ -11,6 +11,7 @@ import shutil
 import signal
 import socket
 import sys
+import threading
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -330,6 +331,8 @@ def test_writing_changes_no_weight_and_no_random_number_of_training() -> None:
 class Slow:
     """Something to sample from, which takes so many seconds on a clock of its own."""
 
+    samples_beside = False
+
     def __init__(self, seconds: float) -> None:
         self.now, self.seconds = 0.0, seconds
 
@@ -352,6 +355,23 @@ def test_writing_takes_its_share_of_the_time_and_no_more(seconds: float) -> None
     never = Writing(slow, 0.0, lambda: slow.now)
     slow.now += 1e6
     assert not never.due()
+
+
+def test_a_sample_that_others_make_keeps_nobody_from_training() -> None:
+    """A head of a swarm had stood for two minutes, each time that the stages wrote a text for it."""
+    slow: Any = Slow(5.0)
+    slow.samples_beside, comes = True, threading.Event()
+    slow.sample = lambda: comes.wait(60) and Slow.sample(slow)
+    writing = Writing(slow, 0.02, lambda: slow.now)
+    slow.now = FIRST_S
+    assert writing.due() and writing.sample(torch.device("cpu")) == ""
+    assert not writing.due()
+    comes.set()
+    until(writing.due)
+    assert writing.sample(torch.device("cpu")) == "text"
+    assert not writing.due()
+    slow.now = 10 / 0.02
+    assert writing.due()
 
 
 @contextmanager

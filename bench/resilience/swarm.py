@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 from bench.lib.hardship import Check, check, checks
@@ -22,10 +23,8 @@ from bench.lib.store import Store
 from bench.lib.swarms import Seating, judged, keep_events, learnt, lived, lives, swarm, timed
 from bench.lib.table import Part
 from farflung.events import Event, LearntEvent, StepEvent
-from farflung.settings import Settings
 from farflung.testing.peers import PeerProcess, PeerProcesses
 from farflung.testing.waiting import until
-from farflung.training.seats import _stage_bytes
 
 
 @dataclass(frozen=True)
@@ -42,7 +41,7 @@ class Options:
     """Where memory is not the question."""
     large: str = "llama-125m"
     """Where it is."""
-    large_stages: int = 8
+    large_stages: int = 12
     """Its stages, each with one peer."""
     measured_s: float = 120.0
     """How long speeds are measured."""
@@ -179,25 +178,44 @@ def memory(options: Options, store: Store) -> Iterator[Check]:
         "lr": 1e-3,
     }
     given |= {"max_tokens": 200_000, "eval_sequences": 2, "steps": 12, "method": "local", "every": None}
-    shape = Settings.of(**{**given, "swarm": True, "stages": options.large_stages}, network="internet")
-    whole = sum(_stage_bytes(shape)) / 1e6
+    whole = _alone(given, store.scratch / "memory" / "whole").peak_mb
     seats = [Seating(stage, max_mb=whole / 3) for stage in range(options.large_stages)]
     with swarm(store, "memory", seats, **given) as peers:
         _end(peers, 2 * ENDS_S)
         found = [event.loss for event in peers[0].events(StepEvent) if event.loss is not None]
         peak = max(event.peak_memory or 0 for peer in peers for event in peer.events(StepEvent)) / 1e6
-    what = f"{options.large}, which needs {whole / 1e3:.2f} GB, {options.large_stages} peers that may hold a third"
-    yield check(
-        what, f"loss {found[0]:.2f} to {found[-1]:.2f}, peak {peak / 1e3:.2f} GB", "trains", found[-1] < found[0]
-    )
+    what = f"{options.large}: one process takes {whole:.0f} MB; {options.large_stages} peers that may hold a third"
+    told = f"loss {found[0]:.2f} to {found[-1]:.2f}, at most {peak:.0f} MB each"
+    yield check(what, told, "trains", found[-1] < found[0])
+    alone = _alone(given, store.scratch / "memory" / "alone", whole / 3)
+    yield check("one process with the whole model, under the same limit", alone.said, "is refused", alone.failed)
+
+
+@dataclass(frozen=True)
+class _Alone:
+    """How a run in one process ended."""
+
+    peak_mb: float
+    failed: bool
+    said: str
+
+
+def _alone(given: dict[str, Any], out: Path, most_mb: float = 0.0) -> _Alone:
+    """Trains the whole model in one process, which may hold so much (RLIMIT_DATA), if that is limited."""
     flags = [text for name, value in given.items() if value is not None for text in _flag(name, value)]
-    out = store.scratch / "memory" / "alone"
-    limit = f"import resource; resource.setrlimit(resource.RLIMIT_DATA, ({int(whole / 3 * 1e6)},) * 2)"
-    code = f"{limit}; from farflung.cli import main; main()"
+    limit = f"resource.setrlimit(resource.RLIMIT_DATA, ({int(most_mb * 1e6)},) * 2)" if most_mb else "pass"
+    code = f"""import resource, sys
+{limit}
+from farflung.cli import main
+try:
+    main()
+finally:
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+"""
     command = [sys.executable, "-c", code, "train", "--replicas", "1", *flags, "--out", str(out)]
-    alone = subprocess.run(command, capture_output=True, text=True, timeout=ENDS_S)
-    said = alone.stderr.strip().splitlines()[-1][:100] if alone.stderr.strip() else "nothing"
-    yield check("one process with the whole model, under the same limit", said, "is refused", alone.returncode != 0)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=ENDS_S)
+    said = (done.stderr.strip().splitlines() or ["nothing"])[-1][:100]
+    return _Alone(int(done.stdout.split()[-1]) * 1024 / 1e6, done.returncode != 0, said)
 
 
 def _flag(name: str, value: object) -> list[str]:

@@ -103,6 +103,11 @@ class Island(Protocol):
         """A sample of what the model makes. Raises PeerLostError."""
         ...
 
+    @property
+    def samples_beside(self) -> bool:
+        """Whether other machines make the samples, from any thread, so that this one can train meanwhile."""
+        return False
+
     def total(self, values: Tensor) -> Tensor:
         """Sums flat float64 values over the replica's processes. Raises PeerLostError."""
         ...

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-BYTES_A_PARAMETER = 32
-"""That a stage keeps: weights, their copy for microbatches under way, sum of gradients, gradients, the inner and outer
-optimizers' states and anchors; float32 each."""
+BYTES_A_PARAMETER = 40
+"""That a stage takes: weights, their copy for microbatches under way, sum of gradients, gradients, the inner and outer
+optimizers' states, anchors, and what a step makes besides (Muon's two, or a message); float32 each."""
 STEADY_SECONDS, STAY_SECONDS = 120.0, 300.0
 """For so long a move must have been the best one; and so long a peer serves a stage before it moves."""
 WORTH = 0.05
