@@ -42,6 +42,7 @@ STEPS, EVERY = 22, 4
 CODECS = (
     *("float32", "bfloat16", "float16", "int8", "int4", "e4m3", "e3m0", "block-dct", "topk5", "threshold5"),
     *("ef-int2", "ef-int4", "ef-e3m0", "ef-topk5-int2", "ef-threshold5", "ef-lowrank2-int4", "ef-block-dct-topk5"),
+    *("stat3", "ef-stat2"),
 )
 MODULO = ("modulo3x2", "modulo4", "modulo4x2")
 

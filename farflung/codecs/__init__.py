@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from farflung.codecs.registry import CODECS, as_codec, codec_named
     from farflung.codecs.rows import Rows
     from farflung.codecs.split import SplitCodec
+    from farflung.codecs.statistical import Statistical
     from farflung.codecs.threshold import Threshold
     from farflung.codecs.topk import TopK
     from farflung.codecs.values import finite
@@ -41,6 +42,7 @@ __all__ = [
     "Quantize",
     "Rows",
     "SplitCodec",
+    "Statistical",
     "Threshold",
     "TopK",
     "Traits",

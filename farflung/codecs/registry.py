@@ -4,7 +4,19 @@ from __future__ import annotations
 
 import re
 
-from farflung.codecs import block_dct, block_float, dense, feedback, lowrank, modulo, quantize, rows, threshold, topk
+from farflung.codecs import (
+    block_dct,
+    block_float,
+    dense,
+    feedback,
+    lowrank,
+    modulo,
+    quantize,
+    rows,
+    statistical,
+    threshold,
+    topk,
+)
 from farflung.codecs.base import Codec, Name
 from farflung.codecs.chain import join
 from farflung.errors import UserError
@@ -23,6 +35,7 @@ CODECS: Registry[Name] = Registry(
         "dense": dense.NAME,
         "block-float": block_float.NAME,
         "int": quantize.NAME,
+        "stat": statistical.NAME,
         "lowrank": lowrank.NAME,
         "topk": topk.NAME,
         "rows": rows.NAME,
