@@ -46,7 +46,7 @@ def write(docs: Path) -> None:
 
 def own_methods() -> list[str]:
     """The methods that come with farflung, without those of other installed packages."""
-    return [name for name, recipe in RECIPES.usable() if recipe.__module__ == methods.__name__]
+    return [name for name, recipe in RECIPES.usable() if recipe.__module__.startswith(f"{methods.__name__}.")]
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:

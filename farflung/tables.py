@@ -67,7 +67,11 @@ def setting(
     formerly: str = "",
 ) -> T:
     """A `Checked` dataclass's field: its default, limits, where it may differ, its name in the version before."""
-    rule = Rule(least, most, above, below, may_differ, formerly)
+    return limited(default, Rule(least, most, above, below, may_differ, formerly))
+
+
+def limited(default: T, rule: Rule) -> T:
+    """A `Checked` dataclass's field, with a rule that others go by, too."""
     return dataclasses.field(default=default, metadata={"rule": rule})
 
 

@@ -1,0 +1,100 @@
+"""DiLoCo and its kin: pseudo-gradients averaged among all, and an outer step of momentum."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from farflung import codecs, outer
+from farflung.methods.limits import codec_of, nesterov
+
+if TYPE_CHECKING:
+    from farflung.codecs import Codec
+    from farflung.outer import Method, Way
+
+
+def diloco(
+    every: int | str = 50,
+    outer_lr: float = 0.7,
+    outer_momentum: float = 0.5,
+    delay: int | str = 0,
+    fragments: int = 1,
+    group_size: int | None = None,
+    codec: Codec | str | None = None,
+    merge: str = "kept",
+    seed: int = 0,
+) -> Method:
+    """Pseudo-gradients averaged every few inner steps, among all or in random groups, and an outer Nesterov step.
+
+    Paper: Douillard and others 2023, arXiv 2311.08105
+    """
+    return outer.Method(
+        schedule=outer.Schedule(every, fragments, delay),
+        topology=outer.Everyone() if group_size is None else outer.RandomGroups(group_size, seed),
+        averaging="parts" if group_size is None else "whole",
+        codec=codec_of(codec, codecs.Dense()),
+        outer=nesterov(outer_lr, outer_momentum),
+        merge=outer.merge_named(merge),
+    )
+
+
+def streaming_diloco(
+    every: int | str = 50,
+    outer_lr: float = 0.7,
+    outer_momentum: float = 0.5,
+    delay: int | str = 2,
+    fragments: int = 3,
+    codec: Codec | str | None = None,
+    merge: str = "kept",
+) -> Method:
+    """DiLoCo in fragments with rounds of their own, 4 bits a value, applied some steps after they start.
+
+    Paper: Douillard and others 2025, arXiv 2501.18512
+    """
+    codec = codec_of(codec, codecs.BlockFloat("e3m0"))
+    return diloco(every, outer_lr, outer_momentum, delay, fragments, codec=codec, merge=merge)
+
+
+def eager_diloco(
+    every: int | str = 50, outer_lr: float = 0.7, outer_momentum: float = 0.5, codec: Codec | str | None = None
+) -> Method:
+    """DiLoCo with exchanges that take a whole round; a replica's own part of the mean is always fresh.
+
+    Paper: Kale and others 2025, arXiv 2502.12996
+    """
+    return diloco(every, outer_lr, outer_momentum, delay=every, codec=codec, merge="eager")
+
+
+def dilocox(
+    every: int | str = 125,
+    outer_lr: float = 0.7,
+    outer_momentum: float = 0.5,
+    codec: Codec | str | None = None,
+    merge: str = "kept",
+    adapt: bool = True,
+) -> Method:
+    """DiLoCo with exchanges that take a whole round, of low rank in 4 bits, which shrink as training goes on.
+
+    Paper: Qi and others 2025, arXiv 2506.21263
+    """
+    return outer.Method(
+        schedule=outer.Schedule(every, delay=every),
+        codec=codec_of(codec, codecs.ErrorFeedback(codecs.LowRank(rank=64) | codecs.Quantize(bits=4))),
+        outer=nesterov(outer_lr, outer_momentum),
+        merge=outer.merge_named(merge),
+        adapt=outer.Adapt() if adapt else None,
+    )
+
+
+def sparseloco(
+    every: int | str = 50, outer_lr: float = 1.0, codec: Codec | str | None = None, averaging: Way = "whole"
+) -> Method:
+    """DiLoCo without outer momentum: the largest 2 % of the pseudo-gradient in 2 bits, the rest fed back.
+
+    Paper: Sarfi and others 2025, arXiv 2508.15706
+    """
+    return outer.Method(
+        schedule=outer.Schedule(every),
+        codec=codec_of(codec, codecs.ErrorFeedback(codecs.TopK(share=0.02) | codecs.Quantize(bits=2), decay=0.95)),
+        outer=nesterov(outer_lr, momentum=0.0),
+        averaging=averaging,
+    )

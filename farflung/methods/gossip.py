@@ -1,0 +1,66 @@
+"""NoLoCo and its kin: averages in random pairs or small groups, without any all-reduce."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from farflung import codecs, outer
+from farflung.methods.limits import check_limits, codec_of
+
+if TYPE_CHECKING:
+    from farflung.codecs import Codec
+    from farflung.outer import Method
+
+
+def noloco(
+    every: int | str = 50,
+    outer_lr: float = 0.7,
+    outer_momentum: float = 0.5,
+    gamma: float = 0.7,
+    group_size: int = 2,
+    delay: int | str = 0,
+    fragments: int = 1,
+    codec: Codec | str | None = None,
+    merge: str = "kept",
+    seed: int = 0,
+) -> Method:
+    """Averages in random pairs only, with a pull that keeps the pairs' anchors together; no all-reduce.
+
+    Paper: Kolehmainen and others 2025, arXiv 2506.10911
+    """
+    codec = codec_of(codec, codecs.Dense())
+    check_limits(outer_lr=outer_lr, outer_momentum=outer_momentum, gamma=gamma)
+    # Rounding must be in proportion to what is new, and whole anchors are not: modulo sends what differs of them.
+    together = codec.traits.keeps_weights
+    if not (together or codec.traits.halves):
+        codec = codecs.SplitCodec(codec, codecs.Modulo(bits=4, round_robin=2))
+    kind = outer.GossipNesterov if together else outer.SplitGossip
+    return outer.Method(
+        schedule=outer.Schedule(every, fragments, delay),
+        topology=outer.RandomGroups(group_size, seed),
+        codec=codec,
+        outer=partial(kind, lr=outer_lr, momentum=outer_momentum, gamma=gamma),
+        merge=outer.merge_named(merge),
+        averaging="whole",
+    )
+
+
+def nolocox(
+    every: int | str = 125,
+    outer_lr: float = 0.7,
+    outer_momentum: float = 0.5,
+    gamma: float = 0.7,
+    codec: Codec | str | None = None,
+    merge: str = "kept",
+    adapt: bool = True,
+    seed: int = 0,
+) -> Method:
+    """NoLoCo's random pairs with DiLoCoX's overlap, compression and adaptation: nobody waits, few bytes.
+
+    Paper: none; both arXiv 2506.10911 and arXiv 2506.21263
+    """
+    codec = codec_of(codec, codecs.Modulo(bits=3, round_robin=2))
+    method = noloco(every, outer_lr, outer_momentum, gamma, delay=every, codec=codec, merge=merge, seed=seed)
+    return replace(method, adapt=outer.Adapt(steps=False) if adapt else None)

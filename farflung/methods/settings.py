@@ -1,0 +1,108 @@
+"""The settings of rounds, and the method that they choose."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass, fields, make_dataclass, replace
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from typing_extensions import Doc
+
+from farflung import codecs
+from farflung.durations import seconds_of, ticks_of
+from farflung.errors import UserError
+from farflung.methods.limits import LIMITS
+from farflung.methods.recipes import OWNED, RECIPES, defaults_of
+from farflung.tables import BETWEEN_MACHINES, Checked, limited, setting
+
+if TYPE_CHECKING:
+    from farflung.outer import Method
+
+
+@dataclass(frozen=True)
+class RoundSettings(Checked):
+    """How the replicas work together; `farflung methods` shows each method's settings and defaults."""
+
+    method: str = "noloco"
+    """The method: see `farflung methods`."""
+    every: int | str | None = setting(None, least=1)
+    """Inner steps between two rounds, or by the clock: 30s, 2min. What is unset here has the method's own default."""
+    delay: int | str | None = setting(None, least=0)
+    """Inner steps, or by the clock a time, between a round's start and the moment its result is applied."""
+    fragments: int | None = setting(None, least=1)
+    """Parts that the model is split into; each is exchanged in its own rounds."""
+    outer_lr: float | None = limited(None, LIMITS["outer_lr"])
+    """Learning rate of the outer optimizer."""
+    outer_momentum: float | None = limited(None, LIMITS["outer_momentum"])
+    """Momentum of the outer optimizer."""
+    codec: str | None = None
+    """How messages become bytes, such as int8, modulo4, topk2-int2 or ef-lowrank64-int4 (see `farflung methods`)."""
+    merge: Literal["kept", "dropped", "mixed", "eager"] | None = None
+    """What happens to the steps that a replica trains during a round."""
+    adapt: bool | None = None
+    """Adapt compression and the steps between rounds to the effective rank of the messages."""
+    gamma: float | None = limited(None, LIMITS["gamma"])
+    """How strongly the anchors of a group are pulled together (noloco)."""
+    group_size: int | None = limited(None, LIMITS["group_size"])
+    """Replicas that average with each other in a round (noloco, diloco, ist, resist)."""
+    averaging: Literal["whole", "parts"] | None = None
+    """How groups of more than two average. whole: all-gather, as published; parts: reduce-scatter, fewer bytes."""
+    weighting: Literal["even", "steps"] | None = None
+    """What a message weighs in the mean: the same, or the steps behind it. Unset: even; on the internet, steps."""
+    every_final: int | None = setting(None, least=1)
+    """Inner steps between two rounds at the end of the run; --every grows or shrinks to it by a constant factor."""
+    robust: Literal["mean", "median", "clipped"] = "mean"
+    """How groups on the internet average. median and clipped stay right where a minority sends wrong messages."""
+    outer_device: Literal["model", "cpu"] = setting("model", may_differ=BETWEEN_MACHINES)
+    """Where anchors and outer momentum are kept: beside the model, or on the CPU."""
+
+    def __post_init__(self) -> None:
+        """Takes a method's present name for an old one. Raises UserError for values out of their limits."""
+        if isinstance(self.method, str):
+            object.__setattr__(self, "method", RECIPES.current(self.method))
+            RECIPES.check_known(self.method)
+        super().__post_init__()
+        for name in ("every", "delay"):
+            if isinstance(given := getattr(self, name), str):
+                ticks_of(name, seconds_of(name, given))
+
+    def given(self) -> dict[str, Any]:
+        """What was chosen for the method; what it is to take its own default for is left out."""
+        owned = OWNED | defaults_of(self.method).keys()
+        return {name: value for name, value in vars(self).items() if name in owned and value is not None}
+
+    def of_method(self, name: str) -> RoundSettings:
+        """The same for another method; one of another package may take settings of its own besides."""
+        kind: type = RoundSettings
+        taken = {one.name for one in fields(RoundSettings)} | {"seed"}
+        if defaults_of(name).keys() - taken:
+            parameters = inspect.signature(RECIPES[name], eval_str=True).parameters.values()
+            plain = [one for one in parameters if one.name not in taken and one.annotation in (int, float, bool, str)]
+            told = Doc(f"A setting of {name}; unset: its own default.")
+            more = [(one.name, Annotated[one.annotation | None, told], None) for one in plain]
+            kind = make_dataclass("RoundSettings", more, bases=(RoundSettings,), frozen=True)
+        usual = {one.name: getattr(self, one.name) for one in fields(RoundSettings)}
+        made: RoundSettings = kind(**usual | {"method": name})
+        return made
+
+
+def chosen(rounds: RoundSettings, seed: int = 0, steps: int = 0) -> Method:
+    """The method that the settings name, with those of its settings that are not left at its defaults.
+
+    `steps` are the inner steps of the whole run, which `every_final` is about. Raises UserError for a setting that the
+    method does not have.
+    """
+    known, given = defaults_of(rounds.method), rounds.given()
+    asked = [*given, *(["every_final"] if rounds.every_final is not None else [])]
+    for name in asked:
+        if name not in known and not (name == "every_final" and "every" in known):
+            settings = ", ".join(setting for setting in vars(rounds) if setting in known) or "none"
+            raise UserError(f"{rounds.method} has no setting {name}; remove it (its settings: {settings})")
+    if "codec" in given:
+        given["codec"] = codecs.codec_named(given["codec"])
+    if "seed" in known:
+        given["seed"] = seed
+    method = RECIPES[rounds.method](**given)
+    if rounds.every_final is not None:
+        method = replace(method, schedule=replace(method.schedule, final=rounds.every_final, steps=steps))
+    return method
