@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import pytest
@@ -32,6 +33,7 @@ CASES: dict[str, Callable[[], Method]] = {
     **{f"diloco {name}": lambda name=name: methods.diloco(codec=name) for name in ALIKE},
     **{f"noloco {name}": lambda name=name: methods.noloco(codec=name) for name in (*ALIKE, "modulo4")},
     **{f"ddp {name}": lambda name=name: methods.ddp(codec=name) for name in ALIKE},
+    **{f"diloco rda {name}": lambda name=name: replace(methods.diloco(codec=name), fuse="rda") for name in ALIKE[:4]},
     "nolocox": lambda: methods.nolocox(codec="modulo3"),
     "noloco in threes": lambda: methods.noloco(codec="modulo4", group_size=3),
     "demo in parts": lambda: methods.demo(averaging="parts"),

@@ -22,6 +22,10 @@ LOADED = (
     "other weights, leave the with statement and attach again, on all replicas"
 )
 
+LATE_LOAD = (
+    "weights were loaded while a round was under way, which now changes them; call apply_pending() before loading"
+)
+
 
 class Loads:
     """Notices `load_state_dict` of a model, or a part of it, once training has begun.

@@ -49,6 +49,8 @@ class RoundSettings(Checked):
     """How groups of more than two average. whole: all-gather, as published; parts: reduce-scatter, fewer bytes."""
     weighting: Literal["even", "steps"] | None = None
     """What a message weighs in the mean: the same, or the steps behind it. Unset: even; on the internet, steps."""
+    fuse: Literal["mean", "rda"] = "mean"
+    """How pseudo-gradients become one; rda: the mean of their lengths, along the mean of their directions."""
     every_final: int | None = setting(None, least=1)
     """Inner steps between two rounds at the end of the run; --every grows or shrinks to it by a constant factor."""
     robust: Literal["mean", "median", "clipped"] = "mean"
@@ -102,7 +104,7 @@ def chosen(rounds: RoundSettings, seed: int = 0, steps: int = 0) -> Method:
         given["codec"] = codecs.codec_named(given["codec"])
     if "seed" in known:
         given["seed"] = seed
-    method = RECIPES[rounds.method](**given)
+    method = replace(RECIPES[rounds.method](**given), fuse=rounds.fuse)
     if rounds.every_final is not None:
         method = replace(method, schedule=replace(method.schedule, final=rounds.every_final, steps=steps))
     return method

@@ -18,6 +18,7 @@ from farflung.codecs.values import norm
 from farflung.networks import Group, Network, Pending
 from farflung.outer.bundles import Bundle, Cells, cut, joint_error, strips
 from farflung.outer.columns import Message
+from farflung.outer.fusing import LENGTHS, Joined, Radial
 from farflung.outer.pending import Averaged, Together
 
 if TYPE_CHECKING:
@@ -80,6 +81,7 @@ class Averaging:
         exact: whether messages of float64 must stay float64 when the codec is lossless.
         aggregation: the rule for members that cannot all be trusted; it checks every message.
         plain: the cells that are sent as they are.
+        radial: takes messages apart and joins their mean again; None for the mean of the messages themselves.
     """
 
     def __init__(
@@ -89,6 +91,7 @@ class Averaging:
         exact: bool = False,
         aggregation: Aggregation | None = None,
         plain: Collection[str] = (),
+        radial: Radial | None = None,
     ) -> None:
         self._rank = rank
         self._prototype = method.codec
@@ -96,7 +99,8 @@ class Averaging:
         self._identical = method.topology.identical
         self._exact = exact
         self._aggregation = aggregation
-        self._plain = plain
+        self._plain = {*plain, LENGTHS}
+        self._radial = radial
         self._codecs: dict[tuple[str, str], Codec] = {}
         self._round = 0
         self.share = 1.0
@@ -107,6 +111,13 @@ class Averaging:
         `wait` of the result raises PeerLostError when a part is missing or unreadable. The message then holds the mean
         of the others, or this replica's own values.
         """
+        if self._radial is None:
+            return self._start(message, meeting)
+        apart = self._radial.apart(message)
+        pending, error = self._start(apart, meeting)
+        return Joined(self._radial, pending, apart, message.flat), error
+
+    def _start(self, message: Message, meeting: Meeting) -> tuple[Pending[Tensor], float]:
         lossless = self._prototype.traits.lossless and (self._exact or message.flat.dtype == torch.float32)
         if lossless and self._aggregation is None and not meeting.weights:
             return meeting.network.all_reduce(message.flat, meeting.group, meeting.key), 0.0

@@ -13,6 +13,7 @@ from farflung.cells import Cell, Shape, cells_among
 from farflung.codecs import Codec, Dense
 from farflung.outer.averaging import Way, uses_all_gather
 from farflung.outer.bundles import cut
+from farflung.outer.fusing import LENGTHS
 from farflung.outer.mean_gradient import NOTES, OTHER_NOTES
 from farflung.outer.optimizers import after_a_step
 
@@ -66,16 +67,17 @@ def kept_bytes(method: Method, cells: Sequence[Cell]) -> float:
     schedule = method.schedule
     assert schedule.every
     flights = min(max(1, math.ceil(schedule.delay * schedule.fragments / schedule.every)), schedule.fragments)
-    in_flight = flights / schedule.fragments * (lengths + bool(schedule.delay))
+    in_flight = flights / schedule.fragments * (lengths + (method.fuse != "mean") + bool(schedule.delay))
     return _FLOAT * parameters * (1 + len(kept) + in_flight) + remembered
 
 
 def _message(method: Method, cells: Sequence[Cell]) -> dict[str, list[Tensor]]:
     """Outlines of the tensors that a method's messages consist of, by cell."""
     outlines = {cell.name: [_outline(piece.shape) for piece in cell.pieces] for cell in cells}
-    if method.outer is not None:
-        return {name: tensors * after_a_step(method.outer)[0] for name, tensors in outlines.items()}
     told = [piece for cell in cells for piece in cell.pieces]
+    if method.outer is not None:
+        lengths = {} if method.fuse == "mean" else {LENGTHS: [_outline((len(told),))]}
+        return {name: tensors * after_a_step(method.outer)[0] for name, tensors in outlines.items()} | lengths
     return outlines | {NOTES: list(_outline((len(told) + OTHER_NOTES,)).unbind())}
 
 
@@ -88,4 +90,4 @@ def _count(message: Mapping[str, Sequence[Tensor]]) -> int:
 
 
 def _codec_of(cell: str, codec: Codec) -> Codec:
-    return Dense() if cell == NOTES else codec
+    return Dense() if cell in (NOTES, LENGTHS) else codec

@@ -93,7 +93,7 @@ class ElasticLoop(OuterLoop):
 
     def _make_outer(self) -> torch.optim.Optimizer:
         outer = super()._make_outer()
-        draws_together = self.method.topology.identical and self.method.codec.traits.lossless
+        draws_together = self.method.topology.identical and not self.method.needs_equal_anchors
         return ParameterAveraging(outer) if draws_together and not isinstance(outer, OuterOptimizer) else outer
 
     def _aggregation(self) -> Aggregation:

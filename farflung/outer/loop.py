@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from farflung.cells import Cell
 from farflung.hooks.buffers import average
 from farflung.hooks.copies import Copies
+from farflung.hooks.loads import LATE_LOAD
 from farflung.hooks.scaling import unscaled_steps
 from farflung.hooks.steps import hook_steps
 from farflung.networks import Finished, Group, PeerLostError
@@ -32,9 +33,10 @@ from farflung.outer.columns import Column, Message
 from farflung.outer.departures import has_left
 from farflung.outer.exchange import Compared, Exchange, start_beside, start_columns, weighed
 from farflung.outer.fragments import Weights, split
+from farflung.outer.fusing import radial_of
 from farflung.outer.healing import draw_together, sketch, stay_away
 from farflung.outer.optimizers import gradient_of, load_into, refuse_rounded_weights, sends_weights
-from farflung.outer.outcomes import Outcome, Result, Round
+from farflung.outer.outcomes import LEFT_OVER, Outcome, Result, Round
 from farflung.outer.pace import Pace
 from farflung.outer.replica import Replica
 from farflung.outer.round import Offer, PendingRound, Rounds, Sync
@@ -43,13 +45,6 @@ from farflung.outer.states import cells_kept, packed, take_cells, unpacked
 
 if TYPE_CHECKING:
     from farflung.outer.aggregation import Aggregation
-
-
-LATE_LOAD = (
-    "weights were loaded while a round was under way, which now changes them; call apply_pending() before loading"
-)
-
-LEFT_OVER = "no partner was left for this replica in this round"
 
 
 class OuterLoop(Session):
@@ -82,7 +77,8 @@ class OuterLoop(Session):
             for index, (fragment, anchor) in enumerate(zip(fragments, self.anchors, strict=True))
         ]
         exact = sends_weights(self.outer)
-        self._averagings = [Averaging(network.rank, method, exact, self._aggregation()) for _ in fragments]
+        rule, fused = self._aggregation, partial(radial_of, method.fuse, model=setup.model, outer=self.outer)
+        self._averagings = [Averaging(network.rank, method, exact, rule(), radial=fused(one)) for one in fragments]
         self._replica = Replica(self._weights, self.trained, self.untrained, copies, self._faults)
         self._rounds = Rounds[Tensor, Exchange](schedule, self._weights)
         parts = zip(self._rounds.syncs, self._averagings, strict=True)

@@ -23,6 +23,7 @@ from farflung.outer.aggregation import ROBUST
 from farflung.outer.averaging import Way
 from farflung.outer.dealing import Dealing
 from farflung.outer.elastic import ElasticLoop
+from farflung.outer.fusing import Fuse
 from farflung.outer.gradients import GradientLoop
 from farflung.outer.loop import OuterLoop
 from farflung.outer.merges import Keep, Merge, as_merge
@@ -48,6 +49,7 @@ class Method:
         adapt: whether the codec's rank and the steps between rounds follow the messages' effective rank.
         averaging: how groups of more than two average packets: "whole" by all-gather, or in "parts" by reduce-scatter
             and all-gather, encoded twice, so that bytes do not grow with the group.
+        fuse: how pseudo-gradients become one: by their "mean", or by "rda", the means of their lengths and directions.
         inner: the inner optimizer that goes with it. Muon lowered the loss under every method (docs/evidence.md).
         needs_inner: whether the method is only the published one with that inner optimizer.
         dealing: what units of the model replicas deal out among them; None for replicas that train all of it.
@@ -63,6 +65,7 @@ class Method:
     averaging: Way = "parts"
     inner: Inner = MUON
     needs_inner: type[torch.optim.Optimizer] | None = None
+    fuse: Fuse = "mean"
     dealing: Dealing | None = None
     cut: str = ""
     check_open = Formerly("check_elastic")
@@ -90,6 +93,18 @@ class Method:
                 "alike would drift apart; use it with noloco or in groups, or choose another codec, such as int4"
             )
 
+        if self.fuse != "mean":
+            self._check_fuse()
+
+    def _check_fuse(self) -> None:
+        faults = {
+            "there are none: gradients, or units, are exchanged": self.outer is None or self.dealing is not None,
+            "eager takes a replica's own part out of the mean again": self.merge.eager,
+            f"{self.codec!r} reads messages by the receiver's own": self.codec.traits.needs_receiver,
+        }
+        for why in (why for why, holds in faults.items() if holds):
+            raise UserError(f"fuse is {self.fuse!r}, which is for pseudo-gradients, and {why}; leave it out")
+
     def _check_kinds(self) -> None:
         """Raises UserError for a choice that is nothing of its kind."""
         for name, kind in (("schedule", Schedule), ("adapt", Adapt | None)):
@@ -97,8 +112,9 @@ class Method:
                 raise UserError(f"{name} is {value!r}; give a farflung.outer.{name.capitalize()}")
         _check_role("topology", self.topology, Topology)
         _check_role("merge", self.merge, Merge)
-        if self.averaging not in get_args(Way):
-            raise UserError(f"averaging is {self.averaging!r}; choose one of {', '.join(get_args(Way))}")
+        for name, known in (("averaging", get_args(Way)), ("fuse", get_args(Fuse))):
+            if (value := getattr(self, name)) not in known:
+                raise UserError(f"{name} is {value!r}; choose one of {', '.join(known)}")
         if not (self.outer is None or callable(self.outer)):
             raise UserError(f"outer is {self.outer!r}; give what makes an optimizer, such as torch.optim.SGD")
 
@@ -110,7 +126,7 @@ class Method:
     @property
     def needs_equal_anchors(self) -> bool:
         """Whether only replicas with the same anchors may average; else rounds draw them together."""
-        return self.topology.identical and not self.codec.traits.lossless
+        return self.topology.identical and not (self.codec.traits.lossless and self.fuse == "mean")
 
     def check_elastic(self) -> None:
         """Refuses what needs replicas to stay, for networks on which they come and go. Raises UserError."""

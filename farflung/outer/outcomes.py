@@ -9,6 +9,8 @@ from torch import Tensor
 
 from farflung.networks import Group
 
+LEFT_OVER = "no partner was left for this replica in this round"
+
 
 class Outcome(StrEnum):
     """How a round ended for a replica."""

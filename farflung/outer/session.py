@@ -339,6 +339,7 @@ class Session:
             "merge": method.merge,
             "adaptation": method.adapt,
             "way of averaging": method.averaging,
+            "fuse": method.fuse,
             "outer optimizer": type(self.outer).__name__,
             "inner optimizers": [type(optimizer).__name__ for optimizer in self.trained.optimizers],
         }

@@ -1,0 +1,76 @@
+"""What holds for every part that methods may take: simulated replicas are real ones, and states go round."""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from problem import flat, inner_steps, replica, small_model
+from processes import run_together
+from torch import Tensor, nn
+
+from farflung import methods
+from farflung.methods import Method
+from farflung.networks import Network, SimulatedNetwork, Simulation, TorchNetwork
+
+STEPS, REPLICAS = 14, 3
+
+PARTS: dict[str, Callable[[], Method]] = {
+    "rda": lambda: replace(methods.diloco(every=4), fuse="rda"),
+    "rda in few bits, late": lambda: replace(methods.streaming_diloco(every=4, codec="ef-int4"), fuse="rda"),
+}
+
+
+def one_process(network: Network) -> dict[str, Tensor]:
+    """What one replica comes to with each part."""
+    return {name: replica(make, STEPS)(network).weights for name, make in PARTS.items()}
+
+
+@pytest.mark.slow
+def test_processes_come_to_the_weights_of_the_simulation(tmp_path: Path) -> None:
+    run_together(REPLICAS, __file__, tmp_path)
+    simulated = Simulation(REPLICAS).run(one_process)
+    for rank, expected in enumerate(simulated):
+        real = torch.load(tmp_path / f"{rank}.pt")
+        for name in PARTS:
+            assert torch.equal(real[name], expected[name]), name
+
+
+@pytest.mark.parametrize("name", PARTS)
+@pytest.mark.parametrize("at", [5, 8])
+def test_a_part_goes_on_from_its_state_bit_for_bit(name: str, at: int) -> None:
+    def work(network: SimulatedNetwork, interrupted: bool) -> Tensor:
+        def begun() -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+            model = small_model()
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+            return model, optimizer, PARTS[name]().attach(model, optimizer, network)
+
+        things, file = begun(), io.BytesIO()
+        with things[2]:
+            inner_steps(*things[:2], network.rank, range(at))
+            torch.save([thing.state_dict() for thing in things], file)
+            if not interrupted:
+                inner_steps(*things[:2], network.rank, range(at, STEPS))
+        if interrupted:
+            file.seek(0)
+            things = begun()
+            with things[2]:
+                for thing, state in zip(things, torch.load(file, weights_only=True), strict=True):
+                    thing.load_state_dict(state)
+                inner_steps(*things[:2], network.rank, range(at, STEPS))
+        return flat(things[0])
+
+    whole, parts = (Simulation(2).run(lambda network, i=i: work(network, i)) for i in (False, True))  # type: ignore[misc]
+    assert all(map(torch.equal, whole, parts))
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    seat = TorchNetwork.from_env(starting=120)
+    torch.save(one_process(seat), Path(sys.argv[1]) / f"{seat.rank}.pt")
