@@ -159,6 +159,8 @@ def from_table(kind: type[T], table: Mapping[str, Any], where: str) -> T:
 
 def _field_of(hint: Any, key: str, value: Any, where: str) -> Any:
     """One value of a table, arrays as tuples and tables as dataclasses."""
+    if dataclasses.is_dataclass(hint) and isinstance(value, dict):
+        return from_table(hint, value, f"{where}, {key}")  # type: ignore[arg-type]
     if typing.get_origin(hint) is not tuple:
         try:
             _check_type(key, value, hint)

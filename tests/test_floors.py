@@ -29,6 +29,7 @@ FLOORS = {
     "data": 4,
     "hooks": 4,
     "inner": 5,
+    "memory": 5,
     "embeddings": 6,
     "outer": 6,
     "pipeline": 6,
