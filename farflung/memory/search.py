@@ -1,0 +1,217 @@
+"""The plan that takes the least time in a given memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import combinations, permutations, product
+from typing import get_args
+
+from farflung.errors import UserError
+from farflung.memory.plan import LayerPlan, Mode, Plan, Profile, State
+from farflung.memory.step import simulate, state_bytes, stays_bytes
+
+MODES: tuple[Mode, ...] = get_args(Mode)
+STATES: tuple[State, ...] = get_args(State)
+
+MOST = 40_000
+"""Layers that a search simulates at most, all simulations together: about two seconds."""
+
+FITS = 4
+"""Most simulations in which a plan's prefetch is made to fit."""
+
+STARTS = 3
+"""How many plans are improved, first by counts and then layer by layer."""
+
+FEW = 8
+"""Up to so many layers, any two of them change together."""
+
+Layers = tuple[LayerPlan, ...]
+
+
+def search(profile: Profile, cap_bytes: int, *, clip: bool) -> Plan:
+    """The fastest plan found whose peak is at most `cap_bytes`. Raises UserError, with the smallest cap that works.
+
+    Layers are more or less alike. So first only how many have each mode and state is searched, kept ones last and the
+    others spread evenly. Then single layers change, and change places. Plans are simulated, but for those that cannot
+    be faster than the best, whatever the order of things.
+    """
+    least = leanest(profile, clip=clip)
+    if least.peak_bytes > cap_bytes:
+        raise UserError(
+            f"a step cannot be made with {cap_bytes / 1e9:.4g} GB of memory; give at least "
+            f"{gigabytes(least.peak_bytes)} GB, a smaller batch, shorter sequences or more stages"
+        )
+    trials = _Trials(profile, cap_bytes, clip)
+    trials.of((LayerPlan(),) * len(profile.layers))
+    trials.of(least.layers)
+    for mode, state in product(MODES, STATES):
+        trials.of((LayerPlan(mode, state),) * len(profile.layers))
+    for trial in trials.foremost():
+        trials.by_counts(trial)
+    for trial in trials.foremost():
+        trials.by_layers(trial)
+    return trials.foremost()[0].plan
+
+
+def leanest(profile: Profile, *, clip: bool) -> Plan:
+    """The plan found that needs the least memory: all layers alike, then one after the other changed."""
+
+    def plan(layers: Layers) -> Plan:
+        step = simulate(profile, layers, prefetch_bytes=0, clip=clip)
+        return Plan(layers, 0, step.peak_bytes, step.seconds)
+
+    def cost(plan: Plan) -> tuple[float, float]:
+        return plan.peak_bytes, plan.seconds
+
+    kinds = [LayerPlan(mode, state) for mode, state in product(MODES, STATES)]
+    best = min((plan((kind,) * len(profile.layers)) for kind in kinds), key=cost)
+    for number in reversed(range(len(profile.layers))):
+        best = min([best, plan(_with(best.layers, {number: replace(best.layers[number], mode="keep")}))], key=cost)
+    return best
+
+
+def gigabytes(nbytes: int) -> str:
+    """Four digits, rounded up."""
+    unit = 10 ** max(0, math.floor(math.log10(max(nbytes, 1))) - 3)
+    return f"{math.ceil(nbytes / unit) * unit / 1e9:.10g}"
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """A plan, and how many bytes its peak is above the cap."""
+
+    plan: Plan
+    excess: int
+
+    @property
+    def rank(self) -> tuple[float, float, float]:
+        """Less is better."""
+        return self.excess, self.plan.seconds, self.plan.peak_bytes
+
+
+class _Trials:
+    """Plans that were simulated, each with the most prefetch that fits."""
+
+    def __init__(self, profile: Profile, cap: int, clip: bool) -> None:
+        self._profile, self._cap, self._clip = profile, cap, clip
+        self._known: dict[Layers, _Trial] = {}
+        self._simulated = 0
+        self._fastest = math.inf
+        self._stateful = any(cost.weight_bytes + cost.moment_bytes for cost in profile.layers)
+
+    def foremost(self) -> list[_Trial]:
+        """The best, those that fit first."""
+        return sorted(self._known.values(), key=lambda trial: trial.rank)[:STARTS]
+
+    def of(self, layers: Layers) -> _Trial | None:
+        """None where it cannot be the best, or the time is over."""
+        if layers not in self._known:
+            if self._simulated > MOST or self._at_least(layers) >= self._fastest:
+                return None
+            self._known[layers] = trial = self._fitted(layers)
+            if not trial.excess:
+                self._fastest = min(self._fastest, trial.plan.seconds)
+        return self._known[layers]
+
+    def _at_least(self, layers: Layers) -> float:
+        """Seconds that nothing could be faster than: those of each of the four that work at the same time."""
+        profile = self._profile
+        compute = sum(cost.forward_s + cost.backward_s for cost in profile.chain)
+        compute += profile.before.near_step_s + profile.head.near_step_s
+        out = back = host = 0.0
+        for cost, layer in zip(profile.layers, layers, strict=True):
+            compute += cost.forward_s * (layer.mode in ("recompute", "recompute-moved"))
+            moved = {"move": cost.saved_bytes, "recompute-moved": cost.input_bytes}.get(layer.mode, 0)
+            near = layer.state in ("near", "moments-far")
+            moments = cost.moment_bytes * (layer.state == "moments-far")
+            compute += cost.near_step_s * near
+            host += cost.far_step_s * (not near)
+            out += moved + moments + cost.gradient_bytes * (not near)
+            weights = {"optimizer-far": 1, "weights-far": 2}.get(layer.state, 0)
+            back += moved + moments + cost.weight_bytes * weights
+        return max(compute, out / profile.out_bytes_s, back / profile.in_bytes_s, host)
+
+    def _fitted(self, layers: Layers) -> _Trial:
+        profile, chain = self._profile, [*zip(self._profile.layers, layers, strict=True)]
+        always = profile.fixed_bytes + sum(state_bytes(cost, layer) + stays_bytes(cost, layer) for cost, layer in chain)
+        always += sum(state_bytes(cost, LayerPlan()) + cost.saved_bytes for cost in (profile.before, profile.head))
+        comes = any(layer.mode in ("move", "recompute-moved") or layer.state == "moments-far" for layer in layers)
+        prefetch = max(0, self._cap - always) * comes
+        for turn in range(FITS):
+            step = simulate(profile, layers, prefetch_bytes=prefetch, clip=self._clip)
+            self._simulated += len(layers)
+            excess = max(0, step.peak_bytes - self._cap)
+            if not excess or not prefetch:
+                break
+            prefetch = max(0, prefetch - excess) if turn < FITS - 2 else 0
+        return _Trial(Plan(layers, prefetch, step.peak_bytes, step.seconds), excess)
+
+    def by_counts(self, trial: _Trial) -> None:
+        """Improves how many layers have each mode and state, many at a time and then one."""
+        modes = [sum(layer.mode == mode for layer in trial.plan.layers) for mode in MODES]
+        states = [sum(layer.state == state for layer in trial.plan.layers) for state in STATES]
+        by = len(trial.plan.layers)
+        while by := by // 3 or by // 2:
+            improved = True
+            while improved:
+                improved = False
+                for counts in (modes, states)[: 1 + self._stateful]:
+                    for one, other in permutations(range(len(counts)), 2):
+                        if counts[one] < by:
+                            continue
+                        counts[one] -= by
+                        counts[other] += by
+                        found = self.of(spread(modes, states))
+                        if found and found.rank < trial.rank:
+                            trial, improved = found, True
+                        else:
+                            counts[one] += by
+                            counts[other] -= by
+
+    def by_layers(self, trial: _Trial) -> None:
+        """Improves which layers have which mode and state."""
+        improved = True
+        while improved:
+            improved = False
+            for layers in self._neighbours(trial.plan.layers):
+                found = self.of(layers)
+                if found and found.rank < trial.rank:
+                    trial, improved = found, True
+                    break
+
+    def _neighbours(self, layers: Layers) -> Iterator[Layers]:
+        """Two change places; one changes; where there are few, any two change."""
+        count = len(layers)
+        for one, other in combinations(range(count), 2):
+            if layers[one] != layers[other] and (count <= 2 * FEW or other == one + 1):
+                yield _with(layers, {one: layers[other], other: layers[one]})
+        single = {
+            number: [replace(layer, mode=mode) for mode in MODES if mode != layer.mode]
+            + [replace(layer, state=state) for state in STATES if self._stateful and state != layer.state]
+            for number, layer in enumerate(layers)
+        }
+        for number, others in single.items():
+            for other in others:
+                yield _with(layers, {number: other})
+        if count <= FEW:
+            for one, two in combinations(range(count), 2):
+                for first, second in product(single[one], single[two]):
+                    yield _with(layers, {one: first, two: second})
+
+
+def spread(modes: list[int], states: list[int]) -> Layers:
+    """So many layers of each: kept ones last, the others evenly; far optimizers last, far weights first."""
+    keep, *others = modes
+    near, moments, optimizers, weights = states
+    places = sorted(((n + 0.5) / count, mode) for mode, count in zip(MODES[1:], others, strict=True) for n in range(count))
+    along: list[Mode] = [*(mode for _, mode in places), *["keep"] * keep]
+    state: list[State] = [
+        *["weights-far"] * weights, *["moments-far"] * moments, *["near"] * near, *["optimizer-far"] * optimizers
+    ]
+    return tuple(LayerPlan(*each) for each in zip(along, state, strict=True))
+
+
+def _with(layers: Layers, changed: dict[int, LayerPlan]) -> Layers:
+    return tuple(changed.get(number, layer) for number, layer in enumerate(layers))
